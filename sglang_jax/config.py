@@ -1,0 +1,157 @@
+"""Every option of the engine and the server: typed, documented, validated once.
+
+The only module that reads the environment.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Self
+
+from platformdirs import user_cache_dir
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class Backend(StrEnum):
+    """Name of an entry point in the group `sglang_jax.backends`, or auto."""
+
+    AUTO = "auto"
+    JAX = "jax"
+
+
+class Device(StrEnum):
+    AUTO = "auto"
+    CPU = "cpu"
+    TPU = "tpu"
+    CUDA = "cuda"
+
+
+class Dtype(StrEnum):
+    AUTO = "auto"
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+
+class LoadFormat(StrEnum):
+    AUTO = "auto"
+    SAFETENSORS = "safetensors"
+    GGUF = "gguf"
+    ORBAX = "orbax"
+    DUMMY = "dummy"
+
+
+class SchedulePolicy(StrEnum):
+    FCFS = "fcfs"
+    LPM = "lpm"
+    LOF = "lof"
+    PRIORITY = "priority"
+
+
+class EvictionPolicy(StrEnum):
+    LRU = "lru"
+    LFU = "lfu"
+    FIFO = "fifo"
+
+
+class AttentionBackend(StrEnum):
+    AUTO = "auto"
+    REFERENCE = "reference"
+    XLA = "xla"
+
+
+class Environment(BaseSettings):
+    """What is read from the environment; nothing else in the project reads it.
+
+    - `SGLANG_JAX_DEBUG_MEMORY=1`: every page has one recorded owner, and each step checks conservation.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="SGLANG_JAX_")
+
+    debug_memory: bool = False
+
+
+PositiveInt = Annotated[int, Field(ge=1)]
+
+
+class EngineConfig(BaseModel):
+    """Options of one engine. Field names are the command line's flags, with underscores."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model_path: str = Field(
+        "demo", description="`demo` (the embedded SmolLM2-135M-Instruct), a folder, a .gguf file, or a hub id"
+    )
+    tokenizer_path: str | None = Field(None, description="folder or hub id of the tokenizer; default: the model's")
+    load_format: LoadFormat = Field(LoadFormat.AUTO, description="how the weights are stored; dummy: random weights")
+    backend: Backend = Field(Backend.AUTO, description="which engine runs the model")
+    device: Device = Field(Device.AUTO, description="where it runs")
+    dtype: Dtype = Field(Dtype.AUTO, description="type of weights and activations; auto: measured best for the device")
+    context_length: PositiveInt | None = Field(
+        None, description="most tokens of one request, prompt and output; default: the model's"
+    )
+    mem_fraction_static: float = Field(
+        0.85, gt=0.0, lt=1.0, description="share of device memory for weights and KV pages together"
+    )
+    max_total_tokens: PositiveInt | None = Field(None, description="KV tokens in the pool; default: what memory allows")
+    max_running_requests: PositiveInt | None = Field(
+        None, description="most requests running at once; default: by device"
+    )
+    max_queued_requests: PositiveInt | None = Field(
+        None, description="most requests waiting; more are refused with 503; default: no limit"
+    )
+    chunked_prefill_size: PositiveInt = Field(512, description="most prompt tokens computed in one step")
+    page_size: PositiveInt = Field(16, description="tokens per KV page")
+    schedule_policy: SchedulePolicy = Field(
+        SchedulePolicy.FCFS,
+        description="who is admitted next: arrival order, longest cached prefix, longest output, priority",
+    )
+    schedule_conservativeness: float = Field(
+        1.0, gt=0.0, description="scales the room kept free for tokens that running requests may still generate"
+    )
+    disable_radix_cache: bool = Field(False, description="do not reuse the KV of earlier requests")
+    radix_eviction_policy: EvictionPolicy = Field(EvictionPolicy.LRU, description="which cached prefix goes first")
+    attention_backend: AttentionBackend = Field(AttentionBackend.AUTO, description="implementation of attention")
+    random_seed: int = Field(0, description="seed of requests that bring none, and of dummy weights")
+    skip_warmup: bool = Field(False, description="compile each program at its first use instead of at the start")
+    compilation_cache_dir: Path | None = Field(
+        None, description="persistent compilation cache; default: the user's cache folder"
+    )
+    decode_log_interval: PositiveInt = Field(40, description="decode steps between two log lines")
+    debug_memory: bool = Field(
+        default_factory=lambda: Environment().debug_memory,
+        description="record the owner of every KV page and check conservation at every step (slow)",
+    )
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        if self.page_size & (self.page_size - 1):
+            raise ValueError(f"page_size must be a power of two, got {self.page_size}")
+        if self.max_total_tokens is not None and self.max_total_tokens < self.page_size:
+            raise ValueError(
+                f"max_total_tokens ({self.max_total_tokens}) must hold at least one page of {self.page_size} tokens"
+            )
+        return self
+
+    def cache_folder(self) -> Path:
+        """Where compiled programs are kept between runs."""
+        if self.compilation_cache_dir is not None:
+            return self.compilation_cache_dir
+        return Path(user_cache_dir("sglang-jax")) / "compilation"
+
+
+class ServerConfig(EngineConfig):
+    """An engine behind HTTP."""
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(30000, ge=0, le=65535, description="port to listen on")
+    served_model_name: str | None = Field(None, description="name in /v1/models; default: model_path")
+    api_key: str | None = Field(None, description="bearer token that every route but health asks for")
+    chat_template: str | None = Field(None, description="a Jinja file, or the template; default: the tokenizer's")
+    log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="least severe level logged")
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients send as `model`."""
+        return self.served_model_name or self.model_path

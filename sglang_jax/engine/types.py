@@ -1,0 +1,161 @@
+"""What goes into an engine and what comes out: the words that server, command line and scripts share."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from sglang_jax.errors import RequestError
+from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler.messages import SchedulerStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateInput:
+    """One prompt. `sampling.n > 1` gives n outputs with `index` 0..n-1.
+
+    - `prompt`: text, or token ids.
+    - `request_id`: chosen by the client for `abort`; made up if None.
+    - `stream`: outputs arrive as they grow; otherwise once, finished.
+    - `logprob_start_len`: first prompt position whose logprob is wanted; -1 for none.
+    - `top_logprobs_num`: alternatives per position, at most `MAX_TOP_LOGPROBS`.
+    - `extra_key`: cached KV is shared only between requests with the same one.
+    - `priority`: higher goes first under the priority policy.
+    """
+
+    prompt: str | Sequence[int]
+    sampling: SamplingParams = SamplingParams()
+    request_id: str | None = None
+    stream: bool = False
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    top_logprobs_num: int = 0
+    extra_key: str | None = None
+    priority: int = 0
+
+
+class FinishKind(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class FinishReason:
+    """Why an output ended. `matched` is the stop string or the token id; `error` is set for ERROR alone."""
+
+    kind: FinishKind
+    matched: str | int | None = None
+    error: RequestError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Logprob of one token under the raw logits (None for a prompt's first token), and the likeliest alternatives
+    as (logprob, token id), likeliest first."""
+
+    token_id: int
+    logprob: float | None
+    top: tuple[tuple[float, int], ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class GenerateOutput:
+    """State of one completion. In a stream each has all that was generated so far, and what is new since the last.
+
+    `delta_*` concatenated over a stream equal the final `text`, `output_ids`, `logprobs`. Text never ends inside a
+    multi-byte character while the stream goes on, and never shows a part of a stop string.
+    """
+
+    request_id: str
+    index: int
+    text: str
+    delta_text: str
+    output_ids: list[int]
+    delta_ids: list[int]
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    finish: FinishReason | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    delta_logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What a client may ask about the model."""
+
+    model_path: str
+    architecture: str
+    context_length: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    dtype: str
+
+
+class TextTokenizer(Protocol):
+    """Text to ids and back. Thread-safe."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text, special tokens included."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The exact bytes that a token stands for (a part of a character, maybe)."""
+        ...
+
+    def render_chat(self, messages: Sequence[dict[str, object]], *, add_generation_prompt: bool = True) -> str:
+        """The chat template's text for a conversation. Raises `RequestError` if the template refuses it or
+        there is none."""
+        ...
+
+
+class EngineClient(Protocol):
+    """An engine as the server sees it. Every method runs on the server's event loop."""
+
+    @property
+    def tokenizer(self) -> TextTokenizer: ...
+
+    @property
+    def model_info(self) -> ModelInfo: ...
+
+    @property
+    def alive(self) -> bool:
+        """False once the engine process is gone."""
+        ...
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """The newest snapshot that the scheduler published."""
+        ...
+
+    def generate(self, request: GenerateInput) -> AsyncIterator[GenerateOutput]:
+        """Validates, then yields outputs. Without `stream`, one finished output for each of the n completions.
+
+        Closing the iterator early aborts the request. **Raises** `RequestError` (before the first output for bad
+        input; `EngineDeadError` at any time).
+        """
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request and all its completions; unknown ids are ignored."""
+        ...
+
+    def abort_all(self) -> None: ...
+
+    async def flush_cache(self) -> bool:
+        """Empties the prefix cache; False, and nothing is done, while requests run or wait."""
+        ...
+
+    async def state(self) -> dict[str, object]:
+        """The scheduler's and runner's figures, for `/server_info`. Raises `EngineDeadError`."""
+        ...

@@ -1,0 +1,76 @@
+"""Errors that cross rooms: what a request may be refused with, and how HTTP says it."""
+
+from __future__ import annotations
+
+
+class RequestError(Exception):
+    """A request that cannot be served; nothing else is affected.
+
+    **Attributes:** `message` names the value seen and the limit; `param` is the offending field or
+    None; `code` is a stable machine-readable word; `status` is the HTTP status that fits.
+    """
+
+    status = 400
+    code = "invalid_request"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class ParameterError(RequestError, ValueError):
+    """A field holds a value of the wrong type or outside its range."""
+
+    code = "invalid_value"
+
+
+class PromptTooLongError(RequestError):
+    """The prompt leaves no room for one output token."""
+
+    code = "context_length_exceeded"
+
+
+class ModelNotFoundError(RequestError):
+    """The request names a model that this server does not serve."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class QueueFullError(RequestError):
+    """`max_queued_requests` requests are waiting already."""
+
+    status = 503
+    code = "queue_full"
+
+
+class CapacityError(RequestError):
+    """A request outgrew the KV pool while no other request was left to retract."""
+
+    status = 500
+    code = "kv_capacity_exceeded"
+
+
+class NumericalError(RequestError):
+    """The model produced logits that are not finite for this request."""
+
+    status = 500
+    code = "non_finite_logits"
+
+
+class EngineDeadError(RequestError):
+    """The engine process is gone; requests in flight are lost."""
+
+    status = 500
+    code = "engine_dead"
+
+
+class CheckpointError(Exception):
+    """A checkpoint cannot be read: the message names the file or tensors at fault and the remedy."""
+
+
+class ConfigError(ValueError):
+    """An option, or a combination of options, that the engine cannot run with."""

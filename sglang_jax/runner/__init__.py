@@ -1,0 +1,1 @@
+"""The seam: what the scheduler hands a backend, and what it gets back."""

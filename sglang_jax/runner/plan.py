@@ -1,0 +1,166 @@
+"""The data that crosses the seam between the scheduler and a runner.
+
+A plan is immutable and owns its arrays: the scheduler never writes to them again, so a runner may read
+them at any time until it has handed over the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_jax.sampling.params import SamplingParams
+
+Int32 = NDArray[np.int32]
+Float32 = NDArray[np.float32]
+Bool = NDArray[np.bool_]
+
+LOGPROB_BUCKETS = (0, 1, 5, 20)
+"""Numbers of alternatives that a step may report; a step uses the smallest that covers its rows."""
+
+NO_LOGPROBS = -1
+INVALID_TOKEN = -1
+"""A sampled row whose logits were not finite reports this token."""
+
+
+class PoolKind(StrEnum):
+    """What a pool's pages hold."""
+
+    FULL = "full"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """One kind of KV pages. `num_pages` counts the pad page 0, which is never handed out."""
+
+    kind: PoolKind
+    num_pages: int
+    page_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerSpec:
+    """What a runner offers; fixed for its life.
+
+    - `max_rows`: rows of the page table, so the most requests that run at once.
+    - `token_budget`: most tokens (decode rows + prefill chunks) of one step.
+    - `max_context`: most tokens of one row.
+    - `vocab_size`: token ids are in `[0, vocab_size)`.
+    """
+
+    pools: tuple[PoolSpec, ...]
+    max_rows: int
+    token_budget: int
+    max_context: int
+    vocab_size: int
+
+    @property
+    def max_pages_per_row(self) -> int:
+        """Columns of the page table of the first pool."""
+        return -(-self.max_context // self.pools[0].page_size)
+
+
+@dataclass(frozen=True, slots=True)
+class PageDeltas:
+    """Entries of one page table to overwrite before the step runs: `table[rows[i], columns[i]] = pages[i]`.
+
+    All three are `[deltas]`; a (row, column) pair appears at most once.
+    """
+
+    rows: Int32
+    columns: Int32
+    pages: Int32
+
+
+@dataclass(frozen=True, slots=True)
+class RowUpdate:
+    """A row taken by a request (newly admitted, or admitted again after a retraction).
+
+    - `seed`: resolved, non-negative, below 2**63.
+    - `prompt_len`: tokens before the first output token; output number k is drawn at `kv_len == prompt_len + k`.
+    - `stop_ids`: `[ids]`, masked while fewer than `sampling.min_new_tokens` outputs were drawn.
+    - `history`: `[tokens]` prompt and kept output, given only where `sampling.counts_tokens`. Output tokens
+      drawn later are counted by the runner itself.
+    """
+
+    row: int
+    sampling: SamplingParams
+    seed: int
+    prompt_len: int
+    stop_ids: Int32
+    history: Int32 | None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Logprobs wanted of prompt tokens within one prefill chunk.
+
+    Query `first + i` of sequence `sequence` (an index into `StepPlan.rows`) predicts `targets[i]`.
+    """
+
+    sequence: int
+    first: int
+    targets: Int32
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One forward step over `n` sequences, each in a row of its own; decode rows come first.
+
+    - `step`: counts up by one; plans are executed in this order.
+    - `rows`: `[n]`.
+    - `num_decode`: the first `num_decode` sequences have one query, whose token is the one that the row drew
+      last (it lives on the device, indexed by row; the host may not know it yet).
+    - `query_lens`: `[n]` >= 1; `kv_lens`: `[n]` KV length once this step has written. Query i of a sequence is
+      at position `kv_len - query_len + i` and sees every key at or before its own position.
+    - `prefill_tokens`: `[sum(query_lens[num_decode:])]`, the tokens of the other sequences, in order.
+    - `samples`: `[n]` True where the sequence draws a token after its last query; False for a chunk that
+      does not end its prompt. A drawn token becomes the row's last token.
+    - `page_deltas`: one for each pool of the spec.
+    - `row_updates`: rows whose sampling state is to be replaced before the step.
+    - `top_logprobs`: `NO_LOGPROBS`, or one of `LOGPROB_BUCKETS`: alternatives reported beside the drawn
+      token's own logprob.
+    """
+
+    step: int
+    rows: Int32
+    num_decode: int
+    query_lens: Int32
+    kv_lens: Int32
+    prefill_tokens: Int32
+    samples: Bool
+    page_deltas: tuple[PageDeltas, ...]
+    row_updates: tuple[RowUpdate, ...] = ()
+    top_logprobs: int = NO_LOGPROBS
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    prompt_top_logprobs: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return self.num_decode + len(self.prefill_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    """Logprobs of m tokens under the raw logits, and of the k likeliest tokens at each of the m positions.
+
+    `logprobs`: `[m]`; `top_ids`: `[m, k]`; `top_logprobs`: `[m, k]`, likeliest first.
+    """
+
+    logprobs: Float32
+    top_ids: Int32
+    top_logprobs: Float32
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step drew. `tokens`: `[n]`, meaningful where `plan.samples`; `INVALID_TOKEN` where the logits were not
+    finite. `logprobs` has m = n and is None unless asked for; `prompt_logprobs` answers the plan's in order."""
+
+    tokens: Int32
+    logprobs: TopLogprobs | None = None
+    prompt_logprobs: tuple[TopLogprobs, ...] = ()

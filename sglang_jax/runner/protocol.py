@@ -1,0 +1,56 @@
+"""What the scheduler asks of a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from sglang_jax.runner.plan import RunnerSpec, StepPlan, StepResult
+
+
+class StepHandle(Protocol):
+    """A step that was launched."""
+
+    def result(self) -> StepResult:
+        """Blocks until the step has run; callable once. Handles are asked in the order of launching."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerReport:
+    """What a runner can tell of itself: for `/server_info`, logs and benchmarks.
+
+    `compiles_after_warm_up` counts programs built since warm-up ended: 0 in a healthy server.
+    """
+
+    backend: str
+    device: str
+    compiled_programs: int
+    compiles_after_warm_up: int
+    weight_bytes: int
+    kv_bytes: int
+    details: dict[str, str]
+
+
+class Runner(Protocol):
+    """Runs plans in the order given. At most two steps are launched and not yet asked for their result.
+
+    A runner owns the device: weights, KV pages, the page-table copy, the last token of each row, and the
+    sampling state of each row. Padding, buckets, sharding and streams are its own business.
+    """
+
+    @property
+    def spec(self) -> RunnerSpec: ...
+
+    def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
+        """Builds every program; `progress(done, total, what)` is called as they are built."""
+        ...
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Starts a step and returns without waiting for it."""
+        ...
+
+    def report(self) -> RunnerReport: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,171 @@
+"""What a client sends the scheduler, and what the scheduler publishes: the words on the wire.
+
+Encoded with msgpack by `msgspec`; arrays travel as little-endian bytes. A request is known by an integer `id` that its
+client chose (unique for the client's life).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from sglang_jax.sampling.params import SamplingParams
+
+
+class NewRequest(msgspec.Struct, tag="new", frozen=True, kw_only=True):
+    """A prompt to run. Text is tokenized already, `n > 1` is expanded already, `sampling.seed` stays None for
+    "any seed".
+
+    - `token_ids`: int32 bytes.
+    - `stream`: tokens are published as they are drawn; otherwise all at once when the request ends.
+    - `top_logprobs`: -1 for none; 0..20 alternatives beside each output token's logprob.
+    - `logprob_start`: first prompt position whose logprob is wanted, -1 for none.
+    - `arrival`: `time.monotonic()` of the client.
+    """
+
+    id: int
+    token_ids: bytes
+    sampling: SamplingParams
+    stream: bool = False
+    top_logprobs: int = -1
+    logprob_start: int = -1
+    extra_key: str | None = None
+    priority: int = 0
+    arrival: float = 0.0
+
+
+class AbortRequest(msgspec.Struct, tag="abort", frozen=True):
+    """End a request wherever it is; its KV is not kept. It is published as finished with kind `abort`."""
+
+    id: int
+
+
+class StopRequest(msgspec.Struct, tag="stop", frozen=True):
+    """The client found a stop string: end the request, keep its KV for reuse, publish nothing more of it."""
+
+    id: int
+
+
+class FlushCache(msgspec.Struct, tag="flush", frozen=True):
+    """Empty the prefix cache. Answered by `Reply(ok=...)`; refused while requests run or wait."""
+
+    call: int
+
+
+class GetState(msgspec.Struct, tag="state", frozen=True):
+    """Answered by `Reply` whose `state` has the scheduler's and the runner's figures."""
+
+    call: int
+
+
+class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
+    """Stop the loop once everything accepted so far has finished (`drain`), or now."""
+
+    drain: bool = True
+
+
+Inbound = NewRequest | AbortRequest | StopRequest | FlushCache | GetState | Shutdown
+
+
+class WireLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Logprob of one token, and the likeliest alternatives at its position, likeliest first."""
+
+    token_id: int
+    logprob: float | None
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class WireError(msgspec.Struct, frozen=True, array_like=True):
+    """A `RequestError`: its class name, and its fields."""
+
+    name: str
+    message: str
+    param: str | None
+    code: str
+
+
+class Started(msgspec.Struct, frozen=True, array_like=True):
+    """A request got its row for the first time. `cached_tokens` of its prompt were found in the prefix cache."""
+
+    id: int
+    cached_tokens: int
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True):
+    """A request ended.
+
+    - `kind`: stop, length, abort or error; `matched_token` is the id that ended it, if one did.
+    - `num_tokens`: output tokens in all.
+    - `tokens`: int32 bytes of all output tokens for a request that did not stream, else empty.
+    """
+
+    id: int
+    kind: str
+    matched_token: int | None
+    num_tokens: int
+    tokens: bytes
+    cached_tokens: int
+    error: WireError | None = None
+
+
+class StepOutputs(msgspec.Struct, tag="step", frozen=True, kw_only=True):
+    """What one step gave.
+
+    - `ids` (int64 bytes) and `tokens` (int32 bytes): the streaming requests that drew a token, and the tokens. A
+      request's last token is here too, before its `Finished`.
+    - `logprobs`: (request id, entry) for every request that asked, streaming or not, in order of positions.
+    - `prompt_logprobs`: likewise for prompt positions; they all come before the request's first output token. A
+      later entry list for the same request replaces nothing: lists are appended.
+    """
+
+    ids: bytes
+    tokens: bytes
+    started: list[Started] = []
+    finished: list[Finished] = []
+    logprobs: list[tuple[int, WireLogprob]] = []
+    prompt_logprobs: list[tuple[int, list[WireLogprob]]] = []
+
+
+class SchedulerStats(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
+    """A snapshot, published when it changed and at most a few times a second, and whenever the scheduler goes idle.
+
+    Counters count since the start; `gen_throughput` is output tokens per second over the last interval.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_used_tokens: int = 0
+    max_total_tokens: int = 0
+    gen_throughput: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generation_tokens: int = 0
+    num_finished: int = 0
+    num_aborted: int = 0
+    num_retractions: int = 0
+    num_evicted_pages: int = 0
+    compiles_after_warm_up: int = 0
+    new_token_reserve: float = 0.0
+    steps: int = 0
+
+    @property
+    def token_usage(self) -> float:
+        """Share of the pool that is neither free nor evictable."""
+        return self.num_used_tokens / self.max_total_tokens if self.max_total_tokens else 0.0
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """Share of prompt tokens that came from the prefix cache."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+class Reply(msgspec.Struct, tag="reply", frozen=True):
+    """The answer to the inbound message with the same `call`."""
+
+    call: int
+    ok: bool
+    message: str = ""
+    state: dict[str, str | int | float | bool | None] = {}
+
+
+Outbound = StepOutputs | SchedulerStats | Reply
