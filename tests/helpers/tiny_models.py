@@ -1,0 +1,139 @@
+"""Small checkpoints with random weights, written by transformers' own classes.
+
+Every parameter is drawn anew (norms and biases too, which transformers starts at 1 and 0), so that a forgotten
+bias, a swapped norm or a transposed matrix changes the logits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+
+TINY_VOCAB_SIZE = 384
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] not in ['system', 'user', 'assistant'] -%}"
+    "{{ raise_exception('unknown role ' + message['role']) }}"
+    "{%- endif -%}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+)
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+_CORPUS = (
+    "the quick brown fox jumps over the lazy dog and then the other dogs wander there",
+    "what is the capital of france? the capital of france is paris.",
+    "one two three four five six seven eight nine ten, counting again and again",
+    "answering questions in the morning, reading and writing in the evening",
+)
+
+_SMALL_CONFIG: dict[str, Any] = {
+    "vocab_size": TINY_VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+_ARCHITECTURE_CONFIG: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},
+}
+
+
+def make_tiny_tokenizer(folder: Path, vocab_size: int = TINY_VOCAB_SIZE) -> PreTrainedTokenizerFast:
+    """Trains a byte-level BPE tokenizer of at most `vocab_size` tokens and saves it in `folder`.
+
+    Ids 0, 1, 2 are `<|endoftext|>`, `<|im_start|>`, `<|im_end|>` (the end of sequence); every byte has a token.
+    """
+    least = 256 + len(SPECIAL_TOKENS)
+    if vocab_size < least:
+        raise ValueError(f"a byte-level vocabulary needs at least {least} tokens, got {vocab_size}")
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(_CORPUS, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=["<|im_start|>"],
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def make_tiny_model(architecture: str, *, seed: int = 0, **config_overrides: Any) -> PreTrainedModel:
+    """A `...ForCausalLM` of transformers on the CPU, in float32, with all parameters drawn from `seed`.
+
+    `config_overrides` are fields of the architecture's config: `rope_parameters`, `tie_word_embeddings`, `head_dim`...
+    """
+    values = _SMALL_CONFIG | _ARCHITECTURE_CONFIG[architecture] | config_overrides
+    config = transformers.AutoConfig.for_model(architecture, **values)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = np.random.default_rng(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = generator.standard_normal(tuple(parameter.shape), dtype=np.float32)
+            parameter.copy_(torch.from_numpy(_scaled(name, noise)))
+    return model.eval()
+
+
+def make_tiny_checkpoint(
+    folder: Path,
+    architecture: str = "llama",
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    max_shard_size: int | str = "5GB",
+    **config_overrides: Any,
+) -> Path:
+    """Writes config, generation config, safetensors and tokenizer of a tiny model into `folder`; returns `folder`.
+
+    Llama, mistral, qwen2 or qwen3: hidden size 64, 2 layers, 4 heads, 2 kv heads, 384 tokens, context 512. A small
+    `max_shard_size` (such as "50KB") splits the weights over several files.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    model = make_tiny_model(architecture, seed=seed, **config_overrides)
+    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
+    make_tiny_tokenizer(folder, model.config.vocab_size)
+    return folder
+
+
+def _scaled(name: str, noise: np.ndarray) -> np.ndarray:
+    """Unit noise to a parameter of the scale that its role asks for, keeping activations near 1."""
+    if name.endswith("norm.weight"):
+        return 1.0 + 0.2 * noise
+    if name.endswith(".bias"):
+        return 0.2 * noise
+    if "embed_tokens" in name or "lm_head" in name:
+        return 0.3 * noise
+    return noise / np.sqrt(noise.shape[1], dtype=np.float32)
