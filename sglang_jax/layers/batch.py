@@ -1,0 +1,35 @@
+"""What one forward step computes, as arrays on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ForwardBatch:
+    """Tokens of one step, the sequences they belong to, and where their keys and values lie.
+
+    T is the token bucket, R the row bucket, P the page-table columns; all are static, everything else is data.
+    Sequence s holds the tokens `query_starts[s] : query_starts[s + 1]`, which are the last ones of its
+    `kv_lens[s]` keys. Decode sequences come first and have exactly one token: token i belongs to sequence i.
+    A program with T == R is a decode program: all its sequences are decode sequences and no prefill part is traced.
+
+    - `tokens`: int32 `[T]`.
+    - `positions`: int32 `[T]`, 0 for padding.
+    - `write_slots`: int32 `[T]`, `page * page_size + offset`; padding writes into page 0.
+    - `page_table`: int32 `[R, P]`, 0 where unused.
+    - `kv_lens`: int32 `[R]`, length after this step's writes; 0 for padding.
+    - `query_starts`: int32 `[R + 1]`; padding repeats the number of tokens, so that its sequences are empty.
+    - `num_decode`: int32 scalar.
+    """
+
+    tokens: jax.Array
+    positions: jax.Array
+    write_slots: jax.Array
+    page_table: jax.Array
+    kv_lens: jax.Array
+    query_starts: jax.Array
+    num_decode: jax.Array
