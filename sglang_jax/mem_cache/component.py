@@ -1,0 +1,65 @@
+"""What a node of the tree may hold, beside its key."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from sglang_jax.mem_cache.ledger import Pages
+
+if TYPE_CHECKING:
+    from sglang_jax.mem_cache.radix_tree import Node, RadixTree
+
+
+class Component(ABC):
+    """One kind of cached thing: its value at each node, and the rules of its life.
+
+    The tree calls these hooks; nothing else touches a component's values. A model names its components; a match ends
+    only where all of them accept it.
+    """
+
+    @abstractmethod
+    def attach(self, tree: RadixTree) -> None:
+        """Told once which tree it serves."""
+
+    @abstractmethod
+    def adopt(self, node: Node, pages: Pages, giver: int) -> None:
+        """A new leaf takes over `pages` `[pages of the node]` from the owner with code `giver`."""
+
+    @abstractmethod
+    def split(self, upper: Node, lower: Node, pages: int) -> None:
+        """`upper` was just made of the first `pages` pages of `lower`, whose value is to be divided."""
+
+    @abstractmethod
+    def accepts_boundary(self, node: Node, whole: bool) -> bool:
+        """True where a match may end at this node's end, or (not `whole`) inside it, where it would be split."""
+
+    @abstractmethod
+    def collect(self, node: Node) -> Pages:
+        """Pages from the root's end to this node's end, `[pages]`."""
+
+    @abstractmethod
+    def lock(self, node: Node) -> None:
+        """A request depends on the prefix that ends at `node`."""
+
+    @abstractmethod
+    def unlock(self, node: Node) -> None:
+        """Takes one `lock` of this very node back."""
+
+    @abstractmethod
+    def touch(self, node: Node) -> None:
+        """The node's recency changed, or it lost a child."""
+
+    @abstractmethod
+    def evict(self, shortfall: int) -> int:
+        """Frees up to `shortfall` pages, least worthy first; returns how many."""
+
+    @property
+    @abstractmethod
+    def evictable(self) -> int:
+        """Pages that `evict` could free now."""
+
+    @property
+    @abstractmethod
+    def protected(self) -> int:
+        """Pages that locks keep."""

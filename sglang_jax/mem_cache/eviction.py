@@ -1,0 +1,75 @@
+"""Which evictable leaf goes first: a heap that lives as long as the tree."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from sglang_jax.config import EvictionPolicy
+
+if TYPE_CHECKING:
+    from sglang_jax.mem_cache.radix_tree import Node
+
+Score = tuple[int, int]
+
+
+def _least_recently_used(node: Node) -> Score:
+    return (node.last_access, node.id)
+
+
+def _least_frequently_used(node: Node) -> Score:
+    return (node.hits, node.last_access)
+
+
+def _first_in(node: Node) -> Score:
+    return (node.created, node.id)
+
+
+_SCORES: dict[EvictionPolicy, Callable[[Node], Score]] = {
+    EvictionPolicy.LRU: _least_recently_used,
+    EvictionPolicy.LFU: _least_frequently_used,
+    EvictionPolicy.FIFO: _first_in,
+}
+
+
+class EvictionOrder:
+    """Nodes that may be evicted, lowest score first.
+
+    A node's newest entry counts; older ones are passed over when they surface and swept out when they outnumber the
+    live ones, so that each call is O(log n) amortised.
+    """
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._score = _SCORES[policy]
+        self._heap: list[tuple[Score, int, Node]] = []
+        self._live: dict[int, int] = {}
+        self._stamp = 0
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, node: Node) -> bool:
+        return node.id in self._live
+
+    def add(self, node: Node) -> None:
+        """Adds a node, or moves it to where its score of now belongs."""
+        self._stamp += 1
+        self._live[node.id] = self._stamp
+        heapq.heappush(self._heap, (self._score(node), self._stamp, node))
+        if len(self._heap) > 2 * len(self._live) + 64:
+            self._heap = [entry for entry in self._heap if self._live.get(entry[2].id) == entry[1]]
+            heapq.heapify(self._heap)
+
+    def discard(self, node: Node) -> None:
+        """Removes a node if it is there."""
+        self._live.pop(node.id, None)
+
+    def first(self) -> Node | None:
+        """The node to evict next; it stays in."""
+        while self._heap:
+            _, stamp, node = self._heap[0]
+            if self._live.get(node.id) == stamp:
+                return node
+            heapq.heappop(self._heap)
+        return None

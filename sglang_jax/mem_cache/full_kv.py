@@ -1,0 +1,121 @@
+"""Full attention: every node holds one page id per page of its key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sglang_jax.config import EvictionPolicy
+from sglang_jax.mem_cache.component import Component
+from sglang_jax.mem_cache.eviction import EvictionOrder
+from sglang_jax.mem_cache.ledger import Pages, node_owner
+from sglang_jax.mem_cache.page_pool import PagePool
+from sglang_jax.mem_cache.radix_tree import Node, RadixTree
+
+
+@dataclass(slots=True)
+class FullPages:
+    """A node's `pages` `[pages of its key]`, and how many requests depend on them."""
+
+    pages: Pages
+    locks: int = 0
+
+
+class FullKV(Component):
+    """Pages of full attention.
+
+    - A split divides the pages; both halves keep the number of locks.
+    - A match may end at any page.
+    - A lock covers every node up to the root.
+    - Unlocked leaves are evicted by the policy, from their tail, and only as many pages as are short.
+    """
+
+    def __init__(self, pool: PagePool, policy: EvictionPolicy) -> None:
+        self.pool = pool
+        self.order = EvictionOrder(policy)
+        self._evictable = 0
+        self._protected = 0
+
+    @property
+    def evictable(self) -> int:
+        return self._evictable
+
+    @property
+    def protected(self) -> int:
+        return self._protected
+
+    def attach(self, tree: RadixTree) -> None:
+        self._tree = tree
+        self._index = tree.components.index(self)
+
+    def held(self, node: Node) -> FullPages:
+        """What this component keeps at a node."""
+        value = node.values[self._index]
+        assert isinstance(value, FullPages)
+        return value
+
+    def adopt(self, node: Node, pages: Pages, giver: int) -> None:
+        if self.pool.ledger is not None:
+            self.pool.ledger.move(pages, giver, node_owner(node.id))
+        node.values.append(FullPages(pages.copy()))
+        self._evictable += len(pages)
+
+    def split(self, upper: Node, lower: Node, pages: int) -> None:
+        value = self.held(lower)
+        first, rest = value.pages[:pages], value.pages[pages:]
+        if self.pool.ledger is not None:
+            self.pool.ledger.move(first, node_owner(lower.id), node_owner(upper.id))
+        upper.values.append(FullPages(first, value.locks))
+        value.pages = rest
+
+    def accepts_boundary(self, node: Node, whole: bool) -> bool:
+        return True
+
+    def collect(self, node: Node) -> Pages:
+        runs = [self.held(ancestor).pages for ancestor in node.path()]
+        runs.reverse()
+        return np.concatenate(runs) if runs else np.zeros(0, np.int32)
+
+    def lock(self, node: Node) -> None:
+        for ancestor in node.path():
+            value = self.held(ancestor)
+            if value.locks == 0:
+                self._evictable -= len(value.pages)
+                self._protected += len(value.pages)
+                self.order.discard(ancestor)
+            value.locks += 1
+
+    def unlock(self, node: Node) -> None:
+        for ancestor in node.path():
+            value = self.held(ancestor)
+            if value.locks <= 0:
+                raise RuntimeError(f"tree node {ancestor.id} was unlocked more often than locked")
+            value.locks -= 1
+            if value.locks == 0:
+                self._evictable += len(value.pages)
+                self._protected -= len(value.pages)
+                self.touch(ancestor)
+
+    def touch(self, node: Node) -> None:
+        if not node.children and self.held(node).locks == 0:
+            self.order.add(node)
+        else:
+            self.order.discard(node)
+
+    def evict(self, shortfall: int) -> int:
+        freed = 0
+        while freed < shortfall and (node := self.order.first()) is not None:
+            value = self.held(node)
+            count = min(len(value.pages), shortfall - freed)
+            keep = len(value.pages) - count
+            self.pool.free(value.pages[keep:], node_owner(node.id))
+            self._evictable -= count
+            freed += count
+            if keep:
+                value.pages = value.pages[:keep]
+                self._tree.trim_leaf(node, keep)
+            else:
+                self.order.discard(node)
+                self._tree.remove_leaf(node)
+        return freed

@@ -1,0 +1,92 @@
+"""Debug record of who owns each page. Every page has exactly one owner; moving one names both sides."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+Pages = NDArray[np.int32]
+Owners = NDArray[np.int64]
+
+_KIND_BITS = 3
+
+
+class OwnerKind(IntEnum):
+    FREE = 0
+    PAD = 1
+    REQUEST = 2
+    NODE = 3
+    RETIRED = 4
+
+
+FREE = int(OwnerKind.FREE)
+PAD = int(OwnerKind.PAD)
+RETIRED = int(OwnerKind.RETIRED)
+"""Given up by its owner, but a step in flight may still touch it."""
+
+
+class OwnershipError(RuntimeError):
+    """A page was moved by somebody who does not own it. Always a defect of the engine."""
+
+
+def request_owner(row: int) -> int:
+    """Owner code of the request in a row."""
+    return (row << _KIND_BITS) | OwnerKind.REQUEST
+
+
+def request_owners(rows: NDArray[np.int32]) -> Owners:
+    """Owner codes of the requests in `rows`, `[rows]`."""
+    return (rows.astype(np.int64) << _KIND_BITS) | int(OwnerKind.REQUEST)
+
+
+def node_owner(node_id: int) -> int:
+    """Owner code of a tree node."""
+    return (node_id << _KIND_BITS) | OwnerKind.NODE
+
+
+def describe_owner(code: int) -> str:
+    """An owner code in words."""
+    kind, number = OwnerKind(code & ((1 << _KIND_BITS) - 1)), code >> _KIND_BITS
+    match kind:
+        case OwnerKind.REQUEST:
+            return f"the request in row {number}"
+        case OwnerKind.NODE:
+            return f"tree node {number}"
+        case OwnerKind.FREE:
+            return "the free stack"
+        case OwnerKind.PAD:
+            return "the padding"
+        case OwnerKind.RETIRED:
+            return "a step in flight"
+
+
+class PageLedger:
+    """Owner of each page of one pool."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.owners: Owners = np.full(num_pages, FREE, np.int64)
+        self.owners[0] = PAD
+
+    def move(self, pages: Pages, source: int | Owners, target: int | Owners) -> None:
+        """Records that `pages` `[pages]` go from `source` to `target` (one code, or one for each page).
+
+        **Raises:** `OwnershipError` naming the page, who holds it, and who wanted to give it away.
+        """
+        wrong = np.nonzero(self.owners[pages] != source)[0]
+        if len(wrong):
+            first = int(wrong[0])
+            page = int(pages[first])
+            claimed = source if isinstance(source, int) else int(source[first])
+            raise OwnershipError(
+                f"page {page} belongs to {describe_owner(int(self.owners[page]))}, "
+                f"but {describe_owner(claimed)} tried to give it away"
+            )
+        if len(np.unique(pages)) != len(pages):
+            raise OwnershipError(f"pages given away twice in one call: {sorted(pages.tolist())}")
+        self.owners[pages] = target
+
+    def count(self, kind: OwnerKind) -> int:
+        """Pages whose owner is of this kind."""
+        return int(np.count_nonzero((self.owners & ((1 << _KIND_BITS) - 1)) == int(kind)))
