@@ -61,6 +61,13 @@ class AttentionBackend(StrEnum):
     XLA = "xla"
 
 
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
 class Environment(BaseSettings):
     """What is read from the environment; nothing else in the project reads it.
 
@@ -149,7 +156,7 @@ class ServerConfig(EngineConfig):
     served_model_name: str | None = Field(None, description="name in /v1/models; default: model_path")
     api_key: str | None = Field(None, description="bearer token that every route but health asks for")
     chat_template: str | None = Field(None, description="a Jinja file, or the template; default: the tokenizer's")
-    log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="least severe level logged")
+    log_level: LogLevel = Field(LogLevel.INFO, description="least severe level logged")
 
     @property
     def model_name(self) -> str:

