@@ -1,0 +1,84 @@
+"""Logprobs of the raw logits, for drawn tokens and for tokens of the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sglang_jax.sampling.params import MAX_TOP_LOGPROBS
+
+PROMPT_BLOCK = 64
+"""Prompt positions whose logits are held at once."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Logprobs:
+    """`logprobs` float32 `[n]`; `top_ids` int32 and `top_logprobs` float32 `[n, k]`, likeliest first."""
+
+    logprobs: jax.Array
+    top_ids: jax.Array
+    top_logprobs: jax.Array
+
+    @classmethod
+    def empty(cls, lines: int, vocab_size: int) -> Logprobs:
+        """Zeros of the shapes that `token_logprobs` gives."""
+        alternatives = min(MAX_TOP_LOGPROBS, vocab_size)
+        return cls(
+            logprobs=jnp.zeros(lines, jnp.float32),
+            top_ids=jnp.zeros((lines, alternatives), jnp.int32),
+            top_logprobs=jnp.zeros((lines, alternatives), jnp.float32),
+        )
+
+
+def token_logprobs(logits: jax.Array, tokens: jax.Array, alternatives: jax.Array) -> Logprobs:
+    """Log-softmax of `logits` float32 `[n, vocab]` at `tokens` int32 `[n]`, and at the `MAX_TOP_LOGPROBS` likeliest
+    tokens if the int32 scalar `alternatives` is positive (zeros otherwise)."""
+    normaliser = jax.nn.logsumexp(logits, axis=-1)
+    chosen = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], axis=-1)[:, 0]
+    empty = Logprobs.empty(*logits.shape)
+
+    def top() -> tuple[jax.Array, jax.Array]:
+        values, ids = lax.top_k(logits, empty.top_ids.shape[1])
+        return ids, values - normaliser[:, None]
+
+    top_ids, top_logprobs = lax.cond(alternatives > 0, top, lambda: (empty.top_ids, empty.top_logprobs))
+    return Logprobs(chosen - normaliser, top_ids, top_logprobs)
+
+
+def prompt_logprobs(
+    hidden: jax.Array,
+    targets: jax.Array,
+    alternatives: jax.Array,
+    num_tokens: jax.Array,
+    to_logits: Callable[[jax.Array], jax.Array],
+    vocab_size: int,
+) -> Logprobs:
+    """Logprob of the token that follows each position of a step, `PROMPT_BLOCK` positions at a time.
+
+    Costs nothing where no position has a target; otherwise only blocks with a target are computed.
+
+    **Arguments:** `hidden` `[tokens, hidden]`, whose first `num_tokens` count; `targets` int32 `[tokens]`, -1 where
+    none is wanted; `to_logits` maps `[m, hidden]` to float32 `[m, vocab]`. The number of tokens is a multiple of
+    `PROMPT_BLOCK`, or below it.
+    """
+    tokens = hidden.shape[0]
+    block = min(PROMPT_BLOCK, tokens)
+
+    def compute(start: jax.Array, results: Logprobs) -> Logprobs:
+        block_targets = lax.dynamic_slice_in_dim(targets, start, block)
+        logits = to_logits(lax.dynamic_slice_in_dim(hidden, start, block))
+        found = token_logprobs(logits, block_targets, alternatives)
+        return jax.tree.map(lambda old, new: lax.dynamic_update_slice_in_dim(old, new, start, 0), results, found)
+
+    def visit(index: jax.Array, results: Logprobs) -> Logprobs:
+        start = index * block
+        wanted = jnp.any(lax.dynamic_slice_in_dim(targets, start, block) >= 0)
+        return lax.cond(wanted, compute, lambda _, unchanged: unchanged, start, results)
+
+    blocks = jnp.where(jnp.any(targets >= 0), (num_tokens + block - 1) // block, 0)
+    return lax.fori_loop(0, blocks, visit, Logprobs.empty(tokens, vocab_size))

@@ -1,0 +1,47 @@
+"""Counter-based randomness: the noise of a draw is a function of (seed, position, token id) and of nothing else."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_PARITY = np.uint32(0x1BD11BDA)
+
+
+def threefry_2x32(
+    key: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+
+    Written out, since `jax.random` rolls the rounds into a loop on the CPU and derives a key per row first. All four
+    arguments are uint32 and broadcast together; so does the result.
+    """
+    keys = (key[0], key[1], key[0] ^ key[1] ^ _PARITY)
+    left, right = counter[0] + keys[0], counter[1] + keys[1]
+    for group in range(5):
+        for rotation in _ROTATIONS[group % 2]:
+            left = left + right
+            right = ((right << rotation) | (right >> (32 - rotation))) ^ left
+        left = left + keys[(group + 1) % 3]
+        right = right + keys[(group + 2) % 3] + np.uint32(group + 1)
+    return left, right
+
+
+def gumbel_noise(seeds: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:
+    """Standard Gumbel variates, float32 `[rows, vocab]`.
+
+    The key is the request's seed, the counter is (position, token id), so that a row's noise depends neither on its
+    company nor on where in the batch it stands.
+
+    **Arguments:** `seeds` uint32 `[rows, 2]`, low word first; `positions` int32 `[rows]`.
+    """
+    shape = (positions.shape[0], vocab_size)
+    token_ids = lax.broadcasted_iota(jnp.uint32, shape, 1)
+    position_words = jnp.broadcast_to(positions.astype(jnp.uint32)[:, None], shape)
+    bits, _ = threefry_2x32((seeds[:, :1], seeds[:, 1:]), (position_words, token_ids))
+    # 23 bits and a half step: strictly inside (0, 1), so that both logarithms are finite.
+    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * np.float32(2.0**-23)
+    return -jnp.log(-jnp.log(uniform))
