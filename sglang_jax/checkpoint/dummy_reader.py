@@ -1,0 +1,55 @@
+"""Random weights for a config: to measure and to test without a download."""
+
+from __future__ import annotations
+
+import zlib
+
+import ml_dtypes
+import numpy as np
+
+from sglang_jax.checkpoint.model_config import ModelConfig
+from sglang_jax.checkpoint.reader import Array, Index, whole_index
+from sglang_jax.checkpoint.tensors import expected_tensors
+from sglang_jax.errors import CheckpointError
+
+_POOL_SIZE = 1_048_573
+"""A prime, so that no row length divides it and rows of a matrix differ."""
+
+_SCALE = 0.02
+"""Standard deviation of matrices and biases, the usual initialisation of these models."""
+
+
+class DummyReader:
+    """Every tensor that `config` calls for: norms are 1, the rest normal with deviation 0.02.
+
+    A tensor depends on `(seed, name, shape)` alone. Values repeat one pool of noise from a place that the name
+    decides: drawing each of billions of weights anew would take minutes. float32, or bfloat16 if the config says so.
+    """
+
+    def __init__(self, config: ModelConfig, seed: int) -> None:
+        self._shapes = expected_tensors(config)
+        self._seed = seed
+        noise = np.random.default_rng(seed).standard_normal(_POOL_SIZE, dtype=np.float32) * np.float32(_SCALE)
+        self._pool: Array = noise.astype(ml_dtypes.bfloat16) if config.dtype == "bfloat16" else noise
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._shapes:
+            raise CheckpointError(f"the model has no tensor {name}")
+        return self._shapes[name]
+
+    def read(self, name: str, index: Index | None = None) -> Array:
+        shape = self.shape(name)
+        selected = whole_index(shape, index)
+        if name.endswith("norm.weight"):
+            return np.ones(shape, dtype=self._pool.dtype)[selected]
+        start = zlib.crc32(f"{self._seed}/{name}".encode()) % _POOL_SIZE
+        columns = int(np.prod(shape[1:]))
+        first, last, _ = selected[0].indices(shape[0])
+        # Only the wanted rows are laid out, from where they begin in the endless repetition of the pool.
+        begin = (start + first * columns) % _POOL_SIZE
+        rows = max(last - first, 0)
+        values = np.resize(np.roll(self._pool, -begin), (rows, *shape[1:]))
+        return values[(slice(None), *selected[1:])]

