@@ -1,0 +1,1 @@
+"""Load generators: workloads, clients and the figures drawn from what they saw."""

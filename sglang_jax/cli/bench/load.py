@@ -1,0 +1,160 @@
+"""An open-loop or closed-loop load on a running server, on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import click
+import httpx2
+import numpy as np
+
+from sglang_jax.cli.bench.apis import Api, Dialogue, ProtocolError, Reply, open_dialogue
+from sglang_jax.cli.bench.metrics import Chunk, RequestRecord
+from sglang_jax.cli.bench.workloads import Conversation, Turn
+
+CONNECT_TIMEOUT = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The server under load."""
+
+    base_url: str
+    api: Api
+    model: str
+    extra_body: Mapping[str, Any]
+
+
+@asynccontextmanager
+async def open_client(base_url: str, api_key: str | None) -> AsyncIterator[httpx2.AsyncClient]:
+    """A client with as many connections as there are requests: a pool's limit would queue them unseen."""
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    async with httpx2.AsyncClient(
+        base_url=base_url,
+        headers=headers,
+        timeout=httpx2.Timeout(None, connect=CONNECT_TIMEOUT),
+        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
+        trust_env=False,
+    ) as client:
+        yield client
+
+
+async def call(client: httpx2.AsyncClient, method: str, path: str) -> Any:
+    """The JSON (or text) that a route of the server answers with. **Raises** `click.ClickException` without one."""
+    try:
+        response = await client.request(method, path)
+    except httpx2.TransportError as error:
+        raise click.ClickException(
+            f"no server answers at {client.base_url} ({_describe(error)}); "
+            "start one with `python -m sglang_jax.launch_server`, or name another with --base-url"
+        ) from error
+    if response.is_error:
+        raise click.ClickException(f"{method} {path} gave {response.status_code}: {response.text[:200]}")
+    return response.json() if "json" in response.headers.get("content-type", "") else response.text
+
+
+async def run_load(
+    client: httpx2.AsyncClient,
+    target: Target,
+    conversations: Sequence[Conversation],
+    *,
+    request_rate: float,
+    max_concurrency: int | None,
+    seed: int,
+    on_done: Callable[[RequestRecord], None],
+) -> tuple[list[RequestRecord], float]:
+    """Sends every conversation; returns a record of each request, and the seconds that all took.
+
+    Conversations start by a Poisson process of `request_rate` per second (infinite: at once). At most
+    `max_concurrency` requests are under way; one that waits for its turn here is not yet sent, so the wait is in no
+    latency. A conversation ends with its first failed request.
+    """
+    slots = asyncio.Semaphore(max_concurrency or len(conversations))
+    records: list[RequestRecord] = []
+
+    async def converse(conversation: Conversation) -> None:
+        dialogue = open_dialogue(target.api, target.model, conversation)
+        for turn in conversation.turns:
+            async with slots:
+                record = await _send(client, target, dialogue, turn)
+            records.append(record)
+            on_done(record)
+            if not record.ok:
+                return
+
+    start = time.perf_counter()
+    async with asyncio.TaskGroup() as tasks:
+        for conversation, arrival in zip(
+            conversations, arrival_times(len(conversations), request_rate, seed), strict=True
+        ):
+            delay = start + arrival - time.perf_counter()
+            if delay > 0:
+                await asyncio.sleep(delay)
+            tasks.create_task(converse(conversation))
+    return records, time.perf_counter() - start
+
+
+def arrival_times(count: int, request_rate: float, seed: int) -> list[float]:
+    """Seconds from the start at which a Poisson process of `request_rate` per second brings its first `count`
+    arrivals, the first at 0."""
+    if math.isinf(request_rate):
+        return [0.0] * count
+    gaps = np.random.default_rng(seed).exponential(1.0 / request_rate, size=count)
+    gaps[0] = 0.0
+    return [float(arrival) for arrival in np.cumsum(gaps)]
+
+
+async def _send(client: httpx2.AsyncClient, target: Target, dialogue: Dialogue, turn: Turn) -> RequestRecord:
+    body = {**dialogue.request(turn), **target.extra_body}
+    record = RequestRecord(start=time.perf_counter(), requested_tokens=turn.output_len)
+    reply = Reply()
+    try:
+        await _stream(client, dialogue, body, record, reply)
+        if not reply.finished:
+            raise ProtocolError("the stream ended without a finish reason")
+        dialogue.remember(reply)
+    except (httpx2.TransportError, ProtocolError) as error:
+        record.error = _describe(error)
+    except (KeyError, TypeError, ValueError) as error:
+        record.error = f"an event of {dialogue.path} could not be read: {_describe(error)}"
+    record.prompt_tokens = reply.prompt_tokens
+    record.cached_tokens = reply.cached_tokens
+    record.output_tokens = len(record.chunks) if reply.tokens is None else reply.tokens
+    return record
+
+
+async def _stream(
+    client: httpx2.AsyncClient, dialogue: Dialogue, body: dict[str, Any], record: RequestRecord, reply: Reply
+) -> None:
+    """Reads server-sent events up to `[DONE]`, each stamped as it comes."""
+    async with client.stream("POST", dialogue.path, json=body) as response:
+        if response.is_error:
+            await response.aread()
+            raise ProtocolError(f"status {response.status_code}: {response.text[:200]}")
+        async for line in response.aiter_lines():
+            if not line.startswith("data:"):
+                continue
+            data = line.removeprefix("data:").strip()
+            if data == "[DONE]":
+                return
+            now = time.perf_counter()
+            event = json.loads(data)
+            if "error" in event:
+                raise ProtocolError(f"error in the stream: {event['error']}")
+            was_finished = reply.finished
+            if dialogue.read(event, reply):
+                record.chunks.append(Chunk(now, reply.tokens))
+                record.end = now
+            if reply.finished and not was_finished:
+                record.end = now
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

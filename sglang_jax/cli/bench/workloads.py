@@ -1,0 +1,148 @@
+"""Workloads of known shape, made from a seed alone: nothing is downloaded.
+
+A workload is a list of conversations. Prompts are token ids, so that their lengths are exact; `as_text` gives words to
+the routes that take only text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from sglang_jax.cli.options import flag_name
+from sglang_jax.config import PositiveInt
+
+
+class Dataset(StrEnum):
+    RANDOM_IDS = "random-ids"
+    SHARED_PREFIX = "generated-shared-prefix"
+    MULTI_TURN = "multi-turn"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a client adds to the conversation, and the number of tokens it asks for in return."""
+
+    token_ids: tuple[int, ...]
+    output_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Turns sent one after the other, each with everything said before it in front."""
+
+    turns: tuple[Turn, ...]
+
+
+class WorkloadConfig(BaseModel):
+    """Shape of a workload."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    dataset_name: Dataset = Field(
+        Dataset.RANDOM_IDS,
+        description="unrelated prompts, groups of prompts with a system prompt in common, or conversations",
+    )
+    num_prompts: PositiveInt = Field(64, description="prompts of random-ids, conversations of multi-turn")
+    random_input_len: PositiveInt = Field(256, description="prompt tokens; of each turn in multi-turn")
+    random_output_len: PositiveInt = Field(64, description="output tokens; of each turn in multi-turn")
+    random_range_ratio: float = Field(
+        1.0,
+        ge=0.0,
+        le=1.0,
+        description="lengths are drawn evenly between this share of the length and the length; 1: all alike",
+    )
+    multi_turn_num_turns: PositiveInt = Field(4, description="turns of each conversation")
+    gsp_num_groups: PositiveInt = Field(8, description="system prompts of generated-shared-prefix")
+    gsp_prompts_per_group: PositiveInt = Field(8, description="prompts that share each system prompt")
+    gsp_system_prompt_len: PositiveInt = Field(512, description="tokens of a system prompt")
+    gsp_question_len: PositiveInt = Field(64, description="tokens of each prompt after its system prompt")
+    gsp_output_len: PositiveInt = Field(64, description="output tokens of each prompt")
+    seed: int = Field(1, ge=0, description="everything random in the workload follows from it")
+
+    @model_validator(mode="after")
+    def _check_fields_belong(self) -> Self:
+        """An option that would change nothing is refused."""
+        for field in sorted(self.model_fields_set):
+            datasets = _datasets_of(field)
+            if self.dataset_name not in datasets:
+                names = " and ".join(datasets)
+                raise ValueError(f"{flag_name(field)} belongs to {names}, not to {self.dataset_name}")
+        return self
+
+    @property
+    def longest_context(self) -> int:
+        """Tokens of the longest request, prompt and output together."""
+        if self.dataset_name is Dataset.SHARED_PREFIX:
+            return self.gsp_system_prompt_len + self.gsp_question_len + self.gsp_output_len
+        turns = self.multi_turn_num_turns if self.dataset_name is Dataset.MULTI_TURN else 1
+        return turns * (self.random_input_len + self.random_output_len)
+
+
+def _datasets_of(field: str) -> tuple[Dataset, ...]:
+    if field.startswith("gsp_"):
+        return (Dataset.SHARED_PREFIX,)
+    if field.startswith("multi_turn_"):
+        return (Dataset.MULTI_TURN,)
+    if field.startswith(("random_", "num_")):
+        return (Dataset.RANDOM_IDS, Dataset.MULTI_TURN)
+    return tuple(Dataset)
+
+
+def make_workload(config: WorkloadConfig, vocab_size: int) -> list[Conversation]:
+    """The conversations of a workload: the same for the same config and vocabulary. Ids are in `[0, vocab_size)`."""
+    random = np.random.default_rng(config.seed)
+    if config.dataset_name is Dataset.SHARED_PREFIX:
+        return _shared_prefix(config, vocab_size, random)
+    turns = config.multi_turn_num_turns if config.dataset_name is Dataset.MULTI_TURN else 1
+    input_lens = _lengths(config.random_input_len, config.random_range_ratio, config.num_prompts * turns, random)
+    output_lens = _lengths(config.random_output_len, config.random_range_ratio, config.num_prompts * turns, random)
+    drawn = [
+        Turn(_ids(int(input_len), vocab_size, random), int(output_len))
+        for input_len, output_len in zip(input_lens, output_lens, strict=True)
+    ]
+    return [Conversation(tuple(drawn[start : start + turns])) for start in range(0, len(drawn), turns)]
+
+
+def _shared_prefix(config: WorkloadConfig, vocab_size: int, random: np.random.Generator) -> list[Conversation]:
+    """Groups in a random order, as they would meet a server; side by side the cache would hardly be tried."""
+    conversations = []
+    for _ in range(config.gsp_num_groups):
+        system_prompt = _ids(config.gsp_system_prompt_len, vocab_size, random)
+        for _ in range(config.gsp_prompts_per_group):
+            question = _ids(config.gsp_question_len, vocab_size, random)
+            conversations.append(Conversation((Turn(system_prompt + question, config.gsp_output_len),)))
+    return [conversations[i] for i in random.permutation(len(conversations))]
+
+
+def _lengths(longest: int, ratio: float, count: int, random: np.random.Generator) -> NDArray[np.int64]:
+    shortest = max(1, int(longest * ratio))
+    return random.integers(shortest, longest, size=count, endpoint=True)
+
+
+def _ids(length: int, vocab_size: int, random: np.random.Generator) -> tuple[int, ...]:
+    return tuple(random.integers(0, vocab_size, size=length).tolist())
+
+
+# Common enough to be one token each, with the space before it, in the vocabularies of most models.
+_WORDS = """about after again air all also animal another answer any ask away back before between big book both boy call
+change city close come country day different down each earth end even every eye face family father few find first follow
+food form found four give good great group grow hand hard head help here high home house just keep kind know land large
+last learn leave left letter life light line list little live long look made man many mean men might money most mother
+move much music name near never new next night number off often old once only open order other our own page paper part
+people place plant play point problem program public question read real right river room run same school second see set
+she show side small some sound start state still story study such take talk tell thing think three time together town
+tree turn under until use walk want water way week well white while why without word work world write year young"""
+
+WORDS = tuple(_WORDS.split())
+
+
+def as_text(token_ids: Sequence[int]) -> str:
+    """A word for each id, so that equal ids give equal text: about as many tokens as there are ids."""
+    return " ".join(WORDS[token % len(WORDS)] for token in token_ids)

@@ -1,0 +1,129 @@
+"""`generate`: one answer, streamed to the terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from sglang_jax.cli.options import flag_name, options_of
+from sglang_jax.config import EngineConfig
+from sglang_jax.engine.types import FinishKind, GenerateOutput, TextTokenizer
+from sglang_jax.errors import ParameterError, RequestError
+from sglang_jax.sampling import SamplingParams
+
+_DEFAULTS = SamplingParams()
+
+
+@dataclass(slots=True)
+class Timing:
+    """When the answer's first and last output came, and the last output itself."""
+
+    start: float
+    first: float = 0.0
+    last: float = 0.0
+    output: GenerateOutput | None = None
+
+
+@click.command()
+@click.argument("prompt")
+@click.option("--system", help="system message put before the prompt")
+@click.option("--raw", is_flag=True, help="complete the prompt as it stands, without the chat template")
+@click.option("--max-new-tokens", type=int, default=_DEFAULTS.max_new_tokens, show_default=True, help="most output tokens")
+@click.option(
+    "--min-new-tokens", type=int, default=_DEFAULTS.min_new_tokens, show_default=True, help="least output tokens"
+)
+@click.option("--temperature", type=float, default=_DEFAULTS.temperature, show_default=True, help="0 is greedy")
+@click.option("--top-k", type=int, default=_DEFAULTS.top_k, show_default=True, help="likeliest tokens kept; -1: all")
+@click.option("--top-p", type=float, default=_DEFAULTS.top_p, show_default=True, help="probability kept")
+@click.option(
+    "--min-p", type=float, default=_DEFAULTS.min_p, show_default=True, help="least share of the likeliest's probability"
+)
+@click.option(
+    "--frequency-penalty",
+    type=float,
+    default=_DEFAULTS.frequency_penalty,
+    show_default=True,
+    help="taken from a token's logit each time it was generated",
+)
+@click.option(
+    "--presence-penalty",
+    type=float,
+    default=_DEFAULTS.presence_penalty,
+    show_default=True,
+    help="taken from the logit of every token generated",
+)
+@click.option(
+    "--repetition-penalty",
+    type=float,
+    default=_DEFAULTS.repetition_penalty,
+    show_default=True,
+    help="divides the logits of tokens in the prompt or the output; 1: off",
+)
+@click.option("--stop", multiple=True, help="string that ends the output; may be given several times")
+@click.option("--ignore-eos", is_flag=True, help="go on after the model's end-of-sequence token")
+@click.option("--seed", type=int, help="makes the draws repeatable")
+@options_of(config=EngineConfig)
+def generate(config: EngineConfig, prompt: str, system: str | None, raw: bool, **sampling: Any) -> int:
+    """Answer PROMPT (`-`: read it from standard input), streaming to the terminal."""
+    if raw and system is not None:
+        raise click.UsageError("--system needs the chat template, which --raw leaves out")
+    try:
+        params = SamplingParams(**sampling)
+    except ParameterError as error:
+        raise click.BadParameter(error.message, param_hint=flag_name(error.param or "sampling")) from error
+    if prompt == "-":
+        prompt = sys.stdin.read()
+
+    from sglang_jax.engine.engine import Engine  # here, so that --help and bad flags are answered at once
+
+    with Engine(config=config) as engine:
+        ids = prompt_ids(engine.tokenizer, prompt, system=system, raw=raw)
+        timing = Timing(start=time.perf_counter())
+        interrupted = False
+        try:
+            stream_to_terminal(engine.generate(ids, params, stream=True), timing)
+        except KeyboardInterrupt:
+            interrupted = True
+    click.echo()
+    click.echo(summary(timing, interrupted=interrupted), err=True)
+    return 130 if interrupted else 0
+
+
+def prompt_ids(tokenizer: TextTokenizer, prompt: str, *, system: str | None, raw: bool) -> list[int]:
+    """The prompt's tokens. The chat template writes the special tokens itself, so none are added to its text."""
+    if raw:
+        return tokenizer.encode(prompt)
+    messages: list[dict[str, object]] = [] if system is None else [{"role": "system", "content": system}]
+    messages.append({"role": "user", "content": prompt})
+    return tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
+
+
+def stream_to_terminal(outputs: Iterable[GenerateOutput], timing: Timing) -> None:
+    """Prints text as it comes. **Raises** the `RequestError` that ended the request, if one did."""
+    for output in outputs:
+        timing.last = time.perf_counter()
+        if timing.output is None:
+            timing.first = timing.last
+        timing.output = output
+        click.echo(output.delta_text, nl=False)
+        if output.finish is not None and output.finish.kind is FinishKind.ERROR:
+            raise output.finish.error or RequestError("the request failed and the engine does not say why")
+
+
+def summary(timing: Timing, *, interrupted: bool) -> str:
+    """One line: tokens, tokens per second after the first output, time to first token, how it ended."""
+    output = timing.output
+    if output is None:
+        return "no tokens, interrupted" if interrupted else "no tokens"
+    ended = "interrupted" if interrupted or output.finish is None else f"finished: {output.finish.kind}"
+    decoding = timing.last - timing.first
+    speed = f"{(output.completion_tokens - 1) / decoding:.1f} tok/s, " if decoding > 0 else ""
+    return (
+        f"{output.completion_tokens} tokens, {speed}TTFT {timing.first - timing.start:.3f} s, "
+        f"prompt {output.prompt_tokens} tokens ({output.cached_tokens} cached), {ended}"
+    )

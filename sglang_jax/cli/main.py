@@ -1,0 +1,64 @@
+"""The command `sglang-jax`, also `python -m sglang_jax`: its subcommands, and how errors are told."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+from sglang_jax.cli.bench.offline import bench_offline
+from sglang_jax.cli.bench.serving import bench_serving
+from sglang_jax.cli.generate import generate
+from sglang_jax.cli.serve import serve
+from sglang_jax.errors import CheckpointError, ConfigError, RequestError
+
+USAGE_ERROR = 2
+INTERRUPTED = 130
+"""Exit status after Ctrl-C: 128 + SIGINT, as shells have it."""
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="sglang-jax", prog_name="sglang-jax")
+def cli() -> None:
+    """Serve language models with one scheduler and prefix cache, and try and measure what is served."""
+
+
+@cli.group()
+def bench() -> None:
+    """Measure throughput and latency."""
+
+
+cli.add_command(serve)
+cli.add_command(generate)
+bench.add_command(bench_offline, "offline")
+bench.add_command(bench_serving, "serving")
+
+
+def run(command: click.Command, program: str, arguments: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit status: what the user got wrong is one line on stderr and status 2."""
+    try:
+        status = command.main(
+            args=None if arguments is None else list(arguments), prog_name=program, standalone_mode=False
+        )
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return error.exit_code
+    except click.ClickException as error:
+        return _fail(error.format_message(), error.exit_code)
+    except (ConfigError, CheckpointError, RequestError) as error:
+        return _fail(str(error), USAGE_ERROR)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("Interrupted.", err=True)
+        return INTERRUPTED
+    return status if isinstance(status, int) else 0
+
+
+def _fail(message: str, status: int) -> int:
+    click.echo(f"Error: {message}", err=True)
+    return status
+
+
+def main() -> None:
+    """Entry point of the script `sglang-jax`."""
+    sys.exit(run(cli, "sglang-jax"))

@@ -1,0 +1,145 @@
+"""Command-line flags made from the fields of pydantic models, so that an option is declared once."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+Command = Callable[..., Any]
+
+
+def flag_name(field: str) -> str:
+    """`page_size` is set by `--page-size`."""
+    return "--" + field.replace("_", "-")
+
+
+def options_of(**models: type[BaseModel]) -> Callable[[Command], Command]:
+    """Gives a click command one flag per field of `models`, and `--config FILE`.
+
+    The command is called with each model built, under the keyword it has here. A flag wins over the file, the file
+    over the default. What a model refuses ends the command with a line naming the flag or key, the value and the limit.
+    """
+    owners = {field: keyword for keyword, model in models.items() for field in model.model_fields}
+    if len(owners) != sum(len(model.model_fields) for model in models.values()):
+        raise TypeError(f"two of {', '.join(model.__name__ for model in models.values())} have a field in common")
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def run(*, config: Path | None, **parameters: Any) -> Any:
+            file_values = {} if config is None else _read_config_file(config, list(owners))
+            given: dict[str, dict[str, Any]] = {keyword: {} for keyword in models}
+            for field, keyword in owners.items():
+                value = parameters.pop(field)
+                if value is not None:
+                    given[keyword][field] = value
+                elif field in file_values:
+                    given[keyword][field] = file_values[field]
+            from_file = {field for field in file_values if field in given[owners[field]]}
+            built = {keyword: _build(model, given[keyword], config, from_file) for keyword, model in models.items()}
+            return command(**built, **parameters)
+
+        decorated: Command = run
+        for model in reversed(models.values()):
+            for name, field in reversed(model.model_fields.items()):
+                decorated = _option(name, field)(decorated)
+        return click.option(
+            "--config",
+            type=click.Path(exists=True, dir_okay=False, path_type=Path),
+            metavar="FILE",
+            help="YAML or JSON file of these options, named with dashes or underscores; flags win over it",
+        )(decorated)
+
+    return decorate
+
+
+def _option(name: str, field: FieldInfo) -> Callable[[Command], Command]:
+    """A click option that is None unless it was given; pydantic holds the default and the limits."""
+    kind = _plain_type(field.annotation)
+    help_text = (field.description or "") + _default_text(field)
+    if kind is bool:
+        return click.option(flag_name(name), name, is_flag=True, default=None, help=help_text)
+    return click.option(flag_name(name), name, type=_parameter_type(kind), default=None, help=help_text)
+
+
+def _parameter_type(kind: Any) -> Any:
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return click.Choice([member.value for member in kind])
+    if kind is Path:
+        return click.Path(path_type=Path)
+    return {int: click.INT, float: click.FLOAT}.get(kind, click.STRING)
+
+
+def _plain_type(annotation: Any) -> Any:
+    """`Annotated[int, ...] | None` is an int to the command line."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _plain_type(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        members = [member for member in typing.get_args(annotation) if member is not type(None)]
+        if len(members) == 1:
+            return _plain_type(members[0])
+    return annotation
+
+
+def _default_text(field: FieldInfo) -> str:
+    """A default of None is told by the description: it depends on the model or the device."""
+    if field.default is PydanticUndefined or field.default is None or isinstance(field.default, bool):
+        return ""
+    return f"  [default: {field.default}]"
+
+
+def _read_config_file(path: Path, known: list[str]) -> dict[str, Any]:
+    """The file's values by field name. JSON is read as the YAML that it is."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise click.UsageError(f"--config {path} is neither YAML nor JSON: {' '.join(str(error).split())}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, Mapping):
+        raise click.UsageError(f"--config {path} must hold a mapping of options, not a {type(content).__name__}")
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        field = str(key).replace("-", "_")
+        if field not in known:
+            near = difflib.get_close_matches(field, known, n=3)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise click.UsageError(f"--config {path} has an unknown option {key!r}{hint}")
+        if field in values:
+            raise click.UsageError(f"--config {path} sets {field} twice")
+        values[field] = value
+    return values
+
+
+def _build(model: type[BaseModel], values: dict[str, Any], config: Path | None, from_file: set[str]) -> BaseModel:
+    try:
+        return model(**values)
+    except ValidationError as error:
+        lines = [_error_line(problem, model, config, from_file) for problem in error.errors()]
+        raise click.UsageError("\n".join(lines)) from error
+
+
+def _error_line(problem: Any, model: type[BaseModel], config: Path | None, from_file: set[str]) -> str:
+    message = problem["msg"].removeprefix("Value error, ")
+    if not problem["loc"]:
+        return _fields_as_flags(message, model)
+    field = str(problem["loc"][0])
+    where = f"{field} in {config}" if field in from_file else flag_name(field)
+    return f"Invalid value for {where}: {problem['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _fields_as_flags(message: str, model: type[BaseModel]) -> str:
+    names = [re.escape(name) for name in model.model_fields if "_" in name]
+    return re.sub(rf"\b({'|'.join(names)})\b", lambda match: flag_name(match[1]), message)

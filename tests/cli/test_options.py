@@ -1,0 +1,214 @@
+"""Flags and config fields are one and the same; what is refused is told in one line."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+from pydantic import BaseModel, Field
+
+from sglang_jax.cli.main import run
+from sglang_jax.cli.options import flag_name, options_of
+from sglang_jax.cli.serve import serve
+from sglang_jax.config import EngineConfig, ServerConfig
+from sglang_jax.errors import CheckpointError, ConfigError, RequestError
+
+# A value for every field, unlike its default.
+OTHER_VALUES: dict[str, Any] = {
+    "model_path": "some/model",
+    "tokenizer_path": "some/tokenizer",
+    "load_format": "dummy",
+    "backend": "jax",
+    "device": "cpu",
+    "dtype": "float32",
+    "context_length": 777,
+    "mem_fraction_static": 0.5,
+    "max_total_tokens": 4096,
+    "max_running_requests": 9,
+    "max_queued_requests": 8,
+    "chunked_prefill_size": 64,
+    "page_size": 32,
+    "schedule_policy": "lpm",
+    "schedule_conservativeness": 0.25,
+    "disable_radix_cache": True,
+    "radix_eviction_policy": "fifo",
+    "attention_backend": "reference",
+    "random_seed": 42,
+    "skip_warmup": True,
+    "compilation_cache_dir": Path("some/cache"),
+    "decode_log_interval": 7,
+    "debug_memory": True,
+    "host": "0.0.0.0",
+    "port": 30007,
+    "served_model_name": "name",
+    "api_key": "secret",
+    "chat_template": "template.jinja",
+    "log_level": "debug",
+}
+
+
+def parse(*arguments: str, model: type[BaseModel] = ServerConfig) -> BaseModel:
+    """The model that a command line gives."""
+    built: list[BaseModel] = []
+
+    @click.command()
+    @options_of(config=model)
+    def command(config: BaseModel) -> None:
+        built.append(config)
+
+    command.main(list(arguments), standalone_mode=False)
+    return built[0]
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The line that the server's command line is refused with."""
+    assert run(serve, "serve", arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+def test_every_field_has_a_flag_and_every_flag_a_field() -> None:
+    flags = {name for option in serve.params for name in option.opts}
+    assert flags == {flag_name(field) for field in ServerConfig.model_fields} | {"--config"}
+    assert set(OTHER_VALUES) == set(ServerConfig.model_fields)
+
+
+@pytest.mark.parametrize("field", ServerConfig.model_fields)
+def test_a_flag_sets_its_field_alone(field: str) -> None:
+    value = OTHER_VALUES[field]
+    arguments = [flag_name(field)] if value is True else [flag_name(field), str(value)]
+    config = parse(*arguments)
+    assert config == ServerConfig(**{field: value})
+    if field != "debug_memory":  # on in the environment of all tests
+        assert config != ServerConfig()
+
+
+def test_help_shows_description_default_and_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(serve, "serve", ["--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for field in ServerConfig.model_fields.values():
+        assert " ".join((field.description or "").split()) in text
+    assert "[auto|bfloat16|float32]" in text
+    assert "tokens per KV page [default: 16]" in text
+    assert "--disable-radix-cache do not reuse" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--port", "http"], ["--port", "'http'", "integer"]),
+        (["--port", "70000"], ["--port", "70000", "65535"]),
+        (["--mem-fraction-static", "1.5"], ["--mem-fraction-static", "1.5", "less than 1"]),
+        (["--dtype", "float8"], ["--dtype", "float8", "bfloat16"]),
+        (["--log-level", "loud"], ["--log-level", "loud", "warning"]),
+        (["--page-size", "12"], ["--page-size", "12", "power of two"]),
+        (["--max-total-tokens", "3"], ["--max-total-tokens", "3", "16"]),
+        (["--disable-radix-cache=yes"], ["--disable-radix-cache"]),
+        (["--prot", "30000"], ["--prot", "--port"]),
+        (["--port"], ["--port"]),
+    ],
+)
+def test_refusals_name_flag_value_and_limit(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]
+) -> None:
+    message = refusal(capsys, *arguments)
+    assert message.count("\n") == 1
+    for word in words:
+        assert word in message
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text(yaml.safe_dump({"port": 1234, "page-size": 64, "disable_radix_cache": True}))
+    config = parse("--config", str(file), "--port", "4321")
+    assert config == ServerConfig(port=4321, page_size=64, disable_radix_cache=True)
+
+
+def test_the_file_may_be_json_and_hold_every_option(tmp_path: Path) -> None:
+    file = tmp_path / "options.json"
+    file.write_text(json.dumps({field: str(value) for field, value in OTHER_VALUES.items()}))
+    assert parse("--config", str(file)) == ServerConfig(**OTHER_VALUES)
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("# nothing yet\n")
+    assert parse("--config", str(file)) == ServerConfig()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("pagesize: 16", ["'pagesize'", "page_size"]),
+        ("page_size: 0", ["page_size", "options.yaml", "0"]),
+        ("dtype: float8", ["dtype", "options.yaml", "float8", "bfloat16"]),
+        ("page_size: 16\npage-size: 32", ["page_size", "twice"]),
+        ("[1, 2]", ["mapping", "list"]),
+        ("{", ["neither YAML nor JSON"]),
+    ],
+)
+def test_what_the_file_has_wrong_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, words: list[str]
+) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text(content)
+    message = refusal(capsys, "--config", str(file))
+    assert message.count("\n") == 1
+    for word in words:
+        assert word in message
+
+
+def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nowhere.yaml" in refusal(capsys, "--config", "nowhere.yaml")
+
+
+class Colour(StrEnum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Other(BaseModel):
+    colour: Colour = Field(Colour.RED, description="of the shed")
+
+
+def test_one_command_may_take_several_models() -> None:
+    built: dict[str, Any] = {}
+
+    @click.command()
+    @options_of(engine=EngineConfig, other=Other)
+    def command(**models: Any) -> None:
+        built.update(models)
+
+    command.main(["--colour", "blue", "--page-size", "8"], standalone_mode=False)
+    assert built == {"engine": EngineConfig(page_size=8), "other": Other(colour=Colour.BLUE)}
+
+
+def test_models_with_a_field_in_common_are_refused() -> None:
+    with pytest.raises(TypeError, match="in common"):
+        options_of(engine=EngineConfig, server=ServerConfig)
+
+
+@pytest.mark.parametrize("error", [ConfigError, CheckpointError, RequestError])
+def test_known_errors_end_in_one_line(capsys: pytest.CaptureFixture[str], error: type[Exception]) -> None:
+    @click.command()
+    def command() -> None:
+        raise error("the file is not there")
+
+    assert run(command, "command", []) == 2
+    assert capsys.readouterr().err == "Error: the file is not there\n"
+
+
+def test_other_errors_keep_their_traceback() -> None:
+    @click.command()
+    def command() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run(command, "command", [])
