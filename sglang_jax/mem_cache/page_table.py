@@ -42,10 +42,13 @@ class PageTable:
         self.pages[row] = 0
 
     def take_deltas(self) -> PageDeltas:
-        """The entries written since the last call, each once, with their newest values."""
+        """The entries written since the last call, each once, with their newest values; none of rows freed since."""
         if not self._changed:
             return NO_DELTAS
         flat = self._changed[0] if len(self._changed) == 1 else np.unique(np.concatenate(self._changed))
         self._changed.clear()
+        pages = self.pages.reshape(-1)[flat]
+        if not pages.all():
+            flat, pages = flat[pages > 0], pages[pages > 0]
         rows, columns = np.divmod(flat, np.int32(self.pages.shape[1]))
-        return PageDeltas(rows, columns, self.pages[rows, columns])
+        return PageDeltas(rows, columns, pages)

@@ -1,0 +1,222 @@
+"""A runner without a model: what a row draws is a hash of everything that the row can see.
+
+Each KV slot holds a hash of its token, its position, and all that its query saw when it was written. A page mistake
+anywhere, now or earlier, changes what is drawn. `FakeRunner` keeps copies of its own (page table, last tokens, sampling
+state), fed by the plans alone, so mistakes in what a plan carries show too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sglang_jax.runner.plan import (
+    INVALID_TOKEN,
+    NO_LOGPROBS,
+    Int32,
+    PromptLogprobs,
+    RowUpdate,
+    RunnerSpec,
+    StepPlan,
+    StepResult,
+    TopLogprobs,
+)
+from sglang_jax.runner.protocol import RunnerReport
+
+_MASK = 2**64 - 1
+_MULTIPLIER = 0x9E3779B97F4A7C15
+
+
+def _mix(*values: int) -> int:
+    state = 0x243F6A8885A308D3
+    for value in values:
+        state = (state ^ (value & _MASK)) * _MULTIPLIER & _MASK
+        state ^= state >> 29
+    return state
+
+
+def _see(seen: int, value: int) -> int:
+    """What a query knows after it has seen one more slot."""
+    return (seen * 0x100000001B3 + value) & _MASK
+
+
+def _write(seen: int, token: int, position: int) -> int:
+    """Content of the slot that a token's query writes."""
+    return _mix(seen, token, position)
+
+
+def _draw(seen: int, seed: int, prompt_len: int, vocab_size: int) -> int:
+    return _mix(seen, seed, prompt_len) % vocab_size
+
+
+def _logprob(seen: int, token: int) -> float:
+    return -float(_mix(seen, token) % 10007) / 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Oracle:
+    """What `FakeRunner` must draw, computed from the tokens alone."""
+
+    vocab_size: int
+
+    def output(self, prompt: Sequence[int], seed: int, max_new_tokens: int, stop_ids: Iterable[int] = ()) -> list[int]:
+        """Output tokens of a request, the stop token included."""
+        stops = set(stop_ids)
+        seen = 0
+        for position, token in enumerate(prompt):
+            seen = _see(seen, _write(seen, token, position))
+        output: list[int] = []
+        while len(output) < max_new_tokens:
+            token = _draw(seen, seed, len(prompt), self.vocab_size)
+            output.append(token)
+            if token in stops:
+                break
+            seen = _see(seen, _write(seen, token, len(prompt) + len(output) - 1))
+        return output
+
+    def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
+        """Logprob of each prompt token but the first, float32."""
+        seen, logprobs = 0, []
+        for position, token in enumerate(prompt):
+            if position:
+                logprobs.append(float(np.float32(_logprob(seen, token))))
+            seen = _see(seen, _write(seen, token, position))
+        return logprobs
+
+
+class FakeHandle:
+    """A launched step; runs when asked for its result if the runner is lazy."""
+
+    def __init__(self, run: Callable[[], StepResult], lazy: bool) -> None:
+        self._run = run
+        self._result = None if lazy else run()
+
+    def result(self) -> StepResult:
+        return self._run() if self._result is None else self._result
+
+
+class FakeRunner:
+    """See the module's text.
+
+    **Arguments:**
+
+    - `lazy`: steps run when their result is asked for, as late as a device may; otherwise when launched.
+    - `invalid_token`: a row that draws right after having computed this token reports logits that are not finite.
+    """
+
+    def __init__(self, spec: RunnerSpec, *, lazy: bool = True, invalid_token: int | None = None) -> None:
+        self._spec = spec
+        self._lazy = lazy
+        self._invalid_token = invalid_token
+        self._page_size = spec.pools[0].page_size
+        self._slots = [0xBAD] * (spec.pools[0].num_pages * self._page_size)
+        self._table = np.zeros((spec.max_rows, spec.max_pages_per_row), np.int32)
+        self._last_token: Int32 = np.full(spec.max_rows, -7, np.int32)
+        self._rows: dict[int, RowUpdate] = {}
+        self._next_step = 0
+        self.plans: list[StepPlan] = []
+        self.keep_plans = False
+
+    @property
+    def spec(self) -> RunnerSpec:
+        return self._spec
+
+    def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
+        progress(1, 1, "nothing to build")
+
+    def report(self) -> RunnerReport:
+        return RunnerReport("fake", "none", 0, 0, 0, 0, {})
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def launch(self, plan: StepPlan) -> FakeHandle:
+        self._check(plan)
+        if self.keep_plans:
+            self.plans.append(plan)
+        return FakeHandle(lambda: self._run(plan), self._lazy)
+
+    def scribble(self, pages: Int32) -> None:
+        """Overwrites pages with noise: what may happen to a page as soon as it is free."""
+        for page in pages.tolist():
+            first = page * self._page_size
+            self._slots[first : first + self._page_size] = [_mix(page, 0xDEAD)] * self._page_size
+
+    def _check(self, plan: StepPlan) -> None:
+        """Everything that the plan promises of itself."""
+        count = len(plan.rows)
+        assert plan.step == self._next_step, f"step {plan.step} launched, expected {self._next_step}"
+        self._next_step += 1
+        assert 0 < count == len(plan.query_lens) == len(plan.kv_lens) == len(plan.samples)
+        assert len(set(plan.rows.tolist())) == count, "a row appears twice"
+        assert (plan.query_lens >= 1).all() and (plan.query_lens[: plan.num_decode] == 1).all()
+        assert len(plan.prefill_tokens) == plan.query_lens[plan.num_decode :].sum()
+        assert plan.num_tokens <= self._spec.token_budget, f"{plan.num_tokens} tokens in one step"
+        assert plan.samples[: plan.num_decode].all()
+        assert int(plan.kv_lens.max()) <= self._spec.max_context
+        for deltas in plan.page_deltas:
+            keys = set(zip(deltas.rows.tolist(), deltas.columns.tolist(), strict=True))
+            assert len(keys) == len(deltas.pages), "a page-table entry appears twice"
+            assert (deltas.pages > 0).all(), "the pad page was handed out"
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        for update in plan.row_updates:
+            self._rows[update.row] = update
+        deltas = plan.page_deltas[0]
+        self._table[deltas.rows, deltas.columns] = deltas.pages
+        tokens = np.full(len(plan.rows), INVALID_TOKEN, np.int32)
+        seen_after: list[list[int]] = []
+        first = 0
+        for index, row in enumerate(plan.rows.tolist()):
+            length, kv_len = int(plan.query_lens[index]), int(plan.kv_lens[index])
+            if index < plan.num_decode:
+                queries = [int(self._last_token[row])]
+            else:
+                queries = plan.prefill_tokens[first : first + length].tolist()
+                first += length
+            seen_after.append(self._forward(row, kv_len - length, queries))
+            if plan.samples[index] and queries[-1] != self._invalid_token:
+                state = self._rows[row]
+                drawn = _draw(seen_after[-1][-1], state.seed, state.prompt_len, self._spec.vocab_size)
+                tokens[index] = self._last_token[row] = drawn
+        return StepResult(
+            tokens,
+            None if plan.top_logprobs == NO_LOGPROBS else self._logprobs(plan, tokens, seen_after),
+            tuple(self._prompt_logprobs(asked, plan, seen_after) for asked in plan.prompt_logprobs),
+        )
+
+    def _slot(self, row: int, position: int) -> int:
+        page = int(self._table[row, position // self._page_size])
+        return page * self._page_size + position % self._page_size
+
+    def _forward(self, row: int, start: int, tokens: list[int]) -> list[int]:
+        """Computes tokens at positions from `start` on; what each of their queries saw."""
+        seen = 0
+        for position in range(start):
+            seen = _see(seen, self._slots[self._slot(row, position)])
+        result = []
+        for position, token in enumerate(tokens, start):
+            value = _write(seen, token, position)
+            self._slots[self._slot(row, position)] = value
+            seen = _see(seen, value)
+            result.append(seen)
+        return result
+
+    def _logprobs(self, plan: StepPlan, tokens: Int32, seen_after: list[list[int]]) -> TopLogprobs:
+        seen = [queries[-1] for queries in seen_after]
+        return _report(seen, tokens, plan.top_logprobs)
+
+    def _prompt_logprobs(self, asked: PromptLogprobs, plan: StepPlan, seen_after: list[list[int]]) -> TopLogprobs:
+        seen = seen_after[asked.sequence][asked.first : asked.first + len(asked.targets)]
+        return _report(seen, asked.targets, plan.prompt_top_logprobs)
+
+
+def _report(seen: list[int], tokens: Int32, count: int) -> TopLogprobs:
+    logprobs = [_logprob(each, token) for each, token in zip(seen, tokens.tolist(), strict=True)]
+    return TopLogprobs(
+        np.array(logprobs, np.float32),
+        np.tile(np.arange(count, dtype=np.int32), (len(seen), 1)),
+        np.zeros((len(seen), count), np.float32),
+    )

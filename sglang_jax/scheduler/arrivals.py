@@ -1,0 +1,101 @@
+"""Turns a message into a request, or refuses it without touching any other."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sglang_jax.errors import ParameterError, PromptTooLongError, QueueFullError
+from sglang_jax.runner.plan import Int32, RunnerSpec
+from sglang_jax.sampling.params import MAX_TOP_LOGPROBS, SamplingParams
+from sglang_jax.scheduler.messages import NewRequest
+from sglang_jax.scheduler.request import Request
+from sglang_jax.scheduler.request_table import STOP_WIDTH
+
+_SEED_MASK = 2**63 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+class Arrivals:
+    """Checks and completes new requests.
+
+    **Arguments:** `eos_ids` end any request that does not ignore them; `random_seed` gives requests without a seed
+    theirs, by order of arrival; `max_queued` refuses when that many wait (None: no limit).
+    """
+
+    def __init__(self, spec: RunnerSpec, eos_ids: tuple[int, ...], random_seed: int, max_queued: int | None) -> None:
+        self._spec = spec
+        self._eos_ids = eos_ids
+        self._random_seed = random_seed
+        self._max_queued = max_queued
+        self._count = 0
+
+    def accept(self, message: NewRequest, num_waiting: int) -> Request:
+        """**Raises:** `RequestError` saying what is wrong with the message, or that the queue is full."""
+        if self._max_queued is not None and num_waiting >= self._max_queued:
+            raise QueueFullError(f"{num_waiting} requests wait, the limit is {self._max_queued}; try again later")
+        prompt_len = self._check_prompt(message.token_ids)
+        message.sampling.check_vocabulary(self._spec.vocab_size)
+        if not -1 <= message.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise ParameterError(
+                f"top_logprobs must be in [-1, {MAX_TOP_LOGPROBS}], got {message.top_logprobs}", param="top_logprobs"
+            )
+        self._count += 1
+        wanted = message.logprob_start
+        return Request(
+            id=message.id,
+            sequence=self._count,
+            sampling=message.sampling,
+            seed=self._seed(message.sampling),
+            tokens=message.token_ids,
+            prompt_len=prompt_len,
+            total_len=self._total_len(message.sampling, prompt_len),
+            stop_ids=self._stop_ids(message.sampling),
+            stream=message.stream,
+            top_logprobs=message.top_logprobs,
+            next_prompt_logprob=prompt_len if wanted < 0 else min(wanted, prompt_len),
+            namespace=message.extra_key,
+            priority=message.priority,
+        )
+
+    def _check_prompt(self, token_ids: bytes) -> int:
+        if not token_ids or len(token_ids) % 4:
+            raise ParameterError(f"the prompt must hold at least one token, got {len(token_ids)} bytes", param="prompt")
+        tokens = np.frombuffer(token_ids, np.int32)
+        if len(tokens) >= self._spec.max_context:
+            raise PromptTooLongError(
+                f"the prompt has {len(tokens)} tokens; at most {self._spec.max_context - 1} fit, with room for one "
+                f"output token in the context of {self._spec.max_context}",
+                param="prompt",
+            )
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self._spec.vocab_size:
+            raise ParameterError(
+                f"the prompt holds token id {low if low < 0 else high}, "
+                f"the vocabulary is [0, {self._spec.vocab_size - 1}]",
+                param="prompt",
+            )
+        return len(tokens)
+
+    def _total_len(self, sampling: SamplingParams, prompt_len: int) -> int:
+        if sampling.max_new_tokens is None:
+            return self._spec.max_context
+        return min(prompt_len + sampling.max_new_tokens, self._spec.max_context)
+
+    def _stop_ids(self, sampling: SamplingParams) -> Int32:
+        ids = dict.fromkeys(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            ids |= dict.fromkeys(self._eos_ids)
+        if len(ids) > STOP_WIDTH:
+            raise ParameterError(
+                f"{len(ids)} token ids would end the request, the limit is {STOP_WIDTH}", param="stop_token_ids"
+            )
+        return np.array(list(ids), np.int32)
+
+    def _seed(self, sampling: SamplingParams) -> int:
+        if sampling.seed is not None:
+            return sampling.seed & _SEED_MASK
+        mixed = (self._random_seed + self._count * _GOLDEN) & (2**64 - 1)
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+        return (mixed ^ (mixed >> 31)) & _SEED_MASK
+
+

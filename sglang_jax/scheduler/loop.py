@@ -1,0 +1,102 @@
+"""The loop around the scheduler: drain the inbox, step, repeat; asleep on a poll when there is nothing to do."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import msgspec
+
+from sglang_jax.config import EngineConfig
+from sglang_jax.runner.protocol import Runner
+from sglang_jax.scheduler.channel import Channel
+from sglang_jax.scheduler.messages import (
+    AbortRequest,
+    FlushCache,
+    GetState,
+    Inbound,
+    NewRequest,
+    Reply,
+    Shutdown,
+    StopRequest,
+)
+from sglang_jax.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+STATS_SECONDS = 0.25
+"""Shortest time between two snapshots of a busy scheduler."""
+
+
+class SchedulerLoop:
+    """Serves one client through a channel until told to shut down.
+
+    **Arguments:** as `Scheduler`.
+    """
+
+    def __init__(self, runner: Runner, model_eos_ids: tuple[int, ...], config: EngineConfig, channel: Channel) -> None:
+        self.scheduler = Scheduler(runner, model_eos_ids, config, channel)
+        self._runner = runner
+        self._channel = channel
+        self._draining = False
+        self._stopped = False
+        self._stats_at = 0.0
+
+    def run(self) -> None:
+        """Returns after a `Shutdown`: at once, or (`drain`) when all that was accepted has finished.
+
+        Raises whatever the runner raises: the engine cannot go on without its device.
+        """
+        while not self._stopped:
+            self.turn()
+
+    def turn(self) -> None:
+        """One round: messages, then a step if there is work."""
+        scheduler = self.scheduler
+        for message in self._channel.receive(block=scheduler.idle and not self._draining):
+            self._serve(message)
+        if self._stopped:
+            return
+        scheduler.step()
+        self._publish_stats()
+        if self._draining and scheduler.idle:
+            self._stopped = True
+
+    def _serve(self, message: Inbound) -> None:
+        match message:
+            case NewRequest():
+                self.scheduler.add(message)
+            case AbortRequest():
+                self.scheduler.abort(message.id)
+            case StopRequest():
+                self.scheduler.stop(message.id)
+            case FlushCache():
+                done = self.scheduler.flush_cache()
+                waiting = "" if done else f"{len(self.scheduler.requests)} requests run or wait"
+                self._channel.send(Reply(message.call, done, waiting))
+            case GetState():
+                self._channel.send(Reply(message.call, True, state=self._state()))
+            case Shutdown():
+                self._draining = True
+                self._stopped = not message.drain
+
+    def _publish_stats(self) -> None:
+        now = time.monotonic()
+        if self.scheduler.idle or now - self._stats_at >= STATS_SECONDS:
+            self._stats_at = now
+            self._channel.send(self.scheduler.log.stats(self._runner.report().compiles_after_warm_up))
+
+    def _state(self) -> dict[str, str | int | float | bool | None]:
+        report = self._runner.report()
+        stats = self.scheduler.log.stats(report.compiles_after_warm_up)
+        state: dict[str, str | int | float | bool | None] = {
+            **msgspec.structs.asdict(stats),
+            "token_usage": stats.token_usage,
+            "cache_hit_rate": stats.cache_hit_rate,
+            "backend": report.backend,
+            "device": report.device,
+            "compiled_programs": report.compiled_programs,
+            "weight_bytes": report.weight_bytes,
+            "kv_bytes": report.kv_bytes,
+        }
+        return state | dict(report.details)

@@ -1,0 +1,232 @@
+"""Chooses what the next step computes: every decode row, then prefill chunks, within one budget of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sglang_jax.mem_cache.kv_cache import KVCache
+from sglang_jax.runner.plan import (
+    LOGPROB_BUCKETS,
+    NO_LOGPROBS,
+    Bool,
+    Int32,
+    PromptLogprobs,
+    RowUpdate,
+    RunnerSpec,
+    StepPlan,
+)
+from sglang_jax.scheduler.admission import Admission
+from sglang_jax.scheduler.request import Request, RequestState
+from sglang_jax.scheduler.request_table import RequestTable
+
+_NO_TOKENS: Int32 = np.zeros(0, np.int32)
+
+
+@dataclass(slots=True)
+class RunningSet:
+    """Who has a row: rows that draw a token each step (`[rows]`, replaced and never written to), and requests whose
+    tokens are still being computed, in order of admission."""
+
+    decode_rows: Int32 = field(default_factory=lambda: _NO_TOKENS)
+    prefilling: list[Request] = field(default_factory=list)
+
+    def drop_rows(self, rows: list[int]) -> None:
+        """These rows draw no more."""
+        self.decode_rows = self.decode_rows[~np.isin(self.decode_rows, rows)]
+
+    def drop(self, request: Request) -> None:
+        """This request takes no part in further steps."""
+        if request.state is RequestState.PREFILL:
+            self.prefilling.remove(request)
+        else:
+            self.drop_rows([request.row])
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens `[start, start + length)` of a request, computed in one step; the last chunk draws a token."""
+
+    request: Request
+    start: int
+    length: int
+
+    @property
+    def last(self) -> bool:
+        return self.start + self.length == self.request.prefill_len
+
+
+class OutOfPages(Exception):
+    """No step can be planned because pages are short. Nothing was changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, and what the scheduler must remember of it until it has run.
+
+    - `draws`: rows that draw a token `[draws]`; `picks`: their indices in `plan.rows`, None where all do.
+    - `chunks`: the prefill part; `newcomers`: requests whose first chunk in their row this is; `logprob_requests`:
+      whom `plan.prompt_logprobs` are for, in order.
+    """
+
+    plan: StepPlan
+    draws: Int32
+    picks: Int32 | None
+    chunks: tuple[Chunk, ...] = ()
+    newcomers: tuple[Request, ...] = ()
+    logprob_requests: tuple[Request, ...] = ()
+
+
+class Planner:
+    """Builds plans. A plan's arrays are never written to after it was built."""
+
+    def __init__(
+        self,
+        spec: RunnerSpec,
+        chunk_size: int,
+        cache: KVCache,
+        table: RequestTable,
+        running: RunningSet,
+        admission: Admission,
+    ) -> None:
+        self._token_budget = spec.token_budget
+        self._chunk_size = chunk_size
+        self._cache = cache
+        self._table = table
+        self._running = running
+        self._admission = admission
+        self._ones: Int32 = np.ones(spec.max_rows, np.int32)
+        self._yes: Bool = np.ones(spec.max_rows, np.bool_)
+
+    def plan(self, step: int) -> Planned | None:
+        """The next step, or None if there is nothing to do.
+
+        **Raises:** `OutOfPages` if there is something to do but pages are short.
+        """
+        rows = self._rows_to_decode()
+        kv_lens = self._cache.extend_decode(rows)
+        if kv_lens is None:
+            raise OutOfPages
+        allowance = min(self._chunk_size, self._token_budget - len(rows))
+        chunks = self._choose_chunks(allowance)
+        if chunks:
+            return self._mixed(step, rows, kv_lens, chunks)
+        if len(rows):
+            return self._decode_only(step, rows, kv_lens)
+        if self._running.prefilling:
+            raise OutOfPages
+        return None
+
+    def _rows_to_decode(self) -> Int32:
+        """Rows that may draw a token whose predecessor is known or in flight; those at their limit drop out."""
+        rows = self._running.decode_rows
+        open_ended = self._cache.lengths.kv_allocated[rows] < self._table.total_len[rows] - 1
+        if not open_ended.all():
+            rows = self._running.decode_rows = rows[open_ended]
+        return rows
+
+    def _decode_only(self, step: int, rows: Int32, kv_lens: Int32) -> Planned:
+        count = len(rows)
+        self._table.last_step[rows] = step
+        plan = StepPlan(
+            step=step,
+            rows=rows,
+            num_decode=count,
+            query_lens=self._ones[:count],
+            kv_lens=kv_lens,
+            prefill_tokens=_NO_TOKENS,
+            samples=self._yes[:count],
+            page_deltas=(self._cache.take_deltas(),),
+            top_logprobs=self._top_logprobs(rows),
+        )
+        return Planned(plan, rows, None)
+
+    def _choose_chunks(self, allowance: int) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        for request in self._running.prefilling:
+            allowance -= self._add_chunk(chunks, request, allowance)
+        for request in self._admission.admit(allowance):
+            used = self._add_chunk(chunks, request, allowance)
+            allowance -= used
+            if allowance <= 0 or not used:
+                break
+        return chunks
+
+    def _add_chunk(self, chunks: list[Chunk], request: Request, allowance: int) -> int:
+        """Gives a request as much of the allowance as it can use and pages allow; returns how many tokens."""
+        record, cache = request.record, self._cache
+        start = record.kv_allocated_len
+        slack = -start % cache.page_size
+        length = min(allowance, request.prefill_len - start, slack + cache.available_pages * cache.page_size)
+        if length <= 0 or not cache.extend_row(record, start + length):
+            return 0
+        chunks.append(Chunk(request, start, length))
+        return length
+
+    def _mixed(self, step: int, decode_rows: Int32, decode_lens: Int32, chunks: list[Chunk]) -> Planned:
+        newcomers = tuple(chunk.request for chunk in chunks if not chunk.request.announced)
+        for request in newcomers:
+            request.announced = True
+        prefill_rows = np.array([chunk.request.row for chunk in chunks], np.int32)
+        rows = np.concatenate((decode_rows, prefill_rows))
+        self._table.last_step[rows] = step
+        samples = np.concatenate((self._yes[: len(decode_rows)], np.array([chunk.last for chunk in chunks], np.bool_)))
+        picks = np.nonzero(samples)[0].astype(np.int32)
+        wanted = self._prompt_logprobs(chunks, len(decode_rows))
+        plan = StepPlan(
+            step=step,
+            rows=rows,
+            num_decode=len(decode_rows),
+            query_lens=np.concatenate(
+                (self._ones[: len(decode_rows)], np.array([chunk.length for chunk in chunks], np.int32))
+            ),
+            kv_lens=np.concatenate(
+                (decode_lens, np.array([chunk.start + chunk.length for chunk in chunks], np.int32))
+            ),
+            prefill_tokens=np.concatenate(
+                [chunk.request.token_slice(chunk.start, chunk.start + chunk.length) for chunk in chunks]
+            ),
+            samples=samples,
+            page_deltas=(self._cache.take_deltas(),),
+            row_updates=tuple(_row_update(request) for request in newcomers),
+            top_logprobs=self._top_logprobs(rows[picks]),
+            prompt_logprobs=tuple(entry for _, entry in wanted),
+            prompt_top_logprobs=_bucket(max((request.top_logprobs for request, _ in wanted), default=0)),
+        )
+        requests = tuple(request for request, _ in wanted)
+        return Planned(plan, rows[picks], picks, tuple(chunks), newcomers, requests)
+
+    def _top_logprobs(self, rows: Int32) -> int:
+        if not self._table.num_with_logprobs or not len(rows):
+            return NO_LOGPROBS
+        most = int(self._table.top_logprobs[rows].max())
+        return NO_LOGPROBS if most < 0 else _bucket(most)
+
+    def _prompt_logprobs(self, chunks: list[Chunk], first_sequence: int) -> list[tuple[Request, PromptLogprobs]]:
+        """What the chunks are to tell of their prompts; each request's `next_prompt_logprob` moves on."""
+        wanted = []
+        for index, chunk in enumerate(chunks, first_sequence):
+            request = chunk.request
+            target = max(request.next_prompt_logprob, 1)
+            end = min(chunk.start + chunk.length + 1, request.prompt_len)
+            if target < end:
+                targets = request.token_slice(target, end)
+                wanted.append((request, PromptLogprobs(index, target - 1 - chunk.start, targets)))
+                request.next_prompt_logprob = end
+        return wanted
+
+
+def _bucket(count: int) -> int:
+    return next(bucket for bucket in LOGPROB_BUCKETS if bucket >= count)
+
+
+def _row_update(request: Request) -> RowUpdate:
+    return RowUpdate(
+        row=request.row,
+        sampling=request.sampling,
+        seed=request.seed,
+        prompt_len=request.prompt_len,
+        stop_ids=request.stop_ids,
+        history=request.token_slice(0, request.prefill_len) if request.sampling.counts_tokens else None,
+    )

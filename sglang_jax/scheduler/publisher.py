@@ -1,0 +1,130 @@
+"""Collects what a step gave and sends it as one message."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_jax.errors import RequestError
+from sglang_jax.runner.plan import Int32, StepResult, TopLogprobs
+from sglang_jax.scheduler.channel import Channel
+from sglang_jax.scheduler.messages import Finished, Started, StepOutputs, WireError, WireLogprob
+from sglang_jax.scheduler.planner import Planned
+from sglang_jax.scheduler.request import Request, RequestState
+from sglang_jax.scheduler.request_table import RequestTable
+
+_NO_IDS: NDArray[np.int64] = np.zeros(0, np.int64)
+_NO_TOKENS: Int32 = np.zeros(0, np.int32)
+
+
+def wire_error(error: RequestError) -> WireError:
+    """An error as it travels."""
+    return WireError(type(error).__name__, error.message, error.param, error.code)
+
+
+class Publisher:
+    """One `StepOutputs` for each step that has something to say."""
+
+    def __init__(self, channel: Channel, table: RequestTable) -> None:
+        self._channel = channel
+        self._table = table
+        self._ids = _NO_IDS
+        self._tokens = _NO_TOKENS
+        self._started: list[Started] = []
+        self._finished: list[Finished] = []
+        self._logprobs: list[tuple[int, WireLogprob]] = []
+        self._prompt_logprobs: list[tuple[int, list[WireLogprob]]] = []
+
+    def tokens(self, rows: Int32, tokens: Int32) -> None:
+        """Rows `[rows]` drew these tokens; the streaming ones are told."""
+        streams = self._table.streams[rows]
+        ids = self._table.ids[rows]
+        if not streams.all():
+            ids, tokens = ids[streams], tokens[streams]
+        self._ids, self._tokens = (
+            (ids, tokens)
+            if not len(self._ids)
+            else (np.concatenate((self._ids, ids)), np.concatenate((self._tokens, tokens)))
+        )
+
+    def started(self, request: Request) -> None:
+        """A request got its row for the first time."""
+        self._started.append(Started(request.id, request.cached_tokens or 0))
+
+    def finished(
+        self, request: Request, kind: str, *, matched_token: int | None = None, error: RequestError | None = None
+    ) -> None:
+        """A request ended. While it has a row its output is in the table, otherwise it was kept with the request."""
+        if request.kv is not None:
+            count = int(self._table.num_tokens[request.row])
+            output = self._table.token_bytes(request.row, request.prompt_len, count)
+        else:
+            output = request.tokens[request.prompt_len * 4 :]
+        self._finished.append(
+            Finished(
+                request.id,
+                kind,
+                matched_token,
+                len(output) // 4,
+                b"" if request.stream else output,
+                request.cached_tokens or 0,
+                None if error is None else wire_error(error),
+            )
+        )
+
+    def refused(self, request_id: int, error: RequestError) -> None:
+        """A message that never became a request."""
+        self._finished.append(Finished(request_id, "error", None, 0, b"", 0, wire_error(error)))
+
+    def logprobs(self, result: StepResult, rows: Int32, picks: Int32) -> None:
+        """Logprobs of the tokens that `rows` `[rows]` drew; `picks` are their indices in the plan."""
+        reported = result.logprobs
+        if reported is None:
+            return
+        counts = self._table.top_logprobs[rows]
+        for index in np.nonzero(counts >= 0)[0].tolist():
+            pick = int(picks[index])
+            entry = _entry(int(result.tokens[pick]), reported, pick, int(counts[index]))
+            self._logprobs.append((int(self._table.ids[rows[index]]), entry))
+
+    def prompt_logprobs(self, planned: Planned, result: StepResult) -> None:
+        """Logprobs of prompt tokens that the step's chunks were asked for."""
+        answers = zip(planned.logprob_requests, planned.plan.prompt_logprobs, result.prompt_logprobs, strict=True)
+        for request, asked, reported in answers:
+            if request.state is RequestState.FINISHED:
+                continue
+            count = max(request.top_logprobs, 0)
+            entries = [_entry(token, reported, index, count) for index, token in enumerate(asked.targets.tolist())]
+            self._prompt_logprobs.append((request.id, entries))
+
+    def first_prompt_token(self, request: Request) -> None:
+        """Nothing predicts a prompt's first token: its logprob is None."""
+        token = int(request.token_slice(0, 1)[0])
+        self._prompt_logprobs.append((request.id, [WireLogprob(token, None, [], [])]))
+
+    def flush(self) -> None:
+        """Sends what was collected, if anything was."""
+        lists = (self._started, self._finished, self._logprobs, self._prompt_logprobs)
+        if not len(self._ids) and not any(lists):
+            return
+        self._channel.send(
+            StepOutputs(
+                ids=self._ids.tobytes(),
+                tokens=self._tokens.tobytes(),
+                started=self._started,
+                finished=self._finished,
+                logprobs=self._logprobs,
+                prompt_logprobs=self._prompt_logprobs,
+            )
+        )
+        self._ids, self._tokens = _NO_IDS, _NO_TOKENS
+        self._started, self._finished, self._logprobs, self._prompt_logprobs = [], [], [], []
+
+
+def _entry(token: int, reported: TopLogprobs, index: int, count: int) -> WireLogprob:
+    return WireLogprob(
+        token,
+        float(reported.logprobs[index]),
+        reported.top_ids[index, :count].tolist(),
+        reported.top_logprobs[index, :count].tolist(),
+    )

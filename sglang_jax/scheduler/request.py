@@ -1,0 +1,104 @@
+"""One request's life: its states, and the facts that outlast a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import numpy as np
+
+from sglang_jax.mem_cache.kv_cache import RowKV
+from sglang_jax.mem_cache.radix_tree import Namespace
+from sglang_jax.runner.plan import Int32
+from sglang_jax.sampling.params import SamplingParams
+
+
+class RequestState(Enum):
+    """- WAITING: in the queue, never had a row.
+    - PREFILL: has a row; its tokens are being computed, chunk by chunk.
+    - DECODE: draws a token each step.
+    - RETRACTED: lost its row to a shortage; back at the head of the queue with its output.
+    - FINISHED: over. It may keep its row for one more step, while a step in flight uses it.
+    """
+
+    WAITING = auto()
+    PREFILL = auto()
+    DECODE = auto()
+    RETRACTED = auto()
+    FINISHED = auto()
+
+
+TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.WAITING: frozenset({RequestState.PREFILL, RequestState.FINISHED}),
+    RequestState.PREFILL: frozenset({RequestState.DECODE, RequestState.RETRACTED, RequestState.FINISHED}),
+    RequestState.DECODE: frozenset({RequestState.RETRACTED, RequestState.FINISHED}),
+    RequestState.RETRACTED: frozenset({RequestState.PREFILL, RequestState.FINISHED}),
+    RequestState.FINISHED: frozenset(),
+}
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """A request from its arrival to its end.
+
+    - `sequence`: order of arrival; `seed`: resolved, non-negative.
+    - `tokens`: int32 bytes of prompt and kept output. While the request has a row, what it draws is in the request
+      table, and comes back here if it is retracted.
+    - `total_len`: most tokens it may hold, prompt and output.
+    - `next_prompt_logprob`: prompt position whose logprob is to be computed next; `prompt_len` when none is.
+    - `kv`: the ownership record while it has a row.
+    - `cached_tokens`: prompt tokens found in the prefix cache at its first admission, None before.
+    - `announced`: the runner was told who has the row now.
+    """
+
+    id: int
+    sequence: int
+    sampling: SamplingParams
+    seed: int
+    tokens: bytes
+    prompt_len: int
+    total_len: int
+    stop_ids: Int32
+    stream: bool
+    top_logprobs: int
+    next_prompt_logprob: int
+    namespace: Namespace
+    priority: int
+    state: RequestState = RequestState.WAITING
+    kv: RowKV | None = None
+    cached_tokens: int | None = None
+    announced: bool = False
+
+    def move_to(self, state: RequestState) -> None:
+        """**Raises:** `RuntimeError` for a transition that the table does not have."""
+        if state not in TRANSITIONS[self.state]:
+            raise RuntimeError(f"request {self.id} cannot go from {self.state.name} to {state.name}")
+        self.state = state
+
+    @property
+    def record(self) -> RowKV:
+        """The ownership record of a request that has a row."""
+        assert self.kv is not None, f"request {self.id} has no row"
+        return self.kv
+
+    @property
+    def row(self) -> int:
+        return self.record.row
+
+    @property
+    def prefill_len(self) -> int:
+        """Tokens to compute before the next one is drawn: the prompt, and after a retraction the kept output."""
+        return len(self.tokens) // 4
+
+    @property
+    def match_limit(self) -> int:
+        """Most tokens that may come from the cache: one must run to give logits, and so must every position whose
+        successor's logprob is wanted."""
+        limit = self.prefill_len - 1
+        if self.next_prompt_logprob < self.prompt_len:
+            limit = min(limit, max(self.next_prompt_logprob - 1, 0))
+        return limit
+
+    def token_slice(self, first: int, last: int) -> Int32:
+        """Tokens `[first, last)` of prompt and kept output."""
+        return np.frombuffer(self.tokens, np.int32, last - first, first * 4)

@@ -1,0 +1,131 @@
+"""What operators read: a line for each prefill step, a line every so many decode steps, and counters."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sglang_jax.scheduler.messages import SchedulerStats
+from sglang_jax.scheduler.planner import Planned
+from sglang_jax.scheduler.request import Request
+
+if TYPE_CHECKING:
+    from sglang_jax.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+THROUGHPUT_SECONDS = 0.5
+"""Least time over which the generation throughput is averaged."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """Counters since the start."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generation_tokens: int = 0
+    finished: int = 0
+    aborted: int = 0
+    retractions: int = 0
+
+
+class StepLog:
+    """Writes the step lines and keeps the counters of one scheduler."""
+
+    def __init__(self, scheduler: Scheduler, decode_interval: int) -> None:
+        self._scheduler = scheduler
+        self._decode_interval = decode_interval
+        self.counts = Counts()
+        self.steps = 0
+        self._decode_steps = 0
+        self._throughput = 0.0
+        self._throughput_since = time.monotonic()
+        self._throughput_tokens = 0
+
+    def started(self, request: Request) -> None:
+        """A request was admitted for the first time."""
+        self.counts.prompt_tokens += request.prompt_len
+        self.counts.cached_tokens += request.cached_tokens or 0
+
+    def launched(self, planned: Planned) -> None:
+        """A step was launched."""
+        self.steps += 1
+        if planned.chunks:
+            logger.info("%s", _PrefillLine(self._scheduler, planned))
+
+    def finished(self, num_tokens: int) -> None:
+        """A step finished; `num_tokens` requests drew a token."""
+        self.counts.generation_tokens += num_tokens
+        if num_tokens == 0:
+            return
+        self._decode_steps += 1
+        if self._decode_steps % self._decode_interval == 0:
+            logger.info("%s", _DecodeLine(self._scheduler, self._decode_steps, self._measure()))
+
+    def stats(self, compiles_after_warm_up: int) -> SchedulerStats:
+        """A snapshot."""
+        scheduler, counts = self._scheduler, self.counts
+        return SchedulerStats(
+            num_running=scheduler.num_running,
+            num_waiting=len(scheduler.queue),
+            num_used_tokens=scheduler.num_used_tokens,
+            max_total_tokens=scheduler.max_total_tokens,
+            gen_throughput=self._measure(),
+            prompt_tokens=counts.prompt_tokens,
+            cached_tokens=counts.cached_tokens,
+            generation_tokens=counts.generation_tokens,
+            num_finished=counts.finished,
+            num_aborted=counts.aborted,
+            num_retractions=counts.retractions,
+            num_evicted_pages=scheduler.cache.num_evicted,
+            compiles_after_warm_up=compiles_after_warm_up,
+            new_token_reserve=scheduler.reserve.ratio,
+            steps=self.steps,
+        )
+
+    def _measure(self) -> float:
+        """Output tokens per second over the interval that ends now, if it is long enough, else over the last one."""
+        now = time.monotonic()
+        elapsed = now - self._throughput_since
+        if elapsed >= THROUGHPUT_SECONDS:
+            self._throughput = (self.counts.generation_tokens - self._throughput_tokens) / elapsed
+            self._throughput_since, self._throughput_tokens = now, self.counts.generation_tokens
+        return self._throughput
+
+
+@dataclass(frozen=True, slots=True)
+class _PrefillLine:
+    """Formatted only if the line is written."""
+
+    scheduler: Scheduler
+    planned: Planned
+
+    def __str__(self) -> str:
+        scheduler, chunks = self.scheduler, self.planned.chunks
+        new_tokens = sum(chunk.length for chunk in chunks)
+        cached = sum(request.cached_tokens or 0 for request in self.planned.newcomers)
+        return (
+            f"Prefill batch, #new-seq: {len(self.planned.newcomers)}, #new-token: {new_tokens}, "
+            f"#cached-token: {cached}, token usage: {scheduler.token_usage:.2f}, "
+            f"#running-req: {scheduler.num_running}, #queue-req: {len(scheduler.queue)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeLine:
+    """Formatted only if the line is written."""
+
+    scheduler: Scheduler
+    decode_steps: int
+    throughput: float
+
+    def __str__(self) -> str:
+        scheduler = self.scheduler
+        return (
+            f"Decode batch, #running-req: {scheduler.num_running}, #token: {scheduler.num_used_tokens}, "
+            f"token usage: {scheduler.token_usage:.2f}, gen throughput (token/s): {self.throughput:.2f}, "
+            f"#queue-req: {len(scheduler.queue)}"
+        )

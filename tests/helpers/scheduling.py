@@ -1,0 +1,146 @@
+"""A scheduler over `FakeRunner`, a channel that remembers, and requests by the handful."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sglang_jax.config import EngineConfig
+from sglang_jax.mem_cache.ledger import OwnershipError
+from sglang_jax.runner.fake import FakeRunner, Oracle
+from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec
+from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler.messages import Finished, Inbound, NewRequest, Outbound, SchedulerStats, StepOutputs
+from sglang_jax.scheduler.scheduler import Scheduler
+
+VOCAB = 40
+EOS = 0
+
+
+class RecordingChannel:
+    """Keeps what was published; hands in what was queued."""
+
+    def __init__(self) -> None:
+        self.inbox: list[Inbound] = []
+        self.messages: list[Outbound] = []
+        self.streams: dict[int, list[int]] = {}
+        self.finished: dict[int, Finished] = {}
+        self.cached: dict[int, int] = {}
+        self.logprobs: dict[int, list[tuple[int, float | None]]] = {}
+        self.prompt_logprobs: dict[int, list[tuple[int, float | None]]] = {}
+
+    def receive(self, block: bool) -> list[Inbound]:
+        messages, self.inbox = self.inbox, []
+        assert messages or not block, "the loop would sleep for ever"
+        return messages
+
+    def send(self, message: Outbound) -> None:
+        self.messages.append(message)
+        if not isinstance(message, StepOutputs):
+            return
+        ids, tokens = np.frombuffer(message.ids, np.int64), np.frombuffer(message.tokens, np.int32)
+        for started in message.started:
+            assert started.id not in self.cached, "started twice"
+            self.cached[started.id] = started.cached_tokens
+        for request_id, token in zip(ids.tolist(), tokens.tolist(), strict=True):
+            assert request_id not in self.finished, "a token after the end"
+            self.streams.setdefault(request_id, []).append(token)
+        for request_id, entry in message.logprobs:
+            self.logprobs.setdefault(request_id, []).append((entry.token_id, entry.logprob))
+        for request_id, entries in message.prompt_logprobs:
+            self.prompt_logprobs.setdefault(request_id, []).extend((e.token_id, e.logprob) for e in entries)
+        for finished in message.finished:
+            assert finished.id not in self.finished, "finished twice"
+            self.finished[finished.id] = finished
+
+    def output(self, request_id: int) -> list[int]:
+        """All output tokens of a finished request."""
+        finished = self.finished[request_id]
+        streamed = self.streams.get(request_id, [])
+        tokens = np.frombuffer(finished.tokens, np.int32).tolist() or streamed
+        assert len(tokens) == finished.num_tokens
+        return tokens
+
+    @property
+    def stats(self) -> SchedulerStats:
+        return next(message for message in reversed(self.messages) if isinstance(message, SchedulerStats))
+
+
+@dataclass
+class Bench:
+    """A scheduler to play with. `pages` does not count the pad page."""
+
+    pages: int = 64
+    page_size: int = 4
+    rows: int = 8
+    chunk: int = 16
+    budget: int = 32
+    context: int = 128
+    lazy: bool = True
+    scribble: bool = True
+    invalid_token: int | None = None
+    options: dict[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        spec = RunnerSpec(
+            (PoolSpec(PoolKind.FULL, self.pages + 1, self.page_size),), self.rows, self.budget, self.context, VOCAB
+        )
+        self.runner = FakeRunner(spec, lazy=self.lazy, invalid_token=self.invalid_token)
+        self.config = EngineConfig(
+            chunked_prefill_size=self.chunk, page_size=self.page_size, debug_memory=True, **self.options
+        )
+        self.channel = RecordingChannel()
+        self.scheduler = Scheduler(self.runner, (EOS,), self.config, self.channel)
+        if self.scribble:
+            scribble_on_free(self.scheduler, self.runner)
+        self.oracle = Oracle(VOCAB)
+        self.wanted: dict[int, list[int]] = {}
+        self._next_id = 1
+
+    def add(self, prompt: list[int], max_new_tokens: int = 8, *, seed: int = 5, **fields: object) -> int:
+        """Queues a request; its expected output is in `wanted`."""
+        request_id = self._next_id
+        self._next_id += 1
+        sampling = fields.pop("sampling", None) or SamplingParams(max_new_tokens=max_new_tokens, seed=seed)
+        assert isinstance(sampling, SamplingParams)
+        self.scheduler.add(
+            NewRequest(
+                id=request_id,
+                token_ids=np.array(prompt, np.int32).tobytes(),
+                sampling=sampling,
+                **{"stream": True, **fields},
+            )
+        )
+        limit = min(sampling.max_new_tokens or self.context, self.context - len(prompt))
+        stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {EOS})
+        self.wanted[request_id] = self.oracle.output(prompt, sampling.seed or 0, limit, stops)
+        return request_id
+
+    def run(self, most_steps: int = 2000) -> None:
+        """Steps until idle."""
+        for _ in range(most_steps):
+            if self.scheduler.idle:
+                return
+            self.scheduler.step()
+        raise AssertionError(f"not idle after {most_steps} steps")
+
+    def check_outputs(self) -> None:
+        """Every request that ended by itself gave what the oracle says."""
+        for request_id, finished in self.channel.finished.items():
+            if finished.kind in ("stop", "length"):
+                assert self.channel.output(request_id) == self.wanted[request_id], f"request {request_id}"
+
+
+def scribble_on_free(scheduler: Scheduler, runner: FakeRunner) -> None:
+    """From now on a page's content is destroyed the moment it is free."""
+    pool, free = scheduler.cache.pool, scheduler.cache.pool.free
+
+    def free_and_scribble(pages: np.ndarray, owner: object) -> None:
+        free(pages, owner)
+        runner.scribble(pages)
+
+    pool.free = free_and_scribble
+
+
+__all__ = ["EOS", "VOCAB", "Bench", "OwnershipError", "RecordingChannel", "scribble_on_free"]
