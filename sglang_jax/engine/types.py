@@ -98,12 +98,29 @@ class ModelInfo:
     dtype: str
 
 
+class StreamDecoder(Protocol):
+    """Turns the tokens of one output into text as they come. A part of a character is held back, not shown as
+    U+FFFD."""
+
+    def push(self, token_id: int) -> str:
+        """Text that this token completed, maybe empty."""
+        ...
+
+    def flush(self) -> str:
+        """Text of what was held back, once the output has ended."""
+        ...
+
+
 class TextTokenizer(Protocol):
     """Text to ids and back. Thread-safe."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def stream_decoder(self, skip_special_tokens: bool = True) -> StreamDecoder:
+        """A decoder for one output; cheap to make, and not to be shared between threads."""
+        ...
 
     def token_text(self, token_id: int) -> str:
         """One token as text, special tokens included."""

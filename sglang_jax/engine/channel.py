@@ -1,0 +1,150 @@
+"""The two ends of the wire between a client and its engine core.
+
+One code for a core in a thread (`inproc://`) and in a process of its own (`ipc://` in a private folder): ZeroMQ carries
+whole messages in order, `msgspec` packs them. Neither end ever waits for room: queues are unbounded, as what they hold
+is bounded by the requests in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from sglang_jax.engine.types import ModelInfo
+from sglang_jax.errors import EngineDeadError
+from sglang_jax.scheduler.messages import Inbound, Outbound
+
+MESSAGES_PER_TURN = 8
+"""Most messages that the client's end handles before it lets the event loop run other tasks."""
+
+
+class Ready(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
+    """The first message of a core that started.
+
+    - `max_running_requests`: rows of the runner.
+    - `max_total_tokens`: tokens that the KV pool holds, so the most that one request may ever need.
+    """
+
+    model_info: ModelInfo
+    max_running_requests: int
+    max_total_tokens: int
+
+
+class StartFailed(msgspec.Struct, tag="start_failed", frozen=True):
+    """The only message of a core that could not start: the exception's class name, and its message."""
+
+    name: str
+    message: str
+
+
+class Stopped(msgspec.Struct, tag="stopped", frozen=True):
+    """The last message of a core that started; `failure` is empty if it was asked to stop."""
+
+    failure: str = ""
+
+
+Published = Outbound | Ready | StartFailed | Stopped
+
+
+def _open_socket(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.DEALER)
+    socket.set_hwm(0)
+    return socket
+
+
+def _has_message(socket: zmq.Socket[bytes]) -> bool:
+    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
+
+
+class CoreChannel:
+    """The core's end: blocking, for one thread. `receive` and `send` are what the scheduler's loop asks for."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        self._socket = _open_socket(context)
+        self._socket.connect(address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[Inbound] = msgspec.msgpack.Decoder(Inbound)
+
+    def receive(self, block: bool) -> list[Inbound]:
+        """All messages that wait, in the order of sending; with `block`, sleeps until there is at least one."""
+        if block:
+            self._socket.poll()
+        messages: list[Inbound] = []
+        while _has_message(self._socket):
+            messages.append(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
+        return messages
+
+    def send(self, message: Published) -> None:
+        """Queues a message and returns at once."""
+        self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    def close(self, linger_seconds: float = 1.0) -> None:
+        """Closes this end; what was sent is still delivered if the client takes it within `linger_seconds`."""
+        self._socket.close(linger=int(linger_seconds * 1000))
+
+
+class ClientChannel:
+    """The client's end: asynchronous, for one event loop. It owns the address, and is there before the core."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        self._socket = _open_socket(context)
+        self._socket.bind(address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[Published] = msgspec.msgpack.Decoder(Published)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._deliver: Callable[[Published], None] | None = None
+
+    async def receive_one(self) -> Published:
+        """The next message. For the time before `start`."""
+        loop = asyncio.get_running_loop()
+        readable = asyncio.Event()
+        loop.add_reader(self._socket.FD, readable.set)
+        try:
+            while not _has_message(self._socket):
+                await readable.wait()
+                readable.clear()
+        finally:
+            loop.remove_reader(self._socket.FD)
+        return self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
+
+    def start(self, deliver: Callable[[Published], None]) -> None:
+        """Hands every message from now on to `deliver`, on the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._deliver = deliver
+        self._loop.add_reader(self._socket.FD, self._on_readable)
+        self._loop.call_soon(self._on_readable)
+
+    def send(self, message: Inbound) -> None:
+        """Queues a message and returns at once. Raises `EngineDeadError` if there is no core to take it."""
+        if self._socket.closed:
+            raise EngineDeadError("the engine was shut down")
+        try:
+            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again as error:
+            raise EngineDeadError("the engine is gone: nothing takes its messages any more") from error
+        if self._loop is not None:
+            # The descriptor is edge-triggered and sending may consume the edge of a message that came meanwhile.
+            self._loop.call_soon(self._on_readable)
+
+    def close(self) -> None:
+        """Closes this end; messages not taken yet are dropped."""
+        if self._loop is not None and not self._socket.closed:
+            self._loop.remove_reader(self._socket.FD)
+        self._socket.close(linger=0)
+
+    def _on_readable(self) -> None:
+        for _ in range(MESSAGES_PER_TURN):
+            if not self._deliver_one():
+                return
+        assert self._loop is not None
+        self._loop.call_soon(self._on_readable)
+
+    def _deliver_one(self) -> bool:
+        if self._socket.closed or not _has_message(self._socket):
+            return False
+        assert self._deliver is not None
+        self._deliver(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
+        return True

@@ -1,0 +1,70 @@
+"""The engine core's life: load, say so, serve until told to stop, and say how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from sglang_jax.config import EngineConfig
+from sglang_jax.engine.channel import CoreChannel, Ready, StartFailed, Stopped
+from sglang_jax.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class Core(Protocol):
+    """A model behind a scheduler."""
+
+    @property
+    def ready(self) -> Ready: ...
+
+    def run(self) -> None:
+        """Serves the channel until it is told to shut down."""
+        ...
+
+    def close(self) -> None: ...
+
+
+CoreLoader = Callable[[EngineConfig, CoreChannel], Core]
+"""Makes a core that serves this channel. A function of a module, so that a new process finds it by its name."""
+
+
+def run_core(config: EngineConfig, channel: CoreChannel, load: CoreLoader) -> bool:
+    """Runs a core from start to end; True if it ended because it was told to.
+
+    This is the outermost frame of the core's thread or process: whatever fails below is logged here and told to the
+    client, whose requests fail with it.
+    """
+    try:
+        core = _load(config, channel, load)
+        return core is not None and _serve(core, channel)
+    finally:
+        channel.close()
+
+
+def _load(config: EngineConfig, channel: CoreChannel, load: CoreLoader) -> Core | None:
+    try:
+        core = load(config, channel)
+    except (ConfigError, CheckpointError) as error:  # the message says it all
+        channel.send(StartFailed(type(error).__name__, str(error)))
+        return None
+    except Exception as error:
+        logger.exception("The engine failed to start")
+        channel.send(StartFailed(type(error).__name__, str(error)))
+        return None
+    channel.send(core.ready)
+    return core
+
+
+def _serve(core: Core, channel: CoreChannel) -> bool:
+    try:
+        with contextlib.closing(core):
+            core.run()
+    except Exception as error:
+        logger.exception("The engine failed")
+        channel.send(Stopped(f"{type(error).__name__}: {error}"))
+        return False
+    channel.send(Stopped())
+    return True

@@ -1,0 +1,286 @@
+"""The engine in this process: for scripts, notebooks and offline batches, without a server."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self, TypedDict, Unpack, overload
+
+import numpy as np
+from pydantic import ValidationError
+
+from sglang_jax.config import EngineConfig
+from sglang_jax.engine.batch import FLIGHTS_PER_ROW, Batch
+from sglang_jax.engine.client import AsyncEngineClient
+from sglang_jax.engine.launch import launch_in_thread
+from sglang_jax.engine.loop_thread import LoopThread
+from sglang_jax.engine.types import GenerateInput, GenerateOutput, ModelInfo, TextTokenizer
+from sglang_jax.errors import ConfigError, EngineDeadError, ParameterError
+from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler.messages import SchedulerStats
+
+Prompt = str | Sequence[int]
+Sampling = SamplingParams | Mapping[str, Any]
+Launcher = Callable[[EngineConfig], Awaitable[AsyncEngineClient]]
+
+
+class RequestOptions(TypedDict, total=False):
+    """Fields of `GenerateInput` that all prompts of a call share."""
+
+    return_logprob: bool
+    logprob_start_len: int
+    top_logprobs_num: int
+    extra_key: str | None
+    priority: int
+
+
+class Engine:
+    """A model, ready to generate.
+
+    >>> with Engine(model_path="demo") as engine:
+    ...     output = engine.generate("The capital of France is", SamplingParams(temperature=0))
+
+    It runs in threads of its own, so it may be used from any thread, in a plain script, or beside a running event loop
+    (in a notebook). It is shut down by `shutdown`, at the end of a `with` block, when it is collected, or at exit.
+
+    **Arguments:**
+
+    - `config`: all options at once; or each by its name (see `EngineConfig`).
+    - `launch`: starts the engine core; for tests and other cores.
+
+    **Raises:** `ConfigError` for options that it cannot run with, `CheckpointError` for a model that cannot be loaded.
+    """
+
+    def __init__(
+        self, config: EngineConfig | None = None, *, launch: Launcher = launch_in_thread, **options: Any
+    ) -> None:
+        self.config = _engine_config(config, options)
+        self._loop = LoopThread("sglang-jax-client")
+        try:
+            self._client = self._loop.run(_awaited(launch(self.config)))
+        except BaseException:
+            self._loop.close()
+            raise
+        self._finalizer = weakref.finalize(self, _shut_down, self._loop, self._client)
+        # Through atexit itself, so that it runs before what the backend registered when it was loaded.
+        self._finalizer.atexit = False
+        atexit.register(self._finalizer)
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        """The model's tokenizer."""
+        return self._client.tokenizer
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """What is known of the model."""
+        return self._client.model_info
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """The scheduler's newest figures."""
+        return self._client.stats
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Sampling | Sequence[Sampling] | None = None,
+        *,
+        stream: Literal[False] = False,
+        **request: Unpack[RequestOptions],
+    ) -> GenerateOutput | list[GenerateOutput]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Sampling | Sequence[Sampling] | None = None,
+        *,
+        stream: Literal[True],
+        **request: Unpack[RequestOptions],
+    ) -> Iterator[GenerateOutput]: ...
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Sampling | Sequence[Sampling] | None = None,
+        *,
+        stream: bool = False,
+        **request: Unpack[RequestOptions],
+    ) -> GenerateOutput | list[GenerateOutput] | Iterator[GenerateOutput]:
+        """Completes prompts.
+
+        **Arguments:**
+
+        - `prompts`: a text, or a list of token ids, or a list of either.
+        - `sampling_params`: for all prompts, or a list with one for each; dicts of `SamplingParams`' fields will do.
+        - `stream`: gives an iterator over the outputs as they grow. Each has all its text so far and the new part, and
+          `index`, its place in the list that would be returned otherwise. Leaving the iteration aborts what still runs.
+        - `request`: further fields of `GenerateInput`, the same for all prompts.
+
+        **Returns:** one output for one prompt; for a list, a list in the same order. Prompts with n > 1 give n outputs,
+        one after the other, in a list.
+
+        **Raises:** the `RequestError` of the first request that fails; all others are aborted.
+        """
+        single, batch = self._batch(prompts, sampling_params, GenerateInput(prompt="", stream=stream, **request))
+        if stream:
+            return self._loop.iterate(batch.stream())
+        outputs = self._loop.run(batch.run())
+        return outputs[0] if single else outputs
+
+    @overload
+    def async_generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Sampling | Sequence[Sampling] | None = None,
+        *,
+        stream: Literal[False] = False,
+        **request: Unpack[RequestOptions],
+    ) -> Awaitable[GenerateOutput | list[GenerateOutput]]: ...
+
+    @overload
+    def async_generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Sampling | Sequence[Sampling] | None = None,
+        *,
+        stream: Literal[True],
+        **request: Unpack[RequestOptions],
+    ) -> AsyncGenerator[GenerateOutput, None]: ...
+
+    def async_generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Sampling | Sequence[Sampling] | None = None,
+        *,
+        stream: bool = False,
+        **request: Unpack[RequestOptions],
+    ) -> Awaitable[GenerateOutput | list[GenerateOutput]] | AsyncGenerator[GenerateOutput, None]:
+        """`generate` for callers on an event loop: to be awaited, or with `stream` to be iterated by `async for`.
+
+        Cancelling the task that waits aborts the requests.
+        """
+        single, batch = self._batch(prompts, sampling_params, GenerateInput(prompt="", stream=stream, **request))
+        if stream:
+            return self._loop.iterate_async(batch.stream())
+        return self._wait_for(batch, single)
+
+    def flush_cache(self) -> bool:
+        """Empties the prefix cache; False, and nothing is done, while requests run or wait."""
+        self._check_open()
+        return self._loop.run(self._client.flush_cache())
+
+    def state(self) -> dict[str, object]:
+        """The scheduler's and the runner's figures."""
+        self._check_open()
+        return self._loop.run(self._client.state())
+
+    def shutdown(self) -> None:
+        """Ends the engine; requests in flight fail with `EngineDeadError`. Further calls do nothing."""
+        atexit.unregister(self._finalizer)
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    async def _wait_for(self, batch: Batch, single: bool) -> GenerateOutput | list[GenerateOutput]:
+        outputs = await self._loop.run_async(batch.run())
+        return outputs[0] if single else outputs
+
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise EngineDeadError("the engine was shut down")
+
+    def _batch(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Sampling | Sequence[Sampling] | None,
+        template: GenerateInput,
+    ) -> tuple[bool, Batch]:
+        """The requests, and whether a single output is to be returned."""
+        self._check_open()
+        single = _is_single(prompts)
+        each: Sequence[Any] = [prompts] if single else prompts
+        sampling = _sampling_of_each(sampling_params, len(each))
+        requests = [
+            dataclasses.replace(template, prompt=prompt, sampling=params)
+            for prompt, params in zip(each, sampling, strict=True)
+        ]
+        limit = FLIGHTS_PER_ROW * self._client.max_running_requests
+        if self.config.max_queued_requests is not None:
+            limit = min(limit, self.config.max_queued_requests)
+        return single and requests[0].sampling.n == 1, Batch(self._client, requests, limit)
+
+
+def _engine_config(config: EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:
+    if config is None:
+        try:
+            return EngineConfig(**options)
+        except ValidationError as error:
+            problems = [
+                f"{'.'.join(map(str, e['loc'])) or 'options'}: {e['msg']}, got {e['input']!r}" for e in error.errors()
+            ]
+            raise ConfigError("; ".join(problems)) from error
+    if options:
+        raise ConfigError(f"options are given by config, or by name, not both; got config and {', '.join(options)}")
+    return config
+
+
+def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer)))
+
+
+def _sampling_of_each(sampling: Sampling | Sequence[Sampling] | None, count: int) -> list[SamplingParams]:
+    if sampling is None or isinstance(sampling, (SamplingParams, Mapping)):
+        return [_sampling_params(sampling)] * count
+    if len(sampling) != count:
+        raise ParameterError(
+            f"sampling_params must be one for all prompts or one for each: got {len(sampling)} for {count} prompts",
+            param="sampling_params",
+        )
+    return [_sampling_params(params) for params in sampling]
+
+
+def _sampling_params(sampling: Sampling | None) -> SamplingParams:
+    if sampling is None:
+        return SamplingParams()
+    if isinstance(sampling, SamplingParams):
+        return sampling
+    known = {field.name for field in dataclasses.fields(SamplingParams)}
+    unknown = sorted(set(sampling) - known)
+    if unknown:
+        raise ParameterError(
+            f"sampling_params has no field {unknown[0]!r}; there are {', '.join(sorted(known))}", param=unknown[0]
+        )
+    return SamplingParams(**sampling)
+
+
+async def _awaited(client: Awaitable[AsyncEngineClient]) -> AsyncEngineClient:
+    return await client
+
+
+def _shut_down(loop: LoopThread, client: AsyncEngineClient) -> None:
+    if loop.is_current:  # collected on the loop's own thread, which cannot wait for itself
+        threading.Thread(target=_shut_down, args=(loop, client), name="sglang-jax-shutdown").start()
+        return
+    loop.run(client.close())
+    loop.close()

@@ -1,0 +1,90 @@
+"""An event loop in a thread: asynchronous code for callers that are not, or that have a loop of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Runs coroutines on a loop of its own, for blocking callers and for other event loops."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Starts a coroutine on the loop; cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Waits for a coroutine. If the wait is interrupted, so is the coroutine."""
+        future = self.submit(coroutine)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+    async def run_async(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Like `run`, for a caller on another event loop."""
+        return await asyncio.wrap_future(self.submit(coroutine))
+
+    def iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
+        """What an asynchronous generator yields. Leaving the iteration early closes it."""
+        iteration = _Iteration(items)
+        try:
+            while (item := self.run(iteration.next())) is not None:
+                yield item
+        finally:
+            self.run(iteration.close())
+
+    async def iterate_async(self, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+        """Like `iterate`, for a caller on another event loop."""
+        iteration = _Iteration(items)
+        try:
+            while (item := await self.run_async(iteration.next())) is not None:
+                yield item
+        finally:
+            await self.run_async(iteration.close())
+
+    @property
+    def is_current(self) -> bool:
+        """True on the loop's own thread, which must not wait for the loop."""
+        return threading.current_thread() is self._thread
+
+    def close(self) -> None:
+        """Ends the thread. What still runs on the loop is cancelled."""
+        self.run(_cancel_others())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class _Iteration(Generic[T]):
+    """Steps of an asynchronous generator, one after the other: closing waits for a step that was cancelled to end."""
+
+    def __init__(self, items: AsyncGenerator[T, None]) -> None:
+        self._items = items
+        self._lock = asyncio.Lock()
+
+    async def next(self) -> T | None:
+        async with self._lock:
+            return await anext(self._items, None)
+
+    async def close(self) -> None:
+        async with self._lock:
+            await self._items.aclose()
+
+
+async def _cancel_others() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()

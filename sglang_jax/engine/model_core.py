@@ -1,0 +1,90 @@
+"""The engine core that serves a checkpoint: backend, warm-up, scheduler."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from tqdm import tqdm
+
+from sglang_jax.checkpoint import Checkpoint, load_tokenizer, open_checkpoint, resolve_tokenizer
+from sglang_jax.config import EngineConfig, ServerConfig
+from sglang_jax.engine.channel import CoreChannel, Ready
+from sglang_jax.engine.types import ModelInfo, TextTokenizer
+from sglang_jax.runner.backends import load_backend
+from sglang_jax.runner.plan import PoolKind
+from sglang_jax.runner.protocol import Runner
+from sglang_jax.scheduler.loop import SchedulerLoop
+
+logger = logging.getLogger(__name__)
+
+
+class ModelCore:
+    """A checkpoint on a backend, behind the scheduler."""
+
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, runner: Runner, channel: CoreChannel) -> None:
+        self._runner = runner
+        self._loop = SchedulerLoop(runner, checkpoint.config.eos_token_ids, config, channel)
+        self._ready = _ready(config, checkpoint, runner)
+
+    @property
+    def ready(self) -> Ready:
+        """What the client needs to know before its first request."""
+        return self._ready
+
+    def run(self) -> None:
+        """Serves until told to shut down. Raises what the runner raises."""
+        self._loop.run()
+
+    def close(self) -> None:
+        """Gives the device back."""
+        self._runner.close()
+
+
+def load_core(config: EngineConfig, channel: CoreChannel) -> ModelCore:
+    """Loads what `config` names and compiles it. Raises `ConfigError`, `CheckpointError`."""
+    begin = time.perf_counter()
+    checkpoint = open_checkpoint(config.model_path, config.load_format, seed=config.random_seed)
+    create_runner = load_backend(config)
+    runner = create_runner(config, checkpoint)
+    loaded = time.perf_counter()
+    logger.info("Loaded %s in %.1f s", config.model_path, loaded - begin)
+    if not config.skip_warmup:
+        warm_up(runner)
+        logger.info("Warmed up in %.1f s", time.perf_counter() - loaded)
+    return ModelCore(config, checkpoint, runner, channel)
+
+
+def load_text_tokenizer(config: EngineConfig) -> TextTokenizer:
+    """The tokenizer that `config` names. Raises `CheckpointError`."""
+    chat_template = config.chat_template if isinstance(config, ServerConfig) else None
+    source = resolve_tokenizer(config.tokenizer_path or config.model_path)
+    return load_tokenizer(source, chat_template=chat_template)
+
+
+def warm_up(runner: Runner) -> None:
+    """Builds the runner's programs behind a progress bar."""
+    with tqdm(desc="Warming up", unit="program") as bar:
+
+        def progress(done: int, total: int, what: str) -> None:
+            bar.total = total
+            bar.set_postfix_str(what, refresh=False)
+            bar.update(done - bar.n)
+
+        runner.warm_up(progress)
+
+
+def _ready(config: EngineConfig, checkpoint: Checkpoint, runner: Runner) -> Ready:
+    spec = runner.spec
+    pool = next(pool for pool in spec.pools if pool.kind is PoolKind.FULL)
+    max_total_tokens = (pool.num_pages - 1) * pool.page_size  # page 0 is never handed out
+    info = ModelInfo(
+        model_path=config.model_path,
+        architecture=checkpoint.config.architecture.value,
+        context_length=min(spec.max_context, max_total_tokens),
+        vocab_size=spec.vocab_size,
+        eos_token_ids=checkpoint.config.eos_token_ids,
+        bos_token_id=checkpoint.config.bos_token_id,
+        dtype=runner.report().details.get("dtype", checkpoint.config.dtype),
+    )
+    return Ready(model_info=info, max_running_requests=spec.max_rows, max_total_tokens=max_total_tokens)

@@ -1,0 +1,124 @@
+"""Where an engine core runs: in a thread of this process, or in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import faulthandler
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from contextlib import ExitStack
+
+import zmq
+
+from sglang_jax.config import EngineConfig
+from sglang_jax.engine.channel import CoreChannel
+from sglang_jax.engine.core import CoreLoader, run_core
+
+LOG_FORMAT = "[%(asctime)s] %(levelname)s %(message)s"
+"""How a core's process writes its log lines, to its standard error."""
+
+
+class CoreThread:
+    """A core in a thread. It ends when told to, or with the interpreter."""
+
+    def __init__(
+        self, config: EngineConfig, context: zmq.Context[zmq.Socket[bytes]], address: str, load: CoreLoader
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[str] = self._loop.create_future()
+        channel = CoreChannel(context, address)
+        self._thread = threading.Thread(
+            target=self._run, args=(config, channel, load), name="sglang-jax-core", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def ended(self) -> asyncio.Future[str]:
+        """See `CoreHandle.ended`."""
+        return self._ended
+
+    def kill(self) -> None:
+        """Does nothing: a thread ends by itself, once the step in flight is done."""
+
+    def _run(self, config: EngineConfig, channel: CoreChannel, load: CoreLoader) -> None:
+        try:
+            run_core(config, channel, load)
+        finally:
+            self._loop.call_soon_threadsafe(self._on_end)
+
+    def _on_end(self) -> None:
+        self._thread.join()
+        self._ended.set_result("the engine thread ended")
+
+
+class CoreProcess:
+    """A core in a spawned process, which dies with this one. Its death is noticed at once.
+
+    Interrupts that a terminal or a service manager sends to the whole group are for this process to judge: the core's
+    process ignores SIGINT and SIGTERM.
+    """
+
+    def __init__(self, config: EngineConfig, address: str, load: CoreLoader) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[str] = self._loop.create_future()
+        log_level = logging.getLogger().getEffectiveLevel()
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=_process_main, args=(config, address, load, log_level), name="sglang-jax-core", daemon=True
+        )
+        self._process.start()
+        atexit.register(self._process.kill)
+        self._loop.add_reader(self._process.sentinel, self._on_end)
+
+    @property
+    def ended(self) -> asyncio.Future[str]:
+        """See `CoreHandle.ended`."""
+        return self._ended
+
+    @property
+    def pid(self) -> int:
+        """Process id of the core."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def kill(self) -> None:
+        """Ends the process at once."""
+        if not self._ended.done():
+            self._process.kill()
+
+    def _on_end(self) -> None:
+        self._loop.remove_reader(self._process.sentinel)
+        self._process.join()
+        atexit.unregister(self._process.kill)
+        self._ended.set_result(_describe_exit(self._process.exitcode))
+        self._process.close()
+
+
+def _describe_exit(exitcode: int | None) -> str:
+    if exitcode is not None and exitcode < 0:
+        reason = f"the engine process was killed by {signal.Signals(-exitcode).name}"
+        return f"{reason} (out of memory?)" if -exitcode == signal.SIGKILL else reason
+    return f"the engine process exited with status {exitcode}"
+
+
+def _process_main(config: EngineConfig, address: str, load: CoreLoader, log_level: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()
+    logging.basicConfig(level=log_level, format=LOG_FORMAT)
+    threading.Thread(target=_die_with_parent, name="parent-watch", daemon=True).start()
+    with ExitStack() as stack:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        stack.callback(context.term)
+        well = run_core(config, CoreChannel(context, address), load)
+    raise SystemExit(0 if well else 1)
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

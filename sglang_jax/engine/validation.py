@@ -1,0 +1,110 @@
+"""Turns a client's input into the scheduler's requests, or says what is wrong with it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_jax.engine.types import GenerateInput, ModelInfo
+from sglang_jax.errors import ParameterError, PromptTooLongError
+from sglang_jax.sampling.params import MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, SEED_LIMIT, SamplingParams
+
+
+def check_input(request: GenerateInput, info: ModelInfo) -> None:
+    """All that can be checked before the prompt is tokenized. Raises `ParameterError` naming the field."""
+    if isinstance(request.prompt, str):
+        if not request.prompt:
+            raise ParameterError("prompt is empty, at least one token is needed", param="prompt")
+        _check_text("prompt", request.prompt)
+    if request.extra_key is not None:
+        _check_text("extra_key", request.extra_key)
+    if not 0 <= request.top_logprobs_num <= MAX_TOP_LOGPROBS:
+        raise ParameterError(
+            f"top_logprobs_num must be in [0, {MAX_TOP_LOGPROBS}], got {request.top_logprobs_num}",
+            param="top_logprobs_num",
+        )
+    request.sampling.check_vocabulary(info.vocab_size)
+    num_stop_ids = len(stop_token_ids(request.sampling, info))
+    if num_stop_ids > MAX_STOP_TOKEN_IDS:
+        raise ParameterError(
+            f"at most {MAX_STOP_TOKEN_IDS} token ids may end a request, got {num_stop_ids}: stop_token_ids and the "
+            f"model's {len(info.eos_token_ids)} end-of-sequence ids",
+            param="stop_token_ids",
+        )
+
+
+def _check_text(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ParameterError(
+            f"{name} is not valid text: character {error.start} is a lone surrogate ({text[error.start]!r})", param=name
+        ) from error
+
+
+def stop_token_ids(sampling: SamplingParams, info: ModelInfo) -> frozenset[int]:
+    """Token ids that end an output."""
+    return frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else info.eos_token_ids)
+
+
+def prompt_array(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
+    """Token ids `[tokens]` of a prompt, checked. Raises `ParameterError`."""
+    if isinstance(token_ids, (bytes, bytearray)) or not isinstance(token_ids, (Sequence, np.ndarray)):
+        raise ParameterError(
+            f"prompt must be text or a list of token ids, got {type(token_ids).__name__}", param="prompt"
+        )
+    if len(token_ids) == 0:
+        raise ParameterError("prompt is empty, at least one token is needed", param="prompt")
+    try:
+        ids = np.asarray(token_ids)
+    except (ValueError, OverflowError) as error:  # nested lists of unlike lengths
+        raise ParameterError("prompt must be a flat list of token ids", param="prompt") from error
+    if ids.ndim != 1 or ids.dtype.kind not in "iuO":
+        raise ParameterError(f"prompt must be a flat list of integers, got {token_ids[0]!r} in it", param="prompt")
+    if ids.dtype.kind == "O" and not all(isinstance(token, int) for token in token_ids):
+        raise ParameterError("prompt must be a flat list of integers, got something else in it", param="prompt")
+    outside = (ids < 0) | (ids >= vocab_size)
+    if outside.any():
+        position = int(np.argmax(outside))
+        raise ParameterError(
+            f"prompt holds token id {ids[position]} at position {position}, ids go from 0 to {vocab_size - 1}",
+            param="prompt",
+        )
+    return ids.astype("<i4")
+
+
+def check_length(request: GenerateInput, prompt_tokens: int, context_length: int) -> None:
+    """Raises `PromptTooLongError` if no output token fits behind the prompt, and `ParameterError` for logprobs wanted
+    of a position that the prompt does not have."""
+    if prompt_tokens >= context_length:
+        raise PromptTooLongError(
+            f"prompt has {prompt_tokens} tokens; the limit is {context_length - 1}, as prompt and output share a "
+            f"context of {context_length} tokens",
+            param="prompt",
+        )
+    if request.return_logprob and not -1 <= request.logprob_start_len < prompt_tokens:
+        raise ParameterError(
+            f"logprob_start_len must be in [-1, {prompt_tokens - 1}] for a prompt of {prompt_tokens} tokens, got "
+            f"{request.logprob_start_len}",
+            param="logprob_start_len",
+        )
+
+
+def expand(sampling: SamplingParams, room: int) -> list[SamplingParams]:
+    """The parameters of each of the n completions, as the scheduler needs them.
+
+    Lengths are clamped to `room`, the output tokens that fit behind the prompt; a seed counts up from one completion to
+    the next; stop strings stay with the client, who alone sees text.
+    """
+    length = room if sampling.max_new_tokens is None else min(sampling.max_new_tokens, room)
+    base = dataclasses.replace(sampling, n=1, max_new_tokens=length, stop=())
+    if sampling.seed is None:
+        return [base] * sampling.n
+    return [dataclasses.replace(base, seed=_wrap_seed(sampling.seed + index)) for index in range(sampling.n)]
+
+
+def _wrap_seed(seed: int) -> int:
+    return (seed + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT
