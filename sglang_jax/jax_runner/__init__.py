@@ -1,0 +1,27 @@
+"""The JAX backend. Importing it imports no JAX: `create_runner` does."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from sglang_jax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sglang_jax.checkpoint.opening import Checkpoint
+    from sglang_jax.config import EngineConfig
+    from sglang_jax.runner.protocol import Runner
+
+
+def create_runner(config: EngineConfig, checkpoint: Checkpoint) -> Runner:
+    """A runner with the checkpoint's weights on the device; the entry point of the backend `jax`.
+
+    **Raises:** `ConfigError` for options that this machine cannot meet, `CheckpointError` for weights that the model
+    cannot take.
+    """
+    missing = [name for name in ("jax", "flax") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"the JAX backend needs {' and '.join(missing)}: pip install 'sglang-jax[jax]'")
+    from sglang_jax.jax_runner.loading import load_runner
+
+    return load_runner(config, checkpoint)

@@ -70,9 +70,7 @@ class SamplingState:
     @property
     def penalised(self) -> jax.Array:
         """bool `[rows]`: a penalty is set, so that the row's tokens are counted."""
-        return (
-            (self.repetition_penalty != 1.0) | (self.frequency_penalty != 0.0) | (self.presence_penalty != 0.0)
-        )
+        return (self.repetition_penalty != 1.0) | (self.frequency_penalty != 0.0) | (self.presence_penalty != 0.0)
 
     def select(self, rows: jax.Array) -> SamplingState:
         """The parameters of `rows` int32 `[n]`. `occurrences`, which is large, stays that of all rows."""

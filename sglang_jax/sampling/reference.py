@@ -8,21 +8,22 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_jax.runner.plan import INVALID_TOKEN, Bool, Float32
 from sglang_jax.sampling.params import SamplingParams
 
+Bool = NDArray[np.bool_]
+Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceDraw:
-    """A drawn token, and how far the draw was from ending otherwise.
+    """A drawn token (None if a logit was not finite), and how far the draw was from ending otherwise.
 
     `margin` is the least of: the distance of a cumulative probability to `top_p`, of a relative probability to
     `min_p`, and of the two best scores. Another sampler may differ where it is within rounding of zero.
     """
 
-    token: int
+    token: int | None
     margin: float
 
 
@@ -91,7 +92,7 @@ def reference_sample(
     **Arguments:** `logits` and `noise` (standard Gumbel variates, one for each token id), both float32 `[vocab]`.
     """
     if not np.isfinite(logits).all():
-        return ReferenceDraw(INVALID_TOKEN, np.inf)
+        return ReferenceDraw(None, np.inf)
     adjusted = adjusted_logits(logits, sampling, prompt, output, stop_ids)
     if sampling.temperature == 0.0:
         return ReferenceDraw(int(adjusted.argmax()), np.inf)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sglang_jax.runner.plan import INVALID_TOKEN
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.sampling.reference import adjusted_logits, kept_tokens, probabilities, reference_sample
 
@@ -57,11 +56,11 @@ def test_probabilities_are_renormalised() -> None:
 
 
 def test_draws() -> None:
-    def draw(sampling: SamplingParams, noise: np.ndarray, logits: np.ndarray = LOGITS) -> int:
+    def draw(sampling: SamplingParams, noise: np.ndarray, logits: np.ndarray = LOGITS) -> int | None:
         return reference_sample(logits, sampling, prompt=[0], output=[], stop_ids=[], noise=noise).token
 
     loud = np.array([0.0, 0.0, 9.0, 0.0], np.float32)
     assert draw(SamplingParams(), loud) == 2
     assert draw(SamplingParams(temperature=0.0), loud) == 0
     assert draw(SamplingParams(top_k=2), loud) == 0
-    assert draw(SamplingParams(), SILENCE, np.array([0.0, np.nan, 0.0, 0.0], np.float32)) == INVALID_TOKEN
+    assert draw(SamplingParams(), SILENCE, np.array([0.0, np.nan, 0.0, 0.0], np.float32)) is None

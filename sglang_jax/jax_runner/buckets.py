@@ -1,0 +1,91 @@
+"""The shapes that programs are compiled for. A plan runs in the first one that it fits in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_SMALLEST_DECODE = 2  # one bfloat16 row is 9 times slower than two on XLA's CPU backend
+_SMALLEST_MIXED = 16
+_GROWTH = 4
+_ROUNDING = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Static shape of a step program.
+
+    - `tokens` and `rows`: most tokens and sequences; equal for a program of decode rows alone.
+    - `deltas`: page-table entries that the program itself overwrites before it runs.
+    """
+
+    tokens: int
+    rows: int
+    deltas: int
+
+    @property
+    def decode_only(self) -> bool:
+        """No sequence has more than one query, so that token i belongs to sequence i."""
+        return self.tokens == self.rows
+
+    def __str__(self) -> str:
+        if self.decode_only:
+            return f"decode {self.rows}"
+        return f"mixed {self.tokens} tokens, {self.rows} rows"
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """Every step program of a runner, smallest first."""
+
+    decode: tuple[Bucket, ...]
+    mixed: tuple[Bucket, ...]
+
+    @classmethod
+    def ladder(cls, max_rows: int, token_budget: int, page_size: int) -> Buckets:
+        """Decode buckets double from 2, mixed ones grow by 4 from 16.
+
+        Decode steps are most of the steps, and their time grows with the rows, padding included. A mixed bucket has one
+        row for every two tokens, up to all rows: with fewer, a few tokens beside many decode rows would not fit, and
+        with more, tokens that are mostly decode rows would pay for logits of rows that are not there.
+        """
+        decode = []
+        rows = _SMALLEST_DECODE
+        while rows < max_rows:
+            decode.append(Bucket(rows, rows, deltas=rows))
+            rows *= 2
+        rows = max(max_rows, _SMALLEST_DECODE)
+        decode.append(Bucket(rows, rows, deltas=rows))
+        mixed = []
+        tokens = _SMALLEST_MIXED
+        while tokens < token_budget:
+            mixed.append(cls._mixed(tokens, max_rows, page_size))
+            tokens *= _GROWTH
+        largest = max(token_budget, max_rows + 1, _SMALLEST_MIXED)
+        if largest > _ROUNDING:
+            largest = -(-largest // _ROUNDING) * _ROUNDING
+        mixed.append(Bucket(largest, max_rows, deltas=largest // page_size + 2 * max_rows))
+        return cls(tuple(decode), tuple(mixed))
+
+    @staticmethod
+    def _mixed(tokens: int, max_rows: int, page_size: int) -> Bucket:
+        rows = min(max_rows, tokens // 2)
+        return Bucket(tokens, rows, deltas=tokens // page_size + 2 * rows)
+
+    def __iter__(self):
+        yield from self.decode
+        yield from self.mixed
+
+    def pick(self, num_tokens: int, num_rows: int, num_decode: int) -> Bucket:
+        """The smallest program for a step of that many tokens, sequences and decode rows.
+
+        **Raises:** `ValueError` for a step beyond the token budget or the rows.
+        """
+        candidates = self.decode if num_decode == num_tokens else self.mixed
+        for bucket in candidates:
+            if num_tokens <= bucket.tokens and num_rows <= bucket.rows:
+                return bucket
+        largest = candidates[-1]
+        raise ValueError(
+            f"a step of {num_tokens} tokens in {num_rows} rows does not fit the largest program "
+            f"({largest.tokens} tokens, {largest.rows} rows)"
+        )

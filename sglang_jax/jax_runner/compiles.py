@@ -1,0 +1,36 @@
+"""Counts what XLA compiles, and keeps it between runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+
+_BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
+
+
+class CompileCounter:
+    """Counts programs that this process built, or loaded from the persistent cache, since the counter was made.
+
+    Counts every computation of the process, so that a stray operation outside the runner's programs shows as well.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event: str, duration: float, **kwargs: str | int) -> None:
+        if event == _BACKEND_COMPILE:
+            self.count += 1
+
+    def close(self) -> None:
+        """Stops counting."""
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+
+def use_compilation_cache(folder: Path) -> None:
+    """Keeps every compiled program in `folder`, however small or quick to compile."""
+    folder.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

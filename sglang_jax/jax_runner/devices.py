@@ -1,0 +1,57 @@
+"""Which device to run on, how much memory it has, and which dtype suits it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import psutil
+
+from sglang_jax.config import Device, Dtype
+from sglang_jax.errors import ConfigError
+
+_CONTAINER = Path("/sys/fs/cgroup")
+
+_MEASURED_DTYPES = {"cpu": Dtype.FLOAT32}
+"""What runs fastest where it is not bfloat16."""
+
+
+def select_device(wanted: Device) -> jax.Device:
+    """The first device of the wanted platform, made the default of this process; `auto` leaves the choice to JAX.
+
+    **Raises:** `ConfigError` naming the platforms that JAX sees.
+    """
+    if wanted is Device.CPU:
+        # Asked for before JAX has looked around, this keeps it from claiming accelerators.
+        jax.config.update("jax_platforms", "cpu")
+    try:
+        device = jax.devices(None if wanted is Device.AUTO else wanted.value)[0]
+    except RuntimeError as error:
+        seen = ", ".join(sorted({device.platform for device in jax.devices()}))
+        raise ConfigError(
+            f"device {wanted.value} was asked for, but JAX sees only: {seen}. "
+            f"Install JAX for {wanted.value}, or choose --device auto"
+        ) from error
+    jax.config.update("jax_default_device", device)
+    return device
+
+
+def select_dtype(wanted: Dtype, device: jax.Device) -> jnp.dtype:
+    """The type of weights, activations and KV."""
+    chosen = _MEASURED_DTYPES.get(device.platform, Dtype.BFLOAT16) if wanted is Dtype.AUTO else wanted
+    return jnp.dtype(chosen.value)
+
+
+def available_memory(device: jax.Device) -> int:
+    """Bytes of the device's memory that nothing uses yet; of the host's for a CPU, within a container's limit."""
+    stats = device.memory_stats()
+    if stats is not None:
+        return int(stats["bytes_limit"]) - int(stats["bytes_in_use"])
+    available = int(psutil.virtual_memory().available)
+    limit_file = _CONTAINER / "memory.max"
+    if not limit_file.exists() or (limit := limit_file.read_text().strip()) == "max":
+        return available
+    usage = int((_CONTAINER / "memory.current").read_text())
+    statistics = dict(line.split() for line in (_CONTAINER / "memory.stat").read_text().splitlines())
+    return min(available, int(limit) - usage + int(statistics["inactive_file"]))

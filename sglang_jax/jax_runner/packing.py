@@ -1,0 +1,90 @@
+"""A plan's integers as one int32 array, so that a step costs one transfer to the device; and back on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import jax
+import numpy as np
+
+from sglang_jax.jax_runner.buckets import Bucket
+from sglang_jax.runner.plan import Int32, PageDeltas, StepPlan
+
+NO_TARGET = -1
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepInputs:
+    """A plan in the shape of its bucket (T tokens, R rows, D deltas), on the device.
+
+    - `num_decode`, `num_tokens`: scalars, padding left out.
+    - `top_logprobs`, `prompt_top_logprobs`: scalars, as in the plan.
+    - `rows`, `kv_lens`, `samples` (0 or 1): `[R]`; padding is in the dump row, with length 0, and draws nothing.
+    - `query_starts`: `[R + 1]`; padding repeats the number of tokens.
+    - `delta_rows`, `delta_columns`, `delta_pages`: `[D]`; padding writes page 0 into the dump row.
+    - `prefill_tokens`: `[T]`, the token at each place of the step, 0 at those of decode rows and padding; empty for
+      a decode bucket, as is `prompt_targets`: `[T]`, the token whose logprob is wanted, or `NO_TARGET`.
+    """
+
+    num_decode: jax.Array
+    num_tokens: jax.Array
+    top_logprobs: jax.Array
+    prompt_top_logprobs: jax.Array
+    rows: jax.Array
+    kv_lens: jax.Array
+    samples: jax.Array
+    query_starts: jax.Array
+    delta_rows: jax.Array
+    delta_columns: jax.Array
+    delta_pages: jax.Array
+    prefill_tokens: jax.Array
+    prompt_targets: jax.Array
+
+
+_SCALARS = 4
+
+
+class StepLayout:
+    """Where each field of `StepInputs` lies in the packed array, int32 `[size]`, of a bucket."""
+
+    def __init__(self, bucket: Bucket, dump_row: int) -> None:
+        rows, deltas = bucket.rows, bucket.deltas
+        tokens = 0 if bucket.decode_only else bucket.tokens
+        lengths = (rows, rows, rows, rows + 1, deltas, deltas, deltas, tokens, tokens)
+        ends = list(accumulate(lengths, initial=_SCALARS))
+        self.bucket = bucket
+        self.dump_row = dump_row
+        self.size = ends[-1]
+        self._slices = [slice(start, end) for start, end in pairwise(ends)]
+
+    def unpack(self, packed: jax.Array) -> StepInputs:
+        """The fields of a packed array, on the device."""
+        return StepInputs(packed[0], packed[1], packed[2], packed[3], *(packed[part] for part in self._slices))
+
+    def pack(self, plan: StepPlan, deltas: PageDeltas) -> Int32:
+        """Packs a plan that fits the bucket; `deltas` are those of its page deltas that the program applies."""
+        packed = np.zeros(self.size, np.int32)
+        packed[:_SCALARS] = (plan.num_decode, plan.num_tokens, plan.top_logprobs, plan.prompt_top_logprobs)
+        rows, kv_lens, samples, query_starts, delta_rows, delta_columns, delta_pages, tokens, targets = (
+            packed[part] for part in self._slices
+        )
+        sequences = len(plan.rows)
+        rows[:sequences] = plan.rows
+        rows[sequences:] = self.dump_row
+        kv_lens[:sequences] = plan.kv_lens
+        samples[:sequences] = plan.samples
+        np.cumsum(plan.query_lens, out=query_starts[1 : sequences + 1])
+        query_starts[sequences + 1 :] = plan.num_tokens
+        delta_rows[: len(deltas.rows)] = deltas.rows
+        delta_rows[len(deltas.rows) :] = self.dump_row
+        delta_columns[: len(deltas.rows)] = deltas.columns
+        delta_pages[: len(deltas.rows)] = deltas.pages
+        if not self.bucket.decode_only:
+            tokens[plan.num_decode : plan.num_tokens] = plan.prefill_tokens
+            targets[:] = NO_TARGET
+            for wanted in plan.prompt_logprobs:
+                start = query_starts[wanted.sequence] + wanted.first
+                targets[start : start + len(wanted.targets)] = wanted.targets
+        return packed

@@ -1,0 +1,114 @@
+"""The compiled programs of a runner, built ahead of time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sglang_jax.jax_runner.buckets import Bucket, Buckets
+from sglang_jax.jax_runner.packing import StepLayout
+from sglang_jax.jax_runner.sampling_state import PACKED_ROW, SamplingState, apply_row_updates, set_occurrences
+from sglang_jax.jax_runner.step import DeviceState, ModelFunctions, StepOutputs, Weights, apply_deltas, make_step
+from sglang_jax.runner.plan import Int32, PageDeltas
+
+DELTA_BLOCK = 1024
+"""Page-table entries that one run of the delta program overwrites."""
+
+Executable = Callable[..., Any]
+
+
+class Programs:
+    """Builds each program at its first use, or all of them at once by `build_all`.
+
+    Programs are called as compiled executables: no tracing, no look-up of shapes. Each takes the state that it changes
+    for good (donated: KV pages are written in place) and returns it. Arguments that are numpy arrays are read while the
+    program runs, so they must not be written to again.
+    """
+
+    def __init__(
+        self, model: ModelFunctions, weights: Weights, state: DeviceState, buckets: Buckets, page_size: int
+    ) -> None:
+        self._model = model
+        self._weights = weights
+        self._state_shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), state)
+        self._page_size = page_size
+        self._buckets = buckets
+        self.dump_row = state.last_tokens.shape[0] - 1
+        self.vocab_size = state.sampling.occurrences.shape[1]
+        self.layouts = {bucket: StepLayout(bucket, self.dump_row) for bucket in buckets}
+        self.row_update_sizes = tuple(sorted({1, min(8, self.dump_row), self.dump_row}))
+        self._built: dict[str, Executable] = {}
+
+    def __len__(self) -> int:
+        return len(self._built)
+
+    def step(self, bucket: Bucket, state: DeviceState, packed: Int32) -> tuple[DeviceState, StepOutputs]:
+        """Runs one step; `packed` is of the bucket's layout."""
+        return self._get(str(bucket), lambda: self._build_step(bucket))(self._weights, state, packed)
+
+    def update_rows(self, sampling: SamplingState, packed: Int32) -> SamplingState:
+        """Replaces the parameters of as many rows as one of `row_update_sizes`."""
+        size = len(packed)
+        return self._get(f"update {size} rows", lambda: self._build_row_updates(size))(sampling, packed)
+
+    def set_occurrences(self, sampling: SamplingState, row: int, occurrences: Int32) -> SamplingState:
+        """Replaces what a row has counted; `occurrences` int32 `[vocab]`."""
+        return self._get("set occurrences", self._build_occurrences)(sampling, np.int32(row), occurrences)
+
+    def apply_deltas(self, page_table: jax.Array, deltas: PageDeltas) -> jax.Array:
+        """Overwrites at most `DELTA_BLOCK` entries of the page table."""
+        count = len(deltas.rows)
+        packed = np.zeros((3, DELTA_BLOCK), np.int32)
+        packed[0] = self.dump_row
+        packed[:, :count] = (deltas.rows, deltas.columns, deltas.pages)
+        return self._get("page deltas", self._build_deltas)(page_table, packed)
+
+    def build_all(self, progress: Callable[[int, int, str], None]) -> None:
+        """Builds what is not built yet, and reports each by its name before and after."""
+        wanted = list(self._all())
+        for done, (name, build) in enumerate(wanted):
+            progress(done, len(wanted), name)
+            self._get(name, build)
+        progress(len(wanted), len(wanted), "all programs built")
+
+    def _all(self) -> Iterator[tuple[str, Callable[[], Executable]]]:
+        for bucket in self._buckets:
+            yield str(bucket), lambda bucket=bucket: self._build_step(bucket)
+        for size in self.row_update_sizes:
+            yield f"update {size} rows", lambda size=size: self._build_row_updates(size)
+        yield "set occurrences", self._build_occurrences
+        yield "page deltas", self._build_deltas
+
+    def _get(self, name: str, build: Callable[[], Executable]) -> Executable:
+        program = self._built.get(name)
+        if program is None:
+            program = self._built[name] = build()
+        return program
+
+    def _build_step(self, bucket: Bucket) -> Executable:
+        layout = self.layouts[bucket]
+        step = jax.jit(make_step(self._model, layout, self._page_size), donate_argnums=1)
+        return step.lower(self._weights, self._state_shapes, _integers(layout.size)).compile()
+
+    def _build_row_updates(self, size: int) -> Executable:
+        update = jax.jit(apply_row_updates, donate_argnums=0)
+        return update.lower(self._state_shapes.sampling, _integers(size, PACKED_ROW)).compile()
+
+    def _build_occurrences(self) -> Executable:
+        update = jax.jit(set_occurrences, donate_argnums=0)
+        return update.lower(self._state_shapes.sampling, _integers(), _integers(self.vocab_size)).compile()
+
+    def _build_deltas(self) -> Executable:
+        def apply(page_table: jax.Array, packed: jax.Array) -> jax.Array:
+            return apply_deltas(page_table, *packed)
+
+        update = jax.jit(apply, donate_argnums=0)
+        return update.lower(self._state_shapes.page_table, _integers(3, DELTA_BLOCK)).compile()
+
+
+def _integers(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)

@@ -1,0 +1,176 @@
+"""Runs plans on a device by JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sglang_jax.jax_runner.buckets import Bucket, Buckets
+from sglang_jax.jax_runner.compiles import CompileCounter
+from sglang_jax.jax_runner.logprobs import Logprobs
+from sglang_jax.jax_runner.programs import DELTA_BLOCK, Programs
+from sglang_jax.jax_runner.sampling_state import SamplingState, count_history, pack_row_updates
+from sglang_jax.jax_runner.step import DeviceState, KVCaches, ModelFunctions, StepOutputs, Weights
+from sglang_jax.runner.plan import (
+    NO_LOGPROBS,
+    PageDeltas,
+    RowUpdate,
+    RunnerSpec,
+    StepPlan,
+    StepResult,
+    TopLogprobs,
+)
+from sglang_jax.runner.protocol import RunnerReport
+
+
+@dataclass(frozen=True, slots=True)
+class JaxStep:
+    """A step on its way: JAX dispatches asynchronously, and reading an output waits for it."""
+
+    plan: StepPlan
+    outputs: StepOutputs
+
+    def result(self) -> StepResult:
+        """Blocks until the step has run, and copies to the host what the plan asks for and no more."""
+        plan, outputs = self.plan, self.outputs
+        tokens = np.asarray(outputs.tokens)[: len(plan.rows)]
+        logprobs = None
+        if plan.top_logprobs != NO_LOGPROBS:
+            logprobs = _on_host(outputs.logprobs, 0, len(plan.rows), plan.top_logprobs)
+        return StepResult(tokens, logprobs, self._prompt_logprobs())
+
+    def _prompt_logprobs(self) -> tuple[TopLogprobs, ...]:
+        plan, found = self.plan, self.outputs.prompt_logprobs
+        if not plan.prompt_logprobs or found is None:
+            return ()
+        starts = np.cumsum(plan.query_lens) - plan.query_lens
+        return tuple(
+            _on_host(found, int(starts[wanted.sequence]) + wanted.first, len(wanted.targets), plan.prompt_top_logprobs)
+            for wanted in plan.prompt_logprobs
+        )
+
+
+def _on_host(found: Logprobs, start: int, count: int, alternatives: int) -> TopLogprobs:
+    part = slice(start, start + count)
+    return TopLogprobs(
+        np.asarray(found.logprobs)[part],
+        np.asarray(found.top_ids)[part, :alternatives],
+        np.asarray(found.top_logprobs)[part, :alternatives],
+    )
+
+
+class JaxRunner:
+    """`Runner` on one device.
+
+    A launch packs the plan into one array, hands it to the compiled program of the smallest bucket that the plan fits
+    in, and returns: the device works through launches in order, since each takes the state that the one before
+    returned.
+
+    **Arguments:** `weights` and `kv` are handed over (`kv` is written in place, `close` frees both); `details` go into
+    the report.
+    """
+
+    def __init__(
+        self,
+        model: ModelFunctions,
+        weights: Weights,
+        kv: KVCaches,
+        spec: RunnerSpec,
+        details: Mapping[str, str],
+    ) -> None:
+        page_size = spec.pools[0].page_size
+        self._spec = spec
+        self._details = dict(details)
+        self._state = DeviceState(
+            kv=kv,
+            page_table=jnp.zeros((spec.max_rows + 1, spec.max_pages_per_row), jnp.int32),
+            last_tokens=jnp.zeros(spec.max_rows + 1, jnp.int32),
+            sampling=SamplingState.empty(spec.max_rows + 1, spec.vocab_size),
+        )
+        self._weights = weights
+        self._weight_bytes = _nbytes(weights)
+        self._kv_bytes = _nbytes(kv)
+        self._device = next(iter(self._state.last_tokens.devices()))
+        self._buckets = Buckets.ladder(spec.max_rows, spec.token_budget, page_size)
+        self._programs = Programs(model, weights, self._state, self._buckets, page_size)
+        self._counter = CompileCounter()
+        self._compiles_in_warm_up = 0
+
+    @property
+    def spec(self) -> RunnerSpec:
+        return self._spec
+
+    def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
+        """Builds every program; `progress(done, total, what)` is called as they are built."""
+        self._programs.build_all(progress)
+        self._compiles_in_warm_up = self._counter.count
+
+    def launch(self, plan: StepPlan) -> JaxStep:
+        """Starts a step and returns without waiting for it.
+
+        **Raises:** `ValueError`, before anything has changed, for a plan beyond the spec.
+        """
+        bucket = self._buckets.pick(plan.num_tokens, len(plan.rows), plan.num_decode)
+        self._replace_rows(plan.row_updates)
+        deltas = self._apply_excess(plan.page_deltas[0], bucket)
+        packed = self._programs.layouts[bucket].pack(plan, deltas)
+        self._state, outputs = self._programs.step(bucket, self._state, packed)
+        outputs.tokens.copy_to_host_async()
+        return JaxStep(plan, outputs)
+
+    def report(self) -> RunnerReport:
+        return RunnerReport(
+            backend="jax",
+            device=f"{self._device.platform} ({self._device.device_kind})",
+            compiled_programs=len(self._programs),
+            compiles_after_warm_up=self._counter.count - self._compiles_in_warm_up,
+            weight_bytes=self._weight_bytes,
+            kv_bytes=self._kv_bytes,
+            details=self._details,
+        )
+
+    def close(self) -> None:
+        """Waits for what was launched, and frees the device's memory."""
+        jax.block_until_ready(self._state)
+        self._counter.close()
+        for array in jax.tree.leaves((self._state, self._weights)):
+            array.delete()
+
+    def _replace_rows(self, updates: Sequence[RowUpdate]) -> None:
+        """Sets the sampling state of rows, in as few runs of the fixed sizes as it takes."""
+        sampling = self._state.sampling
+        remaining = list(updates)
+        while remaining:
+            sizes = self._programs.row_update_sizes
+            size = next((size for size in sizes if size >= len(remaining)), sizes[-1])
+            batch, remaining = remaining[:size], remaining[size:]
+            packed = pack_row_updates(batch, size, self._programs.dump_row, self._spec.vocab_size)
+            sampling = self._programs.update_rows(sampling, packed)
+        for update in updates:
+            if update.history is not None:
+                occurrences = count_history(update, self._spec.vocab_size)
+                sampling = self._programs.set_occurrences(sampling, update.row, occurrences)
+        self._state = replace(self._state, sampling=sampling)
+
+    def _apply_excess(self, deltas: PageDeltas, bucket: Bucket) -> PageDeltas:
+        """Applies all deltas where they are more than the bucket takes; what is left goes with the step."""
+        count = len(deltas.rows)
+        if count <= bucket.deltas:
+            return deltas
+        page_table = self._state.page_table
+        for start in range(0, count, DELTA_BLOCK):
+            page_table = self._programs.apply_deltas(page_table, _part(deltas, start, start + DELTA_BLOCK))
+        self._state = replace(self._state, page_table=page_table)
+        return _part(deltas, count, count)
+
+
+def _part(deltas: PageDeltas, start: int, end: int) -> PageDeltas:
+    return PageDeltas(deltas.rows[start:end], deltas.columns[start:end], deltas.pages[start:end])
+
+
+def _nbytes(tree: Weights | KVCaches) -> int:
+    return sum(array.nbytes for array in jax.tree.leaves(tree))

@@ -1,0 +1,153 @@
+"""The step program: page-table deltas, forward, logits, draw and bookkeeping in one computation on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from sglang_jax.jax_runner.logprobs import Logprobs, prompt_logprobs, token_logprobs
+from sglang_jax.jax_runner.packing import StepInputs, StepLayout
+from sglang_jax.jax_runner.sampler import sample
+from sglang_jax.jax_runner.sampling_state import SamplingState
+from sglang_jax.layers.batch import ForwardBatch
+from sglang_jax.runner.plan import INVALID_TOKEN, NO_LOGPROBS
+
+Weights = list[jax.Array]
+KVCaches = Any
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFunctions:
+    """A model as pure functions of its weights.
+
+    - `forward(weights, batch, kv) -> (hidden [T, hidden], kv)`.
+    - `logits(weights, hidden [m, hidden]) -> float32 [m, vocab]`.
+    """
+
+    forward: Callable[[Weights, ForwardBatch, KVCaches], tuple[jax.Array, KVCaches]]
+    logits: Callable[[Weights, jax.Array], jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DeviceState:
+    """What steps change. Every program that changes a part is given it for good and returns it.
+
+    One row more than the runner offers, the dump row, takes what padding writes.
+
+    - `kv`: KV pages of every layer.
+    - `page_table`: int32 `[rows + 1, pages]`; the dump row holds page 0 alone.
+    - `last_tokens`: int32 `[rows + 1]`, what each row drew last.
+    """
+
+    kv: KVCaches
+    page_table: jax.Array
+    last_tokens: jax.Array
+    sampling: SamplingState
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepOutputs:
+    """What the host may ask for: `tokens` int32 `[R]`, logprobs of them and of prompt tokens (`[R]` and `[T]`).
+
+    Zeros where the plan asks for no logprobs; `prompt_logprobs` is None in a decode program.
+    """
+
+    tokens: jax.Array
+    logprobs: Logprobs
+    prompt_logprobs: Logprobs | None
+
+
+def apply_deltas(page_table: jax.Array, rows: jax.Array, columns: jax.Array, pages: jax.Array) -> jax.Array:
+    """Overwrites entries of the page table."""
+    return page_table.at[rows, columns].set(pages)
+
+
+def build_batch(
+    inputs: StepInputs, page_table: jax.Array, last_tokens: jax.Array, page_size: int, num_slots: int
+) -> ForwardBatch:
+    """The forward batch of `num_slots` (T) tokens: where each token stands, and the slot its KV goes to."""
+    places = jnp.arange(num_slots, dtype=jnp.int32)
+    own_pages = page_table[inputs.rows]
+    if inputs.prefill_tokens.shape[0] == 0:
+        sequences, tokens = places, last_tokens[inputs.rows]
+        positions = inputs.kv_lens - 1
+    else:
+        ends = inputs.query_starts[1:]
+        sequences = jnp.searchsorted(ends, places, side="right", method="compare_all").astype(jnp.int32)
+        sequences = jnp.minimum(sequences, inputs.rows.shape[0] - 1)
+        positions = inputs.kv_lens[sequences] - (ends[sequences] - places)
+        decoded = last_tokens[inputs.rows[sequences]]
+        tokens = jnp.where(places < inputs.num_decode, decoded, inputs.prefill_tokens)
+    real = places < inputs.num_tokens
+    positions = jnp.where(real, positions, 0)
+    pages = own_pages[sequences, positions // page_size]
+    # A row whose logits were not finite holds no token; its request ends once the host has seen it.
+    tokens = jnp.where(real & (tokens != INVALID_TOKEN), tokens, 0)
+    return ForwardBatch(
+        tokens=tokens,
+        positions=positions,
+        write_slots=jnp.where(real, pages * page_size + positions % page_size, 0),
+        page_table=own_pages,
+        kv_lens=inputs.kv_lens,
+        query_starts=inputs.query_starts,
+        num_decode=inputs.num_decode,
+    )
+
+
+def make_step(
+    model: ModelFunctions, layout: StepLayout, page_size: int
+) -> Callable[[Weights, DeviceState, jax.Array], tuple[DeviceState, StepOutputs]]:
+    """The step of one bucket as a function of (weights, state, packed plan); state is to be donated."""
+    bucket = layout.bucket
+
+    def step(weights: Weights, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, StepOutputs]:
+        inputs = layout.unpack(packed)
+        page_table = apply_deltas(state.page_table, inputs.delta_rows, inputs.delta_columns, inputs.delta_pages)
+        batch = build_batch(inputs, page_table, state.last_tokens, page_size, bucket.tokens)
+        hidden, kv = model.forward(weights, batch, state.kv)
+        last_hidden = hidden if bucket.decode_only else hidden[jnp.maximum(inputs.query_starts[1:] - 1, 0)]
+        logits = model.logits(weights, last_hidden)
+        samples = inputs.samples > 0
+        tokens = sample(logits, state.sampling, inputs.rows, inputs.kv_lens, samples)
+        drawn = samples & (tokens != INVALID_TOKEN)
+        new_state = DeviceState(
+            kv=kv,
+            page_table=page_table,
+            last_tokens=_remember(state.last_tokens, inputs.rows, tokens, samples),
+            sampling=state.sampling.count(inputs.rows, tokens, drawn & state.sampling.penalised[inputs.rows]),
+        )
+        return new_state, StepOutputs(
+            tokens=tokens,
+            logprobs=_output_logprobs(logits, tokens, inputs.top_logprobs),
+            prompt_logprobs=None
+            if bucket.decode_only
+            else prompt_logprobs(
+                hidden,
+                inputs.prompt_targets,
+                inputs.prompt_top_logprobs,
+                inputs.num_tokens,
+                lambda block: model.logits(weights, block),
+                logits.shape[1],
+            ),
+        )
+
+    return step
+
+
+def _remember(last_tokens: jax.Array, rows: jax.Array, tokens: jax.Array, samples: jax.Array) -> jax.Array:
+    """Rows that drew hold their new token; the others keep theirs (the dump row takes the writes of padding)."""
+    return last_tokens.at[rows].set(jnp.where(samples, tokens, last_tokens[rows]))
+
+
+def _output_logprobs(logits: jax.Array, tokens: jax.Array, top_logprobs: jax.Array) -> Logprobs:
+    return jax.lax.cond(
+        top_logprobs != NO_LOGPROBS,
+        lambda: token_logprobs(logits, tokens, top_logprobs),
+        lambda: Logprobs.empty(*logits.shape),
+    )

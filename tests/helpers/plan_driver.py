@@ -1,0 +1,168 @@
+"""Drives a runner by hand: what a scheduler would do, with every choice left to the test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sglang_jax.runner.plan import (
+    NO_LOGPROBS,
+    PageDeltas,
+    PromptLogprobs,
+    RowUpdate,
+    StepPlan,
+    StepResult,
+    TopLogprobs,
+)
+from sglang_jax.runner.protocol import Runner, StepHandle
+from sglang_jax.sampling.params import SamplingParams
+
+DECODE = 0
+"""In place of a number of prompt tokens: the sequence decodes."""
+
+
+@dataclass(eq=False)
+class Driven:
+    """A request: its tokens so far, its row and pages, and how much of it is in the KV pages."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    seed: int
+    stop_ids: list[int]
+    row: int = -1
+    output: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    pages_on_device: int = 0
+    committed: int = 0
+    logprobs: list[TopLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TopLogprobs] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.prompt, *self.output]
+
+
+@dataclass
+class Launched:
+    """A step on its way; `finish` hands its tokens to their requests."""
+
+    handle: StepHandle
+    requests: Sequence[Driven]
+    plan: StepPlan
+
+    def finish(self) -> StepResult:
+        result = self.handle.result()
+        for index, request in enumerate(self.requests):
+            if self.plan.samples[index]:
+                request.output.append(int(result.tokens[index]))
+                if result.logprobs is not None:
+                    entries = (result.logprobs.logprobs, result.logprobs.top_ids, result.logprobs.top_logprobs)
+                    request.logprobs.append(TopLogprobs(*(entry[index : index + 1] for entry in entries)))
+        for wanted, found in zip(self.plan.prompt_logprobs, result.prompt_logprobs, strict=True):
+            self.requests[wanted.sequence].prompt_logprobs.append(found)
+        return result
+
+
+class PlanDriver:
+    """Admits, steps, retracts and finishes requests on a runner, handing out pages in a scattered order."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.page_size = runner.spec.pools[0].page_size
+        self.free_pages = np.random.default_rng(5).permutation(np.arange(1, runner.spec.pools[0].num_pages)).tolist()
+        self.free_rows = list(range(runner.spec.max_rows))
+        self._updates: list[RowUpdate] = []
+        self._steps = 0
+
+    def admit(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        seed: int = 0,
+        stop_ids: Sequence[int] = (),
+    ) -> Driven:
+        """Gives a new request the lowest free row."""
+        request = Driven(list(prompt), sampling or SamplingParams(temperature=0.0), seed, list(stop_ids))
+        self.readmit(request)
+        return request
+
+    def readmit(self, request: Driven) -> None:
+        """Gives a row to a request that was retracted: all its tokens are to be computed again."""
+        request.row = self.free_rows.pop(0)
+        history = np.array(request.tokens, np.int32) if request.sampling.counts_tokens else None
+        stop_ids = np.array(request.stop_ids, np.int32)
+        update = RowUpdate(request.row, request.sampling, request.seed, len(request.prompt), stop_ids, history)
+        self._updates.append(update)
+
+    def release(self, request: Driven) -> None:
+        """Takes row and pages back, to be the first that are handed out again."""
+        self.free_pages.extend(request.pages)
+        self.free_rows.insert(0, request.row)
+        request.pages, request.pages_on_device, request.row, request.committed = [], 0, -1, 0
+
+    def share_prefix(self, owner: Driven, other: Driven, num_pages: int) -> None:
+        """Gives `other`, just admitted, the first pages of `owner`, as a prefix cache would."""
+        other.pages = owner.pages[:num_pages]
+        other.committed = num_pages * self.page_size
+
+    def launch(
+        self,
+        parts: Sequence[tuple[Driven, int]],
+        *,
+        top_logprobs: int = NO_LOGPROBS,
+        prompt_logprobs: Sequence[PromptLogprobs] = (),
+        prompt_top_logprobs: int = 0,
+    ) -> Launched:
+        """Launches a step of (request, number of tokens, or `DECODE`); decode sequences come first."""
+        num_decode = sum(count == DECODE for _, count in parts)
+        assert all((count == DECODE) == (index < num_decode) for index, (_, count) in enumerate(parts))
+        counts = [max(count, 1) for _, count in parts]
+        prefill, samples = [], []
+        for (request, count), tokens in zip(parts, counts, strict=True):
+            prefill += request.tokens[request.committed : request.committed + count]
+            request.committed += tokens
+            samples.append(count == DECODE or request.committed == len(request.tokens))
+        plan = StepPlan(
+            step=self._steps,
+            rows=np.array([request.row for request, _ in parts], np.int32),
+            num_decode=num_decode,
+            query_lens=np.array(counts, np.int32),
+            kv_lens=np.array([request.committed for request, _ in parts], np.int32),
+            prefill_tokens=np.array(prefill, np.int32),
+            samples=np.array(samples, np.bool_),
+            page_deltas=(self._new_pages([request for request, _ in parts]),),
+            row_updates=tuple(self._updates),
+            top_logprobs=top_logprobs,
+            prompt_logprobs=tuple(prompt_logprobs),
+            prompt_top_logprobs=prompt_top_logprobs,
+        )
+        self._steps += 1
+        self._updates = []
+        return Launched(self.runner.launch(plan), [request for request, _ in parts], plan)
+
+    def step(self, parts: Sequence[tuple[Driven, int]], **wanted: object) -> StepResult:
+        """Launches a step and waits for it."""
+        return self.launch(parts, **wanted).finish()  # type: ignore[arg-type]
+
+    def generate(self, request: Driven, count: int, chunk: int = 1000) -> list[int]:
+        """Runs one request alone: prefill in chunks, then decode until it has `count` outputs."""
+        if not request.output or request.committed < len(request.tokens) - 1:
+            goal = len(request.tokens)
+            while request.committed < goal:
+                self.step([(request, min(chunk, goal - request.committed))])
+        while len(request.output) < count:
+            self.step([(request, DECODE)])
+        return request.output
+
+    def _new_pages(self, requests: Sequence[Driven]) -> PageDeltas:
+        entries = []
+        for request in requests:
+            while len(request.pages) * self.page_size < request.committed:
+                request.pages.append(self.free_pages.pop())
+            for column in range(request.pages_on_device, len(request.pages)):
+                entries.append((request.row, column, request.pages[column]))
+            request.pages_on_device = len(request.pages)
+        return PageDeltas(*np.array(entries, np.int32).reshape(-1, 3).T)
