@@ -12,8 +12,8 @@ import click
 
 from sglang_jax.cli.options import flag_name, options_of
 from sglang_jax.config import EngineConfig
-from sglang_jax.engine.types import FinishKind, GenerateOutput, TextTokenizer
-from sglang_jax.errors import ParameterError, RequestError
+from sglang_jax.engine.types import GenerateOutput, TextTokenizer
+from sglang_jax.errors import ParameterError
 from sglang_jax.sampling import SamplingParams
 
 _DEFAULTS = SamplingParams()
@@ -33,7 +33,9 @@ class Timing:
 @click.argument("prompt")
 @click.option("--system", help="system message put before the prompt")
 @click.option("--raw", is_flag=True, help="complete the prompt as it stands, without the chat template")
-@click.option("--max-new-tokens", type=int, default=_DEFAULTS.max_new_tokens, show_default=True, help="most output tokens")
+@click.option(
+    "--max-new-tokens", type=int, default=_DEFAULTS.max_new_tokens, show_default=True, help="most output tokens"
+)
 @click.option(
     "--min-new-tokens", type=int, default=_DEFAULTS.min_new_tokens, show_default=True, help="least output tokens"
 )
@@ -97,22 +99,23 @@ def generate(config: EngineConfig, prompt: str, system: str | None, raw: bool, *
 def prompt_ids(tokenizer: TextTokenizer, prompt: str, *, system: str | None, raw: bool) -> list[int]:
     """The prompt's tokens. The chat template writes the special tokens itself, so none are added to its text."""
     if raw:
-        return tokenizer.encode(prompt)
+        ids = tokenizer.encode(prompt)
+        if not ids:
+            raise ParameterError("the prompt holds no tokens, at least one is needed", param="prompt")
+        return ids
     messages: list[dict[str, object]] = [] if system is None else [{"role": "system", "content": system}]
     messages.append({"role": "user", "content": prompt})
     return tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
 
 
 def stream_to_terminal(outputs: Iterable[GenerateOutput], timing: Timing) -> None:
-    """Prints text as it comes. **Raises** the `RequestError` that ended the request, if one did."""
+    """Prints text as it comes."""
     for output in outputs:
         timing.last = time.perf_counter()
         if timing.output is None:
             timing.first = timing.last
         timing.output = output
         click.echo(output.delta_text, nl=False)
-        if output.finish is not None and output.finish.kind is FinishKind.ERROR:
-            raise output.finish.error or RequestError("the request failed and the engine does not say why")
 
 
 def summary(timing: Timing, *, interrupted: bool) -> str:

@@ -1,0 +1,214 @@
+"""The load generator against a server whose every answer is known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.streaming_server import VOCAB_SIZE, FakeServer, serve_in_thread
+
+from sglang_jax.cli.bench import plot
+from sglang_jax.cli.bench.load import arrival_times
+from sglang_jax.cli.bench.serving import LoadConfig, bench_serving
+from sglang_jax.cli.main import run
+from sglang_jax.cli.options import flag_name
+
+SMALL = ["--num-prompts", "6", "--random-input-len", "12", "--random-output-len", "8"]
+
+
+@contextmanager
+def served(**settings: Any) -> Iterator[FakeServer]:
+    with serve_in_thread(FakeServer(**settings)) as fake:
+        yield fake
+
+
+def measure(fake: FakeServer, output: Path, *arguments: str, status: int = 0) -> dict[str, Any]:
+    """Runs the command against a server and returns its line of JSON."""
+    command = ["--port", str(fake.port), "--disable-tqdm", "--output-file", str(output), *arguments]
+    assert run(bench_serving, "bench_serving", command) == status
+    lines = output.read_text().splitlines()
+    line: dict[str, Any] = json.loads(lines[-1])
+    return line
+
+
+def test_every_option_is_a_flag() -> None:
+    flags = {name for option in bench_serving.params for name in option.opts}
+    assert {flag_name(field) for field in LoadConfig.model_fields} <= flags
+
+
+def test_native_route_measures_what_the_server_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with served(first_delay=0.1, step_delay=0.02) as fake:
+        line = measure(fake, tmp_path / "out.jsonl", *SMALL, "--warmup-requests", "0")
+    assert line["completed"] == 6
+    assert line["total_input_tokens"] == 6 * 12
+    assert line["total_output_tokens"] == 6 * 8
+    assert line["total_cached_tokens"] == 6 * 2
+    assert line["requests_with_itl"] == 6
+    assert line["request_rate"] == "inf"
+    assert line["model"] is None
+    assert 95 <= line["median_ttft_ms"] < 1000
+    assert 18 <= line["median_itl_ms"] < 100
+    assert 18 <= line["mean_tpot_ms"] < 100
+    assert 230 <= line["median_e2e_latency_ms"] < 2000
+    for body in fake.bodies:
+        assert len(body["input_ids"]) == 12
+        assert max(body["input_ids"]) < VOCAB_SIZE
+        assert body["sampling_params"] == {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+    printed = capsys.readouterr().out
+    assert "6 requests in" in printed
+    assert "inter-token latency" in printed
+
+
+def test_tokens_that_come_together_are_told_apart(tmp_path: Path) -> None:
+    with served(step_delay=0.08, tokens_per_chunk=4) as fake:
+        line = measure(fake, tmp_path / "out.jsonl", *SMALL)
+    assert 75 <= line["median_chunk_gap_ms"] < 400
+    assert line["mean_itl_ms"] == pytest.approx(line["mean_chunk_gap_ms"] / 4)
+
+
+@pytest.mark.parametrize(("backend", "path"), [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")])
+def test_openai_routes(tmp_path: Path, backend: str, path: str) -> None:
+    with served() as fake:
+        line = measure(fake, tmp_path / "out.jsonl", *SMALL, "--backend", backend, "--warmup-requests", "0")
+    assert [called for called, _ in fake.calls] == [path] * 6
+    assert line["completed"] == 6
+    assert line["total_input_tokens"] == 6 * 11
+    assert line["total_output_tokens"] == 6 * 8
+    assert line["total_cached_tokens"] == 6 * 3
+    assert line["requests_with_itl"] == 6
+    body = fake.bodies[0]
+    assert body["model"] == "fake-model"
+    assert body["max_tokens"] == 8
+    assert body["stream_options"] == {"include_usage": True}
+    if backend == "openai":
+        assert len(body["prompt"]) == 12
+    else:
+        assert len(body["messages"][0]["content"].split()) == 12
+
+
+def test_intervals_are_left_out_where_the_server_hides_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with served(tokens_per_chunk=3) as fake:
+        line = measure(fake, tmp_path / "out.jsonl", *SMALL, "--backend", "openai")
+    assert line["requests_with_itl"] == 0
+    assert "mean_itl_ms" not in line
+    assert "mean_chunk_gap_ms" in line
+    assert "of 0 of 6 requests" in capsys.readouterr().out
+
+
+TURNS = ["--dataset-name", "multi-turn", "--multi-turn-num-turns", "3", "--num-prompts", "2"]
+TURNS += ["--random-input-len", "5", "--random-output-len", "4", "--warmup-requests", "0", "--max-concurrency", "1"]
+
+
+def test_turns_carry_what_was_said(tmp_path: Path) -> None:
+    with served() as fake:
+        line = measure(fake, tmp_path / "out.jsonl", *TURNS)
+    assert line["completed"] == 6
+    prompts = [body["input_ids"] for body in fake.bodies]
+    assert sorted(len(prompt) for prompt in prompts) == [5, 5, 14, 14, 23, 23]
+    longest = next(prompt for prompt in prompts if len(prompt) == 23)
+    assert longest[5:9] == longest[14:18] == [0, 1, 2, 3]
+    assert any(prompt == longest[:14] for prompt in prompts)
+    assert any(prompt == longest[:5] for prompt in prompts)
+
+
+@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
+def test_turns_carry_text_on_openai_routes(tmp_path: Path, backend: str) -> None:
+    with served() as fake:
+        measure(fake, tmp_path / "out.jsonl", *TURNS, "--backend", backend)
+    if backend == "openai-chat":
+        longest = max((body["messages"] for body in fake.bodies), key=len)
+        assert [message["role"] for message in longest] == ["user", "assistant"] * 2 + ["user"]
+        assert longest[1]["content"] == "aaaa"
+    else:
+        prompts = sorted((body["prompt"] for body in fake.bodies), key=len)
+        assert any(prompts[-1].startswith(prompt + "aaaa ") for prompt in prompts[:-1])
+
+
+def test_no_more_requests_at_once_than_allowed(tmp_path: Path) -> None:
+    with served(first_delay=0.02) as fake:
+        line = measure(fake, tmp_path / "out.jsonl", *SMALL, "--max-concurrency", "2")
+    assert fake.most_at_once == 2
+    assert line["concurrency"] <= 2.0
+    with served(first_delay=0.1) as fake:
+        measure(fake, tmp_path / "out.jsonl", *SMALL)
+    assert fake.most_at_once == 6
+
+
+def test_the_cache_is_emptied_between_warming_up_and_measuring(tmp_path: Path) -> None:
+    with served() as fake:
+        measure(fake, tmp_path / "out.jsonl", *SMALL, "--warmup-requests", "2", "--flush-cache")
+    assert [path for path, _ in fake.calls] == ["/generate"] * 2 + ["/flush_cache"] + ["/generate"] * 6
+    warm, measured = fake.bodies[:2], fake.bodies[2:]
+    assert not {tuple(body["input_ids"]) for body in warm} & {tuple(body["input_ids"]) for body in measured}
+
+
+def test_failures_are_counted_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with served(fail_after=4) as fake:
+        line = measure(fake, tmp_path / "out.jsonl", *SMALL, "--warmup-requests", "0", status=1)
+    assert (line["completed"], line["failed"]) == (4, 2)
+    assert "503" in capsys.readouterr().err
+
+
+def test_a_failed_warm_up_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with served(fail_after=0) as fake:
+        assert run(bench_serving, "bench_serving", ["--port", str(fake.port), *SMALL]) == 1
+    assert "warm-up" in capsys.readouterr().err
+
+
+def test_a_missing_server_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with served() as fake:
+        port = fake.port
+    assert run(bench_serving, "bench_serving", ["--port", str(port), *SMALL]) == 1
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert f"127.0.0.1:{port}" in message
+
+
+def test_details_and_extra_body(tmp_path: Path) -> None:
+    with served() as fake:
+        line = measure(
+            fake, tmp_path / "out.jsonl", *SMALL, "--output-details", "--extra-request-body", '{"priority": 3}'
+        )
+    assert all(body["priority"] == 3 for body in fake.bodies)
+    assert [request["chunk_tokens"] for request in line["requests"]] == [list(range(1, 9))] * 6
+
+
+def test_results_are_appended(tmp_path: Path) -> None:
+    with served() as fake:
+        measure(fake, tmp_path / "out.jsonl", *SMALL)
+        measure(fake, tmp_path / "out.jsonl", *SMALL, "--request-rate", "200")
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [line["request_rate"] for line in lines] == ["inf", 200.0]
+
+
+def test_a_plot_is_drawn(tmp_path: Path) -> None:
+    with served() as fake:
+        measure(fake, tmp_path / "out.jsonl", *SMALL, "--plot", str(tmp_path / "plot.png"))
+    content = (tmp_path / "plot.png").read_bytes()
+    assert content.startswith(b"\x89PNG")
+    assert len(content) > 10_000
+
+
+def test_a_plot_without_matplotlib_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    assert run(bench_serving, "bench_serving", ["--plot", "plot.png"]) == 2
+    assert "sglang-jax[bench]" in capsys.readouterr().err
+
+
+def test_arrivals_are_a_poisson_process() -> None:
+    arrivals = arrival_times(20_000, 50.0, seed=3)
+    gaps = np.diff(arrivals)
+    assert arrivals[0] == 0.0
+    assert arrivals == arrival_times(20_000, 50.0, seed=3)
+    assert np.mean(gaps) == pytest.approx(1 / 50, rel=0.03)
+    assert np.std(gaps) == pytest.approx(1 / 50, rel=0.03)  # an exponential's deviation is its mean
+    assert arrival_times(3, float("inf"), seed=3) == [0.0, 0.0, 0.0]

