@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import click
 
-from sglang_jax.cli.options import flag_name, options_of
+from sglang_jax.cli.options import Command, flag_name, options_of
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.types import GenerateOutput, TextTokenizer
 from sglang_jax.errors import ParameterError
 from sglang_jax.sampling import SamplingParams
 
-_DEFAULTS = SamplingParams()
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
 
 
 @dataclass(slots=True)
@@ -29,43 +30,24 @@ class Timing:
     output: GenerateOutput | None = None
 
 
+def _sampling_option(name: str, help_text: str) -> Callable[[Command], Command]:
+    default = _DEFAULTS[name]
+    return click.option(flag_name(name), name, type=type(default), default=default, show_default=True, help=help_text)
+
+
 @click.command()
 @click.argument("prompt")
 @click.option("--system", help="system message put before the prompt")
 @click.option("--raw", is_flag=True, help="complete the prompt as it stands, without the chat template")
-@click.option(
-    "--max-new-tokens", type=int, default=_DEFAULTS.max_new_tokens, show_default=True, help="most output tokens"
-)
-@click.option(
-    "--min-new-tokens", type=int, default=_DEFAULTS.min_new_tokens, show_default=True, help="least output tokens"
-)
-@click.option("--temperature", type=float, default=_DEFAULTS.temperature, show_default=True, help="0 is greedy")
-@click.option("--top-k", type=int, default=_DEFAULTS.top_k, show_default=True, help="likeliest tokens kept; -1: all")
-@click.option("--top-p", type=float, default=_DEFAULTS.top_p, show_default=True, help="probability kept")
-@click.option(
-    "--min-p", type=float, default=_DEFAULTS.min_p, show_default=True, help="least share of the likeliest's probability"
-)
-@click.option(
-    "--frequency-penalty",
-    type=float,
-    default=_DEFAULTS.frequency_penalty,
-    show_default=True,
-    help="taken from a token's logit each time it was generated",
-)
-@click.option(
-    "--presence-penalty",
-    type=float,
-    default=_DEFAULTS.presence_penalty,
-    show_default=True,
-    help="taken from the logit of every token generated",
-)
-@click.option(
-    "--repetition-penalty",
-    type=float,
-    default=_DEFAULTS.repetition_penalty,
-    show_default=True,
-    help="divides the logits of tokens in the prompt or the output; 1: off",
-)
+@_sampling_option("max_new_tokens", "most output tokens")
+@_sampling_option("min_new_tokens", "least output tokens")
+@_sampling_option("temperature", "0 is greedy")
+@_sampling_option("top_k", "the number of likeliest tokens kept; -1: all")
+@_sampling_option("top_p", "the probability that the likeliest tokens kept have together")
+@_sampling_option("min_p", "the least share of the likeliest token's probability")
+@_sampling_option("frequency_penalty", "taken from a token's logit for each time it was generated")
+@_sampling_option("presence_penalty", "taken from the logit of every token generated")
+@_sampling_option("repetition_penalty", "divides the logits of tokens in the prompt or the output; 1: off")
 @click.option("--stop", multiple=True, help="string that ends the output; may be given several times")
 @click.option("--ignore-eos", is_flag=True, help="go on after the model's end-of-sequence token")
 @click.option("--seed", type=int, help="makes the draws repeatable")
