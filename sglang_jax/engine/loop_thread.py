@@ -6,7 +6,10 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
+
+from sglang_jax.errors import EngineDeadError
 
 T = TypeVar("T")
 
@@ -16,12 +19,18 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._lock = threading.Lock()
+        self._closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Starts a coroutine on the loop; cancelling the future cancels it."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        """Starts a coroutine on the loop; cancelling the future cancels it. Raises `EngineDeadError` after `close`."""
+        with self._lock:  # so that what was accepted is never left behind by a loop that stops
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        coroutine.close()
+        raise EngineDeadError("the engine was shut down")
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Waits for a coroutine. If the wait is interrupted, so is the coroutine."""
@@ -42,7 +51,8 @@ class LoopThread:
             while (item := self.run(iteration.next())) is not None:
                 yield item
         finally:
-            self.run(iteration.close())
+            with suppress(EngineDeadError):  # then the loop closed it
+                self.run(iteration.close())
 
     async def iterate_async(self, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
         """Like `iterate`, for a caller on another event loop."""
@@ -51,7 +61,8 @@ class LoopThread:
             while (item := await self.run_async(iteration.next())) is not None:
                 yield item
         finally:
-            await self.run_async(iteration.close())
+            with suppress(EngineDeadError):
+                await self.run_async(iteration.close())
 
     @property
     def is_current(self) -> bool:
@@ -60,7 +71,10 @@ class LoopThread:
 
     def close(self) -> None:
         """Ends the thread. What still runs on the loop is cancelled."""
-        self.run(_cancel_others())
+        with self._lock:
+            last = asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop)
+            self._closed = True
+        last.result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -1,0 +1,219 @@
+"""An engine core in a process of its own: how it starts, fails and dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from helpers.engine_fakes import load_echo, load_tokenizer, refuse_tokenizer
+
+from sglang_jax.config import EngineConfig
+from sglang_jax.engine.client import AsyncEngineClient
+from sglang_jax.engine.launch import TokenizerLoader, launch_engine
+from sglang_jax.engine.types import GenerateInput, GenerateOutput
+from sglang_jax.errors import CheckpointError, ConfigError, EngineDeadError
+from sglang_jax.sampling.params import SamplingParams
+
+LONG = SamplingParams(max_new_tokens=None, ignore_eos=True)
+
+
+async def start(
+    model_path: str, *, in_process: bool = False, load_tokenizer: TokenizerLoader = load_tokenizer
+) -> AsyncEngineClient:
+    config = EngineConfig(model_path=model_path)
+    return await launch_engine(config, in_process=in_process, load=load_echo, load_tokenizer=load_tokenizer)
+
+
+async def collect(client: AsyncEngineClient, request: GenerateInput) -> list[GenerateOutput]:
+    return [output async for output in client.generate(request)]
+
+
+@pytest_asyncio.fixture
+async def client() -> AsyncIterator[AsyncEngineClient]:
+    client = await start("echo:0.002")
+    yield client
+    await client.close()
+
+
+async def core_pid(client: AsyncEngineClient) -> int:
+    pid = (await client.state())["pid"]
+    assert isinstance(pid, int)
+    return pid
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pid: int, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while is_running(pid) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not is_running(pid)
+
+
+def wire_folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("sglang-jax-*"))
+
+
+async def test_serves_and_leaves_nothing_behind() -> None:
+    before = wire_folders()
+    client = await start("echo")
+    pid = await core_pid(client)
+    assert pid != os.getpid()
+    folders = wire_folders() - before
+    assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700]
+    outputs = await asyncio.gather(*(collect(client, GenerateInput(prompt=f"héllo {i}")) for i in range(20)))
+    assert [output.text for (output,) in outputs] == [f"héllo {i}" for i in range(20)]
+    await client.close()
+    assert not is_running(pid)
+    assert not any(folder.exists() for folder in folders)
+
+
+async def test_drain_delivers_all_outputs_before_the_process_ends(client: AsyncEngineClient) -> None:
+    task = asyncio.create_task(collect(client, GenerateInput(prompt="abc" * 20)))
+    while (await client.state())["running"] == 0:
+        await asyncio.sleep(0.001)
+    await client.close(drain=True)
+    ((output,),) = await asyncio.gather(task)
+    assert output.text == "abc" * 20
+
+
+async def test_killed_process_is_noticed_at_once(client: AsyncEngineClient) -> None:
+    pid = await core_pid(client)
+    tasks = [asyncio.create_task(collect(client, GenerateInput(prompt="a", sampling=LONG))) for _ in range(3)]
+    streamed = client.generate(GenerateInput(prompt="abc", sampling=LONG, stream=True))
+    await anext(streamed)
+    begin = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="killed by SIGKILL"):
+        async for _ in streamed:
+            pass
+    for task in tasks:
+        with pytest.raises(EngineDeadError, match="killed by SIGKILL"):
+            await task
+    assert time.monotonic() - begin < 2.0
+    assert not client.alive
+    for attempt in (client.state(), client.flush_cache(), collect(client, GenerateInput(prompt="a"))):
+        with pytest.raises(EngineDeadError, match="killed by SIGKILL"):
+            await attempt
+    client.abort_all()
+
+
+async def test_process_that_exits_is_noticed(client: AsyncEngineClient) -> None:
+    with pytest.raises(EngineDeadError, match="exited with status 7"):
+        await collect(client, GenerateInput(prompt=[258]))
+    assert not client.alive
+
+
+async def test_failure_in_the_process_is_told(client: AsyncEngineClient) -> None:
+    with pytest.raises(EngineDeadError, match="RuntimeError: the echo broke"):
+        await collect(client, GenerateInput(prompt=[257]))
+
+
+async def test_signals_for_the_whole_group_are_left_to_the_parent(client: AsyncEngineClient) -> None:
+    pid = await core_pid(client)
+    os.kill(pid, signal.SIGINT)
+    os.kill(pid, signal.SIGTERM)
+    assert [output.text for output in await collect(client, GenerateInput(prompt="abc"))] == ["abc"]
+
+
+async def test_stuck_process_is_killed(client: AsyncEngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_jax.engine.client.STOP_SECONDS", 0.2)
+    pid = await core_pid(client)
+    os.kill(pid, signal.SIGSTOP)
+    await asyncio.wait_for(client.close(), 5)
+    assert wait_until_gone(pid, 2)
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+@pytest.mark.parametrize(
+    ("model_path", "error", "words"),
+    [
+        ("missing", CheckpointError, "^no checkpoint at 'missing'$"),
+        ("misconfigured", ConfigError, "^backend 'x' is not installed$"),
+        ("broken", EngineDeadError, "^the engine failed to start: RuntimeError: no such device$"),
+    ],
+)
+async def test_start_up_errors(model_path: str, error: type[Exception], words: str, in_process: bool) -> None:
+    before = wire_folders()
+    with pytest.raises(error, match=words):
+        await asyncio.wait_for(start(model_path, in_process=in_process), 20)
+    assert wire_folders() <= before
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+async def test_tokenizer_error_ends_the_core_as_well(in_process: bool) -> None:
+    with pytest.raises(CheckpointError, match="there is no tokenizer"):
+        await asyncio.wait_for(start("echo", in_process=in_process, load_tokenizer=refuse_tokenizer), 20)
+
+
+async def test_death_while_starting() -> None:
+    with pytest.raises(EngineDeadError, match="failed to start: the engine process exited with status 9"):
+        await asyncio.wait_for(start("dying"), 20)
+
+
+async def test_cancelled_start_ends_the_process() -> None:
+    before = wire_folders()
+    task = asyncio.create_task(start("slow"))
+    await asyncio.sleep(0.1)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.wait_for(task, 20)
+    assert task.cancelled()
+    assert wire_folders() <= before
+
+
+PARENT = """
+import asyncio, json, sys
+sys.path[:0] = json.loads(sys.argv[1])
+from helpers.engine_fakes import load_echo, load_tokenizer
+from sglang_jax.config import EngineConfig
+from sglang_jax.engine.launch import launch_engine
+
+async def main():
+    client = await launch_engine(EngineConfig(model_path="echo"), load=load_echo, load_tokenizer=load_tokenizer)
+    print((await client.state())["pid"], flush=True)
+    if sys.argv[2] == "wait":
+        await asyncio.sleep(60)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("ending", ["killed", "forgets to close"])
+def test_child_does_not_outlive_its_parent(ending: str, tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    mode = "wait" if ending == "killed" else "leave"
+    parent = subprocess.Popen(
+        [sys.executable, str(script), json.dumps(sys.path), mode], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    try:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        if ending == "killed":
+            assert is_running(pid)
+            parent.kill()
+        parent.wait(20)
+        assert wait_until_gone(pid, 5)
+    finally:
+        parent.kill()
+        parent.wait()
+        if parent.stdout is not None:
+            parent.stdout.close()

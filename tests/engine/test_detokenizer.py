@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import pytest
+from helpers.engine_fakes import EOS, ByteDecoder
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_jax.engine.detokenizer import OutputText, StopStrings
+
+
+class PieceDecoder:
+    """Token i stands for pieces[i]."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self._pieces = pieces
+
+    def push(self, token_id: int) -> str:
+        return self._pieces[token_id]
+
+    def flush(self) -> str:
+        return ""
+
+
+def run_pieces(pieces: list[str], stop: list[str], include_stop: bool = False) -> tuple[list[str], str | None, int]:
+    """What was shown by each push (and the flush), what matched, and how many tokens it took."""
+    text = OutputText(PieceDecoder(pieces), stop, frozenset(), include_stop=include_stop)
+    shown = []
+    for count, token in enumerate(range(len(pieces)), start=1):
+        shown.append(text.push(token))
+        if text.matched is not None:
+            return shown, text.matched, count
+    shown.append(text.flush())
+    return shown, text.matched, len(pieces)
+
+
+def first_match(text: str, stop: list[str]) -> tuple[int, str] | None:
+    """The match that ends first (the longest of those), by brute force: its end and the stop string."""
+    for end in range(1, len(text) + 1):
+        ending = [s for s in stop if text[:end].endswith(s)]
+        if ending:
+            return end, max(ending, key=len)
+    return None
+
+
+def test_a_character_split_over_tokens_is_held_back() -> None:
+    text = OutputText(ByteDecoder(), (), frozenset())
+    assert [text.push(byte) for byte in "a€😀".encode()] == ["a", "", "", "€", "", "", "", "😀"]
+    assert text.flush() == ""
+
+
+def test_a_character_that_never_ends_becomes_a_replacement_at_the_end_alone() -> None:
+    text = OutputText(ByteDecoder(), (), frozenset())
+    assert [text.push(byte) for byte in "€".encode()[:2]] == ["", ""]
+    assert text.flush() == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_stop_spans_tokens_and_partial_matches_come_out() -> None:
+    shown, matched, count = run_pieces(["a", "<", "b", "<", "/", "s>x", "never"], ["</s>"])
+    assert shown == ["a", "", "<b", "", "", ""]
+    assert matched == "</s>"
+    assert count == 6
+
+
+def test_overlapping_partial_match() -> None:
+    assert run_pieces(["aa", "a", "b"], ["aab"])[:2] == (["", "a", ""], "aab")
+
+
+def test_include_stop_keeps_the_match_and_drops_what_follows() -> None:
+    shown, matched, _ = run_pieces(["x", "END of", "y"], ["END"], include_stop=True)
+    assert "".join(shown) == "xEND"
+    assert matched == "END"
+
+
+def test_stop_of_many_bytes() -> None:
+    text = OutputText(ByteDecoder(), ["ö😀"], frozenset())
+    shown = [text.push(byte) for byte in "aö😀b".encode()[:7]]
+    assert "".join(shown) == "a"
+    assert text.matched == "ö😀"
+
+
+def test_of_two_stops_the_one_that_ends_first_counts_and_the_longest_of_those() -> None:
+    assert run_pieces(["abc"], ["abc", "b"])[:2] == (["a"], "b")
+    assert run_pieces(["xab"], ["b", "ab"])[:2] == (["x"], "ab")
+
+
+def test_held_text_is_shown_at_the_end() -> None:
+    assert run_pieces(["abc<", "/"], ["</s>"]) == (["abc", "", "</"], None, 2)
+
+
+@pytest.mark.parametrize(("include_stop", "expected"), [(False, "ab"), (True, "abc")])
+def test_stop_token_with_text(include_stop: bool, expected: str) -> None:
+    text = OutputText(ByteDecoder(), (), frozenset({ord("c"), EOS}), include_stop=include_stop)
+    assert "".join(text.push(byte) for byte in b"abc") + text.flush() == expected
+
+
+def test_special_tokens_show_only_if_wanted_and_never_the_one_that_stopped() -> None:
+    text = OutputText(ByteDecoder(skip_special_tokens=False), (), frozenset({EOS}))
+    assert [text.push(token) for token in (97, 257, EOS)] == ["a", "<257>", ""]
+
+
+@given(st.lists(st.text("ab", max_size=5), max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=4))
+def test_equals_brute_force_however_the_text_is_cut(pieces: list[str], stop: list[str]) -> None:
+    text = "".join(pieces)
+    expected = first_match(text, stop)
+    for include_stop in (False, True):
+        shown, matched, count = run_pieces(pieces, stop, include_stop)
+        if expected is None:
+            assert ("".join(shown), matched) == (text, None)
+            continue
+        end, string = expected
+        assert matched == string
+        assert "".join(shown) == text[: end if include_stop else end - len(string)]
+        lengths = [len("".join(pieces[: i + 1])) for i in range(len(pieces))]
+        assert count == 1 + next(i for i, length in enumerate(lengths) if length >= end)
+
+
+@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4))
+def test_nothing_is_held_that_cannot_become_a_stop(text: str, stop: list[str]) -> None:
+    automaton = StopStrings(stop)
+    state = 0
+    for position, character in enumerate(text, start=1):
+        state = automaton.advance(state, character)
+        tails = [text[k:position] for k in range(position + 1)]
+        assert automaton.depth[state] == max(len(t) for t in tails if any(s.startswith(t) for s in stop))
