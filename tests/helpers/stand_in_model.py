@@ -68,6 +68,7 @@ STAND_IN = ModelFunctions(_forward, _logits)
 
 def stand_in_runner(
     weights: Sequence[np.ndarray],
+    model: ModelFunctions = STAND_IN,
     *,
     max_rows: int = 4,
     token_budget: int = 32,
@@ -79,4 +80,4 @@ def stand_in_runner(
     pool = PoolSpec(PoolKind.FULL, num_pages, page_size)
     spec = RunnerSpec((pool,), max_rows, token_budget, max_context, VOCAB)
     kv = [jnp.full((num_pages, page_size, 2, HIDDEN), jnp.nan) for _ in range(LAYERS)]
-    return JaxRunner(STAND_IN, [jnp.array(array) for array in weights], kv, spec, {})
+    return JaxRunner(model, [jnp.array(array) for array in weights], kv, spec, {})

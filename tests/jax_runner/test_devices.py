@@ -1,0 +1,96 @@
+"""Choice of device and dtype, the compilation cache, and the entry point of the backend."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from sglang_jax.config import Backend, Device, Dtype, EngineConfig
+from sglang_jax.errors import ConfigError
+from sglang_jax.jax_runner import create_runner
+from sglang_jax.jax_runner.compiles import CompileCounter
+from sglang_jax.jax_runner.devices import available_memory, select_device, select_dtype
+from sglang_jax.runner import backends
+
+
+@pytest.mark.parametrize("wanted", [Device.CPU, Device.AUTO])
+def test_the_cpu_is_there(wanted: Device) -> None:
+    assert select_device(wanted).platform == "cpu"
+
+
+def test_a_missing_device_is_an_error_that_names_what_is_there() -> None:
+    with pytest.raises(ConfigError, match="device tpu was asked for, but JAX sees only: cpu"):
+        select_device(Device.TPU)
+
+
+def test_dtypes() -> None:
+    device = jax.devices("cpu")[0]
+    assert select_dtype(Dtype.BFLOAT16, device) == jnp.bfloat16
+    assert select_dtype(Dtype.FLOAT32, device) == jnp.float32
+    assert select_dtype(Dtype.AUTO, device) in (jnp.bfloat16, jnp.float32)
+
+
+def test_available_memory_is_below_what_the_machine_has() -> None:
+    assert 2**26 < available_memory(jax.devices("cpu")[0]) < 2**45
+
+
+def test_a_compile_counter_counts_until_it_is_closed() -> None:
+    counter = CompileCounter()
+    jax.jit(lambda x: x * 3 + 1)(jnp.ones(7))
+    after_one = counter.count
+    assert after_one >= 1
+    counter.close()
+    jax.jit(lambda x: x * 4 + 1)(jnp.ones(7))
+    assert counter.count == after_one
+
+
+_COMPILE_ONCE = """
+import jax, sys
+from pathlib import Path
+from sglang_jax.jax_runner.compiles import use_compilation_cache
+use_compilation_cache(Path(sys.argv[1]))
+hits = []
+jax.monitoring.register_event_listener(lambda event, **kwargs: hits.append(event))
+jax.jit(lambda x: x * 3 + 1)(1.0)
+print(sum(event.endswith("/cache_hits") for event in hits))
+"""
+
+
+def test_programs_are_kept_between_processes(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "cache"
+    hits = [
+        int(subprocess.run([sys.executable, "-c", _COMPILE_ONCE, folder], capture_output=True, check=True).stdout)
+        for _ in range(2)
+    ]
+    assert hits[0] == 0
+    assert hits[1] >= 1
+
+
+@pytest.mark.parametrize("backend", [Backend.AUTO, Backend.JAX])
+def test_the_entry_point_is_found(backend: Backend) -> None:
+    assert backends.load_backend(EngineConfig(backend=backend)) is create_runner
+
+
+def test_a_backend_that_is_not_installed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "ENTRY_POINT_GROUP", "sglang_jax.no_such_group")
+    with pytest.raises(ConfigError, match=r"no backend 'jax' is installed \(installed: none\)"):
+        backends.load_backend(EngineConfig(backend=Backend.JAX))
+
+
+def test_finding_the_backend_imports_no_jax() -> None:
+    code = (
+        "import sys; from sglang_jax.config import EngineConfig; from sglang_jax.runner.backends import load_backend; "
+        "load_backend(EngineConfig()); sys.exit('jax' in sys.modules or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_machine_without_jax_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_jax.jax_runner.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs jax and flax: pip install 'sglang-jax\[jax\]'"):
+        create_runner(EngineConfig(), None)  # type: ignore[arg-type]

@@ -1,0 +1,87 @@
+"""Compiled programs: state is changed in place, and launching does not wait."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from helpers.plan_driver import DECODE, PlanDriver
+from helpers.stand_in_model import HIDDEN, LAYERS, STAND_IN, VOCAB, random_weights, stand_in_runner
+
+from sglang_jax.jax_runner.buckets import Buckets
+from sglang_jax.jax_runner.programs import Programs
+from sglang_jax.jax_runner.sampling_state import PACKED_ROW, SamplingState
+from sglang_jax.jax_runner.step import DeviceState, ModelFunctions, Weights
+from sglang_jax.runner.plan import PageDeltas
+
+ROWS = 4
+
+
+def addresses(tree: object) -> list[int]:
+    return [array.unsafe_buffer_pointer() for array in jax.tree.leaves(tree)]
+
+
+def test_every_program_writes_its_state_in_place() -> None:
+    weights = [jnp.array(array) for array in random_weights()]
+    state = DeviceState(
+        kv=[jnp.zeros((50, 4, 2, HIDDEN)) for _ in range(LAYERS)],
+        page_table=jnp.zeros((ROWS + 1, 16), jnp.int32),
+        last_tokens=jnp.zeros(ROWS + 1, jnp.int32),
+        sampling=SamplingState.empty(ROWS + 1, VOCAB),
+    )
+    large = (state.kv, state.page_table, state.sampling.occurrences)
+    before = addresses(large)
+    buckets = Buckets.ladder(ROWS, 16, 4)
+    programs = Programs(STAND_IN, weights, state, buckets, page_size=4)
+    for bucket in (buckets.decode[0], buckets.mixed[0]):
+        state, _ = programs.step(bucket, state, np.zeros(programs.layouts[bucket].size, np.int32))
+    sampling = programs.update_rows(state.sampling, np.full((1, PACKED_ROW), ROWS, np.int32))
+    sampling = programs.set_occurrences(sampling, 2, np.arange(VOCAB, dtype=np.int32))
+    nothing = np.zeros(0, np.int32)
+    page_table = programs.apply_deltas(state.page_table, PageDeltas(nothing, nothing, nothing))
+    state = replace(state, sampling=sampling, page_table=page_table)
+    assert addresses((state.kv, state.page_table, state.sampling.occurrences)) == before
+    assert state.sampling.occurrences[2].tolist() == list(range(VOCAB))
+
+
+def test_warm_up_reports_each_program_and_builds_none_twice() -> None:
+    runner = stand_in_runner(random_weights(), max_rows=2, token_budget=16)
+    seen: list[tuple[int, int, str]] = []
+    runner.warm_up(lambda done, total, what: seen.append((done, total, what)))
+    names = [what for _, _, what in seen]
+    assert names == [
+        "decode 2",
+        "mixed 16 tokens, 2 rows",
+        "update 1 rows",
+        "update 2 rows",
+        "set occurrences",
+        "page deltas",
+        "all programs built",
+    ]
+    assert [done for done, _, _ in seen] == list(range(7))
+    assert {total for _, total, _ in seen} == {6}
+    runner.warm_up(lambda done, total, what: None)
+    assert runner.report().compiled_programs == 6
+    assert runner.report().compiles_after_warm_up == 0
+    runner.close()
+
+
+def test_launching_does_not_wait_for_the_device() -> None:
+    def slow_logits(weights: Weights, hidden: jax.Array) -> jax.Array:
+        work = jax.lax.fori_loop(0, 60, lambda _, x: jnp.tanh(x @ x), jnp.full((512, 512), hidden[0, 0]))
+        return STAND_IN.logits(weights, hidden) + jnp.where(work[0, 0] > 2, 1.0, 0.0)
+
+    runner = stand_in_runner(random_weights(), ModelFunctions(STAND_IN.forward, slow_logits), max_rows=2)
+    driver = PlanDriver(runner)
+    request = driver.admit([1, 2, 3])
+    driver.generate(request, 2)
+    start = time.perf_counter()
+    flying = [driver.launch([(request, DECODE)]) for _ in range(2)]
+    launched = time.perf_counter() - start
+    for step in flying:
+        step.finish()
+    assert launched < 0.3 * (time.perf_counter() - start)
+    runner.close()
