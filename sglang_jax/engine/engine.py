@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.batch import FLIGHTS_PER_ROW, Batch
 from sglang_jax.engine.client import AsyncEngineClient
-from sglang_jax.engine.launch import launch_in_thread
+from sglang_jax.engine.launch import launch_engine
 from sglang_jax.engine.loop_thread import LoopThread
 from sglang_jax.engine.types import GenerateInput, GenerateOutput, ModelInfo, TextTokenizer
 from sglang_jax.errors import ConfigError, EngineDeadError, ParameterError
@@ -26,6 +26,10 @@ from sglang_jax.scheduler.messages import SchedulerStats
 Prompt = str | Sequence[int]
 Sampling = SamplingParams | Mapping[str, Any]
 Launcher = Callable[[EngineConfig], Awaitable[AsyncEngineClient]]
+
+
+async def _launch_in_process(config: EngineConfig) -> AsyncEngineClient:
+    return await launch_engine(config, in_process=True)
 
 
 class RequestOptions(TypedDict, total=False):
@@ -56,7 +60,7 @@ class Engine:
     """
 
     def __init__(
-        self, config: EngineConfig | None = None, *, launch: Launcher = launch_in_thread, **options: Any
+        self, config: EngineConfig | None = None, *, launch: Launcher = _launch_in_process, **options: Any
     ) -> None:
         self.config = _engine_config(config, options)
         self._loop = LoopThread("sglang-jax-client")

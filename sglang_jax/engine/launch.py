@@ -15,7 +15,6 @@ from sglang_jax.config import EngineConfig
 from sglang_jax.engine.channel import ClientChannel, Published, Ready, StartFailed
 from sglang_jax.engine.client import LAST_WORDS_SECONDS, AsyncEngineClient, CoreHandle
 from sglang_jax.engine.core import CoreLoader
-from sglang_jax.engine.model_core import load_core, load_text_tokenizer
 from sglang_jax.engine.process import CoreProcess, CoreThread
 from sglang_jax.engine.types import TextTokenizer
 from sglang_jax.errors import CheckpointError, ConfigError, EngineDeadError
@@ -26,14 +25,23 @@ TokenizerLoader = Callable[[EngineConfig], TextTokenizer]
 _START_ERRORS: dict[str, type[Exception]] = {error.__name__: error for error in (CheckpointError, ConfigError)}
 
 
-async def launch_engine(
-    config: EngineConfig,
-    *,
-    in_process: bool = False,
-    load: CoreLoader = load_core,
-    load_tokenizer: TokenizerLoader = load_text_tokenizer,
+async def launch_engine(config: EngineConfig, *, in_process: bool = False) -> AsyncEngineClient:
+    """Starts an engine that serves the model which `config` names, and waits until it can.
+
+    **Arguments:** `in_process`: see `launch_core`.
+
+    **Raises:** `ConfigError`, `CheckpointError`; `EngineDeadError` if it failed for another reason.
+    """
+    # Here, as the libraries that read checkpoints take longer to import than all the rest.
+    from sglang_jax.engine.model_core import load_core, load_text_tokenizer
+
+    return await launch_core(config, in_process=in_process, load=load_core, load_tokenizer=load_text_tokenizer)
+
+
+async def launch_core(
+    config: EngineConfig, *, in_process: bool, load: CoreLoader, load_tokenizer: TokenizerLoader
 ) -> AsyncEngineClient:
-    """Starts an engine and waits until it can serve.
+    """Starts an engine core and waits until it can serve.
 
     **Arguments:**
 
@@ -41,7 +49,7 @@ async def launch_engine(
       this one's event loop, and whose death this one survives.
     - `load`, `load_tokenizer`: what is served.
 
-    **Raises:** `ConfigError`, `CheckpointError`; `EngineDeadError` if the engine failed for another reason.
+    **Raises:** `ConfigError`, `CheckpointError`; `EngineDeadError` if it failed for another reason.
     """
     with ExitStack() as resources:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -64,11 +72,6 @@ async def launch_engine(
             await core.ended
             raise
         return AsyncEngineClient(channel, core, ready, tokenizer, resources.pop_all())
-
-
-async def launch_in_thread(config: EngineConfig) -> AsyncEngineClient:
-    """An engine in this process."""
-    return await launch_engine(config, in_process=True)
 
 
 async def _wait_ready(channel: ClientChannel, core: CoreHandle) -> Ready:

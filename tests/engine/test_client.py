@@ -13,7 +13,7 @@ from helpers.engine_fakes import CACHED_TOKENS, CONTEXT_LENGTH, EOS, load_echo, 
 
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.client import LONG_TEXT, AsyncEngineClient
-from sglang_jax.engine.launch import launch_engine
+from sglang_jax.engine.launch import launch_core
 from sglang_jax.engine.types import FinishKind, GenerateInput, GenerateOutput, TokenLogprob
 from sglang_jax.errors import CapacityError, EngineDeadError, ParameterError, PromptTooLongError
 from sglang_jax.sampling.params import SamplingParams
@@ -23,7 +23,7 @@ LONG = SamplingParams(max_new_tokens=None, ignore_eos=True)
 
 async def start(model_path: str = "echo") -> AsyncEngineClient:
     config = EngineConfig(model_path=model_path)
-    return await launch_engine(config, in_process=True, load=load_echo, load_tokenizer=load_tokenizer)
+    return await launch_core(config, in_process=True, load=load_echo, load_tokenizer=load_tokenizer)
 
 
 @pytest_asyncio.fixture

@@ -20,7 +20,7 @@ from helpers.engine_fakes import load_echo, load_tokenizer, refuse_tokenizer
 
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.client import AsyncEngineClient
-from sglang_jax.engine.launch import TokenizerLoader, launch_engine
+from sglang_jax.engine.launch import TokenizerLoader, launch_core
 from sglang_jax.engine.types import GenerateInput, GenerateOutput
 from sglang_jax.errors import CheckpointError, ConfigError, EngineDeadError
 from sglang_jax.sampling.params import SamplingParams
@@ -32,7 +32,7 @@ async def start(
     model_path: str, *, in_process: bool = False, load_tokenizer: TokenizerLoader = load_tokenizer
 ) -> AsyncEngineClient:
     config = EngineConfig(model_path=model_path)
-    return await launch_engine(config, in_process=in_process, load=load_echo, load_tokenizer=load_tokenizer)
+    return await launch_core(config, in_process=in_process, load=load_echo, load_tokenizer=load_tokenizer)
 
 
 async def collect(client: AsyncEngineClient, request: GenerateInput) -> list[GenerateOutput]:
@@ -183,10 +183,11 @@ import asyncio, json, sys
 sys.path[:0] = json.loads(sys.argv[1])
 from helpers.engine_fakes import load_echo, load_tokenizer
 from sglang_jax.config import EngineConfig
-from sglang_jax.engine.launch import launch_engine
+from sglang_jax.engine.launch import launch_core
 
 async def main():
-    client = await launch_engine(EngineConfig(model_path="echo"), load=load_echo, load_tokenizer=load_tokenizer)
+    config = EngineConfig(model_path="echo")
+    client = await launch_core(config, in_process=False, load=load_echo, load_tokenizer=load_tokenizer)
     print((await client.state())["pid"], flush=True)
     if sys.argv[2] == "wait":
         await asyncio.sleep(60)

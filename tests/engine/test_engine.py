@@ -17,7 +17,7 @@ from sglang_jax import Engine, SamplingParams
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.batch import FLIGHTS_PER_ROW
 from sglang_jax.engine.client import AsyncEngineClient
-from sglang_jax.engine.launch import launch_engine
+from sglang_jax.engine.launch import launch_core
 from sglang_jax.engine.types import GenerateOutput
 from sglang_jax.errors import CapacityError, CheckpointError, ConfigError, EngineDeadError, ParameterError
 
@@ -25,7 +25,7 @@ LONG = SamplingParams(max_new_tokens=None, ignore_eos=True)
 
 
 async def launch(config: EngineConfig) -> AsyncEngineClient:
-    return await launch_engine(config, in_process=True, load=load_echo, load_tokenizer=load_tokenizer)
+    return await launch_core(config, in_process=True, load=load_echo, load_tokenizer=load_tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +56,13 @@ def wait_for_idle(engine: Engine) -> None:
     while engine.state()["running"] and time.monotonic() < end:
         time.sleep(0.01)
     assert engine.state()["running"] == 0
+
+
+def assert_threads_end(before: set[threading.Thread]) -> None:
+    end = time.monotonic() + 5
+    while set(threading.enumerate()) - before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert set(threading.enumerate()) <= before
 
 
 def test_one_prompt(engine: Engine) -> None:
@@ -192,10 +199,7 @@ def test_shutdown_leaves_nothing_behind() -> None:
     assert set(threading.enumerate()) > before
     engine.shutdown()
     engine.shutdown()
-    end = time.monotonic() + 2
-    while set(threading.enumerate()) - before and time.monotonic() < end:
-        time.sleep(0.01)
-    assert set(threading.enumerate()) <= before
+    assert_threads_end(before)
     for call in (lambda: engine.generate("a"), engine.flush_cache, engine.state):
         with pytest.raises(EngineDeadError, match="shut down"):
             call()
@@ -216,14 +220,11 @@ def test_collected_engine_shuts_down() -> None:
     before = set(threading.enumerate())
     Engine(model_path="echo", launch=launch)
     gc.collect()
-    end = time.monotonic() + 5
-    while set(threading.enumerate()) - before and time.monotonic() < end:
-        time.sleep(0.01)
-    assert set(threading.enumerate()) <= before
+    assert_threads_end(before)
 
 
 def test_errors_at_the_start() -> None:
-    threads = threading.active_count()
+    before = set(threading.enumerate())
     with pytest.raises(CheckpointError, match="no checkpoint"):
         Engine(model_path="missing", launch=launch)
     with pytest.raises(ConfigError, match=r"page_size: Input should be .* got 0"):
@@ -232,7 +233,7 @@ def test_errors_at_the_start() -> None:
         Engine(page_sice=16)
     with pytest.raises(ConfigError, match="not both; got config and page_size"):
         Engine(EngineConfig(), page_size=16)
-    assert threading.active_count() == threads
+    assert_threads_end(before)
 
 
 def test_bad_model_path_is_a_clear_error() -> None:
@@ -260,8 +261,8 @@ def test_script_that_forgets_to_close_ends_cleanly() -> None:
         """
 from helpers.engine_fakes import load_echo, load_tokenizer
 from sglang_jax import Engine
-from sglang_jax.engine.launch import launch_engine
-launch = lambda config: launch_engine(config, in_process=True, load=load_echo, load_tokenizer=load_tokenizer)
+from sglang_jax.engine.launch import launch_core
+launch = lambda config: launch_core(config, in_process=True, load=load_echo, load_tokenizer=load_tokenizer)
 engine = Engine(model_path="echo", launch=launch)
 print(engine.generate("abc").text)
 stream = engine.generate("x" * 3000, stream=True)
