@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from helpers.engine_fakes import CONTEXT_LENGTH, load_echo, load_tokenizer
+from helpers.engine_fakes import CONTEXT_LENGTH
 
 from sglang_jax.cli.bench.offline import bench_offline, run_workload
 from sglang_jax.cli.bench.workloads import Conversation, Turn
 from sglang_jax.cli.main import run
-from sglang_jax.config import EngineConfig
-from sglang_jax.engine import engine as engine_module
-from sglang_jax.engine.client import AsyncEngineClient
-from sglang_jax.engine.engine import Engine
-from sglang_jax.engine.launch import launch_engine
 from sglang_jax.engine.types import GenerateOutput
 from sglang_jax.sampling import SamplingParams
 
@@ -59,16 +53,7 @@ def test_turns_run_in_rounds_and_carry_what_was_said() -> None:
     assert all(params.ignore_eos and params.temperature == 0.0 for params in recorder.sampling)
 
 
-async def launch_echo(config: EngineConfig) -> AsyncEngineClient:
-    return await launch_engine(config, in_process=True, load=load_echo, load_tokenizer=load_tokenizer)
-
-
-@pytest.fixture
-def echo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "Engine", functools.partial(Engine, launch=launch_echo))
-
-
-@pytest.mark.usefixtures("echo")
+@pytest.mark.usefixtures("echo_engine")
 @pytest.mark.parametrize(
     ("dataset", "requests", "input_tokens", "output_tokens"),
     [
@@ -117,7 +102,7 @@ def test_lengths_are_exact(
     assert f"{output_tokens} output tokens" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("echo")
+@pytest.mark.usefixtures("echo_engine")
 def test_a_workload_beyond_the_context_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--model-path", "echo", "--random-input-len", str(CONTEXT_LENGTH)]
     assert run(bench_offline, "bench", arguments) == 2

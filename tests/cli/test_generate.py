@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import os
 import signal
 import threading
 
 import pytest
-from helpers.engine_fakes import load_echo, load_tokenizer
+from helpers.engine_fakes import ByteTokenizer
 
-from sglang_jax.cli.generate import generate
+from sglang_jax.cli.generate import generate, prompt_ids
 from sglang_jax.cli.main import run
-from sglang_jax.config import EngineConfig
-from sglang_jax.engine import engine as engine_module
-from sglang_jax.engine.client import AsyncEngineClient
-from sglang_jax.engine.engine import Engine
-from sglang_jax.engine.launch import launch_engine
 
-
-async def launch_echo(config: EngineConfig) -> AsyncEngineClient:
-    return await launch_engine(config, in_process=True, load=load_echo, load_tokenizer=load_tokenizer)
-
-
-@pytest.fixture(autouse=True)
-def echo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "Engine", functools.partial(Engine, launch=launch_echo))
+pytestmark = pytest.mark.usefixtures("echo_engine")
 
 
 def answer(
@@ -40,6 +27,18 @@ def answer(
 def test_the_chat_template_is_applied(capsys: pytest.CaptureFixture[str]) -> None:
     text, _ = answer(capsys, "héllo")
     assert text == "user: héllo\n\n"
+
+
+class WithBeginning(ByteTokenizer):
+    """Puts token 257 before a text, as tokenizers with a beginning-of-sequence token do."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [257] * add_special_tokens + super().encode(text)
+
+
+def test_special_tokens_are_not_added_to_what_the_template_wrote() -> None:
+    assert prompt_ids(WithBeginning(), "hi", system=None, raw=True) == [257, *b"hi"]
+    assert prompt_ids(WithBeginning(), "hi", system=None, raw=False) == [*b"user: hi\n"]
 
 
 def test_a_system_message_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
