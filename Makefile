@@ -40,7 +40,7 @@ soak: $(TEST_READY) ## the long searches for rare faults
 	$(BIN)/python -m pytest -m soak --timeout 0 $(ARGS)
 
 bench: $(TEST_READY) ## the benchmarks of benchmarks/, one after the other
-	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
+	@for script in $$(grep -l __main__ benchmarks/*.py); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
 
 clean: ## remove the environment, caches and builds
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
