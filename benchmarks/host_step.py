@@ -1,0 +1,127 @@
+"""Host time of one whole decode step (plan + finish + publish) in steady state, over a runner that costs nothing.
+
+    python benchmarks/host_step.py [--json FILE]
+
+Targets: at most 60 us at 64 rows and 150 us at 256, the same at 1k and 8k tokens of context within 10 %. Every row
+streams its tokens, and what is published is encoded as it would be for the wire.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from machine import report
+
+from sglang_jax.config import EngineConfig
+from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec, StepPlan, StepResult
+from sglang_jax.runner.protocol import RunnerReport
+from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler.messages import NewRequest, Outbound
+from sglang_jax.scheduler.scheduler import Scheduler
+
+STEPS = 1200
+
+
+class FreeHandle:
+    """Its result is there already."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def result(self) -> StepResult:
+        return self._result
+
+
+class FreeRunner:
+    """Draws token 7 for everyone, at no cost."""
+
+    def __init__(self, spec: RunnerSpec) -> None:
+        self.spec = spec
+        self._handles = [FreeHandle(StepResult(np.full(n, 7, np.int32))) for n in range(spec.max_rows + 1)]
+
+    def launch(self, plan: StepPlan) -> FreeHandle:
+        return self._handles[len(plan.rows)]
+
+    def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
+        """Nothing to build."""
+
+    def report(self) -> RunnerReport:
+        return RunnerReport("free", "none", 0, 0, 0, 0, {})
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class EncodingChannel:
+    """Encodes what is published and lets it fall."""
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self.sent_bytes = 0
+
+    def receive(self, block: bool) -> list[object]:
+        return []
+
+    def send(self, message: Outbound) -> None:
+        self.sent_bytes += len(self._encoder.encode(message))
+
+
+def measure(rows: int, context: int, page_size: int) -> list[float]:
+    """Seconds of each of `STEPS` steps in which all rows decode."""
+    total = context + STEPS + 2 * rows + 64
+    pages = rows * -(-total // page_size) + 1
+    spec = RunnerSpec((PoolSpec(PoolKind.FULL, pages, page_size),), rows, max(8192, 2 * rows), total, 1000)
+    config = EngineConfig(chunked_prefill_size=8192, page_size=page_size, debug_memory=False)
+    scheduler = Scheduler(FreeRunner(spec), (0,), config, EncodingChannel())
+    random = np.random.default_rng(0)
+    for row in range(rows):
+        prompt = random.integers(1, 1000, context - 64, dtype=np.int32)
+        prompt[0] = row
+        scheduler.add(
+            NewRequest(id=row, token_ids=prompt.tobytes(), sampling=SamplingParams(max_new_tokens=None), stream=True)
+        )
+    while len(scheduler.queue) or scheduler.num_running < rows or scheduler.log.counts.generation_tokens < rows * 30:
+        scheduler.step()
+    gc.collect()
+    gc.freeze()
+    times = []
+    for _ in range(STEPS):
+        start = time.perf_counter()
+        scheduler.step()
+        times.append(time.perf_counter() - start)
+    gc.unfreeze()
+    assert scheduler.num_running == rows
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--page-size", type=int, default=16)
+    arguments = parser.parse_args()
+    table = []
+    for rows, target in ((64, 60), (256, 150)):
+        for context in (1024, 8192):
+            times = measure(rows, context, arguments.page_size)
+            table.append(
+                {
+                    "rows": rows,
+                    "context": context,
+                    "median us": statistics.median(times) * 1e6,
+                    "mean us": statistics.mean(times) * 1e6,
+                    "p99 us": statistics.quantiles(times, n=100)[98] * 1e6,
+                    "target us": target,
+                }
+            )
+    report("Host time of a decode step", table, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

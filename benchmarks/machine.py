@@ -1,0 +1,42 @@
+"""Says what machine a figure comes from."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+
+def describe() -> dict[str, Any]:
+    """Processor, cores, load, and versions, as plain data."""
+    processor = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        processor = names[0] if names else processor
+    return {
+        "processor": processor,
+        "cores": os.cpu_count(),
+        "load_1min": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+    }
+
+
+def report(title: str, rows: list[dict[str, Any]], json_file: Path | None) -> None:
+    """Prints the rows as a table under a line on the machine; with a file, writes both as JSON."""
+    machine = describe()
+    print(f"{title}\n" + ", ".join(f"{key}: {value}" for key, value in machine.items()))
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [columns, *[[_cell(row.get(column, "")) for column in columns] for row in rows]]
+    widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
+    for line in cells:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    if json_file is not None:
+        json_file.write_text(json.dumps({"title": title, "machine": machine, "rows": rows}, indent=2) + "\n")
+
+
+def _cell(value: object) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
