@@ -21,7 +21,7 @@ ROWS, COLUMNS = 8, 512
 NAME, HF_NAME = "blk.0.ffn_up.weight", "model.layers.0.mlp.up_proj.weight"
 
 
-def config(architecture: Architecture = Architecture.LLAMA, heads: int = 2, head_dim: int = 4) -> ModelConfig:
+def config(architecture: Architecture = Architecture.LLAMA, heads: int = 2, head_dim: int = 6) -> ModelConfig:
     return ModelConfig(
         architecture=architecture,
         vocab_size=16,
@@ -201,24 +201,24 @@ def test_plain_types_keep_their_type(tmp_path: Path, kind: GGMLQuantizationType,
 
 @pytest.mark.parametrize("architecture", [Architecture.LLAMA, Architecture.QWEN2])
 def test_q_and_k_rows_are_unpermuted_for_llama_only(tmp_path: Path, architecture: Architecture) -> None:
-    """Written out for two heads of dimension 4: stored rows 0 1 2 3 are rotary pairs (0, 1) and (2, 3)."""
-    values = np.repeat(np.arange(8, dtype=np.float32)[:, None], COLUMNS, axis=1)
+    """Written out for two heads of dimension 6: stored rows 0 to 5 are the rotary pairs (0, 1), (2, 3), (4, 5)."""
+    values = np.repeat(np.arange(12, dtype=np.float32)[:, None], COLUMNS, axis=1)
     kind = GGMLQuantizationType.F32
     q8 = quantize(values, GGMLQuantizationType.Q8_0)
     tensors = {
         "blk.0.attn_q.weight": (q8, GGMLQuantizationType.Q8_0),
         "blk.0.attn_q.bias": (values[:, 0].copy(), kind),
-        "blk.0.attn_k.weight": (values[:4], kind),
+        "blk.0.attn_k.weight": (values[:6], kind),
         "blk.0.attn_v.weight": (values[:4], kind),
     }
     reader = GgufReader(open_gguf(write_gguf(tmp_path / "x.gguf", "llama", {}, tensors)), config(architecture))
     llama = architecture is Architecture.LLAMA
-    order = [0, 2, 1, 3, 4, 6, 5, 7] if llama else list(range(8))
+    order = [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11] if llama else list(range(12))
     prefix = "model.layers.0.self_attn"
     np.testing.assert_allclose(reader.read(f"{prefix}.q_proj.weight")[:, 9], order, rtol=1e-3)
     np.testing.assert_allclose(reader.read(f"{prefix}.q_proj.weight", (slice(1, 6),))[:, 9], order[1:6], rtol=1e-3)
     np.testing.assert_array_equal(reader.read(f"{prefix}.q_proj.bias"), order)
-    np.testing.assert_array_equal(reader.read(f"{prefix}.k_proj.weight")[:, 0], order[:4])
+    np.testing.assert_array_equal(reader.read(f"{prefix}.k_proj.weight")[:, 0], order[:6])
     np.testing.assert_array_equal(reader.read(f"{prefix}.v_proj.weight")[:, 0], [0, 1, 2, 3])
 
 

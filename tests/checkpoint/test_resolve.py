@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -84,7 +84,7 @@ def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_hub_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> str:
-        response = httpx.Response(404, request=httpx.Request("GET", "https://hub.example/org/model"))
+        response = httpx2.Response(404, request=httpx2.Request("GET", "https://hub.example/org/model"))
         raise RepositoryNotFoundError("404: no such repository", response=response)
 
     monkeypatch.setattr(resolve, "snapshot_download", refuse)
