@@ -86,6 +86,7 @@ async def _wait_ready(channel: ClientChannel, core: CoreHandle) -> Ready:
         return _check_ready(first.result())
     finally:
         first.cancel()
+        await asyncio.wait({first})  # it must be off the socket before that is closed
 
 
 def _check_ready(message: Published) -> Ready:

@@ -167,5 +167,5 @@ class RequestOutputs:
                 if completion.finish is not None or (self.stream and completion.has_news):
                     yield completion.take()
             waiting = [completion for completion in waiting if not completion.delivered]
-            if self._lost is not None and all(completion.finish is None for completion in waiting):
+            if self._lost is not None and waiting and all(completion.finish is None for completion in waiting):
                 raise EngineDeadError(self._lost)

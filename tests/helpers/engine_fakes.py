@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import json
 import os
 import time
@@ -15,6 +16,9 @@ from sglang_jax.config import EngineConfig
 from sglang_jax.engine.channel import CoreChannel, Ready
 from sglang_jax.engine.types import ModelInfo
 from sglang_jax.errors import CheckpointError, ConfigError
+from sglang_jax.runner.fake import FakeRunner
+from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec
+from sglang_jax.scheduler.loop import SchedulerLoop
 from sglang_jax.scheduler.messages import (
     AbortRequest,
     Finished,
@@ -253,3 +257,37 @@ def load_echo(config: EngineConfig, channel: CoreChannel) -> EchoCore:
         case "slow":
             time.sleep(1.0)
     return EchoCore(config, channel)
+
+
+FAKE_VOCAB_SIZE = 128
+FAKE_EOS = 0
+FAKE_INVALID = 127
+"""With `model_path` numerical, a row that draws after this token has logits that are not finite."""
+
+
+class FakeModelCore:
+    """The scheduler's loop over `FakeRunner`. `max_total_tokens` is the pool, `max_running_requests` the rows."""
+
+    def __init__(self, config: EngineConfig, channel: CoreChannel) -> None:
+        pool = PoolSpec(PoolKind.FULL, (config.max_total_tokens or 1024) // config.page_size + 1, config.page_size)
+        spec = RunnerSpec((pool,), config.max_running_requests or MAX_RUNNING, 64, 128, FAKE_VOCAB_SIZE)
+        runner = FakeRunner(spec, invalid_token=FAKE_INVALID if config.model_path == "numerical" else None)
+        self._loop = SchedulerLoop(runner, (FAKE_EOS,), config, channel)
+        info = dataclasses.replace(
+            MODEL_INFO,
+            context_length=spec.max_context,
+            vocab_size=FAKE_VOCAB_SIZE,
+            eos_token_ids=(FAKE_EOS,),
+        )
+        tokens = (pool.num_pages - 1) * pool.page_size
+        self.ready = Ready(model_info=info, max_running_requests=spec.max_rows, max_total_tokens=tokens)
+
+    def run(self) -> None:
+        self._loop.run()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def load_fake_model(config: EngineConfig, channel: CoreChannel) -> FakeModelCore:
+    return FakeModelCore(config, channel)
