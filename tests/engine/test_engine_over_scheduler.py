@@ -103,6 +103,16 @@ async def test_stop_string_ends_the_request_and_frees_its_row(client: AsyncEngin
     await assert_nothing_is_held(client)
 
 
+async def test_completions_that_end_at_different_times_come_once_each(client: AsyncEngineClient) -> None:
+    sampling = SamplingParams(n=6, seed=3, max_new_tokens=60, stop=["never there"], stop_token_ids=range(8))
+    outputs = await collect(client, GenerateInput(prompt="six", sampling=sampling))
+    wanted = [expected("six", sampling, index) for index in range(6)]
+    assert len({len(tokens) for tokens in wanted}) > 1
+    assert {output.index: output.output_ids for output in outputs} == dict(enumerate(wanted))
+    assert len(outputs) == 6
+    assert all(output.finish is not None for output in outputs)
+
+
 async def test_prefix_is_found_again(client: AsyncEngineClient) -> None:
     request = GenerateInput(prompt="a prompt that is cached", sampling=SamplingParams(max_new_tokens=3))
     (first,) = await collect(client, request)
