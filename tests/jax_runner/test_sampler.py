@@ -228,6 +228,14 @@ def test_a_large_vocabulary_is_filtered_exactly() -> None:
         assert draw([case]) == [token_of(reference)]
 
 
+@pytest.mark.parametrize(("drawn", "token"), [(0, 4), (1, 4), (2, 9), (3, 9)])
+def test_stop_ids_are_masked_until_enough_tokens_were_drawn(drawn: int, token: int) -> None:
+    logits = np.zeros(VOCAB, np.float32)
+    logits[[4, 9]] = 1.0, 2.0
+    sampling = SamplingParams(temperature=0.0, min_new_tokens=2)
+    assert draw([Case(logits, sampling, prompt=[1, 2, 3], output=[5] * drawn, stop_ids=[9, 30])]) == [token]
+
+
 def test_tiny_temperature_is_greedy_and_stays_finite() -> None:
     logits = np.random.default_rng(1).normal(0, 30, VOCAB).astype(np.float32)
     assert draw([Case(logits, SamplingParams(temperature=1e-40))]) == [int(logits.argmax())]
