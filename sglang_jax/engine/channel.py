@@ -8,9 +8,10 @@ is bounded by the requests in flight.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
+import numpy as np
 import zmq
 
 from sglang_jax.engine.types import ModelInfo
@@ -59,6 +60,18 @@ def _has_message(socket: zmq.Socket[bytes]) -> bool:
     return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
 
+def _plain(value: object) -> object:
+    """What stands on the wire for the kinds of numbers and containers that users may put into `SamplingParams`."""
+    match value:
+        case Mapping():
+            return dict(value)
+        case Sequence():
+            return list(value)
+        case np.generic():
+            return value.item()
+    raise NotImplementedError(f"{type(value).__name__} cannot be sent to the engine core")
+
+
 class CoreChannel:
     """The core's end: blocking, for one thread. `receive` and `send` are what the scheduler's loop asks for."""
 
@@ -92,7 +105,7 @@ class ClientChannel:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
         self._socket = _open_socket(context)
         self._socket.bind(address)
-        self._encoder = msgspec.msgpack.Encoder()
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
         self._decoder: msgspec.msgpack.Decoder[Published] = msgspec.msgpack.Decoder(Published)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._deliver: Callable[[Published], None] | None = None

@@ -5,7 +5,9 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 
+import numpy as np
 import pytest
 import zmq
 
@@ -69,6 +71,20 @@ async def test_requests_arrive_whole_and_in_order(ends: tuple[ClientChannel, Cor
         assert (list(got.sampling.stop), list(got.sampling.stop_token_ids)) == (["ä"], [7])
         assert (got.sampling.seed, got.sampling.max_new_tokens) == (-(2**63), None)
     assert core.receive(block=False) == []
+
+
+async def test_any_sequence_mapping_and_float_can_be_sent(ends: tuple[ClientChannel, CoreChannel]) -> None:
+    client, core = ends
+    core.send(Reply(0, True))
+    await client.receive_one()
+    sampling = SamplingParams(
+        stop_token_ids=range(3), logit_bias=MappingProxyType({1: np.float64(2.5)}), top_p=np.float64(0.5)
+    )
+    client.send(NewRequest(id=1, token_ids=b"", sampling=sampling))
+    (message,) = await asyncio.to_thread(receive_all, core, 1)
+    assert isinstance(message, NewRequest)
+    got = message.sampling
+    assert (list(got.stop_token_ids), got.logit_bias, got.top_p) == ([0, 1, 2], {1: 2.5}, 0.5)
 
 
 async def test_outputs_arrive_whole_and_in_order(ends: tuple[ClientChannel, CoreChannel]) -> None:
