@@ -104,10 +104,12 @@ class AsyncEngineClient:
 
     @property
     def tokenizer(self) -> TextTokenizer:
+        """The model's tokenizer."""
         return self._tokenizer
 
     @property
     def model_info(self) -> ModelInfo:
+        """What is known of the model."""
         return self._ready.model_info
 
     @property
@@ -122,6 +124,7 @@ class AsyncEngineClient:
 
     @property
     def stats(self) -> SchedulerStats:
+        """The newest snapshot that the scheduler published."""
         return self._stats
 
     async def generate(self, request: GenerateInput) -> AsyncGenerator[GenerateOutput, None]:
@@ -147,16 +150,19 @@ class AsyncEngineClient:
             self._abort_unfinished(outputs)
 
     def abort_all(self) -> None:
+        """Ends all requests, as `abort` does."""
         for request_id in list(self._requests):
             self.abort(request_id)
 
     async def flush_cache(self) -> bool:
+        """See `EngineClient.flush_cache`."""
         reply = await self._call(FlushCache(next(self._numbers)))
         if not reply.ok:
             logger.info("The prefix cache was not emptied: %s", reply.message)
         return reply.ok
 
     async def state(self) -> dict[str, object]:
+        """See `EngineClient.state`."""
         reply = await self._call(GetState(next(self._numbers)))
         return dict(reply.state)
 
@@ -172,7 +178,7 @@ class AsyncEngineClient:
         try:
             await asyncio.wait_for(asyncio.shield(self._core.ended), None if drain else STOP_SECONDS)
         except TimeoutError:
-            logger.warning("The engine did not stop within %g s and is ended by force", STOP_SECONDS)
+            logger.warning("The engine has not stopped within %g s; a process of its own is now killed", STOP_SECONDS)
             self._core.kill()
             await self._core.ended
         await self._over.wait()
