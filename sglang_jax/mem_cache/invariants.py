@@ -106,7 +106,7 @@ def _check_record(cache: KVCache, record: RowKV) -> None:
 
 
 def _check_single_owner(cache: KVCache) -> None:
-    owned = [cache.pool.free_pages()]
+    owned = [cache.pool.free_pages(), *cache.retired]
     owned += [cache.full.held(node).pages for node in cache.tree.nodes()]
     for record in cache.open_rows.values():
         first = record.cache_protected_len // cache.page_size
@@ -114,7 +114,7 @@ def _check_single_owner(cache: KVCache) -> None:
     pages = np.concatenate(owned)
     unique = np.unique(pages)
     _require(len(unique) == len(pages), "a page has two owners")
-    _require(len(pages) + cache.retired_pages == cache.pool.total, "a page has no owner")
+    _require(len(pages) == cache.pool.total, "a page has no owner")
     _require(not len(unique) or unique[0] > 0, "the pad page is owned")
 
 

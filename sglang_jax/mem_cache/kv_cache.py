@@ -102,9 +102,14 @@ class KVCache:
         return self.pool.num_free + self.full.evictable
 
     @property
+    def retired(self) -> list[Pages]:
+        """Runs of pages that nobody owns but a step in flight may still touch."""
+        return [pages for _, pages in self._retired]
+
+    @property
     def retired_pages(self) -> int:
-        """Pages that nobody owns but a step in flight may still touch."""
-        return sum(len(pages) for _, pages in self._retired)
+        """How many pages are retired."""
+        return sum(len(pages) for pages in self.retired)
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold this many tokens."""

@@ -1,0 +1,75 @@
+"""Small prefix trees and KV caches with a ledger, for tests of the memory rooms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sglang_jax.config import EvictionPolicy
+from sglang_jax.mem_cache.full_kv import FullKV
+from sglang_jax.mem_cache.kv_cache import KVCache, RowKV
+from sglang_jax.mem_cache.ledger import PageLedger, request_owner
+from sglang_jax.mem_cache.page_pool import PagePool
+from sglang_jax.mem_cache.radix_tree import Namespace, Node, RadixTree
+from sglang_jax.runner.plan import PoolKind, PoolSpec
+
+GIVER = request_owner(0)
+
+
+def int32_bytes(tokens: Iterable[int]) -> bytes:
+    """Tokens as the tree takes them."""
+    return np.array(list(tokens), np.int32).tobytes()
+
+
+@dataclass
+class SmallTree:
+    """A tree whose one component holds full-attention pages; `pages` does not count the pad page."""
+
+    page_size: int = 4
+    pages: int = 64
+    policy: EvictionPolicy = EvictionPolicy.LRU
+    pool: PagePool = field(init=False)
+    full: FullKV = field(init=False)
+    tree: RadixTree = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pool = PagePool(self.pages + 1, self.page_size, PageLedger(self.pages + 1))
+        self.full = FullKV(self.pool, self.policy)
+        self.tree = RadixTree(self.page_size, (self.full,))
+
+    def insert(self, tokens: Iterable[int], namespace: Namespace = None) -> Node:
+        """Inserts whole pages of tokens from the root on; what was there already is freed again."""
+        run = int32_bytes(tokens)
+        pages = self.pool.alloc(len(run) // 4 // self.page_size, GIVER)
+        assert pages is not None, "the test's pool is too small"
+        added = self.tree.insert(self.tree.root(namespace), run, (pages,), GIVER)
+        self.pool.free(pages[: added.already_there // self.page_size], GIVER)
+        return added.node
+
+    def peek(self, tokens: Iterable[int], namespace: Namespace = None) -> int:
+        return self.tree.peek(int32_bytes(tokens), namespace)
+
+    def touch(self, tokens: Iterable[int]) -> Node:
+        """A match, as of a request that comes by."""
+        return self.tree.match(int32_bytes(tokens), None).node
+
+
+def small_cache(
+    pages: int = 32, page_size: int = 4, rows: int = 4, context: int = 64, *, reuse: bool = True
+) -> KVCache:
+    """A cache with a ledger; `pages` does not count the pad page."""
+    return KVCache(PoolSpec(PoolKind.FULL, pages + 1, page_size), rows, context, reuse=reuse, debug=True)
+
+
+def compute(cache: KVCache, record: RowKV, tokens: list[int], step: int | None = None) -> None:
+    """What a prefill of all of `tokens` does to a row: allocate, commit, share."""
+    assert cache.extend_row(record, len(tokens))
+    cache.lengths.kv_committed[record.row] = len(tokens)
+    cache.cache_prefix(record, int32_bytes(tokens), step)
+
+
+def lengths(record: RowKV) -> tuple[int, int, int]:
+    """Protected, committed, allocated."""
+    return record.cache_protected_len, record.kv_committed_len, record.kv_allocated_len
