@@ -1,0 +1,177 @@
+"""Which pages go when pages are short, and what finding them costs."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.caches import SmallTree
+
+from sglang_jax.config import EvictionPolicy
+from sglang_jax.mem_cache.eviction import EvictionOrder
+from sglang_jax.mem_cache.full_kv import FullKV
+from sglang_jax.mem_cache.radix_tree import Node
+
+A, B, C, D = ([10 * k + i for i in range(4)] for k in range(1, 5))
+"""Pages of four tokens."""
+
+
+def cached(small: SmallTree, *names: str) -> str:
+    """Which of the prefixes are cached whole, of `names` such as "AB" for the tokens of A and B."""
+    pages = {"A": A, "B": B, "C": C, "D": D}
+    return " ".join(
+        name for name in names if small.peek([t for letter in name for t in pages[letter]]) == 4 * len(name)
+    )
+
+
+def test_only_the_shortfall_is_evicted_and_from_the_tail() -> None:
+    """Evicting whole leaves for one page throws away prefixes that would be asked for again."""
+    small = SmallTree()
+    small.insert(A + B + C + D)
+    assert small.full.evict(1) == 1
+    assert small.peek(A + B + C + D) == 12
+    assert small.full.evict(2) == 2
+    assert small.peek(A + B + C + D) == 4
+    assert small.pool.num_free == small.pool.total - 1
+
+
+def test_a_trimmed_leaf_can_grow_again() -> None:
+    small = SmallTree()
+    small.insert(A + B + C)
+    small.full.evict(1)
+    small.insert(A + B + D)
+    assert cached(small, "ABC", "ABD") == "ABD"
+    assert small.full.evictable == 3
+
+
+def test_more_than_there_is_gives_all_there_is() -> None:
+    small = SmallTree()
+    small.insert(A + B)
+    small.insert(C)
+    assert small.full.evict(99) == 3
+    assert small.full.evict(1) == 0
+    assert small.pool.num_free == small.pool.total
+
+
+def test_least_recently_used_goes_first() -> None:
+    small = SmallTree(policy=EvictionPolicy.LRU)
+    for prefix in (A, B, C):
+        small.insert(prefix)
+    small.touch(A)
+    small.full.evict(1)
+    assert cached(small, "A", "B", "C") == "A C"
+    small.insert(C)
+    small.full.evict(1)
+    assert cached(small, "A", "C") == "C"
+
+
+def test_a_peek_is_no_use() -> None:
+    small = SmallTree(policy=EvictionPolicy.LRU)
+    small.insert(A)
+    small.insert(B)
+    small.peek(A)
+    small.full.evict(1)
+    assert cached(small, "A", "B") == "B"
+
+
+def test_least_frequently_used_goes_first_and_the_older_use_among_equals() -> None:
+    small = SmallTree(policy=EvictionPolicy.LFU)
+    for prefix in (A, B, C):
+        small.insert(prefix)
+    for prefix in (A, A, B, C):
+        small.touch(prefix)
+    small.full.evict(1)
+    assert cached(small, "A", "B", "C") == "A C"
+    small.full.evict(1)
+    assert cached(small, "A", "C") == "A"
+
+
+def test_first_in_goes_first_however_often_it_is_used() -> None:
+    small = SmallTree(policy=EvictionPolicy.FIFO)
+    for prefix in (A, B, C):
+        small.insert(prefix)
+    small.touch(A)
+    small.touch(A)
+    small.full.evict(1)
+    assert cached(small, "A", "B", "C") == "B C"
+
+
+@pytest.mark.parametrize("policy", EvictionPolicy)
+def test_a_parent_follows_its_last_child(policy: EvictionPolicy) -> None:
+    small = SmallTree(policy=policy)
+    small.insert(A + B)
+    small.insert(A + C)
+    assert len(small.full.order) == 2, "the common parent is no leaf"
+    small.full.evict(2)
+    assert cached(small, "A", "AB", "AC") == "A"
+    assert small.full.evict(1) == 1
+    assert small.tree.num_nodes == 0
+
+
+@pytest.mark.parametrize("policy", EvictionPolicy)
+def test_what_is_locked_is_never_evicted(policy: EvictionPolicy) -> None:
+    small = SmallTree(policy=policy)
+    small.insert(A)
+    small.insert(B)
+    node = small.insert(A + C)
+    small.tree.lock(node)
+    assert small.full.evictable == 1
+    assert small.full.evict(3) == 1
+    assert cached(small, "A", "AC", "B") == "A AC"
+    small.tree.unlock(node)
+    assert small.full.evict(3) == 2
+
+
+def test_a_lock_given_back_is_no_use() -> None:
+    """Unlocked leaves return to the order by their last use, not by the end of the lock."""
+    small = SmallTree()
+    oldest = small.insert(A)
+    small.insert(B)
+    small.tree.lock(oldest)
+    small.tree.unlock(oldest)
+    small.full.evict(1)
+    assert cached(small, "A", "B") == "B"
+
+
+def test_the_heap_stays_as_small_as_what_it_orders() -> None:
+    """Each use pushes an entry; without sweeping, a busy prefix would fill the memory."""
+    small = SmallTree()
+    small.insert(A)
+    small.insert(B)
+    longest = 0
+    for _ in range(2000):
+        small.tree.lock(small.touch(A))
+        small.tree.unlock(small.touch(A))
+        longest = max(longest, len(small.full.order._heap))
+    assert longest <= 2 * 2 + 64 + 1
+    assert len(small.full.order) == 2
+
+
+def test_an_order_forgets_what_is_discarded() -> None:
+    order = EvictionOrder(EvictionPolicy.LRU)
+    nodes = [Node(k, b"", None, None, now=k) for k in range(1, 5)]
+    for node in nodes:
+        order.add(node)
+    order.discard(nodes[0])
+    order.discard(nodes[0])
+    nodes[1].last_access = 9
+    order.add(nodes[1])
+    assert order.first() is nodes[2]
+    assert (nodes[0] in order, nodes[1] in order, len(order)) == (False, True, 3)
+    for node in nodes:
+        order.discard(node)
+    assert order.first() is None
+
+
+@pytest.mark.parametrize("leaves", [10, 3000])
+def test_evicting_a_page_does_not_walk_the_tree(leaves: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collecting all leaves for each shortfall made eviction as slow as the tree was large."""
+    small = SmallTree(page_size=1, pages=4 * leaves)
+    for k in range(leaves):
+        small.insert([k, 0, 1, 2])
+    looked_at: list[Node] = []
+    held = FullKV.held
+    monkeypatch.setattr(FullKV, "held", lambda self, node: looked_at.append(node) or held(self, node))
+    monkeypatch.setattr(type(small.tree), "nodes", lambda self: pytest.fail("the whole tree was walked"))
+    assert small.full.evict(1) == 1
+    assert len(looked_at) == 1
+    assert small.full.evict(4) == 4
+    assert len(looked_at) <= 4

@@ -1,0 +1,280 @@
+"""The prefix tree, against a dictionary of page runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers.caches import GIVER, SmallTree, int32_bytes
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sglang_jax.config import EvictionPolicy
+from sglang_jax.mem_cache.radix_tree import Match, Namespace, Node, RadixTree
+
+A, B, C, D = ([10 * k + i for i in range(4)] for k in range(1, 5))
+"""Pages of four tokens."""
+
+
+def snapshot(tree: RadixTree) -> list[Any]:
+    """All that a read may not change."""
+    nodes = sorted(tree.nodes(), key=lambda node: node.id)
+    return [
+        list(tree.roots),
+        tree.num_nodes,
+        [(n.id, n.key, n.created, n.last_access, n.hits, list(n.children), repr(n.values)) for n in nodes],
+    ]
+
+
+class TestByHand:
+    def test_a_match_counts_whole_pages_only(self) -> None:
+        small = SmallTree()
+        small.insert(A + B)
+        assert small.peek(A + B) == 8
+        assert small.peek(A + B[:3]) == 4
+        assert small.peek([*A, *B[:3], 99]) == 4
+        assert small.peek(A[:3]) == 0
+        assert small.peek(B) == 0
+        assert small.peek([]) == 0
+
+    def test_an_insert_tells_how_much_was_there_already(self) -> None:
+        """The caller frees exactly these duplicates: a number off by a page leaks or frees twice (note 4)."""
+        small = SmallTree()
+        small.insert(A + B + C)
+        for run, there in ((A + B + C, 12), (A + B + D, 8), (A + B, 8), (D, 0), (A + B + C + D, 12)):
+            pages = small.pool.alloc(len(run) // 4, GIVER)
+            assert pages is not None
+            added = small.tree.insert(small.tree.root(None), int32_bytes(run), (pages,), GIVER)
+            assert added.already_there == there
+            small.pool.free(pages[: there // 4], GIVER)
+            found = small.full.collect(added.node)
+            assert len(found) == len(run) // 4
+            assert found[there // 4 :].tolist() == pages[there // 4 :].tolist()
+
+    def test_an_insert_below_a_matched_node_walks_on_from_there(self) -> None:
+        small = SmallTree()
+        small.insert(A + B)
+        below = small.tree.match(int32_bytes(A), None).node
+        pages = small.pool.alloc(2, GIVER)
+        assert pages is not None
+        added = small.tree.insert(below, int32_bytes(B + C), (pages,), GIVER)
+        assert added.already_there == 4
+        assert small.peek(A + B + C) == 12
+        small.pool.free(pages[:1], GIVER)
+
+    def test_a_match_inside_a_node_splits_it_and_a_peek_does_not(self) -> None:
+        small = SmallTree()
+        lower = small.insert(A + B + C)
+        pages = small.full.collect(lower).tolist()
+        assert small.peek(A + B + D) == 8
+        assert small.tree.num_nodes == 1
+        match = small.tree.match(int32_bytes(A + B + D), None)
+        assert match.length == 8
+        assert small.tree.num_nodes == 2
+        assert lower.parent is match.node
+        assert small.full.collect(match.node).tolist() == pages[:2]
+        assert small.full.collect(lower).tolist() == pages
+        small.tree.match(int32_bytes(A + B + D), None)
+        assert small.tree.num_nodes == 2
+
+    def test_a_lock_survives_a_split(self) -> None:
+        """The receipt is a node: after a split it must still cover, and later release, the whole prefix."""
+        small = SmallTree()
+        receipt = small.insert(A + B + C)
+        small.tree.lock(receipt)
+        upper = small.tree.match(int32_bytes(A), None).node
+        assert upper is not receipt
+        assert (small.full.protected, small.full.evictable) == (3, 0)
+        assert small.full.evict(3) == 0
+        small.tree.lock(upper)
+        small.tree.unlock(receipt)
+        assert (small.full.protected, small.full.evictable) == (1, 2)
+        small.tree.unlock(upper)
+        assert (small.full.protected, small.full.evictable) == (0, 3)
+
+    def test_unlocking_more_often_than_locking_is_an_error(self) -> None:
+        small = SmallTree()
+        node = small.insert(A)
+        small.tree.lock(node)
+        small.tree.unlock(node)
+        with pytest.raises(RuntimeError, match=f"tree node {node.id} was unlocked more often than locked"):
+            small.tree.unlock(node)
+
+    def test_namespaces_share_nothing(self) -> None:
+        """KV of another adapter or tenant is wrong, or a leak of who asked what."""
+        small = SmallTree()
+        small.insert(A + B, "mine")
+        small.insert(A + C, None)
+        assert small.peek(A + B, "mine") == 8
+        assert small.peek(A + B, None) == 4
+        assert small.peek(A + B, "") == 0
+        assert small.peek(A + B, "other") == 0
+
+    def test_looking_leaves_no_empty_root_behind(self) -> None:
+        """Namespaces come from requests: a root for each that ever asked would grow for ever."""
+        small = SmallTree()
+        for k in range(50):
+            assert small.peek(A, f"user {k}") == 0
+            assert small.tree.match(int32_bytes(A), f"user {k}").length == 0
+        assert not small.tree.roots
+
+    def test_a_root_goes_with_its_last_child(self) -> None:
+        small = SmallTree()
+        small.insert(A + B, "mine")
+        small.insert(A + C, "mine")
+        small.insert(A, "other")
+        assert set(small.tree.roots) == {"mine", "other"}
+        small.full.evict(4)
+        assert not small.tree.roots
+        assert small.tree.num_nodes == 0
+
+    def test_an_insert_below_a_root_that_was_dropped_is_found(self) -> None:
+        """A request matched nothing, its namespace was emptied meanwhile, and its insert hung below a dead root."""
+        small = SmallTree()
+        small.insert(A, "mine")
+        root = small.tree.match(int32_bytes(B), "mine").node
+        small.full.evict(1)
+        assert not small.tree.roots
+        pages = small.pool.alloc(1, GIVER)
+        assert pages is not None
+        small.tree.insert(root, int32_bytes(B), (pages,), GIVER)
+        assert small.peek(B, "mine") == 4
+
+    def test_the_tree_keeps_its_own_copy_of_the_pages(self) -> None:
+        """The caller's array is the page table's row, which lives on."""
+        small = SmallTree()
+        pages = small.pool.alloc(1, GIVER)
+        assert pages is not None
+        node = small.tree.insert(small.tree.root(None), int32_bytes(A), (pages,), GIVER).node
+        expected = pages.tolist()
+        pages[:] = 0
+        assert small.full.collect(node).tolist() == expected
+
+
+Path = tuple[int, ...]
+
+
+class TreeModel(RuleBasedStateMachine):
+    """The model maps (namespace, run of whole pages' tokens) to the page that holds the run's last page.
+
+    A cached prefix of n pages is n entries; a match is as long as entries go on.
+    """
+
+    @initialize(page_size=st.sampled_from([1, 4, 16]), policy=st.sampled_from(EvictionPolicy))
+    def start(self, page_size: int, policy: EvictionPolicy) -> None:
+        self.small = SmallTree(page_size, 96, policy)
+        self.model: dict[tuple[Namespace, Path], int] = {}
+        self.locked: list[tuple[Node, Namespace, Path]] = []
+
+    namespaces = st.sampled_from([None, "other"])
+    letters = st.lists(st.integers(0, 2), max_size=7)
+    """Pages by name: page k's tokens are all k but the last, which tells pages with the same start apart."""
+
+    def tokens(self, letters: list[int], extra: int = 0) -> Path:
+        size = self.small.page_size
+        return tuple(t for k in letters for t in ([7] * (size - 1) + [k])) + (7,) * min(extra, size - 1)
+
+    def prefixes(self, tokens: Path) -> list[Path]:
+        size = self.small.page_size
+        return [tokens[:end] for end in range(size, len(tokens) + 1, size)]
+
+    def modelled(self, tokens: Path, namespace: Namespace) -> list[int]:
+        """Pages of the longest cached prefix."""
+        pages: list[int] = []
+        for prefix in self.prefixes(tokens):
+            if (namespace, prefix) not in self.model:
+                break
+            pages.append(self.model[namespace, prefix])
+        return pages
+
+    @rule(letters=letters.filter(bool), namespace=namespaces, below=st.integers(0, 7))
+    def insert(self, letters: list[int], namespace: Namespace, below: int) -> None:
+        """Inserts below what a match of the first few pages found, as a request does."""
+        size = self.small.page_size
+        tokens = self.tokens(letters)
+        start = self.match_prefix(tokens[: below * size], namespace)
+        run = tokens[start.length :]
+        pages = self.small.pool.alloc(len(run) // size, GIVER)
+        if pages is None or not run:
+            return
+        known = self.modelled(tokens, namespace)
+        added = self.small.tree.insert(start.node, int32_bytes(run), (pages,), GIVER)
+        assert start.length + added.already_there == len(known) * size
+        duplicates = added.already_there // size
+        self.small.pool.free(pages[:duplicates], GIVER)
+        new = zip(self.prefixes(tokens)[len(known) :], pages[duplicates:].tolist(), strict=True)
+        self.model |= {(namespace, prefix): page for prefix, page in new}
+        assert self.small.full.collect(added.node).tolist() == self.modelled(tokens, namespace)
+
+    @rule(letters=letters, namespace=namespaces, extra=st.integers(0, 15))
+    def peek(self, letters: list[int], namespace: Namespace, extra: int) -> None:
+        tokens = self.tokens(letters, extra)
+        before = snapshot(self.small.tree)
+        found = self.small.tree.peek(int32_bytes(tokens), namespace)
+        assert found == len(self.modelled(tokens, namespace)) * self.small.page_size
+        assert snapshot(self.small.tree) == before
+
+    @rule(letters=letters, namespace=namespaces, extra=st.integers(0, 15))
+    def match(self, letters: list[int], namespace: Namespace, extra: int) -> None:
+        self.match_prefix(self.tokens(letters, extra), namespace)
+
+    def match_prefix(self, tokens: Path, namespace: Namespace) -> Match:
+        peeked = self.small.tree.peek(int32_bytes(tokens), namespace)
+        match = self.small.tree.match(int32_bytes(tokens), namespace)
+        known = self.modelled(tokens, namespace)
+        assert match.length == peeked == len(known) * self.small.page_size
+        assert self.small.full.collect(match.node).tolist() == known
+        assert b"".join(reversed([node.key for node in match.node.path()])) == int32_bytes(tokens[: match.length])
+        return match
+
+    @rule(letters=letters, namespace=namespaces)
+    def lock(self, letters: list[int], namespace: Namespace) -> None:
+        tokens = self.tokens(letters)
+        match = self.match_prefix(tokens, namespace)
+        self.small.tree.lock(match.node)
+        self.locked.append((match.node, namespace, tokens[: match.length]))
+
+    @precondition(lambda self: self.locked)
+    @rule(data=st.data())
+    def unlock(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.locked) - 1))
+        self.small.tree.unlock(self.locked.pop(index)[0])
+
+    @rule(shortfall=st.integers(0, 12))
+    def evict(self, shortfall: int) -> None:
+        evictable = self.small.full.evictable
+        free_before = set(self.small.pool.free_pages().tolist())
+        assert self.small.full.evict(shortfall) == min(shortfall, evictable)
+        freed = set(self.small.pool.free_pages().tolist()) - free_before
+        assert len(freed) == min(shortfall, evictable)
+        self.model = {key: page for key, page in self.model.items() if page not in freed}
+        for _, namespace, tokens in self.locked:
+            assert len(self.modelled(tokens, namespace)) * self.small.page_size == len(tokens)
+
+    @invariant()
+    def same_content(self) -> None:
+        """Walking the tree gives the model's entries, each once; so what was evicted was the end of something."""
+        tree, size = self.small.tree, self.small.page_size
+        content: dict[tuple[Namespace, Path], int] = {}
+        for node in tree.nodes():
+            key = b"".join(reversed([ancestor.key for ancestor in node.path()]))
+            tokens = tuple(memoryview(key).cast("i").tolist())
+            pages = self.small.full.held(node).pages
+            for index, page in enumerate(pages.tolist()):
+                content[node.namespace, tokens[: len(tokens) - (len(pages) - 1 - index) * size]] = page
+        assert content == self.model
+        assert all(root.children for root in tree.roots.values()), "an empty root"
+        assert self.small.pool.num_free + len(self.model) == self.small.pool.total
+        locked = {(namespace, prefix) for _, namespace, tokens in self.locked for prefix in self.prefixes(tokens)}
+        assert self.small.full.protected == len(locked)
+        assert self.small.full.evictable == len(self.model) - len(locked)
+
+
+TestAgainstModel = TreeModel.TestCase
+TestAgainstModel.settings = settings(
+    max_examples=120,
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
