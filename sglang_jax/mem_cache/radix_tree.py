@@ -144,7 +144,8 @@ class RadixTree:
     def remove_leaf(self, node: Node) -> None:
         """Takes a childless node out; called by a component once nothing is held there."""
         parent = node.parent
-        assert parent is not None and not node.children
+        assert parent is not None
+        assert not node.children
         del parent.children[node.key[: self.page_bytes]]
         self.num_nodes -= 1
         self._touch(parent)
@@ -153,7 +154,8 @@ class RadixTree:
 
     def trim_leaf(self, node: Node, pages: int) -> None:
         """Shortens a leaf's key to its first `pages` (at least one) pages."""
-        assert pages > 0 and not node.children
+        assert pages > 0
+        assert not node.children
         node.key = node.key[: pages * self.page_bytes]
 
     def nodes(self) -> Iterator[Node]:
@@ -199,7 +201,8 @@ class RadixTree:
     def _split(self, lower: Node, size: int) -> Node:
         """Divides a node after `size` bytes. The node object keeps the lower part, so that locks on it still hold."""
         parent = lower.parent
-        assert parent is not None and 0 < size < len(lower.key)
+        assert parent is not None
+        assert 0 < size < len(lower.key)
         upper = self._new_node(lower.key[:size], parent, lower.namespace)
         upper.created, upper.hits, upper.last_access = lower.created, lower.hits, lower.last_access
         parent.children[upper.key[: self.page_bytes]] = upper
