@@ -20,7 +20,8 @@ RETRY_STEPS = 8
 
 
 class Admission:
-    """Takes requests from the queue in its order and stops at the first that does not fit, so that none starves.
+    """Takes requests from the queue in its order and stops at the first that does not fit, so that none starves. Those
+    that could not fit even alone are refused on the way.
 
     A request whose prompt begins like one that is being computed is passed over until that prefix is in the tree:
     computing it once and waiting a step is cheaper than computing it twice.
@@ -61,7 +62,9 @@ class Admission:
         for request in self._queue.first(self._cache.num_free_rows + MAX_SHARERS_PASSED):
             if not self._cache.num_free_rows:
                 return
-            if self._should_wait(request):
+            if self._cache.pages_for(request.prefill_len) > self._cache.pool.total:
+                self._refuse(request)
+            elif self._should_wait(request):
                 passed += 1
                 if passed == MAX_SHARERS_PASSED:
                     return
@@ -83,8 +86,6 @@ class Admission:
         if needed + (0 if alone else self._reserved_pages(request)) > self._cache.available_pages:
             self._cache.release_kv_cache(record, b"", insert=False)
             request.kv = None
-            if alone:
-                self._refuse(request)
             return False
         self._queue.remove(request)
         request.move_to(RequestState.PREFILL)

@@ -1,0 +1,260 @@
+"""What happens when pages are short."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.scheduling import Bench
+
+from sglang_jax.mem_cache.invariants import check_everything
+from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler.request import Request, RequestState
+from sglang_jax.scheduler.reserve import DECAY_STEPS, RAISE, NewTokenReserve
+from sglang_jax.scheduler.scheduler import Scheduler
+
+GREEDY = {"schedule_conservativeness": 0.01}
+"""Admits with next to no room kept for output, so that shortages come."""
+
+
+def endless(tokens: int, seed: int = 5) -> SamplingParams:
+    return SamplingParams(max_new_tokens=tokens, seed=seed, ignore_eos=True)
+
+
+def prompt(length: int, first: int = 1) -> list[int]:
+    return [first, *((3 * i + first) % 37 + 1 for i in range(length - 1))]
+
+
+def run_checked(bench: Bench) -> None:
+    for _ in range(500):
+        bench.scheduler.step()
+        check_everything(bench.scheduler.cache)
+        if bench.scheduler.idle:
+            return
+    raise AssertionError("not idle")
+
+
+def note_retractions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
+    """(the retracted request, all that had a row) for each retraction."""
+    noted: list[tuple[int, list[int]]] = []
+    retract = Scheduler._retract
+
+    def noting(self: Scheduler, request: Request) -> None:
+        noted.append((request.id, [other.id for other in self.table.requests if other is not None]))
+        retract(self, request)
+
+    monkeypatch.setattr(Scheduler, "_retract", noting)
+    return noted
+
+
+def test_the_newest_goes_back_to_the_head_with_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sent to the tail it may starve; its output thrown away, clients see their stream start over (note 7)."""
+    bench = Bench(pages=8, rows=2, options=GREEDY)
+    noted = note_retractions(monkeypatch)
+    first = bench.add(prompt(8), sampling=endless(16))
+    second = bench.add(prompt(8, first=2), sampling=endless(16))
+    third = bench.add(prompt(3, first=3), sampling=endless(2))
+    while not noted:
+        bench.scheduler.step()
+    assert noted == [(second, [first, second])]
+    head = bench.scheduler.queue.requests()[0]
+    assert (head.id, head.state, head.kv) == (second, RequestState.RETRACTED, None)
+    streamed = bench.channel.streams[second]
+    assert 0 < len(streamed) < 16
+    assert head.prefill_len == 8 + len(streamed)
+    assert bench.scheduler.queue.requests()[1].id == third
+    run_checked(bench)
+    assert list(bench.channel.cached) == [first, second, third], "a request is said to start once"
+    assert [bench.channel.finished[request].num_tokens for request in (first, second, third)] == [16, 16, 2]
+    bench.check_outputs()
+
+
+def test_no_retraction_while_the_step_in_flight_frees_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A healthy request was thrown out though another's end, already on its way, made room (note 34)."""
+    bench = Bench(pages=4, rows=2, options=GREEDY)
+    noted = note_retractions(monkeypatch)
+    ends = bench.add(prompt(4), sampling=endless(5))
+    goes_on = bench.add(prompt(4, first=2), sampling=endless(9))
+    run_checked(bench)
+    assert not noted
+    assert bench.scheduler.cache.num_evicted > 0, "there was a shortage"
+    assert bench.channel.finished[ends].kind == bench.channel.finished[goes_on].kind == "length"
+    bench.check_outputs()
+
+
+def test_what_is_cached_goes_before_anyone_who_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(pages=8, rows=2, options=GREEDY)
+    noted = note_retractions(monkeypatch)
+    bench.add(prompt(16), sampling=endless(1))
+    bench.run()
+    assert bench.scheduler.cache.full.evictable == 4
+    bench.add(prompt(20, first=2), sampling=endless(12))
+    run_checked(bench)
+    assert not noted
+    assert bench.scheduler.cache.num_evicted == 4
+    bench.check_outputs()
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+def test_the_oldest_is_never_retracted_so_that_all_end(reuse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests that take turns throwing each other out never end (note 7)."""
+    bench = Bench(pages=9, rows=6, options=GREEDY | {"disable_radix_cache": not reuse})
+    noted = note_retractions(monkeypatch)
+    for k in range(1, 9):
+        bench.add(prompt(4 + k, first=k), sampling=endless(20))
+    run_checked(bench)
+    assert len(noted) >= 3
+    assert all(victim == max(running) and len(running) > 1 for victim, running in noted)
+    assert {finished.kind for finished in bench.channel.finished.values()} == {"length"}
+    bench.check_outputs()
+    assert bench.scheduler.log.counts.retractions == len(noted)
+
+
+def test_retraction_in_the_middle_of_a_prompt() -> None:
+    bench = Bench(chunk=4)
+    bench.add(prompt(6), sampling=endless(20))
+    victim = bench.add(prompt(30, first=2), sampling=endless(5))
+    for _ in range(5):
+        bench.scheduler.step()
+    bench.scheduler.drain_in_flight()
+    assert bench.scheduler.requests[victim].state is RequestState.PREFILL
+    assert bench.scheduler.retract_newest()
+    check_everything(bench.scheduler.cache)
+    assert bench.scheduler.requests[victim].state is RequestState.RETRACTED
+    run_checked(bench)
+    bench.check_outputs()
+
+
+def test_the_least_urgent_goes_before_the_newest() -> None:
+    bench = Bench(options={"schedule_policy": "priority"})
+    urgent, casual = (bench.add(prompt(4, first=k), sampling=endless(9), priority=2 - k) for k in (0, 1))
+    also_urgent = bench.add(prompt(4, first=2), sampling=endless(9), priority=2)
+    bench.scheduler.step()
+    bench.scheduler.drain_in_flight()
+    gone = []
+    for _ in range(3):
+        before = {r.id for r in bench.scheduler.queue.requests()}
+        assert bench.scheduler.retract_newest()
+        gone += [r.id for r in bench.scheduler.queue.requests() if r.id not in before]
+    assert gone == [casual, also_urgent, urgent]
+    assert not bench.scheduler.retract_newest()
+    run_checked(bench)
+    bench.check_outputs()
+
+
+class TestCapacity:
+    def test_the_last_one_that_cannot_fit_fails_alone(self) -> None:
+        bench = Bench(pages=4, context=64, options=GREEDY)
+        greedy = bench.add(prompt(6), sampling=endless(40))
+        modest = bench.add(prompt(3, first=2), sampling=endless(5))
+        run_checked(bench)
+        finished = bench.channel.finished[greedy]
+        assert finished.kind == "error"
+        assert finished.error is not None
+        assert finished.error.name == "CapacityError"
+        assert finished.error.code == "kv_capacity_exceeded"
+        assert finished.error.message == (
+            "the request needs more than 17 tokens of KV and runs alone, but the pool holds 16; raise max_total_tokens"
+        )
+        assert bench.channel.streams[greedy] == bench.wanted[greedy][: len(bench.channel.streams[greedy])]
+        assert bench.channel.finished[modest].kind == "length"
+        bench.check_outputs()
+
+    def test_filling_the_pool_to_the_last_slot_is_no_shortage(self) -> None:
+        """KV of the last drawn token is never written, so 17 tokens fit into 16 slots (note 3)."""
+        bench = Bench(pages=4, context=64)
+        exact = bench.add(prompt(6), sampling=endless(11))
+        run_checked(bench)
+        assert bench.channel.finished[exact].kind == "length"
+        bench.check_outputs()
+
+    def test_a_prompt_larger_than_the_pool_is_refused_at_once(self) -> None:
+        bench = Bench(pages=4, context=64)
+        large = bench.add(prompt(17), sampling=endless(2))
+        fits = bench.add(prompt(16, first=2), sampling=endless(1))
+        run_checked(bench)
+        finished = bench.channel.finished[large]
+        assert finished.error is not None
+        assert finished.error.name == "CapacityError"
+        assert finished.error.message == "17 tokens do not fit the KV pool of 16; raise max_total_tokens"
+        assert large not in bench.channel.cached
+        assert bench.channel.finished[fits].kind == "length"
+        bench.check_outputs()
+
+    def test_a_prompt_larger_than_the_pool_holds_nobody_up(self) -> None:
+        """At the head of the queue it kept all behind it waiting until everything that ran had ended."""
+        bench = Bench(pages=8, rows=4, context=64)
+        running = bench.add(prompt(4), sampling=endless(12))
+        bench.scheduler.step()
+        large = bench.add(prompt(33, first=2), sampling=endless(2))
+        behind = bench.add(prompt(3, first=3), sampling=endless(2))
+        bench.scheduler.step()
+        assert large in bench.channel.finished
+        assert behind in bench.channel.cached
+        assert running not in bench.channel.finished
+        run_checked(bench)
+        bench.check_outputs()
+
+
+class TestReserve:
+    def test_it_starts_high_and_decays_to_its_floor(self) -> None:
+        """Room kept for all output leaves the pool half empty; none at all means endless retractions (note 36)."""
+        reserve = NewTokenReserve()
+        start = reserve.ratio
+        for _ in range(DECAY_STEPS // 2):
+            reserve.decay()
+        halfway = reserve.ratio
+        for _ in range(DECAY_STEPS):
+            reserve.decay()
+        assert (start, reserve.ratio) == pytest.approx((0.7, 0.1))
+        assert halfway == pytest.approx((start + reserve.ratio) / 2)
+
+    def test_a_retraction_raises_it_up_to_everything(self) -> None:
+        reserve = NewTokenReserve(0.5)
+        assert reserve.ratio == pytest.approx(0.35)
+        reserve.raise_ratio()
+        assert reserve.ratio == pytest.approx(0.35 + RAISE)
+        for _ in range(9):
+            reserve.raise_ratio()
+        assert reserve.ratio == 1.0
+
+    def test_conservativeness_never_keeps_more_than_everything(self) -> None:
+        assert NewTokenReserve(50.0).ratio == 1.0
+
+    def test_steps_decay_it_and_retractions_raise_it(self) -> None:
+        bench = Bench()
+        bench.add(prompt(4), sampling=endless(40))
+        bench.add(prompt(4, first=2), sampling=endless(40))
+        for _ in range(10):
+            bench.scheduler.step()
+        before = bench.scheduler.reserve.ratio
+        assert before < 0.7
+        bench.scheduler.drain_in_flight()
+        before = bench.scheduler.reserve.ratio
+        bench.scheduler.retract_newest()
+        assert bench.scheduler.reserve.ratio == pytest.approx(before + RAISE)
+
+    def test_with_room_kept_nobody_is_retracted(self) -> None:
+        def retractions(conservativeness: float) -> int:
+            bench = Bench(pages=16, rows=8, options={"schedule_conservativeness": conservativeness})
+            for k in range(1, 9):
+                bench.add(prompt(4, first=k), sampling=endless(16))
+            run_checked(bench)
+            bench.check_outputs()
+            return bench.scheduler.log.counts.retractions
+
+        assert retractions(10.0) == 0
+        assert retractions(0.01) > 0
+
+    def test_a_request_that_does_not_fit_beside_others_is_asked_again_later(self) -> None:
+        """A refusal must leave no lock and no row behind, and not be final (note 10)."""
+        bench = Bench(pages=8, rows=4)
+        first = bench.add(prompt(12), sampling=endless(8))
+        bench.scheduler.step()
+        second = bench.add(prompt(12, first=2), sampling=endless(8))
+        third = bench.add(prompt(2, first=3), sampling=endless(2))
+        bench.scheduler.step()
+        check_everything(bench.scheduler.cache)
+        assert len(bench.scheduler.cache.open_rows) == 1
+        assert [request.id for request in bench.scheduler.queue.requests()] == [second, third], "nobody overtakes"
+        run_checked(bench)
+        assert list(bench.channel.finished)[0] == first
+        bench.check_outputs()
