@@ -46,12 +46,17 @@ class WaitingQueue:
             return [request for _, request in self._entries[:count]]
         window = [request for _, request in self._entries[: max(count, LONGEST_PREFIX_WINDOW)]]
         head = window[:LONGEST_PREFIX_WINDOW]
-        head.sort(key=lambda request: (request.state is not RequestState.RETRACTED, -self._cached_prefix(request)))
+        head.sort(key=self._longest_prefix_key)
         return (head + window[LONGEST_PREFIX_WINDOW:])[:count]
 
     def requests(self) -> list[Request]:
         """Everything that waits."""
         return [request for _, request in self._entries]
+
+    def _longest_prefix_key(self, request: Request) -> tuple[int, int]:
+        if request.state is RequestState.RETRACTED:
+            return (0, 0)
+        return (1, -self._cached_prefix(request))
 
     def _key(self, request: Request) -> Key:
         if request.state is RequestState.RETRACTED:

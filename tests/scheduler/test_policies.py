@@ -1,0 +1,114 @@
+"""Who is admitted next."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.scheduling import Bench
+
+from sglang_jax.config import SchedulePolicy
+from sglang_jax.mem_cache.kv_cache import KVCache
+from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler.waiting_queue import LONGEST_PREFIX_WINDOW
+
+PREFIX = [1 + (5 * i) % 37 for i in range(16)]
+
+
+def one_at_a_time(policy: SchedulePolicy) -> Bench:
+    """A single row, so that the order of the first tokens is the order of admission."""
+    return Bench(rows=1, options={"schedule_policy": policy})
+
+
+def sampling(tokens: int = 2) -> SamplingParams:
+    return SamplingParams(max_new_tokens=tokens, seed=1, ignore_eos=True)
+
+
+def order(bench: Bench) -> list[int]:
+    """Requests by the time they started."""
+    return list(bench.channel.cached)
+
+
+def test_first_come_first_served() -> None:
+    bench = one_at_a_time(SchedulePolicy.FCFS)
+    ids = [bench.add([k], sampling=sampling(k), priority=k) for k in (3, 1, 2)]
+    bench.run()
+    assert order(bench) == ids
+
+
+def test_longest_cached_prefix_first_and_ties_by_arrival() -> None:
+    bench = one_at_a_time(SchedulePolicy.LPM)
+    bench.add(PREFIX, sampling=sampling())
+    bench.run()
+    none, four, sixteen, other = (
+        bench.add(tokens, sampling=sampling()) for tokens in ([39, 38], [*PREFIX[:4], 39], [*PREFIX, 39], [38, 38])
+    )
+    bench.run()
+    assert order(bench)[1:] == [sixteen, four, none, other]
+    bench.check_outputs()
+
+
+def test_longest_allowed_output_first() -> None:
+    bench = one_at_a_time(SchedulePolicy.LOF)
+    short, long, medium, also_long = (bench.add([9], sampling=sampling(n)) for n in (2, 9, 5, 9))
+    bench.run()
+    assert order(bench) == [long, also_long, medium, short]
+
+
+def test_highest_priority_first() -> None:
+    bench = one_at_a_time(SchedulePolicy.PRIORITY)
+    low, high, middle, also_high = (bench.add([9], sampling=sampling(), priority=p) for p in (-1, 5, 0, 5))
+    bench.run()
+    assert order(bench) == [high, also_high, middle, low]
+
+
+def test_looking_for_the_longest_prefix_costs_no_more_than_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A match of the whole queue at each step cost more than the step (note 35)."""
+    bench = one_at_a_time(SchedulePolicy.LPM)
+    bench.add(PREFIX, sampling=sampling())
+    bench.run()
+    first = bench.add([39], sampling=sampling())
+    for k in range(300):
+        bench.add([38, k % 37], sampling=sampling())
+    beyond = bench.add([*PREFIX, 39], sampling=sampling())
+    peeks: list[int] = []
+    peek = KVCache.peek
+    monkeypatch.setattr(KVCache, "peek", lambda self, *arguments: peeks.append(1) or peek(self, *arguments))
+    bench.scheduler.step()
+    assert len(peeks) == LONGEST_PREFIX_WINDOW
+    bench.scheduler.step()
+    assert len(peeks) == LONGEST_PREFIX_WINDOW, "nobody can be admitted, so nobody is looked at"
+    bench.run()
+    assert order(bench)[1] == first
+    assert order(bench).index(beyond) < 300, "it came into the window as the queue moved on"
+
+
+@pytest.mark.parametrize("policy", SchedulePolicy)
+def test_a_retracted_request_goes_first_whatever_the_policy(policy: SchedulePolicy) -> None:
+    """Sent to the tail it may starve (note 7)."""
+    bench = one_at_a_time(policy)
+    victim = bench.add([7], sampling=sampling(6), priority=-5)
+    bench.scheduler.step()
+    for k in range(3):
+        bench.add([8, k], sampling=sampling(20), priority=9)
+    bench.scheduler.drain_in_flight()
+    assert bench.scheduler.retract_newest()
+    assert bench.scheduler.queue.requests()[0].id == victim
+    assert bench.scheduler.queue.first(1)[0].id == victim
+    bench.run()
+    assert next(iter(bench.channel.finished)) == victim
+    bench.check_outputs()
+
+
+@pytest.mark.parametrize("policy", SchedulePolicy)
+def test_retracted_requests_come_back_oldest_first(policy: SchedulePolicy) -> None:
+    bench = Bench(rows=2, options={"schedule_policy": policy})
+    bench.add(PREFIX, sampling=sampling())
+    bench.run()
+    older = bench.add([39, 38], sampling=sampling(6))
+    newer = bench.add([*PREFIX, 39], sampling=sampling(6))
+    bench.scheduler.step()
+    bench.scheduler.drain_in_flight()
+    assert bench.scheduler.retract_newest()
+    assert bench.scheduler.retract_newest()
+    assert [request.id for request in bench.scheduler.queue.first(2)] == [older, newer]
+    bench.run()
+    bench.check_outputs()
