@@ -120,7 +120,3 @@ def test_fault_is_caught(plant: Callable[[pytest.MonkeyPatch], None], monkeypatc
     plant(monkeypatch)
     with pytest.raises((OwnershipError, InvariantError, AssertionError, RuntimeError, IndexError)):
         simulate(SCHEDULES, known_fault=True)
-
-
-def test_no_fault_is_seen_without_one() -> None:
-    simulate(SCHEDULES, known_fault=True)
