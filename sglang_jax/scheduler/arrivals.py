@@ -97,5 +97,3 @@ class Arrivals:
         mixed = (self._random_seed + self._count * _GOLDEN) & (2**64 - 1)
         mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
         return (mixed ^ (mixed >> 31)) & _SEED_MASK
-
-

@@ -181,9 +181,7 @@ class Planner:
             query_lens=np.concatenate(
                 (self._ones[: len(decode_rows)], np.array([chunk.length for chunk in chunks], np.int32))
             ),
-            kv_lens=np.concatenate(
-                (decode_lens, np.array([chunk.start + chunk.length for chunk in chunks], np.int32))
-            ),
+            kv_lens=np.concatenate((decode_lens, np.array([chunk.start + chunk.length for chunk in chunks], np.int32))),
             prefill_tokens=np.concatenate(
                 [chunk.request.token_slice(chunk.start, chunk.start + chunk.length) for chunk in chunks]
             ),
