@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -155,10 +155,10 @@ class EngineClient(Protocol):
         """The newest snapshot that the scheduler published."""
         ...
 
-    def generate(self, request: GenerateInput) -> AsyncIterator[GenerateOutput]:
+    def generate(self, request: GenerateInput) -> AsyncGenerator[GenerateOutput, None]:
         """Validates, then yields outputs. Without `stream`, one finished output for each of the n completions.
 
-        Closing the iterator early aborts the request. **Raises** `RequestError` (before the first output for bad
+        Closing the generator early aborts the request. **Raises** `RequestError` (before the first output for bad
         input; `EngineDeadError` at any time).
         """
         ...

@@ -1,0 +1,88 @@
+"""What is loaded for a checkpoint: config, tokenizer, backend, warm-up. The backend runs no model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers.tiny_models import make_tiny_checkpoint
+
+from sglang_jax import Engine, SamplingParams
+from sglang_jax.checkpoint import Checkpoint
+from sglang_jax.config import EngineConfig, ServerConfig
+from sglang_jax.engine import model_core
+from sglang_jax.errors import CheckpointError, ConfigError
+from sglang_jax.runner.fake import FakeRunner, Oracle
+from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec
+
+
+class WarmRunner(FakeRunner):
+    """Counts what is asked of it at the start and at the end."""
+
+    warm_ups = 0
+    closed = 0
+
+    def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
+        WarmRunner.warm_ups += 1
+        for done in range(4):
+            progress(done, 3, f"bucket {done}")
+
+    def close(self) -> None:
+        WarmRunner.closed += 1
+
+
+def create_runner(config: EngineConfig, checkpoint: Checkpoint) -> WarmRunner:
+    pool = PoolSpec(PoolKind.FULL, 9, config.page_size)
+    return WarmRunner(RunnerSpec((pool,), 4, 64, 256, checkpoint.config.vocab_size))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(model_core, "load_backend", lambda config: create_runner)
+    monkeypatch.setattr(WarmRunner, "warm_ups", 0)
+    monkeypatch.setattr(WarmRunner, "closed", 0)
+    return make_tiny_checkpoint(tmp_path)
+
+
+def test_engine_over_a_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Engine(model_path=str(folder), page_size=16) as engine:
+        info = engine.model_info
+        assert (info.model_path, info.architecture) == (str(folder), "llama")
+        assert info.context_length == 8 * 16  # the pool holds less than the runner's rows could
+        ids = engine.encode("hello")
+        output = engine.generate("hello", SamplingParams(max_new_tokens=6, seed=1))
+        assert not isinstance(output, list)
+        wanted = Oracle(info.vocab_size).output(ids, 1, 6, info.eos_token_ids)
+        assert output.output_ids == wanted
+        stopped = wanted[-1] in info.eos_token_ids
+        assert output.text == engine.decode(wanted[:-1] if stopped else wanted)
+        assert engine.state()["backend"] == "fake"
+    assert (WarmRunner.warm_ups, WarmRunner.closed) == (1, 1)
+    assert "3/3" in capsys.readouterr().err
+
+
+def test_warm_up_can_be_left_out(folder: Path) -> None:
+    with Engine(model_path=str(folder), skip_warmup=True):
+        pass
+    assert WarmRunner.warm_ups == 0
+
+
+def test_tokenizer_of_another_folder(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="not-there"):
+        Engine(model_path=str(folder), tokenizer_path=str(tmp_path / "not-there"))
+    assert WarmRunner.closed == WarmRunner.warm_ups
+
+
+def test_chat_template_of_the_server(folder: Path) -> None:
+    config = ServerConfig(model_path=str(folder), chat_template="{{ messages[0].content }}!")
+    assert model_core.load_text_tokenizer(config).render_chat([{"role": "user", "content": "hi"}]) == "hi!"
+
+
+def test_backend_that_refuses_the_options(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(config: EngineConfig) -> object:
+        raise ConfigError("no backend 'jax' is installed")
+
+    monkeypatch.setattr(model_core, "load_backend", refuse)
+    with pytest.raises(ConfigError, match=r"^no backend 'jax' is installed$"):
+        Engine(model_path=str(folder))
