@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_jax.errors import RequestError
-from sglang_jax.runner.plan import Int32, StepResult, TopLogprobs
+from sglang_jax.runner.plan import INVALID_TOKEN, Int32, StepResult, TopLogprobs
 from sglang_jax.scheduler.channel import Channel
 from sglang_jax.scheduler.messages import Finished, Started, StepOutputs, WireError, WireLogprob
 from sglang_jax.scheduler.planner import Planned
@@ -77,12 +77,13 @@ class Publisher:
         self._finished.append(Finished(request_id, "error", None, 0, b"", 0, wire_error(error)))
 
     def logprobs(self, result: StepResult, rows: Int32, picks: Int32) -> None:
-        """Logprobs of the tokens that `rows` `[rows]` drew; `picks` are their indices in the plan."""
+        """Logprobs of the tokens that `rows` `[rows]` drew; `picks` are their indices in the plan. A row without a
+        valid token has none."""
         reported = result.logprobs
         if reported is None:
             return
         counts = self._table.top_logprobs[rows]
-        for index in np.nonzero(counts >= 0)[0].tolist():
+        for index in np.nonzero((counts >= 0) & (result.tokens[picks] != INVALID_TOKEN))[0].tolist():
             pick = int(picks[index])
             entry = _entry(int(result.tokens[pick]), reported, pick, int(counts[index]))
             self._logprobs.append((int(self._table.ids[rows[index]]), entry))
