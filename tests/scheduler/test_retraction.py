@@ -256,5 +256,5 @@ class TestReserve:
         assert len(bench.scheduler.cache.open_rows) == 1
         assert [request.id for request in bench.scheduler.queue.requests()] == [second, third], "nobody overtakes"
         run_checked(bench)
-        assert list(bench.channel.finished)[0] == first
+        assert next(iter(bench.channel.finished)) == first
         bench.check_outputs()
