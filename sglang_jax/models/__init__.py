@@ -1,9 +1,51 @@
 """Decoder-only transformers on flax nnx.
 
-    model = build_model(config, dtype=jnp.bfloat16, attention=AttentionImplementation.XLA, page_size=16)   # shapes only
-    load_weights(model, reader, config, mesh)                # sglang_jax.jax_runner.weights; or initialize_weights
-    kv_caches = allocate(kv_cache_spec(config, dtype, num_pages, page_size), mesh)   # a tuple: one array per layer
-    graph, state = nnx.split(model)
-    hidden, kv_caches = model(batch, kv_caches)              # [T, hidden_size]; donate kv_caches
-    logits = model.logits(hidden)                            # float32 [..., vocab_size]
+model = build_model(config, dtype=jnp.bfloat16, attention=AttentionImplementation.XLA)   # shapes only
+load_weights(model, reader, config, mesh)                # sglang_jax.jax_runner.weights
+kv_caches = allocate(kv_cache_spec(config, jnp.bfloat16, num_pages, page_size), mesh)
+graph, state = nnx.split(model)                          # inside a jitted function: model = nnx.merge(graph, state)
+hidden, kv_caches = model(batch, kv_caches)              # [T, hidden_size]; donate kv_caches
+logits = model.logits(hidden)                            # float32 [T, vocab_size]
 """
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from sglang_jax.checkpoint.model_config import ModelConfig
+from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
+from sglang_jax.layers.platform import PlatformForm
+from sglang_jax.models.kv_cache import KVCaches, KVCacheSpec, allocate, kv_bytes_per_token, kv_cache_spec
+from sglang_jax.models.transformer import Transformer
+
+__all__ = [
+    "AttentionImplementation",
+    "KVCacheSpec",
+    "KVCaches",
+    "Transformer",
+    "allocate",
+    "build_model",
+    "kv_bytes_per_token",
+    "kv_cache_spec",
+]
+
+
+def build_model(
+    config: ModelConfig,
+    *,
+    dtype: jnp.dtype,
+    attention: AttentionImplementation,
+    platform: str | None = None,
+) -> Transformer:
+    """A model whose parameters are shapes until weights are loaded.
+
+    `dtype` is that of weights and activations: bfloat16, or float32 for exact float32 throughout. `platform` (`cpu`,
+    `gpu`, `tpu`; JAX's default unless given) decides the form of some weights.
+
+    **Raises:** `ValueError` for another dtype.
+    """
+    if dtype not in (jnp.bfloat16, jnp.float32):
+        raise ValueError(f"dtype must be bfloat16 or float32, got {jnp.dtype(dtype)}")
+    form = PlatformForm.of(platform or jax.default_backend())
+    return Transformer(config, dtype=jnp.dtype(dtype), attention=attention, form=form)

@@ -1,0 +1,30 @@
+"""The oracle: every token against every slot that its sequence could have, in plain jnp."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from sglang_jax.kernels.kv_storage import gather_kv
+from sglang_jax.kernels.ragged_paged_attention.sequences import Sequences
+
+
+def reference_attention(queries: jax.Array, kv_pages: jax.Array, batch: Sequences, *, scale: float) -> jax.Array:
+    """`ragged_paged_attention`, at the cost of `T` times the page table's columns whatever the lengths."""
+    tokens, heads, head_dim = queries.shape
+    kv_heads = kv_pages.shape[1]
+    places = jnp.arange(tokens)
+    ends = batch.query_starts[1:]
+    real = places < batch.query_starts[-1]
+    sequences = jnp.where(real, jnp.searchsorted(ends, places, side="right"), 0)
+    positions = batch.kv_lens[sequences] - (ends[sequences] - places)
+
+    keys, values = gather_kv(kv_pages, batch.page_table[sequences])  # [T, kv_heads, slots, head_dim]
+    grouped = queries.astype(jnp.float32).reshape(tokens, kv_heads, heads // kv_heads, head_dim)
+    visible = real[:, None] & (jnp.arange(keys.shape[2]) <= positions[:, None])
+    scores = jnp.einsum("thgd,thsd->thgs", grouped, keys, precision=jax.lax.Precision.HIGHEST) * scale
+    scores = jnp.where(visible[:, None, None, :], scores, -jnp.inf)
+    weights = jnp.where(real[:, None, None, None], jax.nn.softmax(scores, axis=-1), 0.0)
+    values = jnp.where(visible[:, None, :, None], values, 0.0)
+    output = jnp.einsum("thgs,thsd->thgd", weights, values, precision=jax.lax.Precision.HIGHEST)
+    return output.reshape(queries.shape).astype(queries.dtype)

@@ -1,0 +1,32 @@
+"""Token embeddings and the matrix that turns hidden states into logits."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from sglang_jax.layers.parameter import matmul, parameter
+from sglang_jax.layers.sharding import Axis
+
+
+class Embedding(nnx.Module):
+    """Rows of a table `[vocab, hidden]`."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, dtype: jnp.dtype) -> None:
+        self.table = parameter([(Axis.VOCABULARY, vocab_size), (Axis.HIDDEN, hidden_size)], dtype)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """int32 `[T]`, all within the vocabulary → `[T, hidden]`."""
+        return self.table[...].at[tokens].get(mode="promise_in_bounds")
+
+
+class Head(nnx.Module):
+    """Logits by a matrix `[hidden, vocab]` of its own."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, dtype: jnp.dtype) -> None:
+        self.kernel = parameter([(Axis.HIDDEN, hidden_size), (Axis.VOCABULARY, vocab_size)], dtype)
+
+    def __call__(self, hidden: jax.Array) -> jax.Array:
+        """`[T, hidden]` → float32 `[T, vocab]`."""
+        return matmul(hidden, self.kernel[...])

@@ -1,0 +1,69 @@
+"""Which axis of an array goes over which axis of the device mesh.
+
+Arrays name their axes by meaning (`Axis`); one table says where each meaning goes. A new way to spread a model is a
+change of the table, and no layer knows the mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+MESH_AXES = ("data", "tensor", "expert")
+
+
+class Axis(StrEnum):
+    """What an axis of a weight or a cache runs over."""
+
+    HIDDEN = "hidden"
+    VOCABULARY = "vocabulary"
+    HEADS = "heads"
+    KV_HEADS = "kv_heads"
+    HEAD_PART = "head_part"
+    HEAD_DIM = "head_dim"
+    GATE_OR_UP = "gate_or_up"
+    INTERMEDIATE = "intermediate"
+    PAGES = "pages"
+    PAGE_OFFSET = "page_offset"
+    KEY_OR_VALUE = "key_or_value"
+
+
+MESH_AXIS: dict[Axis, str | None] = {
+    Axis.HIDDEN: None,
+    Axis.VOCABULARY: "tensor",
+    Axis.HEADS: "tensor",
+    Axis.KV_HEADS: "tensor",
+    Axis.HEAD_PART: None,
+    Axis.HEAD_DIM: None,
+    Axis.GATE_OR_UP: None,
+    Axis.INTERMEDIATE: "tensor",
+    Axis.PAGES: None,
+    Axis.PAGE_OFFSET: None,
+    Axis.KEY_OR_VALUE: None,
+}
+"""Tensor parallelism after Megatron-LM (Shoeybi et al. 2019): each device computes whole heads and a part of the
+feed-forward layer; one sum over devices follows each of the two."""
+
+
+def partition_spec(axes: Sequence[Axis]) -> PartitionSpec:
+    """Where an array of these axes goes, by the table."""
+    return PartitionSpec(*(MESH_AXIS[axis] for axis in axes))
+
+
+def named_sharding(mesh: Mesh, axes: Sequence[Axis]) -> NamedSharding:
+    """`partition_spec` on a mesh."""
+    return NamedSharding(mesh, partition_spec(axes))
+
+
+def make_mesh(devices: Sequence[jax.Device], *, data: int = 1, expert: int = 1) -> Mesh:
+    """A mesh (data, tensor, expert) of all `devices`; what `data` and `expert` leave is tensor parallel.
+
+    **Raises:** `ValueError` if the devices cannot be divided so.
+    """
+    if len(devices) % (data * expert):
+        raise ValueError(f"{len(devices)} devices cannot be divided into data {data} x expert {expert}")
+    return Mesh(np.array(devices).reshape(data, -1, expert), MESH_AXES)

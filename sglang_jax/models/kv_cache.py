@@ -1,0 +1,47 @@
+"""The KV pages of a model: shape, type, placement, size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from sglang_jax.checkpoint.model_config import ModelConfig
+from sglang_jax.layers.platform import PlatformForm
+from sglang_jax.layers.sharding import Axis, named_sharding
+
+KVCaches = tuple[jax.Array, ...]
+"""Pages of each layer, as `kernels.kv_storage` lays them out."""
+
+KV_AXES = (Axis.PAGES, Axis.KV_HEADS, Axis.KEY_OR_VALUE, Axis.PAGE_OFFSET, Axis.HEAD_DIM)
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec:
+    """`shape` of one layer's pages, `[num_pages, kv_heads, 2, page_size, head_dim]`, and the type that holds them."""
+
+    num_layers: int
+    shape: tuple[int, ...]
+    storage: jnp.dtype
+
+
+def kv_cache_spec(
+    config: ModelConfig, dtype: jnp.dtype, num_pages: int, page_size: int, *, platform: str | None = None
+) -> KVCacheSpec:
+    """Pages that hold keys and values of `dtype`; `platform` is JAX's default unless given."""
+    form = PlatformForm.of(platform or jax.default_backend())
+    shape = (num_pages, config.num_kv_heads, 2, page_size, config.head_dim)
+    return KVCacheSpec(config.num_layers, shape, form.kv_storage(dtype))
+
+
+def allocate(spec: KVCacheSpec, mesh: Mesh) -> KVCaches:
+    """Zeroed pages, kv heads spread over the mesh's tensor axis."""
+    sharding = named_sharding(mesh, KV_AXES)
+    return tuple(jnp.zeros(spec.shape, spec.storage, device=sharding) for _ in range(spec.num_layers))
+
+
+def kv_bytes_per_token(config: ModelConfig, dtype: jnp.dtype) -> int:
+    """Bytes that one token takes over all layers and devices."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize

@@ -1,0 +1,76 @@
+"""Llama, Mistral, Qwen2 and Qwen3 (dense): one pre-norm decoder whose differences are all in `ModelConfig`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from sglang_jax.checkpoint.model_config import ModelConfig
+from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
+from sglang_jax.layers.attention import Attention, RotaryTables
+from sglang_jax.layers.batch import ForwardBatch
+from sglang_jax.layers.embedding import Embedding, Head
+from sglang_jax.layers.feed_forward import FeedForward
+from sglang_jax.layers.norm import RMSNorm
+from sglang_jax.layers.parameter import matmul
+from sglang_jax.layers.platform import PlatformForm
+from sglang_jax.layers.rotary import RotaryEmbedding
+from sglang_jax.layers.sharding import Axis
+from sglang_jax.models.kv_cache import KVCaches
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, attention: AttentionImplementation) -> None:
+        self.attention_norm = RMSNorm(Axis.HIDDEN, config.hidden_size, config.rms_norm_eps, dtype)
+        self.attention = Attention(config, dtype=dtype, implementation=attention)
+        self.feed_forward_norm = RMSNorm(Axis.HIDDEN, config.hidden_size, config.rms_norm_eps, dtype)
+        self.feed_forward = FeedForward(config, dtype=dtype)
+
+    def __call__(
+        self, x: jax.Array, residual: jax.Array, batch: ForwardBatch, rotary: RotaryTables, kv_pages: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x `[T, hidden]` is what the layer below has yet to add to the residual stream `[T, hidden]`."""
+        x, residual = self.attention_norm.add(x, residual)
+        x, kv_pages = self.attention(x, batch, rotary, kv_pages)
+        x, residual = self.feed_forward_norm.add(x, residual)
+        return self.feed_forward(x), residual, kv_pages
+
+
+class Transformer(nnx.Module):
+    """The decoder with its embeddings and head.
+
+    Layers are unrolled: a scan over stacked bfloat16 weights copies them all at every step on XLA's CPU backend.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, dtype: jnp.dtype, attention: AttentionImplementation, form: PlatformForm
+    ) -> None:
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype)
+        self.layers = nnx.List(
+            [DecoderLayer(config, dtype=dtype, attention=attention) for _ in range(config.num_layers)]
+        )
+        self.final_norm = RMSNorm(Axis.HIDDEN, config.hidden_size, config.rms_norm_eps, dtype)
+        own_head = form.own_head_for_tied_embeddings or not config.tie_word_embeddings
+        self.head = Head(config.hidden_size, config.vocab_size, dtype) if own_head else None
+        self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position)
+
+    def __call__(self, batch: ForwardBatch, kv_caches: KVCaches) -> tuple[jax.Array, KVCaches]:
+        """Hidden states `[T, hidden]` after the final norm, and the caches with the step's keys and values."""
+        residual = self.embedding(batch.tokens)
+        x = jnp.zeros_like(residual)
+        rotary = self.rotary.tables(batch.positions)
+        written = []
+        for layer, kv_pages in zip(self.layers, kv_caches, strict=True):
+            x, residual, kv_pages = layer(x, residual, batch, rotary, kv_pages)
+            written.append(kv_pages)
+        hidden, _ = self.final_norm.add(x, residual)
+        return hidden, tuple(written)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """float32 `[m, vocab]` of hidden states `[m, hidden]`."""
+        if self.head is not None:
+            return self.head(hidden)
+        return matmul(hidden, self.embedding.table[...].T)
