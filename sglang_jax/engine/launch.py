@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -56,9 +55,8 @@ async def launch_core(
         resources.callback(context.term)
         address = "inproc://core"
         if not in_process:
-            folder = tempfile.mkdtemp(prefix="sglang-jax-")
-            resources.callback(shutil.rmtree, folder, ignore_errors=True)
-            address = f"ipc://{folder}/core"
+            folder = tempfile.TemporaryDirectory(prefix="sglang-jax-", ignore_cleanup_errors=True)
+            address = f"ipc://{resources.enter_context(folder)}/core"
         channel = ClientChannel(context, address)
         resources.callback(channel.close)
         core = CoreThread(config, context, address, load) if in_process else CoreProcess(config, address, load)

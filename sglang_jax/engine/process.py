@@ -8,9 +8,11 @@ import faulthandler
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 from contextlib import ExitStack
+from pathlib import Path
 
 import zmq
 
@@ -109,7 +111,7 @@ def _process_main(config: EngineConfig, address: str, load: CoreLoader, log_leve
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
     logging.basicConfig(level=log_level, format=LOG_FORMAT)
-    threading.Thread(target=_die_with_parent, name="parent-watch", daemon=True).start()
+    threading.Thread(target=_die_with_parent, args=(address,), name="parent-watch", daemon=True).start()
     with ExitStack() as stack:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         stack.callback(context.term)
@@ -117,8 +119,10 @@ def _process_main(config: EngineConfig, address: str, load: CoreLoader, log_leve
     raise SystemExit(0 if well else 1)
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(address: str) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
+    folder = Path(address.removeprefix("ipc://")).parent
+    shutil.rmtree(folder, ignore_errors=True)  # the parent may have had no time to
     os._exit(1)

@@ -202,6 +202,7 @@ def test_child_does_not_outlive_its_parent(ending: str, tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     mode = "wait" if ending == "killed" else "leave"
+    before = wire_folders()
     parent = subprocess.Popen(
         [sys.executable, str(script), json.dumps(sys.path), mode], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
@@ -213,6 +214,7 @@ def test_child_does_not_outlive_its_parent(ending: str, tmp_path: Path) -> None:
             parent.kill()
         parent.wait(20)
         assert wait_until_gone(pid, 5)
+        assert wire_folders() <= before
     finally:
         parent.kill()
         parent.wait()
