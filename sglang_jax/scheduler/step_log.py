@@ -53,8 +53,8 @@ class StepLog:
     def launched(self, planned: Planned) -> None:
         """A step was launched."""
         self.steps += 1
-        if planned.chunks:
-            logger.info("%s", _PrefillLine(self._scheduler, planned))
+        if planned.chunks and logger.isEnabledFor(logging.INFO):
+            self._write_prefill_line(planned)
 
     def finished(self, num_tokens: int) -> None:
         """A step finished; `num_tokens` requests drew a token."""
@@ -62,8 +62,8 @@ class StepLog:
         if num_tokens == 0:
             return
         self._decode_steps += 1
-        if self._decode_steps % self._decode_interval == 0:
-            logger.info("%s", _DecodeLine(self._scheduler, self._decode_steps, self._measure()))
+        if self._decode_steps % self._decode_interval == 0 and logger.isEnabledFor(logging.INFO):
+            self._write_decode_line()
 
     def stats(self, compiles_after_warm_up: int) -> SchedulerStats:
         """A snapshot."""
@@ -95,37 +95,27 @@ class StepLog:
             self._throughput_since, self._throughput_tokens = now, self.counts.generation_tokens
         return self._throughput
 
-
-@dataclass(frozen=True, slots=True)
-class _PrefillLine:
-    """Formatted only if the line is written."""
-
-    scheduler: Scheduler
-    planned: Planned
-
-    def __str__(self) -> str:
-        scheduler, chunks = self.scheduler, self.planned.chunks
-        new_tokens = sum(chunk.length for chunk in chunks)
-        cached = sum(request.cached_tokens or 0 for request in self.planned.newcomers)
-        return (
-            f"Prefill batch, #new-seq: {len(self.planned.newcomers)}, #new-token: {new_tokens}, "
-            f"#cached-token: {cached}, token usage: {scheduler.token_usage:.2f}, "
-            f"#running-req: {scheduler.num_running}, #queue-req: {len(scheduler.queue)}"
+    def _write_prefill_line(self, planned: Planned) -> None:
+        scheduler = self._scheduler
+        logger.info(
+            "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, "
+            "#running-req: %d, #queue-req: %d",
+            len(planned.newcomers),
+            sum(chunk.length for chunk in planned.chunks),
+            sum(request.cached_tokens or 0 for request in planned.newcomers),
+            scheduler.token_usage,
+            scheduler.num_running,
+            len(scheduler.queue),
         )
 
-
-@dataclass(frozen=True, slots=True)
-class _DecodeLine:
-    """Formatted only if the line is written."""
-
-    scheduler: Scheduler
-    decode_steps: int
-    throughput: float
-
-    def __str__(self) -> str:
-        scheduler = self.scheduler
-        return (
-            f"Decode batch, #running-req: {scheduler.num_running}, #token: {scheduler.num_used_tokens}, "
-            f"token usage: {scheduler.token_usage:.2f}, gen throughput (token/s): {self.throughput:.2f}, "
-            f"#queue-req: {len(scheduler.queue)}"
+    def _write_decode_line(self) -> None:
+        scheduler = self._scheduler
+        logger.info(
+            "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, gen throughput (token/s): %.2f, "
+            "#queue-req: %d",
+            scheduler.num_running,
+            scheduler.num_used_tokens,
+            scheduler.token_usage,
+            self._measure(),
+            len(scheduler.queue),
         )

@@ -1,0 +1,108 @@
+"""The lines that operators read, to the letter."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+from helpers.scheduling import Bench
+
+from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler import step_log
+from sglang_jax.scheduler.scheduler import Scheduler
+
+PREFIX = [1 + (7 * i) % 37 for i in range(30)]
+
+
+def endless(tokens: int, seed: int = 5) -> SamplingParams:
+    return SamplingParams(max_new_tokens=tokens, seed=seed, ignore_eos=True)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Time as the log sees it, set by the test."""
+    clock = SimpleNamespace(now=50.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(step_log, "time", clock)
+    return clock
+
+
+def test_prefill_lines(caplog: pytest.LogCaptureFixture) -> None:
+    """Each line tells of its own step, also when a handler formats it later."""
+    caplog.set_level(logging.INFO)
+    bench = Bench(rows=2, chunk=16, budget=32)
+    bench.add(PREFIX[:20], sampling=endless(30))
+    bench.add([*PREFIX[:16], 39, 39], sampling=endless(30))
+    bench.add([38, 38], sampling=endless(2))
+    for _ in range(4):
+        bench.scheduler.step()
+    assert caplog.messages == [
+        "Prefill batch, #new-seq: 1, #new-token: 16, #cached-token: 0, token usage: 0.06, "
+        "#running-req: 1, #queue-req: 2",
+        "Prefill batch, #new-seq: 1, #new-token: 6, #cached-token: 16, token usage: 0.09, "
+        "#running-req: 2, #queue-req: 1",
+    ]
+
+
+def test_decode_lines_come_every_so_many_steps(caplog: pytest.LogCaptureFixture, clock: SimpleNamespace) -> None:
+    caplog.set_level(logging.INFO)
+    bench = Bench(rows=2, options={"decode_log_interval": 10})
+    bench.add(PREFIX[:4], sampling=endless(40))
+    bench.add(PREFIX[1:6], sampling=endless(40))
+    bench.add([38, 38], sampling=endless(2))
+    for _ in range(21):
+        clock.now += 0.1
+        bench.scheduler.step()
+    assert caplog.messages[1:] == [
+        "Decode batch, #running-req: 2, #token: 32, token usage: 0.12, gen throughput (token/s): 18.18, #queue-req: 1",
+        "Decode batch, #running-req: 2, #token: 52, token usage: 0.20, gen throughput (token/s): 20.00, #queue-req: 1",
+    ]
+
+
+def test_throughput_is_averaged_over_a_while_not_over_a_moment(clock: SimpleNamespace) -> None:
+    """Asked twice within a millisecond, the second answer was zero or a million."""
+    bench = Bench()
+    bench.add(PREFIX[:4], sampling=endless(40))
+    for _ in range(11):
+        clock.now += 0.1
+        bench.scheduler.step()
+    first = bench.scheduler.log.stats(0).gen_throughput
+    assert first == pytest.approx(10 / 1.1)
+    clock.now += 0.001
+    assert bench.scheduler.log.stats(0).gen_throughput == first
+    clock.now += 10.0
+    assert bench.scheduler.log.stats(0).gen_throughput == 0.0
+
+
+def test_for_a_line_that_is_not_written_no_figure_is_gathered(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(Scheduler, "token_usage", property(lambda self: pytest.fail("gathered")))
+    bench = Bench(options={"decode_log_interval": 1})
+    bench.add(PREFIX[:4], sampling=endless(4))
+    bench.run()
+    assert not caplog.messages
+
+
+def test_counters_count_each_request_once() -> None:
+    bench = Bench(chunk=8)
+    bench.add(PREFIX[:20], sampling=endless(6))
+    bench.run()
+    aborted = bench.add([38, 38], sampling=endless(50))
+    bench.add([*PREFIX[:20], 39], sampling=endless(6))
+    for _ in range(4):
+        bench.scheduler.step()
+    bench.scheduler.drain_in_flight()
+    bench.scheduler.retract_newest()
+    bench.scheduler.step()
+    bench.scheduler.abort(aborted)
+    bench.run()
+    stats = bench.scheduler.log.stats(3)
+    assert (stats.prompt_tokens, stats.cached_tokens) == (20 + 2 + 21, 20)
+    assert stats.cache_hit_rate == 20 / 43
+    assert (stats.num_finished, stats.num_aborted, stats.num_retractions) == (3, 1, 1)
+    assert stats.generation_tokens == sum(finished.num_tokens for finished in bench.channel.finished.values())
+    assert (stats.num_running, stats.num_waiting, stats.num_used_tokens, stats.token_usage) == (0, 0, 0, 0.0)
+    assert (stats.max_total_tokens, stats.compiles_after_warm_up) == (256, 3)
