@@ -1,0 +1,263 @@
+"""The loop: asleep when idle, awake while there is work, gone when told."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+from helpers.scheduling import EOS, Bench, RecordingChannel
+
+from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler import loop as loop_module
+from sglang_jax.scheduler.loop import STATS_SECONDS, SchedulerLoop
+from sglang_jax.scheduler.messages import (
+    AbortRequest,
+    FlushCache,
+    GetState,
+    Inbound,
+    NewRequest,
+    Reply,
+    SchedulerStats,
+    Shutdown,
+    StopRequest,
+)
+
+PROMPT = bytes([5, 0, 0, 0, 6, 0, 0, 0, 7, 0, 0, 0])
+
+
+def new(request_id: int, tokens: int = 4) -> NewRequest:
+    sampling = SamplingParams(max_new_tokens=tokens, seed=1, ignore_eos=True)
+    return NewRequest(id=request_id, token_ids=PROMPT, sampling=sampling, stream=True)
+
+
+class ScriptedChannel(RecordingChannel):
+    """Hands in a batch of the script for each time the loop would sleep, and asserts that it sleeps exactly when
+    there is nothing to do. With the script at its end, the loop is told to shut down."""
+
+    def __init__(self, *script: list[Inbound]) -> None:
+        super().__init__()
+        self.script = list(script)
+        self.must_sleep: Callable[[], bool] = lambda: True
+        self.sleeps = 0
+        self.polls = 0
+
+    def receive(self, block: bool) -> list[Inbound]:
+        assert block == self.must_sleep(), "asleep with work to do, or spinning without"
+        self.polls += not block
+        if block:
+            self.sleeps += 1
+            return self.script.pop(0) if self.script else [Shutdown()]
+        messages, self.inbox = self.inbox, []
+        return messages
+
+    @property
+    def replies(self) -> list[Reply]:
+        return [message for message in self.messages if isinstance(message, Reply)]
+
+    @property
+    def all_stats(self) -> list[SchedulerStats]:
+        return [message for message in self.messages if isinstance(message, SchedulerStats)]
+
+
+def make_loop(channel: ScriptedChannel, **sizes: object) -> SchedulerLoop:
+    bench = Bench(scribble=False, **sizes)
+    loop = SchedulerLoop(bench.runner, (EOS,), bench.config, channel)
+    channel.must_sleep = lambda: loop.scheduler.idle
+    return loop
+
+
+def test_asleep_exactly_when_idle() -> None:
+    """Idle spinning takes a core from the device's own host work."""
+    channel = ScriptedChannel([new(1)], [new(2, 9), new(3)], [AbortRequest(77)])
+    make_loop(channel).run()
+    assert channel.sleeps == 4
+    assert set(channel.finished) == {1, 2, 3}
+
+
+def test_messages_are_served_while_steps_run() -> None:
+    channel = ScriptedChannel([new(1, 40)])
+    loop = make_loop(channel)
+    loop.turn()
+    channel.inbox = [new(2, 3)]
+    while 2 not in channel.finished:
+        loop.turn()
+    assert 1 not in channel.finished
+    channel.inbox = [AbortRequest(1)]
+    loop.turn()
+    assert channel.finished[1].kind == "abort"
+
+
+def test_a_refusal_is_published_though_the_loop_goes_back_to_sleep() -> None:
+    channel = ScriptedChannel([NewRequest(id=1, token_ids=b"", sampling=SamplingParams())])
+    loop = make_loop(channel)
+    loop.turn()
+    assert channel.finished[1].kind == "error"
+    assert loop.scheduler.idle
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_shutdown_drains_or_stops_at_once(drain: bool) -> None:
+    channel = ScriptedChannel([new(1, 20), new(2, 5)])
+    loop = make_loop(channel)
+    for _ in range(3):
+        loop.turn()
+    channel.inbox = [Shutdown(drain)]
+    loop.run()
+    assert set(channel.finished) == ({1, 2} if drain else set())
+    assert len(channel.streams[1]) == (20 if drain else 2)
+    assert loop.scheduler.idle == drain
+
+
+def test_a_second_shutdown_ends_the_drain() -> None:
+    channel = ScriptedChannel([new(1, 100)])
+    loop = make_loop(channel)
+    loop.turn()
+    channel.inbox = [Shutdown()]
+    for _ in range(5):
+        loop.turn()
+    channel.inbox = [Shutdown(drain=False)]
+    loop.run()
+    assert 1 not in channel.finished
+
+
+def test_an_abort_is_heard_while_draining() -> None:
+    channel = ScriptedChannel([new(1, 100)])
+    loop = make_loop(channel)
+    loop.turn()
+    channel.inbox = [Shutdown()]
+    loop.turn()
+    channel.inbox = [AbortRequest(1)]
+    loop.run()
+    assert channel.finished[1].kind == "abort"
+
+
+def test_a_shutdown_of_an_idle_loop_ends_it_within_the_turn() -> None:
+    channel = ScriptedChannel([Shutdown()])
+    make_loop(channel).run()
+    assert channel.sleeps == 1
+    assert channel.polls == 0
+
+
+def test_flush_cache_is_answered() -> None:
+    channel = ScriptedChannel([new(1)], [FlushCache(5)], [new(2, 50)])
+    loop = make_loop(channel)
+    while not channel.replies:
+        loop.turn()
+    assert channel.replies == [Reply(5, True, "")]
+    assert loop.scheduler.cache.pool.num_free == 64
+    loop.turn()
+    channel.inbox = [FlushCache(6)]
+    loop.turn()
+    assert channel.replies[1] == Reply(6, False, "1 requests run or wait")
+
+
+def test_get_state_is_answered_with_figures_of_scheduler_and_runner() -> None:
+    channel = ScriptedChannel([new(1), new(2)], [GetState(9)])
+    loop = make_loop(channel)
+    while not channel.replies:
+        loop.turn()
+    (reply,) = channel.replies
+    assert (reply.call, reply.ok, reply.message) == (9, True, "")
+    figures = {
+        "backend": "fake",
+        "device": "none",
+        "max_total_tokens": 256,
+        "num_finished": 2,
+        "num_running": 0,
+        "num_waiting": 0,
+        "prompt_tokens": 6,
+        "generation_tokens": 8,
+        "num_used_tokens": 0,
+        "token_usage": 0.0,
+        "cache_hit_rate": 0.0,
+        "compiles_after_warm_up": 0,
+        "weight_bytes": 0,
+        "kv_bytes": 0,
+        "compiled_programs": 0,
+    }
+    assert figures.items() <= reply.state.items()
+
+
+def test_every_kind_of_message_has_its_case() -> None:
+    """A kind that the scheduler did not know killed it (note 39)."""
+    served: dict[type[object], Inbound] = {
+        NewRequest: new(1),
+        AbortRequest: AbortRequest(1),
+        StopRequest: StopRequest(1),
+        FlushCache: FlushCache(1),
+        GetState: GetState(1),
+        Shutdown: Shutdown(),
+    }
+    assert set(served) == set(typing.get_args(Inbound))
+    for kind, effect in {
+        NewRequest: lambda loop, channel: 1 in loop.scheduler.requests,
+        AbortRequest: lambda loop, channel: channel.finished[1].kind == "abort",
+        StopRequest: lambda loop, channel: not loop.scheduler.requests and not channel.finished,
+        FlushCache: lambda loop, channel: not channel.replies[0].ok,
+        GetState: lambda loop, channel: channel.replies[0].ok,
+        Shutdown: lambda loop, channel: loop._draining,
+    }.items():
+        channel = ScriptedChannel([new(1)])
+        loop = make_loop(channel)
+        if kind is not NewRequest:
+            loop.turn()
+            channel.inbox = [served[kind]]
+        loop.turn()
+        assert effect(loop, channel), kind
+
+
+class TestStats:
+    @pytest.fixture
+    def clock(self, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+        """Time as the loop sees it, set by the test."""
+        clock = SimpleNamespace(now=1000.0)
+        clock.monotonic = lambda: clock.now
+        monkeypatch.setattr(loop_module, "time", clock)
+        return clock
+
+    def test_a_few_times_a_second_while_busy(self, clock: SimpleNamespace) -> None:
+        """A snapshot for each step costs as much as the step."""
+        channel = ScriptedChannel([new(1, 100)])
+        loop = make_loop(channel)
+        loop.turn()
+        assert len(channel.all_stats) == 1
+        for _ in range(9):
+            clock.now += STATS_SECONDS / 10
+            loop.turn()
+        assert len(channel.all_stats) == 1
+        clock.now += STATS_SECONDS / 5
+        loop.turn()
+        assert len(channel.all_stats) == 2
+        assert channel.stats.num_running == 1
+        assert channel.stats.steps == 11
+        assert channel.stats.generation_tokens == 10
+
+    def test_whenever_it_goes_idle(self, clock: SimpleNamespace) -> None:
+        """Otherwise the last snapshot for hours is one of a busy engine."""
+        channel = ScriptedChannel([new(1, 3)])
+        loop = make_loop(channel)
+        while not channel.all_stats or not loop.scheduler.idle:
+            loop.turn()
+        assert channel.stats.num_running == 0
+        assert channel.stats.num_used_tokens == 0
+        assert channel.stats.num_finished == 1
+        assert len(channel.all_stats) == 2
+
+
+def test_what_the_runner_raises_ends_the_loop() -> None:
+    """An engine without its device must not go on as if nothing had happened."""
+
+    class Broken(Exception):
+        pass
+
+    channel = ScriptedChannel([new(1)])
+    loop = make_loop(channel)
+
+    def launch(plan: object) -> typing.NoReturn:
+        raise Broken
+
+    loop._runner.launch = launch
+    with pytest.raises(Broken):
+        loop.run()
