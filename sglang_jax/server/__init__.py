@@ -1,0 +1,1 @@
+"""HTTP: OpenAI's routes, the native routes, metrics. Speaks to the engine only."""

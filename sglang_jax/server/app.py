@@ -1,0 +1,43 @@
+"""The application: all routes over one engine."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from sglang_jax.config import ServerConfig
+from sglang_jax.engine.types import EngineClient
+from sglang_jax.server import management
+from sglang_jax.server.auth import ApiKeyMiddleware
+from sglang_jax.server.context import ServerContext
+from sglang_jax.server.errors import install_error_handlers
+from sglang_jax.server.metrics import ServerMetrics, metrics_router
+from sglang_jax.server.models import models_router
+from sglang_jax.server.native import native_router
+from sglang_jax.server.openai_chat import chat_router
+from sglang_jax.server.openai_completions import completions_router
+
+
+def create_context(client: EngineClient, config: ServerConfig) -> ServerContext:
+    return ServerContext(client, config, ServerMetrics(client, config.model_name))
+
+
+def create_app(context: ServerContext) -> FastAPI:
+    """An ASGI application that serves the context's engine. It must run on the event loop that the engine client
+    runs on."""
+    app = FastAPI(title="sglang-jax")
+    install_error_handlers(app)
+    for router in (
+        native_router(context),
+        completions_router(context),
+        chat_router(context),
+        models_router(context),
+        management.health_router(context),
+        management.information_router(context),
+        management.control_router(context),
+        management.tokenizer_router(context),
+        metrics_router(context.metrics),
+    ):
+        app.include_router(router)
+    if context.config.api_key is not None:
+        app.add_middleware(ApiKeyMiddleware, api_key=context.config.api_key)
+    return app

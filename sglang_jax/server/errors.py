@@ -1,0 +1,157 @@
+"""How errors are said over HTTP: always `{"error": {"message", "type", "param", "code"}}`, OpenAI's error object."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from sglang_jax.errors import ParameterError, RequestError
+
+logger = logging.getLogger(__name__)
+
+CLIENT_CLOSED_REQUEST = 499
+"""Status recorded for a client that left (nginx's number); nobody reads it."""
+
+RETRY_AFTER_SECONDS = 1
+SHOWN_VALUE_LENGTH = 100
+
+TYPES_BY_STATUS = {401: "authentication_error", 503: "service_unavailable"}
+
+
+class MalformedRequestError(RequestError):
+    """The body is not what the route reads."""
+
+    code = "malformed_request"
+
+
+class MediaTypeError(RequestError):
+    """The body is announced as something other than JSON."""
+
+    status = 415
+    code = "unsupported_media_type"
+
+
+class UnsupportedParameterError(RequestError):
+    """A field asks for something that this server does not do. Ignoring it would be a lie."""
+
+    code = "unsupported_parameter"
+
+
+class AuthenticationError(RequestError):
+    """The API key is missing or wrong."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class ShuttingDownError(RequestError):
+    """The server was told to stop: requests in flight finish, new ones are refused."""
+
+    status = 503
+    code = "shutting_down"
+
+
+class UnavailableError(RequestError):
+    """A health check failed: the engine is gone or does not answer."""
+
+    status = 503
+    code = "unavailable"
+
+
+def error_body(error: RequestError) -> dict[str, dict[str, str | None]]:
+    """OpenAI's error object; what a stream sends as its last event when it fails midway."""
+    kind = TYPES_BY_STATUS.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+
+
+def error_response(error: RequestError) -> Response:
+    headers: dict[str, str] = {}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if error.status == 503:
+        headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
+    return Response(msgspec.json.encode(error_body(error)), error.status, headers, "application/json")
+
+
+def shown(value: object) -> str:
+    """A value as an error message shows it: its repr, cut where it gets long."""
+    if isinstance(value, (str, list)) and len(value) > SHOWN_VALUE_LENGTH:
+        return f"{value[: SHOWN_VALUE_LENGTH // 2]!r:.{SHOWN_VALUE_LENGTH}}... ({len(value)} long)"
+    text = repr(value)
+    return text if len(text) <= SHOWN_VALUE_LENGTH else text[:SHOWN_VALUE_LENGTH] + "..."
+
+
+def field_path(location: Sequence[int | str]) -> str:
+    """`messages[0].content` for pydantic's ("body", "messages", 0, "content"); names in <> are union branches."""
+    path = ""
+    for part in location[1:]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif not part.startswith(("<", "[")):
+            path += f".{part}" if path else part
+    return path
+
+
+def validation_error(errors: Sequence[Mapping[str, Any]], content_type: str | None) -> RequestError:
+    """The first of pydantic's complaints, as a sentence with the field, what was expected and what came."""
+    first = errors[0]
+    path, value = field_path(first["loc"]), first["input"]
+    if first["type"] == "json_invalid":
+        return MalformedRequestError(
+            f"the body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}",
+            code="malformed_json",
+        )
+    if isinstance(value, bytes):
+        return MediaTypeError(f"the body must be sent as Content-Type: application/json, got {content_type!r}")
+    if first["type"] == "missing":
+        return ParameterError(f"{path or 'a JSON body'} is required", param=path or None, code="missing_field")
+    if not path:
+        return MalformedRequestError(f"the body must be a JSON object, got {shown(value)}")
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    return ParameterError(f"{path}: {first['msg']}, got {shown(value)}{more}", param=path)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Every way in which a request can fail ends in OpenAI's error object."""
+
+    async def refused(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestError)
+        return error_response(error)
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return error_response(validation_error(error.errors(), request.headers.get("content-type")))
+
+    async def http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        reasons = {
+            404: ("not_found", f"there is no route {request.method} {request.url.path}"),
+            405: ("method_not_allowed", f"{request.url.path} does not answer {request.method}"),
+        }
+        code, message = reasons.get(error.status_code, ("invalid_request", error.detail))
+        refusal = RequestError(message, code=code)
+        refusal.status = error.status_code
+        response = error_response(refusal)
+        response.headers.update(error.headers or {})
+        return response
+
+    async def left(_: Request, __: Exception) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    async def broken(_: Request, error: Exception) -> Response:
+        refusal = RequestError(f"the server failed ({type(error).__name__}); its log says more", code="internal_error")
+        refusal.status = 500
+        return error_response(refusal)
+
+    app.add_exception_handler(RequestError, refused)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(ClientDisconnect, left)
+    app.add_exception_handler(Exception, broken)

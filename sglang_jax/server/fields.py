@@ -1,0 +1,128 @@
+"""Building blocks of request bodies: strict types, one-or-many values, and what happens to unknown fields."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from sglang_jax.server.errors import UnsupportedParameterError, shown
+
+MAX_STOP_STRINGS = 16
+"""Most stop strings of one request (OpenAI allows 4)."""
+
+IGNORED_FIELDS = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "safety_identifier",
+        "service_tier",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "parallel_tool_calls",
+    }
+)
+"""Fields that describe the caller, or tools that no request can have: they cannot change the output."""
+
+NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
+    "best_of": (1,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "reasoning_effort": ("none",),
+    "length_penalty": (1, 1.0),
+    "add_generation_prompt": (True,),
+    "spaces_between_special_tokens": (True,),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "detokenize": (True,),
+}
+"""Values that ask for what this server does anyway, of fields that it otherwise refuses."""
+
+
+class Body(BaseModel):
+    """A JSON object with strict types ("5" is no integer, NaN no number).
+
+    A field that the model does not have is accepted only if it cannot change the output: it is in `IGNORED_FIELDS`, it
+    asks for nothing (null, false, or empty), or it asks for what is done anyway (`NEUTRAL_VALUES`). Load generators
+    and client libraries send many of those. Anything else is refused with the field's name.
+
+    **Raises:** `UnsupportedParameterError`, which pydantic passes through.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True, protected_namespaces=())
+
+    passes_unknown_fields: ClassVar[bool] = False
+
+    @model_validator(mode="after")
+    def _refuse_unknown_fields(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            if self.passes_unknown_fields or name in IGNORED_FIELDS or asks_for_nothing(value):
+                continue
+            if any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL_VALUES.get(name, ())):
+                continue
+            raise UnsupportedParameterError(
+                f"{name} is not supported by this server and ignoring it could change the output; "
+                f"leave it out (got {shown(value)})",
+                param=name,
+            )
+        return self
+
+
+def asks_for_nothing(value: object) -> bool:
+    """True for null, false, and the empty text, list and object."""
+    return value is None or value is False or (isinstance(value, (str, list, dict)) and not value)
+
+
+def _one_or_many(value: object) -> str:
+    return "<many>" if isinstance(value, list) else "<one>"
+
+
+def _prompt_shape(value: object) -> str:
+    match value:
+        case [str(), *_]:
+            return "<texts>"
+        case [list(), *_]:
+            return "<id lists>"
+        case list():
+            return "<ids>"
+    return "<text>"
+
+
+Item = TypeVar("Item")
+
+OneOrMany = Annotated[
+    Annotated[Item, Tag("<one>")] | Annotated[list[Item], Tag("<many>")],
+    Discriminator(_one_or_many),
+]
+"""A value, or a list of them. The branch is chosen by looking for a list, so that an error speaks of one branch."""
+
+Prompt = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[str], Tag("<texts>")]
+    | Annotated[list[int], Tag("<ids>")]
+    | Annotated[list[list[int]], Tag("<id lists>")],
+    Discriminator(_prompt_shape),
+]
+"""OpenAI's completion prompt: a text, texts, token ids, or lists of token ids."""
+
+TokenIds = Annotated[
+    Annotated[list[int], Tag("<ids>")] | Annotated[list[list[int]], Tag("<id lists>")],
+    Discriminator(lambda value: "<id lists>" if _prompt_shape(value) == "<id lists>" else "<ids>"),
+]
+"""One list of token ids, or several."""
+
+TokenId = Annotated[int, Field(strict=False)]
+"""A token id as key of a JSON object, where it can only be a string of digits."""
+
+Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+
+
+def as_list(value: Item | list[Item] | None) -> list[Item]:
+    """The values of a `OneOrMany` field; none for null."""
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]

@@ -1,0 +1,170 @@
+"""Health, what is served and how, and the handles that operators and load generators use."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import APIRouter
+
+from sglang_jax.engine.types import GenerateInput
+from sglang_jax.errors import ParameterError, RequestError
+from sglang_jax.sampling import SamplingParams
+from sglang_jax.server.context import ServerContext, new_id
+from sglang_jax.server.errors import ShuttingDownError, UnavailableError
+from sglang_jax.server.fields import Body, OneOrMany, TokenIds, as_list
+
+HEALTH_SECONDS = 20.0
+"""How long `/health_generate` waits for its token."""
+
+
+class CacheBusyError(RequestError):
+    """The prefix cache cannot be emptied while requests run or wait."""
+
+    code = "engine_busy"
+
+
+class AbortBody(Body):
+    """`POST /abort_request`."""
+
+    rid: str | None = None
+    abort_all: bool | None = None
+
+
+class TokenizeBody(Body):
+    """`POST /tokenize`."""
+
+    model: str | None = None
+    prompt: OneOrMany[str]
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: TokenIds
+    skip_special_tokens: bool | None = None
+
+
+def health_router(context: ServerContext) -> APIRouter:
+    router = APIRouter()
+
+    def check() -> None:
+        if not context.client.alive:
+            raise UnavailableError("the engine is gone; restart the server")
+        if context.draining:
+            raise ShuttingDownError("the server is shutting down")
+
+    @router.get("/health")
+    async def health() -> dict[str, str]:
+        """200 while the engine lives and new requests are taken, else 503."""
+        check()
+        return {"status": "ok"}
+
+    @router.get("/health_generate")
+    async def health_generate() -> dict[str, str]:
+        """200 if the engine generates one token within `HEALTH_SECONDS`, else 503."""
+        check()
+        prompt = GenerateInput(
+            prompt=[context.client.model_info.bos_token_id or 0],
+            sampling=SamplingParams(max_new_tokens=1, temperature=0.0),
+            request_id=new_id("health"),
+        )
+        try:
+            await asyncio.wait_for(context.collect(prompt.request_id or "", [prompt]), HEALTH_SECONDS)
+        except TimeoutError as error:
+            raise UnavailableError(f"the engine gave no token within {HEALTH_SECONDS:g} s") from error
+        except RequestError as error:
+            raise UnavailableError(f"the engine cannot generate: {error.message}", code=error.code) from error
+        return {"status": "ok"}
+
+    return router
+
+
+def information_router(context: ServerContext) -> APIRouter:
+    router = APIRouter()
+    config = context.config
+
+    @router.get("/get_model_info")
+    @router.get("/model_info")
+    async def model_info() -> dict[str, Any]:
+        """What is known of the model."""
+        info = asdict(context.client.model_info)
+        return {
+            **info,
+            "served_model_name": config.model_name,
+            "tokenizer_path": config.tokenizer_path or config.model_path,
+            "is_generation": True,
+        }
+
+    @router.get("/get_server_info")
+    @router.get("/server_info")
+    async def server_info() -> dict[str, Any]:
+        """Every option but the API key, and the figures of the scheduler and the runner."""
+        state = await context.client.state()
+        options = config.model_dump(mode="json", exclude={"api_key"})
+        return {**options, "version": version("sglang-jax"), "internal_states": [state]}
+
+    return router
+
+
+def control_router(context: ServerContext) -> APIRouter:
+    router = APIRouter()
+
+    @router.api_route("/flush_cache", methods=["GET", "POST"])
+    async def flush_cache() -> dict[str, object]:
+        """Empties the prefix cache; 400, and nothing is done, while requests run or wait."""
+        if not await context.client.flush_cache():
+            raise CacheBusyError("the prefix cache cannot be emptied while requests run or wait; try again when idle")
+        return {"success": True, "message": "the prefix cache is empty"}
+
+    @router.post("/abort_request")
+    async def abort_request(body: AbortBody) -> dict[str, object]:
+        """Ends the request with this id wherever it is, or all; ids that are not known are no error."""
+        if body.abort_all:
+            context.client.abort_all()
+        elif body.rid:
+            context.abort(body.rid)
+        else:
+            raise ParameterError("one of rid and abort_all must be given", param="rid")
+        return {"success": True}
+
+    return router
+
+
+def tokenizer_router(context: ServerContext) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/tokenize")
+    def tokenize(body: TokenizeBody) -> dict[str, object]:
+        """Token ids of a text, or of each of several. Runs in a worker thread."""
+        context.check_model(body.model)
+        special = body.add_special_tokens is not False
+        ids = [context.client.tokenizer.encode(text, add_special_tokens=special) for text in as_list(body.prompt)]
+        single = isinstance(body.prompt, str)
+        return {
+            "tokens": ids[0] if single else ids,
+            "count": len(ids[0]) if single else [len(one) for one in ids],
+            "max_model_len": context.client.model_info.context_length,
+        }
+
+    @router.post("/detokenize")
+    def detokenize(body: DetokenizeBody) -> dict[str, object]:
+        """The text of token ids, or of each of several lists. Runs in a worker thread."""
+        context.check_model(body.model)
+        skip = body.skip_special_tokens is not False
+        nested = [ids for ids in body.tokens if isinstance(ids, list)]
+        lists = nested or [[token for token in body.tokens if isinstance(token, int)]]
+        vocab_size = context.client.model_info.vocab_size
+        for token in (token for ids in lists for token in ids):
+            if not 0 <= token < vocab_size:
+                raise ParameterError(
+                    f"tokens holds {token}, the vocabulary goes from 0 to {vocab_size - 1}", param="tokens"
+                )
+        texts = [context.client.tokenizer.decode(ids, skip_special_tokens=skip) for ids in lists]
+        return {"text": texts if nested else texts[0]}
+
+    return router

@@ -1,0 +1,132 @@
+"""Prometheus metrics, under SGLang's names so that existing dashboards read them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from sglang_jax.engine.types import EngineClient
+
+LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.2, 0.4, 0.6, 1, 2, 4, 6, 10, 20, 40, 60, 100, 200, 400)
+TOKEN_LATENCY_BUCKETS = (0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.1, 0.2, 0.4, 0.8, 2, 5)
+"""Upper bounds of the histograms, in seconds."""
+
+
+class SchedulerCollector(Collector):
+    """Reads the scheduler's newest snapshot when somebody scrapes; costs nothing in between."""
+
+    def __init__(self, client: EngineClient, model_name: str) -> None:
+        self._client = client
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        """One family for each figure."""
+        stats = self._client.stats
+        gauges: dict[str, tuple[float, str]] = {
+            "num_running_reqs": (stats.num_running, "Requests that hold a row."),
+            "num_queue_reqs": (stats.num_waiting, "Requests that wait for one."),
+            "num_used_tokens": (stats.num_used_tokens, "KV tokens that are neither free nor evictable."),
+            "max_total_num_tokens": (stats.max_total_tokens, "KV tokens in the pool."),
+            "token_usage": (stats.token_usage, "Used share of the KV pool."),
+            "gen_throughput": (stats.gen_throughput, "Output tokens per second."),
+            "cache_hit_rate": (stats.cache_hit_rate, "Share of prompt tokens found in the prefix cache."),
+            "engine_alive": (float(self._client.alive), "1 while the engine process runs."),
+        }
+        counters: dict[str, tuple[int, str]] = {
+            "prompt_tokens": (stats.prompt_tokens, "Prompt tokens of requests that got a row."),
+            "generation_tokens": (stats.generation_tokens, "Output tokens."),
+            "cached_tokens": (stats.cached_tokens, "Prompt tokens found in the prefix cache."),
+            "num_aborted_requests": (stats.num_aborted, "Requests aborted, by their clients or by /abort_request."),
+            "num_retractions": (stats.num_retractions, "Times that a running request gave back its KV."),
+            "num_evicted_pages": (stats.num_evicted_pages, "Pages of cached prefixes given up for lack of room."),
+            "compiles_after_warm_up": (stats.compiles_after_warm_up, "Programs compiled while serving."),
+        }
+        for name, (value, text) in gauges.items():
+            gauge = GaugeMetricFamily(f"sglang:{name}", text, labels=["model_name"])
+            gauge.add_metric([self._model_name], value)
+            yield gauge
+        for name, (value, text) in counters.items():
+            counter = CounterMetricFamily(f"sglang:{name}", text, labels=["model_name"])
+            counter.add_metric([self._model_name], value)
+            yield counter
+
+
+class ServerMetrics:
+    """The server's own figures, and the scheduler's, in one registry."""
+
+    def __init__(self, client: EngineClient, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(SchedulerCollector(client, model_name))
+        self._num_requests = self._counter(
+            "num_requests", "Prompts answered: each prompt of a batch counts, all its completions are one.", model_name
+        )
+        self._first_token = self._histogram(
+            "time_to_first_token_seconds", "Of streamed completions.", LATENCY_BUCKETS, model_name
+        )
+        self._inter_token = self._histogram(
+            "inter_token_latency_seconds", "Between tokens of streamed completions.", TOKEN_LATENCY_BUCKETS, model_name
+        )
+        self._end_to_end = self._histogram(
+            "e2e_request_latency_seconds", "From the request to the end of a completion.", LATENCY_BUCKETS, model_name
+        )
+
+    @contextmanager
+    def request(self, *, stream: bool) -> Iterator[RequestTiming]:
+        """Times one prompt; it counts as answered unless it fails or its client leaves."""
+        yield RequestTiming(self._first_token, self._inter_token, self._end_to_end, stream=stream)
+        self._num_requests.inc()
+
+    def _counter(self, name: str, text: str, model_name: str) -> Counter:
+        return Counter(f"sglang:{name}", text, ["model_name"], registry=self.registry).labels(model_name)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], model_name: str) -> Histogram:
+        family = Histogram(f"sglang:{name}", text, ["model_name"], registry=self.registry, buckets=buckets)
+        return family.labels(model_name)
+
+
+class RequestTiming:
+    """The clock of one prompt's completions.
+
+    When the tokens of a completion that is not streamed were drawn is not known here: only its end is timed.
+    """
+
+    def __init__(self, first_token: Histogram, inter_token: Histogram, end_to_end: Histogram, *, stream: bool) -> None:
+        self._first_token = first_token
+        self._inter_token = inter_token
+        self._end_to_end = end_to_end
+        self._stream = stream
+        self._begin = time.perf_counter()
+        self._last: dict[int, float] = {}
+
+    def output(self, index: int, num_tokens: int, *, ended: bool) -> None:
+        """Completion `index` gave `num_tokens` tokens, or ended, or both."""
+        now = time.perf_counter()
+        if self._stream and num_tokens:
+            last = self._last.get(index)
+            if last is None:
+                self._first_token.observe(now - self._begin)
+            else:
+                for _ in range(num_tokens):
+                    self._inter_token.observe((now - last) / num_tokens)
+            self._last[index] = now
+        if ended:
+            self._end_to_end.observe(now - self._begin)
+
+
+def metrics_router(metrics: ServerMetrics) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/metrics")
+    async def scrape(request: Request) -> Response:
+        """All figures, in Prometheus' text format or OpenMetrics', whichever is asked for."""
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(metrics.registry), headers={"Content-Type": content_type})
+
+    return router

@@ -1,0 +1,118 @@
+"""The body of `POST /generate`, SGLang's native form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TypeVar
+
+from sglang_jax.engine.types import GenerateInput
+from sglang_jax.errors import ParameterError
+from sglang_jax.server.context import new_id, prompt_ids
+from sglang_jax.server.fields import Body, OneOrMany, Priority, TokenIds, as_list
+from sglang_jax.server.sampling import NativeSampling, native_sampling
+
+Value = TypeVar("Value")
+
+
+class GenerateBody(Body):
+    """One prompt, or a batch of them. What a batch gives once holds for all its prompts; a list gives each its own."""
+
+    model: str | None = None
+    text: OneOrMany[str] | None = None
+    input_ids: TokenIds | None = None
+    sampling_params: OneOrMany[NativeSampling] | None = None
+    return_logprob: OneOrMany[bool] | None = None
+    logprob_start_len: OneOrMany[int] | None = None
+    top_logprobs_num: OneOrMany[int] | None = None
+    return_text_in_logprobs: bool | None = None
+    stream: bool | None = None
+    rid: OneOrMany[str] | None = None
+    priority: Priority | None = None
+    extra_key: OneOrMany[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NativeRequest:
+    """A checked `/generate` call.
+
+    - `single`: the answer is one object; otherwise a list, also for one prompt with n > 1.
+    - `first_index`: place of each prompt's first completion in that list.
+    - `prompt_field`: what the client called the prompts.
+    """
+
+    request_id: str
+    prompts: list[GenerateInput]
+    first_index: list[int]
+    single: bool
+    prompt_field: str
+
+
+def native_request(body: GenerateBody) -> NativeRequest:
+    """Raises `ParameterError` naming the field."""
+    field, prompts, batch = _prompts(body)
+    count = len(prompts)
+    request_id, ids = _ids(body.rid, count)
+    fields = _spread("sampling_params", body.sampling_params, count, NativeSampling())
+    sampling = [native_sampling(one) for one in fields]
+    return_logprob = _spread("return_logprob", body.return_logprob, count, False)
+    logprob_start = _spread("logprob_start_len", body.logprob_start_len, count, -1)
+    top_logprobs = _spread("top_logprobs_num", body.top_logprobs_num, count, 0)
+    extra_keys = _spread("extra_key", body.extra_key, count, "")
+    inputs = [
+        GenerateInput(
+            prompt=prompts[number],
+            sampling=sampling[number],
+            request_id=ids[number],
+            stream=bool(body.stream),
+            return_logprob=return_logprob[number],
+            logprob_start_len=logprob_start[number],
+            top_logprobs_num=top_logprobs[number],
+            extra_key=extra_keys[number] or None,
+            priority=body.priority or 0,
+        )
+        for number in range(count)
+    ]
+    first_index = list(accumulate((one.n for one in sampling[:-1]), initial=0))
+    single = not batch and sampling[0].n == 1
+    return NativeRequest(request_id, inputs, first_index, single, field)
+
+
+def _prompts(body: GenerateBody) -> tuple[str, Sequence[str | list[int]], bool]:
+    """The field that holds the prompts, the prompts, and whether they are a batch."""
+    if (body.text is None) == (body.input_ids is None):
+        given = "neither" if body.text is None else "both"
+        raise ParameterError(f"exactly one of text and input_ids must be given, got {given}", param="text")
+    if body.text is not None:
+        texts = as_list(body.text)
+        prompts: Sequence[str | list[int]] = texts
+        field, batch = "text", isinstance(body.text, list)
+    else:
+        assert body.input_ids is not None
+        nested = [ids for ids in body.input_ids if isinstance(ids, list)]
+        flat = [token for token in body.input_ids if isinstance(token, int)]
+        field, batch = "input_ids", bool(nested)
+        prompts = nested or [flat]
+    if not prompts or not all(prompts):
+        raise ParameterError(f"{field} is empty or holds an empty prompt; each needs at least one token", param=field)
+    return field, prompts, batch
+
+
+def _ids(rid: str | list[str] | None, count: int) -> tuple[str, list[str]]:
+    """The id of the whole, and one for each prompt."""
+    if isinstance(rid, list):
+        if len(rid) != count:
+            raise ParameterError(f"rid holds {len(rid)} ids for {count} prompts", param="rid")
+        return (rid[0] if count == 1 else new_id("batch")), rid
+    request_id = rid or new_id("gen")
+    return request_id, prompt_ids(request_id, count)
+
+
+def _spread(name: str, value: Value | list[Value] | None, count: int, default: Value) -> list[Value]:
+    """One value for each prompt. Raises `ParameterError` for a list of another length."""
+    if not isinstance(value, list):
+        return [default if value is None else value] * count
+    if len(value) != count:
+        raise ParameterError(f"{name} holds {len(value)} values for {count} prompts", param=name)
+    return value

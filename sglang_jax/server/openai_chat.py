@@ -1,0 +1,183 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from msgspec import UNSET, UnsetType
+
+from sglang_jax.engine.types import GenerateInput, GenerateOutput, TextTokenizer
+from sglang_jax.server.context import ENGINE_NAMES, ServerContext, new_id
+from sglang_jax.server.logprobs import ChatLogprobs, chat_logprobs
+from sglang_jax.server.openai_schema import ChatBody, chat_token_ids
+from sglang_jax.server.openai_usage import Usage, UsageCount
+from sglang_jax.server.sampling import OPENAI_NAMES, openai_sampling
+from sglang_jax.server.streaming import event, json_response, open_event_stream, until_disconnect
+
+FIELD_NAMES = {**ENGINE_NAMES, **OPENAI_NAMES, "prompt": "messages", "top_logprobs_num": "top_logprobs"}
+
+
+class AnswerMessage(msgspec.Struct, kw_only=True):
+    """What the model said."""
+
+    role: str = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    """One answer. `matched_stop` is the stop string or token id that ended it."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None
+    matched_stop: str | int | None = None
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    """The answer as a whole."""
+
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Delta(msgspec.Struct, kw_only=True):
+    """What is new in an answer."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChunkChoice(msgspec.Struct, kw_only=True):
+    """What is new in one choice."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    matched_stop: str | int | None = None
+
+
+class ChatChunk(msgspec.Struct, kw_only=True):
+    """One event of a stream. Usage is absent from streams that were not asked for it."""
+
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+@dataclass(slots=True)
+class ChatFormat:
+    """How one call's outputs are written, and which choices were begun."""
+
+    body: ChatBody
+    tokenizer: TextTokenizer
+    model_name: str
+    request_id: str
+    created: int = field(default_factory=lambda: int(time.time()))
+    usage: UsageCount = field(default_factory=UsageCount)
+    _begun: set[int] = field(default_factory=set)
+
+    def input(self, token_ids: list[int]) -> GenerateInput:
+        """What the engine is asked. Raises `ParameterError`."""
+        body = self.body
+        return GenerateInput(
+            prompt=token_ids,
+            sampling=openai_sampling(body, body.token_limit()),
+            request_id=self.request_id,
+            stream=bool(body.stream),
+            return_logprob=bool(body.logprobs),
+            top_logprobs_num=body.top_logprobs or 0,
+            extra_key=body.cache_namespace,
+            priority=body.priority or 0,
+        )
+
+    def answer(self, outputs: list[GenerateOutput]) -> ChatCompletion:
+        """The whole answer, of finished outputs."""
+        choices = []
+        for output in outputs:
+            self.usage.add(0, output)
+            assert output.finish is not None
+            choices.append(
+                ChatChoice(
+                    index=output.index,
+                    message=AnswerMessage(content=output.text),
+                    logprobs=chat_logprobs(self.tokenizer, output.logprobs) if self.body.logprobs else None,
+                    finish_reason=output.finish.kind.value,
+                    matched_stop=output.finish.matched,
+                )
+            )
+        return ChatCompletion(
+            id=self.request_id,
+            created=self.created,
+            model=self.model_name,
+            choices=choices,
+            usage=self.usage.total(),
+        )
+
+    def changes(self, output: GenerateOutput) -> list[ChunkChoice]:
+        """What an output says that was not said before: the role once, text, and at last why it ended."""
+        self.usage.add(0, output)
+        changes: list[ChunkChoice] = []
+        if output.index not in self._begun:
+            self._begun.add(output.index)
+            changes.append(ChunkChoice(index=output.index, delta=Delta(role="assistant", content="")))
+        logprobs = None
+        if self.body.logprobs and output.delta_logprobs:
+            logprobs = chat_logprobs(self.tokenizer, output.delta_logprobs)
+        if output.delta_text or logprobs is not None:
+            delta = Delta(content=output.delta_text)
+            changes.append(ChunkChoice(index=output.index, delta=delta, logprobs=logprobs))
+        if output.finish is not None:
+            reason, matched = output.finish.kind.value, output.finish.matched
+            changes.append(ChunkChoice(index=output.index, delta=Delta(), finish_reason=reason, matched_stop=matched))
+        return changes
+
+    def chunk(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> ChatChunk:
+        return ChatChunk(id=self.request_id, created=self.created, model=self.model_name, choices=choices, usage=usage)
+
+
+def chat_router(context: ServerContext) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions")
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
+        """Answers a conversation."""
+        context.check_model(body.model)
+        body.check_logprobs()
+        tokenizer = context.client.tokenizer
+        # In a thread: long conversations take a while, and other requests stream meanwhile.
+        token_ids = await asyncio.to_thread(chat_token_ids, tokenizer, body)
+        form = ChatFormat(body, tokenizer, context.config.model_name, body.rid or new_id("chatcmpl"))
+        prompt = form.input(token_ids)
+        if body.stream:
+            return await open_event_stream(request, _events(context, form, prompt))
+        [outputs] = await until_disconnect(request.receive, context.collect(form.request_id, [prompt], FIELD_NAMES))
+        return json_response(form.answer(outputs))
+
+    return router
+
+
+async def _events(context: ServerContext, form: ChatFormat, prompt: GenerateInput) -> AsyncGenerator[bytes, None]:
+    no_usage = None if form.body.include_usage else UNSET
+    async with aclosing(context.generate(form.request_id, [prompt], FIELD_NAMES)) as outputs:
+        async for _, output in outputs:
+            changes = form.changes(output)
+            if changes:
+                yield b"".join(event(form.chunk([change], no_usage)) for change in changes)
+    if form.body.include_usage:
+        yield event(form.chunk([], form.usage.total()))

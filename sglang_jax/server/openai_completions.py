@@ -1,0 +1,160 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from msgspec import UNSET, UnsetType
+
+from sglang_jax.engine.types import GenerateInput, GenerateOutput, TextTokenizer, TokenLogprob
+from sglang_jax.server.context import ENGINE_NAMES, ServerContext, new_id, prompt_ids
+from sglang_jax.server.logprobs import CompletionLogprobs, CompletionLogprobWriter
+from sglang_jax.server.openai_schema import COMPLETION_DEFAULT_MAX_TOKENS, CompletionBody
+from sglang_jax.server.openai_usage import Usage, UsageCount
+from sglang_jax.server.sampling import OPENAI_NAMES, openai_sampling
+from sglang_jax.server.streaming import event, json_response, open_event_stream, until_disconnect
+
+FIELD_NAMES = {**ENGINE_NAMES, **OPENAI_NAMES, "top_logprobs_num": "logprobs"}
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    """One completion, or what is new in it. `matched_stop` is the stop string or token id that ended it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    matched_stop: str | int | None = None
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    """The answer, or one event of its stream. Usage is absent from streams that were not asked for it."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+@dataclass(slots=True)
+class CompletionFormat:
+    """How one call's outputs are written, and what was written of each choice."""
+
+    body: CompletionBody
+    prompts: Sequence[str | list[int]]
+    tokenizer: TextTokenizer
+    model_name: str
+    request_id: str
+    created: int = field(default_factory=lambda: int(time.time()))
+    usage: UsageCount = field(default_factory=UsageCount)
+    _writers: dict[int, CompletionLogprobWriter] = field(default_factory=dict)
+
+    def inputs(self) -> list[GenerateInput]:
+        """What the engine is asked. Raises `ParameterError`."""
+        body = self.body
+        limit = COMPLETION_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        sampling = openai_sampling(body, limit)
+        with_logprobs = body.logprobs is not None
+        return [
+            GenerateInput(
+                prompt=prompt,
+                sampling=sampling,
+                request_id=engine_id,
+                stream=bool(body.stream),
+                return_logprob=with_logprobs,
+                logprob_start_len=0 if with_logprobs and body.echo else -1,
+                top_logprobs_num=body.logprobs or 0,
+                extra_key=body.cache_namespace,
+                priority=body.priority or 0,
+            )
+            for prompt, engine_id in zip(self.prompts, prompt_ids(self.request_id, len(self.prompts)), strict=True)
+        ]
+
+    def choice(
+        self, number: int, output: GenerateOutput, text: str, tokens: Sequence[TokenLogprob]
+    ) -> CompletionChoice | None:
+        """What is written of a completion of prompt `number`: `text` and `tokens`, behind the prompt if that is echoed
+        and this is the choice's first. None if there is nothing to say."""
+        index = number * (self.body.n or 1) + output.index
+        logprobs = CompletionLogprobs() if self.body.logprobs is not None else None
+        writer = self._writers.get(index)
+        if writer is None:
+            writer = self._writers[index] = CompletionLogprobWriter(self.tokenizer, self._skip_special_tokens)
+            if self.body.echo:
+                echoed = self._prompt_text(number)
+                text = echoed + text
+                if logprobs is not None:
+                    writer.write(output.prompt_logprobs or [], logprobs)
+                writer.end_prompt(echoed)
+        if not text and not tokens and output.finish is None:
+            return None
+        if logprobs is not None:
+            writer.write(tokens, logprobs)
+        finish = output.finish
+        return CompletionChoice(
+            index=index,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=finish.kind.value if finish is not None else None,
+            matched_stop=finish.matched if finish is not None else None,
+        )
+
+    @property
+    def _skip_special_tokens(self) -> bool:
+        return self.body.skip_special_tokens is not False
+
+    def _prompt_text(self, number: int) -> str:
+        prompt = self.prompts[number]
+        if isinstance(prompt, str):
+            return prompt
+        return self.tokenizer.decode(prompt, skip_special_tokens=self._skip_special_tokens)
+
+    def answer(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None = UNSET) -> Completion:
+        return Completion(id=self.request_id, created=self.created, model=self.model_name, choices=choices, usage=usage)
+
+
+def completions_router(context: ServerContext) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/completions")
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        """Completes one prompt, or a batch of prompts."""
+        context.check_model(body.model)
+        body.check_best_of()
+        request_id = body.rid or new_id("cmpl")
+        form = CompletionFormat(body, body.prompts(), context.client.tokenizer, context.config.model_name, request_id)
+        inputs = form.inputs()
+        if body.stream:
+            return await open_event_stream(request, _events(context, form, inputs))
+        outputs = await until_disconnect(request.receive, context.collect(request_id, inputs, FIELD_NAMES))
+        choices: list[CompletionChoice] = []
+        for number, group in enumerate(outputs):
+            for output in group:
+                form.usage.add(number, output)
+                choice = form.choice(number, output, output.text, output.logprobs)
+                assert choice is not None  # it has finished
+                choices.append(choice)
+        return json_response(form.answer(choices, form.usage.total()))
+
+    return router
+
+
+async def _events(
+    context: ServerContext, form: CompletionFormat, inputs: list[GenerateInput]
+) -> AsyncGenerator[bytes, None]:
+    no_usage = None if form.body.include_usage else UNSET
+    async with aclosing(context.generate(form.request_id, inputs, FIELD_NAMES)) as outputs:
+        async for number, output in outputs:
+            form.usage.add(number, output)
+            choice = form.choice(number, output, output.delta_text, output.delta_logprobs)
+            if choice is not None:
+                yield event(form.answer([choice], no_usage))
+    if form.body.include_usage:
+        yield event(form.answer([], form.usage.total()))

@@ -1,0 +1,169 @@
+"""Bodies of OpenAI's routes, and what they ask of the engine."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Discriminator, Tag
+
+from sglang_jax.engine.types import TextTokenizer
+from sglang_jax.errors import ParameterError
+from sglang_jax.server.fields import Body, Priority, Prompt
+from sglang_jax.server.sampling import OpenAISampling, one_of
+
+COMPLETION_DEFAULT_MAX_TOKENS = 16
+"""What `/v1/completions` generates if `max_tokens` is not given, as OpenAI documents."""
+
+
+class StreamOptions(Body):
+    """`include_usage`: a last event without choices has the usage."""
+
+    include_usage: bool | None = None
+
+
+class OpenAIBody(OpenAISampling):
+    """What both routes have. `extra_key` and `cache_salt` keep cached prefixes apart."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    rid: str | None = None
+    priority: Priority | None = None
+    extra_key: str | None = None
+    cache_salt: str | None = None
+
+    @property
+    def cache_namespace(self) -> str | None:
+        """The engine's `extra_key`."""
+        if self.extra_key is not None and self.cache_salt is not None:
+            return f"{self.cache_salt}\x1f{self.extra_key}"
+        return self.extra_key or self.cache_salt
+
+    @property
+    def include_usage(self) -> bool:
+        """A stream ends with its usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class CompletionBody(OpenAIBody):
+    """`POST /v1/completions`."""
+
+    prompt: Prompt
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts of the batch. Raises `ParameterError` for an empty one."""
+        prompts: list[str | list[int]] = []
+        match self.prompt:
+            case str() | [int(), *_]:
+                prompts = [self.prompt]  # type: ignore[list-item]  # a list that starts with an int holds no other type
+            case list():
+                prompts = [*self.prompt]
+        if not prompts or not all(prompts):
+            raise ParameterError("prompt is empty or holds an empty one; each needs at least one token", param="prompt")
+        return prompts
+
+    def check_best_of(self) -> None:
+        """Raises `ParameterError` for a choice among more completions than are returned."""
+        if self.best_of not in (None, 1, self.n):
+            raise ParameterError(
+                f"best_of ({self.best_of}) must be 1 or equal n ({self.n or 1}): all completions are returned",
+                param="best_of",
+            )
+
+
+class ContentPart(Body):
+    """A part of a message; only text is read."""
+
+    passes_unknown_fields: ClassVar[bool] = True
+
+    type: str
+    text: str | None = None
+
+
+Content = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[ContentPart], Tag("<parts>")],
+    Discriminator(lambda value: "<parts>" if isinstance(value, list) else "<text>"),
+]
+
+
+class ChatMessage(Body):
+    """One turn. Further fields, such as `name`, go to the chat template, which decides what they do."""
+
+    passes_unknown_fields: ClassVar[bool] = True
+
+    role: str
+    content: Content | None = None
+
+
+class ChatBody(OpenAIBody):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    continue_final_message: bool | None = None
+
+    def token_limit(self) -> int | None:
+        """Most tokens of the answer; None for the rest of the context. Raises `ParameterError`."""
+        return one_of("max_completion_tokens", self.max_completion_tokens, "max_tokens", self.max_tokens)
+
+    def check_logprobs(self) -> None:
+        """Raises `ParameterError` for alternatives without `logprobs`."""
+        if self.top_logprobs and not self.logprobs:
+            raise ParameterError(
+                f"top_logprobs ({self.top_logprobs}) needs logprobs to be true, got {self.logprobs!r}",
+                param="top_logprobs",
+            )
+
+    def conversation(self) -> list[dict[str, object]]:
+        """The messages as chat templates take them. Raises `ParameterError`."""
+        if not self.messages:
+            raise ParameterError("messages is empty; a conversation needs at least one message", param="messages")
+        return [_for_template(number, message) for number, message in enumerate(self.messages)]
+
+
+def _for_template(number: int, message: ChatMessage) -> dict[str, object]:
+    path = f"messages[{number}].content"
+    content = message.content
+    if content is None and message.role != "assistant":
+        raise ParameterError(f"{path} is required for the role {message.role!r}", param=path)
+    if isinstance(content, list):
+        content = "\n".join(_part_text(f"{path}[{place}]", part) for place, part in enumerate(content))
+    extras = {name: value for name, value in (message.model_extra or {}).items() if value is not None}
+    return {**extras, "role": message.role, "content": content or ""}
+
+
+def _part_text(path: str, part: ContentPart) -> str:
+    if part.type != "text":
+        raise ParameterError(f"{path} has type {part.type!r}; this model reads text only", param=f"{path}.type")
+    if part.text is None:
+        raise ParameterError(f"{path}.text is required", param=f"{path}.text")
+    return part.text
+
+
+def chat_token_ids(tokenizer: TextTokenizer, body: ChatBody) -> list[int]:
+    """The conversation as the model reads it, up to where its answer starts or goes on.
+
+    **Raises:** `ParameterError`; `RequestError` if the chat template refuses the messages.
+    """
+    conversation = body.conversation()
+    if not body.continue_final_message:
+        return tokenizer.encode(tokenizer.render_chat(conversation), add_special_tokens=False)
+    begun = str(conversation[-1]["content"]).strip()
+    if conversation[-1]["role"] != "assistant" or not begun:
+        raise ParameterError(
+            "continue_final_message needs a last message of the assistant that holds text",
+            param="continue_final_message",
+        )
+    text = tokenizer.render_chat(conversation, add_generation_prompt=False)
+    end = text.rfind(begun) + len(begun)
+    if end < len(begun):
+        raise ParameterError(
+            "the chat template does not repeat the last message as it is, so it cannot be continued",
+            param="continue_final_message",
+        )
+    return tokenizer.encode(text[:end], add_special_tokens=False)

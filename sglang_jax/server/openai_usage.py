@@ -1,0 +1,48 @@
+"""Token counts of one OpenAI request."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sglang_jax.engine.types import GenerateOutput
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """`cached_tokens`: prompt tokens whose KV was found in the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """OpenAI's `usage`."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class UsageCount:
+    """Adds up what the completions of all prompts used.
+
+    A prompt counts once, however many completions it has, and so do its cached tokens: those of its first completion,
+    as the others share what that one computed.
+    """
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, tuple[int, int]] = {}
+        self._completions: dict[tuple[int, int], int] = {}
+
+    def add(self, number: int, output: GenerateOutput) -> None:
+        """The newest state of one completion of prompt `number`."""
+        if output.index == 0:
+            self._prompts[number] = (output.prompt_tokens, output.cached_tokens)
+        self._completions[number, output.index] = output.completion_tokens
+
+    def total(self) -> Usage:
+        prompt_tokens = sum(tokens for tokens, _ in self._prompts.values())
+        cached_tokens = sum(cached for _, cached in self._prompts.values())
+        completion_tokens = sum(self._completions.values())
+        return Usage(
+            prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, PromptTokensDetails(cached_tokens)
+        )

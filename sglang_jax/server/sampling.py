@@ -1,0 +1,125 @@
+"""From the fields of a request body to `SamplingParams`: the only place where the names differ."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from sglang_jax.errors import ParameterError, RequestError
+from sglang_jax.sampling import SamplingParams
+from sglang_jax.server.fields import MAX_STOP_STRINGS, Body, OneOrMany, TokenId, as_list
+
+Value = TypeVar("Value")
+
+
+class SamplingFields(Body):
+    """What OpenAI's and the native routes call by the same name. Null means the default."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[TokenId, float] | None = None
+    stop: OneOrMany[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    n: int | None = None
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+
+
+class NativeSampling(SamplingFields):
+    """`sampling_params` of `/generate`."""
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    sampling_seed: int | None = None
+
+
+class OpenAISampling(SamplingFields):
+    """Sampling fields of the OpenAI routes, with the extensions that other engines' clients send."""
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    include_stop_str_in_output: bool | None = None
+
+
+SHARED_NAMES = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "stop_token_ids",
+    "ignore_eos",
+    "seed",
+    "n",
+    "skip_special_tokens",
+)
+
+OPENAI_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+"""`SamplingParams`' names, and what an OpenAI client calls them."""
+
+
+def native_sampling(fields: NativeSampling) -> SamplingParams:
+    """Raises `ParameterError` naming the field."""
+    chosen: dict[str, Any] = _shared(fields)
+    _add(chosen, "max_new_tokens", fields.max_new_tokens)
+    _add(chosen, "min_new_tokens", fields.min_new_tokens)
+    _add(chosen, "seed", one_of("seed", fields.seed, "sampling_seed", fields.sampling_seed))
+    _add(chosen, "include_stop", fields.no_stop_trim)
+    return SamplingParams(**chosen)
+
+
+def openai_sampling(fields: OpenAISampling, max_tokens: int | None) -> SamplingParams:
+    """`max_tokens` None: up to the context length. Raises `ParameterError` naming OpenAI's field."""
+    chosen: dict[str, Any] = _shared(fields)
+    chosen["max_new_tokens"] = max_tokens
+    _add(chosen, "min_new_tokens", fields.min_tokens)
+    include_stop = one_of(
+        "include_stop_str_in_output", fields.include_stop_str_in_output, "no_stop_trim", fields.no_stop_trim
+    )
+    _add(chosen, "include_stop", include_stop)
+    with renamed_fields(OPENAI_NAMES):
+        return SamplingParams(**chosen)
+
+
+def _shared(fields: SamplingFields) -> dict[str, Any]:
+    stop = as_list(fields.stop)
+    if len(stop) > MAX_STOP_STRINGS:
+        raise ParameterError(f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(stop)}", param="stop")
+    values = fields.model_dump(include=set(SHARED_NAMES), exclude_none=True)
+    return {**values, "stop": tuple(stop)}
+
+
+def _add(chosen: dict[str, Any], name: str, value: object) -> None:
+    if value is not None:
+        chosen[name] = value
+
+
+def one_of(name: str, value: Value | None, other_name: str, other: Value | None) -> Value | None:
+    """The value of two fields that mean the same. Raises `ParameterError` if both are given and differ."""
+    if value is not None and other is not None and value != other:
+        raise ParameterError(f"{name} ({value!r}) and {other_name} ({other!r}) mean the same but differ", param=name)
+    return other if value is None else value
+
+
+@contextmanager
+def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors raised inside speak of the client's fields: of `names[param]` where they said `param`."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param is not None and error.param in names:
+            error.message = re.sub(rf"\b{error.param}\b", names[error.param], error.message)
+            error.param = names[error.param]
+        raise

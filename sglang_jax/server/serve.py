@@ -1,0 +1,154 @@
+"""Runs the server: engine, socket, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+from uvicorn.loops.auto import auto_loop_factory
+
+from sglang_jax.config import LogLevel, ServerConfig
+from sglang_jax.engine.client import AsyncEngineClient
+from sglang_jax.engine.launch import launch_engine
+from sglang_jax.engine.process import LOG_FORMAT
+from sglang_jax.errors import ConfigError
+from sglang_jax.server.app import create_app, create_context
+from sglang_jax.server.context import ServerContext
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_SECONDS = 75
+"""How long an idle connection stays open: longer than clients keep theirs, or a request could meet a closing one."""
+
+TERMINATED = 128 + signal.SIGTERM
+"""Exit status after SIGTERM while the engine was still starting, as shells have it."""
+
+Launch = Callable[[ServerConfig], Awaitable[AsyncEngineClient]]
+
+
+class DrainingServer(uvicorn.Server):
+    """A first SIGTERM or SIGINT drains: `/health` turns 503, new requests are refused with 503, and the server ends
+    once those in flight have finished. A second one ends it at once: requests are aborted, connections dropped."""
+
+    def __init__(self, config: uvicorn.Config, context: ServerContext, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._context = context
+        self._on_ready = on_ready
+        self._loop = asyncio.get_running_loop()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Opens the sockets, and says so."""
+        await super().startup(sockets)
+        self._on_ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal came. Runs between two instructions of the main thread, so it only notes what to do."""
+        self._loop.call_soon_threadsafe(self._stop if self._context.draining else self._drain)
+        self._context.draining = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: is it time to end?"""
+        if self._context.draining and not self._context.in_flight:
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+    def _drain(self) -> None:
+        logger.info("Draining: %d requests in flight; a second signal stops at once", len(self._context.in_flight))
+
+    def _stop(self) -> None:
+        logger.warning("Stopping: %d requests in flight are aborted", len(self._context.in_flight))
+        self.should_exit = self.force_exit = True
+        self._context.client.abort_all()
+        for connection in list(self.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+
+
+def run(config: ServerConfig, launch: Launch = launch_engine) -> int:
+    """Serves until a signal ends it. The exit status: 0, or 1 if the engine died meanwhile.
+
+    **Raises:** `ConfigError` for an address that cannot be listened on, and what `launch_engine` raises.
+    """
+    begin = time.perf_counter()
+    logging.basicConfig(level=config.log_level.upper(), format=LOG_FORMAT)
+    listener = bind(config.host, config.port)  # before the model is loaded: a taken port shows at once
+    with listener, asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+        try:
+            return runner.run(_serve(config, listener, launch, begin))
+        except asyncio.CancelledError:
+            return TERMINATED
+
+
+async def _serve(config: ServerConfig, listener: socket.socket, launch: Launch, begin: float) -> int:
+    with _cancelled_by_sigterm():
+        client = await launch(config)
+    try:
+        context = create_context(client, config)
+        uvicorn_config = uvicorn.Config(
+            create_app(context),
+            log_config=None,
+            log_level="info" if config.log_level is LogLevel.DEBUG else "warning",
+            access_log=config.log_level is LogLevel.DEBUG,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        )
+        url = _url(config.host, listener.getsockname()[1])
+        server = DrainingServer(uvicorn_config, context, lambda: _announce(config, url, begin))
+        await server.serve(sockets=[listener])
+        return 0 if client.alive else 1
+    finally:
+        await client.close()
+
+
+@contextmanager
+def _cancelled_by_sigterm() -> Iterator[None]:
+    """SIGTERM cancels the current task, as SIGINT does by `asyncio.Runner`."""
+    task = asyncio.current_task()
+    assert task is not None
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at this address, not listening yet. Raises `ConfigError`."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"host {host!r} is not an address of this machine: {error.strerror}") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port or --host"
+        ) from error
+    return listener
+
+
+def _url(host: str, port: int) -> str:
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+
+
+def _announce(config: ServerConfig, url: str, begin: float) -> None:
+    key = ' -H "Authorization: Bearer $API_KEY"' if config.api_key is not None else ""
+    print(
+        f"Ready after {time.perf_counter() - begin:.1f} s: serving {config.model_name} at {url}. Try it:\n"
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key}"
+        ' -d \'{"messages": [{"role": "user", "content": "Hello!"}]}\'',
+        flush=True,
+    )

@@ -1,0 +1,99 @@
+"""Server-sent events, and work that ends when its client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request, Response
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from sglang_jax.errors import RequestError
+from sglang_jax.server.errors import error_body
+
+Result = TypeVar("Result")
+
+DONE = b"data: [DONE]\n\n"
+
+_encoder = msgspec.json.Encoder()
+
+
+def event(payload: object) -> bytes:
+    """One server-sent event (WHATWG HTML, section 9.2) that carries `payload` as JSON."""
+    return b"data: " + _encoder.encode(payload) + b"\n\n"
+
+
+def json_response(payload: object) -> Response:
+    return Response(_encoder.encode(payload), media_type="application/json")
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """What `work` returns or raises. It is cancelled if the client goes away first.
+
+    The request's body must have been read: what `receive` gives then is the disconnect.
+
+    **Raises:** `ClientDisconnect`.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.wait({working, watching})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+class EventStream(Response):
+    """Sends events as they come, and closes their generator when the client goes away.
+
+    Made by `open_event_stream`: a generation that fails before its first event is then an ordinary error response.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["Content-Length"]
+        self._first = first
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events):
+            await until_disconnect(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        try:
+            async for data in self._events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            last = DONE
+        except RequestError as error:  # the status is sent already: the stream says it
+            last = event(error_body(error))
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+async def open_event_stream(request: Request, events: AsyncGenerator[bytes, None]) -> EventStream:
+    """Waits for the first event, so that what is refused gets its own status.
+
+    **Raises:** what `events` raises before its first event; `ClientDisconnect`.
+    """
+    try:
+        first = await until_disconnect(request.receive, anext(events))
+    except BaseException:
+        await events.aclose()
+        raise
+    return EventStream(first, events)
