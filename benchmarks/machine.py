@@ -14,8 +14,9 @@ def describe() -> dict[str, Any]:
     processor = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-        processor = names[0] if names else processor
+        lines = info.read_text().splitlines()
+        names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+        processor = next(names, processor)
     return {
         "processor": processor,
         "cores": os.cpu_count(),

@@ -1,0 +1,63 @@
+"""The embedded default model in transformers, fed by our own readers: the oracle of the end-to-end tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from sglang_jax.checkpoint import Checkpoint, open_checkpoint
+
+
+def load_oracle(model_path: str = "demo") -> LlamaForCausalLM:
+    """A Llama checkpoint in transformers, float32."""
+    return oracle_from(open_checkpoint(model_path))
+
+
+def oracle_from(checkpoint: Checkpoint) -> LlamaForCausalLM:
+    """The same for an open checkpoint."""
+    config, reader = checkpoint.config, checkpoint.reader
+    assert reader is not None
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            rms_norm_eps=config.rms_norm_eps,
+            max_position_embeddings=config.max_position,
+            rope_theta=config.rope.theta,
+            tie_word_embeddings=config.tie_word_embeddings,
+        )
+    )
+    state = {name: torch.from_numpy(np.array(reader.read(name), np.float32)) for name in reader.names()}
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}
+    model.tie_weights()
+    return model.eval()
+
+
+@torch.inference_mode()
+def assert_greedy(
+    model: LlamaForCausalLM, prompt: Sequence[int], output: Sequence[int], tolerance: float = 1e-3
+) -> None:
+    """`output` is what the oracle decodes greedily after `prompt`.
+
+    One pass over both tells: each output token must be the likeliest after all before it, or within `tolerance` of
+    the likeliest logit (then the oracle's own choice hangs on rounding).
+    """
+    ids = torch.tensor([[*prompt, *output]])
+    logits = model(ids[:, :-1], use_cache=False).logits[0, len(prompt) - 1 :]
+    chosen = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
+    behind = logits.max(dim=1).values - chosen
+    worst = int(behind.argmax())
+    preferred = int(logits[worst].argmax())
+    assert float(behind[worst]) < tolerance, (
+        f"output token {worst} is {output[worst]}, the oracle prefers {preferred} by {behind[worst]:.4f}"
+    )
