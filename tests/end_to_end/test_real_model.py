@@ -1,4 +1,4 @@
-"""The embedded model through the whole engine, in float32: against transformers, and against itself in other company."""
+"""The embedded model through the whole engine in float32, against transformers, and against itself in other company."""
 
 from __future__ import annotations
 
