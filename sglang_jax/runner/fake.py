@@ -151,7 +151,8 @@ class FakeRunner:
         self._next_step += 1
         assert 0 < count == len(plan.query_lens) == len(plan.kv_lens) == len(plan.samples)
         assert len(set(plan.rows.tolist())) == count, "a row appears twice"
-        assert (plan.query_lens >= 1).all() and (plan.query_lens[: plan.num_decode] == 1).all()
+        assert (plan.query_lens >= 1).all()
+        assert (plan.query_lens[: plan.num_decode] == 1).all()
         assert len(plan.prefill_tokens) == plan.query_lens[plan.num_decode :].sum()
         assert plan.num_tokens <= self._spec.token_budget, f"{plan.num_tokens} tokens in one step"
         assert plan.samples[: plan.num_decode].all()
