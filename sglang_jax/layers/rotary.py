@@ -24,7 +24,7 @@ class RotaryEmbedding:
     the rotation they were given. Here each token at position p is always rotated as in a sequence of p + 1 tokens:
     that is transformers' own result when it decodes token by token, and for every token within the original
     context. It is the only choice under which a cached key does not depend on what came after it, so that chunking and
-    prefix reuse change nothing. One transformers call over a prompt longer than the original context differs: it rotates
+    prefix reuse change nothing. One call of transformers over a longer prompt differs: it rotates
     early keys by the prompt's length.
     """
 

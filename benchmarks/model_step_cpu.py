@@ -1,0 +1,170 @@
+"""Where the time of a decode step goes on a CPU: the bare forward pass and its parts, SmolLM2-135M with random weights.
+
+python benchmarks/model_step_cpu.py [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from sglang_jax.checkpoint.dummy_reader import DummyReader
+from sglang_jax.checkpoint.model_config import Architecture, ModelConfig, RopeConfig
+from sglang_jax.jax_runner.weights import load_weights
+from sglang_jax.layers.batch import ForwardBatch
+from sglang_jax.layers.sharding import make_mesh
+from sglang_jax.models import AttentionImplementation, allocate, build_model, kv_cache_spec
+
+PAGE_SIZE = 16
+POOL_TOKENS = 16384
+
+SMOLLM2_135M = ModelConfig(
+    architecture=Architecture.LLAMA,
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(theta=100000.0),
+    max_position=8192,
+    tie_word_embeddings=True,
+    attention_bias=False,
+    attention_out_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    eos_token_ids=(2,),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One program. `temporary_mib`: what XLA allocates beside arguments and results."""
+
+    dtype: str
+    rows: int
+    tokens: int
+    context: int
+    fastest_ms: float
+    median_ms: float
+    temporary_mib: float
+    compile_s: float
+
+
+class Bench:
+    """A model and its caches, and the time of steps of a given shape."""
+
+    def __init__(self, dtype: jnp.dtype) -> None:
+        mesh = make_mesh(jax.devices()[:1])
+        model = build_model(SMOLLM2_135M, dtype=dtype, attention=AttentionImplementation.XLA)
+        load_weights(model, DummyReader(SMOLLM2_135M, seed=0), SMOLLM2_135M, mesh)
+        self.dtype = jnp.dtype(dtype)
+        self.graph, self.weights = nnx.split(model)
+        spec = kv_cache_spec(SMOLLM2_135M, self.dtype, 1 + POOL_TOKENS // PAGE_SIZE, PAGE_SIZE)
+        self.kv_caches = allocate(spec, mesh)
+
+    def measure(self, batch: ForwardBatch, context: int, repeats: int) -> Measurement:
+        """The whole forward step with logits of every row, caches donated, one step at a time."""
+
+        def step(weights: Any, kv_caches: Any, batch: ForwardBatch) -> tuple[jax.Array, Any]:
+            model = nnx.merge(self.graph, weights)
+            hidden, kv_caches = model(batch, kv_caches)
+            return model.logits(hidden[batch.query_starts[1:] - 1]).argmax(-1), kv_caches
+
+        started = time.perf_counter()
+        compiled = jax.jit(step, donate_argnums=1).lower(self.weights, self.kv_caches, batch).compile()
+        compile_s = time.perf_counter() - started
+
+        def run() -> None:
+            tokens, self.kv_caches = compiled(self.weights, self.kv_caches, batch)
+            tokens.block_until_ready()
+
+        times = timed(run, repeats)
+        return Measurement(
+            dtype=str(self.dtype),
+            rows=batch.kv_lens.shape[0],
+            tokens=batch.tokens.shape[0],
+            context=context,
+            fastest_ms=round(min(times), 2),
+            median_ms=round(statistics.median(times), 2),
+            temporary_mib=round(compiled.memory_analysis().temp_size_in_bytes / 2**20, 1),
+            compile_s=round(compile_s, 1),
+        )
+
+
+def timed(run: Callable[[], None], repeats: int) -> list[float]:
+    """Milliseconds of each run, after two that do not count."""
+    times = []
+    for _ in range(repeats + 2):
+        started = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - started) * 1e3)
+    return times[2:]
+
+
+def make_batch(kv_lens: Sequence[int], query_lens: Sequence[int], num_decode: int, columns: int) -> ForwardBatch:
+    """Sequences on shuffled pages; no padding."""
+    rows = len(kv_lens)
+    pages_needed = [-(-length // PAGE_SIZE) for length in kv_lens]
+    pages = 1 + np.random.default_rng(0).permutation(POOL_TOKENS // PAGE_SIZE)
+    page_table = np.zeros((rows, columns), np.int32)
+    for row, (needed, taken) in enumerate(zip(pages_needed, np.cumsum(pages_needed), strict=True)):
+        page_table[row, :needed] = pages[taken - needed : taken]
+    sequences = np.repeat(np.arange(rows), query_lens)
+    positions = np.concatenate([np.arange(kv - query, kv) for kv, query in zip(kv_lens, query_lens, strict=True)])
+    slots = page_table[sequences, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+    return ForwardBatch(
+        tokens=jnp.asarray(np.arange(len(positions)) % SMOLLM2_135M.vocab_size, jnp.int32),
+        positions=jnp.asarray(positions, jnp.int32),
+        write_slots=jnp.asarray(slots, jnp.int32),
+        page_table=jnp.asarray(page_table),
+        kv_lens=jnp.asarray(kv_lens, jnp.int32),
+        query_starts=jnp.asarray(np.concatenate([[0], np.cumsum(query_lens)]), jnp.int32),
+        num_decode=jnp.int32(num_decode),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--rows", nargs="+", type=int, default=[2, 8, 32])
+    parser.add_argument("--contexts", nargs="+", type=int, default=[96, 512])
+    parser.add_argument("--prefill", nargs="*", type=int, default=[16, 512], help="tokens of a single chunk")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    columns = SMOLLM2_135M.max_position // PAGE_SIZE
+    found = []
+    for dtype in arguments.dtypes:
+        bench = Bench(jnp.dtype(dtype))
+        batches = [
+            (make_batch([context] * rows, [1] * rows, rows, columns), context)
+            for context in arguments.contexts
+            for rows in arguments.rows
+        ]
+        batches += [(make_batch([tokens], [tokens], 0, columns), tokens) for tokens in arguments.prefill]
+        for batch, context in batches:
+            measurement = bench.measure(batch, context, arguments.repeats)
+            found.append(asdict(measurement))
+            print(measurement, flush=True)
+    if arguments.json:
+        machine = {"processor": platform.processor(), "cpus": jax.local_device_count(), "jax": jax.__version__}
+        arguments.json.write_text(json.dumps({"machine": machine, "steps": found}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Checkpoints written by Orbax: the model's own layout, restored straight to the devices that use it.
+
+A folder holds `weights/` (Orbax), `sglang_jax_orbax.json` (format version and `ModelConfig`), and the tokenizer's and
+config files of the checkpoint it was made from. Weights are those of every platform: forms that one platform
+adds (an own head for tied embeddings) are made again after restoring.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from flax import nnx
+from jax.sharding import Mesh
+
+from sglang_jax.checkpoint.model_config import Architecture, ModelConfig, RopeConfig, RopeKind
+from sglang_jax.checkpoint.resolve import ORBAX_MARKER
+from sglang_jax.errors import CheckpointError
+from sglang_jax.layers.parameter import Parameter
+from sglang_jax.layers.sharding import named_sharding
+from sglang_jax.models.transformer import Transformer
+
+FORMAT_VERSION = 1
+_WEIGHTS = "weights"
+
+
+def save_orbax(folder: Path, config: ModelConfig, model: Transformer, files: Sequence[Path] = ()) -> None:
+    """Writes a model with its weights to `folder`, which may exist, and copies `files` beside them.
+
+    **Raises:** `CheckpointError` if the folder holds such weights already.
+    """
+    folder = folder.absolute()
+    weights = folder / _WEIGHTS
+    if weights.exists():
+        raise CheckpointError(f"{weights} exists already: remove it, or choose another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(weights, {name: parameter.get_value() for name, parameter in _stored(model, config).items()})
+    for file in files:
+        shutil.copyfile(file, folder / file.name)
+    # The marker comes last: a folder that has it is whole.
+    marker = {"format_version": FORMAT_VERSION, "model_config": asdict(config)}
+    (folder / ORBAX_MARKER).write_text(json.dumps(marker, indent=2) + "\n")
+
+
+def load_orbax_config(folder: Path) -> ModelConfig:
+    """The config that `save_orbax` stored.
+
+    **Raises:** `CheckpointError` for a marker that is missing, unreadable, or of another version.
+    """
+    path = folder / ORBAX_MARKER
+    try:
+        marker = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    version = marker.get("format_version") if isinstance(marker, dict) else None
+    if version != FORMAT_VERSION:
+        raise CheckpointError(f"{path} is of format {version}, this version reads {FORMAT_VERSION}: convert it again")
+    try:
+        return _config_from_json(marker["model_config"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} holds no valid model config: {error!r}") from error
+
+
+def restore_orbax(folder: Path, model: Transformer, config: ModelConfig, mesh: Mesh) -> None:
+    """Gives every parameter of `model` its value, of the model's dtype, spread over `mesh` by its axes.
+
+    Each device reads its own part; the host holds no whole tensor.
+
+    **Raises:** `CheckpointError` naming tensors that are missing, extra or misshapen.
+    """
+    weights = folder.absolute() / _WEIGHTS
+    stored = _stored(model, config)
+    with ocp.StandardCheckpointer() as checkpointer:
+        _check_shapes(weights, stored, checkpointer)
+        target = {
+            name: jax.ShapeDtypeStruct(parameter.shape, parameter.dtype, sharding=named_sharding(mesh, parameter.axes))
+            for name, parameter in stored.items()
+        }
+        restored = checkpointer.restore(weights, target)
+    for name, parameter in stored.items():
+        parameter.set_value(restored[name])
+    if config.tie_word_embeddings and model.head is not None:
+        transpose = jax.jit(lambda table: table.T, out_shardings=named_sharding(mesh, model.head.kernel.axes))
+        model.head.kernel.set_value(transpose(model.embedding.table.get_value()))
+
+
+def _stored(model: Transformer, config: ModelConfig) -> dict[str, Parameter]:
+    """Parameters by their dotted paths, without those that others determine."""
+    parameters = {
+        ".".join(str(part) for part in path): parameter for path, parameter in nnx.to_flat_state(nnx.state(model))
+    }
+    if config.tie_word_embeddings:
+        parameters.pop("head.kernel", None)
+    return parameters
+
+
+def _check_shapes(weights: Path, wanted: dict[str, Parameter], checkpointer: ocp.StandardCheckpointer) -> None:
+    if not weights.is_dir():
+        raise CheckpointError(f"{weights} is missing: the conversion did not finish; convert again")
+    found: dict[str, Any] = dict(checkpointer.metadata(weights).item_metadata)
+    faults = [f"missing: {name} {tuple(wanted[name].shape)}" for name in sorted(wanted.keys() - found.keys())]
+    faults += [f"extra: {name} {tuple(found[name].shape)}" for name in sorted(found.keys() - wanted.keys())]
+    for name in sorted(wanted.keys() & found.keys()):
+        if tuple(found[name].shape) != tuple(wanted[name].shape):
+            shapes = f"is {tuple(found[name].shape)}, the config calls for {tuple(wanted[name].shape)}"
+            faults.append(f"misshapen: {name} {shapes}")
+    if faults:
+        listed = "\n  ".join(faults)
+        raise CheckpointError(f"the tensors in {weights} do not fit the model ({len(faults)} faults):\n  {listed}")
+
+
+def _config_from_json(fields: dict[str, Any]) -> ModelConfig:
+    rope = RopeConfig(**(fields["rope"] | {"kind": RopeKind(fields["rope"]["kind"])}))
+    given = {
+        "architecture": Architecture(fields["architecture"]),
+        "rope": rope,
+        "eos_token_ids": tuple(fields["eos_token_ids"]),
+    }
+    return ModelConfig(**(fields | given))

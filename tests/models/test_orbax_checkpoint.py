@@ -1,0 +1,150 @@
+"""Orbax checkpoints: exact round trips, and errors that name what is wrong."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from sglang_jax.checkpoint import Architecture, ModelConfig, RopeConfig, RopeKind
+from sglang_jax.checkpoint.dummy_reader import DummyReader
+from sglang_jax.errors import CheckpointError
+from sglang_jax.jax_runner.orbax_checkpoint import load_orbax_config, restore_orbax, save_orbax
+from sglang_jax.jax_runner.weights import load_weights
+from sglang_jax.layers.sharding import make_mesh
+from sglang_jax.models import AttentionImplementation, Transformer, build_model
+
+CONFIG = ModelConfig(
+    architecture=Architecture.QWEN3,
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rms_norm_eps=1e-6,
+    rope=RopeConfig(kind=RopeKind.YARN, theta=1e6, factor=4.0, original_max_position=64, mscale=0.7),
+    max_position=256,
+    tie_word_embeddings=True,
+    attention_bias=True,
+    attention_out_bias=False,
+    mlp_bias=False,
+    qk_norm=True,
+    eos_token_ids=(1, 2),
+)
+
+
+def build(config: ModelConfig, dtype: str, platform: str = "cpu") -> Transformer:
+    return build_model(config, dtype=jnp.dtype(dtype), attention=AttentionImplementation.XLA, platform=platform)
+
+
+def loaded(config: ModelConfig, dtype: str) -> Transformer:
+    model = build(config, dtype)
+    load_weights(model, DummyReader(config, seed=3), config, make_mesh(jax.devices()[:1]))
+    return model
+
+
+def values(model: Transformer) -> dict[str, np.ndarray]:
+    return {str(path): np.asarray(leaf.get_value()) for path, leaf in nnx.to_flat_state(nnx.state(model))}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_restored_weights_are_bit_exact(tmp_path: Path, dtype: str, tied: bool) -> None:
+    config = replace(CONFIG, tie_word_embeddings=tied)
+    model = loaded(config, dtype)
+    save_orbax(tmp_path / "saved", config, model)
+    restored = build(config, dtype)
+    restore_orbax(tmp_path / "saved", restored, config, make_mesh(jax.devices()[:1]))
+    before, after = values(model), values(restored)
+    assert before.keys() == after.keys()
+    for name, expected in before.items():
+        assert after[name].dtype == expected.dtype
+        np.testing.assert_array_equal(after[name], expected, err_msg=name)
+
+
+def test_restores_for_another_platform_and_dtype(tmp_path: Path) -> None:
+    model = loaded(CONFIG, "float32")
+    save_orbax(tmp_path, CONFIG, model)
+    restored = build(CONFIG, "bfloat16", platform="tpu")
+    restore_orbax(tmp_path, restored, CONFIG, make_mesh(jax.devices()[:1]))
+    before, after = values(model), values(restored)
+    assert before.keys() - after.keys() == {"('head', 'kernel')"}
+    for name, array in after.items():
+        assert array.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(array, before[name].astype(jnp.bfloat16), err_msg=name)
+
+
+def test_weights_are_placed_by_their_axes(tmp_path: Path) -> None:
+    save_orbax(tmp_path, CONFIG, loaded(CONFIG, "float32"))
+    restored = build(CONFIG, "float32")
+    mesh = make_mesh(jax.devices()[:1])
+    restore_orbax(tmp_path, restored, CONFIG, mesh)
+    kernel = restored.layers[0].attention.qkv.kernel.get_value()
+    assert kernel.sharding.spec == jax.sharding.PartitionSpec(None, "tensor", None, None)
+    assert kernel.sharding.mesh == mesh
+
+
+def test_config_and_files_travel_with_the_weights(tmp_path: Path) -> None:
+    source = tmp_path / "tokenizer.json"
+    source.write_text("{}")
+    save_orbax(tmp_path / "saved", CONFIG, loaded(CONFIG, "bfloat16"), [source])
+    assert load_orbax_config(tmp_path / "saved") == CONFIG
+    assert (tmp_path / "saved" / "tokenizer.json").read_text() == "{}"
+
+
+def test_misshapen_missing_and_extra_tensors_are_named(tmp_path: Path) -> None:
+    save_orbax(tmp_path, CONFIG, loaded(CONFIG, "bfloat16"))
+    other = replace(CONFIG, intermediate_size=64, attention_out_bias=True, qk_norm=False)
+    with pytest.raises(CheckpointError) as caught:
+        restore_orbax(tmp_path, build(other, "bfloat16"), other, make_mesh(jax.devices()[:1]))
+    message = str(caught.value)
+    assert "misshapen: layers.1.feed_forward.down.kernel is (48, 32), the config calls for (64, 32)" in message
+    assert "missing: layers.0.attention.output.bias (32,)" in message
+    assert "extra: layers.1.attention.key_norm.scale (16,)" in message
+
+
+def test_does_not_overwrite(tmp_path: Path) -> None:
+    model = loaded(CONFIG, "bfloat16")
+    save_orbax(tmp_path, CONFIG, model)
+    with pytest.raises(CheckpointError, match="exists already"):
+        save_orbax(tmp_path, CONFIG, model)
+
+
+def test_unfinished_conversion(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="weights is missing"):
+        restore_orbax(tmp_path, build(CONFIG, "bfloat16"), CONFIG, make_mesh(jax.devices()[:1]))
+
+
+@pytest.mark.parametrize(
+    ("marker", "message"),
+    [
+        (None, "cannot be read"),
+        ("{", "cannot be read"),
+        ("[]", "is of format None"),
+        ('{"format_version": 99}', "is of format 99, this version reads 1"),
+        ('{"format_version": 1, "model_config": {}}', "holds no valid model config"),
+    ],
+)
+def test_bad_markers(tmp_path: Path, marker: str | None, message: str) -> None:
+    if marker is not None:
+        (tmp_path / "sglang_jax_orbax.json").write_text(marker)
+    with pytest.raises(CheckpointError, match=message):
+        load_orbax_config(tmp_path)
+
+
+def test_marker_with_an_unknown_field(tmp_path: Path) -> None:
+    save_orbax(tmp_path, CONFIG, loaded(CONFIG, "bfloat16"))
+    path = tmp_path / "sglang_jax_orbax.json"
+    marker = json.loads(path.read_text())
+    marker["model_config"]["experts"] = 8
+    path.write_text(json.dumps(marker))
+    with pytest.raises(CheckpointError, match="experts"):
+        load_orbax_config(tmp_path)
