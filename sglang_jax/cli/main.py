@@ -9,6 +9,7 @@ import click
 
 from sglang_jax.cli.bench.offline import bench_offline
 from sglang_jax.cli.bench.serving import bench_serving
+from sglang_jax.cli.convert import convert
 from sglang_jax.cli.generate import generate
 from sglang_jax.cli.serve import serve
 from sglang_jax.errors import CheckpointError, ConfigError, RequestError
@@ -31,6 +32,7 @@ def bench() -> None:
 
 cli.add_command(serve)
 cli.add_command(generate)
+cli.add_command(convert)
 bench.add_command(bench_offline, "offline")
 bench.add_command(bench_serving, "serving")
 

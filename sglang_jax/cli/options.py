@@ -136,6 +136,8 @@ def _error_line(problem: Any, model: type[BaseModel], config: Path | None, from_
     if not problem["loc"]:
         return _fields_as_flags(message, model)
     field = str(problem["loc"][0])
+    if problem["type"] == "missing":
+        return f"Missing option {flag_name(field)}"
     where = f"{field} in {config}" if field in from_file else flag_name(field)
     return f"Invalid value for {where}: {problem['input']!r}: {message[0].lower()}{message[1:]}"
 

@@ -1,0 +1,77 @@
+"""`convert`: a checkpoint in a format that loads faster."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from enum import StrEnum
+from pathlib import Path
+
+import click
+from pydantic import BaseModel, ConfigDict, Field
+
+from sglang_jax.cli.options import options_of
+from sglang_jax.config import Device, Dtype, LoadFormat
+from sglang_jax.errors import ConfigError
+
+
+class TargetFormat(StrEnum):
+    ORBAX = "orbax"
+
+
+class ConvertConfig(BaseModel):
+    """What is converted to what, and where it goes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model_path: str = Field(description="`demo`, a folder, a .gguf file, or a hub id")
+    load_format: LoadFormat = Field(LoadFormat.AUTO, description="how the weights are stored")
+    to: TargetFormat = Field(description="format to write")
+    output: Path = Field(description="folder to write; made if it is not there")
+    dtype: Dtype = Field(Dtype.AUTO, description="type of the weights; auto: the checkpoint's, bfloat16 for GGUF")
+
+
+@click.command()
+@options_of(config=ConvertConfig)
+def convert(config: ConvertConfig) -> int:
+    """Write a checkpoint in another format: weights, config and tokenizer."""
+    # Here, so that --help and bad flags are answered at once, and no other command imports a backend.
+    import jax.numpy as jnp
+
+    from sglang_jax.checkpoint import load_tokenizer, open_checkpoint, write_hf_config
+    from sglang_jax.checkpoint.hf_config import GENERATION_CONFIG_FILE
+    from sglang_jax.jax_runner.devices import select_device
+    from sglang_jax.jax_runner.orbax_checkpoint import save_orbax
+    from sglang_jax.jax_runner.weights import load_weights
+    from sglang_jax.layers.sharding import make_mesh
+    from sglang_jax.models import AttentionImplementation, build_model
+
+    checkpoint = open_checkpoint(config.model_path, config.load_format)
+    if checkpoint.reader is None:
+        raise ConfigError(f"{checkpoint.source.path} is an Orbax checkpoint already")
+    dtype = _dtype(config.dtype, checkpoint.config.dtype)
+    device = select_device(Device.CPU)
+    model = build_model(
+        checkpoint.config,
+        dtype=jnp.dtype(dtype.value),
+        attention=AttentionImplementation.REFERENCE,
+        platform=device.platform,
+    )
+    load_weights(model, checkpoint.reader, checkpoint.config, make_mesh([device]))
+    with tempfile.TemporaryDirectory() as folder:
+        beside = Path(folder)
+        write_hf_config(checkpoint.config, beside)
+        load_tokenizer(checkpoint.tokenizer_source).save(beside)
+        generation_config = checkpoint.source.path / GENERATION_CONFIG_FILE
+        if generation_config.is_file():
+            shutil.copy(generation_config, beside)
+        save_orbax(config.output, checkpoint.config, model, sorted(beside.iterdir()))
+    click.echo(f"{checkpoint.source.path} is now {config.output} in {dtype.value}: serve it with --model-path")
+    return 0
+
+
+def _dtype(wanted: Dtype, stored: str) -> Dtype:
+    """float16, which no backend computes in, widens to float32."""
+    if wanted is not Dtype.AUTO:
+        return wanted
+    return Dtype.BFLOAT16 if stored == Dtype.BFLOAT16.value else Dtype.FLOAT32

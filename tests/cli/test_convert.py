@@ -1,0 +1,81 @@
+"""`convert` writes a folder that loads as the checkpoint it was made from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers.tiny_models import make_tiny_checkpoint
+
+from sglang_jax.checkpoint import Checkpoint, SourceKind, load_tokenizer, open_checkpoint
+from sglang_jax.cli.convert import convert
+from sglang_jax.cli.main import run
+from sglang_jax.jax_runner.orbax_checkpoint import restore_orbax
+from sglang_jax.jax_runner.weights import load_weights
+from sglang_jax.layers.sharding import make_mesh
+from sglang_jax.models import AttentionImplementation, Transformer, build_model
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("original"))
+
+
+def weights(checkpoint: Checkpoint, dtype: str) -> dict[str, np.ndarray]:
+    model: Transformer = build_model(
+        checkpoint.config, dtype=jnp.dtype(dtype), attention=AttentionImplementation.XLA, platform="cpu"
+    )
+    mesh = make_mesh(jax.devices()[:1])
+    if checkpoint.reader is None:
+        restore_orbax(checkpoint.source.path, model, checkpoint.config, mesh)
+    else:
+        load_weights(model, checkpoint.reader, checkpoint.config, mesh)
+    return {str(path): np.asarray(leaf.get_value()) for path, leaf in nnx.to_flat_state(nnx.state(model))}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_converted_checkpoint_is_the_same_model(original: Path, tmp_path: Path, dtype: str) -> None:
+    output = tmp_path / "converted"
+    arguments = ["--model-path", str(original), "--to", "orbax", "--output", str(output), "--dtype", dtype]
+    assert run(convert, "convert", arguments) == 0
+    before, after = open_checkpoint(str(original)), open_checkpoint(str(output))
+    assert after.source.kind is SourceKind.ORBAX
+    assert after.config == before.config
+    assert after.generation_defaults == before.generation_defaults
+    expected, found = weights(before, dtype), weights(after, dtype)
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+    text = "the capital of france is paris."
+    assert load_tokenizer(after.tokenizer_source).encode(text) == load_tokenizer(before.tokenizer_source).encode(text)
+
+
+def test_a_second_conversion_overwrites_nothing(
+    original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model-path", str(original), "--to", "orbax", "--output", str(tmp_path)]
+    assert run(convert, "convert", arguments) == 0
+    assert run(convert, "convert", arguments) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert run(convert, "convert", ["--model-path", str(tmp_path), "--to", "orbax", "--output", "elsewhere"]) == 2
+    assert "Orbax checkpoint already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--to", "orbax", "--output", "x"], ["--model-path"]),
+        (["--model-path", "demo", "--to", "zip", "--output", "x"], ["--to", "zip", "orbax"]),
+        (["--model-path", "no/such/folder", "--to", "orbax", "--output", "x"], ["no/such/folder"]),
+    ],
+)
+def test_refusals_are_clear(capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]) -> None:
+    assert run(convert, "convert", arguments) == 2
+    message = capsys.readouterr().err
+    assert "Traceback" not in message
+    for word in words:
+        assert word in message
