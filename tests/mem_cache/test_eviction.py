@@ -95,6 +95,22 @@ def test_first_in_goes_first_however_often_it_is_used() -> None:
 
 
 @pytest.mark.parametrize("policy", EvictionPolicy)
+def test_both_halves_of_a_split_node_keep_its_age_and_use(policy: EvictionPolicy) -> None:
+    """A new node above old ones would look young, or unused, for no reason but the split."""
+    small = SmallTree(policy=policy)
+    lower = small.insert(A + B)
+    lower.hits = 7
+    created, last_access = lower.created, lower.last_access
+    small.insert(C)
+    small.insert(A + D)
+    upper = lower.parent
+    assert upper is not None
+    assert (lower.created, lower.hits, lower.last_access) == (created, 7, last_access)
+    assert (upper.created, upper.hits) == (created, 7)
+    assert upper.last_access > last_access, "the insert went through it"
+
+
+@pytest.mark.parametrize("policy", EvictionPolicy)
 def test_a_parent_follows_its_last_child(policy: EvictionPolicy) -> None:
     small = SmallTree(policy=policy)
     small.insert(A + B)

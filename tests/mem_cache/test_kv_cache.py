@@ -101,8 +101,8 @@ class TestLifeCycle:
         check_everything(cache)
 
     def test_release_goes_in_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Insert, free what is committed, unlock, free the rest, free the row: unlocking first would let an eviction
-        take pages that the request is about to insert."""
+        """Insert, free what is committed, unlock, free the rest, free the row; the new node is locked before the old
+        one is unlocked, so that at no time an eviction could take what the request depends on (note 4)."""
         cache = small_cache()
         record = open_row(cache, PROMPT[:10])
         compute(cache, record, PROMPT[:10])
@@ -111,12 +111,14 @@ class TestLifeCycle:
         events: list[str] = []
         tail = cache.table.run(record.row, 3, 5).tolist()
         free, unlock, insert, free_row = cache.pool.free, cache.tree.unlock, cache.tree.insert, cache._free_row
+        lock = cache.tree.lock
+        monkeypatch.setattr(cache.tree, "lock", lambda node: events.append("lock") or lock(node))
         monkeypatch.setattr(cache.pool, "free", lambda p, o: events.append(f"free {p.tolist()}") or free(p, o))
         monkeypatch.setattr(cache.tree, "unlock", lambda node: events.append("unlock") or unlock(node))
         monkeypatch.setattr(cache.tree, "insert", lambda *a: events.append("insert") or insert(*a))
         monkeypatch.setattr(cache, "_free_row", lambda row: events.append("row") or free_row(row))
         cache.release_kv_cache(record, int32_bytes(PROMPT[:13]), insert=True)
-        assert events == ["insert", "unlock", f"free {tail[:1]}", "unlock", f"free {tail[1:]}", "row"]
+        assert events == ["insert", "lock", "unlock", f"free {tail[:1]}", "unlock", f"free {tail[1:]}", "row"]
         check_everything(cache)
 
     def test_a_released_row_starts_clean_for_the_next(self) -> None:
@@ -286,9 +288,9 @@ class TestDuplicates:
         cache.settle(6)
         assert cache.retired_pages == 2
         cache.settle(7)
-        cache.settle(8)
         assert cache.retired_pages == 0
         assert set(own.tolist()) <= set(cache.pool.free_pages().tolist())
+        cache.settle(8)
         check_everything(cache)
 
     def test_a_partly_shared_chunk_frees_only_what_was_there(self) -> None:

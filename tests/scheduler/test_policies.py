@@ -8,7 +8,8 @@ from helpers.scheduling import Bench
 from sglang_jax.config import SchedulePolicy
 from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.sampling.params import SamplingParams
-from sglang_jax.scheduler.waiting_queue import LONGEST_PREFIX_WINDOW
+from sglang_jax.scheduler.request import Request
+from sglang_jax.scheduler.waiting_queue import LONGEST_PREFIX_WINDOW, WaitingQueue
 
 PREFIX = [1 + (5 * i) % 37 for i in range(16)]
 
@@ -79,6 +80,22 @@ def test_looking_for_the_longest_prefix_costs_no_more_than_its_window(monkeypatc
     bench.run()
     assert order(bench)[1] == first
     assert order(bench).index(beyond) < 300, "it came into the window as the queue moved on"
+
+
+def test_beyond_the_window_the_order_is_that_of_arrival() -> None:
+    bench = Bench(rows=200, budget=400, options={"schedule_policy": SchedulePolicy.LPM})
+    ids = [bench.add([k % 37], sampling=sampling()) for k in range(300)]
+    peeked: list[int] = []
+
+    def cached_prefix(request: Request) -> int:
+        peeked.append(request.id)
+        return request.id
+
+    queue = WaitingQueue(SchedulePolicy.LPM, cached_prefix)
+    for request in bench.scheduler.queue.requests():
+        queue.add(request)
+    assert [request.id for request in queue.first(250)] == ids[127::-1] + ids[128:250]
+    assert sorted(peeked) == ids[:128]
 
 
 @pytest.mark.parametrize("policy", SchedulePolicy)

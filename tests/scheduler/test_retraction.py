@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from helpers.scheduling import Bench
+from helpers.scheduling import EOS, Bench
 
 from sglang_jax.mem_cache.invariants import check_everything
 from sglang_jax.sampling.params import SamplingParams
@@ -164,6 +164,16 @@ class TestCapacity:
         exact = bench.add(prompt(6), sampling=endless(11))
         run_checked(bench)
         assert bench.channel.finished[exact].kind == "length"
+        bench.check_outputs()
+
+    @pytest.mark.parametrize("limit", [50, None])
+    def test_alone_a_request_is_admitted_whatever_it_may_draw(self, limit: int | None) -> None:
+        """Most requests end long before their limit; one that waits for room for all of it waits for ever."""
+        bench = Bench(pages=4, context=64)
+        seed = next(s for s in range(1000) if len(bench.oracle.output(prompt(14), s, 3, (EOS,))) < 3)
+        request = bench.add(prompt(14), sampling=SamplingParams(max_new_tokens=limit, seed=seed))
+        run_checked(bench)
+        assert bench.channel.finished[request].kind == "stop"
         bench.check_outputs()
 
     def test_a_prompt_larger_than_the_pool_is_refused_at_once(self) -> None:
