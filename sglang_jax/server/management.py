@@ -15,6 +15,7 @@ from sglang_jax.sampling import SamplingParams
 from sglang_jax.server.context import ServerContext, new_id
 from sglang_jax.server.errors import ShuttingDownError, UnavailableError
 from sglang_jax.server.fields import Body, OneOrMany, TokenIds, as_list
+from sglang_jax.server.json_body import JsonRoute
 
 HEALTH_SECONDS = 20.0
 """How long `/health_generate` waits for its token."""
@@ -50,7 +51,7 @@ class DetokenizeBody(Body):
 
 
 def health_router(context: ServerContext) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
 
     def check() -> None:
         if not context.client.alive:
@@ -85,7 +86,7 @@ def health_router(context: ServerContext) -> APIRouter:
 
 
 def information_router(context: ServerContext) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
     config = context.config
 
     @router.get("/get_model_info")
@@ -112,9 +113,10 @@ def information_router(context: ServerContext) -> APIRouter:
 
 
 def control_router(context: ServerContext) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
 
-    @router.api_route("/flush_cache", methods=["GET", "POST"])
+    @router.get("/flush_cache")
+    @router.post("/flush_cache")
     async def flush_cache() -> dict[str, object]:
         """Empties the prefix cache; 400, and nothing is done, while requests run or wait."""
         if not await context.client.flush_cache():
@@ -136,7 +138,7 @@ def control_router(context: ServerContext) -> APIRouter:
 
 
 def tokenizer_router(context: ServerContext) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
 
     @router.post("/tokenize")
     def tokenize(body: TokenizeBody) -> dict[str, object]:

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from sglang_jax.engine.types import FinishKind, FinishReason, GenerateOutput, TextTokenizer, TokenLogprob
 from sglang_jax.server.context import ENGINE_NAMES, ServerContext
+from sglang_jax.server.json_body import JsonRoute
 from sglang_jax.server.logprobs import reported
 from sglang_jax.server.native_schema import GenerateBody, NativeRequest, native_request
 from sglang_jax.server.streaming import event, json_response, open_event_stream, until_disconnect
@@ -72,7 +73,7 @@ def finish_object(finish: FinishReason | None, completion_tokens: int) -> dict[s
 
 
 def native_router(context: ServerContext) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
 
     @router.post("/generate")
     async def generate(body: GenerateBody, request: Request) -> Response:

@@ -14,6 +14,7 @@ from msgspec import UNSET, UnsetType
 
 from sglang_jax.engine.types import GenerateInput, GenerateOutput, TextTokenizer
 from sglang_jax.server.context import ENGINE_NAMES, ServerContext, new_id
+from sglang_jax.server.json_body import JsonRoute
 from sglang_jax.server.logprobs import ChatLogprobs, chat_logprobs
 from sglang_jax.server.openai_schema import ChatBody, chat_token_ids
 from sglang_jax.server.openai_usage import Usage, UsageCount
@@ -152,7 +153,7 @@ class ChatFormat:
 
 
 def chat_router(context: ServerContext) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:

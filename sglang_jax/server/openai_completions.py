@@ -13,6 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from sglang_jax.engine.types import GenerateInput, GenerateOutput, TextTokenizer, TokenLogprob
 from sglang_jax.server.context import ENGINE_NAMES, ServerContext, new_id, prompt_ids
+from sglang_jax.server.json_body import JsonRoute
 from sglang_jax.server.logprobs import CompletionLogprobs, CompletionLogprobWriter
 from sglang_jax.server.openai_schema import COMPLETION_DEFAULT_MAX_TOKENS, CompletionBody
 from sglang_jax.server.openai_usage import Usage, UsageCount
@@ -121,7 +122,7 @@ class CompletionFormat:
 
 
 def completions_router(context: ServerContext) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:

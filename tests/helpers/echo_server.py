@@ -1,0 +1,121 @@
+"""The HTTP server over an engine that echoes prompts, on a socket of its own, in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import httpx2
+import uvicorn
+from helpers.engine_fakes import load_echo, load_tokenizer
+
+from sglang_jax.config import ServerConfig
+from sglang_jax.engine.client import AsyncEngineClient
+from sglang_jax.engine.core import CoreLoader
+from sglang_jax.engine.launch import launch_core
+from sglang_jax.server.app import create_app, create_context
+from sglang_jax.server.context import ServerContext
+from sglang_jax.server.serve import bind
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class EchoServer:
+    """A running server. `http` is a client of it; `port` is where it listens on 127.0.0.1."""
+
+    port: int
+    http: httpx2.Client
+    context: ServerContext
+    engine: AsyncEngineClient
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def await_(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Runs a coroutine on the server's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(30)
+
+    def seen(self) -> list[dict[str, Any]]:
+        """The requests that reached the engine's core."""
+        return json.loads(str(self.await_(self.engine.state())["seen"]))
+
+    def aborted(self) -> list[int]:
+        """Ids of the requests that the core was told to abort."""
+        return json.loads(str(self.await_(self.engine.state())["aborted"]))
+
+    def running(self) -> int:
+        return int(str(self.await_(self.engine.state())["running"]))
+
+    def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The events of a stream, which must end with [DONE]."""
+        response = self.http.post(path, json={**body, "stream": True})
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+        assert lines.pop() == "[DONE]"
+        return [json.loads(line) for line in lines]
+
+    def send(self, path: str, body: dict[str, Any]) -> socket.socket:
+        """Posts over a bare socket and returns it without reading the answer."""
+        payload = json.dumps(body).encode()
+        connection = socket.create_connection(("127.0.0.1", self.port))
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload)
+        return connection
+
+
+@contextmanager
+def serve_echo(load: CoreLoader = load_echo, *, in_process: bool = True, **options: Any) -> Iterator[EchoServer]:
+    """Runs a server for as long as the block lasts. `options` are those of `ServerConfig`."""
+    config = ServerConfig(**{"model_path": "echo", **options})
+    listener = bind("127.0.0.1", 0)
+    ready = threading.Event()
+    running: list[EchoServer] = []
+    servers: list[uvicorn.Server] = []
+    port = listener.getsockname()[1]
+
+    async def main() -> None:
+        engine = await launch_core(config, in_process=in_process, load=load, load_tokenizer=load_tokenizer)
+        context = create_context(engine, config)
+        server = uvicorn.Server(uvicorn.Config(create_app(context), log_config=None, log_level="error"))
+        servers.append(server)
+        running.append(EchoServer(port, http, context, engine, asyncio.get_running_loop()))
+        ready.set()
+        await server.serve(sockets=[listener])
+        await engine.close()
+
+    with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
+        thread = threading.Thread(target=lambda: asyncio.run(main()))
+        thread.start()
+        assert ready.wait(60)
+        wait_for(lambda: servers[0].started)
+        try:
+            yield running[0]
+        finally:
+            servers[0].should_exit = servers[0].force_exit = True
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+async def launch_echo(config: ServerConfig) -> AsyncEngineClient:
+    """What `sglang_jax.server.serve.run` is told to launch, in a process of its own."""
+    return await launch_core(config, in_process=False, load=load_echo, load_tokenizer=load_tokenizer)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Fails unless the condition comes true in time."""
+    pause = threading.Event()
+    for _ in range(int(seconds / 0.01)):
+        if condition():
+            return
+        pause.wait(0.01)
+    raise AssertionError(f"still not so after {seconds} s")

@@ -1,0 +1,255 @@
+"""Every refusal is OpenAI's error object, with the field, the value seen and the limit."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from helpers.echo_server import EchoServer, serve_echo
+from helpers.engine_fakes import CONTEXT_LENGTH, EOS, VOCAB_SIZE, load_fake_model
+
+BEYOND = VOCAB_SIZE
+CAPACITY_ERROR = EOS + 3
+MESSAGES = [{"role": "user", "content": "hi"}]
+PATHS = {"generate": "/generate", "completion": "/v1/completions", "chat": "/v1/chat/completions"}
+GOOD: dict[str, dict[str, Any]] = {
+    "generate": {"text": "hi"},
+    "completion": {"prompt": "hi"},
+    "chat": {"messages": MESSAGES},
+}
+
+
+def error_of(server: EchoServer, path: str, content: str | bytes, status: int) -> dict[str, Any]:
+    response = server.http.post(path, content=content, headers={"Content-Type": "application/json"})
+    assert response.status_code == status, response.text
+    assert list(response.json()) == ["error"]
+    error: dict[str, Any] = response.json()["error"]
+    assert sorted(error) == ["code", "message", "param", "type"]
+    return error
+
+
+SAMPLING_CASES = [
+    ({"temperature": -0.1}, "temperature", "[0, 100], got -0.1"),
+    ({"temperature": float("nan")}, "temperature", "finite number, got nan"),
+    ({"top_p": float("inf")}, "top_p", "finite number, got inf"),
+    ({"top_p": 0}, "top_p", "(0, 1], got 0"),
+    ({"top_p": 1.5}, "top_p", "(0, 1], got 1.5"),
+    ({"top_k": 0}, "top_k", "-1 (all tokens) or at least 1, got 0"),
+    ({"top_k": 1.5}, "top_k", "integer, got 1.5"),
+    ({"min_p": 2}, "min_p", "[0, 1], got 2"),
+    ({"frequency_penalty": 3}, "frequency_penalty", "[-2, 2], got 3"),
+    ({"presence_penalty": -3}, "presence_penalty", "[-2, 2], got -3"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "(0, 10], got 0"),
+    ({"n": 0}, "n", "[1, 128], got 0"),
+    ({"n": 129}, "n", "[1, 128], got 129"),
+    ({"seed": 2**63}, "seed", "got 9223372036854775808"),
+    ({"stop": ""}, "stop", "non-empty strings"),
+    ({"stop": ["a"] * 17}, "stop", "at most 16 strings, got 17"),
+    ({"stop_token_ids": [BEYOND]}, "stop_token_ids", f"token id {BEYOND}, the vocabulary ends at {VOCAB_SIZE - 1}"),
+    ({"stop_token_ids": list(range(17))}, "stop_token_ids", "at most 16 ids, got 17"),
+    ({"logit_bias": {str(BEYOND): 1}}, "logit_bias", f"token id {BEYOND}"),
+    ({"logit_bias": {"65": 101}}, "logit_bias", "[-100, 100], got 101"),
+    ({"logit_bias": {"A": 1}}, "logit_bias.A", "got 'A'"),
+    ({"logit_bias": {"65": float("-inf")}}, "logit_bias.65", "finite number, got -inf"),
+    ({"ignore_eos": 1}, "ignore_eos", "boolean, got 1"),
+    ({"json_schema": "{}"}, "json_schema", "not supported"),
+]
+
+
+@pytest.mark.parametrize("route", PATHS)
+@pytest.mark.parametrize(("fields", "param", "message"), SAMPLING_CASES)
+def test_sampling(server: EchoServer, route: str, fields: dict[str, Any], param: str, message: str) -> None:
+    native = route == "generate"
+    body = {**GOOD[route], **({"sampling_params": fields} if native else fields)}
+    error = error_of(server, PATHS[route], json.dumps(body), 400)
+    assert error["param"] in (param, f"sampling_params.{param}")
+    assert message in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+CASES = [
+    ("generate", {}, "text", "exactly one of text and input_ids must be given, got neither"),
+    ("generate", {"text": "a", "input_ids": [1]}, "text", "got both"),
+    ("generate", {"text": ""}, "text", "empty"),
+    ("generate", {"text": []}, "text", "empty"),
+    ("generate", {"text": ["a", ""]}, "text", "empty"),
+    ("generate", {"input_ids": []}, "input_ids", "empty"),
+    ("generate", {"input_ids": [[1], []]}, "input_ids", "empty"),
+    ("generate", {"text": 5}, "text", "string, got 5"),
+    ("generate", {"text": ["a", 5]}, "text[1]", "string, got 5"),
+    ("generate", {"input_ids": [1, "2"]}, "input_ids[1]", "integer, got '2'"),
+    ("generate", {"input_ids": [1, True]}, "input_ids[1]", "integer, got True"),
+    ("generate", {"input_ids": [65, BEYOND]}, "input_ids", f"token id {BEYOND} at position 1, ids go from 0 to"),
+    ("generate", {"input_ids": [-1]}, "input_ids", "token id -1 at position 0"),
+    ("generate", {"input_ids": [2**70]}, "input_ids", "token id 1180591620717411303424"),
+    ("generate", {"text": "a" * CONTEXT_LENGTH}, "text", f"{CONTEXT_LENGTH} tokens; the limit is {CONTEXT_LENGTH - 1}"),
+    ("generate", {"text": "a", "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens", "got 0"),
+    ("generate", {"text": "a", "sampling_params": {"max_new_tokens": "5"}}, "sampling_params.max_new_tokens", "'5'"),
+    ("generate", {"text": "a", "sampling_params": {"seed": 1, "sampling_seed": 2}}, "seed", "differ"),
+    ("generate", {"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params", "1 values for 2 prompts"),
+    ("generate", {"text": ["a", "b"], "rid": ["x"]}, "rid", "1 ids for 2 prompts"),
+    ("generate", {"text": ["a", "b"], "rid": ["x", "x"]}, "rid", "unique"),
+    ("generate", {"text": "a", "return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num", "[0, 20], got 21"),
+    ("generate", {"text": "a", "return_logprob": True, "logprob_start_len": 1}, "logprob_start_len", "got 1"),
+    ("generate", {"text": "a", "stream": "yes"}, "stream", "boolean, got 'yes'"),
+    ("generate", {"text": "a", "priority": 2**31}, "priority", "less than 2147483648"),
+    ("generate", {"text": "a", "image_data": "x.png"}, "image_data", "not supported"),
+    ("completion", {}, "prompt", "prompt is required"),
+    ("completion", {"prompt": ""}, "prompt", "empty"),
+    ("completion", {"prompt": []}, "prompt", "empty"),
+    ("completion", {"prompt": [[]]}, "prompt", "empty"),
+    ("completion", {"prompt": 5}, "prompt", "string, got 5"),
+    ("completion", {"prompt": [1.5]}, "prompt[0]", "integer, got 1.5"),
+    ("completion", {"prompt": [BEYOND]}, "prompt", f"token id {BEYOND}"),
+    ("completion", {"prompt": "a" * 5000}, "prompt", "prompt has 5000 tokens; the limit is 4095"),
+    ("completion", {"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
+    ("completion", {"prompt": "a", "best_of": 2}, "best_of", "best_of (2) must be 1 or equal n (1)"),
+    ("completion", {"prompt": "a", "logprobs": 21}, "logprobs", "logprobs must be in [0, 20], got 21"),
+    ("completion", {"prompt": "a", "logprobs": True}, "logprobs", "integer, got True"),
+    ("completion", {"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens must be an integer in [1, "),
+    ("completion", {"prompt": "a", "max_tokens": "5"}, "max_tokens", "integer, got '5'"),
+    ("completion", {"prompt": "a", "min_tokens": 17}, "min_tokens", "min_tokens must be an integer in [0, 16], got 17"),
+    ("completion", {"prompt": "a", "rid": 5}, "rid", "string, got 5"),
+    ("completion", {"prompt": "a", "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "boolean"),
+    ("chat", {}, "messages", "messages is required"),
+    ("chat", {"messages": []}, "messages", "empty"),
+    ("chat", {"messages": "hi"}, "messages", "list, got 'hi'"),
+    ("chat", {"messages": [{"content": "hi"}]}, "messages[0].role", "is required"),
+    ("chat", {"messages": [{"role": "user"}]}, "messages[0].content", "is required for the role 'user'"),
+    ("chat", {"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "string, got 5"),
+    (
+        "chat",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages[0].content[0].type",
+        "'image_url'; this model reads text only",
+    ),
+    ("chat", {"messages": [{"role": "user", "content": "a" * 5000}]}, "messages", "messages has 5007 tokens"),
+    ("chat", {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs", "needs logprobs to be true"),
+    ("chat", {"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "[0, 20], got 21"),
+    ("chat", {"messages": MESSAGES, "logprobs": 5}, "logprobs", "boolean, got 5"),
+    ("chat", {"messages": MESSAGES, "max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "differ"),
+    ("chat", {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", "not supported"),
+    ("chat", {"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ("chat", {"messages": MESSAGES, "reasoning_effort": "high"}, "reasoning_effort", "not supported"),
+    ("chat", {"messages": MESSAGES, "best_of": True}, "best_of", "not supported"),
+    ("chat", {"messages": MESSAGES, "continue_final_message": True}, "continue_final_message", "of the assistant"),
+    ("chat", {"messages": MESSAGES, "return_routed_experts": True}, "return_routed_experts", "not supported"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("route", "body", "param", "message"), CASES)
+def test_fields(server: EchoServer, route: str, body: dict[str, Any], param: str, message: str, stream: bool) -> None:
+    error = error_of(server, PATHS[route], json.dumps({"stream": stream, **body}), 400)
+    assert error["param"] == param
+    assert message in error["message"]
+
+
+def test_codes_that_clients_look_for(server: EchoServer) -> None:
+    too_long = error_of(server, "/v1/completions", json.dumps({"prompt": "a" * 5000}), 400)
+    assert too_long["code"] == "context_length_exceeded"
+    for route, path in PATHS.items():
+        error = error_of(server, path, json.dumps({**GOOD[route], "model": "other"}), 404)
+        assert (error["param"], error["code"]) == ("model", "model_not_found")
+    unsupported = error_of(server, "/v1/completions", json.dumps({"prompt": "a", "suffix": "b"}), 400)
+    assert unsupported["code"] == "unsupported_parameter"
+
+
+@pytest.mark.parametrize("path", PATHS.values())
+@pytest.mark.parametrize(
+    ("content", "code", "message"),
+    [
+        ("{", "malformed_json", "not valid JSON"),
+        ('{"prompt": "a",}', "malformed_json", "character 15"),
+        ("[]", "malformed_request", "must be a JSON object, got []"),
+        ('"hi"', "malformed_request", "must be a JSON object, got 'hi'"),
+        ("", "missing_field", "a JSON body is required"),
+        (b'{"prompt": "\xff"}', "malformed_json", "not UTF-8 (invalid start byte) at character 12"),
+        ("[" * 100_000, "invalid_request", "body"),
+    ],
+)
+def test_bodies(server: EchoServer, path: str, content: str | bytes, code: str, message: str) -> None:
+    error = error_of(server, path, content, 400)
+    assert error["code"] == code
+    assert message in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", r'{"prompt": "a\uD800"}'),
+        ("/v1/completions", r'{"prompt": "a", "\udc00": 1}'),
+        ("/generate", r'{"text": "a", "rid": "\udc00\ud800"}'),
+        ("/v1/chat/completions", r'{"messages": [{"role": "user", "content": "a", "name": "\ud800"}]}'),
+        ("/tokenize", r'{"prompt": "\ud800"}'),
+    ],
+)
+def test_half_a_surrogate_pair(server: EchoServer, path: str, body: str) -> None:
+    error = error_of(server, path, body, 400)
+    assert error["code"] == "malformed_json"
+    assert "half a surrogate pair, \\ud" in error["message"]
+
+
+def test_a_whole_surrogate_pair(server: EchoServer) -> None:
+    headers = {"Content-Type": "application/json"}
+    response = server.http.post("/generate", content=r'{"text": "\ud83d\ude00 \\ud800"}', headers=headers)
+    assert response.json()["text"] == "😀 \\ud800"
+
+
+def test_a_long_value_is_cut(server: EchoServer) -> None:
+    error = error_of(server, "/v1/completions", json.dumps({"prompt": "a", "max_tokens": "9" * 10_000}), 400)
+    assert "(10000 long)" in error["message"]
+    assert len(error["message"]) < 300
+
+
+def test_another_content_type(server: EchoServer) -> None:
+    response = server.http.post("/v1/completions", data={"prompt": "a"})
+    assert response.status_code == 415
+    assert "application/x-www-form-urlencoded" in response.json()["error"]["message"]
+
+
+def test_unknown_routes_and_methods(server: EchoServer) -> None:
+    missing = server.http.get("/v1/nothing")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+    assert "GET /v1/nothing" in missing.json()["error"]["message"]
+    wrong = server.http.get("/v1/completions")
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert wrong.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_of_the_scheduler_has_its_status(server: EchoServer, stream: bool) -> None:
+    error = error_of(server, "/generate", json.dumps({"input_ids": [CAPACITY_ERROR], "stream": stream}), 500)
+    assert (error["code"], error["type"]) == ("kv_capacity_exceeded", "server_error")
+
+
+def test_one_bad_prompt_ends_its_batch_alone(server: EchoServer) -> None:
+    error_of(server, "/generate", json.dumps({"input_ids": [[65] * 50, [CAPACITY_ERROR]]}), 500)
+    assert server.http.post("/generate", json={"text": "a"}).json()["text"] == "a"
+    assert server.context.in_flight == {}
+
+
+def test_a_request_id_in_flight_is_taken(slow_server: EchoServer) -> None:
+    body = {"text": "a" * 100, "rid": "taken", "stream": True}
+    with slow_server.http.stream("POST", "/generate", json=body) as first:
+        lines = first.iter_lines()
+        next(lines)
+        for again in (body, {"prompt": "a", "rid": "taken"}):
+            path = "/generate" if "text" in again else "/v1/completions"
+            error = error_of(slow_server, path, json.dumps(again), 400)
+            assert (error["param"], "'taken'" in error["message"]) == ("rid", True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_queue(stream: bool) -> None:
+    with serve_echo(load_fake_model, max_running_requests=1, max_queued_requests=1) as server:
+        body = {"input_ids": [[1, 2, 3]] * 30, "sampling_params": {"max_new_tokens": 50, "ignore_eos": True}}
+        response = server.http.post("/generate", json={**body, "stream": stream})
+        if stream and response.status_code == 200:  # the first tokens came before the refusal
+            error = json.loads(response.text.strip().split("\n\n")[-1].removeprefix("data: "))["error"]
+        else:
+            assert response.status_code == 503
+            assert int(response.headers["retry-after"]) > 0
+            error = response.json()["error"]
+        assert (error["code"], error["type"]) == ("queue_full", "service_unavailable")

@@ -1,0 +1,177 @@
+"""Health, information, control, tokenizer and metrics."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from helpers.echo_server import EchoServer, serve_echo, wait_for
+from helpers.engine_fakes import CONTEXT_LENGTH, EOS, VOCAB_SIZE, load_fake_model
+
+LONG = {"text": "a" * 1000, "sampling_params": {"max_new_tokens": 1000}}
+
+
+def test_health(server: EchoServer) -> None:
+    assert server.http.get("/health").status_code == 200
+    before = len(server.seen())
+    assert server.http.get("/health_generate").status_code == 200
+    assert [request["max_new_tokens"] for request in server.seen()[before:]] == [1]
+
+
+@pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
+def test_model_info(server: EchoServer, path: str) -> None:
+    info = server.http.get(path).json()
+    assert info["model_path"] == "echo"
+    assert info["served_model_name"] == "echo-model"
+    assert info["is_generation"] is True
+    assert (info["vocab_size"], info["context_length"], info["eos_token_ids"]) == (VOCAB_SIZE, CONTEXT_LENGTH, [EOS])
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
+def test_server_info(server: EchoServer, path: str) -> None:
+    info = server.http.get(path).json()
+    assert (info["model_path"], info["page_size"], info["schedule_policy"]) == ("echo", 16, "fcfs")
+    assert info["internal_states"][0]["running"] == 0
+    assert re.fullmatch(r"\d+\.\d+.*", info["version"])
+    assert "api_key" not in info
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_flush_cache(slow_server: EchoServer, method: str) -> None:
+    assert slow_server.http.request(method, "/flush_cache").json()["success"] is True
+    connection = slow_server.send("/generate", LONG)
+    wait_for(lambda: slow_server.running() == 1)
+    busy = slow_server.http.request(method, "/flush_cache")
+    assert (busy.status_code, busy.json()["error"]["code"]) == (400, "engine_busy")
+    connection.close()
+    wait_for(lambda: slow_server.running() == 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {**LONG, "rid": "mine"}),
+        ("/generate", {**LONG, "text": [LONG["text"]] * 2, "rid": "mine"}),
+        ("/v1/completions", {"prompt": LONG["text"], "max_tokens": 1000, "rid": "mine"}),
+    ],
+)
+def test_abort_ends_a_request_with_what_there_is(slow_server: EchoServer, path: str, body: dict[str, Any]) -> None:
+    with slow_server.http.stream("POST", path, json={**body, "stream": True}) as response:
+        lines = response.iter_lines()
+        next(lines)
+        assert slow_server.http.post("/abort_request", json={"rid": "mine"}).status_code == 200
+        *_, last = [line for line in lines if line.startswith("data: {")]
+    assert '"type":"abort"' in last or '"finish_reason":"abort"' in last
+    assert slow_server.running() == 0
+
+
+def test_abort_one_of_a_batch_and_abort_all(slow_server: EchoServer) -> None:
+    body = {**LONG, "text": [LONG["text"]] * 2, "rid": ["one", "two"], "stream": True}
+    with slow_server.http.stream("POST", "/generate", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        slow_server.http.post("/abort_request", json={"rid": "one"})
+        wait_for(lambda: slow_server.running() == 1)
+        slow_server.http.post("/abort_request", json={"abort_all": True})
+        wait_for(lambda: slow_server.running() == 0)
+        list(lines)
+
+
+def test_abort_of_nobody(server: EchoServer) -> None:
+    assert server.http.post("/abort_request", json={"rid": "unknown"}).status_code == 200
+    refused = server.http.post("/abort_request", json={})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "rid")
+
+
+def test_tokenize_and_back(server: EchoServer) -> None:
+    one = server.http.post("/tokenize", json={"prompt": "a€"}).json()
+    assert one == {"tokens": list("a€".encode()), "count": 4, "max_model_len": CONTEXT_LENGTH}
+    assert server.http.post("/detokenize", json={"tokens": one["tokens"]}).json() == {"text": "a€"}
+    many = server.http.post("/tokenize", json={"prompt": ["a", "bc"]}).json()
+    assert (many["tokens"], many["count"]) == ([[97], [98, 99]], [1, 2])
+    assert server.http.post("/detokenize", json={"tokens": many["tokens"]}).json() == {"text": ["a", "bc"]}
+    assert server.http.post("/detokenize", json={"tokens": []}).json() == {"text": ""}
+    special = {"tokens": [97, EOS], "skip_special_tokens": False}
+    assert server.http.post("/detokenize", json=special).json() == {"text": f"a<{EOS}>"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"prompt": "a", "model": "other"}, "model"),
+        ("/detokenize", {"tokens": [VOCAB_SIZE]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+    ],
+)
+def test_tokenizer_refusals(server: EchoServer, path: str, body: dict[str, Any], param: str) -> None:
+    response = server.http.post(path, json=body)
+    assert response.status_code in (400, 404)
+    assert response.json()["error"]["param"] == param
+
+
+def figures(text: str) -> dict[str, float]:
+    """Metric name, with its `le` bound if it has one, to value."""
+    found = re.findall(r'^([\w:]+)\{(?:le="([^"]+)",)?model_name="[^"]+"\} (\S+)$', text, re.MULTILINE)
+    return {name + (f"<={bound}" if bound else ""): float(value) for name, bound, value in found}
+
+
+def test_metrics_of_requests() -> None:
+    with serve_echo(model_path="echo:0.01") as server:
+        server.events("/generate", {"text": "abcd"})
+        server.http.post("/generate", json={"text": ["a", "b"]})
+        server.http.post("/generate", json={"text": ""})
+        server.http.post("/generate", json={"input_ids": [EOS + 3]})
+        response = server.http.get("/metrics")
+        assert response.headers["content-type"].startswith("text/plain")
+        values = figures(response.text)
+    assert values["sglang:num_requests_total"] == 3  # what was refused or failed does not count
+    assert values["sglang:time_to_first_token_seconds_count"] == 1
+    assert values["sglang:inter_token_latency_seconds_count"] == 4
+    assert 0.04 <= values["sglang:inter_token_latency_seconds_sum"] < 2
+    assert values["sglang:e2e_request_latency_seconds_count"] == 3
+    assert values["sglang:e2e_request_latency_seconds_sum"] >= 0.05
+    assert values["sglang:engine_alive"] == 1
+
+
+def test_metrics_of_the_scheduler() -> None:
+    with serve_echo(load_fake_model, max_total_tokens=512, page_size=4) as server:
+        prompt = {"input_ids": list(range(1, 41)), "sampling_params": {"max_new_tokens": 8, "ignore_eos": True}}
+        for _ in range(2):
+            server.http.post("/generate", json=prompt).raise_for_status()
+        wait_for(lambda: server.context.client.stats.num_finished == 2)
+        stats = server.context.client.stats
+        values = figures(server.http.get("/metrics").text)
+    assert values["sglang:prompt_tokens_total"] == 80
+    assert values["sglang:generation_tokens_total"] == 16
+    assert values["sglang:cached_tokens_total"] == stats.cached_tokens == 36
+    assert values["sglang:cache_hit_rate"] == pytest.approx(36 / 80)
+    assert values["sglang:max_total_num_tokens"] == 512
+    for name in ("num_running_reqs", "num_queue_reqs", "num_used_tokens", "token_usage"):
+        assert values[f"sglang:{name}"] == 0
+    for name in ("num_aborted_requests_total", "num_retractions_total", "num_evicted_pages_total"):
+        assert values[f"sglang:{name}"] == 0
+    assert values["sglang:gen_throughput"] >= 0
+
+
+def test_cached_tokens_are_told_to_the_client() -> None:
+    with serve_echo(load_fake_model, page_size=4) as server:
+        body = {"prompt": list(range(1, 41)), "max_tokens": 2, "stream_options": {"include_usage": True}}
+        for expected in (0, 36):
+            usage = server.http.post("/v1/completions", json=body).json()["usage"]
+            assert usage["prompt_tokens_details"] == {"cached_tokens": expected}
+        *_, last = server.events("/v1/completions", body)
+        assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 36}
+
+
+def test_the_documentation_describes_the_bodies(server: EchoServer) -> None:
+    schema = server.http.get("/openapi.json").json()
+    for path, name in (("/generate", "GenerateBody"), ("/v1/completions", "CompletionBody")):
+        body = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert body["$ref"].endswith(name)
+    assert {"prompt", "max_tokens", "logit_bias"} <= set(
+        schema["components"]["schemas"]["CompletionBody"]["properties"]
+    )

@@ -1,0 +1,188 @@
+"""The server as a process: its start, signals, and the death of its engine."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from helpers.echo_server import wait_for
+from helpers.engine_fakes import EOS
+
+from sglang_jax.config import ServerConfig
+from sglang_jax.errors import CheckpointError, ConfigError
+from sglang_jax.server.serve import bind, run
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import sys
+sys.path[:0] = {paths!r}
+from helpers.echo_server import launch_echo
+from sglang_jax.config import ServerConfig
+from sglang_jax.server.serve import run
+sys.exit(run(ServerConfig(**{options!r}), launch_echo))
+"""
+ENDS_THE_PROCESS = EOS + 2
+
+
+class Server:
+    """A server process. `http` is a client of it once it is ready."""
+
+    def __init__(self, **options: Any) -> None:
+        paths = [str(ROOT), str(ROOT / "tests")]
+        program = PROGRAM.format(paths=paths, options={"port": 0, **options})
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.http = httpx2.Client(timeout=30)
+
+    def wait_ready(self) -> str:
+        """What it says when it is."""
+        assert self.process.stdout is not None
+        said = self.process.stdout.readline() + self.process.stdout.readline()
+        address = re.search(r"http://[\d.]+:\d+", said)
+        assert address is not None, said
+        self.http.base_url = httpx2.URL(address[0])
+        return said
+
+    def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+
+    def wait(self, seconds: float = 15) -> int:
+        return self.process.wait(seconds)
+
+
+@contextmanager
+def server(**options: Any) -> Iterator[Server]:
+    running = Server(**options)
+    try:
+        yield running
+    finally:
+        running.http.close()
+        running.process.kill()
+        running.process.communicate()
+
+
+def refused(response: httpx2.Response) -> tuple[int, str]:
+    return response.status_code, response.json()["error"]["code"]
+
+
+def test_ready_line_and_its_curl_line() -> None:
+    with server(model_path="echo", served_model_name="my-model") as running:
+        said = running.wait_ready()
+        assert "serving my-model" in said
+        command = re.search(r"curl (\S+) -H '(\S+): (\S+)' -d '(.*)'", said)
+        assert command is not None
+        url, header, value, body = command.groups()
+        answer = running.http.post(url, content=body, headers={header: value}).json()
+        assert answer["choices"][0]["message"]["content"] == "user: Hello!\n"
+        running.signal()
+        assert running.wait() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains(number: signal.Signals) -> None:
+    with server(model_path="echo:0.03") as running:
+        running.wait_ready()
+        with running.http.stream("POST", "/generate", json={"text": "a" * 60, "stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            running.signal(number)
+            wait_for(lambda: running.http.get("/health").status_code == 503)
+            assert refused(running.http.get("/health")) == (503, "shutting_down")
+            new = running.http.post("/v1/completions", json={"prompt": "a"})
+            assert refused(new) == (503, "shutting_down")
+            assert "retry-after" in new.headers
+            assert running.http.get("/v1/models").status_code == 200
+            *_, last, done = [line for line in lines if line]
+        assert json.loads(last.removeprefix("data: "))["text"] == "a" * 60
+        assert done == "data: [DONE]"
+        assert running.wait() == 0
+
+
+def test_a_second_signal_stops_at_once() -> None:
+    with server(model_path="echo:0.03") as running:
+        running.wait_ready()
+        body = {"text": "a" * 2000, "sampling_params": {"max_new_tokens": 2000}, "stream": True}
+        with running.http.stream("POST", "/generate", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            running.signal()
+            wait_for(lambda: running.http.get("/health").status_code == 503)
+            begin = time.perf_counter()
+            running.signal()
+            with pytest.raises(httpx2.HTTPError):
+                list(lines)
+        assert running.wait() == 0
+        assert time.perf_counter() - begin < 5
+
+
+def test_a_signal_while_the_engine_starts() -> None:
+    with server(model_path="slow") as running:
+        time.sleep(0.7)
+        running.signal()
+        assert running.wait() in (128 + signal.SIGTERM, -signal.SIGTERM)  # the second if it came during the imports
+
+
+def test_the_death_of_the_engine() -> None:
+    with server(model_path="echo:0.03") as running:
+        running.wait_ready()
+        port = running.http.base_url.port
+        assert port is not None
+        waiting = socket.create_connection(("127.0.0.1", port))
+        body = json.dumps({"text": "a" * 2000, "sampling_params": {"max_new_tokens": 2000}}).encode()
+        head = "POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        waiting.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        stream_body = {"prompt": "a" * 2000, "max_tokens": 2000, "stream": True}
+        with running.http.stream("POST", "/v1/completions", json=stream_body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            begin = time.perf_counter()
+            dead = running.http.post("/generate", json={"input_ids": [ENDS_THE_PROCESS]})
+            *_, last = [line for line in lines if line]
+        answer = b"".join(iter(lambda: waiting.recv(4096), b""))
+        assert time.perf_counter() - begin < 5
+        waiting.close()
+        assert refused(dead) == (500, "engine_dead")
+        assert "exited with status 7" in dead.json()["error"]["message"]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_dead"
+        assert answer.startswith(b"HTTP/1.1 500")
+        assert b'"code":"engine_dead"' in answer
+        assert refused(running.http.get("/health")) == (503, "unavailable")
+        assert refused(running.http.get("/health_generate")) == (503, "unavailable")
+        assert refused(running.http.post("/v1/completions", json={"prompt": "a"})) == (500, "engine_dead")
+        assert refused(running.http.get("/server_info")) == (500, "engine_dead")
+        assert "sglang:engine_alive" in running.http.get("/metrics").text
+        running.signal()
+        assert running.wait() == 1
+
+
+def test_a_taken_port_is_told_before_the_model_is_loaded() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port}: Address already in use.*--port"):
+            run(ServerConfig(model_path="no such model", port=port))
+
+
+def test_an_unknown_host() -> None:
+    with pytest.raises(ConfigError, match=r"'300\.0\.0\.1' is not an address"):
+        bind("300.0.0.1", 0)
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        bind("192.0.2.1", 0)  # TEST-NET-1 (RFC 5737): nobody's
+
+
+def test_what_stops_the_engine_from_starting_is_raised() -> None:
+    with pytest.raises(CheckpointError, match="no-such-folder"):
+        run(ServerConfig(model_path="/no-such-folder", port=0))
