@@ -1,0 +1,242 @@
+"""Paged attention against plain numpy: ragged lengths, shuffled pages, and NaN in every slot that holds no token."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sglang_jax.kernels.kv_storage import gather_kv, to_storage
+from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation, ragged_paged_attention, write_kv
+from sglang_jax.layers.batch import ForwardBatch
+
+IMPLEMENTATIONS = list(AttentionImplementation)
+STORAGES = ("float32", "bfloat16", "uint16")
+TOLERANCE = 2e-5
+"""Whatever the type of the cache: values are rounded before the oracle sees them."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step: `query_lens` of `kv_lens`, the first `num_decode` of them decode rows, padded to (tokens, rows).
+
+    Cases that differ in lengths alone run in one compiled program.
+    """
+
+    kv_lens: tuple[int, ...]
+    query_lens: tuple[int, ...]
+    num_decode: int
+    tokens: int
+    rows: int
+    kv_heads: int = 2
+    group: int = 2
+    head_dim: int = 64
+    page_size: int = 4
+    storage: str = "float32"
+    columns: int = 40
+
+
+@dataclass(frozen=True)
+class Step:
+    queries: np.ndarray
+    kv_pages: jax.Array
+    batch: ForwardBatch
+    expected: np.ndarray
+
+
+def softmax_attention(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float) -> np.ndarray:
+    """Queries `[q, kv_heads, group, d]` at the last positions of keys and values `[k, kv_heads, d]`."""
+    hidden = np.arange(len(keys)) > np.arange(len(keys) - len(queries), len(keys))[:, None]
+    scores = np.einsum("qhgd,khd->hgqk", queries, keys, dtype=np.float64) * scale
+    scores[:, :, hidden] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("hgqk,khd->qhgd", weights, values)
+
+
+def make_step(case: Case, seed: int = 0) -> Step:
+    """Every slot starts as NaN; the keys and values of each sequence are then written to pages in random order."""
+    rng = np.random.default_rng(seed)
+    num_pages = 1 + case.rows * case.columns
+    unused = list(1 + rng.permutation(num_pages - 1))
+    page_table = np.zeros((case.rows, case.columns), np.int32)
+    kv_pages = np.full((num_pages, case.kv_heads, 2, case.page_size, case.head_dim), np.nan, np.float32)
+    queries = rng.standard_normal((case.tokens, case.kv_heads, case.group, case.head_dim)).astype(np.float32)
+    expected = np.zeros_like(queries)
+    place = 0
+    for row, (length, count) in enumerate(zip(case.kv_lens, case.query_lens, strict=True)):
+        keys_values = rng.standard_normal((length, case.kv_heads, 2, case.head_dim)).astype(np.float32)
+        if case.storage != "float32":
+            keys_values = keys_values.astype(jnp.bfloat16).astype(np.float32)
+        for position in range(length):
+            column, offset = divmod(position, case.page_size)
+            page_table[row, column] = page_table[row, column] or unused.pop()
+            kv_pages[page_table[row, column], :, :, offset] = keys_values[position]
+        mine = slice(place, place + count)
+        keys, values = keys_values[:, :, 0], keys_values[:, :, 1]
+        expected[mine] = softmax_attention(queries[mine], keys, values, case.head_dim**-0.5)
+        place += count
+    padding = case.rows - len(case.kv_lens)
+    batch = ForwardBatch(
+        tokens=jnp.zeros(case.tokens, jnp.int32),
+        positions=jnp.zeros(case.tokens, jnp.int32),
+        write_slots=jnp.zeros(case.tokens, jnp.int32),
+        page_table=jnp.asarray(page_table),
+        kv_lens=jnp.asarray([*case.kv_lens, *[0] * padding], jnp.int32),
+        query_starts=jnp.asarray([0, *np.cumsum([*case.query_lens, *[0] * padding])], jnp.int32),
+        num_decode=jnp.int32(case.num_decode),
+    )
+    heads = case.kv_heads * case.group
+    flat = (case.tokens, heads, case.head_dim)
+    stored = to_storage(jnp.asarray(kv_pages), jnp.dtype(case.storage))
+    return Step(queries.reshape(flat), stored, batch, expected.reshape(flat))
+
+
+ATTENTION = jax.jit(ragged_paged_attention, static_argnums=0, static_argnames="scale")
+
+
+def attend(implementation: AttentionImplementation, step: Step, head_dim: int) -> np.ndarray:
+    queries = jnp.asarray(step.queries)
+    return np.asarray(ATTENTION(implementation, queries, step.kv_pages, step.batch, scale=head_dim**-0.5))
+
+
+def check(implementation: AttentionImplementation, case: Case, seed: int = 0) -> None:
+    step = make_step(case, seed)
+    output = attend(implementation, step, case.head_dim)
+    real = int(step.batch.query_starts[-1])
+    np.testing.assert_allclose(output[:real], step.expected[:real], atol=TOLERANCE, rtol=0)
+    np.testing.assert_array_equal(output[real:], 0.0)
+
+
+MIXED = Case(kv_lens=(9, 1, 30, 7), query_lens=(1, 1, 13, 7), num_decode=2, tokens=32, rows=6)
+DECODE = Case(kv_lens=(9, 1, 30, 140), query_lens=(1, 1, 1, 1), num_decode=4, tokens=8, rows=8)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("case", [MIXED, DECODE], ids=["mixed", "decode"])
+def test_types_of_the_cache(implementation: AttentionImplementation, case: Case, storage: str) -> None:
+    check(implementation, replace(case, storage=storage))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 80), (3, 64), (4, 128), (8, 96), (3, 128), (8, 64)])
+def test_heads(implementation: AttentionImplementation, group: int, head_dim: int) -> None:
+    check(implementation, replace(MIXED, group=group, head_dim=head_dim))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("page_size", [1, 4, 16, 256])
+def test_page_sizes_and_their_edges(implementation: AttentionImplementation, page_size: int) -> None:
+    kv_lens = tuple(max(length, 1) for length in (page_size - 1, page_size, page_size + 1, 2 * page_size))
+    for num_decode in (0, 3):
+        query_lens = tuple(1 if row < num_decode else min(length, 40) for row, length in enumerate(kv_lens))
+        case = Case(kv_lens, query_lens, num_decode, 160, rows=5, group=1, page_size=page_size, columns=5)
+        check(implementation, case)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 127, 128, 129, 300])
+def test_edges_of_blocks(implementation: AttentionImplementation, length: int) -> None:
+    """A whole prompt, the end of one, its last token in a mixed step, and its last token in a decode step."""
+    for query_len in sorted({1, min(length, 65), length}):
+        check(implementation, Case((5, length), (1, query_len), 1, 304, rows=2, kv_heads=1, page_size=16))
+    check(implementation, Case((length, 3), (1, 1), 2, 2, rows=2, kv_heads=1, page_size=16))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("seed", range(8))
+def test_random_steps(implementation: AttentionImplementation, seed: int) -> None:
+    """One program for all seeds: nothing of its shape depends on lengths."""
+    rng = np.random.default_rng(seed)
+    sequences = int(rng.integers(1, 7))
+    num_decode = int(rng.integers(0, sequences + 1))
+    query_lens, kv_lens = [], []
+    for row in range(sequences):
+        query_lens.append(1 if row < num_decode else int(rng.integers(1, 15)))
+        kv_lens.append(query_lens[-1] + int(rng.integers(0, 150)))
+    kv_lens[0] = 160
+    case = Case(tuple(kv_lens), tuple(query_lens), num_decode, tokens=96, rows=7, page_size=8)
+    check(implementation, case, seed)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("tokens", [4, 16])
+def test_a_step_of_padding_alone(implementation: AttentionImplementation, tokens: int) -> None:
+    check(implementation, Case((), (), 0, tokens, rows=4))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_empty_sequences_between_others(implementation: AttentionImplementation) -> None:
+    step = make_step(replace(MIXED, rows=4))
+    batch = step.batch
+    with_gap = replace(
+        batch,
+        page_table=jnp.insert(batch.page_table, 3, 0, axis=0),
+        kv_lens=jnp.insert(batch.kv_lens, 3, 0),
+        query_starts=jnp.insert(batch.query_starts, 3, batch.query_starts[3]),
+    )
+    output = attend(implementation, replace(step, batch=with_gap), MIXED.head_dim)
+    np.testing.assert_allclose(output, step.expected, atol=2e-5)
+
+
+def test_a_row_does_not_depend_on_its_company() -> None:
+    """The same bits, whatever other rows are in the batch and however long they are."""
+    together = make_step(replace(DECODE, kv_lens=(9, 77, 30, 400), columns=100))
+    outputs = attend(AttentionImplementation.XLA, together, DECODE.head_dim)
+    alone = replace(together.batch, kv_lens=together.batch.kv_lens * (jnp.arange(8) < 3))
+    np.testing.assert_array_equal(
+        attend(AttentionImplementation.XLA, replace(together, batch=alone), DECODE.head_dim)[:3], outputs[:3]
+    )
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_large_scores_do_not_overflow(implementation: AttentionImplementation) -> None:
+    step = make_step(MIXED)
+    output = attend(implementation, replace(step, queries=step.queries * 1e4), MIXED.head_dim)
+    assert np.isfinite(output).all()
+
+
+def test_keys_and_values_are_stored_where_slots_say() -> None:
+    kv_pages = jnp.zeros((5, 3, 2, 4, 8), jnp.uint16)
+    rng = np.random.default_rng(0)
+    keys, values = rng.standard_normal((2, 6, 3, 8)).astype(np.float32)
+    slots = np.array([9, 4, 19, 18, 0, 7], np.int32)
+    written = write_kv(kv_pages, jnp.asarray(keys), jnp.asarray(values), jnp.asarray(slots))
+    found_keys, found_values = gather_kv(written, jnp.arange(5))
+    for token, slot in enumerate(slots):
+        np.testing.assert_array_equal(found_keys[:, slot], keys[token].astype(jnp.bfloat16).astype(np.float32))
+        np.testing.assert_array_equal(found_values[:, slot], values[token].astype(jnp.bfloat16).astype(np.float32))
+    untouched = np.setdiff1d(np.arange(20), slots)
+    assert not np.asarray(found_keys)[:, untouched].any()
+    assert not np.asarray(found_values)[:, untouched].any()
+
+
+def test_memory_follows_blocks_and_not_the_table() -> None:
+    case = replace(DECODE, columns=500)
+    step = make_step(case)
+    queries = jnp.asarray(step.queries)
+    lowered = ATTENTION.lower(AttentionImplementation.XLA, queries, step.kv_pages, step.batch, scale=0.125)
+    block_of_keys = case.rows * case.kv_heads * 128 * case.head_dim * 4
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < 8 * block_of_keys
+
+
+@pytest.mark.parametrize("tokens", [1, 8], ids=["decode", "mixed"])
+def test_time_follows_lengths_and_not_the_table(tokens: int) -> None:
+    """Some hundred blocks take longer than one; the margin is wide, for a busy machine."""
+    step = make_step(Case((1,), (1,), tokens % 8, tokens, rows=1, kv_heads=1, page_size=16, columns=4000))
+
+    def fastest(length: int) -> float:
+        batch = replace(step.batch, kv_lens=jnp.asarray([length], jnp.int32))
+        times = []
+        for _ in range(4):
+            started = time.perf_counter()
+            attend(AttentionImplementation.XLA, replace(step, batch=batch), 64)
+            times.append(time.perf_counter() - started)
+        return min(times)
+
+    assert fastest(1) * 5 < fastest(64000)
