@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import jax
@@ -17,11 +18,13 @@ class CompileCounter:
 
     def __init__(self) -> None:
         self.count = 0
+        self._lock = threading.Lock()  # programs may be built on several threads
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def _listen(self, event: str, duration: float, **kwargs: str | int) -> None:
         if event == _BACKEND_COMPILE:
-            self.count += 1
+            with self._lock:
+                self.count += 1
 
     def close(self) -> None:
         """Stops counting."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +19,8 @@ from sglang_jax.runner.plan import Int32, PageDeltas
 
 DELTA_BLOCK = 1024
 """Page-table entries that one run of the delta program overwrites."""
+
+_BUILT_AT_ONCE = 2
 
 Executable = Callable[..., Any]
 
@@ -34,7 +38,10 @@ class Programs:
     ) -> None:
         self._model = model
         self._weights = weights
-        self._state_shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), state)
+        self._state_shapes = jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), state
+        )
+        self._placement = jax.tree.map(lambda array: array.sharding, state)
         self._page_size = page_size
         self._buckets = buckets
         self.dump_row = state.last_tokens.shape[0] - 1
@@ -68,20 +75,27 @@ class Programs:
         return self._get("page deltas", self._build_deltas)(page_table, packed)
 
     def build_all(self, progress: Callable[[int, int, str], None]) -> None:
-        """Builds what is not built yet, and reports each by its name before and after."""
-        wanted = list(self._all())
-        for done, (name, build) in enumerate(wanted):
-            progress(done, len(wanted), name)
-            self._get(name, build)
-        progress(len(wanted), len(wanted), "all programs built")
+        """Builds what is not built yet, two at a time: while one is traced, which takes one core, another compiles.
 
-    def _all(self) -> Iterator[tuple[str, Callable[[], Executable]]]:
-        for bucket in self._buckets:
-            yield str(bucket), lambda bucket=bucket: self._build_step(bucket)
-        for size in self.row_update_sizes:
-            yield f"update {size} rows", lambda size=size: self._build_row_updates(size)
-        yield "set occurrences", self._build_occurrences
-        yield "page deltas", self._build_deltas
+        `progress(done, total, what)` is called on this thread, with the name of the program built last.
+        """
+        builders = self._builders()
+        progress(0, len(builders), "compiling")
+        with ThreadPoolExecutor(_BUILT_AT_ONCE) as pool:
+            futures = {pool.submit(self._get, name, build): name for name, build in builders.items()}
+            for done, future in enumerate(as_completed(futures), 1):
+                future.result()
+                progress(done, len(builders), futures[future])
+
+    def _builders(self) -> dict[str, Callable[[], Executable]]:
+        """How to build each program, by name; those that take longest first, so that none of them is waited for."""
+        steps = reversed(list(self._buckets))
+        return {
+            **{str(bucket): partial(self._build_step, bucket) for bucket in steps},
+            **{f"update {size} rows": partial(self._build_row_updates, size) for size in self.row_update_sizes},
+            "set occurrences": self._build_occurrences,
+            "page deltas": self._build_deltas,
+        }
 
     def _get(self, name: str, build: Callable[[], Executable]) -> Executable:
         program = self._built.get(name)
@@ -91,22 +105,26 @@ class Programs:
 
     def _build_step(self, bucket: Bucket) -> Executable:
         layout = self.layouts[bucket]
-        step = jax.jit(make_step(self._model, layout, self._page_size), donate_argnums=1)
+        step = jax.jit(
+            make_step(self._model, layout, self._page_size),
+            donate_argnums=1,
+            out_shardings=(self._placement, None),
+        )
         return step.lower(self._weights, self._state_shapes, _integers(layout.size)).compile()
 
     def _build_row_updates(self, size: int) -> Executable:
-        update = jax.jit(apply_row_updates, donate_argnums=0)
+        update = jax.jit(apply_row_updates, donate_argnums=0, out_shardings=self._placement.sampling)
         return update.lower(self._state_shapes.sampling, _integers(size, PACKED_ROW)).compile()
 
     def _build_occurrences(self) -> Executable:
-        update = jax.jit(set_occurrences, donate_argnums=0)
+        update = jax.jit(set_occurrences, donate_argnums=0, out_shardings=self._placement.sampling)
         return update.lower(self._state_shapes.sampling, _integers(), _integers(self.vocab_size)).compile()
 
     def _build_deltas(self) -> Executable:
         def apply(page_table: jax.Array, packed: jax.Array) -> jax.Array:
             return apply_deltas(page_table, *packed)
 
-        update = jax.jit(apply, donate_argnums=0)
+        update = jax.jit(apply, donate_argnums=0, out_shardings=self._placement.page_table)
         return update.lower(self._state_shapes.page_table, _integers(3, DELTA_BLOCK)).compile()
 
 

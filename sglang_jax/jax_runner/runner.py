@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
 from sglang_jax.jax_runner.compiles import CompileCounter
@@ -71,7 +72,7 @@ class JaxRunner:
     returned.
 
     **Arguments:** `weights` and `kv` are handed over (`kv` is written in place, `close` frees both); `details` go into
-    the report.
+    the report; `replicated` places what every device holds whole, on JAX's default device if None.
     """
 
     def __init__(
@@ -81,16 +82,15 @@ class JaxRunner:
         kv: KVCaches,
         spec: RunnerSpec,
         details: Mapping[str, str],
+        replicated: Sharding | None = None,
     ) -> None:
         page_size = spec.pools[0].page_size
         self._spec = spec
         self._details = dict(details)
-        self._state = DeviceState(
-            kv=kv,
-            page_table=jnp.zeros((spec.max_rows + 1, spec.max_pages_per_row), jnp.int32),
-            last_tokens=jnp.zeros(spec.max_rows + 1, jnp.int32),
-            sampling=SamplingState.empty(spec.max_rows + 1, spec.vocab_size),
-        )
+        rows = spec.max_rows + 1
+        page_table = jnp.zeros((rows, spec.max_pages_per_row), jnp.int32)
+        small = (page_table, jnp.zeros(rows, jnp.int32), SamplingState.empty(rows, spec.vocab_size))
+        self._state = DeviceState(kv, *jax.device_put(small, replicated))
         self._weights = weights
         self._weight_bytes = _nbytes(weights)
         self._kv_bytes = _nbytes(kv)

@@ -32,7 +32,18 @@ def test_dtypes() -> None:
     device = jax.devices("cpu")[0]
     assert select_dtype(Dtype.BFLOAT16, device) == jnp.bfloat16
     assert select_dtype(Dtype.FLOAT32, device) == jnp.float32
-    assert select_dtype(Dtype.AUTO, device) in (jnp.bfloat16, jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("features", "dtype"),
+    [("flags : fpu avx512_bf16 sse", "bfloat16"), ("flags : amx_bf16", "bfloat16"), ("flags : avx512f", "float32")],
+)
+def test_auto_is_bfloat16_where_the_cpu_multiplies_it(
+    features: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text(features + "\n")
+    monkeypatch.setattr("sglang_jax.jax_runner.devices._CPU_FEATURES", tmp_path / "cpuinfo")
+    assert select_dtype(Dtype.AUTO, jax.devices("cpu")[0]).name == dtype
 
 
 def test_available_memory_is_below_what_the_machine_has() -> None:

@@ -1,0 +1,121 @@
+"""From options and a checkpoint to a runner with its weights on the device."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sglang_jax.checkpoint.opening import Checkpoint
+from sglang_jax.config import AttentionBackend, EngineConfig
+from sglang_jax.jax_runner.compiles import use_compilation_cache
+from sglang_jax.jax_runner.devices import available_memory, select_device, select_dtype
+from sglang_jax.jax_runner.orbax_checkpoint import restore_orbax
+from sglang_jax.jax_runner.runner import JaxRunner
+from sglang_jax.jax_runner.sizing import Memory, Sizes, choose_sizes
+from sglang_jax.jax_runner.step import KVCaches, ModelFunctions, Weights
+from sglang_jax.jax_runner.weights import load_weights
+from sglang_jax.layers.batch import ForwardBatch
+from sglang_jax.layers.sharding import make_mesh
+from sglang_jax.models import (
+    AttentionImplementation,
+    Transformer,
+    allocate,
+    build_model,
+    kv_bytes_per_token,
+    kv_cache_spec,
+)
+from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec
+
+logger = logging.getLogger(__name__)
+
+_ATTENTION = {
+    AttentionBackend.AUTO: AttentionImplementation.XLA,
+    AttentionBackend.XLA: AttentionImplementation.XLA,
+    AttentionBackend.REFERENCE: AttentionImplementation.REFERENCE,
+}
+
+
+def load_runner(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
+    """A runner on the first device of `config.device`. Sizes are settled before any weight is read.
+
+    **Raises:** `ConfigError` for options that the machine or the model cannot meet, `CheckpointError` for weights that
+    the model cannot take.
+    """
+    use_compilation_cache(config.cache_folder())
+    device = select_device(config.device)
+    dtype = select_dtype(config.dtype, device)
+    mesh = make_mesh([device])
+    attention = _ATTENTION[config.attention_backend]
+    model = build_model(checkpoint.config, dtype=dtype, attention=attention, platform=device.platform)
+    sizes = _sizes(config, checkpoint, model, device, dtype)
+    _load(model, checkpoint, mesh)
+    functions, weights = split_model(model)
+    kv = allocate(
+        kv_cache_spec(checkpoint.config, dtype, sizes.num_pages, config.page_size, platform=device.platform), mesh
+    )
+    spec = RunnerSpec(
+        pools=(PoolSpec(PoolKind.FULL, sizes.num_pages, config.page_size),),
+        max_rows=sizes.max_rows,
+        token_budget=sizes.token_budget,
+        max_context=sizes.max_context,
+        vocab_size=checkpoint.config.vocab_size,
+    )
+    details = {
+        "dtype": dtype.name,
+        "attention": attention.value,
+        "compilation_cache": str(config.cache_folder()),
+    }
+    return JaxRunner(functions, weights, kv, spec, details, NamedSharding(mesh, PartitionSpec()))
+
+
+def split_model(model: Transformer) -> tuple[ModelFunctions, Weights]:
+    """A loaded model as functions of a flat list of its weights, which is quick to hand over at every step."""
+    graph, state = nnx.split(model)
+    weights, structure = jax.tree.flatten(state)
+
+    def merge(weights: Weights) -> Transformer:
+        return nnx.merge(graph, jax.tree.unflatten(structure, weights))
+
+    def forward(weights: Weights, batch: ForwardBatch, kv: KVCaches) -> tuple[jax.Array, KVCaches]:
+        return merge(weights)(batch, kv)
+
+    def logits(weights: Weights, hidden: jax.Array) -> jax.Array:
+        return merge(weights).logits(hidden)
+
+    return ModelFunctions(forward, logits), weights
+
+
+def _sizes(
+    config: EngineConfig, checkpoint: Checkpoint, model: Transformer, device: jax.Device, dtype: jnp.dtype
+) -> Sizes:
+    shapes = jax.tree.leaves(nnx.state(model))
+    memory = Memory(
+        platform=device.platform,
+        available=available_memory(device),
+        weights=sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in shapes),
+        page=kv_bytes_per_token(checkpoint.config, dtype) * config.page_size,
+    )
+    sizes = choose_sizes(config, checkpoint.config.max_position, memory)
+    logger.info(
+        "%s on %s: %.0f MiB of weights, %d KV tokens in %.0f MiB, %d rows, %d tokens a step",
+        dtype.name,
+        device.device_kind,
+        memory.weights / 2**20,
+        (sizes.num_pages - 1) * config.page_size,
+        sizes.num_pages * memory.page / 2**20,
+        sizes.max_rows,
+        sizes.token_budget,
+    )
+    return sizes
+
+
+def _load(model: Transformer, checkpoint: Checkpoint, mesh: Mesh) -> None:
+    if checkpoint.reader is None:
+        restore_orbax(checkpoint.source.path, model, checkpoint.config, mesh)
+    else:
+        load_weights(model, checkpoint.reader, checkpoint.config, mesh)

@@ -1,0 +1,122 @@
+"""A runner made from a checkpoint on disk, against transformers on the same checkpoint."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from helpers.plan_driver import PlanDriver
+from helpers.tiny_models import make_tiny_checkpoint
+from transformers import AutoModelForCausalLM
+
+from sglang_jax.checkpoint.opening import open_checkpoint
+from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig, LoadFormat
+from sglang_jax.errors import ConfigError
+from sglang_jax.jax_runner import create_runner
+from sglang_jax.jax_runner.loading import load_runner
+from sglang_jax.jax_runner.orbax_checkpoint import save_orbax
+from sglang_jax.jax_runner.weights import load_weights
+from sglang_jax.layers.sharding import make_mesh
+from sglang_jax.models import AttentionImplementation, build_model
+from sglang_jax.runner.plan import PromptLogprobs
+from sglang_jax.runner.protocol import Runner
+
+PROMPT = np.random.default_rng(2).integers(3, 380, 37).tolist()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3")
+
+
+def options(folder: Path, **changes: object) -> EngineConfig:
+    values: dict[str, object] = {
+        "model_path": str(folder),
+        "dtype": Dtype.FLOAT32,
+        "max_total_tokens": 640,
+        "max_running_requests": 2,
+        "chunked_prefill_size": 16,
+        "compilation_cache_dir": folder / "compiled",
+    }
+    return EngineConfig.model_validate(values | changes)
+
+
+def make_runner(config: EngineConfig) -> Runner:
+    return create_runner(config, open_checkpoint(config.model_path, config.load_format, seed=config.random_seed))
+
+
+@pytest.mark.parametrize("attention", [AttentionBackend.AUTO, AttentionBackend.REFERENCE])
+def test_text_and_logprobs_are_those_of_transformers(folder: Path, attention: AttentionBackend) -> None:
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        text = oracle.generate(torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False, eos_token_id=-1)
+        logprobs = torch.log_softmax(oracle(torch.tensor([PROMPT])).logits[0], -1).numpy()
+    runner = make_runner(options(folder, attention_backend=attention))
+    driver = PlanDriver(runner)
+    request = driver.admit(PROMPT)
+    wanted = PromptLogprobs(0, 0, np.array(PROMPT[1:17], np.int32))
+    driver.step([(request, 16)], prompt_logprobs=[wanted], prompt_top_logprobs=5)
+    assert driver.generate(request, 20, chunk=16) == text[0, len(PROMPT) :].tolist()
+    (found,) = request.prompt_logprobs
+    assert found.logprobs == pytest.approx(logprobs[np.arange(16), PROMPT[1:17]], abs=2e-4)
+    assert found.top_ids.tolist() == np.argsort(-logprobs[:16], axis=-1)[:, :5].tolist()
+    runner.close()
+
+
+def test_an_orbax_checkpoint_serves_the_same_weights(folder: Path, tmp_path: Path) -> None:
+    config = options(folder)
+    checkpoint = open_checkpoint(config.model_path)
+    assert checkpoint.reader is not None
+    mesh = make_mesh(jax.devices("cpu")[:1])
+    model = build_model(
+        checkpoint.config, dtype=jnp.dtype("float32"), attention=AttentionImplementation.XLA, platform="cpu"
+    )
+    load_weights(model, checkpoint.reader, checkpoint.config, mesh)
+    save_orbax(tmp_path / "orbax", checkpoint.config, model, [folder / "config.json"])
+    tokens = []
+    for path in (folder, tmp_path / "orbax"):
+        runner = make_runner(options(folder, model_path=str(path)))
+        driver = PlanDriver(runner)
+        tokens.append(driver.generate(driver.admit(PROMPT), 5, chunk=16))
+        runner.close()
+    assert tokens[0] == tokens[1]
+
+
+def test_spec_and_report_say_what_was_asked_for(folder: Path) -> None:
+    runner = make_runner(
+        options(folder, dtype=Dtype.BFLOAT16, page_size=8, random_seed=3, load_format=LoadFormat.DUMMY)
+    )
+    (pool,) = runner.spec.pools
+    assert (pool.num_pages, pool.page_size) == (81, 8)
+    assert (runner.spec.max_rows, runner.spec.token_budget) == (2, 16)
+    assert (runner.spec.max_context, runner.spec.vocab_size) == (512, 384)
+    report = runner.report()
+    assert report.details["dtype"] == "bfloat16"
+    assert report.details["attention"] == "xla"
+    # 2 layers, 2 kv heads of 32, keys and values, two bytes each, for every token of the pool and its pad page.
+    assert report.kv_bytes == 648 * 2 * 2 * 32 * 2 * 2
+    runner.close()
+
+
+def test_options_that_cannot_be_met_are_refused_before_weights_are_read(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="context_length 600 is beyond the 512 positions"):
+        make_runner(options(folder, context_length=600))
+    with pytest.raises(ConfigError, match="device tpu was asked for, but JAX sees only: cpu"):
+        make_runner(options(folder, device=Device.TPU))
+    with pytest.raises(ConfigError, match="max_total_tokens 10000000000 needs"):
+        make_runner(options(folder, max_total_tokens=10**10))
+
+
+def test_closing_frees_the_device(folder: Path) -> None:
+    gc.collect()
+    before = {id(array) for array in jax.live_arrays()}
+    config = options(folder)
+    runner = load_runner(config, open_checkpoint(config.model_path))
+    assert any(id(array) not in before for array in jax.live_arrays())
+    runner.close()
+    assert all(array.is_deleted() for array in jax.live_arrays() if id(array) not in before)
