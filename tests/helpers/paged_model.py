@@ -1,0 +1,95 @@
+"""Drives a model over pages by hand: shuffled pages, NaN in every unwritten slot, page 0 included."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from sglang_jax.checkpoint import open_checkpoint
+from sglang_jax.jax_runner.weights import load_weights
+from sglang_jax.kernels.kv_storage import to_storage
+from sglang_jax.layers.batch import ForwardBatch
+from sglang_jax.layers.sharding import make_mesh
+from sglang_jax.models import AttentionImplementation, KVCaches, allocate, build_model, kv_cache_spec
+
+ROWS = 4
+MIXED_TOKENS = 48
+
+
+class PagedModel:
+    """A loaded checkpoint and its caches; two programs: decode (4 rows) and mixed (48 tokens, 4 rows)."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: str = "float32",
+        attention: AttentionImplementation = AttentionImplementation.XLA,
+        page_size: int = 4,
+        columns: int = 16,
+        mesh: Mesh | None = None,
+    ) -> None:
+        checkpoint = open_checkpoint(str(folder))
+        mesh = mesh or make_mesh(jax.devices()[:1])
+        model = build_model(checkpoint.config, dtype=jnp.dtype(dtype), attention=attention)
+        load_weights(model, checkpoint.reader, checkpoint.config, mesh)
+        graph, self.state = nnx.split(model)
+        spec = kv_cache_spec(checkpoint.config, jnp.dtype(dtype), 1 + ROWS * columns, page_size)
+        poison = to_storage(jnp.full(spec.shape, jnp.nan), spec.storage)
+        caches = allocate(spec, mesh)
+        self.kv_caches: KVCaches = tuple(jax.device_put(poison.copy(), cache.sharding) for cache in caches)
+        pages = 1 + np.random.default_rng(1).permutation(ROWS * columns)
+        self.all_pages = pages.reshape(ROWS, columns).astype(np.int32)
+        self.page_size = page_size
+
+        def step(state: nnx.State, kv_caches: KVCaches, batch: ForwardBatch) -> tuple[jax.Array, KVCaches]:
+            model = nnx.merge(graph, state)
+            hidden, kv_caches = model(batch, kv_caches)
+            return model.logits(hidden), kv_caches
+
+        self._step = jax.jit(step, donate_argnums=1)
+
+    def run(self, sequences: Sequence[Sequence[int]], steps: Sequence[Mapping[int, int]]) -> list[np.ndarray]:
+        """Computes `steps[i][row]` further tokens of each row in step i; returns the logits of every token computed.
+
+        A step of single tokens alone is a decode step. In others, rows given first with one token are decode rows.
+        """
+        done = [0] * len(sequences)
+        logits: list[list[np.ndarray]] = [[] for _ in sequences]
+        for step in steps:
+            batch = self.batch(sequences, done, step)
+            found, self.kv_caches = self._step(self.state, self.kv_caches, batch)
+            rows = np.split(np.asarray(found), np.cumsum(list(step.values())))
+            for (row, count), part in zip(step.items(), rows, strict=False):
+                done[row] += count
+                logits[row].append(part)
+        return [np.concatenate(parts) for parts in logits]
+
+    def batch(self, sequences: Sequence[Sequence[int]], done: Sequence[int], step: Mapping[int, int]) -> ForwardBatch:
+        counts = np.array(list(step.values()))
+        num_decode = int(np.cumprod(counts == 1).sum())
+        num_tokens = ROWS if num_decode == len(counts) else MIXED_TOKENS
+        tokens, positions, slots = np.zeros((3, num_tokens), np.int32)
+        page_table = np.zeros((ROWS, self.all_pages.shape[1]), np.int32)
+        kv_lens = np.zeros(ROWS, np.int32)
+        place = 0
+        for index, (row, count) in enumerate(step.items()):
+            mine = slice(place, place + count)
+            positions[mine] = np.arange(done[row], done[row] + count)
+            tokens[mine] = np.asarray(sequences[row])[positions[mine]]
+            kv_lens[index] = done[row] + count
+            used = -(-kv_lens[index] // self.page_size)
+            page_table[index, :used] = self.all_pages[row, :used]
+            slots[mine] = self.all_pages[row, positions[mine] // self.page_size] * self.page_size
+            slots[mine] += positions[mine] % self.page_size
+            place += count
+        starts = np.full(ROWS + 1, place, np.int32)
+        starts[: len(counts) + 1] = [0, *np.cumsum(counts)]
+        arrays = (tokens, positions, slots, page_table, kv_lens, starts, np.int32(num_decode))
+        return ForwardBatch(*(jnp.asarray(array) for array in arrays))
