@@ -1,0 +1,124 @@
+"""What XLA makes of a step: caches and weights are used where they are, and never copied."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from sglang_jax.checkpoint import Architecture, ModelConfig, RopeConfig
+from sglang_jax.checkpoint.dummy_reader import DummyReader
+from sglang_jax.errors import CheckpointError
+from sglang_jax.jax_runner.weights import load_weights
+from sglang_jax.layers.batch import ForwardBatch
+from sglang_jax.layers.parameter import matmul
+from sglang_jax.layers.sharding import make_mesh
+from sglang_jax.models import AttentionImplementation, allocate, build_model, kv_bytes_per_token, kv_cache_spec
+
+MIB = 2**20
+PAGE_SIZE = 16
+NUM_PAGES = 2048
+
+CONFIG = ModelConfig(
+    architecture=Architecture.LLAMA,
+    vocab_size=8192,
+    hidden_size=256,
+    intermediate_size=1024,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(),
+    max_position=8192,
+    tie_word_embeddings=True,
+    attention_bias=False,
+    attention_out_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    eos_token_ids=(2,),
+)
+
+
+def batch_shapes(tokens: int, rows: int) -> ForwardBatch:
+    def int32(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    return ForwardBatch(
+        tokens=int32(tokens),
+        positions=int32(tokens),
+        write_slots=int32(tokens),
+        page_table=int32(rows, 512),
+        kv_lens=int32(rows),
+        query_starts=int32(rows + 1),
+        num_decode=int32(),
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("tokens", "rows"), [(2, 2), (8, 8), (64, 8)])
+def test_neither_caches_nor_weights_are_copied(dtype: str, tokens: int, rows: int) -> None:
+    model = build_model(CONFIG, dtype=jnp.dtype(dtype), attention=AttentionImplementation.XLA, platform="cpu")
+    graph, state = nnx.split(model)
+    spec = kv_cache_spec(CONFIG, jnp.dtype(dtype), NUM_PAGES, PAGE_SIZE, platform="cpu")
+    kv_caches = (jax.ShapeDtypeStruct(spec.shape, spec.storage),) * spec.num_layers
+
+    def step(
+        state: nnx.State, kv_caches: tuple[jax.Array, ...], batch: ForwardBatch
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        model = nnx.merge(graph, state)
+        hidden, kv_caches = model(batch, kv_caches)
+        return model.logits(hidden[:rows]), kv_caches
+
+    compiled = jax.jit(step, donate_argnums=1).lower(state, kv_caches, batch_shapes(tokens, rows)).compile()
+    memory = compiled.memory_analysis()
+    one_cache = np.prod(spec.shape) * spec.storage.itemsize
+    largest_weight = CONFIG.vocab_size * CONFIG.hidden_size * jnp.dtype(dtype).itemsize
+    assert memory.alias_size_in_bytes == spec.num_layers * one_cache
+    assert memory.temp_size_in_bytes < 3.5 * MIB < min(one_cache, largest_weight)
+
+
+def test_bytes_of_a_token_are_those_of_the_caches() -> None:
+    for dtype in (jnp.bfloat16, jnp.float32):
+        for platform in ("cpu", "tpu"):
+            spec = kv_cache_spec(CONFIG, jnp.dtype(dtype), 8, PAGE_SIZE, platform=platform)
+            caches = allocate(spec, make_mesh(jax.devices()[:1]))
+            per_token = kv_bytes_per_token(CONFIG, jnp.dtype(dtype))
+            assert sum(cache.nbytes for cache in caches) == 8 * PAGE_SIZE * per_token
+
+
+def test_one_bfloat16_row_is_multiplied_like_many() -> None:
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((5, 64)), jnp.bfloat16)
+    kernel = jnp.asarray(rng.standard_normal((64, 2, 24)), jnp.bfloat16)
+    expected = np.tensordot(np.asarray(x, np.float64), np.asarray(kernel, np.float64), axes=1)
+    for rows in (1, 2, 5):
+        product = matmul(x[:rows], kernel)
+        assert product.shape == (rows, 2, 24)
+        assert product.dtype == jnp.float32
+        np.testing.assert_allclose(product, expected[:rows], rtol=1e-5, atol=1e-4)
+
+
+def test_other_types_are_refused() -> None:
+    with pytest.raises(ValueError, match="bfloat16 or float32, got float16"):
+        build_model(CONFIG, dtype=jnp.dtype("float16"), attention=AttentionImplementation.XLA)
+
+
+def test_a_checkpoint_that_does_not_fit() -> None:
+    model = build_model(CONFIG, dtype=jnp.dtype("float32"), attention=AttentionImplementation.XLA)
+    other = replace(CONFIG, num_layers=2, intermediate_size=512)
+    with pytest.raises(CheckpointError) as caught:
+        load_weights(model, DummyReader(other, seed=0), CONFIG, make_mesh(jax.devices()[:1]))
+    assert "missing: model.layers.2.mlp.down_proj.weight (256, 1024)" in str(caught.value)
+    assert "misshapen: model.layers.1.mlp.gate_proj.weight is (512, 256)" in str(caught.value)
+
+
+def test_meshes() -> None:
+    devices = jax.devices()[:1]
+    assert make_mesh(devices).shape == {"data": 1, "tensor": 1, "expert": 1}
+    with pytest.raises(ValueError, match="1 devices cannot be divided into data 2 x expert 1"):
+        make_mesh(devices, data=2)

@@ -1,0 +1,57 @@
+"""The sharding table on several devices: the same logits as on one, and no device reads or holds what is another's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+_PROGRAM = """
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+from helpers.paged_model import PagedModel
+from helpers.tiny_models import make_tiny_checkpoint
+from sglang_jax.layers.sharding import make_mesh
+
+assert len(jax.devices()) == 4
+folder = make_tiny_checkpoint(Path(sys.argv[1]), "qwen3", num_attention_heads=8, num_key_value_heads=4)
+rng = np.random.default_rng(0)
+sequences = [rng.integers(0, 384, length) for length in (12, 21)]
+steps = ({0: 10, 1: 20}, {0: 1, 1: 1}, {0: 1})
+expected = PagedModel(folder).run(sequences, steps)
+for mesh in (make_mesh(jax.devices()), make_mesh(jax.devices(), data=2)):
+    model = PagedModel(folder, mesh=mesh)
+    shards = mesh.shape["tensor"]
+    leaves = jax.tree.leaves(model.state)
+    cut = [leaf for leaf in leaves if leaf.ndim > 1]
+    assert len(cut) == 2 * 4 + 2
+    for leaf in cut:
+        assert leaf.addressable_shards[0].data.size * shards == leaf.size, leaf.shape
+    for logits, wanted in zip(model.run(sequences, steps), expected, strict=True):
+        assert np.abs(logits - wanted).max() < 2e-4
+    for cache in model.kv_caches:
+        assert cache.addressable_shards[0].data.shape[1] * shards == cache.shape[1]
+"""
+
+
+def test_logits_on_four_devices(tmp_path: Path) -> None:
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    }
+    finished = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
