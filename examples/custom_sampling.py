@@ -1,6 +1,6 @@
 """What the sampler can be asked: four ways to draw from the same prompt, and the logprobs of one of them.
 
-    python examples/custom_sampling.py
+Run it with `python examples/custom_sampling.py`.
 """
 
 from sglang_jax import Engine, SamplingParams

@@ -1,6 +1,6 @@
 """One prompt, one answer, no server.
 
-    python examples/generate_offline.py
+Run it with `python examples/generate_offline.py`.
 """
 
 from sglang_jax import Engine, SamplingParams

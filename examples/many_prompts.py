@@ -1,6 +1,6 @@
 """Many prompts that begin alike: given at once, answered in order, their common prefix computed once.
 
-    python examples/many_prompts.py
+Run it with `python examples/many_prompts.py`.
 """
 
 import time

@@ -1,7 +1,6 @@
 """The openai package against a running server (`make serve` starts one): an answer, a stream, logprobs, an error.
 
-    pip install openai
-    python examples/openai_client.py [http://127.0.0.1:30000]
+Needs `pip install openai`. Run it with `python examples/openai_client.py [http://127.0.0.1:30000]`.
 """
 
 import sys

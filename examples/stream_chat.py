@@ -1,6 +1,6 @@
 """A chat answer, printed as it is drawn: the chat template, then a stream.
 
-    python examples/stream_chat.py
+Run it with `python examples/stream_chat.py`.
 """
 
 from sglang_jax import Engine, SamplingParams

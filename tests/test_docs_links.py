@@ -1,0 +1,63 @@
+"""Links and paths in the documentation lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them from headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def links() -> Iterator[tuple[Path, str]]:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            if not target.startswith(("http://", "https://")):
+                yield page, target
+
+
+@pytest.mark.parametrize(("page", "target"), list(links()), ids=lambda value: getattr(value, "name", value))
+def test_a_link_resolves(page: Path, target: str) -> None:
+    path, _, anchor = target.partition("#")
+    file = (page.parent / path).resolve() if path else page
+    assert file.exists(), f"{page.name} links to {target}"
+    if anchor:
+        assert anchor in anchors(file), f"{page.name} links to {target}; there are {sorted(anchors(file))}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_paths_in_backticks_exist(page: Path) -> None:
+    """`scheduler/planner.py` and the like are relative to the package, `benchmarks/` and the like to the root."""
+    paths = re.findall(r"`([a-z_]+/(?:[a-z_]+/)*(?:[a-z_]+\.[a-z]+)?)`", page.read_text())
+    missing = [path for path in paths if not (ROOT / path).exists() and not (ROOT / "sglang_jax" / path).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_scripts_and_modules_in_commands_exist(page: Path) -> None:
+    text = page.read_text()
+    for script in re.findall(r"python ((?:benchmarks|examples)/\S+\.py)", text):
+        assert (ROOT / script).exists(), script
+    for module in re.findall(r"python -m (sglang_jax[\w.]*)", text):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+    for target in re.findall(r"(?:^|`)make ([a-z]+)\b", text, re.MULTILINE):
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
+
+
+def test_the_layout_names_every_room() -> None:
+    readme = (ROOT / "README.md").read_text()
+    layout = readme.partition("## Layout")[2]
+    rooms = {path.name for path in (ROOT / "sglang_jax").iterdir() if (path / "__init__.py").exists()}
+    assert rooms
+    assert not [room for room in rooms if f"{room}/" not in layout]
