@@ -14,10 +14,14 @@ from helpers.tiny_models import make_tiny_checkpoint
 from sglang_jax.checkpoint import Checkpoint, SourceKind, load_tokenizer, open_checkpoint
 from sglang_jax.cli.convert import convert
 from sglang_jax.cli.main import run
+from sglang_jax.config import Dtype, EngineConfig
+from sglang_jax.engine.engine import Engine
+from sglang_jax.engine.types import GenerateOutput
 from sglang_jax.jax_runner.orbax_checkpoint import restore_orbax
 from sglang_jax.jax_runner.weights import load_weights
 from sglang_jax.layers.sharding import make_mesh
 from sglang_jax.models import AttentionImplementation, Transformer, build_model
+from sglang_jax.sampling import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +56,28 @@ def test_the_converted_checkpoint_is_the_same_model(original: Path, tmp_path: Pa
         np.testing.assert_array_equal(found[name], array, err_msg=name)
     text = "the capital of france is paris."
     assert load_tokenizer(after.tokenizer_source).encode(text) == load_tokenizer(before.tokenizer_source).encode(text)
+
+
+def test_the_engine_generates_the_same_from_it(original: Path, tmp_path: Path) -> None:
+    output = tmp_path / "converted"
+    assert run(convert, "convert", ["--model-path", str(original), "--to", "orbax", "--output", str(output)]) == 0
+    answers = []
+    for folder in (original, output):
+        config = EngineConfig(
+            model_path=str(folder),
+            dtype=Dtype.FLOAT32,
+            max_running_requests=1,
+            max_total_tokens=64,
+            chunked_prefill_size=16,
+            skip_warmup=True,
+            compilation_cache_dir=tmp_path / "cache",
+        )
+        with Engine(config) as engine:
+            answer = engine.generate([5, 6, 7], SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True))
+            assert isinstance(answer, GenerateOutput)
+            answers.append(answer.output_ids)
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 8
 
 
 def test_a_second_conversion_overwrites_nothing(
