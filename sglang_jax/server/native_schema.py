@@ -60,6 +60,11 @@ def native_request(body: GenerateBody) -> NativeRequest:
     logprob_start = _spread("logprob_start_len", body.logprob_start_len, count, -1)
     top_logprobs = _spread("top_logprobs_num", body.top_logprobs_num, count, 0)
     extra_keys = _spread("extra_key", body.extra_key, count, "")
+    for number in range(count):
+        if not return_logprob[number] and (top_logprobs[number] > 0 or logprob_start[number] >= 0):
+            raise ParameterError(
+                "top_logprobs_num and logprob_start_len need return_logprob to be true", param="return_logprob"
+            )
     inputs = [
         GenerateInput(
             prompt=prompts[number],

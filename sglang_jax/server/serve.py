@@ -93,6 +93,7 @@ async def _serve(config: ServerConfig, listener: socket.socket, launch: Launch, 
         context = create_context(client, config)
         uvicorn_config = uvicorn.Config(
             create_app(context),
+            lifespan="off",
             log_config=None,
             log_level="info" if config.log_level is LogLevel.DEBUG else "warning",
             access_log=config.log_level is LogLevel.DEBUG,

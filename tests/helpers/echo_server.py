@@ -1,4 +1,4 @@
-"""The HTTP server over an engine that echoes prompts, on a socket of its own, in a thread."""
+"""The HTTP server over an engine that echoes prompts (or over another), on a socket of its own, in a thread."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from helpers.engine_fakes import load_echo, load_tokenizer
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.core import CoreLoader
-from sglang_jax.engine.launch import launch_core
+from sglang_jax.engine.launch import TokenizerLoader, launch_core
 from sglang_jax.server.app import create_app, create_context
 from sglang_jax.server.context import ServerContext
 from sglang_jax.server.serve import bind
 
 Result = TypeVar("Result")
+
+LOADING_SECONDS = 250
+"""How long an engine may take to start: a real model, on a machine that does other things as well."""
 
 
 @dataclass
@@ -74,7 +77,13 @@ class EchoServer:
 
 
 @contextmanager
-def serve_echo(load: CoreLoader = load_echo, *, in_process: bool = True, **options: Any) -> Iterator[EchoServer]:
+def serve_echo(
+    load: CoreLoader = load_echo,
+    load_tokenizer: TokenizerLoader = load_tokenizer,
+    *,
+    in_process: bool = True,
+    **options: Any,
+) -> Iterator[EchoServer]:
     """Runs a server for as long as the block lasts. `options` are those of `ServerConfig`."""
     config = ServerConfig(**{"model_path": "echo", **options})
     listener = bind("127.0.0.1", 0)
@@ -86,7 +95,7 @@ def serve_echo(load: CoreLoader = load_echo, *, in_process: bool = True, **optio
     async def main() -> None:
         engine = await launch_core(config, in_process=in_process, load=load, load_tokenizer=load_tokenizer)
         context = create_context(engine, config)
-        server = uvicorn.Server(uvicorn.Config(create_app(context), log_config=None, log_level="error"))
+        server = uvicorn.Server(uvicorn.Config(create_app(context), lifespan="off", log_config=None, log_level="error"))
         servers.append(server)
         running.append(EchoServer(port, http, context, engine, asyncio.get_running_loop()))
         ready.set()
@@ -96,7 +105,7 @@ def serve_echo(load: CoreLoader = load_echo, *, in_process: bool = True, **optio
     with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
         thread = threading.Thread(target=lambda: asyncio.run(main()))
         thread.start()
-        assert ready.wait(60)
+        assert ready.wait(LOADING_SECONDS)
         wait_for(lambda: servers[0].started)
         try:
             yield running[0]

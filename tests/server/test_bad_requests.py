@@ -92,6 +92,8 @@ CASES = [
     ("generate", {"text": ["a", "b"], "rid": ["x", "x"]}, "rid", "unique"),
     ("generate", {"text": "a", "return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num", "[0, 20], got 21"),
     ("generate", {"text": "a", "return_logprob": True, "logprob_start_len": 1}, "logprob_start_len", "got 1"),
+    ("generate", {"text": "a", "top_logprobs_num": 1}, "return_logprob", "need return_logprob to be true"),
+    ("generate", {"text": "a", "logprob_start_len": 0}, "return_logprob", "need return_logprob to be true"),
     ("generate", {"text": "a", "stream": "yes"}, "stream", "boolean, got 'yes'"),
     ("generate", {"text": "a", "priority": 2**31}, "priority", "less than 2147483648"),
     ("generate", {"text": "a", "image_data": "x.png"}, "image_data", "not supported"),

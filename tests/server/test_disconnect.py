@@ -18,7 +18,9 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "body"), BODIES)
-def test_leaving_aborts(slow_server: EchoServer, path: str, body: dict[str, Any], stream: bool) -> None:
+def test_leaving_aborts(
+    slow_server: EchoServer, path: str, body: dict[str, Any], stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     aborted = len(slow_server.aborted())
     connection = slow_server.send(path, {**body, "stream": stream})
     completions = body.get("n", 1) * (len(body["text"]) if isinstance(body.get("text"), list) else 1)
@@ -29,6 +31,7 @@ def test_leaving_aborts(slow_server: EchoServer, path: str, body: dict[str, Any]
     wait_for(lambda: slow_server.running() == 0)
     assert len(slow_server.aborted()) == aborted + completions
     wait_for(lambda: not slow_server.context.in_flight)
+    assert caplog.records == []  # it is no error
 
 
 def test_leaving_before_the_first_token_aborts(slow_server: EchoServer) -> None:

@@ -1,0 +1,80 @@
+"""The embedded model, over HTTP, through OpenAI's client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+from helpers.echo_server import EchoServer, serve_echo
+from openai.types.chat import ChatCompletionMessageParam
+
+from sglang_jax.engine.model_core import load_core, load_text_tokenizer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is the capital of France?"}]
+ANSWER = "The capital of France is Paris."
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[EchoServer]:
+    options = {"dtype": "float32", "context_length": 256, "max_total_tokens": 1024, "max_running_requests": 2}
+    with serve_echo(load_core, load_text_tokenizer, model_path="demo", skip_warmup=True, **options) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(demo: EchoServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{demo.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
+        yield client
+
+
+def test_chat_at_once_and_as_a_stream(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="demo", messages=QUESTION, temperature=0, max_tokens=20)
+    assert answer.choices[0].message.content == ANSWER
+    assert answer.choices[0].finish_reason == "stop"
+    stream = client.chat.completions.create(model="demo", messages=QUESTION, temperature=0, max_tokens=20, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == ANSWER
+
+
+def test_logprobs_are_greedy_and_add_up_to_the_text(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="demo", messages=QUESTION, temperature=0, max_tokens=20, logprobs=True, top_logprobs=5
+    )
+    assert answer.choices[0].logprobs is not None
+    content = answer.choices[0].logprobs.content or []
+    assert b"".join(bytes(entry.bytes or []) for entry in content).decode() == ANSWER + "<|im_end|>"
+    for entry in content:
+        assert entry.top_logprobs[0].token == entry.token
+        assert entry.logprob == max(top.logprob for top in entry.top_logprobs) <= 0
+
+
+def test_a_prompt_seen_before_is_cached(client: openai.OpenAI) -> None:
+    prompt = "Once upon a time, in a village far away, there lived an old baker who made the best bread. " * 2
+    for seen in (False, True):
+        answer = client.completions.create(model="demo", prompt=prompt, temperature=0, max_tokens=2)
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        assert bool(answer.usage.prompt_tokens_details.cached_tokens) is seen
+
+
+def test_echoed_logprobs_have_offsets_into_the_text(client: openai.OpenAI) -> None:
+    prompt = "Zürich costs 5 € a day,"
+    answer = client.completions.create(
+        model="demo", prompt=prompt, temperature=0, max_tokens=3, echo=True, logprobs=1
+    ).choices[0]
+    assert answer.text.startswith(prompt)
+    assert answer.logprobs is not None
+    tokens, offsets = answer.logprobs.tokens or [], answer.logprobs.text_offset or []
+    for token, offset in zip(tokens, offsets, strict=True):
+        if not token.startswith("bytes:"):
+            assert answer.text[offset:].startswith(token)
+
+
+def test_the_vocabulary(client: openai.OpenAI, demo: EchoServer) -> None:
+    with pytest.raises(openai.BadRequestError, match="49152") as refused:
+        client.completions.create(model="demo", prompt=[49152])
+    assert refused.value.param == "prompt"
+    tokens = demo.http.post("/tokenize", json={"prompt": "héllo 你好"}).json()["tokens"]
+    assert demo.http.post("/detokenize", json={"tokens": tokens}).json()["text"] == "héllo 你好"
