@@ -42,7 +42,7 @@ def write_kv(kv_pages: jax.Array, keys: jax.Array, values: jax.Array, write_slot
     page_size = kv_pages.shape[3]
     stored = to_storage(jnp.stack([keys, values], axis=2), kv_pages.dtype)
     pages, offsets = write_slots // page_size, write_slots % page_size
-    return kv_pages.at[pages, :, :, offsets].set(stored, mode="promise_in_bounds")
+    return kv_pages.at[pages, :, :, offsets].set(stored, mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def gather_kv(kv_pages: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -57,8 +57,8 @@ def gather_kv(kv_pages: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Arr
     *rows, count = pages.shape
 
     def gather(part: int) -> jax.Array:
-        found = kv_pages.at[pages, :, part].get(mode="promise_in_bounds")  # [..., n, kv_heads, page_size, head_dim]
-        found = jnp.moveaxis(found, -3, -4)
+        found = kv_pages.at[pages, :, part].get(mode="promise_in_bounds", wrap_negative_indices=False)
+        found = jnp.moveaxis(found, -4, -3)  # [..., kv_heads, n, page_size, head_dim]
         return from_storage(found.reshape(*rows, kv_heads, count * page_size, head_dim))
 
     return gather(KEYS), gather(VALUES)

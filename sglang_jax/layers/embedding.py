@@ -18,7 +18,7 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """int32 `[T]`, all within the vocabulary → `[T, hidden]`."""
-        return self.table[...].at[tokens].get(mode="promise_in_bounds")
+        return self.table[...].at[tokens].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 class Head(nnx.Module):
