@@ -117,7 +117,8 @@ def openai_events(path: str, body: dict[str, Any], step: int) -> Iterator[dict[s
 @contextmanager
 def serve_in_thread(fake: FakeServer) -> Iterator[FakeServer]:
     """Runs the server on a free port for as long as the block lasts."""
-    server = uvicorn.Server(uvicorn.Config(fake.application(), port=0, log_level="error"))
+    # uvicorn's own log config would close the handlers that other libraries hold, and with them pytest's capture.
+    server = uvicorn.Server(uvicorn.Config(fake.application(), port=0, log_config=None, access_log=False))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
