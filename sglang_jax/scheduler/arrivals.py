@@ -6,10 +6,9 @@ import numpy as np
 
 from sglang_jax.errors import ParameterError, PromptTooLongError, QueueFullError
 from sglang_jax.runner.plan import Int32, RunnerSpec
-from sglang_jax.sampling.params import MAX_TOP_LOGPROBS, SamplingParams
+from sglang_jax.sampling.params import MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, SamplingParams
 from sglang_jax.scheduler.messages import NewRequest
 from sglang_jax.scheduler.request import Request
-from sglang_jax.scheduler.request_table import STOP_WIDTH
 
 _SEED_MASK = 2**63 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -85,9 +84,9 @@ class Arrivals:
         ids = dict.fromkeys(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             ids |= dict.fromkeys(self._eos_ids)
-        if len(ids) > STOP_WIDTH:
+        if len(ids) > MAX_STOP_TOKEN_IDS:
             raise ParameterError(
-                f"{len(ids)} token ids would end the request, the limit is {STOP_WIDTH}", param="stop_token_ids"
+                f"{len(ids)} token ids would end the request, the limit is {MAX_STOP_TOKEN_IDS}", param="stop_token_ids"
             )
         return np.array(list(ids), np.int32)
 

@@ -8,10 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_jax.runner.plan import Bool, Int32
+from sglang_jax.sampling.params import MAX_STOP_TOKEN_IDS
 from sglang_jax.scheduler.request import Request
-
-STOP_WIDTH = 32
-"""Columns for the token ids that end a request: end-of-sequence and stop tokens."""
 
 NO_TOKEN = -2
 """Fills unused stop columns; no token id and not `INVALID_TOKEN`."""
@@ -30,7 +28,7 @@ class RequestTable:
 
     - `ids`: the clients' ids; `streams`: publish each token; `top_logprobs`: -1 or how many alternatives.
     - `prompt_len`, `num_tokens` (known to the host), `total_len` (limit): tokens.
-    - `stop_ids`: `[rows, STOP_WIDTH]`, of which the first `stop_width` columns are in use by some row.
+    - `stop_ids`: `[rows, MAX_STOP_TOKEN_IDS]`, of which the first `stop_width` columns are in use by some row.
     - `tokens`: `[rows, max_context + 1]` prompt and output.
     - `last_step`: the last launched step that has the row.
     """
@@ -42,7 +40,7 @@ class RequestTable:
         self.prompt_len: Int32 = np.zeros(rows, np.int32)
         self.num_tokens: Int32 = np.zeros(rows, np.int32)
         self.total_len: Int32 = np.zeros(rows, np.int32)
-        self.stop_ids: Int32 = np.full((rows, STOP_WIDTH), NO_TOKEN, np.int32)
+        self.stop_ids: Int32 = np.full((rows, MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int32)
         self.stop_width = 1
         self.tokens: Int32 = np.zeros((rows, max_context + 1), np.int32)
         self.last_step: NDArray[np.int64] = np.full(rows, -1, np.int64)
