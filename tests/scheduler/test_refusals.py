@@ -61,13 +61,12 @@ def test_a_bad_request_is_refused_alone(fields: dict[str, object], name: str, pa
 
 def test_too_many_ids_that_end_a_request() -> None:
     bench = Bench()
-    eos_ids = tuple(range(20))
-    bench.scheduler._arrivals._eos_ids = eos_ids
+    bench.scheduler._arrivals._eos_ids = tuple(range(4))
     request = bench.add(PROMPT, sampling=SamplingParams(stop_token_ids=list(range(20, 36))))
     fits = bench.add(PROMPT, sampling=SamplingParams(stop_token_ids=list(range(12)), max_new_tokens=1))
     bench.run()
     error = error_of(bench, request)
-    assert error.message == "36 token ids would end the request, the limit is 32"
+    assert error.message == "20 token ids would end the request, the limit is 16"
     assert bench.channel.finished[fits].kind in ("stop", "length")
 
 
