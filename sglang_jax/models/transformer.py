@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -39,6 +41,22 @@ class DecoderLayer(nnx.Module):
         return self.feed_forward(x), residual, kv_pages
 
 
+@partial(jax.jit, static_argnums=0)
+def _run_layer(
+    graph: nnx.GraphDef[DecoderLayer],
+    state: nnx.State,
+    x: jax.Array,
+    residual: jax.Array,
+    batch: ForwardBatch,
+    rotary: RotaryTables,
+    kv_pages: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One layer as a function of its weights. All layers are alike, so that a program traces and lowers only one of
+    them; the compiler inlines every call."""
+    layer: DecoderLayer = nnx.merge(graph, state)
+    return layer(x, residual, batch, rotary, kv_pages)
+
+
 class Transformer(nnx.Module):
     """The decoder with its embeddings and head.
 
@@ -64,7 +82,7 @@ class Transformer(nnx.Module):
         rotary = self.rotary.tables(batch.positions)
         written = []
         for layer, kv_pages in zip(self.layers, kv_caches, strict=True):
-            x, residual, kv_pages = layer(x, residual, batch, rotary, kv_pages)
+            x, residual, kv_pages = _run_layer(*nnx.split(layer), x, residual, batch, rotary, kv_pages)
             written.append(kv_pages)
         hidden, _ = self.final_norm.add(x, residual)
         return hidden, tuple(written)
