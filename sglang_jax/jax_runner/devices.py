@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import jax
@@ -22,6 +23,8 @@ def select_device(wanted: Device) -> jax.Device:
 
     **Raises:** `ConfigError` naming the platforms that JAX sees.
     """
+    # Where libtpu is not installed JAX logs at INFO that it could not be loaded, which reads like a failed start.
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
     if wanted is Device.CPU:
         # Asked for before JAX has looked around, this keeps it from claiming accelerators.
         jax.config.update("jax_platforms", "cpu")
