@@ -1,6 +1,6 @@
 """Where the time of a decode step goes on a CPU: the bare forward pass with logits, SmolLM2-135M with random weights.
 
-    python benchmarks/model_step_cpu.py [--dtypes bfloat16] [--rows 2 8 32] [--contexts 96 512] [--prefill 16] [--json FILE]
+    python benchmarks/model_step_cpu.py [--dtypes bfloat16] [--rows 2 8 32] [--contexts 96] [--prefill 16] [--json FILE]
 
 What the forms of weights and caches were chosen by (2 cores with avx512_bf16, jax 0.10.2, fastest of 15, milliseconds):
 
