@@ -30,7 +30,7 @@ check: $(TEST_READY) ## lint, format, types and import walls
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-cache
 
 format: $(TEST_READY) ## rewrite the code as ruff wants it
 	$(BIN)/ruff check --fix .
