@@ -61,6 +61,13 @@ class AttentionBackend(StrEnum):
     XLA = "xla"
 
 
+class SamplingDefaults(StrEnum):
+    """Where a sampling field that a request leaves out gets its value."""
+
+    MODEL = "model"
+    OPENAI = "openai"
+
+
 class LogLevel(StrEnum):
     DEBUG = "debug"
     INFO = "info"
@@ -121,6 +128,10 @@ class EngineConfig(BaseModel):
     radix_eviction_policy: EvictionPolicy = Field(EvictionPolicy.LRU, description="which cached prefix goes first")
     attention_backend: AttentionBackend = Field(AttentionBackend.AUTO, description="implementation of attention")
     random_seed: int = Field(0, description="seed of requests that bring none, and of dummy weights")
+    sampling_defaults: SamplingDefaults = Field(
+        SamplingDefaults.MODEL,
+        description="sampling fields that a request leaves out: the model's generation_config.json, or neutral values",
+    )
     skip_warmup: bool = Field(False, description="compile each program at its first use instead of at the start")
     compilation_cache_dir: Path | None = Field(
         None, description="persistent compilation cache; default: the user's cache folder"

@@ -39,6 +39,7 @@ OTHER_VALUES: dict[str, Any] = {
     "radix_eviction_policy": "fifo",
     "attention_backend": "reference",
     "random_seed": 42,
+    "sampling_defaults": "openai",
     "skip_warmup": True,
     "compilation_cache_dir": Path("some/cache"),
     "decode_log_interval": 7,
