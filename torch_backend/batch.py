@@ -1,0 +1,39 @@
+"""What one forward step computes, as tensors on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """Tokens of one step, the sequences they belong to, and where their keys and values lie.
+
+    T tokens, R sequences, P page-table columns. Sequence s holds the tokens `query_starts[s] : query_starts[s + 1]`,
+    which are the last ones of its `kv_lens[s]` keys. The first `num_decode` sequences have exactly one token each, so
+    that token i belongs to sequence i; where `num_decode == R` (a decode step, the kind that is captured) every
+    sequence does. Only a decode step is padded: with sequences of one token and no key.
+
+    - `tokens`: int32 `[T]`.
+    - `positions`: int32 `[T]`, 0 for padding.
+    - `write_slots`: int64 `[T]`, `page * page_size + offset`; padding writes into page 0.
+    - `page_table`: int32 `[R, P]`, 0 where unused.
+    - `kv_lens`: int32 `[R]`, length after this step's writes; 0 for padding.
+    - `query_starts`: int32 `[R + 1]`.
+    - `num_decode`: known to the host, fixed in a captured step.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    write_slots: torch.Tensor
+    page_table: torch.Tensor
+    kv_lens: torch.Tensor
+    query_starts: torch.Tensor
+    num_decode: int
+
+    @property
+    def decode_only(self) -> bool:
+        """Every sequence has one token."""
+        return self.num_decode == self.kv_lens.shape[0]

@@ -1,0 +1,66 @@
+"""The fused operations of a decoder layer, as the model calls them; `native` and Triton versions exist of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from torch_backend.kv_pages import KVPages
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Rotary tables of a step: cosines and sines, float32 `[T, head_dim / 2]`, of each token's position.
+
+    Pairs of a head are (i, i + head_dim / 2), as in Llama checkpoints.
+    """
+
+    cosines: torch.Tensor
+    sines: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS norms of queries and keys over head_dim, before the rotation (Qwen3): weights `[head_dim]`."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    eps: float
+
+
+class Operations(Protocol):
+    """All sums are float32; results have the type of their input, rounded once."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """`x / sqrt(mean(x^2) + eps) * weight` over the last axis (Zhang and Sennrich 2019): `[T, hidden]`."""
+        ...
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of `x + residual`, and that sum, rounded to its type before the norm. Both `[T, hidden]`.
+
+        An implementation may write the sum into `residual` and the norm into `x`; callers use neither again."""
+        ...
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """`silu(gate) * up` of `[T, 2 * intermediate]`, gate first: `[T, intermediate]`."""
+        ...
+
+    def rotate_and_write(
+        self,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        norms: HeadNorms | None,
+        kv: KVPages,
+        write_slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """Norms (where given) and rotates queries and keys, and stores keys and values in their slots.
+
+        **Arguments:** `qkv` `[T, (heads + 2 * kv_heads) * head_dim]`: of each token all queries, all keys, all values.
+
+        **Returns:** queries `[T, heads, head_dim]`, contiguous.
+        """
+        ...
