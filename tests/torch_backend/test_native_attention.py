@@ -1,0 +1,67 @@
+"""Paged attention in plain torch against numpy in float64, over shuffled pages with NaN in every unused slot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.torch_attention_steps import Case, error, make_step
+
+from torch_backend.attention.interface import AttentionImplementation
+from torch_backend.attention.reference import ReferenceAttention
+
+IMPLEMENTATIONS = [ReferenceAttention()]
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+"""float32: rounding of sums. The others: one rounding of an output below 4, which is half of 2^-7 or 2^-10 times 2."""
+
+DECODE = Case(kv_lens=(9, 1, 30, 140, 16), query_lens=(1,) * 5, num_decode=5, padding=3)
+MIXED = Case(kv_lens=(9, 1, 30, 7, 5), query_lens=(1, 1, 13, 7, 1), num_decode=2)
+PREFILL = Case(kv_lens=(75, 64, 3), query_lens=(75, 20, 2), num_decode=0)
+STEPS = {"decode": DECODE, "mixed": MIXED, "prefill": PREFILL}
+
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=lambda it: type(it).__name__)
+every_step = pytest.mark.parametrize("case", STEPS.values(), ids=STEPS)
+
+
+def check(implementation: AttentionImplementation, case: Case) -> None:
+    assert error(implementation, make_step(case)) < TOLERANCE[case.dtype]
+
+
+@every_implementation
+@every_step
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+def test_page_sizes(implementation: AttentionImplementation, case: Case, page_size: int) -> None:
+    check(implementation, replace(case, page_size=page_size))
+
+
+@every_implementation
+@every_step
+@pytest.mark.parametrize(("kv_heads", "group", "head_dim"), [(1, 1, 64), (1, 9, 80), (3, 3, 96), (2, 4, 128)])
+def test_heads(implementation: AttentionImplementation, case: Case, kv_heads: int, group: int, head_dim: int) -> None:
+    check(implementation, replace(case, kv_heads=kv_heads, group=group, head_dim=head_dim))
+
+
+@every_implementation
+@every_step
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_types(implementation: AttentionImplementation, case: Case, dtype: torch.dtype) -> None:
+    check(implementation, replace(case, dtype=dtype))
+
+
+@every_implementation
+@every_step
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_float8_pages_with_scales(implementation: AttentionImplementation, case: Case, dtype: torch.dtype) -> None:
+    check(implementation, replace(case, dtype=dtype, kv_dtype=torch.float8_e4m3fn))
+
+
+@every_implementation
+@every_step
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+@pytest.mark.parametrize("window", [None, 1, 6, 33])
+def test_options(
+    implementation: AttentionImplementation, case: Case, window: int | None, soft_cap: float | None, sinks: bool
+) -> None:
+    check(implementation, replace(case, window=window, soft_cap=soft_cap, sinks=sinks))

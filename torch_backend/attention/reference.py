@@ -1,0 +1,76 @@
+"""The oracle: every query against every slot that its sequence could have, in float32 and in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+from torch_backend.attention.interface import AttentionOptions
+from torch_backend.batch import ForwardBatch
+from torch_backend.kv_pages import KVPages
+
+
+class ReferenceAttention:
+    """`AttentionImplementation` at the cost of all columns of the page table, whatever the lengths; for tests."""
+
+    def prepare(self, batch: ForwardBatch) -> ReferenceStep:
+        """Nothing is shared by layers."""
+        return ReferenceStep(batch)
+
+
+class ReferenceStep:
+    """Attention of one step, one sequence after the other. Reads the batch's lengths on the host."""
+
+    def __init__(self, batch: ForwardBatch) -> None:
+        self._batch = batch
+
+    def __call__(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> torch.Tensor:
+        """See `StepAttention`."""
+        batch = self._batch
+        output = torch.zeros_like(queries)
+        starts = batch.query_starts.tolist()
+        for sequence, kv_len in enumerate(batch.kv_lens.tolist()):
+            mine = slice(starts[sequence], starts[sequence + 1])
+            keys, values = gather_pages(kv, batch.page_table[sequence])
+            output[mine] = attend(queries[mine].float(), keys, values, kv_len, options).to(queries.dtype)
+        return output
+
+
+def gather_pages(kv: KVPages, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of `pages` `[P]` in order: float32 `[kv_heads, P * page_size, head_dim]`, scales applied."""
+    gathered = []
+    for stored, scale in ((kv.keys, kv.key_scale), (kv.values, kv.value_scale)):
+        # Indexing before widening: few types can be indexed in float8, all can be as bytes.
+        pages_of = stored.view(torch.uint8)[pages.long()].view(stored.dtype).float()
+        by_head = pages_of.transpose(0, 1).flatten(1, 2)
+        gathered.append(by_head if scale is None else by_head * scale[:, None, None])
+    return gathered[0], gathered[1]
+
+
+def attend(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kv_len: int, options: AttentionOptions
+) -> torch.Tensor:
+    """Attention of the last queries `[q, heads, head_dim]` of a sequence whose first `kv_len` slots are keys.
+
+    Keys and values are `[kv_heads, slots, head_dim]`, everything float32; a query that sees no key gives 0.
+    """
+    heads, kv_heads, slots = queries.shape[1], keys.shape[0], keys.shape[1]
+    positions = kv_len - queries.shape[0] + torch.arange(queries.shape[0], device=queries.device)[:, None]
+    places = torch.arange(slots, device=queries.device)
+    visible = (places <= positions) & (places < kv_len)
+    if options.window is not None:
+        visible &= positions - places < options.window
+
+    # What is never seen may be NaN, and NaN times a weight of 0 is NaN.
+    seen = visible.any(0)[None, :, None]
+    keys = keys.where(seen, 0.0).repeat_interleave(heads // kv_heads, dim=0)
+    values = values.where(seen, 0.0).repeat_interleave(heads // kv_heads, dim=0)
+    scores = torch.einsum("qhd,hsd->hqs", queries, keys) * options.scale
+    if options.soft_cap is not None:
+        scores = options.soft_cap * torch.tanh(scores / options.soft_cap)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if options.sinks is not None:
+        sinks = options.sinks.float()[:, None, None].expand(heads, queries.shape[0], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., :slots]
+    weights = weights.where(visible.any(-1, keepdim=True), 0.0)  # without any key the softmax is 0 / 0
+    return torch.einsum("hqs,hsd->qhd", weights, values)
