@@ -10,6 +10,8 @@ import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["SGLANG_JAX_DEBUG_MEMORY"] = "1"
+# Triton decides at import whether it interprets kernels or compiles them; helpers.triton_interpreter says more.
+os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.hookimpl(wrapper=True)
