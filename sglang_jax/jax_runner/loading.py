@@ -16,7 +16,6 @@ from sglang_jax.jax_runner.compiles import use_compilation_cache
 from sglang_jax.jax_runner.devices import available_memory, select_device, select_dtype
 from sglang_jax.jax_runner.orbax_checkpoint import restore_orbax
 from sglang_jax.jax_runner.runner import JaxRunner
-from sglang_jax.jax_runner.sizing import Memory, Sizes, choose_sizes
 from sglang_jax.jax_runner.step import KVCaches, ModelFunctions, Weights
 from sglang_jax.jax_runner.weights import load_weights
 from sglang_jax.layers.batch import ForwardBatch
@@ -30,6 +29,7 @@ from sglang_jax.models import (
     kv_cache_spec,
 )
 from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec
+from sglang_jax.runner.sizing import Memory, Sizes, choose_sizes
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,10 @@ import numpy as np
 
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
 from sglang_jax.jax_runner.packing import StepLayout
-from sglang_jax.jax_runner.sampling_state import PACKED_ROW, SamplingState, apply_row_updates, set_occurrences
+from sglang_jax.jax_runner.sampling_state import SamplingState, apply_row_updates, set_occurrences
 from sglang_jax.jax_runner.step import DeviceState, ModelFunctions, StepOutputs, Weights, apply_deltas, make_step
 from sglang_jax.runner.plan import Int32, PageDeltas
+from sglang_jax.runner.row_updates import PACKED_ROW
 
 DELTA_BLOCK = 1024
 """Page-table entries that one run of the delta program overwrites."""

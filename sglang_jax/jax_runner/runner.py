@@ -14,7 +14,7 @@ from sglang_jax.jax_runner.buckets import Bucket, Buckets
 from sglang_jax.jax_runner.compiles import CompileCounter
 from sglang_jax.jax_runner.logprobs import Logprobs
 from sglang_jax.jax_runner.programs import DELTA_BLOCK, Programs
-from sglang_jax.jax_runner.sampling_state import SamplingState, count_history, pack_row_updates
+from sglang_jax.jax_runner.sampling_state import SamplingState
 from sglang_jax.jax_runner.step import DeviceState, KVCaches, ModelFunctions, StepOutputs, Weights
 from sglang_jax.runner.plan import (
     NO_LOGPROBS,
@@ -26,6 +26,7 @@ from sglang_jax.runner.plan import (
     TopLogprobs,
 )
 from sglang_jax.runner.protocol import RunnerReport
+from sglang_jax.runner.row_updates import count_history, pack_row_updates
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,9 @@ import numpy as np
 from jax import lax
 
 from sglang_jax.jax_runner.noise import gumbel_noise
-from sglang_jax.jax_runner.sampling_state import ONE_OUTPUT, SamplingState
+from sglang_jax.jax_runner.sampling_state import SamplingState
 from sglang_jax.runner.plan import INVALID_TOKEN
+from sglang_jax.runner.row_updates import ONE_OUTPUT
 
 _INFINITY_BITS = 0x7F800000
 _LEAST_TEMPERATURE = np.float32(1e-20)

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from sglang_jax.runner.plan import Int32, RowUpdate
+from sglang_jax.runner.row_updates import FIELDS, ONE_OUTPUT, FieldKind
 from sglang_jax.sampling.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
-
-IN_PROMPT = 1
-"""Bit of `SamplingState.occurrences` that says that the prompt holds the token."""
-
-ONE_OUTPUT = 2
-"""What one output token adds to `SamplingState.occurrences`."""
 
 
 @jax.tree_util.register_dataclass
@@ -84,88 +76,22 @@ class SamplingState:
         return replace(self, occurrences=occurrences)
 
 
-_FLOATS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-)
-_INTEGERS = ("top_k", "min_new_tokens", "prompt_len")
-_SEED = 1 + len(_FLOATS) + len(_INTEGERS)
-_STOP_IDS = _SEED + 2
-_BIAS_IDS = _STOP_IDS + MAX_STOP_TOKEN_IDS
-_BIAS_VALUES = _BIAS_IDS + MAX_LOGIT_BIAS
-PACKED_ROW = _BIAS_VALUES + MAX_LOGIT_BIAS
-"""int32 words of one packed row update."""
-
-
-def pack_row_updates(updates: Sequence[RowUpdate], size: int, pad_row: int, vocab_size: int) -> Int32:
-    """Packs up to `size` updates into one int32 `[size, PACKED_ROW]` array, floats as their bits.
-
-    Unused entries replace row `pad_row` by greedy sampling.
-
-    **Raises:** `ValueError` if a request has more than `MAX_STOP_TOKEN_IDS` stop ids.
-    """
-    packed = np.zeros((size, PACKED_ROW), np.int32)
-    floats = packed[:, 1 : 1 + len(_FLOATS)].view(np.float32)
-    integers = packed[:, 1 + len(_FLOATS) : _SEED]
-    packed[:, 0] = pad_row
-    packed[:, _STOP_IDS:_BIAS_VALUES] = vocab_size
-    floats[:] = (0.0, 1.0, 0.0, 0.0, 0.0, 1.0)
-    integers[:, 0] = vocab_size
-    for entry, update in enumerate(updates):
-        sampling = update.sampling
-        if len(update.stop_ids) > MAX_STOP_TOKEN_IDS:
-            raise ValueError(
-                f"row {update.row} has {len(update.stop_ids)} stop ids, the sampler holds {MAX_STOP_TOKEN_IDS}"
-            )
-        packed[entry, 0] = update.row
-        floats[entry] = (
-            sampling.temperature,
-            sampling.top_p,
-            sampling.min_p,
-            sampling.frequency_penalty,
-            sampling.presence_penalty,
-            sampling.repetition_penalty,
-        )
-        top_k = vocab_size if sampling.top_k == -1 else min(sampling.top_k, vocab_size)
-        integers[entry] = (top_k, sampling.min_new_tokens, update.prompt_len)
-        packed[entry, _SEED:_STOP_IDS].view(np.uint32)[:] = (update.seed & 0xFFFFFFFF, update.seed >> 32)
-        packed[entry, _STOP_IDS : _STOP_IDS + len(update.stop_ids)] = update.stop_ids
-        if sampling.logit_bias:
-            biases = len(sampling.logit_bias)
-            packed[entry, _BIAS_IDS : _BIAS_IDS + biases] = tuple(sampling.logit_bias)
-            values = packed[entry, _BIAS_VALUES : _BIAS_VALUES + biases].view(np.float32)
-            values[:] = tuple(sampling.logit_bias.values())
-    return packed
-
-
 def apply_row_updates(state: SamplingState, packed: jax.Array) -> SamplingState:
     """Replaces the parameters of the rows that `packed` (see `pack_row_updates`) names."""
 
-    def as_float(words: jax.Array) -> jax.Array:
-        return lax.bitcast_convert_type(words, jnp.float32)
+    def unpack(words: jax.Array, kind: FieldKind) -> jax.Array:
+        match kind:
+            case FieldKind.INT32:
+                return words
+            case FieldKind.FLOAT32:
+                return lax.bitcast_convert_type(words, jnp.float32)
+            case FieldKind.UINT32:
+                return lax.bitcast_convert_type(words, jnp.uint32)
 
     rows = packed[:, 0]
-    columns = dict(zip((*_FLOATS, *_INTEGERS), packed[:, 1:_SEED].T, strict=True))
-    new = {name: as_float(columns[name]) for name in _FLOATS} | {name: columns[name] for name in _INTEGERS}
-    new["seed"] = lax.bitcast_convert_type(packed[:, _SEED:_STOP_IDS], jnp.uint32)
-    new["stop_ids"] = packed[:, _STOP_IDS:_BIAS_IDS]
-    new["bias_ids"] = packed[:, _BIAS_IDS:_BIAS_VALUES]
-    new["bias_values"] = as_float(packed[:, _BIAS_VALUES:])
+    new = {field.name: unpack(packed[:, field.words], field.kind) for field in FIELDS}
     old = {name: state.__dict__[name] for name in new}
-    return replace(state, **{name: old[name].at[rows].set(new[name]) for name in new})
-
-
-def count_history(update: RowUpdate, vocab_size: int) -> Int32:
-    """The row's entry of `SamplingState.occurrences`, int32 `[vocab]`, from `update.history`."""
-    assert update.history is not None
-    prompt, output = update.history[: update.prompt_len], update.history[update.prompt_len :]
-    occurrences = np.bincount(output, minlength=vocab_size).astype(np.int32) * ONE_OUTPUT
-    occurrences[prompt] += IN_PROMPT  # buffered: a repeated id adds once
-    return occurrences
+    return replace(state, **{name: old[name].at[rows].set(new[name].reshape(-1, *old[name].shape[1:])) for name in new})
 
 
 def set_occurrences(state: SamplingState, row: jax.Array, occurrences: jax.Array) -> SamplingState:

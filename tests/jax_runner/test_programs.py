@@ -13,9 +13,10 @@ from helpers.stand_in_model import HIDDEN, LAYERS, STAND_IN, VOCAB, random_weigh
 
 from sglang_jax.jax_runner.buckets import Buckets
 from sglang_jax.jax_runner.programs import Programs
-from sglang_jax.jax_runner.sampling_state import PACKED_ROW, SamplingState
+from sglang_jax.jax_runner.sampling_state import SamplingState
 from sglang_jax.jax_runner.step import DeviceState, ModelFunctions, Weights
 from sglang_jax.runner.plan import PageDeltas
+from sglang_jax.runner.row_updates import PACKED_ROW
 
 ROWS = 4
 

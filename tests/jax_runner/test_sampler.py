@@ -20,11 +20,10 @@ from sglang_jax.jax_runner.sampler import first_argmax, sample
 from sglang_jax.jax_runner.sampling_state import (
     SamplingState,
     apply_row_updates,
-    count_history,
-    pack_row_updates,
     set_occurrences,
 )
 from sglang_jax.runner.plan import INVALID_TOKEN, RowUpdate
+from sglang_jax.runner.row_updates import count_history, pack_row_updates
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.sampling.reference import ReferenceDraw, probabilities, reference_sample
 

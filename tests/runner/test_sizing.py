@@ -8,7 +8,7 @@ import pytest
 
 from sglang_jax.config import EngineConfig
 from sglang_jax.errors import ConfigError
-from sglang_jax.jax_runner.sizing import Memory, choose_sizes
+from sglang_jax.runner.sizing import Memory, choose_sizes
 
 GIB = 2**30
 CPU = Memory("cpu", available=16 * GIB, weights=GIB, page=2**20)
