@@ -19,6 +19,7 @@ class Backend(StrEnum):
 
     AUTO = "auto"
     JAX = "jax"
+    TORCH = "torch"
 
 
 class Device(StrEnum):
@@ -31,6 +32,7 @@ class Device(StrEnum):
 class Dtype(StrEnum):
     AUTO = "auto"
     BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
     FLOAT32 = "float32"
 
 
@@ -56,9 +58,18 @@ class EvictionPolicy(StrEnum):
 
 
 class AttentionBackend(StrEnum):
+    """`XLA` is the JAX backend's; `NATIVE` (torch operations) and `TRITON` are the torch backend's."""
+
     AUTO = "auto"
     REFERENCE = "reference"
     XLA = "xla"
+    NATIVE = "native"
+    TRITON = "triton"
+
+
+class KVCacheDtype(StrEnum):
+    AUTO = "auto"
+    FLOAT8_E4M3 = "fp8_e4m3"
 
 
 class SamplingDefaults(StrEnum):
@@ -99,9 +110,16 @@ class EngineConfig(BaseModel):
     )
     tokenizer_path: str | None = Field(None, description="folder or hub id of the tokenizer; default: the model's")
     load_format: LoadFormat = Field(LoadFormat.AUTO, description="how the weights are stored; dummy: random weights")
-    backend: Backend = Field(Backend.AUTO, description="which engine runs the model")
+    backend: Backend = Field(
+        Backend.AUTO,
+        description="which engine runs the model; auto: jax on a TPU, torch on a GPU, else what is installed",
+    )
     device: Device = Field(Device.AUTO, description="where it runs")
     dtype: Dtype = Field(Dtype.AUTO, description="type of weights and activations; auto: measured best for the device")
+    kv_cache_dtype: KVCacheDtype = Field(
+        KVCacheDtype.AUTO, description="type of keys and values in the cache; auto: that of the activations"
+    )
+    tp_size: PositiveInt = Field(1, description="devices that each layer is spread over (tensor parallel)")
     context_length: PositiveInt | None = Field(
         None, description="most tokens of one request, prompt and output; default: the model's"
     )
@@ -127,6 +145,11 @@ class EngineConfig(BaseModel):
     disable_radix_cache: bool = Field(False, description="do not reuse the KV of earlier requests")
     radix_eviction_policy: EvictionPolicy = Field(EvictionPolicy.LRU, description="which cached prefix goes first")
     attention_backend: AttentionBackend = Field(AttentionBackend.AUTO, description="implementation of attention")
+    disable_cuda_graph: bool = Field(False, description="launch every kernel of a decode step one by one")
+    cuda_graph_max_bs: PositiveInt | None = Field(
+        None,
+        description="most rows of a decode step that runs as a CUDA graph; default: all that run at once, up to 256",
+    )
     random_seed: int = Field(0, description="seed of requests that bring none, and of dummy weights")
     sampling_defaults: SamplingDefaults = Field(
         SamplingDefaults.MODEL,
