@@ -3,7 +3,7 @@
 Framework-free: tensors are numpy arrays, and neither jax nor torch is imported.
 """
 
-from sglang_jax.checkpoint.hf_config import GenerationDefaults, write_hf_config
+from sglang_jax.checkpoint.hf_config import write_hf_config
 from sglang_jax.checkpoint.model_config import Architecture, ModelConfig, RopeConfig, RopeKind
 from sglang_jax.checkpoint.opening import Checkpoint, open_checkpoint
 from sglang_jax.checkpoint.reader import TensorReader
@@ -17,7 +17,6 @@ __all__ = [
     "ORBAX_MARKER",
     "Architecture",
     "Checkpoint",
-    "GenerationDefaults",
     "ModelConfig",
     "ModelSource",
     "RopeConfig",

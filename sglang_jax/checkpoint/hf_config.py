@@ -11,6 +11,7 @@ from sglang_jax.checkpoint.hf_rope import extended_context, rope_from_hf, rope_t
 from sglang_jax.checkpoint.json_fields import JsonFields
 from sglang_jax.checkpoint.model_config import Architecture, ModelConfig
 from sglang_jax.errors import CheckpointError
+from sglang_jax.sampling.defaults import GenerationDefaults
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -39,16 +40,6 @@ _DEFAULT_WINDOW = 4096
 """`sliding_window` of transformers' Mistral and Qwen configs where the file does not give one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationDefaults:
-    """Sampling values that the checkpoint's authors recommend; None where they say nothing."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    repetition_penalty: float | None = None
-
-
 def load_hf_config(folder: Path) -> ModelConfig:
     """The model that a folder's config.json describes; end-of-sequence ids of generation_config.json join in.
 
@@ -61,10 +52,12 @@ def load_hf_config(folder: Path) -> ModelConfig:
 def load_generation_defaults(folder: Path) -> GenerationDefaults:
     """What generation_config.json recommends; empty where there is no such file."""
     fields = _generation_fields(folder)
+    top_k = fields.integer("top_k")
     return GenerationDefaults(
         temperature=fields.number("temperature"),
         top_p=fields.number("top_p"),
-        top_k=fields.integer("top_k"),
+        top_k=-1 if top_k == 0 else top_k,  # transformers' way to keep all tokens
+        min_p=fields.number("min_p"),
         repetition_penalty=fields.number("repetition_penalty"),
     )
 

@@ -8,13 +8,14 @@ from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.checkpoint.gguf_config import gguf_model_config
 from sglang_jax.checkpoint.gguf_file import open_gguf
 from sglang_jax.checkpoint.gguf_reader import GgufReader
-from sglang_jax.checkpoint.hf_config import GenerationDefaults, load_generation_defaults, load_hf_config
+from sglang_jax.checkpoint.hf_config import load_generation_defaults, load_hf_config
 from sglang_jax.checkpoint.model_config import ModelConfig
 from sglang_jax.checkpoint.reader import TensorReader
 from sglang_jax.checkpoint.resolve import ModelSource, SourceKind, resolve_model
 from sglang_jax.checkpoint.safetensors_reader import SafetensorsReader
 from sglang_jax.checkpoint.tensors import check_tensors
 from sglang_jax.config import LoadFormat
+from sglang_jax.sampling.defaults import GenerationDefaults
 
 
 @dataclass(frozen=True, slots=True)

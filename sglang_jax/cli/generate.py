@@ -15,9 +15,10 @@ from sglang_jax.cli.options import Command, flag_name, options_of
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.types import GenerateOutput, TextTokenizer
 from sglang_jax.errors import ParameterError
-from sglang_jax.sampling import SamplingParams
+from sglang_jax.sampling import GenerationDefaults, SamplingParams
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+_OF_THE_MODEL = {field.name for field in dataclasses.fields(GenerationDefaults)}
 
 
 @dataclass(slots=True)
@@ -31,8 +32,10 @@ class Timing:
 
 
 def _sampling_option(name: str, help_text: str) -> Callable[[Command], Command]:
+    """An option that is None unless it was given: what it is then may be up to the model."""
     default = _DEFAULTS[name]
-    return click.option(flag_name(name), name, type=type(default), default=default, show_default=True, help=help_text)
+    shown = f"the model's, or {default}" if name in _OF_THE_MODEL else str(default)
+    return click.option(flag_name(name), name, type=type(default), show_default=shown, help=help_text)
 
 
 @click.command()
@@ -56,8 +59,9 @@ def generate(config: EngineConfig, prompt: str, system: str | None, raw: bool, *
     """Answer PROMPT (`-`: read it from standard input), streaming to the terminal."""
     if raw and system is not None:
         raise click.UsageError("--system needs the chat template, which --raw leaves out")
+    chosen = {name: value for name, value in sampling.items() if value is not None}
     try:
-        params = SamplingParams(**sampling)
+        SamplingParams(**chosen)  # here, so that a bad value is told before the model is loaded
     except ParameterError as error:
         raise click.BadParameter(error.message, param_hint=flag_name(error.param or "sampling")) from error
     if prompt == "-":
@@ -70,7 +74,7 @@ def generate(config: EngineConfig, prompt: str, system: str | None, raw: bool, *
         timing = Timing(start=time.perf_counter())
         interrupted = False
         try:
-            stream_to_terminal(engine.generate(ids, params, stream=True), timing)
+            stream_to_terminal(engine.generate(ids, chosen, stream=True), timing)
         except KeyboardInterrupt:
             interrupted = True
     click.echo()

@@ -20,7 +20,7 @@ from sglang_jax.engine.launch import launch_engine
 from sglang_jax.engine.loop_thread import LoopThread
 from sglang_jax.engine.types import GenerateInput, GenerateOutput, ModelInfo, TextTokenizer
 from sglang_jax.errors import ConfigError, EngineDeadError, ParameterError
-from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.sampling import GenerationDefaults, SamplingParams, with_defaults
 from sglang_jax.scheduler.messages import SchedulerStats
 
 Prompt = str | Sequence[int]
@@ -130,7 +130,8 @@ class Engine:
         **Arguments:**
 
         - `prompts`: a text, or a list of token ids, or a list of either.
-        - `sampling_params`: for all prompts, or a list with one for each; dicts of `SamplingParams`' fields will do.
+        - `sampling_params`: for all prompts, or a list with one for each. `SamplingParams` are taken as they are; in a
+          dict of its fields, or where none are given, the model's defaults hold for the fields left out.
         - `stream`: gives an iterator over the outputs as they grow. Each has all its text so far and the new part, and
           `index`, its place in the list that would be returned otherwise. Leaving the iteration aborts what still runs.
         - `request`: further fields of `GenerateInput`, the same for all prompts.
@@ -224,7 +225,7 @@ class Engine:
         self._check_open()
         single = _is_single(prompts)
         each: Sequence[Any] = [prompts] if single else prompts
-        sampling = _sampling_of_each(sampling_params, len(each))
+        sampling = _sampling_of_each(sampling_params, len(each), self.model_info.generation_defaults)
         requests = [
             dataclasses.replace(template, prompt=prompt, sampling=params)
             for prompt, params in zip(each, sampling, strict=True)
@@ -253,20 +254,20 @@ def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
     return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer)))
 
 
-def _sampling_of_each(sampling: Sampling | Sequence[Sampling] | None, count: int) -> list[SamplingParams]:
+def _sampling_of_each(
+    sampling: Sampling | Sequence[Sampling] | None, count: int, defaults: GenerationDefaults
+) -> list[SamplingParams]:
     if sampling is None or isinstance(sampling, (SamplingParams, Mapping)):
-        return [_sampling_params(sampling)] * count
+        return [_sampling_params({} if sampling is None else sampling, defaults)] * count
     if len(sampling) != count:
         raise ParameterError(
             f"sampling_params must be one for all prompts or one for each: got {len(sampling)} for {count} prompts",
             param="sampling_params",
         )
-    return [_sampling_params(params) for params in sampling]
+    return [_sampling_params(params, defaults) for params in sampling]
 
 
-def _sampling_params(sampling: Sampling | None) -> SamplingParams:
-    if sampling is None:
-        return SamplingParams()
+def _sampling_params(sampling: Sampling, defaults: GenerationDefaults) -> SamplingParams:
     if isinstance(sampling, SamplingParams):
         return sampling
     known = {field.name for field in dataclasses.fields(SamplingParams)}
@@ -275,7 +276,7 @@ def _sampling_params(sampling: Sampling | None) -> SamplingParams:
         raise ParameterError(
             f"sampling_params has no field {unknown[0]!r}; there are {', '.join(sorted(known))}", param=unknown[0]
         )
-    return SamplingParams(**sampling)
+    return with_defaults(sampling, defaults)
 
 
 async def _awaited(client: Awaitable[AsyncEngineClient]) -> AsyncEngineClient:

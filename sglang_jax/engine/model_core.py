@@ -8,12 +8,14 @@ import time
 from tqdm import tqdm
 
 from sglang_jax.checkpoint import Checkpoint, load_tokenizer, open_checkpoint, resolve_tokenizer
-from sglang_jax.config import EngineConfig, ServerConfig
+from sglang_jax.config import EngineConfig, SamplingDefaults, ServerConfig
 from sglang_jax.engine.channel import CoreChannel, Ready
 from sglang_jax.engine.types import ModelInfo, TextTokenizer
+from sglang_jax.errors import CheckpointError, ParameterError
 from sglang_jax.runner.backends import load_backend
 from sglang_jax.runner.plan import PoolKind
 from sglang_jax.runner.protocol import Runner
+from sglang_jax.sampling import GenerationDefaults, with_defaults
 from sglang_jax.scheduler.loop import SchedulerLoop
 
 logger = logging.getLogger(__name__)
@@ -22,10 +24,17 @@ logger = logging.getLogger(__name__)
 class ModelCore:
     """A checkpoint on a backend, behind the scheduler."""
 
-    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, runner: Runner, channel: CoreChannel) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        defaults: GenerationDefaults,
+        runner: Runner,
+        channel: CoreChannel,
+    ) -> None:
         self._runner = runner
         self._loop = SchedulerLoop(runner, checkpoint.config.eos_token_ids, config, channel)
-        self._ready = _ready(config, checkpoint, runner)
+        self._ready = _ready(config, checkpoint, defaults, runner)
 
     @property
     def ready(self) -> Ready:
@@ -45,6 +54,7 @@ def load_core(config: EngineConfig, channel: CoreChannel) -> ModelCore:
     """Loads what `config` names and compiles it. Raises `ConfigError`, `CheckpointError`."""
     begin = time.perf_counter()
     checkpoint = open_checkpoint(config.model_path, config.load_format, seed=config.random_seed)
+    defaults = generation_defaults(config, checkpoint)
     create_runner = load_backend(config)
     runner = create_runner(config, checkpoint)
     loaded = time.perf_counter()
@@ -52,7 +62,25 @@ def load_core(config: EngineConfig, channel: CoreChannel) -> ModelCore:
     if not config.skip_warmup:
         warm_up(runner)
         logger.info("Warmed up in %.1f s", time.perf_counter() - loaded)
-    return ModelCore(config, checkpoint, runner, channel)
+    return ModelCore(config, checkpoint, defaults, runner, channel)
+
+
+def generation_defaults(config: EngineConfig, checkpoint: Checkpoint) -> GenerationDefaults:
+    """The checkpoint's sampling defaults if they are to be applied. Raises `CheckpointError` for a value that no
+    request could have."""
+    defaults = checkpoint.generation_defaults
+    if config.sampling_defaults is SamplingDefaults.OPENAI or not defaults.given():
+        return GenerationDefaults()
+    try:
+        with_defaults({}, defaults)
+    except ParameterError as error:
+        raise CheckpointError(
+            f"generation_config.json of {config.model_path}: {error.message}; "
+            "--sampling-defaults openai leaves its sampling values out"
+        ) from error
+    listed = ", ".join(f"{name} {value:g}" for name, value in defaults.given().items())
+    logger.info("Sampling defaults of the model: %s (--sampling-defaults openai turns them off)", listed)
+    return defaults
 
 
 def load_text_tokenizer(config: EngineConfig) -> TextTokenizer:
@@ -74,7 +102,7 @@ def warm_up(runner: Runner) -> None:
         runner.warm_up(progress)
 
 
-def _ready(config: EngineConfig, checkpoint: Checkpoint, runner: Runner) -> Ready:
+def _ready(config: EngineConfig, checkpoint: Checkpoint, defaults: GenerationDefaults, runner: Runner) -> Ready:
     spec = runner.spec
     pool = next(pool for pool in spec.pools if pool.kind is PoolKind.FULL)
     max_total_tokens = (pool.num_pages - 1) * pool.page_size  # page 0 is never handed out
@@ -86,5 +114,6 @@ def _ready(config: EngineConfig, checkpoint: Checkpoint, runner: Runner) -> Read
         eos_token_ids=checkpoint.config.eos_token_ids,
         bos_token_id=checkpoint.config.bos_token_id,
         dtype=runner.report().details.get("dtype", checkpoint.config.dtype),
+        generation_defaults=defaults,
     )
     return Ready(model_info=info, max_running_requests=spec.max_rows, max_total_tokens=max_total_tokens)

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from sglang_jax.errors import RequestError
+from sglang_jax.sampling.defaults import GenerationDefaults
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.messages import SchedulerStats
 
@@ -87,7 +88,8 @@ class GenerateOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What a client may ask about the model."""
+    """What a client may ask about the model. `generation_defaults` holds for sampling fields that a request leaves
+    out; it is empty where the engine was told not to apply the model's."""
 
     model_path: str
     architecture: str
@@ -96,6 +98,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     dtype: str
+    generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
 
 
 class StreamDecoder(Protocol):

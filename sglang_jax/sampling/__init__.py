@@ -1,5 +1,13 @@
 """What a request asks of the sampler."""
 
+from sglang_jax.sampling.defaults import GenerationDefaults, with_defaults
 from sglang_jax.sampling.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, SamplingParams
 
-__all__ = ["MAX_LOGIT_BIAS", "MAX_STOP_TOKEN_IDS", "MAX_TOP_LOGPROBS", "SamplingParams"]
+__all__ = [
+    "MAX_LOGIT_BIAS",
+    "MAX_STOP_TOKEN_IDS",
+    "MAX_TOP_LOGPROBS",
+    "GenerationDefaults",
+    "SamplingParams",
+    "with_defaults",
+]

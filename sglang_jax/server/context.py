@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.types import EngineClient, GenerateInput, GenerateOutput
 from sglang_jax.errors import ModelNotFoundError, ParameterError
+from sglang_jax.sampling import GenerationDefaults
 from sglang_jax.server.errors import ShuttingDownError
 from sglang_jax.server.metrics import ServerMetrics
 from sglang_jax.server.sampling import renamed_fields
@@ -35,6 +36,11 @@ class ServerContext:
     metrics: ServerMetrics
     draining: bool = False
     in_flight: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def generation_defaults(self) -> GenerationDefaults:
+        """What sampling fields are that a request leaves out."""
+        return self.client.model_info.generation_defaults
 
     def check_model(self, model: str | None) -> None:
         """Raises `ModelNotFoundError` for a name that is not the served model's."""

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from sglang_jax.engine.types import GenerateInput
 from sglang_jax.errors import ParameterError
+from sglang_jax.sampling import GenerationDefaults
 from sglang_jax.server.context import new_id, prompt_ids
 from sglang_jax.server.fields import Body, OneOrMany, Priority, TokenIds, as_list
 from sglang_jax.server.sampling import NativeSampling, native_sampling
@@ -49,13 +50,13 @@ class NativeRequest:
     prompt_field: str
 
 
-def native_request(body: GenerateBody) -> NativeRequest:
-    """Raises `ParameterError` naming the field."""
+def native_request(body: GenerateBody, defaults: GenerationDefaults) -> NativeRequest:
+    """`defaults`: for sampling fields that the body leaves out. Raises `ParameterError` naming the field."""
     field, prompts, batch = _prompts(body)
     count = len(prompts)
     request_id, ids = _ids(body.rid, count)
     fields = _spread("sampling_params", body.sampling_params, count, NativeSampling())
-    sampling = [native_sampling(one) for one in fields]
+    sampling = [native_sampling(one, defaults) for one in fields]
     return_logprob = _spread("return_logprob", body.return_logprob, count, False)
     logprob_start = _spread("logprob_start_len", body.logprob_start_len, count, -1)
     top_logprobs = _spread("top_logprobs_num", body.top_logprobs_num, count, 0)

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 
 from sglang_jax.engine.types import GenerateInput, GenerateOutput, TextTokenizer
+from sglang_jax.sampling import GenerationDefaults
 from sglang_jax.server.context import ENGINE_NAMES, ServerContext, new_id
 from sglang_jax.server.json_body import JsonRoute
 from sglang_jax.server.logprobs import ChatLogprobs, chat_logprobs
@@ -93,12 +94,12 @@ class ChatFormat:
     usage: UsageCount = field(default_factory=UsageCount)
     _begun: set[int] = field(default_factory=set)
 
-    def input(self, token_ids: list[int]) -> GenerateInput:
+    def input(self, token_ids: list[int], defaults: GenerationDefaults) -> GenerateInput:
         """What the engine is asked. Raises `ParameterError`."""
         body = self.body
         return GenerateInput(
             prompt=token_ids,
-            sampling=openai_sampling(body, body.token_limit()),
+            sampling=openai_sampling(body, body.token_limit(), defaults),
             request_id=self.request_id,
             stream=bool(body.stream),
             return_logprob=bool(body.logprobs),
@@ -164,7 +165,7 @@ def chat_router(context: ServerContext) -> APIRouter:
         # In a thread: long conversations take a while, and other requests stream meanwhile.
         token_ids = await asyncio.to_thread(chat_token_ids, tokenizer, body)
         form = ChatFormat(body, tokenizer, context.config.model_name, body.rid or new_id("chatcmpl"))
-        prompt = form.input(token_ids)
+        prompt = form.input(token_ids, context.generation_defaults)
         if body.stream:
             return await open_event_stream(request, _events(context, form, prompt))
         [outputs] = await until_disconnect(request.receive, context.collect(form.request_id, [prompt], FIELD_NAMES))

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 
 from sglang_jax.engine.types import GenerateInput, GenerateOutput, TextTokenizer, TokenLogprob
+from sglang_jax.sampling import GenerationDefaults
 from sglang_jax.server.context import ENGINE_NAMES, ServerContext, new_id, prompt_ids
 from sglang_jax.server.json_body import JsonRoute
 from sglang_jax.server.logprobs import CompletionLogprobs, CompletionLogprobWriter
@@ -57,11 +58,11 @@ class CompletionFormat:
     usage: UsageCount = field(default_factory=UsageCount)
     _writers: dict[int, CompletionLogprobWriter] = field(default_factory=dict)
 
-    def inputs(self) -> list[GenerateInput]:
+    def inputs(self, defaults: GenerationDefaults) -> list[GenerateInput]:
         """What the engine is asked. Raises `ParameterError`."""
         body = self.body
         limit = COMPLETION_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        sampling = openai_sampling(body, limit)
+        sampling = openai_sampling(body, limit, defaults)
         with_logprobs = body.logprobs is not None
         return [
             GenerateInput(
@@ -131,7 +132,7 @@ def completions_router(context: ServerContext) -> APIRouter:
         body.check_best_of()
         request_id = body.rid or new_id("cmpl")
         form = CompletionFormat(body, body.prompts(), context.client.tokenizer, context.config.model_name, request_id)
-        inputs = form.inputs()
+        inputs = form.inputs(context.generation_defaults)
         if body.stream:
             return await open_event_stream(request, _events(context, form, inputs))
         outputs = await until_disconnect(request.receive, context.collect(request_id, inputs, FIELD_NAMES))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from sglang_jax.errors import ParameterError, RequestError
-from sglang_jax.sampling import SamplingParams
+from sglang_jax.sampling import GenerationDefaults, SamplingParams, with_defaults
 from sglang_jax.server.fields import MAX_STOP_STRINGS, Body, OneOrMany, TokenId, as_list
 
 Value = TypeVar("Value")
@@ -70,18 +70,19 @@ OPENAI_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 """`SamplingParams`' names, and what an OpenAI client calls them."""
 
 
-def native_sampling(fields: NativeSampling) -> SamplingParams:
-    """Raises `ParameterError` naming the field."""
+def native_sampling(fields: NativeSampling, defaults: GenerationDefaults) -> SamplingParams:
+    """Fields left out are `defaults`'. Raises `ParameterError` naming the field."""
     chosen: dict[str, Any] = _shared(fields)
     _add(chosen, "max_new_tokens", fields.max_new_tokens)
     _add(chosen, "min_new_tokens", fields.min_new_tokens)
     _add(chosen, "seed", one_of("seed", fields.seed, "sampling_seed", fields.sampling_seed))
     _add(chosen, "include_stop", fields.no_stop_trim)
-    return SamplingParams(**chosen)
+    return with_defaults(chosen, defaults)
 
 
-def openai_sampling(fields: OpenAISampling, max_tokens: int | None) -> SamplingParams:
-    """`max_tokens` None: up to the context length. Raises `ParameterError` naming OpenAI's field."""
+def openai_sampling(fields: OpenAISampling, max_tokens: int | None, defaults: GenerationDefaults) -> SamplingParams:
+    """`max_tokens` None: up to the context length. Other fields left out are `defaults`'. Raises `ParameterError`
+    naming OpenAI's field."""
     chosen: dict[str, Any] = _shared(fields)
     chosen["max_new_tokens"] = max_tokens
     _add(chosen, "min_new_tokens", fields.min_tokens)
@@ -90,7 +91,7 @@ def openai_sampling(fields: OpenAISampling, max_tokens: int | None) -> SamplingP
     )
     _add(chosen, "include_stop", include_stop)
     with renamed_fields(OPENAI_NAMES):
-        return SamplingParams(**chosen)
+        return with_defaults(chosen, defaults)
 
 
 def _shared(fields: SamplingFields) -> dict[str, Any]:

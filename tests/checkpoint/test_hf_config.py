@@ -174,8 +174,14 @@ def test_generation_defaults(tmp_path: Path) -> None:
     defaults = load_generation_defaults(folder)
     assert (defaults.temperature, defaults.top_p, defaults.top_k) == (0.6, 0.9, 20)
     assert defaults.repetition_penalty == 1.05
+    assert defaults.min_p is None
     (folder / "generation_config.json").unlink()
-    assert load_generation_defaults(folder).temperature is None
+    assert load_generation_defaults(folder).given() == {}
+
+
+def test_a_top_k_of_zero_keeps_all_as_in_transformers(tmp_path: Path) -> None:
+    defaults = load_generation_defaults(written(tmp_path, LLAMA, {"top_k": 0, "min_p": 0.0, "do_sample": True}))
+    assert defaults.given() == {"top_k": -1, "min_p": 0.0}
 
 
 @pytest.mark.parametrize(

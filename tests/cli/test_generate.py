@@ -6,12 +6,22 @@ import io
 import os
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 from helpers.engine_fakes import ByteTokenizer
+from helpers.recommended_sampling import (
+    NEUTRAL,
+    RECOMMENDED,
+    make_recommending_checkpoint,
+    recorded_sampling,
+    values_of,
+)
 
 from sglang_jax.cli.generate import generate, prompt_ids
 from sglang_jax.cli.main import run
+from sglang_jax.engine import engine as engine_module
+from sglang_jax.engine.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("echo_engine")
 
@@ -77,6 +87,19 @@ def test_the_prompt_may_come_from_standard_input(
     assert text == "from a pipe\n"
 
 
+def test_sampling_options_left_out_are_the_models(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "Engine", Engine)  # not the one that echoes
+    folder = str(make_recommending_checkpoint(tmp_path))
+    with recorded_sampling() as seen:
+        answer(capsys, "hello", model=folder)
+        answer(capsys, "hello", "--temperature", "1", "--top-k", "-1", "--max-new-tokens", "3", model=folder)
+        answer(capsys, "hello", "--sampling-defaults", "openai", model=folder)
+    assert [values_of(one) for one in seen] == [RECOMMENDED, RECOMMENDED | {"temperature": 1.0, "top_k": -1}, NEUTRAL]
+    assert [one.max_new_tokens for one in seen] == [128, 3, 128]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -102,10 +125,12 @@ def test_a_missing_checkpoint_is_one_line(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_an_interrupt_ends_the_answer_and_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    before = set(threading.enumerate())  # tests of other folders may still have servers
     timer = threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     text, line = answer(capsys, "--raw", "z" * 200, "--max-new-tokens", "200", model="echo:0.05", status=130)
     timer.join()
     assert 1 <= text.count("z") < 100
     assert line.rstrip().endswith("interrupted")
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("sglang-jax")]
+    started = set(threading.enumerate()) - before
+    assert not [thread.name for thread in started if thread.name.startswith("sglang-jax")]

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers.recommended_sampling import (
+    NEUTRAL,
+    RECOMMENDED,
+    make_recommending_checkpoint,
+    recorded_sampling,
+    values_of,
+)
 from helpers.tiny_models import make_tiny_checkpoint
 
 from sglang_jax import Engine, SamplingParams
@@ -85,4 +93,37 @@ def test_backend_that_refuses_the_options(folder: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(model_core, "load_backend", refuse)
     with pytest.raises(ConfigError, match=r"^no backend 'jax' is installed$"):
+        Engine(model_path=str(folder))
+
+
+def test_sampling_defaults_of_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    folder = make_recommending_checkpoint(tmp_path)
+    with recorded_sampling() as seen, Engine(model_path=str(folder)) as engine:
+        engine.generate("hello")
+        engine.generate("hello", {"max_new_tokens": 2, "temperature": 1.0})
+        engine.generate("hello", SamplingParams(max_new_tokens=2, top_k=7))
+        engine.generate(["hello"] * 2, [{"top_p": 0.5}, SamplingParams()])
+    assert values_of(seen[0]) == RECOMMENDED
+    assert seen[0].max_new_tokens == SamplingParams().max_new_tokens
+    assert values_of(seen[1]) == RECOMMENDED | {"temperature": 1.0}
+    assert values_of(seen[2]) == NEUTRAL | {"top_k": 7}
+    assert values_of(seen[3]) == RECOMMENDED | {"top_p": 0.5}
+    assert values_of(seen[4]) == NEUTRAL
+    [line] = [line for line in caplog.messages if line.startswith("Sampling defaults")]
+    assert "temperature 0.6, top_p 0.95, top_k 20, min_p 0.05, repetition_penalty 1.1" in line
+
+
+def test_sampling_defaults_may_be_turned_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    folder = make_recommending_checkpoint(tmp_path, temperature=-1.0)  # and are then not even looked at
+    with recorded_sampling() as seen, Engine(model_path=str(folder), sampling_defaults="openai") as engine:
+        engine.generate("hello")
+    assert values_of(seen[0]) == NEUTRAL
+    assert not [line for line in caplog.messages if line.startswith("Sampling defaults")]
+
+
+def test_a_default_that_no_request_could_have_is_refused(tmp_path: Path) -> None:
+    folder = make_recommending_checkpoint(tmp_path, top_p=1.5)
+    with recorded_sampling(), pytest.raises(CheckpointError, match=r"top_p must be in \(0, 1\], got 1\.5; --sampling"):
         Engine(model_path=str(folder))

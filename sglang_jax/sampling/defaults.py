@@ -1,0 +1,42 @@
+"""What a model's authors recommend for the sampling fields that a request leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_jax.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationDefaults:
+    """Values for fields of `SamplingParams`, as generation_config.json has them; None where it says nothing."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    def given(self) -> dict[str, float]:
+        """The fields that have a value."""
+        values = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def with_defaults(chosen: Mapping[str, Any], defaults: GenerationDefaults) -> SamplingParams:
+    """The fields that a request chose; of those that it left out, the model's; of the rest, the neutral values.
+
+    A field in `chosen` always wins, a neutral value too, which is why it is a mapping: `SamplingParams` cannot tell a
+    temperature of 1 that was chosen from one that was not.
+
+    **Raises:** `ParameterError` naming the field.
+    """
+    return SamplingParams(**{**defaults.given(), **chosen})
