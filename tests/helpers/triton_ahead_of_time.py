@@ -1,0 +1,218 @@
+"""Compiles Triton kernels for GPUs that are not here: the launchers run unchanged, on tensors without memory.
+
+A stub takes the place of the CUDA driver and every launch ends after its compilation, so that Triton specialises the
+arguments as it would on the device. This needs a process that compiles kernels instead of interpreting them:
+`compile_shipped` starts one. As a program,
+
+    PYTHONPATH=.:tests python -m helpers.triton_ahead_of_time [--targets 80 90 100] [--only WORDS ...] [--write TABLE]
+
+prints the figures of the kernels that ship, and writes the table that a test compares with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "torch_backend" / "kernels" / "aot_table.json"
+
+# Compute capabilities, and the shared memory of one program there in bytes.
+SHARED_MEMORY = {80: 166_912, 90: 232_448, 100: 232_448}
+SECONDS_PER_KERNEL = 120
+
+_INSTRUCTIONS = {
+    "wgmma": "wgmma.mma_async",
+    "mma": "mma.sync",
+    "tcgen05": "tcgen05.mma",
+    "cp.async": "cp.async.c",
+    "tma": "cp.async.bulk.tensor",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What one kernel takes of a multiprocessor, and which of the chip's special instructions it has.
+
+    - `stack_bytes`: of each thread, 0 when no register is spilled.
+    - `shared_bytes`: of a program.
+    """
+
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    warps: int
+    stages: int
+    instructions: tuple[str, ...]
+
+
+class StubDriver:
+    """As much of Triton's CUDA driver as a compilation asks for. Each capability is a device of its own."""
+
+    def __init__(self, capability: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self._capability = capability
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return self._capability
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> Any:
+        import torch
+
+        return torch.device("meta")
+
+
+def compile_launch(launch: Callable[[], object], capability: int) -> dict[str, Figures]:
+    """Calls `launch` and gives the figures of every kernel that it would have launched, by the kernel's name."""
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise RuntimeError("this process interprets kernels (TRITON_INTERPRET=1), so that it cannot compile them")
+    run = JITFunction.run
+    found: dict[str, Figures] = {}
+
+    def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(self, *arguments, grid=grid, warmup=True, **options)
+        name = kernel.metadata.name
+        figures = _figures(kernel)
+        if found.setdefault(name, figures) != figures:
+            raise RuntimeError(f"one launch runs {name} in two forms: give each a configuration of its own")
+        return kernel
+
+    triton.runtime.driver.set_active(StubDriver(capability))
+    JITFunction.run = compile_only
+    try:
+        launch()
+    finally:
+        JITFunction.run = run
+    return found
+
+
+def _figures(kernel: Any) -> Figures:
+    import triton.backends.nvidia
+
+    dump = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(kernel.asm["cubin"])
+        cubin.flush()
+        usage = subprocess.run(
+            [dump, "--dump-resource-usage", cubin.name], capture_output=True, text=True, check=True
+        ).stdout
+    taken = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    if taken is None:
+        raise RuntimeError(f"cuobjdump says nothing about registers: {usage}")
+    ptx = kernel.asm["ptx"]
+    return Figures(
+        registers=int(taken[1]),
+        stack_bytes=int(taken[2]),
+        shared_bytes=kernel.metadata.shared,
+        warps=kernel.metadata.num_warps,
+        stages=kernel.metadata.num_stages,
+        instructions=tuple(sorted(name for name, words in _INSTRUCTIONS.items() if words in ptx)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Figures of kernels, by `sm_90 operation: configuration: kernel`, and the compiler they come from."""
+
+    triton: str
+    kernels: dict[str, Figures]
+
+    def dumps(self) -> str:
+        """JSON with one kernel a line, sorted."""
+        lines = [f"  {json.dumps(name)}: {json.dumps(asdict(self.kernels[name]))}" for name in sorted(self.kernels)]
+        return f'{{"triton": {json.dumps(self.triton)}, "kernels": {{\n' + ",\n".join(lines) + "\n}}\n"
+
+    @classmethod
+    def loads(cls, text: str) -> Table:
+        """Reads what `dumps` wrote."""
+        fields = json.loads(text)
+        kernels = {
+            name: Figures(**{**figures, "instructions": tuple(figures["instructions"])})
+            for name, figures in fields["kernels"].items()
+        }
+        return cls(fields["triton"], kernels)
+
+
+def row_prefix(capability: int, operation: str, configuration: str) -> str:
+    """How the rows of one shipped kernel start in a table."""
+    return f"sm_{capability} {operation}: {configuration}: "
+
+
+def compile_shipped(capabilities: Sequence[int], only: Iterable[str] = (), seconds: float = 600) -> Table:
+    """Compiles kernels that ship, in a process of its own.
+
+    **Arguments:** `only`: row prefixes; none stands for every kernel. A kernel that takes longer than
+    `SECONDS_PER_KERNEL` ends the process, and this call, with an error that names it.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    command = [sys.executable, "-m", "helpers.triton_ahead_of_time", "--json"]
+    command += ["--targets", *map(str, capabilities), "--only", *only]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds)
+    if done.returncode:
+        raise RuntimeError(f"the compilation failed:\n{done.stderr[-4000:]}")
+    return Table.loads(done.stdout)
+
+
+def _compile_all(capabilities: Sequence[int], only: Sequence[str]) -> Table:
+    import triton
+    from torch_backend.kernels.shipped import shipped_kernels
+
+    kernels: dict[str, Figures] = {}
+    for capability in capabilities:
+        for shipped in shipped_kernels():
+            prefix = row_prefix(capability, shipped.operation, shipped.configuration)
+            if only and prefix not in only:
+                continue
+            print(f"{prefix}...", end="", file=sys.stderr, flush=True)
+            faulthandler.dump_traceback_later(SECONDS_PER_KERNEL, exit=True)
+            start = time.monotonic()
+            for name, figures in compile_launch(shipped.launch, capability).items():
+                kernels[prefix + name] = figures
+            print(f" {time.monotonic() - start:.1f} s", file=sys.stderr)
+    faulthandler.cancel_dump_traceback_later()
+    return Table(triton.__version__, kernels)
+
+
+def main() -> None:
+    """The program: see the module."""
+    parser = argparse.ArgumentParser(description="Compiles the Triton kernels that ship, without a GPU.")
+    parser.add_argument("--targets", type=int, nargs="+", default=list(SHARED_MEMORY), metavar="CAPABILITY")
+    parser.add_argument("--only", nargs="*", default=[], metavar="ROW", help="row prefixes, as the table has them")
+    parser.add_argument("--write", type=Path, help="where to write the table")
+    parser.add_argument("--json", action="store_true", help="print the table instead of a summary")
+    options = parser.parse_args()
+    table = _compile_all(options.targets, options.only)
+    if options.write:
+        options.write.write_text(table.dumps())
+    if options.json:
+        print(table.dumps(), end="")
+    else:
+        for name in sorted(table.kernels):
+            print(name, table.kernels[name])
+
+
+if __name__ == "__main__":
+    main()
