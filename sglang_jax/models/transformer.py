@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sglang_jax.checkpoint.model_config import ModelConfig
+from sglang_jax.checkpoint.rotary import RotaryScaling
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.layers.attention import Attention, RotaryTables
 from sglang_jax.layers.batch import ForwardBatch
@@ -17,7 +18,7 @@ from sglang_jax.layers.feed_forward import FeedForward
 from sglang_jax.layers.norm import RMSNorm
 from sglang_jax.layers.parameter import matmul
 from sglang_jax.layers.platform import PlatformForm
-from sglang_jax.layers.rotary import RotaryEmbedding
+from sglang_jax.layers.rotary import rotary_tables
 from sglang_jax.layers.sharding import Axis
 from sglang_jax.models.kv_cache import KVCaches
 
@@ -73,13 +74,13 @@ class Transformer(nnx.Module):
         self.final_norm = RMSNorm(Axis.HIDDEN, config.hidden_size, config.rms_norm_eps, dtype)
         own_head = form.own_head_for_tied_embeddings or not config.tie_word_embeddings
         self.head = Head(config.hidden_size, config.vocab_size, dtype) if own_head else None
-        self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position)
+        self.rotary = RotaryScaling(config.rope, config.head_dim, config.max_position)
 
     def __call__(self, batch: ForwardBatch, kv_caches: KVCaches) -> tuple[jax.Array, KVCaches]:
         """Hidden states `[T, hidden]` after the final norm, and the caches with the step's keys and values."""
         residual = self.embedding(batch.tokens)
         x = jnp.zeros_like(residual)
-        rotary = self.rotary.tables(batch.positions)
+        rotary = rotary_tables(self.rotary, batch.positions)
         written = []
         for layer, kv_pages in zip(self.layers, kv_caches, strict=True):
             x, residual, kv_pages = _run_layer(*nnx.split(layer), x, residual, batch, rotary, kv_pages)
