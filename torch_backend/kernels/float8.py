@@ -1,0 +1,31 @@
+"""Float8 numbers (e4m3 without infinities, Micikevicius et al. 2022, "FP8 formats for deep learning") as bytes.
+
+Triton knows the type from compute capability 8.9 on only. Integers do on every chip, and give the same bits on all.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def encode_e4m3(x):
+    """float32 to the nearest float8 e4m3, ties to even, as uint8; what is beyond +-448 becomes +-448."""
+    bits = x.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    magnitude = tl.minimum(tl.abs(x), 448.0)
+    # Below 2^-6 numbers are multiples of 2^-9: so is what the addition of 2^14 leaves of a float32.
+    small = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    large = magnitude.to(tl.int32, bitcast=True)
+    large = ((large + 0x7FFFF + ((large >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+    code = tl.where(magnitude < 0.015625, small, large)
+    return tl.where(x == x, sign | code, 0x7F).to(tl.uint8)
+
+
+@triton.jit
+def decode_e4m3(code):
+    """uint8 to float16, exact: the number's bits stand for 2^-8 of it there. Not for NaN."""
+    wide = code.to(tl.int16)
+    bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+    return bits.to(tl.float16, bitcast=True) * 256.0

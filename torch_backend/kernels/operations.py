@@ -1,0 +1,43 @@
+"""The fused operations of a decoder layer as Triton kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from torch_backend.kernels.rms_norm import add_rms_norm, rms_norm
+from torch_backend.kernels.rotate_and_write import rotate_and_write
+from torch_backend.kernels.silu_mul import silu_mul
+from torch_backend.kv_pages import KVPages
+from torch_backend.operations import HeadNorms, Rotation
+
+
+class TritonOperations:
+    """Implements `torch_backend.operations.Operations` by one kernel launch for each call.
+
+    Nothing here reads a tensor on the host, so that all of it can be captured in a CUDA graph.
+    """
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `Operations`."""
+        return rms_norm(x, weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Operations`; writes the norm into `x` and the sum into `residual`."""
+        return add_rms_norm(x, residual, weight, eps)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See `Operations`."""
+        return silu_mul(gate_up)
+
+    def rotate_and_write(
+        self,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        norms: HeadNorms | None,
+        kv: KVPages,
+        write_slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """See `Operations`."""
+        return rotate_and_write(qkv, rotation, norms, kv, write_slots)

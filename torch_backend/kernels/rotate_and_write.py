@@ -1,0 +1,171 @@
+"""Norms and rotates the heads of queries and keys, and writes keys and values into their pages: one pass over qkv."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from torch_backend.kernels.float8 import encode_e4m3
+from torch_backend.kv_pages import KVPages
+from torch_backend.operations import HeadNorms, Rotation
+
+# Values of a program, spread over its threads by eights.
+_TILE = 1024
+_HEAD_DIMS = (64, 80, 96, 128, 256)
+
+
+@triton.jit
+def _halves(start, heads, lanes, head_dim: tl.constexpr, inside):
+    """The two halves of heads, float32 `[heads, lanes]` each."""
+    at = start + heads[:, None] * head_dim + lanes[None, :]
+    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(at + head_dim // 2, mask=inside, other=0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def _norm(first, second, weight, lanes, eps, head_dim: tl.constexpr):
+    present = lanes < head_dim // 2
+    scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / head_dim + eps)[:, None]
+    first = first * scale * tl.load(weight + lanes, mask=present, other=0.0).to(tl.float32)[None, :]
+    second = second * scale * tl.load(weight + head_dim // 2 + lanes, mask=present, other=0.0).to(tl.float32)[None, :]
+    return first, second
+
+
+@triton.jit
+def _rotate(first, second, cosines, sines, token, lanes, head_dim: tl.constexpr):
+    present = lanes < head_dim // 2
+    at = token * (head_dim // 2) + lanes
+    cosine = tl.load(cosines + at, mask=present, other=0.0)[None, :]
+    sine = tl.load(sines + at, mask=present, other=0.0)[None, :]
+    return first * cosine - second * sine, second * cosine + first * sine
+
+
+@triton.jit
+def _write_page(pages, scales, slot, page_size, kv_heads, heads, lanes, first, second, head_dim: tl.constexpr, inside):
+    """Stores heads of one token in its slot; float8 ones, which pages of bytes are, over their scale."""
+    page = slot // page_size
+    rows = (page * kv_heads + heads) * page_size + slot % page_size
+    at = pages + rows[:, None] * head_dim + lanes[None, :]
+    if pages.dtype.element_ty == tl.uint8:
+        scale = tl.load(scales + heads, mask=heads < kv_heads, other=1.0)[:, None]
+        tl.store(at, encode_e4m3(tl.div_rn(first, scale)), mask=inside)
+        tl.store(at + head_dim // 2, encode_e4m3(tl.div_rn(second, scale)), mask=inside)
+    else:
+        tl.store(at, first.to(pages.dtype.element_ty), mask=inside)
+        tl.store(at + head_dim // 2, second.to(pages.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rotate_and_write_kernel(
+    qkv,
+    cosines,
+    sines,
+    query_norm,
+    key_norm,
+    eps,
+    keys,
+    values,
+    key_scale,
+    value_scale,
+    write_slots,
+    queries,
+    heads,
+    kv_heads,
+    page_size,
+    head_dim: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+):
+    # The second axis goes over blocks of query heads, then of key heads, then of value heads.
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    query_blocks = tl.cdiv(heads, HEADS_BLOCK)
+    kv_blocks = tl.cdiv(kv_heads, HEADS_BLOCK)
+    lanes = tl.arange(0, HALF_BLOCK)
+    tile = tl.arange(0, HEADS_BLOCK)
+    present = lanes[None, :] < head_dim // 2
+    start = qkv + token * (heads + 2 * kv_heads) * head_dim
+    if block < query_blocks:
+        own = block * HEADS_BLOCK + tile
+        inside = (own[:, None] < heads) & present
+        first, second = _halves(start, own, lanes, head_dim, inside)
+        if HAS_NORMS:
+            first, second = _norm(first, second, query_norm, lanes, eps, head_dim)
+        first, second = _rotate(first, second, cosines, sines, token, lanes, head_dim)
+        at = queries + (token * heads + own)[:, None] * head_dim + lanes[None, :]
+        tl.store(at, first.to(queries.dtype.element_ty), mask=inside)
+        tl.store(at + head_dim // 2, second.to(queries.dtype.element_ty), mask=inside)
+    elif block < query_blocks + kv_blocks:
+        own = (block - query_blocks) * HEADS_BLOCK + tile
+        inside = (own[:, None] < kv_heads) & present
+        first, second = _halves(start + heads * head_dim, own, lanes, head_dim, inside)
+        if HAS_NORMS:
+            first, second = _norm(first, second, key_norm, lanes, eps, head_dim)
+        first, second = _rotate(first, second, cosines, sines, token, lanes, head_dim)
+        slot = tl.load(write_slots + token)
+        _write_page(keys, key_scale, slot, page_size, kv_heads, own, lanes, first, second, head_dim, inside)
+    else:
+        own = (block - query_blocks - kv_blocks) * HEADS_BLOCK + tile
+        inside = (own[:, None] < kv_heads) & present
+        first, second = _halves(start + (heads + kv_heads) * head_dim, own, lanes, head_dim, inside)
+        slot = tl.load(write_slots + token)
+        _write_page(values, value_scale, slot, page_size, kv_heads, own, lanes, first, second, head_dim, inside)
+
+
+def rotate_and_write(
+    qkv: torch.Tensor,
+    rotation: Rotation,
+    norms: HeadNorms | None,
+    kv: KVPages,
+    write_slots: torch.Tensor,
+) -> torch.Tensor:
+    """Norms (where given) and rotates queries and keys, and stores keys and values in their slots.
+
+    Results are rounded once, from float32; float8 ones saturate.
+
+    **Arguments:** `qkv` `[T, (heads + 2 * kv_heads) * head_dim]`, contiguous: of each token all queries, all keys, all
+    values; `write_slots` int64 `[T]`.
+
+    **Returns:** queries `[T, heads, head_dim]`, contiguous.
+    """
+    _, kv_heads, page_size, head_dim = kv.keys.shape
+    tokens = qkv.shape[0]
+    heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    if heads < 1 or qkv.shape[1] % head_dim or not qkv.is_contiguous() or head_dim not in _HEAD_DIMS:
+        raise ValueError(
+            f"qkv is {list(qkv.shape)} with strides {list(qkv.stride())}; wanted is a contiguous "
+            f"[T, (heads + 2 * {kv_heads}) * {head_dim}], of a head_dim among {_HEAD_DIMS}"
+        )
+    queries = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    if not tokens:
+        return queries
+    half_block = triton.next_power_of_2(head_dim // 2)
+    heads_block = min(_TILE // (2 * half_block), triton.next_power_of_2(max(heads, kv_heads)))
+    float8 = kv.keys.dtype == torch.float8_e4m3fn
+    grid = (tokens, triton.cdiv(heads, heads_block) + 2 * triton.cdiv(kv_heads, heads_block))
+    _rotate_and_write_kernel[grid](
+        qkv,
+        rotation.cosines,
+        rotation.sines,
+        norms.query if norms else None,
+        norms.key if norms else None,
+        norms.eps if norms else 0.0,
+        kv.keys.view(torch.uint8) if float8 else kv.keys,
+        kv.values.view(torch.uint8) if float8 else kv.values,
+        kv.key_scale,
+        kv.value_scale,
+        write_slots,
+        queries,
+        heads,
+        kv_heads,
+        page_size,
+        head_dim=head_dim,
+        HAS_NORMS=norms is not None,
+        HEADS_BLOCK=heads_block,
+        HALF_BLOCK=half_block,
+        num_warps=4,
+    )
+    return queries
