@@ -1,0 +1,180 @@
+"""What decode and extend attention have in common: a block of queries over a run of a sequence's keys.
+
+The recurrence is that of FlashAttention (Dao et al. 2022; Dao 2023): tiles of keys one after the other, the largest
+score and the sum of exponentials kept beside the weighted sum of values. Exponentials are powers of two, with the
+logarithm's base folded into the scale of the scores.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from torch_backend.attention.interface import AttentionOptions
+from torch_backend.kernels.chip import Chip
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+_TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_FIRST_CAPABILITY_WITH_FLOAT8 = 89
+
+
+def compute_type(queries: torch.dtype, pages: torch.dtype) -> tl.dtype:
+    """The type that queries, keys and softmax weights are multiplied in.
+
+    float8 is widened to float16 even beside bfloat16 queries: that is exact, one instruction for two numbers instead
+    of four, and leaves the softmax weights three more bits.
+    """
+    if pages == torch.float8_e4m3fn and queries == torch.bfloat16:
+        return tl.float16
+    return _TRITON_TYPES[queries]
+
+
+def readable(pages: torch.Tensor, chip: Chip) -> torch.Tensor:
+    """`pages`, as bytes where they are float8 and the chip has no instruction that widens those."""
+    if pages.dtype == torch.float8_e4m3fn and chip.capability < _FIRST_CAPABILITY_WITH_FLOAT8:
+        return pages.view(torch.uint8)
+    return pages
+
+
+def check_options(queries: torch.Tensor, keys: torch.Tensor, options: AttentionOptions) -> None:
+    """Raises `ValueError` for what the kernels would get wrong without a word."""
+    heads, kv_heads = queries.shape[1], keys.shape[1]
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads cannot be shared out among {kv_heads} kv heads")
+    if options.scale <= 0:
+        raise ValueError(f"the scale of scores must be positive, not {options.scale}")
+    if options.window is not None and options.window < 1:
+        raise ValueError(f"a window must hold at least the query's own key, but is {options.window}")
+    if not queries.is_contiguous():
+        raise ValueError(f"queries must be contiguous, but have strides {queries.stride()}")
+    if keys.shape[2] & (keys.shape[2] - 1):
+        raise ValueError(f"the page size must be a power of two, not {keys.shape[2]}")
+
+
+@triton.jit
+def attend(
+    queries,
+    positions,
+    largest,
+    total,
+    weighted,
+    first,
+    last,
+    pages,
+    keys,
+    values,
+    page_stride,
+    score_scale,
+    soft_cap,
+    window,
+    EDGES: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """Takes the keys `first : last` of one sequence into a softmax in progress.
+
+    **Arguments:**
+    - `queries` `[M, WIDTH]` of type `COMPUTE`, 0 from `HEAD_DIM` on; `positions` int32 `[M]`.
+    - `largest`, `total` float32 `[M]`, `weighted` float32 `[M, WIDTH]`: of the keys so far. They start as -inf, 0, 0.
+    - `first`: a multiple of `KEYS`.
+    - `pages`: the sequence's row of the page table. `keys`, `values`: of one kv head in page 0; `page_stride` elements
+      lie between pages.
+    - `score_scale`: of products of queries and keys, in units of log2(e); with a `soft_cap` it is over that cap.
+    - `EDGES`: some query may not see some key of a tile, or a tile is not whole. Without, nothing is masked.
+
+    **Returns:** `largest`, `total` and `weighted` after these keys.
+    """
+    lanes = tl.arange(0, KEYS)
+    dims = tl.arange(0, WIDTH)
+    for start in range(first, last, KEYS):
+        places = start + lanes
+        # A tile within one page needs one page number and reads one run of memory.
+        if PAGE_SIZE >= KEYS:
+            page = tl.load(pages + start // PAGE_SIZE).to(tl.int64)
+            slots = page * page_stride + (start % PAGE_SIZE + lanes) * HEAD_DIM
+        else:
+            if EDGES:
+                page = tl.load(pages + places // PAGE_SIZE, mask=places < last, other=0).to(tl.int64)
+            else:
+                page = tl.load(pages + places // PAGE_SIZE).to(tl.int64)
+            slots = page * page_stride + (places % PAGE_SIZE) * HEAD_DIM
+        offsets = slots[:, None] + dims[None, :]
+
+        # What lies behind the last key may be NaN, and NaN times a weight of 0 is NaN: it is not read.
+        if EDGES:
+            held = (places < last)[:, None] & (dims < HEAD_DIM)[None, :]
+            key_tile = tl.load(keys + offsets, mask=held, other=0.0)
+        elif WIDTH == HEAD_DIM:
+            key_tile = tl.load(keys + offsets)
+        else:
+            key_tile = tl.load(keys + offsets, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+        scores = tl.dot(queries, tl.trans(widened(key_tile, COMPUTE)), input_precision="ieee")
+        if soft_cap is not None:
+            scores = tanh(scores * score_scale) * (soft_cap * LOG2_E)
+        if EDGES:
+            visible = places[None, :] <= positions[:, None]
+            if window is not None:
+                visible = visible & (positions[:, None] - places[None, :] < window)
+            scores = tl.where(visible, scores, float("-inf"))
+
+        # The scale is positive, so that it can be multiplied in behind the maximum: one fused operation per score.
+        if soft_cap is not None:
+            new_largest = tl.maximum(largest, tl.max(scores, 1))
+        else:
+            new_largest = tl.maximum(largest, tl.max(scores, 1) * score_scale)
+        base = new_largest
+        if EDGES:
+            # A query that has seen no key yet: infinities must not be subtracted from each other.
+            base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        if soft_cap is not None:
+            weights = tl.exp2(scores - base[:, None])
+        else:
+            weights = tl.exp2(scores * score_scale - base[:, None])
+        shrink = tl.exp2(largest - base)
+        total = total * shrink + tl.sum(weights, 1)
+        weighted = weighted * shrink[:, None]
+
+        if EDGES:
+            held = (places < last)[:, None] & (dims < HEAD_DIM)[None, :]
+            value_tile = tl.load(values + offsets, mask=held, other=0.0)
+        elif WIDTH == HEAD_DIM:
+            value_tile = tl.load(values + offsets)
+        else:
+            value_tile = tl.load(values + offsets, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+        weighted = tl.dot(weights.to(COMPUTE), widened(value_tile, COMPUTE), weighted, input_precision="ieee")
+        largest = new_largest
+    return largest, total, weighted
+
+
+@triton.jit
+def with_sinks(largest, total, weighted, sinks):
+    """Lets `sinks` `[M]`, scores in units of log2(e) without a value, join the sum of `attend`."""
+    new_largest = tl.maximum(largest, sinks)
+    shrink = tl.exp2(largest - new_largest)
+    return new_largest, total * shrink + tl.exp2(sinks - new_largest), weighted * shrink[:, None]
+
+
+@triton.jit
+def widened(stored, COMPUTE: tl.constexpr):
+    """Stored keys or values as `COMPUTE`, exactly; bytes are those of float8 (e4m3)."""
+    if stored.dtype == tl.uint8:
+        # The same bits are a float16 whose exponent is biased by 15 instead of 7: smaller by a factor of 2^8. Holds
+        # for subnormal numbers too; NaN, which no key is, would become 480.
+        bits = stored.to(tl.uint16)
+        half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        return (half * 256.0).to(COMPUTE)
+    elif stored.dtype == tl.float8e4nv:
+        return stored.to(tl.float16).to(COMPUTE)
+    else:
+        return stored.to(COMPUTE)
+
+
+@triton.jit
+def tanh(x):
+    """Absolute error about 1e-7: what counts for scores. The exponential's overflow and underflow give 1 and -1."""
+    return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0)

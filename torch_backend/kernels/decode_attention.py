@@ -1,0 +1,373 @@
+"""Attention of decode rows: one query each, over keys that are read once and at the speed of the memory.
+
+A row's keys are cut into splits that are attended independently and merged at the end (Flash-Decoding, Dao et al.
+2023). Three kernels:
+
+- `plan_splits`, once a step for all layers of one window: how many splits each row has, and whose the i-th is.
+- `decode_splits`: as many programs as the chip runs at a time go through all splits of all kv heads in turn, so that
+  short rows leave no idle programs behind and the launch is the same whatever the lengths. One program attends with
+  all query heads of a kv head, which reads keys and values once. The row of a single split is finished here.
+- `merge_splits`: the other rows, and zeros for padding.
+
+Where the splits lie follows from the row's own length, the window and the number of kv heads alone. A row's result is
+therefore the same, bit for bit, whatever other rows are in the batch and whatever chip shares out the work. Lengths are
+read on the device: the launches can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from torch_backend.attention.interface import AttentionOptions
+from torch_backend.kernels.attention_tiles import LOG2_E, attend, check_options, compute_type, readable, with_sinks
+from torch_backend.kernels.chip import Chip
+from torch_backend.kernels.work_items import WorkItems, write_items
+from torch_backend.kv_pages import KVPages
+
+_SPLIT = tl.constexpr(256)
+"""Keys of a split, or a multiple of this. At 128 dimensions in bfloat16 they are 128 KiB, which one multiprocessor of
+an H100 reads in 5 us: enough to pay for a program's way to its work, and little enough to share out evenly."""
+
+_ALIGNMENT = tl.constexpr(64)
+"""Splits start at multiples of this, which is a multiple of every tile."""
+
+_SPLITS_OF_ALL_HEADS = 256
+"""About as many splits a single sequence has at most, over all its kv heads: enough to fill a chip alone."""
+
+_LARGEST_SPLITS = 128
+_SMALLEST_DOT = 16
+_MERGED_AT_ONCE = tl.constexpr(8)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTile:
+    """How one program goes through a split.
+
+    - `keys`: of a tile; a power of two that divides 64.
+    - `warps`, `stages`: as Triton means them.
+    - `programs`: that a multiprocessor holds at a time.
+    """
+
+    keys: int
+    warps: int
+    stages: int
+    programs: int
+
+
+def decode_tile(head_dim: int, queries: torch.dtype, pages: torch.dtype, chip: Chip) -> DecodeTile:
+    """The tile for a head size and types: what compiled without spills and leaves most bytes in flight.
+
+    To keep an H100's memory busy, some 40 KiB must be under way on each multiprocessor at any time.
+    """
+    if queries == torch.float32:
+        return DecodeTile(keys=16, warps=4, stages=2, programs=1)
+    if head_dim > 128:
+        return DecodeTile(keys=32, warps=4, stages=3, programs=2)
+    return DecodeTile(keys=64, warps=4, stages=3, programs=2)
+
+
+def splits_bound(kv_heads: int) -> int:
+    """Splits that a row has at most: a power of two, the more the fewer heads there are to share out."""
+    return max(8, min(_LARGEST_SPLITS, triton.next_power_of_2(_SPLITS_OF_ALL_HEADS // kv_heads)))
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """The splits of a step's decode rows, for layers of one window and number of kv heads.
+
+    - `items`: one for each split.
+    - `row_bound`: splits of one row at most. `items.owners` has room for that many of each row.
+    """
+
+    items: WorkItems
+    window: int | None
+    row_bound: int
+
+
+def plan_decode(kv_lens: torch.Tensor, num_decode: int, longest: int, kv_heads: int, window: int | None) -> DecodePlan:
+    """Cuts the keys of the first `num_decode` rows into splits.
+
+    **Arguments:** `kv_lens` int32 `[R]`; `longest`: no row is longer.
+    """
+    row_bound = splits_bound(kv_heads)
+    splits = min(row_bound, triton.cdiv(min(longest, (window or longest) + _ALIGNMENT.value), _SPLIT.value))
+    items = WorkItems.allocate(num_decode, num_decode * splits, kv_lens.device)
+    plan_splits[(num_decode,)](
+        items.starts, items.owners, kv_lens, num_decode, window, ROW_BOUND=row_bound, BLOCK=128, num_warps=1
+    )
+    return DecodePlan(items, window, row_bound)
+
+
+@dataclass(frozen=True, slots=True)
+class Partials:
+    """What splits hand over to `merge_splits`: about 1/64 of the bytes of the keys and values that were read.
+
+    - `weighted`: float32 `[bound, heads, head_dim]`, the weighted sum of values.
+    - `sums`: float32 `[2, bound, heads]`: the largest score in units of log2(e), and the sum of exponentials.
+
+    The bound holds for any lengths of the captured rows: 512 bytes for each row, split and head of 128 dimensions, so
+    134 MB for 256 rows of 8k tokens or more and 32 heads. All layers of a step use the same.
+    """
+
+    weighted: torch.Tensor
+    sums: torch.Tensor
+
+    @classmethod
+    def allocate(cls, plan: DecodePlan, queries: torch.Tensor) -> Partials:
+        """Room for all splits of `plan` and for `queries` `[T, heads, head_dim]`."""
+        bound, heads = plan.items.owners.shape[0], queries.shape[1]
+        weighted = torch.empty(bound, heads, queries.shape[2], dtype=torch.float32, device=queries.device)
+        return cls(weighted, torch.empty(2, bound, heads, dtype=torch.float32, device=queries.device))
+
+    def fits(self, plan: DecodePlan, queries: torch.Tensor) -> bool:
+        """Whether `allocate` would make the same."""
+        return self.weighted.shape == (plan.items.owners.shape[0], *queries.shape[1:])
+
+
+def decode_attention(
+    queries: torch.Tensor,
+    kv: KVPages,
+    page_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    options: AttentionOptions,
+    plan: DecodePlan,
+    partials: Partials,
+    output: torch.Tensor,
+    chip: Chip,
+) -> None:
+    """Attention of the rows that `plan` was made for; writes as many first tokens of `output`.
+
+    **Arguments:** `queries`, `output` `[T, heads, head_dim]`, contiguous; `page_table` int32 `[R, P]`; `kv_lens` int32
+    `[R]`: row i has token i, which is the last of its keys; without keys its output is 0.
+
+    **Raises:** `ValueError` for options or shapes that the kernels do not know.
+    """
+    check_options(queries, kv.keys, options)
+    _, heads, head_dim = queries.shape
+    _, kv_heads, page_size, _ = kv.keys.shape
+    rows = plan.items.starts.shape[0] - 1
+    tile = decode_tile(head_dim, queries.dtype, kv.keys.dtype, chip)
+    programs = min(plan.items.owners.shape[0] * kv_heads, chip.processors * tile.programs)
+    decode_splits[(programs,)](
+        queries,
+        readable(kv.keys, chip),
+        readable(kv.values, chip),
+        kv.key_scale,
+        kv.value_scale,
+        page_table,
+        kv_lens,
+        plan.items.starts,
+        plan.items.owners,
+        partials.weighted,
+        partials.sums,
+        output,
+        options.sinks,
+        rows,
+        page_table.stride(0),
+        partials.sums.stride(0),
+        options.scale,
+        options.soft_cap,
+        plan.window,
+        KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads,
+        GROUP_WIDTH=max(triton.next_power_of_2(heads // kv_heads), _SMALLEST_DOT),
+        HEAD_DIM=head_dim,
+        WIDTH=triton.next_power_of_2(head_dim),
+        PAGE_SIZE=page_size,
+        KEYS=tile.keys,
+        ROW_BOUND=plan.row_bound,
+        COMPUTE=compute_type(queries.dtype, kv.keys.dtype),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    merge_splits[(rows, heads)](
+        partials.weighted,
+        partials.sums,
+        plan.items.starts,
+        kv.value_scale,
+        options.sinks,
+        output,
+        partials.sums.stride(0),
+        GROUP=heads // kv_heads,
+        HEAD_DIM=head_dim,
+        WIDTH=triton.next_power_of_2(head_dim),
+        ROW_BOUND=plan.row_bound,
+        num_warps=1,
+    )
+
+
+@triton.jit
+def split_keys(kv_lens, window, ROW_BOUND: tl.constexpr):
+    """The first key that is looked at, the keys of a split, and the number of splits, of rows of given lengths."""
+    if window is None:
+        first = kv_lens * 0
+    else:
+        first = tl.maximum(kv_lens - window, 0) // _ALIGNMENT * _ALIGNMENT
+    visible = kv_lens - first
+    length = tl.cdiv(visible, _SPLIT * ROW_BOUND) * _SPLIT
+    return first, length, tl.cdiv(visible, tl.maximum(length, 1))
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["kv_lens"])
+def plan_splits(starts, owners, kv_lens, rows, window, ROW_BOUND: tl.constexpr, BLOCK: tl.constexpr):
+    """One program for each row counts the splits of all rows before it: `[R + 1]` starts and `[bound]` owners."""
+    row = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    counts = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, row, BLOCK):
+        lens = tl.load(kv_lens + start + lanes, mask=start + lanes < row, other=0)
+        _, _, more = split_keys(lens, window, ROW_BOUND)
+        counts += more
+    _, _, count = split_keys(tl.load(kv_lens + row), window, ROW_BOUND)
+    write_items(starts, owners, row, rows, tl.sum(counts, 0), count, BLOCK)
+
+
+@triton.jit(
+    do_not_specialize=["rows", "table_stride", "sums_stride"], do_not_specialize_on_alignment=["page_table", "kv_lens"]
+)
+def decode_splits(
+    queries,
+    keys,
+    values,
+    key_scale,
+    value_scale,
+    page_table,
+    kv_lens,
+    starts,
+    owners,
+    partial_weighted,
+    partial_sums,
+    output,
+    sinks,
+    rows,
+    table_stride,
+    sums_stride,
+    scale,
+    soft_cap,
+    window,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    ROW_BOUND: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """Attends with the `GROUP` queries of one kv head over one split after the other.
+
+    Heads change fastest over programs: those that run side by side read keys that lie side by side.
+    """
+    lanes = tl.arange(0, GROUP_WIDTH)
+    dims = tl.arange(0, WIDTH)
+    wanted = (lanes < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    for item in range(tl.program_id(0), tl.load(starts + rows) * KV_HEADS, tl.num_programs(0)):
+        place = item // KV_HEADS
+        kv_head = item % KV_HEADS
+        row = tl.load(owners + place)
+        split = place - tl.load(starts + row)
+        kv_len = tl.load(kv_lens + row)
+        first, length, count = split_keys(kv_len, window, ROW_BOUND)
+        first += split * length
+
+        heads = kv_head * GROUP + lanes
+        asked = (row * (KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :]
+        score_scale = scale
+        if key_scale is not None:
+            score_scale = scale * tl.load(key_scale + kv_head)
+        if soft_cap is not None:
+            score_scale = score_scale / soft_cap
+        else:
+            score_scale = score_scale * LOG2_E
+        largest, total, weighted = attend(
+            tl.load(queries + asked, mask=wanted, other=0.0).to(COMPUTE),
+            tl.zeros([GROUP_WIDTH], tl.int32) + kv_len - 1,
+            tl.full([GROUP_WIDTH], float("-inf"), tl.float32),
+            tl.zeros([GROUP_WIDTH], tl.float32),
+            tl.zeros([GROUP_WIDTH, WIDTH], tl.float32),
+            first,
+            tl.minimum(first + length, kv_len),
+            page_table + row.to(tl.int64) * table_stride,
+            keys + kv_head * (PAGE_SIZE * HEAD_DIM),
+            values + kv_head * (PAGE_SIZE * HEAD_DIM),
+            KV_HEADS * PAGE_SIZE * HEAD_DIM,
+            score_scale,
+            soft_cap,
+            window,
+            EDGES=True,
+            HEAD_DIM=HEAD_DIM,
+            WIDTH=WIDTH,
+            PAGE_SIZE=PAGE_SIZE,
+            KEYS=KEYS,
+            COMPUTE=COMPUTE,
+        )
+        if count == 1:
+            if sinks is not None:
+                joining = tl.load(sinks + heads, mask=lanes < GROUP, other=0.0) * LOG2_E
+                largest, total, weighted = with_sinks(largest, total, weighted, joining)
+            result = weighted / total[:, None]
+            if value_scale is not None:
+                result *= tl.load(value_scale + kv_head)
+            tl.store(output + asked, result.to(output.dtype.element_ty), mask=wanted)
+        else:
+            entries = place.to(tl.int64) * (KV_HEADS * GROUP) + heads
+            tl.store(partial_weighted + entries[:, None] * HEAD_DIM + dims[None, :], weighted, mask=wanted)
+            tl.store(partial_sums + entries, largest, mask=lanes < GROUP)
+            tl.store(partial_sums + sums_stride + entries, total, mask=lanes < GROUP)
+
+
+@triton.jit(do_not_specialize=["sums_stride"])
+def merge_splits(
+    partial_weighted,
+    partial_sums,
+    starts,
+    value_scale,
+    sinks,
+    output,
+    sums_stride,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROW_BOUND: tl.constexpr,
+):
+    """Merges the splits of one head of one row, in order; one split was finished already, none gives 0."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    heads = tl.num_programs(1)
+    first = tl.load(starts + row).to(tl.int64)
+    count = tl.load(starts + row + 1) - first.to(tl.int32)
+    dims = tl.arange(0, WIDTH)
+    at = output + (row.to(tl.int64) * heads + head) * HEAD_DIM + dims
+    if count == 0:
+        tl.store(at, tl.zeros([WIDTH], output.dtype.element_ty), mask=dims < HEAD_DIM)
+    if count > 1:
+        splits = tl.arange(0, ROW_BOUND)
+        sums = partial_sums + first * heads + head
+        largest = tl.load(sums + splits * heads, mask=splits < count, other=float("-inf"))
+        totals = tl.load(sums + sums_stride + splits * heads, mask=splits < count, other=0.0)
+        base = tl.max(largest, 0)
+        if sinks is not None:
+            sink = tl.load(sinks + head) * LOG2_E
+            base = tl.maximum(base, sink)
+        total = tl.sum(totals * tl.exp2(largest - base), 0)
+        if sinks is not None:
+            total += tl.exp2(sink - base)
+        weighted = tl.zeros([WIDTH], tl.float32)
+        lanes = tl.arange(0, _MERGED_AT_ONCE)
+        for start in range(0, count, _MERGED_AT_ONCE):
+            some = start + lanes
+            shares = tl.exp2(tl.load(sums + some * heads, mask=some < count, other=float("-inf")) - base)
+            entries = (first + some) * heads + head
+            wanted = (some < count)[:, None] & (dims < HEAD_DIM)[None, :]
+            tile = tl.load(partial_weighted + entries[:, None] * HEAD_DIM + dims[None, :], mask=wanted, other=0.0)
+            weighted += tl.sum(tile * shares[:, None], 0)
+        result = weighted / total
+        if value_scale is not None:
+            result *= tl.load(value_scale + head // GROUP)
+        tl.store(at, result.to(output.dtype.element_ty), mask=dims < HEAD_DIM)
