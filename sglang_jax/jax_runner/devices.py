@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import psutil
 
 from sglang_jax.config import Device, Dtype
 from sglang_jax.errors import ConfigError
-
-_CONTAINER = Path("/sys/fs/cgroup")
-
-_CPU_FEATURES = Path("/proc/cpuinfo")
-_BFLOAT16_FEATURES = ("avx512_bf16", "amx_bf16")
+from sglang_jax.runner.host_machine import available_host_memory, cpu_multiplies_bfloat16
 
 
 def select_device(wanted: Device) -> jax.Device:
@@ -46,17 +40,12 @@ def select_dtype(wanted: Dtype, device: jax.Device) -> jnp.dtype:
     `auto` is bfloat16, but float32 on a CPU that cannot multiply bfloat16: XLA would widen every weight at every step.
     Where a CPU can, decode steps of a 135M model take 40 to 60 % of the time that they take in float32.
     """
+    if wanted is Dtype.FLOAT16:
+        raise ConfigError("the JAX backend computes in bfloat16 or float32, not in float16: choose --dtype bfloat16")
     if wanted is not Dtype.AUTO:
         return jnp.dtype(wanted.value)
-    widens = device.platform == "cpu" and not _cpu_multiplies_bfloat16()
+    widens = device.platform == "cpu" and not cpu_multiplies_bfloat16()
     return jnp.dtype(jnp.float32 if widens else jnp.bfloat16)
-
-
-def _cpu_multiplies_bfloat16() -> bool:
-    if not _CPU_FEATURES.exists():
-        return False
-    features = _CPU_FEATURES.read_text().split()
-    return any(feature in features for feature in _BFLOAT16_FEATURES)
 
 
 def available_memory(device: jax.Device) -> int:
@@ -64,10 +53,4 @@ def available_memory(device: jax.Device) -> int:
     stats = device.memory_stats()
     if stats is not None:
         return int(stats["bytes_limit"]) - int(stats["bytes_in_use"])
-    available = int(psutil.virtual_memory().available)
-    limit_file = _CONTAINER / "memory.max"
-    if not limit_file.exists() or (limit := limit_file.read_text().strip()) == "max":
-        return available
-    usage = int((_CONTAINER / "memory.current").read_text())
-    statistics = dict(line.split() for line in (_CONTAINER / "memory.stat").read_text().splitlines())
-    return min(available, int(limit) - usage + int(statistics["inactive_file"]))
+    return available_host_memory()

@@ -11,7 +11,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.checkpoint.opening import Checkpoint
-from sglang_jax.config import AttentionBackend, EngineConfig
+from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype
+from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.compiles import use_compilation_cache
 from sglang_jax.jax_runner.devices import available_memory, select_device, select_dtype
 from sglang_jax.jax_runner.orbax_checkpoint import restore_orbax
@@ -50,7 +51,7 @@ def load_runner(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     device = select_device(config.device)
     dtype = select_dtype(config.dtype, device)
     mesh = make_mesh([device])
-    attention = _ATTENTION[config.attention_backend]
+    attention = _attention(config)
     model = build_model(checkpoint.config, dtype=dtype, attention=attention, platform=device.platform)
     sizes = _sizes(config, checkpoint, model, device, dtype)
     _load(model, checkpoint, mesh)
@@ -71,6 +72,20 @@ def load_runner(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
         "compilation_cache": str(config.cache_folder()),
     }
     return JaxRunner(functions, weights, kv, spec, details, NamedSharding(mesh, PartitionSpec()))
+
+
+def _attention(config: EngineConfig) -> AttentionImplementation:
+    """Raises `ConfigError` also for other options that this backend does not have."""
+    if config.attention_backend not in _ATTENTION:
+        raise ConfigError(
+            f"attention_backend {config.attention_backend.value} is the torch backend's: the JAX backend has "
+            f"{', '.join(backend.value for backend in _ATTENTION)}"
+        )
+    if config.kv_cache_dtype is not KVCacheDtype.AUTO:
+        raise ConfigError(f"kv_cache_dtype {config.kv_cache_dtype.value} is the torch backend's: choose auto")
+    if config.tp_size > 1:
+        raise ConfigError(f"the JAX backend runs on one device so far, tp_size must be 1, got {config.tp_size}")
+    return _ATTENTION[config.attention_backend]
 
 
 def split_model(model: Transformer) -> tuple[ModelFunctions, Weights]:

@@ -2,39 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from typing import cast
 
 from sglang_jax.checkpoint.opening import Checkpoint
-from sglang_jax.config import Backend, EngineConfig
+from sglang_jax.config import Backend, Device, EngineConfig
 from sglang_jax.errors import ConfigError
+from sglang_jax.runner.host_machine import has_cuda_gpu, has_tpu
 from sglang_jax.runner.protocol import Runner
+
+logger = logging.getLogger(__name__)
 
 BackendFactory = Callable[[EngineConfig, Checkpoint], Runner]
 """Makes a runner with the checkpoint's weights on the device. Raises `ConfigError`, `CheckpointError`."""
 
 ENTRY_POINT_GROUP = "sglang_jax.backends"
 
-_PREFERENCE = (Backend.JAX,)
-"""What `auto` takes: the first that is installed."""
+_FRAMEWORK = {Backend.JAX: "jax", Backend.TORCH: "torch"}
+"""The module that a backend stands on: an extra, so that it may not be there."""
 
 
 def load_backend(config: EngineConfig) -> BackendFactory:
     """The factory of the backend that `config.backend` names.
 
+    `auto` is jax where there is a TPU, torch where there is a CUDA GPU, and else whichever is installed, jax first. A
+    device that is asked for counts as the one that is there.
+
     **Raises:** `ConfigError` if it is not installed, naming those that are.
     """
-    installed = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
-    return cast(BackendFactory, _choose(config.backend, installed).load())
+    entries = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    backend = config.backend
+    if backend is Backend.AUTO:
+        backend = _choose(config.device, entries)
+    if backend.value not in entries:
+        raise ConfigError(
+            f"no backend {backend.value!r} is installed (installed: {', '.join(sorted(entries)) or 'none'}). "
+            f"Backends come with the package: pip install 'sglang-jax[{backend.value}]'"
+        )
+    return cast(BackendFactory, entries[backend.value].load())
 
 
-def _choose(wanted: Backend, installed: dict[str, EntryPoint]) -> EntryPoint:
-    candidates = _PREFERENCE if wanted is Backend.AUTO else (wanted,)
-    for backend in candidates:
-        if backend.value in installed:
-            return installed[backend.value]
-    raise ConfigError(
-        f"no backend {wanted.value!r} is installed (installed: {', '.join(sorted(installed)) or 'none'}). "
-        "Backends come with the package: pip install 'sglang-jax[jax]', or 'sglang-jax[tpu]' on a TPU VM"
-    )
+def _choose(device: Device, entries: Mapping[str, EntryPoint]) -> Backend:
+    suited = _suited(device)
+    installed = [backend for backend in Backend if backend.value in entries and _has_framework(backend)]
+    if suited in installed:
+        return suited
+    if not installed:
+        return suited or Backend.JAX
+    if suited is not None:
+        logger.warning(
+            "This machine's accelerator is best served by the %s backend, which is not installed; using %s. "
+            "To change that: pip install 'sglang-jax[%s]'",
+            suited.value,
+            installed[0].value,
+            "tpu" if suited is Backend.JAX else "cuda",
+        )
+    return installed[0]
+
+
+def _suited(device: Device) -> Backend | None:
+    """The backend that is made for the machine's accelerator; None without one, or where a CPU is asked for."""
+    match device:
+        case Device.TPU:
+            return Backend.JAX
+        case Device.CUDA:
+            return Backend.TORCH
+        case Device.CPU:
+            return None
+        case Device.AUTO:
+            return Backend.JAX if has_tpu() else Backend.TORCH if has_cuda_gpu() else None
+
+
+def _has_framework(backend: Backend) -> bool:
+    return backend in _FRAMEWORK and find_spec(_FRAMEWORK[backend]) is not None

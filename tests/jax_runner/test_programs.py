@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from helpers.plan_driver import DECODE, PlanDriver
-from helpers.stand_in_model import HIDDEN, LAYERS, STAND_IN, VOCAB, random_weights, stand_in_runner
+from helpers.stand_in_jax import STAND_IN, stand_in_runner
+from helpers.stand_in_model import HIDDEN, LAYERS, VOCAB, random_weights
 
 from sglang_jax.jax_runner.buckets import Buckets
 from sglang_jax.jax_runner.programs import Programs

@@ -1,0 +1,59 @@
+"""The stand-in model on the JAX runner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from helpers.stand_in_model import HIDDEN, LAYERS, VOCAB
+
+from sglang_jax.jax_runner.runner import JaxRunner
+from sglang_jax.jax_runner.step import ModelFunctions, Weights
+from sglang_jax.layers.batch import ForwardBatch
+from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec
+
+
+def _forward(weights: Weights, batch: ForwardBatch, kv: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+    places = jnp.arange(len(batch.tokens))
+    sequences = jnp.searchsorted(batch.query_starts[1:], places, side="right")
+    sequences = jnp.minimum(sequences, len(batch.kv_lens) - 1)
+    x = weights[0][batch.tokens] + weights[1][batch.positions]
+    new_kv = []
+    for layer, cache in enumerate(kv):
+        query, key, value, output = weights[2 + 4 * layer : 6 + 4 * layer]
+        pages, page_size = cache.shape[:2]
+        slots = cache.reshape(pages * page_size, 2, HIDDEN)
+        slots = slots.at[batch.write_slots].set(jnp.stack([x @ key, x @ value], axis=1))
+        new_kv.append(slots.reshape(cache.shape))
+        seen = new_kv[-1][batch.page_table[sequences]].reshape(len(x), -1, 2, HIDDEN)
+        scores = jnp.einsum("td,tsd->ts", x @ query, seen[:, :, 0])
+        visible = jnp.arange(seen.shape[1]) <= batch.positions[:, None]
+        attention = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf))
+        x = x + jnp.einsum("ts,tsd->td", attention, jnp.where(visible[..., None], seen[:, :, 1], 0)) @ output
+    return x, new_kv
+
+
+def _logits(weights: Weights, hidden: jax.Array) -> jax.Array:
+    return hidden @ weights[-1]
+
+
+STAND_IN = ModelFunctions(_forward, _logits)
+
+
+def stand_in_runner(
+    weights: Sequence[np.ndarray],
+    model: ModelFunctions = STAND_IN,
+    *,
+    max_rows: int = 4,
+    token_budget: int = 32,
+    page_size: int = 4,
+    num_pages: int = 100,
+    max_context: int = 64,
+) -> JaxRunner:
+    """A runner of the stand-in, whose unused pages hold NaN: reading one shows."""
+    pool = PoolSpec(PoolKind.FULL, num_pages, page_size)
+    spec = RunnerSpec((pool,), max_rows, token_budget, max_context, VOCAB)
+    kv = [jnp.full((num_pages, page_size, 2, HIDDEN), jnp.nan) for _ in range(LAYERS)]
+    return JaxRunner(model, [jnp.array(array) for array in weights], kv, spec, {})

@@ -1,0 +1,62 @@
+"""The stand-in model on the Torch runner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from helpers.stand_in_model import HIDDEN, LAYERS, VOCAB
+
+from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec
+from torch_backend.batch import ForwardBatch
+from torch_backend.graphs import Capture
+from torch_backend.runner import TorchRunner
+
+CPU = torch.device("cpu")
+
+
+class StandIn:
+    """The stand-in over pages `[pages, page_size, 2, hidden]`, whose unused slots hold NaN: reading one shows."""
+
+    def __init__(self, weights: Sequence[np.ndarray], num_pages: int, page_size: int) -> None:
+        self._weights = [torch.tensor(array) for array in weights]
+        self._kv = [torch.full((num_pages, page_size, 2, HIDDEN), torch.nan) for _ in range(LAYERS)]
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        tokens = len(batch.tokens)
+        places = torch.arange(tokens)
+        ends = batch.query_starts[1:]
+        sequences = torch.searchsorted(ends, places, right=True)
+        x = self._weights[0][batch.tokens.long()] + self._weights[1][batch.positions.long()]
+        for layer, cache in enumerate(self._kv):
+            query, key, value, output = self._weights[2 + 4 * layer : 6 + 4 * layer]
+            slots = cache.view(-1, 2, HIDDEN)
+            slots.index_copy_(0, batch.write_slots.long(), torch.stack([x @ key, x @ value], dim=1))
+            seen = cache[batch.page_table[sequences].long()].reshape(tokens, -1, 2, HIDDEN)
+            scores = torch.einsum("td,tsd->ts", x @ query, seen[:, :, 0])
+            visible = torch.arange(seen.shape[1]) <= batch.positions[:, None]
+            attention = torch.softmax(torch.where(visible, scores, -torch.inf), dim=-1)
+            x = x + torch.einsum("ts,tsd->td", attention, torch.where(visible[..., None], seen[:, :, 1], 0)) @ output
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ self._weights[-1]
+
+
+def stand_in_runner(
+    weights: Sequence[np.ndarray],
+    *,
+    max_rows: int = 4,
+    token_budget: int = 32,
+    page_size: int = 4,
+    num_pages: int = 100,
+    max_context: int = 64,
+    capture: Capture | None = None,
+    graph_buckets: tuple[int, ...] = (),
+) -> TorchRunner:
+    """A runner of the stand-in on the CPU."""
+    pool = PoolSpec(PoolKind.FULL, num_pages, page_size)
+    spec = RunnerSpec((pool,), max_rows, token_budget, max_context, VOCAB)
+    model = StandIn(weights, num_pages, page_size)
+    return TorchRunner(model, spec, device=CPU, capture=capture, graph_buckets=graph_buckets)

@@ -1,0 +1,28 @@
+"""The Torch backend: Triton kernels and CUDA graphs on CUDA, native torch on a CPU. Importing it imports no torch."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from sglang_jax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sglang_jax.checkpoint.opening import Checkpoint
+    from sglang_jax.config import EngineConfig
+    from sglang_jax.runner.protocol import Runner
+
+
+def create_runner(config: EngineConfig, checkpoint: Checkpoint) -> Runner:
+    """A runner with the checkpoint's weights on the device; the entry point of the backend `torch`.
+
+    **Raises:** `ConfigError` for options that this machine cannot meet, `CheckpointError` for weights that the model
+    cannot take.
+    """
+    if find_spec("torch") is None:
+        raise ConfigError(
+            "the Torch backend needs torch: pip install 'sglang-jax[cuda]', or 'sglang-jax[torch]' on a CPU"
+        )
+    from torch_backend.loading import load_runner
+
+    return load_runner(config, checkpoint)

@@ -1,0 +1,118 @@
+"""The random draw on a CPU: filters and Gumbel noise computed for the few tokens that can matter, exactly.
+
+A vocabulary has 50 to 150 thousand tokens, of which a draw can reach a few hundred. Sorting all of them, or computing
+20 rounds of Threefry for all of them, takes longer than the model's own step. Instead each row starts from the tokens
+near its likeliest one and goes further only where the answer may lie further.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from torch_backend.noise import LARGEST_NOISE, gumbel_noise
+
+Float32 = NDArray[np.float32]
+
+_NEAR = np.float32(8.0)
+"""Distance in scaled logits within which tokens are looked at first: less likely ones have e**-8 of the likeliest one's
+probability."""
+_LEAST_TEMPERATURE = np.float32(1e-20)
+
+
+@dataclass(frozen=True, slots=True)
+class DrawParameters:
+    """Parameters of each of n rows: float32 `[n]`, but `top_k` int32 `[n]` and `seed` int32 `[n, 2]`, the bits of
+    two words, low word first. `position` int32 `[n]`: where the drawn token will stand; keys the noise with the seed."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    seed: torch.Tensor
+    position: torch.Tensor
+
+
+def native_draw(logits: torch.Tensor, parameters: DrawParameters) -> torch.Tensor:
+    """Draws a token for each row: int32 `[n]`; the first of the likeliest for rows of temperature 0.
+
+    Order: temperature, top-k, top-p, min-p, draw by the Gumbel-max trick. Each filter works on what the one before it
+    kept, renormalised, and keeps the tokens that tie with the least likely one it keeps.
+
+    **Arguments:** `logits` float32 `[n, vocab]` on the CPU. A row with a NaN gives an arbitrary token.
+    """
+    rows = logits.numpy()
+    columns = (parameters.temperature, parameters.top_k, parameters.top_p, parameters.min_p, parameters.position)
+    temperature, top_k, top_p, min_p, position = (column.numpy() for column in columns)
+    seed = parameters.seed.numpy().view(np.uint32)
+    tokens = np.empty(len(rows), np.int32)
+    for row, values in enumerate(rows):
+        largest = values.max()
+        if temperature[row] <= 0 or not np.isfinite(largest):
+            tokens[row] = values.argmax()
+            continue
+        distances = (largest - values) / max(temperature[row], _LEAST_TEMPERATURE)
+        limit = _kept_distance(distances, int(top_k[row]), top_p[row], min_p[row])
+        tokens[row] = _race(distances, limit, (int(seed[row, 0]), int(seed[row, 1])), int(position[row]))
+    return torch.from_numpy(tokens)
+
+
+def _kept_distance(distances: Float32, top_k: int, top_p: np.float32, min_p: np.float32) -> np.float32:
+    """The largest distance to the likeliest token that all filters keep."""
+    kept = np.float32(np.inf)
+    if top_k < len(distances) or top_p < 1.0:
+        near = distances[distances <= _NEAR]
+        near.sort()
+        if top_k < len(distances):
+            kept = near[top_k - 1] if top_k <= len(near) else np.partition(distances, top_k - 1)[top_k - 1]
+        if top_p < 1.0:
+            kept = min(kept, _nucleus(distances, near, kept, top_p))
+    return min(kept, -np.log(min_p)) if min_p > 0 else kept
+
+
+def _nucleus(distances: Float32, near: Float32, kept: np.float32, top_p: np.float32) -> np.float32:
+    """The least distance within which lies `top_p` of the probability of the tokens within `kept`; `near` is sorted."""
+    if kept > _NEAR:
+        inside = distances[distances <= kept]
+        mass = np.exp(-inside).sum(dtype=np.float64)
+    else:
+        inside = near[: np.searchsorted(near, kept, side="right")]
+        mass = np.exp(-inside).sum(dtype=np.float64)
+    wanted = top_p * mass
+    within = np.cumsum(np.exp(-near), dtype=np.float64)
+    if within[-1] < wanted:
+        near = np.sort(inside)
+        within = np.cumsum(np.exp(-near), dtype=np.float64)
+    place = np.searchsorted(within, wanted, side="left")
+    return near[min(place, len(near) - 1)]
+
+
+def _race(distances: Float32, limit: np.float32, key: tuple[int, int], position: int) -> int:
+    """The token within `limit` for which noise minus distance is largest, the first of equals.
+
+    Noise is bounded, so that once one token has a score, tokens too far away to reach it are out of the race.
+    """
+    first = _entrants(distances, np.float32(-1.0), min(_NEAR, limit))
+    scores = gumbel_noise(key, position, first) - distances[first]
+    best = scores.argmax()
+    reach = min(limit, np.float32(LARGEST_NOISE) - scores[best])
+    if reach <= _NEAR:
+        return int(first[best])
+    later = _entrants(distances, _NEAR, reach)
+    if not len(later):
+        return int(first[best])
+    late_scores = gumbel_noise(key, position, later) - distances[later]
+    best_late = late_scores.argmax()
+    contenders = [(-scores[best], int(first[best])), (-late_scores[best_late], int(later[best_late]))]
+    return min(contenders)[1]
+
+
+def _entrants(distances: Float32, above: np.float32, limit: np.float32) -> NDArray[np.uint32]:
+    """Ids of the tokens at distances in (above, limit]."""
+    inside = distances <= limit
+    if above >= 0:
+        inside &= distances > above
+    return np.flatnonzero(inside).astype(np.uint32)

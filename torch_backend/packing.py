@@ -1,0 +1,98 @@
+"""A plan's integers as one int32 array, so that a step costs one transfer to the device; and back on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+
+from sglang_jax.runner.plan import Int32, PageDeltas, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """A plan on the device: R sequences, D page-table deltas, views of one tensor. All int32.
+
+    - `rows`, `kv_lens`: `[R]`; padding is in the dump row, with length 0.
+    - `query_starts`: `[R + 1]`.
+    - `sampled`: `[S]`, the sequences that draw a token.
+    - `delta_rows`, `delta_columns`, `delta_pages`: `[D]`; padding writes page 0 into the dump row.
+    - `prefill_tokens`: tokens of the sequences that are not decode rows.
+    - `num_decode`: known to the host; all sequences, padding included, in a captured step.
+    """
+
+    rows: torch.Tensor
+    kv_lens: torch.Tensor
+    query_starts: torch.Tensor
+    sampled: torch.Tensor
+    delta_rows: torch.Tensor
+    delta_columns: torch.Tensor
+    delta_pages: torch.Tensor
+    prefill_tokens: torch.Tensor
+    num_decode: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    """Sizes of the fields of a packed step. An eager step has those of its plan, a captured one those of its bucket."""
+
+    rows: int
+    sampled: int
+    deltas: int
+    prefill_tokens: int
+    num_decode: int
+
+    @classmethod
+    def exact(cls, plan: StepPlan) -> StepLayout:
+        """Without any padding."""
+        return cls(
+            rows=len(plan.rows),
+            sampled=int(np.count_nonzero(plan.samples)),
+            deltas=len(plan.page_deltas[0].rows),
+            prefill_tokens=len(plan.prefill_tokens),
+            num_decode=plan.num_decode,
+        )
+
+    @classmethod
+    def decode(cls, rows: int, deltas: int) -> StepLayout:
+        """Of decode rows alone, which all draw."""
+        return cls(rows=rows, sampled=rows, deltas=deltas, prefill_tokens=0, num_decode=rows)
+
+    @property
+    def size(self) -> int:
+        """int32 words of the packed step."""
+        return self._ends()[-1]
+
+    def unpack(self, packed: torch.Tensor) -> StepInputs:
+        """Views of a packed step on the device."""
+        return StepInputs(*(packed[start:end] for start, end in pairwise(self._ends())), num_decode=self.num_decode)
+
+    def pack(self, plan: StepPlan, deltas: PageDeltas, dump_row: int, packed: Int32) -> None:
+        """Writes a plan that fits into `packed`, `[size]`; `deltas` are those of its page deltas that go along."""
+        fields = [packed[start:end] for start, end in pairwise(self._ends())]
+        rows, kv_lens, query_starts, sampled, delta_rows, delta_columns, delta_pages, prefill_tokens = fields
+        sequences, entries = len(plan.rows), len(deltas.rows)
+        rows[:sequences] = plan.rows
+        rows[sequences:] = dump_row
+        kv_lens[:sequences] = plan.kv_lens
+        kv_lens[sequences:] = 0
+        query_starts[0] = 0
+        np.cumsum(plan.query_lens, out=query_starts[1 : sequences + 1])
+        query_starts[sequences + 1 :] = np.arange(sequences + 1, self.rows + 1)  # padding has one token as well
+        drawing = np.flatnonzero(plan.samples)
+        sampled[: len(drawing)] = drawing
+        sampled[len(drawing) :] = np.arange(len(drawing), self.sampled)
+        delta_rows[:entries] = deltas.rows
+        delta_rows[entries:] = dump_row
+        delta_columns[:entries] = deltas.columns
+        delta_columns[entries:] = 0
+        delta_pages[:entries] = deltas.pages
+        delta_pages[entries:] = 0
+        prefill_tokens[:] = plan.prefill_tokens
+
+    def _ends(self) -> list[int]:
+        rows, deltas = self.rows, self.deltas
+        lengths = (rows, rows, rows + 1, self.sampled, deltas, deltas, deltas, self.prefill_tokens)
+        return list(accumulate(lengths, initial=0))

@@ -1,0 +1,261 @@
+"""Runs plans on a device by Torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from sglang_jax.runner.plan import (
+    INVALID_TOKEN,
+    NO_LOGPROBS,
+    PageDeltas,
+    PromptLogprobs,
+    RowUpdate,
+    RunnerSpec,
+    StepPlan,
+    StepResult,
+    TopLogprobs,
+)
+from sglang_jax.runner.protocol import RunnerReport
+from sglang_jax.runner.row_updates import count_history, pack_row_updates
+from torch_backend.devices import device_name
+from torch_backend.graphs import Capture, DecodeGraphs
+from torch_backend.logprobs import Logprobs, prompt_logprobs, token_logprobs
+from torch_backend.native_draw import native_draw
+from torch_backend.packing import StepInputs, StepLayout
+from torch_backend.sampler import Draw, sample
+from torch_backend.sampling_state import Needs, RowNeeds, SamplingState
+from torch_backend.step import Model, RowTensors, build_batch
+from torch_backend.streams import CpuThread, Pending, Stream, integers_to_device
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """Host tensors of what the plan asks for: `tokens` int32 of the sequences that draw one, logprobs of these, and of
+    each of the plan's prompt logprobs."""
+
+    tokens: torch.Tensor | None
+    logprobs: Logprobs | None
+    prompt_logprobs: tuple[Logprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TorchStep:
+    """A step on its way."""
+
+    plan: StepPlan
+    pending: Pending[StepOutputs]
+
+    def result(self) -> StepResult:
+        """Blocks until the step has run. Raises what the device raised."""
+        outputs, plan = self.pending.wait(), self.plan
+        tokens = np.full(len(plan.rows), INVALID_TOKEN, np.int32)
+        if outputs.tokens is not None:
+            tokens[plan.samples] = outputs.tokens.numpy()
+        logprobs = None
+        if plan.top_logprobs != NO_LOGPROBS:
+            logprobs = _of_all_sequences(outputs.logprobs, plan)
+        return StepResult(tokens, logprobs, tuple(_on_host(found) for found in outputs.prompt_logprobs))
+
+
+def _on_host(found: Logprobs) -> TopLogprobs:
+    return TopLogprobs(found.logprobs.numpy(), found.top_ids.numpy(), found.top_logprobs.numpy())
+
+
+def _of_all_sequences(found: Logprobs | None, plan: StepPlan) -> TopLogprobs:
+    """Zeros for sequences that drew nothing."""
+    sequences = len(plan.rows)
+    logprobs = np.zeros(sequences, np.float32)
+    if found is None:
+        return TopLogprobs(logprobs, np.zeros((sequences, 0), np.int32), np.zeros((sequences, 0), np.float32))
+    top_ids = np.zeros((sequences, found.top_ids.shape[1]), np.int32)
+    top_logprobs = np.zeros(top_ids.shape, np.float32)
+    for target, values in ((logprobs, found.logprobs), (top_ids, found.top_ids), (top_logprobs, found.top_logprobs)):
+        target[plan.samples] = values.numpy()
+    return TopLogprobs(logprobs, top_ids, top_logprobs)
+
+
+class TorchRunner:
+    """`Runner` on one device, or one rank of several that run the same plans.
+
+    A launch notes on the host what the step's rows ask for and submits the step to the stream, where steps run in
+    order. Sampled tokens stay on the device, by row, where the next step reads them.
+
+    **Arguments:** `model` and its KV pages are handed over; `draw` is the device's; `details` go into the report;
+    `graph_buckets` are the row counts of captured decode steps, captured by `capture` (None: every step is eager).
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        spec: RunnerSpec,
+        *,
+        device: torch.device,
+        stream: Stream | None = None,
+        draw: Draw = native_draw,
+        capture: Capture | None = None,
+        graph_buckets: tuple[int, ...] = (),
+        weight_bytes: int = 0,
+        kv_bytes: int = 0,
+        details: Mapping[str, str] | None = None,
+    ) -> None:
+        self._spec = spec
+        self._model = model
+        self._device = device
+        self._stream = stream or CpuThread()
+        self._draw = draw
+        self._page_size = spec.pools[0].page_size
+        rows = spec.max_rows + 1
+        self._dump_row = spec.max_rows
+        self._rows = RowTensors.zeros(rows, spec.max_pages_per_row, device)
+        self._sampling = SamplingState.empty(rows, spec.vocab_size, device)
+        self._needs = RowNeeds(rows)
+        self._graphs: DecodeGraphs | None = None
+        if capture is not None and graph_buckets:
+            self._graphs = DecodeGraphs(graph_buckets, capture, self._forward, self._stream, self._dump_row, device)
+        self._warm_graphs = 0
+        self._weight_bytes = weight_bytes
+        self._kv_bytes = kv_bytes
+        self._details = dict(details or {})
+
+    @property
+    def spec(self) -> RunnerSpec:
+        return self._spec
+
+    def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
+        """Runs a step of each kind on padding, so that kernels are built, and captures the decode steps."""
+        longest = min(self._spec.token_budget, self._spec.max_context)
+        kinds = {
+            "a decode step": StepLayout.decode(self._spec.max_rows, 0),
+            "a prefill step": StepLayout(1, 1, 0, longest, 0),
+        }
+        graphs = self._graphs
+        total = len(kinds) + (0 if graphs is None else len(graphs.layouts))
+        for done, (what, layout) in enumerate(kinds.items(), 1):
+            self._stream.submit(partial(self._run_padding, layout)).wait()
+            progress(done, total, what)
+        if graphs is not None:
+            captured = partial(graphs.capture_all, lambda done, what: progress(len(kinds) + done, total, what))
+            self._stream.submit(captured).wait()
+            self._warm_graphs = len(graphs)
+
+    def launch(self, plan: StepPlan) -> TorchStep:
+        """Starts a step and returns without waiting for it.
+
+        **Raises:** `ValueError`, before anything has changed, for a plan beyond the spec.
+        """
+        if plan.num_tokens > self._spec.token_budget or len(plan.rows) > self._spec.max_rows:
+            raise ValueError(
+                f"a step of {plan.num_tokens} tokens in {len(plan.rows)} rows is beyond the runner's "
+                f"{self._spec.token_budget} tokens and {self._spec.max_rows} rows"
+            )
+        self._needs.replace(plan.row_updates)
+        needs = self._needs.of_step(plan)
+        return TorchStep(plan, self._stream.submit(partial(self._run, plan, needs)))
+
+    def report(self) -> RunnerReport:
+        graphs = 0 if self._graphs is None else len(self._graphs)
+        return RunnerReport(
+            backend="torch",
+            device=device_name(self._device),
+            compiled_programs=graphs,
+            compiles_after_warm_up=graphs - self._warm_graphs,
+            weight_bytes=self._weight_bytes,
+            kv_bytes=self._kv_bytes,
+            details=self._details,
+        )
+
+    def close(self) -> None:
+        """Waits for steps in flight."""
+        self._stream.close()
+
+    def _run(self, plan: StepPlan, needs: Needs) -> StepOutputs:
+        """The whole step, on the stream."""
+        if plan.row_updates:
+            self._replace_rows(plan.row_updates)
+        inputs, hidden = self._hidden(plan)
+        tokens, logprobs = None, None
+        if plan.samples.any():
+            tokens, logprobs = self._sample(plan, inputs, hidden, needs)
+        found = tuple(self._prompt_logprobs(plan, wanted, hidden) for wanted in plan.prompt_logprobs)
+        return StepOutputs(
+            None if tokens is None else self._stream.to_host(tokens),
+            None if logprobs is None else self._logprobs_to_host(logprobs),
+            tuple(self._logprobs_to_host(part) for part in found),
+        )
+
+    def _hidden(self, plan: StepPlan) -> tuple[StepInputs, torch.Tensor]:
+        """The step's inputs on the device, and hidden states of its tokens."""
+        deltas = plan.page_deltas[0]
+        bucket = None if self._graphs is None else self._graphs.bucket(plan)
+        if self._graphs is not None and bucket is not None:
+            if len(deltas.rows) > bucket:
+                self._apply_deltas(deltas)
+                deltas = PageDeltas(deltas.rows[:0], deltas.columns[:0], deltas.pages[:0])
+            return self._graphs.run(bucket, plan, deltas)
+        layout = StepLayout.exact(plan)
+        host = self._stream.host_buffer(layout.size)
+        layout.pack(plan, deltas, self._dump_row, host.numpy())
+        inputs = layout.unpack(self._stream.to_device(host))
+        return inputs, self._forward(inputs)
+
+    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+        return self._model.forward(build_batch(inputs, self._rows, self._page_size))
+
+    def _sample(
+        self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor, needs: Needs
+    ) -> tuple[torch.Tensor, Logprobs | None]:
+        """Draws the tokens of the sequences that do, and remembers them in their rows."""
+        drawing = int(np.count_nonzero(plan.samples))
+        sampled = inputs.sampled[:drawing].long()
+        if drawing == plan.num_decode == len(plan.rows):
+            last = hidden[:drawing]
+        else:
+            last = hidden[inputs.query_starts[1:][sampled].long() - 1]
+        logits = self._model.logits(last)
+        rows, kv_lens = inputs.rows[sampled].long(), inputs.kv_lens[sampled]
+        tokens = sample(logits, self._sampling, rows, kv_lens, needs, self._draw)
+        self._rows.last_tokens.index_copy_(0, rows, tokens)
+        if needs & Needs.PENALTIES:
+            self._sampling.count(rows, tokens)
+        if plan.top_logprobs == NO_LOGPROBS:
+            return tokens, None
+        return tokens, token_logprobs(logits, tokens, plan.top_logprobs)
+
+    def _prompt_logprobs(self, plan: StepPlan, wanted: PromptLogprobs, hidden: torch.Tensor) -> Logprobs:
+        start = int(plan.query_lens[: wanted.sequence].sum()) + wanted.first
+        targets = integers_to_device(self._stream, wanted.targets)
+        part = hidden[start : start + len(wanted.targets)]
+        return prompt_logprobs(part, targets, plan.prompt_top_logprobs, self._model.logits)
+
+    def _replace_rows(self, updates: tuple[RowUpdate, ...]) -> None:
+        packed = pack_row_updates(updates, len(updates), self._dump_row, self._spec.vocab_size)
+        self._sampling.apply(integers_to_device(self._stream, packed))
+        for update in updates:
+            if update.history is not None:
+                occurrences = count_history(update, self._spec.vocab_size)
+                self._sampling.set_occurrences(update.row, integers_to_device(self._stream, occurrences))
+
+    def _apply_deltas(self, deltas: PageDeltas) -> None:
+        entries = np.stack([deltas.rows, deltas.columns, deltas.pages])
+        rows, columns, pages = integers_to_device(self._stream, entries)
+        self._rows.page_table.index_put_((rows.long(), columns.long()), pages)
+
+    def _logprobs_to_host(self, found: Logprobs) -> Logprobs:
+        return Logprobs(*(self._stream.to_host(part) for part in (found.logprobs, found.top_ids, found.top_logprobs)))
+
+    def _run_padding(self, layout: StepLayout) -> None:
+        """A step whose rows are all the dump row, which reads and writes page 0."""
+        packed = np.zeros(layout.size, np.int32)
+        inputs = layout.unpack(integers_to_device(self._stream, packed))
+        inputs.rows.fill_(self._dump_row)
+        if layout.prefill_tokens:
+            inputs.query_starts[1:] = inputs.kv_lens[:] = layout.prefill_tokens
+        else:
+            torch.arange(layout.rows + 1, dtype=torch.int32, out=inputs.query_starts)
+        hidden = self._forward(inputs)
+        self._model.logits(hidden[: layout.sampled])

@@ -1,0 +1,71 @@
+"""From a step's inputs to the forward batch, on the device and without waiting for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from torch_backend.batch import ForwardBatch
+from torch_backend.packing import StepInputs
+
+
+class Model(Protocol):
+    """What a step asks of a model; it owns its KV pages."""
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Hidden states `[T, hidden]`; writes the step's keys and values into the pages."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 `[m, vocab]` of hidden states `[m, hidden]`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RowTensors:
+    """What steps keep for each row. One row more than the runner offers, the dump row, takes what padding writes.
+
+    - `page_table`: int32 `[rows + 1, pages]`; the dump row holds page 0 alone.
+    - `last_tokens`: int32 `[rows + 1]`, what each row drew last.
+    """
+
+    page_table: torch.Tensor
+    last_tokens: torch.Tensor
+
+    @classmethod
+    def zeros(cls, rows: int, pages: int, device: torch.device) -> RowTensors:
+        """For `rows` rows, the dump row included."""
+        return cls(
+            torch.zeros((rows, pages), dtype=torch.int32, device=device),
+            torch.zeros(rows, dtype=torch.int32, device=device),
+        )
+
+
+def build_batch(inputs: StepInputs, state: RowTensors, page_size: int) -> ForwardBatch:
+    """Applies the page-table deltas, and says where each token stands and which slot its KV goes to."""
+    state.page_table.index_put_((inputs.delta_rows.long(), inputs.delta_columns.long()), inputs.delta_pages)
+    rows = inputs.rows.long()
+    own_pages = state.page_table[rows]
+    # A row whose logits were not finite holds no token; its request ends once the host has seen it.
+    tokens = state.last_tokens[rows[: inputs.num_decode]].clamp(min=0)
+    if inputs.num_decode == len(rows):
+        positions = (inputs.kv_lens - 1).clamp(min=0)
+        pages = own_pages.gather(1, (positions // page_size).long()[:, None])[:, 0]
+    else:
+        tokens = torch.cat([tokens, inputs.prefill_tokens])
+        ends = inputs.query_starts[1:]
+        places = torch.arange(len(tokens), dtype=torch.int32, device=tokens.device)
+        sequences = torch.repeat_interleave(ends - inputs.query_starts[:-1], output_size=len(tokens))
+        positions = (inputs.kv_lens - ends)[sequences] + places
+        pages = own_pages[sequences, (positions // page_size).long()]
+    return ForwardBatch(
+        tokens=tokens,
+        positions=positions,
+        write_slots=pages.long() * page_size + positions % page_size,
+        page_table=own_pages,
+        kv_lens=inputs.kv_lens,
+        query_starts=inputs.query_starts,
+        num_decode=inputs.num_decode,
+    )
