@@ -34,26 +34,28 @@ def json_response(payload: object) -> Response:
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
     """What `work` returns or raises. It is cancelled if the client goes away first.
 
-    The request's body must have been read: what `receive` gives then is the disconnect.
+    The request's body must have been read: the one message that ASGI has left is then the disconnect. It is asked for
+    once, never in a loop: once a client is gone, `receive` answers at once each time, so a loop around it would not let
+    the event loop turn again.
 
-    **Raises:** `ClientDisconnect`.
+    **Raises:** `ClientDisconnect`; `RuntimeError` if the body was not read.
     """
     working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_disconnected(receive))
+    watching = asyncio.ensure_future(receive())
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
+        if working.done():
+            return working.result()
+        message = watching.result()
+        if message["type"] != "http.disconnect":
+            raise RuntimeError(
+                f"the request's body was not read to its end: got {message['type']}, not http.disconnect"
+            )
+        raise ClientDisconnect
     finally:
         for task in (working, watching):
             task.cancel()
         await asyncio.wait({working, watching})
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        continue
 
 
 class EventStream(Response):

@@ -69,11 +69,24 @@ class EchoServer:
 
     def send(self, path: str, body: dict[str, Any]) -> socket.socket:
         """Posts over a bare socket and returns it without reading the answer."""
-        payload = json.dumps(body).encode()
         connection = socket.create_connection(("127.0.0.1", self.port))
-        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        connection.sendall(f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload)
+        connection.sendall(post_bytes(path, body))
         return connection
+
+    def tasks(self) -> list[str]:
+        """What the server's event loop is at, but for this call: the coroutine of each task."""
+
+        async def others() -> list[str]:
+            return sorted(str(task.get_coro()) for task in asyncio.all_tasks() - {asyncio.current_task()})
+
+        return self.await_(others())
+
+
+def post_bytes(path: str, body: dict[str, Any]) -> bytes:
+    """A POST of JSON as it goes over the wire."""
+    payload = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload
 
 
 @contextmanager

@@ -1,11 +1,20 @@
-"""A client that leaves takes its request with it."""
+"""A client that leaves takes its request with it, and leaves nothing behind."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import socket
+import struct
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from helpers.echo_server import EchoServer, wait_for
+from helpers.echo_server import EchoServer, post_bytes, wait_for
+from starlette.requests import ClientDisconnect
+from starlette.types import Message
+
+from sglang_jax.server.streaming import until_disconnect
 
 LONG = "a" * 2000
 BODIES: list[tuple[str, dict[str, Any]]] = [
@@ -64,3 +73,80 @@ def test_a_reader_that_pauses_misses_nothing(slow_server: EchoServer) -> None:
     texts = [line.split(b'"text":"')[1][:1] for line in received.split(b"\n") if b'"text":"' in line]
     assert b"".join(texts).startswith(b"abcdef")
     connection.close()
+
+
+async def test_a_disconnect_is_asked_for_once() -> None:
+    """ASGI answers at once, and for ever, when it is asked after a disconnect."""
+    asked = 0
+
+    async def receive() -> Message:
+        nonlocal asked
+        asked += 1
+        assert asked < 100, "the event loop is kept from turning"
+        return {"type": "http.disconnect"}
+
+    cancelled = asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    with pytest.raises(ClientDisconnect):
+        await until_disconnect(receive, work())
+    assert asked == 1
+    assert cancelled.is_set()
+
+
+async def test_a_part_of_the_body_is_not_taken_for_a_disconnect() -> None:
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": True}
+
+    with pytest.raises(RuntimeError, match=r"body was not read to its end: got http\.request"):
+        await until_disconnect(receive, asyncio.sleep(30))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_body_in_pieces_is_not_taken_for_a_disconnect(slow_server: EchoServer, stream: bool) -> None:
+    body = json.dumps({"text": "hello", "stream": stream}).encode()
+    pieces = [body[start : start + 9] for start in range(0, len(body), 9)]
+    with socket.create_connection(("127.0.0.1", slow_server.port)) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
+        for piece in [*pieces, b""]:
+            connection.sendall(b"%x\r\n%b\r\n" % (len(piece), piece))
+        answer = b""
+        while b'"finish_reason":{"type":"stop"' not in answer:
+            received = connection.recv(1000)
+            assert received, answer
+            answer += received
+
+
+def leave_midway(server: EchoServer, number: int) -> None:
+    """Streams a chat and goes away: at one of several places, by closing or by a reset, maybe after a chat before."""
+    path, reads, reset, reuse = "/v1/chat/completions", number % 5, number % 2 == 0, number % 3 == 0
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": LONG}], "stream": True}
+    connection = server.send(path, {**body, "max_tokens": 2} if reuse else body)
+    if reuse:
+        answer = b""
+        while not answer.endswith(b"0\r\n\r\n"):
+            answer += connection.recv(1000)
+        connection.sendall(post_bytes(path, body))
+    for _ in range(reads):
+        assert connection.recv(100 * number)
+    if reset:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def test_many_clients_leave_and_nothing_stays(slow_server: EchoServer) -> None:
+    wait_for(lambda: slow_server.running() == 0)
+    before = slow_server.tasks()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: leave_midway(slow_server, number), range(1, 61)))
+    wait_for(lambda: not slow_server.context.in_flight)
+    wait_for(lambda: slow_server.running() == 0)
+    wait_for(lambda: len(slow_server.tasks()) == len(before))
+    assert slow_server.http.get("/health").status_code == 200
