@@ -3,95 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from helpers.paged_model import PagedModel
-from helpers.tiny_models import TINY_VOCAB_SIZE, make_tiny_checkpoint, make_tiny_model
+from helpers.parity_cases import (
+    DYNAMIC,
+    MODELS,
+    STEPS,
+    TOLERANCE,
+    bfloat16_errors,
+    decoded_logits,
+    prompts,
+    transformers_logits,
+)
+from helpers.tiny_models import make_tiny_checkpoint
 
 from sglang_jax.models import AttentionImplementation
 
-TOLERANCE = 2e-4
 
-LENGTHS = (24, 43, 9, 30)
-STEPS = (
-    {0: 20, 1: 11},
-    {0: 1, 1: 9, 2: 7},
-    {0: 1, 2: 1, 1: 14, 3: 25},
-    {1: 1, 2: 1, 3: 1, 0: 1},
-    {3: 1, 0: 1},
-    {3: 3, 1: 8},
-)
-"""Whole prompts, chunks, and decode rows, alone and beside chunks; rows change their place from step to step."""
-
-ROPES: dict[str, dict[str, Any]] = {
-    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
-    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "rope_theta": 500.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-    "yarn": {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 128,
-    },
-    "yarn_mscale": {
-        "rope_type": "yarn",
-        "rope_theta": 1000.0,
-        "factor": 8.0,
-        "original_max_position_embeddings": 64,
-        "mscale": 0.7,
-        "mscale_all_dim": 1.3,
-        "beta_fast": 16.0,
-        "beta_slow": 2.0,
-        "truncate": False,
-    },
-    "yarn_attention_factor": {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 128,
-        "attention_factor": 1.5,
-    },
-}
-
-ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "llama_tied_theta": ("llama", {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 100000.0}}),
-    "llama_biases": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
-    "mistral": ("mistral", {"head_dim": 80, "num_attention_heads": 3, "num_key_value_heads": 1}),
-    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
-    "qwen3": ("qwen3", {"num_key_value_heads": 4}),
-    "qwen3_biases": ("qwen3", {"attention_bias": True, "head_dim": 96, "tie_word_embeddings": True}),
-}
-VARIANTS = {name: ("llama", {"rope_parameters": rope}) for name, rope in ROPES.items()}
-MODELS = ARCHITECTURES | VARIANTS
-
-CASES = [(name, AttentionImplementation.XLA) for name in MODELS]
-CASES += [(name, AttentionImplementation.REFERENCE) for name in (*ARCHITECTURES, "dynamic", "yarn")]
-
-
-def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[np.ndarray]:
-    rng = np.random.default_rng(7)
-    return [rng.integers(0, TINY_VOCAB_SIZE, length).astype(np.int32) for length in lengths]
-
-
-def transformers_logits(architecture: str, tokens: np.ndarray, **overrides: Any) -> np.ndarray:
-    """float32 logits of every token in one call."""
-    model = make_tiny_model(architecture, **overrides)
-    with torch.no_grad():
-        return model(torch.tensor(tokens[None], dtype=torch.long)).logits[0].numpy()
-
-
-@pytest.mark.parametrize(("name", "attention"), CASES)
+@pytest.mark.parametrize("attention", AttentionImplementation)
+@pytest.mark.parametrize("name", MODELS)
 def test_logits_equal_transformers(name: str, attention: AttentionImplementation, tmp_path: Path) -> None:
     architecture, overrides = MODELS[name]
     model = PagedModel(make_tiny_checkpoint(tmp_path, architecture, **overrides), attention=attention)
@@ -114,37 +46,23 @@ def test_page_sizes(page_size: int, tmp_path: Path) -> None:
 class TestDynamicScaling:
     """Past the original context: each token as in a sequence that ends with it, as transformers decodes."""
 
-    OVERRIDES: dict[str, Any] = {"max_position_embeddings": 16, "rope_parameters": ROPES["dynamic"]}  # noqa: RUF012
-
-    def decoded_by_transformers(self, tokens: np.ndarray, prompt: int) -> np.ndarray:
-        """Logits of a prompt in one call, and of the other tokens one by one over the cache."""
-        model = make_tiny_model("llama", **self.OVERRIDES)
-        parts, cache = [], None
-        ids = torch.tensor(tokens[None], dtype=torch.long)
-        with torch.no_grad():
-            for part in (ids[:, :prompt], *ids[:, prompt:].split(1, dim=1)):
-                output = model(part, past_key_values=cache, use_cache=True)
-                cache = output.past_key_values
-                parts.append(output.logits[0].numpy())
-        return np.concatenate(parts)
-
     @pytest.mark.parametrize(
         "steps",
         [({0: 16}, *[{0: 1}] * 27), ({0: 43},), ({0: 10}, {0: 20}, {0: 13})],
         ids=["decoded", "prefilled", "chunked"],
     )
     def test_any_way_to_compute_a_sequence(self, steps: tuple[dict[int, int], ...], tmp_path: Path) -> None:
-        folder = make_tiny_checkpoint(tmp_path, "llama", **self.OVERRIDES)
+        folder = make_tiny_checkpoint(tmp_path, "llama", **DYNAMIC)
         tokens = prompts()[1]
         (logits,) = PagedModel(folder).run([tokens], steps)
-        assert np.abs(logits - self.decoded_by_transformers(tokens, prompt=16)).max() < TOLERANCE
-        assert np.abs(logits - self.decoded_by_transformers(tokens, prompt=1)).max() < TOLERANCE
+        assert np.abs(logits - decoded_logits("llama", tokens, prompt=16, **DYNAMIC)).max() < TOLERANCE
+        assert np.abs(logits - decoded_logits("llama", tokens, prompt=1, **DYNAMIC)).max() < TOLERANCE
 
     def test_within_the_original_context(self, tmp_path: Path) -> None:
-        folder = make_tiny_checkpoint(tmp_path, "llama", **self.OVERRIDES)
+        folder = make_tiny_checkpoint(tmp_path, "llama", **DYNAMIC)
         tokens = prompts()[0][:16]
         (logits,) = PagedModel(folder).run([tokens], ({0: 9}, {0: 7}))
-        assert np.abs(logits - transformers_logits("llama", tokens, **self.OVERRIDES)).max() < TOLERANCE
+        assert np.abs(logits - transformers_logits("llama", tokens, **DYNAMIC)).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
@@ -152,13 +70,5 @@ def test_bfloat16_is_as_close_to_float32_as_in_transformers(architecture: str, t
     folder = make_tiny_checkpoint(tmp_path, architecture, dtype="bfloat16")
     sequences = prompts()
     found = PagedModel(folder, dtype="bfloat16").run(sequences, STEPS)
-    reference = make_tiny_model(architecture).to(torch.bfloat16)
-    errors, reference_errors = [], []
-    with torch.no_grad():
-        for tokens, logits in zip(sequences, found, strict=True):
-            ids = torch.tensor(tokens[None], dtype=torch.long)
-            rounded = reference.to(torch.bfloat16)(ids).logits[0].float().numpy()
-            exact = reference.to(torch.float32)(ids).logits[0].numpy()
-            errors.append(np.square(logits - exact).mean())
-            reference_errors.append(np.square(rounded - exact).mean())
-    assert 0 < np.mean(errors) < 1.2 * np.mean(reference_errors)
+    error, reference_error = bfloat16_errors(architecture, sequences, found)
+    assert 0 < error < 1.2 * reference_error

@@ -9,9 +9,10 @@ import torch
 from helpers.torch_attention_steps import Case, error, make_step
 
 from torch_backend.attention.interface import AttentionImplementation
+from torch_backend.attention.native import NativeAttention
 from torch_backend.attention.reference import ReferenceAttention
 
-IMPLEMENTATIONS = [ReferenceAttention()]
+IMPLEMENTATIONS = [ReferenceAttention(), NativeAttention()]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 """float32: rounding of sums. The others: one rounding of an output below 4, which is half of 2^-7 or 2^-10 times 2."""
 

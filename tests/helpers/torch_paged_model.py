@@ -1,0 +1,100 @@
+"""Drives a model of the torch backend over pages by hand: shuffled pages, NaN in every unwritten slot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sglang_jax.checkpoint import open_checkpoint
+from torch_backend.attention.interface import AttentionImplementation
+from torch_backend.attention.native import NativeAttention
+from torch_backend.batch import ForwardBatch
+from torch_backend.kv_pages import KVPages
+from torch_backend.models import build_model
+from torch_backend.native_operations import NativeOperations
+from torch_backend.parallel import SINGLE, TensorParallel
+from torch_backend.weights import load_weights
+
+ROWS = 4
+
+
+class TorchPagedModel:
+    """A loaded checkpoint, or a rank's part of it, and its pages: page 0 and `columns` pages for each of 4 rows."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        attention: AttentionImplementation | None = None,
+        parallel: TensorParallel = SINGLE,
+        page_size: int = 4,
+        columns: int = 16,
+    ) -> None:
+        checkpoint = open_checkpoint(str(folder))
+        config = checkpoint.config
+        self.model = build_model(
+            config,
+            dtype=dtype,
+            device=torch.device("cpu"),
+            operations=NativeOperations(),
+            attention=attention or NativeAttention(),
+            parallel=parallel,
+        )
+        load_weights(self.model, checkpoint.reader, config, parallel)
+        shape = (1 + ROWS * columns, len(self.model.shard.kv_heads), page_size, config.head_dim)
+        self.kv = [
+            KVPages(*(torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))) for _ in range(config.num_layers)
+        ]
+        pages = 1 + np.random.default_rng(1).permutation(ROWS * columns)
+        self.all_pages = pages.reshape(ROWS, columns).astype(np.int32)
+        self.page_size = page_size
+
+    def run(self, sequences: Sequence[NDArray[np.int32]], steps: Sequence[Mapping[int, int]]) -> list[np.ndarray]:
+        """Computes `steps[i][row]` further tokens of each row in step i; returns the logits of every token computed.
+
+        Rows given first with one token are decode rows. Steps of these alone are padded to 4 rows.
+        """
+        done = [0] * len(sequences)
+        logits: list[list[np.ndarray]] = [[] for _ in sequences]
+        for step in steps:
+            with torch.inference_mode():
+                found = self.model.logits(self.model(self.batch(sequences, done, step), self.kv)).numpy()
+            assert found.dtype == np.float32
+            parts = np.split(found, np.cumsum(list(step.values())))
+            for (row, count), part in zip(step.items(), parts, strict=False):
+                done[row] += count
+                logits[row].append(part)
+        return [np.concatenate(parts) for parts in logits]
+
+    def batch(
+        self, sequences: Sequence[NDArray[np.int32]], done: Sequence[int], step: Mapping[int, int]
+    ) -> ForwardBatch:
+        counts = np.array(list(step.values()))
+        num_decode = int(np.cumprod(counts == 1).sum())
+        padding = ROWS - len(counts) if num_decode == len(counts) else 0
+        page_table = np.zeros((len(counts) + padding, self.all_pages.shape[1]), np.int32)
+        kv_lens = np.zeros(len(counts) + padding, np.int32)
+        tokens, positions, slots = [], [], []
+        for index, (row, count) in enumerate(step.items()):
+            places = np.arange(done[row], done[row] + count)
+            used = -(-(done[row] + count) // self.page_size)
+            page_table[index, :used] = self.all_pages[row, :used]
+            kv_lens[index] = done[row] + count
+            positions.append(places)
+            tokens.append(sequences[row][places])
+            slots.append(self.all_pages[row, places // self.page_size] * self.page_size + places % self.page_size)
+        unused = [np.zeros(padding, np.int32)]
+        return ForwardBatch(
+            tokens=torch.from_numpy(np.concatenate(tokens + unused).astype(np.int32)),
+            positions=torch.from_numpy(np.concatenate(positions + unused).astype(np.int32)),
+            write_slots=torch.from_numpy(np.concatenate(slots + unused).astype(np.int64)),
+            page_table=torch.from_numpy(page_table),
+            kv_lens=torch.from_numpy(kv_lens),
+            query_starts=torch.from_numpy(np.cumsum([0, *counts, *[1] * padding]).astype(np.int32)),
+            num_decode=num_decode + padding,
+        )

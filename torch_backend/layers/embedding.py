@@ -1,0 +1,47 @@
+"""Token embeddings and logits, the vocabulary spread over ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from torch_backend.layers.linear import Linear
+from torch_backend.layers.parameter import parameter
+from torch_backend.layers.shard import ModelShard
+from torch_backend.parallel import TensorParallel
+
+
+class Embedding(nn.Module):
+    """Rows of a table `[vocab, hidden]`, of which each rank holds a run."""
+
+    def __init__(self, hidden_size: int, shard: ModelShard, *, dtype: torch.dtype, parallel: TensorParallel) -> None:
+        super().__init__()
+        self.weight = parameter((shard.vocabulary_rows, hidden_size), dtype)
+        self._first = shard.vocabulary.start
+        self._parallel = parallel
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """int32 `[T]`, all within the vocabulary → `[T, hidden]`."""
+        if self._parallel.size == 1:
+            return functional.embedding(tokens, self.weight)
+        rows = tokens - self._first
+        elsewhere = (rows < 0) | (rows >= self.weight.shape[0])
+        found = functional.embedding(rows.masked_fill(elsewhere, 0), self.weight)
+        return self._parallel.all_reduce(found.masked_fill(elsewhere[:, None], 0))
+
+
+class Head(nn.Module):
+    """Logits by a matrix `[vocab, hidden]`, each rank computing those of its rows."""
+
+    def __init__(
+        self, hidden_size: int, vocab_size: int, shard: ModelShard, *, dtype: torch.dtype, parallel: TensorParallel
+    ) -> None:
+        super().__init__()
+        self.linear = Linear(hidden_size, shard.vocabulary_rows, bias=False, dtype=dtype)
+        self._vocab_size = vocab_size
+        self._parallel = parallel
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[m, hidden]` → float32 `[m, vocab]`, on every rank."""
+        return self._parallel.all_gather_last(self.linear(hidden))[:, : self._vocab_size].float()

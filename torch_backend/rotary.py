@@ -1,0 +1,32 @@
+"""Cosines and sines of a step's positions."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_jax.checkpoint.rotary import RotaryScaling
+from torch_backend.operations import Rotation
+
+
+class RotaryTables:
+    """Rotary position embedding (Su et al. 2021) of any kind that `RotaryScaling` knows, computed in float32.
+
+    Angles are computed anew for each step, once for all its layers: the tables of a context of 131,072 positions would
+    take 64 MiB.
+    """
+
+    def __init__(self, scaling: RotaryScaling, device: torch.device) -> None:
+        self._frequencies = torch.tensor(scaling.frequencies(), dtype=torch.float32, device=device)
+        self._factor = scaling.attention_factor()
+        self._stretch = scaling.dynamic_stretch()
+        if self._stretch is not None:
+            self._exponents = torch.tensor(self._stretch.exponents, dtype=torch.float32, device=device)
+
+    def __call__(self, positions: torch.Tensor) -> Rotation:
+        """Tables of `positions`, int32 `[T]`."""
+        frequencies = self._frequencies
+        if self._stretch is not None:
+            excess = (positions + 1 - self._stretch.original_max_position).clamp(min=0)
+            frequencies = frequencies * torch.pow((1 + self._stretch.growth * excess)[:, None], self._exponents)
+        angles = positions[:, None] * frequencies
+        return Rotation(angles.cos() * self._factor, angles.sin() * self._factor)
