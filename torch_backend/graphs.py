@@ -1,8 +1,8 @@
 """Decode steps captured once per number of rows and replayed: one launch instead of hundreds.
 
-A captured step reads and writes fixed memory. Its inputs lie in one static buffer for each bucket, which a replay's plan
-is copied into; everything that differs between steps (lengths, pages, rows) is data in there, and nothing is a number
-known to the host. What is captured ends with the hidden states: logits and sampling, whose work depends on what the
+A captured step reads and writes fixed memory. Its inputs lie in one static buffer for each bucket, which a replay's
+plan is copied into; everything that differs between steps (lengths, pages, rows) is data in there, and nothing is a
+number known to the host. What is captured ends with the hidden states: logits and sampling, whose work depends on what the
 step's rows ask for, are launched one by one while the graph still runs.
 """
 

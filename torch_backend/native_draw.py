@@ -7,13 +7,13 @@ near its likeliest one and goes further only where the answer may lie further.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sglang_jax.runner.plan import INVALID_TOKEN
 from torch_backend.noise import LARGEST_NOISE, gumbel_noise
+from torch_backend.sampler import DrawParameters
 
 Float32 = NDArray[np.float32]
 
@@ -23,41 +23,30 @@ probability."""
 _LEAST_TEMPERATURE = np.float32(1e-20)
 
 
-@dataclass(frozen=True, slots=True)
-class DrawParameters:
-    """Parameters of each of n rows: float32 `[n]`, but `top_k` int32 `[n]` and `seed` int32 `[n, 2]`, the bits of
-    two words, low word first. `position` int32 `[n]`: where the drawn token will stand; keys the noise with the seed."""
+class NativeDraw:
+    """`Draw` on a CPU, row by row in numpy, whose plain reductions run at the speed of memory on one thread."""
 
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    seed: torch.Tensor
-    position: torch.Tensor
+    def greedy(self, logits: torch.Tensor) -> torch.Tensor:
+        """See `Draw.greedy`."""
+        rows = logits.numpy()
+        tokens = rows.argmax(axis=-1)  # the first NaN, where there is one
+        finite = np.isfinite(rows[np.arange(len(rows)), tokens])
+        return torch.from_numpy(np.where(finite, tokens, INVALID_TOKEN).astype(np.int32))
 
-
-def native_draw(logits: torch.Tensor, parameters: DrawParameters) -> torch.Tensor:
-    """Draws a token for each row: int32 `[n]`; the first of the likeliest for rows of temperature 0.
-
-    Order: temperature, top-k, top-p, min-p, draw by the Gumbel-max trick. Each filter works on what the one before it
-    kept, renormalised, and keeps the tokens that tie with the least likely one it keeps.
-
-    **Arguments:** `logits` float32 `[n, vocab]` on the CPU. A row with a NaN gives an arbitrary token.
-    """
-    rows = logits.numpy()
-    columns = (parameters.temperature, parameters.top_k, parameters.top_p, parameters.min_p, parameters.position)
-    temperature, top_k, top_p, min_p, position = (column.numpy() for column in columns)
-    seed = parameters.seed.numpy().view(np.uint32)
-    tokens = np.empty(len(rows), np.int32)
-    for row, values in enumerate(rows):
-        largest = values.max()
-        if temperature[row] <= 0 or not np.isfinite(largest):
-            tokens[row] = values.argmax()
-            continue
-        distances = (largest - values) / max(temperature[row], _LEAST_TEMPERATURE)
-        limit = _kept_distance(distances, int(top_k[row]), top_p[row], min_p[row])
-        tokens[row] = _race(distances, limit, (int(seed[row, 0]), int(seed[row, 1])), int(position[row]))
-    return torch.from_numpy(tokens)
+    def draw(self, logits: torch.Tensor, parameters: DrawParameters) -> torch.Tensor:
+        """See `Draw.draw`."""
+        tokens = self.greedy(logits)
+        temperature, seed, position = (
+            column.numpy() for column in (parameters.temperature, parameters.seed, parameters.position)
+        )
+        top_k, top_p, min_p = (column.numpy() for column in (parameters.top_k, parameters.top_p, parameters.min_p))
+        for row in np.flatnonzero((temperature > 0) & (tokens.numpy() != INVALID_TOKEN)):
+            values = logits[row].numpy()
+            distances = (values[tokens[row]] - values) / max(temperature[row], _LEAST_TEMPERATURE)
+            limit = _kept_distance(distances, int(top_k[row]), top_p[row], min_p[row])
+            low, high = seed[row].view(np.uint32)
+            tokens[row] = _race(distances, limit, (int(low), int(high)), int(position[row]))
+        return tokens
 
 
 def _kept_distance(distances: Float32, top_k: int, top_p: np.float32, min_p: np.float32) -> np.float32:

@@ -25,7 +25,7 @@ from sglang_jax.runner.row_updates import count_history, pack_row_updates
 from torch_backend.devices import device_name
 from torch_backend.graphs import Capture, DecodeGraphs
 from torch_backend.logprobs import Logprobs, prompt_logprobs, token_logprobs
-from torch_backend.native_draw import native_draw
+from torch_backend.native_draw import NativeDraw
 from torch_backend.packing import StepInputs, StepLayout
 from torch_backend.sampler import Draw, sample
 from torch_backend.sampling_state import Needs, RowNeeds, SamplingState
@@ -85,8 +85,9 @@ class TorchRunner:
     A launch notes on the host what the step's rows ask for and submits the step to the stream, where steps run in
     order. Sampled tokens stay on the device, by row, where the next step reads them.
 
-    **Arguments:** `model` and its KV pages are handed over; `draw` is the device's; `details` go into the report;
-    `graph_buckets` are the row counts of captured decode steps, captured by `capture` (None: every step is eager).
+    **Arguments:** `model` and its KV pages are handed over; `stream` and `draw` are the device's (the CPU's unless
+    given); `graph_buckets` are the row counts of decode steps that `capture` captures (None: every step is eager);
+    `details` go into the report.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class TorchRunner:
         *,
         device: torch.device,
         stream: Stream | None = None,
-        draw: Draw = native_draw,
+        draw: Draw | None = None,
         capture: Capture | None = None,
         graph_buckets: tuple[int, ...] = (),
         weight_bytes: int = 0,
@@ -107,7 +108,7 @@ class TorchRunner:
         self._model = model
         self._device = device
         self._stream = stream or CpuThread()
-        self._draw = draw
+        self._draw = draw or NativeDraw()
         self._page_size = spec.pools[0].page_size
         rows = spec.max_rows + 1
         self._dump_row = spec.max_rows

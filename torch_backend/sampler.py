@@ -2,25 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from sglang_jax.runner.plan import INVALID_TOKEN
 from sglang_jax.runner.row_updates import ONE_OUTPUT
-from torch_backend.native_draw import DrawParameters
 from torch_backend.sampling_state import Needs, SamplingState
 
-Draw = Callable[[torch.Tensor, DrawParameters], torch.Tensor]
-"""From logits float32 `[n, vocab]` to tokens int32 `[n]`; `native_draw` describes it."""
+
+@dataclass(frozen=True, slots=True)
+class DrawParameters:
+    """Parameters of each of n rows: float32 `[n]`, but `top_k` int32 `[n]` and `seed` int32 `[n, 2]`, the bits of
+    two words, low word first. `position` int32 `[n]`: where the drawn token will stand; with the seed it keys the noise.
+    """
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    seed: torch.Tensor
+    position: torch.Tensor
+
+
+class Draw(Protocol):
+    """The part of sampling that looks at every token. Results are int32 `[n]`, `INVALID_TOKEN` for a row of logits,
+    float32 `[n, vocab]`, with a NaN or a positive infinity, or where none is finite."""
+
+    def greedy(self, logits: torch.Tensor) -> torch.Tensor:
+        """The likeliest token of each row, the first of equals."""
+        ...
+
+    def draw(self, logits: torch.Tensor, parameters: DrawParameters) -> torch.Tensor:
+        """A token for each row; the likeliest for rows of temperature 0.
+
+        Order: temperature, top-k, top-p (Holtzman et al. 2019), min-p, draw by the Gumbel-max trick. Each filter works
+        on what the one before it kept, renormalised, and keeps the tokens that tie with the least likely one it keeps.
+        """
+        ...
 
 
 def sample(
     logits: torch.Tensor, state: SamplingState, rows: torch.Tensor, kv_lens: torch.Tensor, needs: Needs, draw: Draw
 ) -> torch.Tensor:
-    """Draws tokens, int32 `[n]`; `INVALID_TOKEN` for a row with a logit that is not finite.
+    """Draws tokens, int32 `[n]`; `INVALID_TOKEN` for a row whose logits are not finite (see `Draw`).
 
-    Order: logit bias, mask of stop ids, penalties, temperature, top-k, top-p, min-p, draw.
+    Order: logit bias, mask of stop ids, penalties, then what `Draw` does.
 
     **Arguments:**
 
@@ -29,25 +56,18 @@ def sample(
     - `kv_lens`: int32 `[n]`, position of the token to be drawn.
     - `needs`: what at least one of the rows asks for.
     """
-    least, largest = torch.aminmax(logits, dim=-1)
-    finite = torch.isfinite(largest) & torch.isfinite(least)
     if needs & Needs.BIAS:
         logits = _add_bias(logits, state, rows)
     if needs & Needs.STOP_MASK:
         logits = _mask_stop_ids(logits, state, rows, kv_lens)
     if needs & Needs.PENALTIES:
         logits = _penalise(logits, state, rows)
-    if needs & Needs.DRAW:
-        parameters = DrawParameters(
-            state.temperature[rows], state.top_k[rows], state.top_p[rows], state.min_p[rows], state.seed[rows], kv_lens
-        )
-        tokens = draw(logits, parameters)
-    else:
-        tokens = torch.argmax(logits, dim=-1)
-    if needs & (Needs.BIAS | Needs.PENALTIES):
-        # Finite logits may overflow under a bias or a penalty; a masked stop id is -inf on purpose.
-        finite = finite & (logits.amax(dim=-1) < torch.inf)
-    return torch.where(finite, tokens, INVALID_TOKEN).to(torch.int32)
+    if not needs & Needs.DRAW:
+        return draw.greedy(logits)
+    parameters = DrawParameters(
+        state.temperature[rows], state.top_k[rows], state.top_p[rows], state.min_p[rows], state.seed[rows], kv_lens
+    )
+    return draw.draw(logits, parameters)
 
 
 def _add_bias(logits: torch.Tensor, state: SamplingState, rows: torch.Tensor) -> torch.Tensor:

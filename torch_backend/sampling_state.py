@@ -76,8 +76,10 @@ class SamplingState:
         )
 
     def apply(self, packed: torch.Tensor) -> None:
-        """Replaces the parameters of the rows that `packed` int32 `[updates, PACKED_ROW]` names (see `pack_row_updates`).
-        Seeds stay the bits of their words in int32: torch computes little with uint32."""
+        """Replaces the parameters of the rows that `packed` int32 `[updates, PACKED_ROW]` names (`pack_row_updates`).
+
+        Seeds stay the bits of their words in int32: torch computes little with uint32.
+        """
         rows = packed[:, 0].long()
         for field in FIELDS:
             target: torch.Tensor = self.__getattribute__(field.name)

@@ -1,0 +1,229 @@
+"""From options and a checkpoint to a runner with its weights on the device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sglang_jax.checkpoint import Checkpoint, ModelConfig
+from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype
+from sglang_jax.errors import CheckpointError, ConfigError
+from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec
+from sglang_jax.runner.sizing import Memory, Sizes, choose_sizes
+from torch_backend.attention.interface import AttentionImplementation
+from torch_backend.attention.native import NativeAttention
+from torch_backend.attention.reference import ReferenceAttention
+from torch_backend.batch import ForwardBatch
+from torch_backend.devices import available_memory, select_device, select_dtype
+from torch_backend.graphs import CudaCapture, row_buckets
+from torch_backend.kv_pages import KVPages, kv_bytes_per_token
+from torch_backend.models import Transformer, build_model
+from torch_backend.native_draw import NativeDraw
+from torch_backend.native_operations import NativeOperations
+from torch_backend.operations import Operations
+from torch_backend.parallel import SINGLE, TensorParallel
+from torch_backend.runner import TorchRunner
+from torch_backend.sampler import Draw
+from torch_backend.streams import CpuThread, CudaStream
+from torch_backend.weights import load_weights
+
+logger = logging.getLogger(__name__)
+
+_MOST_CAPTURED_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PagedTransformer:
+    """A loaded model with its KV pages: the runner's `Model`."""
+
+    transformer: Transformer
+    kv: Sequence[KVPages]
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Hidden states `[T, hidden]`."""
+        hidden: torch.Tensor = self.transformer(batch, self.kv)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 `[m, vocab]`."""
+        return self.transformer.logits(hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The implementations that a device runs."""
+
+    attention: AttentionImplementation
+    attention_name: AttentionBackend
+    operations: Operations
+    draw: Draw
+
+
+def load_runner(config: EngineConfig, checkpoint: Checkpoint, parallel: TensorParallel = SINGLE) -> TorchRunner:
+    """A runner on `config.device`, or one rank of it. Sizes are settled before any weight is read.
+
+    **Raises:** `ConfigError` for options that the machine or the model cannot meet, `CheckpointError` for weights that
+    the model cannot take.
+    """
+    if checkpoint.reader is None:
+        raise CheckpointError(
+            f"{checkpoint.source.path} is an Orbax checkpoint, which the JAX backend alone restores: "
+            "choose --backend jax, or give the checkpoint that it was converted from"
+        )
+    device = select_device(config.device, parallel.rank)
+    dtype = select_dtype(config.dtype, device)
+    kernels = choose_kernels(config.attention_backend, device)
+    model = build_model(
+        checkpoint.config,
+        dtype=dtype,
+        device=device,
+        operations=kernels.operations,
+        attention=kernels.attention,
+        parallel=parallel,
+    )
+    kv_dtype = _kv_dtype(config.kv_cache_dtype, dtype, kernels)
+    weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    sizes, page_bytes = _sizes(config, checkpoint.config, model, device, kv_dtype, weight_bytes, parallel)
+    load_weights(model, checkpoint.reader, checkpoint.config, parallel)
+    kv = _allocate(checkpoint.config, model, sizes.num_pages, config.page_size, kv_dtype, device)
+    spec = RunnerSpec(
+        pools=(PoolSpec(PoolKind.FULL, sizes.num_pages, config.page_size),),
+        max_rows=sizes.max_rows,
+        token_budget=sizes.token_budget,
+        max_context=sizes.max_context,
+        vocab_size=checkpoint.config.vocab_size,
+    )
+    details = {
+        "dtype": _name(dtype),
+        "kv_cache_dtype": _name(kv_dtype),
+        "attention": kernels.attention_name.value,
+        "tp_size": str(parallel.size),
+    }
+    return _make_runner(PagedTransformer(model, kv), spec, config, device, kernels, weight_bytes, page_bytes, details)
+
+
+def choose_kernels(wanted: AttentionBackend, device: torch.device) -> Kernels:
+    """Triton kernels on a GPU, torch operations on a CPU; `wanted` says which attention.
+
+    **Raises:** `ConfigError` for one that the device cannot run.
+    """
+    if device.type == "cpu":
+        if wanted not in (AttentionBackend.AUTO, AttentionBackend.NATIVE, AttentionBackend.REFERENCE):
+            raise ConfigError(f"attention_backend {wanted.value} does not run on a CPU: choose native, or auto")
+        reference = wanted is AttentionBackend.REFERENCE
+        return Kernels(
+            attention=ReferenceAttention() if reference else NativeAttention(),
+            attention_name=AttentionBackend.REFERENCE if reference else AttentionBackend.NATIVE,
+            operations=NativeOperations(),
+            draw=NativeDraw(),
+        )
+    # Imported here: a machine without a GPU needs no Triton.
+    from torch_backend.attention.triton import TritonAttention
+    from torch_backend.kernels.chip import Chip
+    from torch_backend.kernels.operations import TritonOperations
+    from torch_backend.triton_draw import TritonDraw
+
+    implementations: dict[AttentionBackend, AttentionImplementation] = {
+        AttentionBackend.TRITON: TritonAttention(Chip.of(device)),
+        AttentionBackend.NATIVE: NativeAttention(),
+        AttentionBackend.REFERENCE: ReferenceAttention(),
+    }
+    name = AttentionBackend.TRITON if wanted is AttentionBackend.AUTO else wanted
+    if name not in implementations:
+        raise ConfigError(
+            f"attention_backend {name.value} is the JAX backend's: the Torch backend has "
+            f"{', '.join(known.value for known in implementations)}"
+        )
+    return Kernels(implementations[name], name, TritonOperations(), TritonDraw())
+
+
+def _kv_dtype(wanted: KVCacheDtype, dtype: torch.dtype, kernels: Kernels) -> torch.dtype:
+    if wanted is KVCacheDtype.AUTO:
+        return dtype
+    if kernels.attention_name is AttentionBackend.NATIVE:
+        raise ConfigError(f"kv_cache_dtype {wanted.value} needs Triton attention, which runs on a GPU: choose auto")
+    return torch.float8_e4m3fn
+
+
+def _sizes(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    model: Transformer,
+    device: torch.device,
+    kv_dtype: torch.dtype,
+    weight_bytes: int,
+    parallel: TensorParallel,
+) -> tuple[Sizes, int]:
+    """Sizes that every rank agrees on, and the bytes of a page on this one."""
+    kv_heads = len(model.shard.kv_heads)
+    page = config.page_size * kv_bytes_per_token(model_config.num_layers, kv_heads, model_config.head_dim, kv_dtype)
+    # Processes on one CPU share its memory, and all of them must agree on the sizes.
+    available = parallel.least(available_memory(device)) // (parallel.size if device.type == "cpu" else 1)
+    memory = Memory(platform=device.type, available=available, weights=-parallel.least(-weight_bytes), page=page)
+    sizes = choose_sizes(config, model_config.max_position, memory)
+    logger.info(
+        "%s on %s: %.0f MiB of weights, %d KV tokens in %.0f MiB, %d rows, %d tokens a step",
+        _name(model.embedding.weight.dtype),
+        device,
+        weight_bytes / 2**20,
+        (sizes.num_pages - 1) * config.page_size,
+        sizes.num_pages * page / 2**20,
+        sizes.max_rows,
+        sizes.token_budget,
+    )
+    return sizes, page
+
+
+def _allocate(
+    config: ModelConfig, model: Transformer, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+) -> list[KVPages]:
+    kv_heads = len(model.shard.kv_heads)
+    return [
+        KVPages.allocate(num_pages, kv_heads, page_size, config.head_dim, dtype, device)
+        for _ in range(config.num_layers)
+    ]
+
+
+def _make_runner(
+    model: PagedTransformer,
+    spec: RunnerSpec,
+    config: EngineConfig,
+    device: torch.device,
+    kernels: Kernels,
+    weight_bytes: int,
+    page_bytes: int,
+    details: dict[str, str],
+) -> TorchRunner:
+    kv_bytes = page_bytes * spec.pools[0].num_pages
+    if device.type == "cpu":
+        return TorchRunner(
+            model,
+            spec,
+            device=device,
+            stream=CpuThread(),
+            draw=kernels.draw,
+            weight_bytes=weight_bytes,
+            kv_bytes=kv_bytes,
+            details=details,
+        )
+    stream = CudaStream(device)
+    most = min(config.cuda_graph_max_bs or _MOST_CAPTURED_ROWS, spec.max_rows)
+    return TorchRunner(
+        model,
+        spec,
+        device=device,
+        stream=stream,
+        draw=kernels.draw,
+        capture=None if config.disable_cuda_graph else CudaCapture(stream.stream),
+        graph_buckets=row_buckets(most),
+        weight_bytes=weight_bytes,
+        kv_bytes=kv_bytes,
+        details=details,
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
