@@ -58,7 +58,7 @@ class TritonStep:
 
     def _extend(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions, output: torch.Tensor) -> None:
         batch = self._batch
-        tile = extend_tile(queries.shape[2], queries.dtype, kv.keys.dtype, self._chip)
+        tile = extend_tile(queries.shape[2], kv.keys.dtype, self._chip)
         tokens = tile.tokens(queries.shape[1] // kv.keys.shape[1])
         if tokens not in self._extend_plans:
             self._extend_plans[tokens] = plan_extend(batch.query_starts, batch.num_decode, len(queries), tokens)

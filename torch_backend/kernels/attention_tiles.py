@@ -16,19 +16,19 @@ from torch_backend.kernels.chip import Chip
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
-_TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _FIRST_CAPABILITY_WITH_FLOAT8 = 89
 
 
-def compute_type(queries: torch.dtype, pages: torch.dtype) -> tl.dtype:
-    """The type that queries, keys and softmax weights are multiplied in.
+def compute_type(queries: torch.dtype, pages: torch.dtype) -> torch.dtype:
+    """The type that queries, keys and softmax weights are multiplied in, for queries and pages of given types.
 
     float8 is widened to float16 even beside bfloat16 queries: that is exact, one instruction for two numbers instead
     of four, and leaves the softmax weights three more bits.
     """
     if pages == torch.float8_e4m3fn and queries == torch.bfloat16:
-        return tl.float16
-    return _TRITON_TYPES[queries]
+        return torch.float16
+    return queries
 
 
 def readable(pages: torch.Tensor, chip: Chip) -> torch.Tensor:
@@ -91,18 +91,13 @@ def attend(
     """
     lanes = tl.arange(0, KEYS)
     dims = tl.arange(0, WIDTH)
+    page = _load_pages(pages, first, last, PAGE_SIZE, KEYS)
     for start in range(first, last, KEYS):
         places = start + lanes
-        # A tile within one page needs one page number and reads one run of memory.
-        if PAGE_SIZE >= KEYS:
-            page = tl.load(pages + start // PAGE_SIZE).to(tl.int64)
-            slots = page * page_stride + (start % PAGE_SIZE + lanes) * HEAD_DIM
-        else:
-            if EDGES:
-                page = tl.load(pages + places // PAGE_SIZE, mask=places < last, other=0).to(tl.int64)
-            else:
-                page = tl.load(pages + places // PAGE_SIZE).to(tl.int64)
-            slots = page * page_stride + (places % PAGE_SIZE) * HEAD_DIM
+        slots = page.to(tl.int64) * page_stride + (places % PAGE_SIZE) * HEAD_DIM
+        # The next tile's page numbers are read one tile ahead. Were they read in the same turn, the compiler would
+        # give half of its pipeline to them and keep as many tiles fewer under way.
+        page = _load_pages(pages, start + KEYS, last, PAGE_SIZE, KEYS)
         offsets = slots[:, None] + dims[None, :]
 
         # What lies behind the last key may be NaN, and NaN times a weight of 0 is NaN: it is not read.
@@ -149,6 +144,27 @@ def attend(
         weighted = tl.dot(weights.to(COMPUTE), widened(value_tile, COMPUTE), weighted, input_precision="ieee")
         largest = new_largest
     return largest, total, weighted
+
+
+@triton.jit
+def scale_of_products(scale, key_scale, soft_cap, kv_head):
+    """What `attend` multiplies products of queries and stored keys by."""
+    if key_scale is not None:
+        scale = scale * tl.load(key_scale + kv_head)
+    if soft_cap is not None:
+        return scale / soft_cap
+    else:
+        return scale * LOG2_E
+
+
+@triton.jit
+def _load_pages(pages, start, last, PAGE_SIZE: tl.constexpr, KEYS: tl.constexpr):
+    """Pages of the keys `start : start + KEYS`, of those before `last` at least: one number if they lie in one page."""
+    if PAGE_SIZE >= KEYS:
+        return tl.load(pages + start // PAGE_SIZE, mask=start < last, other=0)
+    else:
+        places = start + tl.arange(0, KEYS)
+        return tl.load(pages + places // PAGE_SIZE, mask=places < last, other=0)
 
 
 @triton.jit

@@ -16,7 +16,6 @@ read on the device: the launches can be captured in a CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +23,16 @@ import triton
 import triton.language as tl
 
 from torch_backend.attention.interface import AttentionOptions
-from torch_backend.kernels.attention_tiles import LOG2_E, attend, check_options, compute_type, readable, with_sinks
+from torch_backend.kernels.attention_tiles import (
+    LOG2_E,
+    TRITON_TYPES,
+    attend,
+    check_options,
+    compute_type,
+    readable,
+    scale_of_products,
+    with_sinks,
+)
 from torch_backend.kernels.chip import Chip
 from torch_backend.kernels.work_items import WorkItems, write_items
 from torch_backend.kv_pages import KVPages
@@ -59,16 +67,23 @@ class DecodeTile:
     programs: int
 
 
-def decode_tile(head_dim: int, queries: torch.dtype, pages: torch.dtype, chip: Chip) -> DecodeTile:
-    """The tile for a head size and types: what compiled without spills and leaves most bytes in flight.
+def decode_tile(head_dim: int, pages: torch.dtype, chip: Chip) -> DecodeTile:
+    """The tile for a head size and a type of pages.
 
-    To keep an H100's memory busy, some 40 KiB must be under way on each multiprocessor at any time.
+    To keep an H100's memory busy, some 40 KiB must be under way on each multiprocessor at any time (its bandwidth times
+    the latency). `stages - 1` tiles of a program are, and `programs` is what registers and shared memory allow, by the
+    figures of the compiler: at 128 dimensions in bfloat16 71,680 bytes and 80 registers for each of 256 threads. Eight
+    warps leave no spills where four of them would have to hold 128 accumulators and widened float8 besides.
     """
-    if queries == torch.float32:
-        return DecodeTile(keys=16, warps=4, stages=2, programs=1)
-    if head_dim > 128:
-        return DecodeTile(keys=32, warps=4, stages=3, programs=2)
-    return DecodeTile(keys=64, warps=4, stages=3, programs=2)
+    if pages == torch.float32:
+        return DecodeTile(keys=16, warps=4, stages=2, programs=2)
+    if head_dim <= 64:
+        return DecodeTile(keys=64, warps=4, stages=3, programs=4)
+    if head_dim <= 128:
+        return DecodeTile(
+            keys=64, warps=8, stages=3, programs=3 if pages.itemsize == 2 and chip.capability >= 90 else 2
+        )
+    return DecodeTile(keys=32, warps=8, stages=3, programs=2)
 
 
 def splits_bound(kv_heads: int) -> int:
@@ -151,7 +166,7 @@ def decode_attention(
     _, heads, head_dim = queries.shape
     _, kv_heads, page_size, _ = kv.keys.shape
     rows = plan.items.starts.shape[0] - 1
-    tile = decode_tile(head_dim, queries.dtype, kv.keys.dtype, chip)
+    tile = decode_tile(head_dim, kv.keys.dtype, chip)
     programs = min(plan.items.owners.shape[0] * kv_heads, chip.processors * tile.programs)
     decode_splits[(programs,)](
         queries,
@@ -181,7 +196,7 @@ def decode_attention(
         PAGE_SIZE=page_size,
         KEYS=tile.keys,
         ROW_BOUND=plan.row_bound,
-        COMPUTE=compute_type(queries.dtype, kv.keys.dtype),
+        COMPUTE=TRITON_TYPES[compute_type(queries.dtype, kv.keys.dtype)],
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -204,9 +219,8 @@ def decode_attention(
 @triton.jit
 def split_keys(kv_lens, window, ROW_BOUND: tl.constexpr):
     """The first key that is looked at, the keys of a split, and the number of splits, of rows of given lengths."""
-    if window is None:
-        first = kv_lens * 0
-    else:
+    first = kv_lens * 0
+    if window is not None:
         first = tl.maximum(kv_lens - window, 0) // _ALIGNMENT * _ALIGNMENT
     visible = kv_lens - first
     length = tl.cdiv(visible, _SPLIT * ROW_BOUND) * _SPLIT
@@ -278,13 +292,7 @@ def decode_splits(
 
         heads = kv_head * GROUP + lanes
         asked = (row * (KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :]
-        score_scale = scale
-        if key_scale is not None:
-            score_scale = scale * tl.load(key_scale + kv_head)
-        if soft_cap is not None:
-            score_scale = score_scale / soft_cap
-        else:
-            score_scale = score_scale * LOG2_E
+        score_scale = scale_of_products(scale, key_scale, soft_cap, kv_head)
         largest, total, weighted = attend(
             tl.load(queries + asked, mask=wanted, other=0.0).to(COMPUTE),
             tl.zeros([GROUP_WIDTH], tl.int32) + kv_len - 1,

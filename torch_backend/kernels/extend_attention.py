@@ -22,7 +22,16 @@ import triton
 import triton.language as tl
 
 from torch_backend.attention.interface import AttentionOptions
-from torch_backend.kernels.attention_tiles import LOG2_E, attend, check_options, compute_type, readable, with_sinks
+from torch_backend.kernels.attention_tiles import (
+    LOG2_E,
+    TRITON_TYPES,
+    attend,
+    check_options,
+    compute_type,
+    readable,
+    scale_of_products,
+    with_sinks,
+)
 from torch_backend.kernels.chip import Chip
 from torch_backend.kernels.work_items import WorkItems, write_items
 from torch_backend.kv_pages import KVPages
@@ -47,13 +56,20 @@ class ExtendTile:
         return self.rows // group
 
 
-def extend_tile(head_dim: int, queries: torch.dtype, pages: torch.dtype, chip: Chip) -> ExtendTile:
-    """The tile for a head size and types: what compiled without spills, and on matrix units where there are any."""
-    if queries == torch.float32:
+def extend_tile(head_dim: int, pages: torch.dtype, chip: Chip) -> ExtendTile:
+    """The tile for a head size and a type of pages: the largest that the compiler fits into registers.
+
+    128 rows and 8 warps are two warp groups of Hopper's matrix unit. What limits the rest are registers: at 128
+    dimensions a thread holds 64 accumulators and 32 scores, and beside them, on chips whose matrix units do not read
+    shared memory (before 9.0), its part of queries, keys and values. Shared memory would allow more stages.
+    """
+    if pages == torch.float32:
         return ExtendTile(rows=16, keys=16, warps=4, stages=2)
     if head_dim > 128:
-        return ExtendTile(rows=64, keys=32, warps=4, stages=2)
-    return ExtendTile(rows=128, keys=64, warps=8, stages=2)
+        return ExtendTile(rows=128 if chip.capability == 90 else 64, keys=32, warps=8, stages=2)
+    if chip.capability < 90 and pages.itemsize == 1:
+        return ExtendTile(rows=128, keys=32, warps=8, stages=3)
+    return ExtendTile(rows=128, keys=64, warps=8, stages=3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +117,11 @@ def extend_attention(
     check_options(queries, kv.keys, options)
     _, heads, head_dim = queries.shape
     _, kv_heads, page_size, _ = kv.keys.shape
-    tile = extend_tile(head_dim, queries.dtype, kv.keys.dtype, chip)
+    tile = extend_tile(head_dim, kv.keys.dtype, chip)
+    compute = compute_type(queries.dtype, kv.keys.dtype)
     extend_blocks[(plan.items.owners.shape[0], kv_heads)](
-        queries,
+        # Converted here and not in the kernel, where it would keep them in registers instead of shared memory.
+        queries.to(compute),
         readable(kv.keys, chip),
         readable(kv.values, chip),
         kv.key_scale,
@@ -129,7 +147,7 @@ def extend_attention(
         TOKENS=plan.tokens,
         ROWS=tile.rows,
         KEYS=tile.keys,
-        COMPUTE=compute_type(queries.dtype, kv.keys.dtype),
+        COMPUTE=TRITON_TYPES[compute],
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -210,14 +228,8 @@ def extend_blocks(
     asked = token_rows[:, None] * HEAD_DIM + dims[None, :]
     wanted = (tokens < held)[:, None] & (dims < HEAD_DIM)[None, :]
 
-    score_scale = scale
-    if key_scale is not None:
-        score_scale = scale * tl.load(key_scale + kv_head)
-    if soft_cap is not None:
-        score_scale = score_scale / soft_cap
-    else:
-        score_scale = score_scale * LOG2_E
-    block_queries = tl.load(queries + asked, mask=wanted, other=0.0).to(COMPUTE)
+    score_scale = scale_of_products(scale, key_scale, soft_cap, kv_head)
+    block_queries = tl.load(queries + asked, mask=wanted, other=0.0)
     pages = page_table + row.to(tl.int64) * table_stride
     head_keys = keys + kv_head * (PAGE_SIZE * HEAD_DIM)
     head_values = values + kv_head * (PAGE_SIZE * HEAD_DIM)
