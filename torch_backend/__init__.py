@@ -23,6 +23,10 @@ def create_runner(config: EngineConfig, checkpoint: Checkpoint) -> Runner:
         raise ConfigError(
             "the Torch backend needs torch: pip install 'sglang-jax[cuda]', or 'sglang-jax[torch]' on a CPU"
         )
-    from torch_backend.loading import load_runner
+    if config.tp_size > 1:
+        from torch_backend.leader import launch_group
 
-    return load_runner(config, checkpoint)
+        return launch_group(config, checkpoint)
+    from torch_backend.loading import load_rank
+
+    return load_rank(config, checkpoint)

@@ -2,8 +2,8 @@
 
 A captured step reads and writes fixed memory. Its inputs lie in one static buffer for each bucket, which a replay's
 plan is copied into; everything that differs between steps (lengths, pages, rows) is data in there, and nothing is a
-number known to the host. What is captured ends with the hidden states: logits and sampling, whose work depends on what the
-step's rows ask for, are launched one by one while the graph still runs.
+number known to the host. What is captured ends with the hidden states: logits and sampling, whose work depends on what
+the step's rows ask for, are launched one by one while the graph still runs.
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ class Kernels:
     draw: Draw
 
 
-def load_runner(config: EngineConfig, checkpoint: Checkpoint, parallel: TensorParallel = SINGLE) -> TorchRunner:
-    """A runner on `config.device`, or one rank of it. Sizes are settled before any weight is read.
+def load_rank(config: EngineConfig, checkpoint: Checkpoint, parallel: TensorParallel = SINGLE) -> TorchRunner:
+    """A runner on `config.device`, or one rank of several. Sizes are settled before any weight is read.
 
     **Raises:** `ConfigError` for options that the machine or the model cannot meet, `CheckpointError` for weights that
     the model cannot take.

@@ -60,10 +60,14 @@ SINGLE = SingleProcess()
 
 
 class DistributedTensorParallel:
-    """A process of a `torch.distributed` group: nccl between GPUs, gloo between CPU processes."""
+    """A process of a `torch.distributed` group: nccl between GPUs, gloo between CPU processes.
 
-    def __init__(self, group: torch.distributed.ProcessGroup) -> None:
+    **Arguments:** `group`: what tensors go over; `control`: a gloo group of the same processes, for what the host says.
+    """
+
+    def __init__(self, group: torch.distributed.ProcessGroup, control: torch.distributed.ProcessGroup) -> None:
         self._group = group
+        self._control = control
         self._rank = torch.distributed.get_rank(group)
         self._size = torch.distributed.get_world_size(group)
 
@@ -89,5 +93,10 @@ class DistributedTensorParallel:
     def least(self, value: int) -> int:
         """See `TensorParallel`. For start-up: waits for every process."""
         values: list[int] = [0] * self._size
-        torch.distributed.all_gather_object(values, value, group=self._group)
+        torch.distributed.all_gather_object(values, value, group=self._control)
         return min(values)
+
+    def abort(self) -> None:
+        """Breaks off collectives that wait for a process which is gone; gloo notices by itself."""
+        if self._group is not self._control:
+            self._group.abort()

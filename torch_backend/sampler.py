@@ -14,7 +14,7 @@ from torch_backend.sampling_state import Needs, SamplingState
 @dataclass(frozen=True, slots=True)
 class DrawParameters:
     """Parameters of each of n rows: float32 `[n]`, but `top_k` int32 `[n]` and `seed` int32 `[n, 2]`, the bits of
-    two words, low word first. `position` int32 `[n]`: where the drawn token will stand; with the seed it keys the noise.
+    two words, low word first. `position` int32 `[n]`: where the drawn token will stand; it keys the noise as well.
     """
 
     temperature: torch.Tensor

@@ -1,0 +1,110 @@
+"""An engine over two processes: the text of one process, and a clean end when either dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from helpers.tiny_models import make_tiny_checkpoint
+
+from sglang_jax import Engine, SamplingParams
+from sglang_jax.config import Backend, Device, EngineConfig
+from sglang_jax.errors import ConfigError, EngineDeadError
+
+PROMPTS = [[5, 17, 200, 33, 8], [301], [9, 9, 12, 40, 77, 250, 131, 6, 18]]
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True)
+RANDOM = SamplingParams(temperature=1.0, top_p=0.9, max_new_tokens=12, seed=3, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("model"), "llama", vocab_size=385)
+
+
+def config(folder: Path, tp_size: int) -> EngineConfig:
+    return EngineConfig(
+        model_path=str(folder),
+        backend=Backend.TORCH,
+        device=Device.CPU,
+        dtype="float32",
+        tp_size=tp_size,
+        max_total_tokens=512,
+        max_running_requests=4,
+        chunked_prefill_size=8,
+    )
+
+
+@pytest.fixture
+def engine(folder: Path) -> Iterator[Engine]:
+    with Engine(config=config(folder, tp_size=2)) as engine:
+        yield engine
+
+
+def run(engine: Engine, params: SamplingParams) -> list[list[int]]:
+    outputs = engine.generate(PROMPTS, params)
+    assert isinstance(outputs, list)
+    return [output.output_ids for output in outputs]
+
+
+def followers() -> list[psutil.Process]:
+    """The second rank of every engine that this process started."""
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "torch_backend.follower" in child.cmdline()]
+
+
+def test_two_processes_say_what_one_does(folder: Path, engine: Engine) -> None:
+    with Engine(config=config(folder, tp_size=1)) as alone:
+        expected = [run(alone, GREEDY), run(alone, RANDOM)]
+    assert [run(engine, GREEDY), run(engine, RANDOM)] == expected
+    (follower,) = followers()
+    engine.shutdown()
+    follower.wait(10)
+
+
+def test_a_lost_rank_ends_the_engine_with_an_error(engine: Engine) -> None:
+    run(engine, GREEDY)
+    (follower,) = followers()
+    follower.send_signal(signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(EngineDeadError):
+        run(engine, GREEDY)
+    assert time.monotonic() - start < 5.0
+
+
+def test_followers_do_not_outlive_rank_0(folder: Path) -> None:
+    script = folder / "serve.py"
+    script.write_text(
+        "import time\n"
+        "from sglang_jax import Engine\n"
+        "from sglang_jax.config import EngineConfig\n"
+        "if __name__ == '__main__':\n"
+        f"    engine = Engine(config=EngineConfig(**{config(folder, 2).model_dump(mode='json')!r}))\n"
+        "    print('ready', flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    server = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE)
+    assert server.stdout is not None
+    with server, server.stdout:
+        assert server.stdout.readline() == b"ready\n"
+        ranks = [
+            child
+            for child in psutil.Process(server.pid).children(recursive=True)
+            if "torch_backend.follower" in child.cmdline()
+        ]
+        assert len(ranks) == 1
+        os.kill(server.pid, signal.SIGKILL)
+        psutil.wait_procs(ranks, timeout=10)
+        assert not ranks[0].is_running()
+
+
+def test_heads_that_cannot_be_divided_are_an_error_and_leave_nothing_behind(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="4 heads and 2 kv heads cannot be spread over 3 processes"):
+        Engine(config=config(folder, tp_size=3))
+    assert followers() == []

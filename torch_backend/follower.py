@@ -1,0 +1,82 @@
+"""`python -m torch_backend.follower FD`: one tensor-parallel rank, which takes orders from a connection.
+
+It ends when the connection closes, so that it cannot outlive the process of rank 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+from collections import deque
+from multiprocessing.connection import Connection
+
+from sglang_jax.checkpoint import open_checkpoint
+from sglang_jax.runner.plan import StepPlan
+from sglang_jax.runner.protocol import StepHandle
+from torch_backend.devices import select_device
+from torch_backend.followers import Assignment, Leave, Order, WarmUp
+from torch_backend.loading import load_rank
+from torch_backend.process_group import join, leave
+from torch_backend.runner import TorchRunner
+
+_STEPS_IN_FLIGHT = 2
+
+
+def main(orders: Connection) -> None:
+    """Follows until told to leave."""
+    # Interrupts that a terminal sends to the whole group are for rank 0's parent to judge.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    inbox: queue.SimpleQueue[Order] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(orders, inbox), name="orders", daemon=True).start()
+    assignment = inbox.get()
+    assert isinstance(assignment, Assignment)
+    logging.basicConfig(
+        level=assignment.log_level, format=f"[%(asctime)s] %(levelname)s rank {assignment.rank}: %(message)s"
+    )
+    config = assignment.config
+    checkpoint = open_checkpoint(config.model_path, config.load_format, seed=config.random_seed)
+    device = select_device(config.device, assignment.rank)
+    orders.send(None)  # about to join
+    parallel = join(assignment.rank, assignment.size, assignment.meeting_point, device)
+    runner = load_rank(config, checkpoint, parallel)
+    _follow(runner, inbox)
+    runner.close()
+    leave()
+
+
+def _follow(runner: TorchRunner, inbox: queue.SimpleQueue[Order]) -> None:
+    """Runs what rank 0 runs, in its order, and no more than it ahead of the device."""
+    in_flight: deque[StepHandle] = deque()
+    while True:
+        match inbox.get():
+            case StepPlan() as plan:
+                in_flight.append(runner.launch(plan))
+                if len(in_flight) > _STEPS_IN_FLIGHT:
+                    in_flight.popleft().result()
+            case WarmUp():
+                runner.warm_up(lambda done, total, what: None)
+            case Leave():
+                return
+            case Assignment() as second:
+                raise AssertionError(f"rank {second.rank} was assigned twice")
+
+
+def _receive(orders: Connection, inbox: queue.SimpleQueue[Order]) -> None:
+    """Rank 0 may die while this rank waits for it inside a collective: only leaving the process ends that."""
+    while True:
+        try:
+            order = orders.recv()
+        except (EOFError, ConnectionResetError):
+            os._exit(1)
+        inbox.put(order)
+        if isinstance(order, Leave):
+            return
+
+
+if __name__ == "__main__":
+    main(Connection(int(sys.argv[1])))

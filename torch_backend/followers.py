@@ -1,0 +1,139 @@
+"""The processes of ranks 1 and up: they run the plans that rank 0 is given, and nothing else.
+
+Every rank samples by itself, from the same logits and the same seeds, so that no token has to be told to another rank.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from sglang_jax.config import EngineConfig
+from sglang_jax.runner.plan import StepPlan
+
+_SECONDS_TO_END = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What a follower is to be."""
+
+    config: EngineConfig
+    rank: int
+    size: int
+    meeting_point: Path
+    log_level: int
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """Run the steps of a warm-up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Leave the group and end."""
+
+
+Order = Assignment | WarmUp | StepPlan | Leave
+"""What a follower is sent: first its assignment, last to leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Follower:
+    rank: int
+    process: subprocess.Popen[bytes]
+    orders: Connection
+
+
+class Followers:
+    """Starts a follower for each rank but 0. If one ends before it is told to, `check` raises.
+
+    Followers end when this process does, however it ends: the connection that they read from closes.
+    """
+
+    def __init__(self, config: EngineConfig, log_level: int) -> None:
+        self._on_loss: Callable[[], None] = _nothing
+        self._folder = tempfile.TemporaryDirectory(prefix="sglang-jax-ranks-", ignore_cleanup_errors=True)
+        self.meeting_point = Path(self._folder.name) / "meeting-point"
+        self._lost: str | None = None
+        self._leaving = False
+        self._followers = [self._start(rank) for rank in range(1, config.tp_size)]
+        for follower in self._followers:
+            follower.orders.send(Assignment(config, follower.rank, config.tp_size, self.meeting_point, log_level))
+            watch = threading.Thread(target=self._watch, args=(follower,), name="follower-watch", daemon=True)
+            watch.start()
+
+    def on_loss(self, action: Callable[[], None]) -> None:
+        """Has `action` called, on another thread, should a follower end too early."""
+        self._on_loss = action
+
+    def wait_ready(self) -> None:
+        """Blocks until every follower has opened the checkpoint and is about to join the group.
+
+        **Raises:** `RuntimeError` if one has ended.
+        """
+        for follower in self._followers:
+            while not follower.orders.poll(0.1):
+                self.check()
+            try:
+                follower.orders.recv()
+            except EOFError:
+                raise RuntimeError(_describe_end(follower)) from None
+
+    def send(self, order: WarmUp | StepPlan) -> None:
+        """Has every follower do what this rank does next. Raises what `check` raises."""
+        self.check()
+        for follower in self._followers:
+            follower.orders.send(order)
+
+    def check(self) -> None:
+        """Raises `RuntimeError` if a follower has ended: no step can be computed without it."""
+        if self._lost is not None:
+            raise RuntimeError(self._lost)
+
+    def close(self) -> None:
+        """Ends the followers, by force if they do not end by themselves."""
+        self._leaving = True
+        for follower in self._followers:
+            if follower.process.poll() is None:
+                follower.orders.send(Leave())
+        for follower in self._followers:
+            try:
+                follower.process.wait(_SECONDS_TO_END)
+            except subprocess.TimeoutExpired:
+                follower.process.kill()
+                follower.process.wait()
+            follower.orders.close()
+        self._folder.cleanup()
+
+    def _start(self, rank: int) -> _Follower:
+        mine, theirs = Pipe()
+        command = [sys.executable, "-m", "torch_backend.follower", str(theirs.fileno())]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        theirs.close()
+        return _Follower(rank, process, mine)
+
+    def _watch(self, follower: _Follower) -> None:
+        """Notices a follower that ends too early, whatever the other threads wait for."""
+        end = _describe_end(follower)
+        if not self._leaving:
+            self._lost = end
+            self._on_loss()
+
+
+def _describe_end(follower: _Follower) -> str:
+    status = follower.process.wait()
+    how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
+    return f"the process of tensor-parallel rank {follower.rank} {how}; what it logged tells why"
+
+
+def _nothing() -> None:
+    """Until someone asks to be told."""
