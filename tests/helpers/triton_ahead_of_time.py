@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,36 +161,46 @@ def row_prefix(capability: int, operation: str, configuration: str) -> str:
     return f"sm_{capability} {operation}: {configuration}: "
 
 
-def compile_shipped(capabilities: Sequence[int], only: Iterable[str] = (), seconds: float = 600) -> Table:
+def compile_shipped(
+    capabilities: Sequence[int], only: Iterable[str] = (), seconds_per_kernel: float = SECONDS_PER_KERNEL
+) -> Table:
     """Compiles kernels that ship, in a process of its own.
 
-    **Arguments:** `only`: row prefixes; none stands for every kernel. A kernel that takes longer than
-    `SECONDS_PER_KERNEL` ends the process, and this call, with an error that names it.
+    **Arguments:** `only`: row prefixes; none stands for every kernel.
+
+    **Raises:** `RuntimeError` with the compiler's words if a kernel fails or takes too long; it names the kernel.
     """
+    command = [sys.executable, "-m", "helpers.triton_ahead_of_time", "--json", "--seconds", str(seconds_per_kernel)]
+    return Table.loads(run_compiling([*command, "--targets", *map(str, capabilities), "--only", *only]))
+
+
+def run_compiling(command: Sequence[str]) -> str:
+    """What `command` prints in a process where Triton compiles; `RuntimeError` with its complaints if it fails."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    command = [sys.executable, "-m", "helpers.triton_ahead_of_time", "--json"]
-    command += ["--targets", *map(str, capabilities), "--only", *only]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"the compilation failed:\n{done.stderr[-4000:]}")
-    return Table.loads(done.stdout)
+        raise RuntimeError(f"the compilation failed:\n{done.stderr[-20_000:]}")
+    return done.stdout
 
 
-def _compile_all(capabilities: Sequence[int], only: Sequence[str]) -> Table:
+def _compile_all(capabilities: Sequence[int], only: Sequence[str], seconds: float) -> Table:
     import triton
+
+    from torch_backend.kernels.chip import Chip
     from torch_backend.kernels.shipped import shipped_kernels
 
     kernels: dict[str, Figures] = {}
     for capability in capabilities:
+        chip = Chip(capability, processors=132)
         for shipped in shipped_kernels():
             prefix = row_prefix(capability, shipped.operation, shipped.configuration)
             if only and prefix not in only:
                 continue
             print(f"{prefix}...", end="", file=sys.stderr, flush=True)
-            faulthandler.dump_traceback_later(SECONDS_PER_KERNEL, exit=True)
+            faulthandler.dump_traceback_later(seconds, exit=True)
             start = time.monotonic()
-            for name, figures in compile_launch(shipped.launch, capability).items():
+            for name, figures in compile_launch(partial(shipped.launch, chip), capability).items():
                 kernels[prefix + name] = figures
             print(f" {time.monotonic() - start:.1f} s", file=sys.stderr)
     faulthandler.cancel_dump_traceback_later()
@@ -202,9 +213,10 @@ def main() -> None:
     parser.add_argument("--targets", type=int, nargs="+", default=list(SHARED_MEMORY), metavar="CAPABILITY")
     parser.add_argument("--only", nargs="*", default=[], metavar="ROW", help="row prefixes, as the table has them")
     parser.add_argument("--write", type=Path, help="where to write the table")
+    parser.add_argument("--seconds", type=float, default=SECONDS_PER_KERNEL, help="for each kernel, at most")
     parser.add_argument("--json", action="store_true", help="print the table instead of a summary")
     options = parser.parse_args()
-    table = _compile_all(options.targets, options.only)
+    table = _compile_all(options.targets, options.only, options.seconds)
     if options.write:
         options.write.write_text(table.dumps())
     if options.json:

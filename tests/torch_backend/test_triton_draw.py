@@ -77,9 +77,9 @@ def noise_of(row: Row) -> np.ndarray:
 
 def expected(row: Row) -> tuple[int, float]:
     """The token, and how far the draw was from ending otherwise."""
-    if np.isnan(row.logits).any() or np.isposinf(row.logits).any():
+    if np.isnan(row.logits).any() or np.isposinf(row.logits).any() or np.isneginf(row.logits).all():
         return -1, np.inf
-    if row.temperature == 0.0 or np.isneginf(row.logits).all():
+    if row.temperature == 0.0:
         return int(row.logits.argmax()), np.inf
     kept, margin = kept_tokens(row.logits, row.params)
     with np.errstate(divide="ignore"):
@@ -188,8 +188,8 @@ def test_the_first_of_equals_is_greedy() -> None:
     logits[1, [4999, 3000, 2100]] = 1.5
     logits[2, [4000, 11]] = np.nan, 3.0
     logits[3] = -np.inf
-    assert greedy(torch.tensor(logits)).tolist() == [0, 2100, -1, 0]
-    assert drawn([Row(line, temperature=0.0) for line in logits]) == [0, 2100, -1, 0]
+    assert greedy(torch.tensor(logits)).tolist() == [0, 2100, -1, -1]
+    assert drawn([Row(line, temperature=0.0) for line in logits]) == [0, 2100, -1, -1]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -203,7 +203,7 @@ def test_rows_that_are_not_finite(temperature: float) -> None:
         Row(_with(np.full(3000, -np.inf, np.float32), _2500=-4.0), temperature, top_k=3, top_p=0.5),
         Row(ordinary, temperature),
     ]
-    assert drawn(rows)[:5] == [-1, -1, 0, -1, 2500]
+    assert drawn(rows)[:5] == [-1, -1, -1, -1, 2500]
     assert_draws(rows)
 
 

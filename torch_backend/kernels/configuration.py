@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch_backend.kernels.chip import Chip
+
 
 @dataclass(frozen=True, slots=True)
 class ShippedKernel:
@@ -12,9 +14,9 @@ class ShippedKernel:
 
     - `operation`: the launcher's name, as in `rms_norm`.
     - `configuration`: the combination in words, as in `bfloat16 hidden 4096`; with `operation` it is unique.
-    - `launch`: calls the launcher as the model would, on tensors without memory (device `meta`).
+    - `launch`: calls the launcher as the model would on that chip, with tensors without memory (device `meta`).
     """
 
     operation: str
     configuration: str
-    launch: Callable[[], object]
+    launch: Callable[[Chip], object]

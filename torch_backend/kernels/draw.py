@@ -48,7 +48,7 @@ def _first_of_largest(values, tokens, vocab):
 
 @triton.jit
 def _survey(logits, vocab, BLOCK: tl.constexpr):
-    """One row's greedy token (-1 where a logit is NaN or +infinity), its logit, and the least finite logit."""
+    """One row's greedy token (-1 if NaN or +infinity is among them, or none is finite), its logit, the least one."""
     lanes = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_tokens = lanes
@@ -63,7 +63,7 @@ def _survey(logits, vocab, BLOCK: tl.constexpr):
         least = tl.where((values > float("-inf")) & (values < least), values, least)
         bad |= ((values != values) | (values == float("inf"))).to(tl.int32)
     token, largest = _first_of_largest(best, best_tokens, vocab)
-    token = tl.where(tl.max(bad, 0) > 0, _INVALID_TOKEN, token)
+    token = tl.where((tl.max(bad, 0) > 0) | (largest == float("-inf")), _INVALID_TOKEN, token)
     return token, largest, tl.min(least, 0)
 
 
@@ -132,8 +132,7 @@ def _filter_kernel(
     if RANDOM:
         temperature = tl.load(temperatures + row)
         kept = tl.full([], _DRAWS_NOTHING, tl.float32)
-        # Of a row without any finite logit the first token is drawn, like the greedy one.
-        if (temperature > 0.0) & (token >= 0) & (largest > float("-inf")):
+        if (temperature > 0.0) & (token >= 0):
             temperature = tl.maximum(temperature, _LEAST_TEMPERATURE)
             farthest = tl.div_rn(largest - least, temperature)
             kept = tl.full([], float("inf"), tl.float32)
@@ -236,10 +235,10 @@ def _best_kernel(kept_distances, scores, candidates, vocab, tokens, PROGRAMS: tl
 class Kept:
     """Of each of n rows:
 
-    - `greedy`: int32 `[n]`, its first likeliest token; -1 for a row with a NaN or +infinity.
+    - `greedy`: int32 `[n]`, its first likeliest token; -1 for an invalid row (see `draw`).
     - `largest`: float32 `[n]`, the logit of that.
     - `distances`: float32 `[n]`: tokens are kept whose logit, over the temperature, lies at most so far below the
-      largest. -1 for a row that draws nothing: greedy, invalid, or without a finite logit.
+      largest. -1 for a row that draws nothing: greedy or invalid.
     """
 
     greedy: torch.Tensor
@@ -248,7 +247,7 @@ class Kept:
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """The likeliest token of each row, the first of equals: int32 `[n]`; -1 for a row with a NaN or +infinity.
+    """The likeliest token of each row, the first of equals: int32 `[n]`; -1 for an invalid row (see `draw`).
 
     **Arguments:** `logits` float32 `[n, vocab]`, tokens side by side.
     """
@@ -278,7 +277,7 @@ def draw(
     kept, renormalised. Tokens that tie with the least likely one kept are kept as well; of tokens that tie for the
     draw the lowest wins. The noise comes from Threefry-2x32 keyed by the seed, counted by (position, token), so that
     a row's draw depends neither on its company nor on where in the batch it stands. A row with a logit that is NaN or
-    +infinity gives -1; -infinity is a token that cannot be drawn.
+    +infinity, or without a finite one, is invalid and gives -1; -infinity is a token that cannot be drawn.
 
     **Arguments:**
 

@@ -1,0 +1,135 @@
+"""Kernels compiled for GPUs that are not here, against the table of what they take of a chip.
+
+After a change of a kernel, `make kernel-table` writes the table anew; its difference belongs to the change.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import helpers.triton_interpreter
+import pytest
+import triton
+from helpers.triton_ahead_of_time import (
+    SHARED_MEMORY,
+    TABLE,
+    Figures,
+    Table,
+    compile_shipped,
+    row_prefix,
+    run_compiling,
+)
+
+from torch_backend.kernels.shipped import shipped_kernels
+
+assert helpers.triton_interpreter  # the kernels are imported here for their names
+
+RECORDED = Table.loads(TABLE.read_text())
+PREFIXES = [
+    row_prefix(chip, kernel.operation, kernel.configuration) for chip in SHARED_MEMORY for kernel in shipped_kernels()
+]
+
+# One configuration of every kernel for each chip, and on sm_90 the ones nearest to a limit.
+REPRESENTATIVE = [
+    "rms_norm: bfloat16, hidden 576: ",
+    "add_rms_norm: bfloat16, hidden 8192: ",
+    "silu_mul: bfloat16: ",
+    "rotate_and_write: bfloat16, head_dim 128, bfloat16 pages of 16: ",
+    "rotate_and_write: bfloat16, head_dim 80, float8_e4m3fn pages of 16, head norms: ",
+    "greedy: vocabulary 128256: ",
+    "draw: vocabulary 128256: ",
+]
+
+
+def rows_of(table: Table, prefix: str) -> dict[str, Figures]:
+    return {name: figures for name, figures in table.kernels.items() if name.startswith(prefix)}
+
+
+def test_every_kernel_that_ships_has_a_row_on_every_chip_and_no_other_has() -> None:
+    assert len(set(PREFIXES)) == len(PREFIXES)
+    assert [prefix for prefix in PREFIXES if not rows_of(RECORDED, prefix)] == []
+    covered = {name for prefix in PREFIXES for name in rows_of(RECORDED, prefix)}
+    assert sorted(set(RECORDED.kernels) - covered) == []
+
+
+def test_no_kernel_spills_registers_on_sm_90() -> None:
+    rows = rows_of(RECORDED, "sm_90 ")
+    assert rows
+    assert [name for name, figures in rows.items() if figures.stack_bytes] == []
+
+
+@pytest.mark.parametrize(("chip", "limit"), SHARED_MEMORY.items())
+def test_shared_memory_is_within_the_chip(chip: int, limit: int) -> None:
+    rows = rows_of(RECORDED, f"sm_{chip} ")
+    assert rows
+    assert [name for name, figures in rows.items() if figures.shared_bytes > limit] == []
+
+
+def test_the_table_reads_back_as_it_was_written() -> None:
+    assert RECORDED.dumps() == TABLE.read_text()
+
+
+def assert_as_recorded(compiled: Table, prefixes: list[str]) -> None:
+    """The limits hold for any compiler; the figures are of the recorded one."""
+    for prefix in prefixes:
+        rows = rows_of(compiled, prefix)
+        assert rows.keys() == rows_of(RECORDED, prefix).keys() != set()
+        for name, figures in rows.items():
+            assert figures.stack_bytes == 0 or not name.startswith("sm_90 "), name
+            assert figures.shared_bytes <= SHARED_MEMORY[int(name.split()[0].removeprefix("sm_"))], name
+            if compiled.triton == RECORDED.triton:
+                assert figures == RECORDED.kernels[name], name
+
+
+def test_representative_kernels_compile_to_what_the_table_says() -> None:
+    prefixes = [f"sm_{chip} {configuration}" for chip in SHARED_MEMORY for configuration in REPRESENTATIVE]
+    assert set(prefixes) <= set(PREFIXES)
+    compiled = compile_shipped(list(SHARED_MEMORY), prefixes)
+    assert compiled.triton == triton.__version__
+    assert_as_recorded(compiled, prefixes)
+
+
+@pytest.mark.soak
+def test_every_kernel_compiles_to_what_the_table_says() -> None:
+    assert_as_recorded(compile_shipped(list(SHARED_MEMORY)), PREFIXES)
+
+
+def test_a_kernel_that_compiles_for_too_long_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"(?s)sm_90 draw: vocabulary 128256: .*Timeout"):
+        compile_shipped([90], ["sm_90 draw: vocabulary 128256: "], seconds_per_kernel=0.05)
+
+
+SPILLS = """
+import torch
+import triton
+import triton.language as tl
+from helpers.triton_ahead_of_time import compile_launch
+
+
+@triton.jit
+def product(a, out, SIZE: tl.constexpr):
+    lanes = tl.arange(0, SIZE)
+    at = lanes[:, None] * SIZE + lanes[None, :]
+    values = tl.load(a + at)
+    tl.store(out + at, tl.dot(values, values))
+
+
+def launch(**options):
+    x = torch.empty((128, 128), dtype=torch.bfloat16, device="meta")
+    product[(1,)](x, x.float(), SIZE=128, num_warps=4, **options)
+
+
+for options in ({}, {"maxnreg": 96}):
+    (figures,) = compile_launch(lambda: launch(**options), 90).values()
+    print(figures.stack_bytes, *figures.instructions)
+"""
+
+
+def test_spills_and_matrix_instructions_are_seen(tmp_path: Path) -> None:
+    program = tmp_path / "spills.py"
+    program.write_text(SPILLS)
+    ample, scarce = (line.split() for line in run_compiling([sys.executable, str(program)]).splitlines())
+    assert ample == ["0", "wgmma"]
+    assert int(scarce[0]) > 0
