@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from helpers.triton_interpreter import shuffled_programs
 
-from torch_backend.kernels.float8 import decode_e4m3, encode_e4m3
+from torch_backend.kernels.float8 import encode_e4m3
 from torch_backend.kernels.operations import TritonOperations
 from torch_backend.kv_pages import KVPages
 from torch_backend.operations import HeadNorms, Operations, Rotation
@@ -256,12 +256,6 @@ def _encode_kernel(x, codes, BLOCK: tl.constexpr):
     tl.store(codes + at, encode_e4m3(tl.load(x + at)))
 
 
-@triton.jit
-def _decode_kernel(codes, x, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    tl.store(x + at, decode_e4m3(tl.load(codes + at)))
-
-
 def test_float8_is_encoded_as_torch_does_but_saturates() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     numbers = codes.view(FLOAT8).float()
@@ -273,11 +267,3 @@ def test_float8_is_encoded_as_torch_does_but_saturates() -> None:
     _encode_kernel[(4,)](x, encoded, BLOCK=1024)
     expected = x.clamp(-448, 448).to(FLOAT8).view(torch.uint8)
     assert torch.equal(encoded, expected)
-
-
-def test_float8_is_decoded_exactly() -> None:
-    codes = torch.arange(256, dtype=torch.uint8)
-    x = torch.empty(256, dtype=torch.float16)
-    _decode_kernel[(1,)](codes, x, BLOCK=256)
-    numbers = codes.view(FLOAT8).float()
-    assert torch.equal(x.float()[numbers.isfinite()], numbers[numbers.isfinite()])

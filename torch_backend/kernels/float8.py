@@ -21,11 +21,3 @@ def encode_e4m3(x):
     large = ((large + 0x7FFFF + ((large >> 20) & 1)) >> 20) - ((127 - 7) << 3)
     code = tl.where(magnitude < 0.015625, small, large)
     return tl.where(x == x, sign | code, 0x7F).to(tl.uint8)
-
-
-@triton.jit
-def decode_e4m3(code):
-    """uint8 to float16, exact: the number's bits stand for 2^-8 of it there. Not for NaN."""
-    wide = code.to(tl.int16)
-    bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-    return bits.to(tl.float16, bitcast=True) * 256.0

@@ -14,6 +14,7 @@ from torch_backend.kernels.configuration import ShippedKernel
 from torch_backend.kernels.draw import draw, greedy
 from torch_backend.kernels.rms_norm import add_rms_norm, rms_norm
 from torch_backend.kernels.rotate_and_write import rotate_and_write
+from torch_backend.kernels.shipped_attention import attention_kernels
 from torch_backend.kernels.silu_mul import silu_mul
 from torch_backend.kv_pages import KVPages
 from torch_backend.operations import HeadNorms, Rotation
@@ -29,7 +30,8 @@ def shipped_kernels() -> list[ShippedKernel]:
     """All of them, each with a name of its own."""
     activations = map(_activation, _TYPES)
     # Vocabularies whose rows are aligned to 16 bytes, and not.
-    return [*_norms(), *activations, *_rotations(), *_draws(128_256), *_draws(50_257)]
+    draws = [*_draws(128_256), *_draws(50_257)]
+    return [*_norms(), *activations, *_rotations(), *draws, *attention_kernels()]
 
 
 def _empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
