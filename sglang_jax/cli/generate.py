@@ -74,7 +74,7 @@ def generate(config: EngineConfig, prompt: str, system: str | None, raw: bool, *
         timing = Timing(start=time.perf_counter())
         interrupted = False
         try:
-            stream_to_terminal(engine.generate(ids, chosen, stream=True), timing)
+            stream_to_terminal(engine.generate(ids, chosen, stream=True, continues_text=raw), timing)
         except KeyboardInterrupt:
             interrupted = True
     click.echo()

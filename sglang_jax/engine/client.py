@@ -28,7 +28,6 @@ from sglang_jax.engine.types import (
     TextTokenizer,
 )
 from sglang_jax.errors import EngineDeadError, ParameterError
-from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.messages import (
     AbortRequest,
     FlushCache,
@@ -258,9 +257,7 @@ class AsyncEngineClient:
     def _submit(self, request: GenerateInput, prompt: NDArray[np.int32], outputs: RequestOutputs) -> None:
         room = self.model_info.context_length - len(prompt)
         each = validation.expand(request.sampling, room)
-        outputs.completions = [
-            self._completion(request.sampling, outputs, index, len(prompt)) for index in range(len(each))
-        ]
+        outputs.completions = [self._completion(request, outputs, index, len(prompt)) for index in range(len(each))]
         if outputs.aborted:  # while its prompt was tokenized
             for completion in outputs.completions:
                 completion.end_with(FinishReason(FinishKind.ABORT))
@@ -285,10 +282,11 @@ class AsyncEngineClient:
             self._channel.send(message)
 
     def _completion(
-        self, sampling: SamplingParams, outputs: RequestOutputs, index: int, prompt_tokens: int
+        self, request: GenerateInput, outputs: RequestOutputs, index: int, prompt_tokens: int
     ) -> Completion:
+        sampling = request.sampling
         text = OutputText(
-            self._tokenizer.stream_decoder(sampling.skip_special_tokens),
+            self._tokenizer.stream_decoder(sampling.skip_special_tokens, continues_text=request.continues_text),
             sampling.stop,
             validation.stop_token_ids(sampling, self.model_info),
             include_stop=sampling.include_stop,

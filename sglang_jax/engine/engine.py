@@ -40,6 +40,7 @@ class RequestOptions(TypedDict, total=False):
     top_logprobs_num: int
     extra_key: str | None
     priority: int
+    continues_text: bool
 
 
 class Engine:

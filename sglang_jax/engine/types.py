@@ -24,6 +24,8 @@ class GenerateInput:
     - `top_logprobs_num`: alternatives per position, at most `MAX_TOP_LOGPROBS`.
     - `extra_key`: cached KV is shared only between requests with the same one.
     - `priority`: higher goes first under the priority policy.
+    - `continues_text`: the output goes on where the prompt's text ends, so that a space at its front is kept. False
+      where it is a text of its own, as the answer in a chat is: sentencepiece begins each text with a space.
     """
 
     prompt: str | Sequence[int]
@@ -35,6 +37,7 @@ class GenerateInput:
     top_logprobs_num: int = 0
     extra_key: str | None = None
     priority: int = 0
+    continues_text: bool = True
 
 
 class FinishKind(StrEnum):
@@ -121,8 +124,9 @@ class TextTokenizer(Protocol):
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
-    def stream_decoder(self, skip_special_tokens: bool = True) -> StreamDecoder:
-        """A decoder for one output; cheap to make, and not to be shared between threads."""
+    def stream_decoder(self, skip_special_tokens: bool = True, *, continues_text: bool = False) -> StreamDecoder:
+        """A decoder for one output; cheap to make, and not to be shared between threads. `continues_text`: see
+        `GenerateInput`."""
         ...
 
     def token_text(self, token_id: int) -> str:

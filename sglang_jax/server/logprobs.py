@@ -39,22 +39,22 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionLogprobWriter:
-    """Writes the logprobs of one choice, run by run.
+    """Writes the logprobs of one choice, run by run: those of an echoed prompt if `from_prompt`, then the output's.
 
     Offsets count characters of the choice's text, echoed prompt included. They are found by decoding the tokens the
     way the text was, so special tokens that were left out and characters made of several tokens count right.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: TextTokenizer, skip_special_tokens: bool, *, from_prompt: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._offset = 0
-        self._decoder: StreamDecoder = tokenizer.stream_decoder(skip_special_tokens)
+        self._decoder: StreamDecoder = tokenizer.stream_decoder(skip_special_tokens, continues_text=not from_prompt)
 
     def end_prompt(self, prompt_text: str) -> None:
         """What follows is output, behind an echoed prompt of this text."""
         self._offset = len(prompt_text)
-        self._decoder = self._tokenizer.stream_decoder(self._skip_special_tokens)
+        self._decoder = self._tokenizer.stream_decoder(self._skip_special_tokens, continues_text=True)
 
     def write(self, tokens: Iterable[TokenLogprob], written: CompletionLogprobs) -> None:
         """Appends the next tokens to `written`. A token is among its own alternatives, as OpenAI has it."""

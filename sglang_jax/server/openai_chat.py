@@ -106,6 +106,7 @@ class ChatFormat:
             top_logprobs_num=body.top_logprobs or 0,
             extra_key=body.cache_namespace,
             priority=body.priority or 0,
+            continues_text=bool(body.continue_final_message),
         )
 
     def answer(self, outputs: list[GenerateOutput]) -> ChatCompletion:

@@ -88,7 +88,7 @@ class CompletionFormat:
         logprobs = CompletionLogprobs() if self.body.logprobs is not None else None
         writer = self._writers.get(index)
         if writer is None:
-            writer = self._writers[index] = CompletionLogprobWriter(self.tokenizer, self._skip_special_tokens)
+            writer = self._writers[index] = self._writer()
             if self.body.echo:
                 echoed = self._prompt_text(number)
                 text = echoed + text
@@ -107,6 +107,9 @@ class CompletionFormat:
             finish_reason=finish.kind.value if finish is not None else None,
             matched_stop=finish.matched if finish is not None else None,
         )
+
+    def _writer(self) -> CompletionLogprobWriter:
+        return CompletionLogprobWriter(self.tokenizer, self._skip_special_tokens, from_prompt=bool(self.body.echo))
 
     @property
     def _skip_special_tokens(self) -> bool:

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from helpers.engine_fakes import ByteTokenizer
+from helpers.engine_fakes import ByteDecoder, ByteTokenizer
 from helpers.recommended_sampling import (
     NEUTRAL,
     RECOMMENDED,
@@ -37,6 +37,22 @@ def answer(
 def test_the_chat_template_is_applied(capsys: pytest.CaptureFixture[str]) -> None:
     text, _ = answer(capsys, "héllo")
     assert text == "user: héllo\n\n"
+
+
+def test_a_raw_prompt_is_continued_and_a_chat_answered(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where each text begins with a space, as sentencepiece has it, an answer begins without."""
+    continued: list[bool] = []
+
+    def stream_decoder(self: ByteTokenizer, skip_special_tokens: bool, *, continues_text: bool) -> ByteDecoder:
+        continued.append(continues_text)
+        return ByteDecoder(skip_special_tokens)
+
+    monkeypatch.setattr(ByteTokenizer, "stream_decoder", stream_decoder)
+    answer(capsys, "--raw", "hello")
+    answer(capsys, "hello")
+    assert continued == [True, False]
 
 
 class WithBeginning(ByteTokenizer):

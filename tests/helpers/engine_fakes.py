@@ -79,7 +79,7 @@ class ByteTokenizer:
         decoder = ByteDecoder(skip_special_tokens)
         return "".join([decoder.push(token) for token in ids]) + decoder.flush()
 
-    def stream_decoder(self, skip_special_tokens: bool = True) -> ByteDecoder:
+    def stream_decoder(self, skip_special_tokens: bool = True, *, continues_text: bool = False) -> ByteDecoder:
         return ByteDecoder(skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
