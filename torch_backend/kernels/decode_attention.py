@@ -281,7 +281,7 @@ def decode_splits(
     lanes = tl.arange(0, GROUP_WIDTH)
     dims = tl.arange(0, WIDTH)
     wanted = (lanes < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    for item in range(tl.program_id(0), tl.load(starts + rows) * KV_HEADS, tl.num_programs(0)):
+    for item in tl.range(tl.program_id(0), tl.load(starts + rows) * KV_HEADS, tl.num_programs(0), disable_licm=True):
         place = item // KV_HEADS
         kv_head = item % KV_HEADS
         row = tl.load(owners + place)

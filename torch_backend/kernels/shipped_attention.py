@@ -1,4 +1,4 @@
-"""The attention kernels that ship, in every configuration they are meant for."""
+"""Attention's kernels as they ship: head sizes, types and page sizes in all combinations, options on the side."""
 
 from __future__ import annotations
 
@@ -8,110 +8,92 @@ from dataclasses import dataclass, replace
 import torch
 
 from torch_backend.attention.interface import AttentionOptions
-from torch_backend.attention.triton import TritonAttention
-from torch_backend.batch import ForwardBatch
 from torch_backend.kernels.chip import Chip
 from torch_backend.kernels.configuration import ShippedKernel
+from torch_backend.kernels.decode_attention import Partials, decode_attention, plan_decode
+from torch_backend.kernels.extend_attention import extend_attention, extend_tile, plan_extend
 from torch_backend.kv_pages import KVPages
 
+_ROWS = 48
+_TOKENS = 4096
+_LONGEST = 32_768
 _META = torch.device("meta")
-_LONGEST = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
     """What attention's kernels are compiled for."""
 
-    heads: int
-    kv_heads: int
-    head_dim: int
-    page_size: int = 16
-    dtype: torch.dtype = torch.bfloat16
+    head_dim: int = 128
+    group: int = 4
+    queries: torch.dtype = torch.bfloat16
     pages: torch.dtype = torch.bfloat16
+    page_size: int = 16
     window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    kv_heads: int = 8
 
-    def __str__(self) -> str:
-        words = [
-            f"{_name(self.dtype)}, {self.heads}/{self.kv_heads} heads of {self.head_dim}",
-            f"{_name(self.pages)} pages of {self.page_size}",
-        ]
-        words += ["window"] * (self.window is not None) + ["soft cap"] * (self.soft_cap is not None)
-        return ", ".join(words + ["sinks"] * self.sinks)
+    @property
+    def name(self) -> str:
+        types = [str(dtype).removeprefix("torch.") for dtype in (self.queries, self.pages)]
+        named = f"{types[0]}, head_dim {self.head_dim}, group {self.group}, {types[1]} pages of {self.page_size}"
+        options = {"window": self.window is not None, "soft cap": self.soft_cap is not None, "sinks": self.sinks}
+        return ", ".join([named, *(name for name, given in options.items() if given)])
 
+    @property
+    def options(self) -> AttentionOptions:
+        sinks = torch.empty(self.group * self.kv_heads, dtype=torch.float32, device=_META) if self.sinks else None
+        return AttentionOptions(self.head_dim**-0.5, self.window, self.soft_cap, sinks)
 
-_LLAMA_8B = _Shape(32, 8, 128)
-_SHAPES = (
-    _LLAMA_8B,
-    _Shape(9, 3, 64),  # SmolLM2 135M
-    _Shape(14, 2, 64),  # Qwen2 0.5B
-    _Shape(28, 4, 128),  # Qwen2 7B
-    _Shape(40, 8, 128),  # Qwen3 14B
-    _Shape(64, 8, 128),  # Llama 70B
-    _Shape(32, 32, 80),
-    _Shape(32, 32, 96),
-    _Shape(16, 8, 256),
-)
+    def tensors(self, tokens: int) -> tuple[torch.Tensor, KVPages, torch.Tensor, torch.Tensor]:
+        """Queries, pages, page table and lengths."""
+        queries = torch.empty(tokens, self.kv_heads * self.group, self.head_dim, dtype=self.queries, device=_META)
+        kv = KVPages.allocate(2, self.kv_heads, self.page_size, self.head_dim, self.pages, _META)
+        page_table = torch.empty(_ROWS, _LONGEST // self.page_size, dtype=torch.int32, device=_META)
+        return queries, kv, page_table, torch.empty(_ROWS, dtype=torch.int32, device=_META)
 
 
 def attention_kernels() -> list[ShippedKernel]:
-    """Decode and extend attention of each shape."""
-    return [kernel for shape in _shapes() for kernel in (_decode(shape), _extend(shape))]
+    """Decode and extend for every shape."""
+    return [
+        ShippedKernel(operation, shape.name, lambda chip, launch=launch, shape=shape: launch(shape, chip))
+        for shape in _shapes()
+        for operation, launch in (("decode_attention", _decode), ("extend_attention", _extend))
+    ]
 
 
 def _shapes() -> Iterator[_Shape]:
-    for pages in (torch.bfloat16, torch.float8_e4m3fn):
-        for shape in _SHAPES:
-            yield replace(shape, pages=pages)
-        for page_size in (1, 64):
-            yield replace(_LLAMA_8B, pages=pages, page_size=page_size)
-    yield replace(_LLAMA_8B, dtype=torch.float16, pages=torch.float16)
-    yield replace(_LLAMA_8B, dtype=torch.float16, pages=torch.float8_e4m3fn)
-    yield replace(_LLAMA_8B, dtype=torch.float32, pages=torch.float32)
-    yield replace(_LLAMA_8B, window=4096)
-    yield replace(_LLAMA_8B, soft_cap=50.0)
-    yield _Shape(64, 8, 64, sinks=True)
-    yield _Shape(64, 8, 64, sinks=True, window=128)
-    yield _Shape(16, 8, 256, window=4096, soft_cap=50.0)
+    float8 = torch.float8_e4m3fn
+    for head_dim in (64, 80, 96, 128, 256):
+        for pages in (torch.bfloat16, float8):
+            for page_size in (1, 16, 64):
+                yield _Shape(head_dim, pages=pages, page_size=page_size)
+    for group in (1, 3, 8, 16):
+        yield _Shape(group=group)
+    half = _Shape(queries=torch.float16, pages=torch.float16)
+    yield from (half, replace(half, pages=float8))
+    yield _Shape(queries=torch.float32, pages=torch.float32)
+    for pages in (torch.bfloat16, float8):
+        yield _Shape(pages=pages, window=4096)  # Mistral
+        yield _Shape(64, group=8, pages=pages, window=128, sinks=True)  # gpt-oss
+        yield _Shape(64, group=8, pages=pages, sinks=True)
+        yield _Shape(256, group=2, pages=pages, window=4096, soft_cap=50.0)  # Gemma 2
+        yield _Shape(256, group=2, pages=pages, soft_cap=50.0)
 
 
-def _decode(shape: _Shape) -> ShippedKernel:
-    sequences = 48
-    return ShippedKernel(
-        "decode_attention", str(shape), lambda chip: _attend(shape, sequences, sequences, sequences, chip)
-    )
+def _decode(shape: _Shape, chip: Chip) -> None:
+    queries, kv, page_table, kv_lens = shape.tensors(_ROWS)
+    plan = plan_decode(kv_lens, _ROWS, _LONGEST, shape.kv_heads, shape.window)
+    partials = Partials.allocate(plan, queries)
+    output = torch.empty_like(queries)
+    decode_attention(queries, kv, page_table, kv_lens, shape.options, plan, partials, output, chip)
 
 
-def _extend(shape: _Shape) -> ShippedKernel:
-    return ShippedKernel("extend_attention", str(shape), lambda chip: _attend(shape, 1024, 4, 0, chip))
-
-
-def _attend(shape: _Shape, tokens: int, sequences: int, num_decode: int, chip: Chip) -> object:
-    """Attention of a step of so many tokens, sequences, and decode sequences among them."""
-    batch = ForwardBatch(
-        tokens=_ints(tokens),
-        positions=_ints(tokens),
-        write_slots=_ints(tokens).long(),
-        page_table=_ints(sequences, _LONGEST // shape.page_size),
-        kv_lens=_ints(sequences),
-        query_starts=_ints(sequences + 1),
-        num_decode=num_decode,
-    )
-    options = AttentionOptions(
-        scale=shape.head_dim**-0.5,
-        window=shape.window,
-        soft_cap=shape.soft_cap,
-        sinks=torch.empty(shape.heads, dtype=torch.float32, device=_META) if shape.sinks else None,
-    )
-    queries = torch.empty((tokens, shape.heads, shape.head_dim), dtype=shape.dtype, device=_META)
-    kv = KVPages.allocate(2, shape.kv_heads, shape.page_size, shape.head_dim, shape.pages, _META)
-    return TritonAttention(chip).prepare(batch)(queries, kv, options)
-
-
-def _ints(*shape: int) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.int32, device=_META)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _extend(shape: _Shape, chip: Chip) -> None:
+    queries, kv, page_table, kv_lens = shape.tensors(_TOKENS)
+    starts = torch.empty(_ROWS + 1, dtype=torch.int32, device=_META)
+    tile = extend_tile(shape.head_dim, shape.pages, chip)
+    plan = plan_extend(starts, 0, _TOKENS, tile.tokens(shape.group))
+    output = torch.empty_like(queries)
+    extend_attention(queries, kv, page_table, kv_lens, starts, 0, shape.options, plan, output, chip)
