@@ -39,6 +39,7 @@ from sglang_jax.server.sampling import NativeSampling, SamplingFields
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "sglang_jax"
+TORCH_BACKEND = ROOT / "torch_backend"
 OPERATIONS = (ROOT / "docs/operations.md").read_text()
 API = (ROOT / "docs/api.md").read_text()
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
@@ -49,6 +50,7 @@ DEFAULTS_IN_WORDS = frozenset(
         "max_total_tokens",
         "max_running_requests",
         "max_queued_requests",
+        "cuda_graph_max_bs",
         "compilation_cache_dir",
         "debug_memory",
         "served_model_name",
@@ -257,9 +259,9 @@ def test_the_log_lines_are_those_of_the_scheduler(caplog: pytest.LogCaptureFixtu
 
 @cache
 def texts_in_the_code() -> str:
-    """Every text constant of the package and the Makefile, placeholders as `…`."""
+    """Every text constant of the packages and the Makefile, placeholders as `…`."""
     texts = [(ROOT / "Makefile").read_text()]
-    for path in PACKAGE.rglob("*.py"):
+    for path in (*PACKAGE.rglob("*.py"), *TORCH_BACKEND.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.append(re.sub(r"%[\d.]*[sdf]", "…", node.value))

@@ -89,8 +89,11 @@ def test_each_backend_is_installed_alone(project: dict[str, Any]) -> None:
     assert "torch==2.13.0" in extras["test"]
 
 
-def test_the_backend_is_an_entry_point(project: dict[str, Any]) -> None:
-    assert project["entry-points"]["sglang_jax.backends"] == {"jax": "sglang_jax.jax_runner:create_runner"}
+def test_backends_are_entry_points(project: dict[str, Any]) -> None:
+    assert project["entry-points"]["sglang_jax.backends"] == {
+        "jax": "sglang_jax.jax_runner:create_runner",
+        "torch": "torch_backend:create_runner",
+    }
     assert project["scripts"] == {"sglang-jax": "sglang_jax.cli.main:main"}
 
 

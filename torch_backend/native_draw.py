@@ -75,8 +75,9 @@ def _nucleus(distances: Float32, near: Float32, kept: np.float32, top_p: np.floa
     if within[-1] < wanted:
         near = np.sort(inside)
         within = np.cumsum(np.exp(-near), dtype=np.float64)
-    place = np.searchsorted(within, wanted, side="left")
-    return near[min(place, len(near) - 1)]
+    place = int(np.searchsorted(within, wanted, side="left"))
+    least: np.float32 = near[min(place, len(near) - 1)]
+    return least
 
 
 def _race(distances: Float32, limit: np.float32, key: tuple[int, int], position: int) -> int:

@@ -43,4 +43,5 @@ def gumbel_noise(key: tuple[int, int], position: int, token_ids: UInt32) -> NDAr
     bits = threefry_2x32(key, position, token_ids)
     # 23 bits and a half step: strictly inside (0, 1), so that both logarithms are finite.
     uniform = ((bits >> np.uint32(9)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
-    return -np.log(-np.log(uniform))
+    noise: NDArray[np.float32] = -np.log(-np.log(uniform))
+    return noise

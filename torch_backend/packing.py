@@ -13,16 +13,17 @@ from sglang_jax.runner.plan import Int32, PageDeltas, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """A plan on the device: R sequences, D page-table deltas, views of one tensor. All int32.
+    """A plan on the device: R sequences, D page-table deltas, views of one int32 tensor.
 
+    - `num_decode`: known to the host; all sequences, padding included, in a captured step.
     - `rows`, `kv_lens`: `[R]`; padding is in the dump row, with length 0.
     - `query_starts`: `[R + 1]`.
     - `sampled`: `[S]`, the sequences that draw a token.
     - `delta_rows`, `delta_columns`, `delta_pages`: `[D]`; padding writes page 0 into the dump row.
     - `prefill_tokens`: tokens of the sequences that are not decode rows.
-    - `num_decode`: known to the host; all sequences, padding included, in a captured step.
     """
 
+    num_decode: int
     rows: torch.Tensor
     kv_lens: torch.Tensor
     query_starts: torch.Tensor
@@ -31,7 +32,6 @@ class StepInputs:
     delta_columns: torch.Tensor
     delta_pages: torch.Tensor
     prefill_tokens: torch.Tensor
-    num_decode: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class StepLayout:
 
     def unpack(self, packed: torch.Tensor) -> StepInputs:
         """Views of a packed step on the device."""
-        return StepInputs(*(packed[start:end] for start, end in pairwise(self._ends())), num_decode=self.num_decode)
+        return StepInputs(self.num_decode, *(packed[start:end] for start, end in pairwise(self._ends())))
 
     def pack(self, plan: StepPlan, deltas: PageDeltas, dump_row: int, packed: Int32) -> None:
         """Writes a plan that fits into `packed`, `[size]`; `deltas` are those of its page deltas that go along."""

@@ -88,12 +88,12 @@ class CudaStream:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def submit(self, work: Callable[[], T]) -> Pending[T]:
         with torch.inference_mode(), torch.cuda.stream(self.stream):
             found = work()
-            done = torch.cuda.Event()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self.stream)
         return _OnStream(found, done)
 
