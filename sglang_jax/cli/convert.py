@@ -11,12 +11,20 @@ import click
 from pydantic import BaseModel, ConfigDict, Field
 
 from sglang_jax.cli.options import options_of
-from sglang_jax.config import Device, Dtype, LoadFormat
+from sglang_jax.config import Device, LoadFormat
 from sglang_jax.errors import ConfigError
 
 
 class TargetFormat(StrEnum):
     ORBAX = "orbax"
+
+
+class StoredDtype(StrEnum):
+    """What the backend that reads the converted weights computes in."""
+
+    AUTO = "auto"
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
 
 
 class ConvertConfig(BaseModel):
@@ -28,7 +36,10 @@ class ConvertConfig(BaseModel):
     load_format: LoadFormat = Field(LoadFormat.AUTO, description="how the weights are stored")
     to: TargetFormat = Field(description="format to write")
     output: Path = Field(description="folder to write; made if it is not there")
-    dtype: Dtype = Field(Dtype.AUTO, description="type of the weights; auto: the checkpoint's, bfloat16 for GGUF")
+    dtype: StoredDtype = Field(
+        StoredDtype.AUTO,
+        description="type of the weights written; auto: bfloat16 for a bfloat16 checkpoint or GGUF file, else float32",
+    )
 
 
 @click.command()
@@ -70,8 +81,8 @@ def convert(config: ConvertConfig) -> int:
     return 0
 
 
-def _dtype(wanted: Dtype, stored: str) -> Dtype:
-    """float16, which no backend computes in, widens to float32."""
-    if wanted is not Dtype.AUTO:
+def _dtype(wanted: StoredDtype, stored: str) -> StoredDtype:
+    """float16 widens to float32, which holds all its values."""
+    if wanted is not StoredDtype.AUTO:
         return wanted
-    return Dtype.BFLOAT16 if stored == Dtype.BFLOAT16.value else Dtype.FLOAT32
+    return StoredDtype.BFLOAT16 if stored == StoredDtype.BFLOAT16.value else StoredDtype.FLOAT32

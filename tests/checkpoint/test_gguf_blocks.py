@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quantize
 from helpers.gguf_files import write_gguf
+from helpers.small_configs import small_config
 
-from sglang_jax.checkpoint import Architecture, ModelConfig, RopeConfig
+from sglang_jax.checkpoint import Architecture, ModelConfig
 from sglang_jax.checkpoint.gguf_file import open_gguf
 from sglang_jax.checkpoint.gguf_reader import SUPPORTED_TYPES, GgufReader
 from sglang_jax.errors import CheckpointError
@@ -22,7 +23,7 @@ NAME, HF_NAME = "blk.0.ffn_up.weight", "model.layers.0.mlp.up_proj.weight"
 
 
 def config(architecture: Architecture = Architecture.LLAMA, heads: int = 2, head_dim: int = 6) -> ModelConfig:
-    return ModelConfig(
+    return small_config(
         architecture=architecture,
         vocab_size=16,
         hidden_size=COLUMNS,
@@ -31,15 +32,7 @@ def config(architecture: Architecture = Architecture.LLAMA, heads: int = 2, head
         num_heads=heads,
         num_kv_heads=heads // 2,
         head_dim=head_dim,
-        rms_norm_eps=1e-5,
-        rope=RopeConfig(),
-        max_position=64,
-        tie_word_embeddings=True,
         attention_bias=True,
-        attention_out_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        eos_token_ids=(),
     )
 
 

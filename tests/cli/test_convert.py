@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers.tiny_models import make_tiny_checkpoint
+from orbax.checkpoint import StandardCheckpointer
 
 from sglang_jax.checkpoint import Checkpoint, SourceKind, load_tokenizer, open_checkpoint
 from sglang_jax.cli.convert import convert
@@ -80,6 +81,19 @@ def test_the_engine_generates_the_same_from_it(original: Path, tmp_path: Path) -
     assert len(answers[0]) == 8
 
 
+@pytest.mark.parametrize(
+    ("stored", "written"), [("bfloat16", "bfloat16"), ("float16", "float32"), ("float32", "float32")]
+)
+def test_the_type_of_the_weights_follows_the_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], stored: str, written: str
+) -> None:
+    folder, output = make_tiny_checkpoint(tmp_path / "original", dtype=stored), tmp_path / "converted"
+    assert run(convert, "convert", ["--model-path", str(folder), "--to", "orbax", "--output", str(output)]) == 0
+    assert f"in {written}: serve it" in capsys.readouterr().out
+    found = StandardCheckpointer().metadata(output / "weights").item_metadata
+    assert {str(array.dtype) for array in dict(found).values()} == {written}
+
+
 def test_a_second_conversion_overwrites_nothing(
     original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,6 +110,7 @@ def test_a_second_conversion_overwrites_nothing(
     [
         (["--to", "orbax", "--output", "x"], ["--model-path"]),
         (["--model-path", "demo", "--to", "zip", "--output", "x"], ["--to", "zip", "orbax"]),
+        (["--model-path", "demo", "--to", "orbax", "--output", "x", "--dtype", "float16"], ["--dtype", "float16"]),
         (["--model-path", "no/such/folder", "--to", "orbax", "--output", "x"], ["no/such/folder"]),
     ],
 )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.small_configs import small_config
 
 from sglang_jax.checkpoint import Architecture, ModelConfig, RopeConfig, RopeKind
 from sglang_jax.checkpoint.dummy_reader import DummyReader
@@ -20,22 +21,11 @@ from sglang_jax.jax_runner.weights import load_weights
 from sglang_jax.layers.sharding import make_mesh
 from sglang_jax.models import AttentionImplementation, Transformer, build_model
 
-CONFIG = ModelConfig(
+CONFIG = small_config(
     architecture=Architecture.QWEN3,
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
     rms_norm_eps=1e-6,
     rope=RopeConfig(kind=RopeKind.YARN, theta=1e6, factor=4.0, original_max_position=64, mscale=0.7),
-    max_position=256,
-    tie_word_embeddings=True,
     attention_bias=True,
-    attention_out_bias=False,
-    mlp_bias=False,
     qk_norm=True,
     eos_token_ids=(1, 2),
 )

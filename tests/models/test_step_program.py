@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.small_configs import small_config
 
-from sglang_jax.checkpoint import Architecture, ModelConfig, RopeConfig
 from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.errors import CheckpointError
 from sglang_jax.jax_runner.weights import load_weights
@@ -23,24 +23,14 @@ MIB = 2**20
 PAGE_SIZE = 16
 NUM_PAGES = 2048
 
-CONFIG = ModelConfig(
-    architecture=Architecture.LLAMA,
+CONFIG = small_config(
     vocab_size=8192,
     hidden_size=256,
     intermediate_size=1024,
     num_layers=3,
     num_heads=8,
-    num_kv_heads=2,
     head_dim=64,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(),
     max_position=8192,
-    tie_word_embeddings=True,
-    attention_bias=False,
-    attention_out_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    eos_token_ids=(2,),
 )
 
 
