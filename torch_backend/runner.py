@@ -11,6 +11,7 @@ import torch
 
 from sglang_jax.runner.plan import (
     INVALID_TOKEN,
+    LOGPROB_BUCKETS,
     NO_LOGPROBS,
     PageDeltas,
     PromptLogprobs,
@@ -122,6 +123,7 @@ class TorchRunner:
         self._weight_bytes = weight_bytes
         self._kv_bytes = kv_bytes
         self._details = dict(details or {})
+        self._stream.settle()
 
     @property
     def spec(self) -> RunnerSpec:
@@ -250,7 +252,7 @@ class TorchRunner:
         return Logprobs(*(self._stream.to_host(part) for part in (found.logprobs, found.top_ids, found.top_logprobs)))
 
     def _run_padding(self, layout: StepLayout) -> None:
-        """A step whose rows are all the dump row, which reads and writes page 0."""
+        """A step whose rows are all the dump row, which reads and writes page 0; and all that sampling may ask for."""
         packed = np.zeros(layout.size, np.int32)
         inputs = layout.unpack(integers_to_device(self._stream, packed))
         inputs.rows.fill_(self._dump_row)
@@ -258,5 +260,8 @@ class TorchRunner:
             inputs.query_starts[1:] = inputs.kv_lens[:] = layout.prefill_tokens
         else:
             torch.arange(layout.rows + 1, dtype=torch.int32, out=inputs.query_starts)
-        hidden = self._forward(inputs)
-        self._model.logits(hidden[: layout.sampled])
+        logits = self._model.logits(self._forward(inputs)[: layout.sampled])
+        rows, kv_lens = inputs.rows[: layout.sampled].long(), inputs.kv_lens[: layout.sampled]
+        for needs in (Needs.NOTHING, Needs.everything()):
+            tokens = sample(logits, self._sampling, rows, kv_lens, needs, self._draw)
+        token_logprobs(logits, tokens, LOGPROB_BUCKETS[-1])

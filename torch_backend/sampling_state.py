@@ -24,6 +24,11 @@ class Needs(IntFlag):
     PENALTIES = 4
     DRAW = 8
 
+    @classmethod
+    def everything(cls) -> Needs:
+        """All parts."""
+        return cls.BIAS | cls.STOP_MASK | cls.PENALTIES | cls.DRAW
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingState:

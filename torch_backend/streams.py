@@ -43,6 +43,10 @@ class Stream(Protocol):
         """A copy on the host, complete once the work that asked for it is waited for."""
         ...
 
+    def settle(self) -> None:
+        """Waits for what was done outside any stream, so that work that is submitted from now on finds it done."""
+        ...
+
     def close(self) -> None:
         """Waits for what was submitted."""
         ...
@@ -69,6 +73,9 @@ class CpuThread:
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
+
+    def settle(self) -> None:
+        """Outside this thread nothing is left undone."""
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -107,6 +114,9 @@ class CudaStream:
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
         self.stream.synchronize()
