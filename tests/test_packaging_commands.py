@@ -34,10 +34,20 @@ def test_a_fresh_clone_is_served_without_torch(tmp_path: Path) -> None:
     assert result.stdout.splitlines()[-1].endswith("-m sglang_jax.launch_server --port 30007 --dtype float32")
 
 
+@pytest.mark.parametrize("extra", ["tpu", "cuda", "torch"])
+def test_another_extra_is_installed_instead(tmp_path: Path, extra: str) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").touch()
+    (tmp_path / ".ready-to-serve-jax").touch()
+    result = make("-n", "serve", f"VENV={tmp_path}", f"EXTRA={extra}")
+    assert f'--editable ".[{extra}]"' in result.stdout
+    assert "[jax]" not in result.stdout
+
+
 def test_the_second_start_installs_nothing(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/python").touch()
-    (tmp_path / ".ready-to-serve").touch()
+    (tmp_path / ".ready-to-serve-jax").touch()
     result = make("-n", "serve", f"VENV={tmp_path}")
     assert result.stdout.strip() == f"{tmp_path}/bin/python -m sglang_jax.launch_server"
 
@@ -45,8 +55,8 @@ def test_the_second_start_installs_nothing(tmp_path: Path) -> None:
 def test_a_changed_project_is_installed_again(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/python").touch()
-    (tmp_path / ".ready-to-serve").touch()
-    os.utime(tmp_path / ".ready-to-serve", (0, 0))
+    (tmp_path / ".ready-to-serve-jax").touch()
+    os.utime(tmp_path / ".ready-to-serve-jax", (0, 0))
     assert "--editable" in make("-n", "serve", f"VENV={tmp_path}").stdout
 
 
