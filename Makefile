@@ -17,10 +17,10 @@ TEST_READY := $(VENV)/.ready-to-test
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test check format soak bench clean
+.PHONY: help serve test check format soak kernel-table bench clean
 
 help: ## this list
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 serve: $(SERVE_READY) ## install what serving needs, and serve on port 30000; flags: ARGS="--port 30007"; on a GPU: EXTRA=cuda
 	@$(BIN)/python -m sglang_jax.launch_server $(ARGS)

@@ -51,7 +51,7 @@ def test_scripts_and_modules_in_commands_exist(page: Path) -> None:
     for module in re.findall(r"python -m (sglang_jax[\w.]*)", text):
         path = ROOT / module.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
-    for target in re.findall(r"(?:^|`)make ([a-z]+)\b", text, re.MULTILINE):
+    for target in re.findall(r"(?:^|`)make ([a-z-]+)\b", text, re.MULTILINE):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
 
 

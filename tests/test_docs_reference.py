@@ -285,8 +285,8 @@ def test_a_message_to_look_up_is_one_that_the_code_has(message: str) -> None:
 
 @cache
 def words_in_the_code() -> set[str]:
-    """Words of the package and of its build files, and the names of tests and benchmarks."""
-    sources = [*PACKAGE.rglob("*.py"), ROOT / "Makefile", ROOT / "pyproject.toml"]
+    """Words of the packages and of their build files, and the names of tests and benchmarks."""
+    sources = [*PACKAGE.rglob("*.py"), *TORCH_BACKEND.rglob("*.py"), ROOT / "Makefile", ROOT / "pyproject.toml"]
     words = {word for path in sources for word in re.findall(r"[A-Za-z_][A-Za-z0-9_]*", path.read_text())}
     scripts = [path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
     return words | {part for path in scripts for part in (path.stem, path.parent.name)}
