@@ -30,13 +30,17 @@ def report(title: str, rows: list[dict[str, Any]], json_file: Path | None) -> No
     """Prints the rows as a table under a line on the machine; with a file, writes both as JSON."""
     machine = describe()
     print(f"{title}\n" + ", ".join(f"{key}: {value}" for key, value in machine.items()))
+    print(format_table(rows))
+    if json_file is not None:
+        json_file.write_text(json.dumps({"title": title, "machine": machine, "rows": rows}, indent=2) + "\n")
+
+
+def format_table(rows: list[dict[str, Any]]) -> str:
+    """A line of columns, those of all rows together, and a line for each row."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [columns, *[[_cell(row.get(column, "")) for column in columns] for row in rows]]
     widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
-    for line in cells:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-    if json_file is not None:
-        json_file.write_text(json.dumps({"title": title, "machine": machine, "rows": rows}, indent=2) + "\n")
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
 
 
 def _cell(value: object) -> str:

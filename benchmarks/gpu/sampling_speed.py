@@ -1,0 +1,43 @@
+"""Draws over a large vocabulary, beside a draw by sorting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from gpu.bench import Bench, Table, Work
+from gpu.check_draw import draw_parameters
+from sglang_jax.sampling.params import SamplingParams
+
+_KINDS = {
+    "temperature": SamplingParams(temperature=1.0),
+    "top-k 50": SamplingParams(temperature=1.0, top_k=50),
+    "top-p 0.9": SamplingParams(temperature=1.0, top_p=0.9),
+    "top-k 50, top-p 0.9": SamplingParams(temperature=1.0, top_k=50, top_p=0.9),
+}
+
+
+def run(bench: Bench) -> Iterator[Table]:
+    """Draws of a step's rows; `reads`: as many times the time in which the logits can be read once. Beside them a draw
+    with top-p by sorting, in torch."""
+    vocab = 500 if bench.small else 128_256
+    rows = []
+    for count in (2,) if bench.small else (1, 32, 256):
+        logits = 3 * bench.normal(count, vocab, dtype=torch.float32)
+        once = logits.nbytes / bench.rates.copy_bytes_per_second
+        works: dict[str, Work] = {"greedy": lambda logits=logits: bench.kernels.draw.greedy(logits)}
+        for kind, params in _KINDS.items():
+            given = draw_parameters(bench, [params] * count, vocab)
+            works[kind] = lambda logits=logits, given=given: bench.kernels.draw.draw(logits, given)
+        works["torch, top-p 0.9 by sorting"] = lambda logits=logits: _by_sorting(logits)
+        for kind, work in works.items():
+            seconds = bench.stopwatch.seconds(work)
+            rows.append({"rows": count, "draw": kind, "us": seconds * 1e6, "reads": seconds / once})
+    yield Table(f"draws ({bench.kernels.name}) over {vocab} tokens", rows)
+
+
+def _by_sorting(logits: torch.Tensor) -> torch.Tensor:
+    ordered, tokens = torch.softmax(logits, dim=-1).sort(dim=-1, descending=True)
+    ordered[ordered.cumsum(dim=-1) - ordered > 0.9] = 0.0
+    return tokens.gather(1, torch.multinomial(ordered, 1))
