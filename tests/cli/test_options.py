@@ -26,6 +26,8 @@ OTHER_VALUES: dict[str, Any] = {
     "backend": "jax",
     "device": "cpu",
     "dtype": "float32",
+    "kv_cache_dtype": "fp8_e4m3",
+    "tp_size": 2,
     "context_length": 777,
     "mem_fraction_static": 0.5,
     "max_total_tokens": 4096,
@@ -38,6 +40,8 @@ OTHER_VALUES: dict[str, Any] = {
     "disable_radix_cache": True,
     "radix_eviction_policy": "fifo",
     "attention_backend": "reference",
+    "disable_cuda_graph": True,
+    "cuda_graph_max_bs": 8,
     "random_seed": 42,
     "sampling_defaults": "openai",
     "skip_warmup": True,
@@ -96,7 +100,7 @@ def test_help_shows_description_default_and_choices(capsys: pytest.CaptureFixtur
     text = " ".join(capsys.readouterr().out.split())
     for field in ServerConfig.model_fields.values():
         assert " ".join((field.description or "").split()) in text
-    assert "[auto|bfloat16|float32]" in text
+    assert "[auto|bfloat16|float16|float32]" in text
     assert "tokens per KV page [default: 16]" in text
     assert "--disable-radix-cache do not reuse" in text
 
