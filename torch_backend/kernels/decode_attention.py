@@ -71,19 +71,21 @@ def decode_tile(head_dim: int, pages: torch.dtype, chip: Chip) -> DecodeTile:
     """The tile for a head size and a type of pages.
 
     To keep an H100's memory busy, some 40 KiB must be under way on each multiprocessor at any time (its bandwidth times
-    the latency). `stages - 1` tiles of a program are, and `programs` is what registers and shared memory allow, by the
-    figures of the compiler: at 128 dimensions in bfloat16 71,680 bytes and 80 registers for each of 256 threads. Eight
-    warps leave no spills where four of them would have to hold 128 accumulators and widened float8 besides.
+    the latency). A program has `stages - 1` tiles under way; `programs` is what registers and shared memory allow, by
+    the compiler's figures: at 128 dimensions in bfloat16 71,680 bytes of shared memory and 80 registers for each of
+    256 threads. Eight warps, since four would have to hold twice the accumulators and widened float8 each; float8 takes
+    shorter tiles and one more of them, since its widening takes registers by the tile.
     """
     if pages == torch.float32:
         return DecodeTile(keys=16, warps=4, stages=2, programs=2)
     if head_dim <= 64:
         return DecodeTile(keys=64, warps=4, stages=3, programs=4)
-    if head_dim <= 128:
-        return DecodeTile(
-            keys=64, warps=8, stages=3, programs=3 if pages.itemsize == 2 and chip.capability >= 90 else 2
-        )
-    return DecodeTile(keys=32, warps=8, stages=3, programs=2)
+    if head_dim > 128:
+        return DecodeTile(keys=32, warps=8, stages=3, programs=2)
+    if pages.itemsize == 1:
+        return DecodeTile(keys=32, warps=8, stages=4, programs=2)
+    # An A100 has 164 KiB of shared memory, which is two programs.
+    return DecodeTile(keys=64, warps=8, stages=3, programs=3 if chip.capability >= 90 else 2)
 
 
 def splits_bound(kv_heads: int) -> int:
@@ -281,6 +283,7 @@ def decode_splits(
     lanes = tl.arange(0, GROUP_WIDTH)
     dims = tl.arange(0, WIDTH)
     wanted = (lanes < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    # Nothing that all turns share is computed ahead: held through a split's tiles, it would spill.
     for item in tl.range(tl.program_id(0), tl.load(starts + rows) * KV_HEADS, tl.num_programs(0), disable_licm=True):
         place = item // KV_HEADS
         kv_head = item % KV_HEADS

@@ -60,16 +60,17 @@ def extend_tile(head_dim: int, pages: torch.dtype, chip: Chip) -> ExtendTile:
     """The tile for a head size and a type of pages: the largest that the compiler fits into registers.
 
     128 rows and 8 warps are two warp groups of Hopper's matrix unit. What limits the rest are registers: at 128
-    dimensions a thread holds 64 accumulators and 32 scores, and beside them, on chips whose matrix units do not read
-    shared memory (before 9.0), its part of queries, keys and values. Shared memory would allow more stages.
+    dimensions a thread holds 64 accumulators and 32 scores. Matrix units other than those of Hopper and the data-centre
+    Blackwells want queries, keys and values in registers too, and float8 is widened there on all.
     """
     if pages == torch.float32:
         return ExtendTile(rows=16, keys=16, warps=4, stages=2)
+    widens = pages.itemsize == 1
     if head_dim > 128:
-        return ExtendTile(rows=128 if chip.capability == 90 else 64, keys=32, warps=8, stages=2)
-    if chip.capability < 90 and pages.itemsize == 1:
-        return ExtendTile(rows=128, keys=32, warps=8, stages=3)
-    return ExtendTile(rows=128, keys=64, warps=8, stages=3)
+        rows = 128 if chip.capability == 90 and not widens else 64
+        return ExtendTile(rows=rows, keys=32, warps=8, stages=3 if widens else 2)
+    reads_shared = chip.capability // 10 in (9, 10)
+    return ExtendTile(rows=128, keys=64 if reads_shared or head_dim <= 64 else 32, warps=8, stages=3)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,184 @@
+"""Paged extend in the interpreter against numpy in float64: shuffled pages, NaN in every unused slot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.torch_attention_steps import Case, Step, error, make_step
+from helpers.triton_interpreter import shuffled_programs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torch_backend.attention.triton import TritonAttention
+from torch_backend.batch import ForwardBatch
+from torch_backend.kernels.chip import Chip
+from torch_backend.kernels.extend_attention import plan_extend
+
+HOPPER, AMPERE = Chip(capability=90, processors=3), Chip(capability=80, processors=2)
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+"""float32: rounding of sums. The others: one rounding of an output below 4, which is half of 2^-7 or 2^-10 times 2."""
+
+
+def step_of(*sequences: tuple[int, int], num_decode: int = 0, **changes: object) -> Case:
+    """Sequences as (cached prefix, new tokens), in bfloat16: blocks of 128 / group tokens and tiles of 64 keys."""
+    kv_lens = tuple(prefix + new for prefix, new in sequences)
+    case = Case(kv_lens=kv_lens, query_lens=tuple(new for _, new in sequences), num_decode=num_decode)
+    return replace(case, dtype=torch.bfloat16, **changes)
+
+
+def check(case: Case, chip: Chip = HOPPER, seed: int = 0) -> None:
+    assert error(TritonAttention(chip), make_step(case, seed)) < TOLERANCE[case.dtype]
+
+
+def attend(step: Step, chip: Chip = HOPPER) -> torch.Tensor:
+    return TritonAttention(chip).prepare(step.batch)(step.queries, step.kv, step.options)
+
+
+def alone(step: Step, row: int, num_decode: int) -> Step:
+    """One sequence of a step, over the same pages."""
+    batch = step.batch
+    tokens = slice(*batch.query_starts[row : row + 2].tolist())
+    smaller = ForwardBatch(
+        batch.tokens[tokens],
+        batch.positions[tokens],
+        batch.write_slots[tokens],
+        batch.page_table[row : row + 1],
+        batch.kv_lens[row : row + 1],
+        torch.tensor([0, tokens.stop - tokens.start], dtype=torch.int32),
+        num_decode,
+    )
+    return replace(step, queries=step.queries[tokens], batch=smaller, expected=step.expected[tokens])
+
+
+MIXED = step_of((40, 1), (0, 1), (17, 13), (0, 70), (0, 1), (90, 5), num_decode=2)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64, 128])
+def test_edges_of_blocks_and_tiles(page_size: int) -> None:
+    """Two heads a kv head make blocks of 64 tokens; prefixes end in the middle of tiles, of pages, and on edges."""
+    sequences = ((0, 1), (0, 63), (0, 64), (0, 65), (1, 64), (63, 66), (64, 64), (65, 129), (200, 3))
+    check(step_of(*sequences, kv_heads=1, page_size=page_size))
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_float32_is_exact_to_rounding(page_size: int) -> None:
+    """Blocks of 8 tokens, tiles of 16 keys."""
+    sequences = ((0, 1), (0, 7), (0, 9), (15, 8), (16, 17), (33, 2))
+    check(replace(step_of(*sequences, page_size=page_size), dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_dim"),
+    [(1, 1, 64), (3, 3, 96), (1, 5, 80), (2, 4, 128), (1, 16, 64), (2, 8, 256), (1, 2, 80)],
+)
+def test_heads(kv_heads: int, group: int, head_dim: int) -> None:
+    """Three and five heads do not divide a block's rows."""
+    sequences = ((0, 50), (70, 45), (3, 2))
+    check(step_of(*sequences, kv_heads=kv_heads, group=group, head_dim=head_dim, page_size=16, sinks=True))
+
+
+@pytest.mark.parametrize("chip", [HOPPER, AMPERE], ids=["sm_90", "sm_80"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=["same", "float8"])
+def test_types(chip: Chip, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+    """Without instructions for float8 the kernel widens its bits."""
+    case = step_of((20, 30), (0, 9), (100, 6), head_dim=128, page_size=16)
+    check(replace(case, dtype=dtype, kv_dtype=kv_dtype), chip)
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+@pytest.mark.parametrize("window", [None, 1, 6, 70, 150])
+def test_options(window: int | None, soft_cap: float | None, sinks: bool) -> None:
+    """A window smaller than a tile and over tiles, that starts in the prefix and in the chunk."""
+    sequences = ((0, 9), (0, 140), (130, 66), (200, 1))
+    check(step_of(*sequences, kv_heads=1, page_size=16, window=window, soft_cap=soft_cap, sinks=sinks))
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_options_in_float32(page_size: int) -> None:
+    case = step_of((5, 30), (40, 3), (0, 18), page_size=page_size, window=13, soft_cap=1.5, sinks=True)
+    check(replace(case, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_decode_rows_beside_chunks(dtype: torch.dtype, window: int | None) -> None:
+    check(replace(MIXED, dtype=dtype, window=window, page_size=16))
+
+
+def test_long_decode_rows_beside_chunks() -> None:
+    """Decode rows of several splits; a chunk of one token is no decode row."""
+    check(step_of((600, 1), (300, 1), (0, 1), (10, 20), num_decode=2, kv_heads=1, page_size=16, sinks=True))
+
+
+def test_sequences_without_tokens() -> None:
+    """Between others, at the ends, and alone."""
+    check(step_of((9, 0), (30, 1), (5, 7), (12, 0), (1, 0), (0, 3), (8, 0), page_size=16))
+    check(step_of((30, 1), (7, 0), num_decode=1, page_size=16))
+
+
+def test_one_chunk_of_many_blocks() -> None:
+    check(step_of((70, 500), kv_heads=1, group=1, page_size=64))
+
+
+def test_large_scores_do_not_overflow() -> None:
+    step = make_step(replace(MIXED, dtype=torch.float32, page_size=16))
+    assert bool(attend(replace(step, queries=step.queries * 1e4)).isfinite().all())
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_sequence_does_not_depend_on_its_company(window: int | None) -> None:
+    """The same bits alone and with programs in any order."""
+    step = make_step(replace(MIXED, kv_heads=1, page_size=16, window=window))
+    together = attend(step)
+    starts = step.batch.query_starts.tolist()
+    for row in range(len(starts) - 1):
+        tokens = slice(starts[row], starts[row + 1])
+        assert torch.equal(attend(alone(step, row, int(row < MIXED.num_decode))), together[tokens])
+    for seed in range(3):
+        with shuffled_programs(seed):
+            assert torch.equal(attend(step), together)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_steps(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    num_decode, others = draw(0, 4), draw(0, 5)
+    sequences = [(draw(0, 300), 1) for _ in range(num_decode)] + [(draw(0, 200), draw(0, 90)) for _ in range(others)]
+    if not sequences:
+        sequences = [(0, 1)]
+    case = step_of(
+        *sequences,
+        num_decode=num_decode,
+        kv_heads=1,
+        group=draw(1, 7),
+        page_size=2 ** draw(0, 7),
+        window=draw(1, 100) if draw(0, 2) else None,
+        sinks=bool(draw(0, 2)),
+    )
+    check(case, seed=seed)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 300), min_size=1, max_size=140),
+    num_decode=st.integers(0, 3),
+    tokens=st.sampled_from([1, 8, 42, 128]),
+)
+def test_blocks_cover_the_tokens(lengths: list[int], num_decode: int, tokens: int) -> None:
+    counts = torch.tensor([0, *[1] * num_decode, *lengths])
+    query_starts = counts.cumsum(0).to(torch.int32)
+    plan = plan_extend(query_starts, num_decode, int(query_starts[-1]), tokens)
+    blocks = [-(-length // tokens) for length in lengths]
+    assert plan.items.starts.diff().tolist() == blocks
+    owners = [row for row, count in enumerate(blocks) for _ in range(count)]
+    assert len(owners) <= plan.items.owners.numel()
+    assert plan.items.owners[: len(owners)].tolist() == owners
