@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch.nn import functional
 
@@ -16,21 +18,19 @@ class NativeOperations:
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `Operations`."""
-        return functional.rms_norm(x, weight.shape, weight, eps)
+        return normalise(x.to(torch.float32, copy=True), weight, eps).to(x.dtype)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Operations`. Writes the sum into `residual`."""
         residual += x
-        return functional.rms_norm(residual, weight.shape, weight, eps), residual
+        return self.rms_norm(residual, weight, eps), residual
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See `Operations`."""
         gate, up = gate_up.chunk(2, dim=-1)
-        if gate_up.dtype == torch.float32:
-            return functional.silu(gate) * up
-        return (functional.silu(gate.float()) * up).to(gate_up.dtype)
+        return functional.silu(gate.float()).mul_(up).to(gate_up.dtype)
 
     def rotate_and_write(
         self,
@@ -42,37 +42,51 @@ class NativeOperations:
     ) -> torch.Tensor:
         """See `Operations`."""
         kv_heads, page_size, head_dim = kv.keys.shape[1:]
-        parts = qkv.view(qkv.shape[0], -1, head_dim)
-        queries_and_keys = parts[:, :-kv_heads].float()
+        tokens = qkv.shape[0]
+        parts = qkv.view(tokens, -1, head_dim)
+        heads = parts.shape[1] - 2 * kv_heads
+        queries_and_keys = parts[:, :-kv_heads].to(torch.float32, copy=True)
         if norms is not None:
-            heads = parts.shape[1] - 2 * kv_heads
             weights = torch.cat((norms.query.expand(heads, -1), norms.key.expand(kv_heads, -1)))
-            queries_and_keys = _head_norms(queries_and_keys, weights, norms.eps)
-        rotated = rotate(queries_and_keys, rotation)
-        pages, offsets = write_slots // page_size, write_slots % page_size
-        _write(kv.keys, kv.key_scale, pages, offsets, rotated[:, -kv_heads:])
-        _write(kv.values, kv.value_scale, pages, offsets, parts[:, -kv_heads:])
-        return rotated[:, :-kv_heads].to(qkv.dtype, memory_format=torch.contiguous_format)
+            queries_and_keys = normalise(queries_and_keys, weights, norms.eps)
+        queries, keys = rotate(queries_and_keys, rotation).split((heads, kv_heads), dim=1)
+        slots = (write_slots // page_size, write_slots % page_size)
+        _write(kv.keys, kv.key_scale, slots, keys)
+        _write(kv.values, kv.value_scale, slots, parts[:, -kv_heads:])
+        return queries.to(qkv.dtype).contiguous()
+
+
+def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS norm of float32 `x` over its last axis, written into it."""
+    norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    scales = torch.addcmul(_scalar(eps, x.device), norms, norms, value=1 / x.shape[-1]).rsqrt_()
+    return x.mul_(scales).mul_(weight)
+
+
+@functools.cache
+def _scalar(value: float, device: torch.device) -> torch.Tensor:
+    return torch.tensor(value, device=device)
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Rotates float32 `x [T, heads, head_dim]`."""
-    first, second = x.chunk(2, dim=-1)
-    cosines, sines = rotation.cosines[:, None], rotation.sines[:, None]
-    return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
-
-
-def _head_norms(x: torch.Tensor, weights: torch.Tensor, eps: float) -> torch.Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weights
+    halves = x.view(*x.shape[:2], 2, -1)
+    first, second = halves.unbind(2)
+    sines = rotation.sines[:, None]
+    rotated = halves * rotation.cosines[:, None, None]
+    rotated_first, rotated_second = rotated.unbind(2)
+    rotated_first.addcmul_(second, sines, value=-1)
+    rotated_second.addcmul_(first, sines)
+    return rotated.view(x.shape)
 
 
 def _write(
-    stored: torch.Tensor, scale: torch.Tensor | None, pages: torch.Tensor, offsets: torch.Tensor, data: torch.Tensor
+    stored: torch.Tensor, scale: torch.Tensor | None, slots: tuple[torch.Tensor, torch.Tensor], data: torch.Tensor
 ) -> None:
-    """Stores `data [T, kv_heads, head_dim]`, over its head's scale where there is one."""
+    """Stores `data [T, kv_heads, head_dim]` at (page, offset), over its head's scale where there is one."""
     if scale is not None:
-        data = (data.float() / scale[:, None]).clamp(-_FLOAT8_MAX, _FLOAT8_MAX)
-    data = data.to(stored.dtype)
-    if stored.dtype == torch.float8_e4m3fn:  # written as bytes: few devices index float8
-        stored, data = stored.view(torch.uint8), data.contiguous().view(torch.uint8)
-    stored.transpose(1, 2)[pages, offsets] = data
+        scaled = (data.float() / scale[:, None]).clamp(-_FLOAT8_MAX, _FLOAT8_MAX)
+        # Written as bytes: few devices index float8.
+        data = scaled.to(stored.dtype).view(torch.uint8)
+        stored = stored.view(torch.uint8)
+    stored.transpose(1, 2).index_put_(slots, data.to(stored.dtype))

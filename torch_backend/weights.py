@@ -17,6 +17,7 @@ from sglang_jax.checkpoint.tensors import EMBEDDING, FINAL_NORM, LM_HEAD
 from torch_backend.layers.attention import Attention
 from torch_backend.layers.feed_forward import FeedForward
 from torch_backend.layers.linear import Linear
+from torch_backend.layers.packed import packing_works
 from torch_backend.layers.shard import ModelShard
 from torch_backend.models.transformer import Transformer
 from torch_backend.parallel import SINGLE, TensorParallel
@@ -31,11 +32,17 @@ class Part:
 
 
 def load_weights(
-    model: Transformer, reader: TensorReader, config: ModelConfig, parallel: TensorParallel = SINGLE
+    model: Transformer,
+    reader: TensorReader,
+    config: ModelConfig,
+    parallel: TensorParallel = SINGLE,
+    *,
+    pack: bool = True,
 ) -> None:
     """Gives every parameter of `model` its value, of the model's dtype, on its device.
 
-    At any time the host holds no more than one parameter beside those of a model on the host.
+    At any time the host holds no more than one parameter beside those of a model on the host. On a CPU, matrices are
+    then packed (see `Transformer.pack`) where torch can do it, unless `pack` is false.
 
     **Raises:** `CheckpointError` naming tensors that are missing, extra or misshapen.
     """
@@ -46,6 +53,8 @@ def load_weights(
         setattr(module, name, nn.Parameter(value, requires_grad=False))
     if config.tie_word_embeddings:
         model.head.linear.weight = model.embedding.weight
+    if pack and model.device.type == "cpu" and packing_works(model.embedding.weight.dtype):
+        model.pack()
 
 
 def _read(reader: TensorReader, parts: list[Part], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

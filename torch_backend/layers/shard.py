@@ -33,7 +33,7 @@ class ModelShard:
         if config.num_heads % size or (kv_heads % size and size % kv_heads):
             raise ConfigError(
                 f"{config.num_heads} heads and {kv_heads} kv heads cannot be spread over {size} processes: "
-                "choose a tensor parallel size that divides the heads, and that divides or is a multiple of the kv heads"
+                "choose a tensor parallel size that divides the heads and divides, or is a multiple of, the kv heads"
             )
         if config.intermediate_size % size:
             raise ConfigError(

@@ -51,6 +51,12 @@ class DecoderLayer(nn.Module):
         x, residual = self.feed_forward_norm(x, residual)
         return self._parallel.all_reduce(self.feed_forward(x)), residual
 
+    def pack(self) -> None:
+        """See `Transformer.pack`."""
+        self.attention.qkv.pack()
+        self.attention.output.pack()
+        self.feed_forward.pack()
+
 
 class Transformer(nn.Module):
     """The decoder with its embeddings and head, or a rank's part of it. For inference: nothing has gradients."""
@@ -76,7 +82,8 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(self.decoder_layers)
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, operations=operations)
         self.head = Head(config.hidden_size, config.vocab_size, self.shard, dtype=dtype, parallel=parallel)
-        if config.tie_word_embeddings:
+        self._tied = config.tie_word_embeddings
+        if self._tied:
             self.head.linear.weight = self.embedding.weight
         self._rotary = RotaryTables(RotaryScaling(config.rope, config.head_dim, config.max_position), device)
         self._attention = attention
@@ -96,6 +103,14 @@ class Transformer(nn.Module):
         """float32 `[m, vocab]` of hidden states `[m, hidden]`, on every rank."""
         found: torch.Tensor = self.head(hidden)
         return found
+
+    def pack(self) -> None:
+        """Turns loaded matrices into the form that the CPU's kernels read best; at any time one of them is held twice.
+
+        Tied embeddings are held in both forms: rows are looked up in the plain one."""
+        for layer in self.decoder_layers:
+            layer.pack()
+        self.head.linear.pack(keep_plain=self._tied)
 
 
 def build_model(

@@ -1,0 +1,171 @@
+"""Where the time of a step of the torch backend goes on a CPU: the bare model with logits and argmax, SmolLM2-135M.
+
+    python benchmarks/torch_step_cpu.py [--dtypes bfloat16] [--rows 1 8 32] [--context 128] [--prefill 64] [--json FILE]
+                                        [--profile]
+
+Random weights. A decode row has `--context` keys, give or take a few as in a running server; `--prefill` is the number of
+tokens of each row of a step of prompts. `--profile` prints torch's operators by time for each step measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from machine import report
+
+from sglang_jax.checkpoint.dummy_reader import DummyReader
+from sglang_jax.checkpoint.model_config import Architecture, ModelConfig, RopeConfig
+from torch_backend.attention.native import NativeAttention
+from torch_backend.batch import ForwardBatch
+from torch_backend.kv_pages import KVPages
+from torch_backend.models import build_model
+from torch_backend.native_operations import NativeOperations
+from torch_backend.weights import load_weights
+
+PAGE_SIZE = 16
+POOL_TOKENS = 16384
+SPREAD = 16
+"""Keys by which the lengths of decode rows differ at most."""
+
+SMOLLM2_135M = ModelConfig(
+    architecture=Architecture.LLAMA,
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(theta=100000.0),
+    max_position=8192,
+    tie_word_embeddings=True,
+    attention_bias=False,
+    attention_out_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    eos_token_ids=(2,),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Steps of one shape."""
+
+    dtype: str
+    kind: str
+    rows: int
+    tokens: int
+    fastest_ms: float
+    median_ms: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.median_ms * 1e3
+
+
+class Bench:
+    """A model with its pages, and the time of steps of a given shape."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.model = build_model(
+            SMOLLM2_135M,
+            dtype=dtype,
+            device=torch.device("cpu"),
+            operations=NativeOperations(),
+            attention=NativeAttention(),
+        )
+        load_weights(self.model, DummyReader(SMOLLM2_135M, seed=0), SMOLLM2_135M)
+        self.kv = [
+            KVPages.allocate(1 + POOL_TOKENS // PAGE_SIZE, 3, PAGE_SIZE, 64, dtype, torch.device("cpu"))
+            for _ in range(SMOLLM2_135M.num_layers)
+        ]
+
+    @torch.inference_mode()
+    def step(self, batch: ForwardBatch) -> torch.Tensor:
+        """The token that each sequence draws."""
+        hidden = self.model(batch, self.kv)
+        last = hidden if batch.decode_only else hidden[batch.query_starts[1:].long() - 1]
+        return self.model.logits(last).argmax(-1)
+
+    def measure(self, kind: str, batch: ForwardBatch, repeats: int) -> Measurement:
+        times = []
+        for _ in range(repeats + 2):
+            start = time.perf_counter()
+            self.step(batch)
+            times.append((time.perf_counter() - start) * 1e3)
+        times = times[2:]
+        return Measurement(
+            dtype=str(self.dtype).removeprefix("torch."),
+            kind=kind,
+            rows=len(batch.kv_lens),
+            tokens=len(batch.tokens),
+            fastest_ms=round(min(times), 2),
+            median_ms=round(statistics.median(times), 2),
+        )
+
+    def profile(self, batch: ForwardBatch, repeats: int) -> str:
+        """A table of operators."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            for _ in range(repeats):
+                self.step(batch)
+        return profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25)
+
+
+def make_batch(kv_lens: list[int], query_lens: list[int], num_decode: int) -> ForwardBatch:
+    """Sequences on shuffled pages; no padding."""
+    pages = 1 + np.random.default_rng(0).permutation(POOL_TOKENS // PAGE_SIZE)
+    columns = POOL_TOKENS // PAGE_SIZE // len(kv_lens)
+    page_table = np.zeros((len(kv_lens), columns), np.int32)
+    for row, length in enumerate(kv_lens):
+        used = -(-length // PAGE_SIZE)
+        page_table[row, :used] = pages[row * columns : row * columns + used]
+    sequences = np.repeat(np.arange(len(kv_lens)), query_lens)
+    positions = np.concatenate([np.arange(kv - query, kv) for kv, query in zip(kv_lens, query_lens, strict=True)])
+    slots = page_table[sequences, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+    return ForwardBatch(
+        tokens=torch.from_numpy((np.arange(len(positions)) % SMOLLM2_135M.vocab_size).astype(np.int32)),
+        positions=torch.from_numpy(positions.astype(np.int32)),
+        write_slots=torch.from_numpy(slots.astype(np.int64)),
+        page_table=torch.from_numpy(page_table),
+        kv_lens=torch.from_numpy(np.array(kv_lens, np.int32)),
+        query_starts=torch.from_numpy(np.cumsum([0, *query_lens]).astype(np.int32)),
+        num_decode=num_decode,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=["bfloat16", "float32"])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--context", type=int, default=128, help="keys of a decode row")
+    parser.add_argument("--prefill", nargs="*", type=int, default=[64], help="tokens of each prompt")
+    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--profile", action="store_true")
+    arguments = parser.parse_args()
+    found = []
+    for dtype in arguments.dtypes:
+        bench = Bench(getattr(torch, dtype))
+        for rows in arguments.rows:
+            lens = [arguments.context - row % SPREAD for row in range(rows)]
+            steps = [("decode", make_batch(lens, [1] * rows, rows), arguments.repeats)]
+            for tokens in arguments.prefill:
+                steps.append(("prefill", make_batch([tokens] * rows, [tokens] * rows, 0), arguments.repeats // 8 + 1))
+            for kind, batch, repeats in steps:
+                measurement = bench.measure(kind, batch, repeats)
+                found.append(asdict(measurement) | {"tok/s": measurement.tokens_per_second})
+                if arguments.profile:
+                    print(bench.profile(batch, repeats))
+    report(f"Steps of the bare torch model, torch {torch.__version__}", found, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

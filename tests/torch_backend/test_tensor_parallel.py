@@ -1,0 +1,172 @@
+"""Ranks together compute what one process does, and each holds and reads its part alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.parity_cases import prompts
+from helpers.tiny_models import make_tiny_checkpoint
+from helpers.torch_paged_model import TorchPagedModel
+from helpers.torch_ranks import run_ranks
+
+from sglang_jax.checkpoint import Architecture, ModelConfig, RopeConfig
+from sglang_jax.checkpoint.dummy_reader import DummyReader
+from sglang_jax.checkpoint.reader import Array, Index
+from sglang_jax.errors import ConfigError
+from torch_backend.attention.native import NativeAttention
+from torch_backend.layers.shard import ModelShard
+from torch_backend.models import Transformer, build_model
+from torch_backend.native_operations import NativeOperations
+from torch_backend.weights import load_weights
+
+STEPS = ({0: 20, 1: 11}, {0: 1, 1: 9, 2: 7}, {0: 1, 2: 1, 1: 14})
+
+CONFIG = ModelConfig(
+    architecture=Architecture.QWEN3,
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=16,
+    rms_norm_eps=1e-6,
+    rope=RopeConfig(),
+    max_position=128,
+    tie_word_embeddings=False,
+    attention_bias=True,
+    attention_out_bias=True,
+    mlp_bias=True,
+    qk_norm=True,
+    eos_token_ids=(1,),
+    dtype="float32",
+)
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """The place of one rank among several, without the others."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("nothing is computed here")
+
+    all_gather_last = all_reduce
+
+    def least(self, value: int) -> int:
+        return value
+
+
+class CountingReader(DummyReader):
+    """Counts the values read of each tensor."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, seed=4)
+        self.values: Counter[str] = Counter()
+
+    def read(self, name: str, index: Index | None = None) -> Array:
+        found = super().read(name, index)
+        self.values[name] += found.size
+        return found
+
+
+def load(config: ModelConfig, rank: int, size: int) -> tuple[Transformer, CountingReader]:
+    """With plain matrices, to look into."""
+    parallel, reader = OneOf(rank, size), CountingReader(config)
+    model = build_model(
+        config,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        operations=NativeOperations(),
+        attention=NativeAttention(),
+        parallel=parallel,
+    )
+    load_weights(model, reader, config, parallel, pack=False)
+    return model, reader
+
+
+def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
+    """Biases that must be added once, one kv head for two ranks, and a vocabulary that two do not divide."""
+    checkpoints = [
+        make_tiny_checkpoint(tmp_path / "biases", "llama", attention_bias=True, mlp_bias=True),
+        make_tiny_checkpoint(tmp_path / "one_kv_head", "qwen3", num_key_value_heads=1, tie_word_embeddings=True),
+        make_tiny_checkpoint(tmp_path / "odd_vocabulary", "qwen2", vocab_size=385),
+    ]
+    ranks = run_ranks(checkpoints, 2, prompts()[:3], STEPS, tmp_path)
+    for number, folder in enumerate(checkpoints):
+        expected = TorchPagedModel(folder).run(prompts()[:3], STEPS)
+        for found in ranks:
+            for logits, wanted in zip(found[number], expected, strict=True):
+                assert logits.shape == wanted.shape
+                assert np.abs(logits - wanted).max() < 1e-5
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_parts_make_the_whole(size: int) -> None:
+    whole, _ = load(CONFIG, 0, 1)
+    parts = [load(CONFIG, rank, size)[0] for rank in range(size)]
+    layer, layers = whole.decoder_layers[1], [part.decoder_layers[1] for part in parts]
+
+    vocabulary = torch.cat([part.embedding.weight for part in parts])
+    assert torch.equal(vocabulary[:97], whole.embedding.weight)
+    assert not vocabulary[97:].any()
+    heads = torch.cat([part.head.linear.weight for part in parts])
+    assert torch.equal(heads[:97], whole.head.linear.weight)
+
+    for value, values in (
+        (layer.attention.output.weight, [part.attention.output.weight for part in layers]),
+        (layer.feed_forward.down.weight, [part.feed_forward.down.weight for part in layers]),
+    ):
+        assert torch.equal(torch.cat(values, dim=1), value)
+    gates, ups = zip(*(part.feed_forward.gate_up.weight.chunk(2) for part in layers), strict=True)
+    assert torch.equal(torch.cat([*gates, *ups]), layer.feed_forward.gate_up.weight)
+
+    queries, keys, values = layer.attention.qkv.weight.view(12, 16, 32).split([8, 2, 2])
+    for rank, part in enumerate(layers):
+        mine = part.attention.qkv.weight.view(-1, 16, 32)
+        per_rank, kv = 8 // size, ModelShard.of(CONFIG, rank, size).kv_heads
+        assert len(kv) == max(2 // size, 1)
+        expected = (queries[rank * per_rank : (rank + 1) * per_rank], keys[kv], values[kv])
+        assert torch.equal(mine, torch.cat(expected))
+        # Each of its heads finds its own kv head among the rank's.
+        assert kv.start == rank * per_rank // 4
+
+    assert [part.feed_forward.down.bias is None for part in layers] == [False] + [True] * (size - 1)
+    assert [part.attention.output.bias is None for part in layers] == [False] + [True] * (size - 1)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_reads_its_part_alone(size: int) -> None:
+    _, whole = load(CONFIG, 0, 1)
+    _, part = load(CONFIG, 1, size)
+    first_alone = {name for name in whole.values if name.endswith(("o_proj.bias", "down_proj.bias"))}
+    assert part.values.keys() == whole.values.keys() - first_alone
+    for name in part.values:
+        kind = name.split(".")[-2]
+        if kind.endswith("norm"):
+            share = 1
+        elif kind in ("k_proj", "v_proj"):
+            share = min(size, 2)
+        else:
+            share = size
+        if kind in ("embed_tokens", "lm_head"):
+            assert part.values[name] == -(-97 // size) * 32
+        else:
+            assert part.values[name] == whole.values[name] // share, name
+
+
+@pytest.mark.parametrize(
+    ("change", "size"),
+    [({"num_heads": 6}, 4), ({"num_kv_heads": 4, "num_heads": 12}, 6), ({"intermediate_size": 50}, 4)],
+)
+def test_what_cannot_be_divided_is_refused(change: dict[str, int], size: int) -> None:
+    config = replace(CONFIG, **change)
+    with pytest.raises(ConfigError, match=rf"over {size} processes: choose a tensor parallel size"):
+        ModelShard.of(config, 0, size)

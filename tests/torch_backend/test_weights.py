@@ -1,0 +1,172 @@
+"""Checkpoints into models: values, types, faults, and matrices packed for the CPU."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.parity_cases import STEPS, prompts
+from helpers.tiny_models import make_tiny_checkpoint, make_tiny_model
+from helpers.torch_paged_model import TorchPagedModel
+from torch.nn import functional
+
+from sglang_jax.checkpoint import ModelConfig, open_checkpoint
+from sglang_jax.checkpoint.reader import TensorReader
+from sglang_jax.errors import CheckpointError
+from torch_backend.attention.native import NativeAttention
+from torch_backend.layers import packed
+from torch_backend.layers.linear import Linear
+from torch_backend.layers.packed import PackedMatrix, packing_works
+from torch_backend.models import Transformer, build_model
+from torch_backend.native_operations import NativeOperations
+from torch_backend.weights import load_weights
+
+
+def build(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Transformer:
+    return build_model(
+        config,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        operations=NativeOperations(),
+        attention=NativeAttention(),
+    )
+
+
+def opened(folder: Path) -> tuple[TensorReader, ModelConfig]:
+    checkpoint = open_checkpoint(str(folder))
+    assert checkpoint.reader is not None
+    return checkpoint.reader, checkpoint.config
+
+
+@pytest.fixture
+def fresh_check() -> None:
+    """`packing_works` forgets what it found."""
+    packing_works.cache_clear()
+    yield
+    packing_works.cache_clear()
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_values_are_rounded_to_the_model_s_type(stored: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    reader, config = opened(make_tiny_checkpoint(tmp_path, "qwen2", dtype=stored))
+    model = build(config, dtype)
+    load_weights(model, reader, config, pack=False)
+    state = make_tiny_model("qwen2").to(getattr(torch, stored)).state_dict()
+    layer, prefix = model.decoder_layers[1], "model.layers.1"
+    fused = [state[f"{prefix}.self_attn.{name}_proj.weight"] for name in "qkv"]
+    biases = [state[f"{prefix}.self_attn.{name}_proj.bias"] for name in "qkv"]
+    gate_up = [state[f"{prefix}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+    for found, expected in (
+        (model.embedding.weight, state["model.embed_tokens.weight"]),
+        (model.head.linear.weight, state["lm_head.weight"]),
+        (model.final_norm.weight, state["model.norm.weight"]),
+        (layer.attention_norm.weight, state[f"{prefix}.input_layernorm.weight"]),
+        (layer.attention.qkv.weight, torch.cat(fused)),
+        (layer.attention.qkv.bias, torch.cat(biases)),
+        (layer.attention.output.weight, state[f"{prefix}.self_attn.o_proj.weight"]),
+        (layer.feed_forward_norm.weight, state[f"{prefix}.post_attention_layernorm.weight"]),
+        (layer.feed_forward.gate_up.weight, torch.cat(gate_up)),
+        (layer.feed_forward.down.weight, state[f"{prefix}.mlp.down_proj.weight"]),
+    ):
+        assert found is not None
+        assert torch.equal(found, expected.to(dtype))
+        assert not found.requires_grad
+
+
+def test_nothing_is_left_without_a_value(tmp_path: Path) -> None:
+    reader, config = opened(make_tiny_checkpoint(tmp_path, "qwen3", attention_bias=True))
+    model = build(config)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    load_weights(model, reader, config, pack=False)
+    assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+def test_faults_are_named_before_anything_is_read(tmp_path: Path) -> None:
+    reader, config = opened(make_tiny_checkpoint(tmp_path, "llama"))
+    config = replace(config, intermediate_size=96, attention_bias=True)
+    model = build(config)
+    with pytest.raises(CheckpointError) as caught:
+        load_weights(model, reader, config)
+    assert "missing: model.layers.1.self_attn.q_proj.bias (64,)" in str(caught.value)
+    assert "misshapen: model.layers.0.mlp.up_proj.weight is (128, 64)" in str(caught.value)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+class TestPacking:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("rows", [1, 3, 64])
+    @pytest.mark.parametrize("bias", [False, True])
+    def test_products(self, dtype: torch.dtype, rows: int, bias: bool) -> None:
+        if not packing_works(dtype):  # on a processor without bfloat16, and nowhere else
+            assert dtype == torch.bfloat16
+            assert not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+            return
+        generator = torch.Generator().manual_seed(1)
+        weight, x, factors = (
+            torch.randn(shape, generator=generator).to(dtype) for shape in ((40, 96), (rows, 96), (rows, 40))
+        )
+        offset = torch.randn(40, generator=generator).to(dtype) if bias else None
+        matrix = PackedMatrix(weight, offset)
+        exact = functional.linear(x.double(), weight.double(), None if offset is None else offset.double())
+        silu = matrix.multiply_then_silu(x)
+        for found, expected in (
+            (matrix.multiply(x), exact),
+            (silu, functional.silu(exact)),
+            (matrix.multiply_then_scale(x, factors), exact * factors.double()),
+        ):
+            assert found.dtype == dtype
+            assert found.shape == (rows, 40)
+            allowed = 0.51 * torch.finfo(dtype).eps * expected.abs() + 1e-4
+            assert bool(((found.double() - expected).abs() <= allowed).all())
+
+    @pytest.mark.parametrize("tied", [False, True])
+    def test_matrices_are_held_once_but_for_tied_embeddings(self, tied: bool, tmp_path: Path) -> None:
+        reader, config = opened(make_tiny_checkpoint(tmp_path, "llama", tie_word_embeddings=tied))
+        model = build(config)
+        load_weights(model, reader, config)
+        held = {name for name, parameter in model.named_parameters() if parameter.ndim > 1 and not parameter.is_meta}
+        assert held == {"embedding.weight"}
+        assert [module.weight.is_meta for module in model.modules() if isinstance(module, Linear)].count(False) == tied
+        plain = build(config)
+        assert [p.shape for p in model.parameters()] == [p.shape for p in plain.parameters()]
+
+    @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+    def test_logits_are_those_of_plain_matrices(
+        self, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        folder = make_tiny_checkpoint(tmp_path, architecture, mlp_bias=True)
+        packed_logits = TorchPagedModel(folder).run(prompts(), STEPS)
+        monkeypatch.setattr("torch_backend.weights.packing_works", lambda dtype: False)
+        model = TorchPagedModel(folder)
+        assert not model.model.decoder_layers[0].feed_forward.gate_up.weight.is_meta
+        for found, expected in zip(packed_logits, model.run(prompts(), STEPS), strict=True):
+            assert np.abs(found - expected).max() < 2e-5
+
+    @pytest.mark.usefixtures("fresh_check")
+    def test_a_torch_that_cannot_pack_is_told_once(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def missing(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedMatrix:
+            raise AttributeError("no such operator")
+
+        monkeypatch.setattr(packed, "PackedMatrix", missing)
+        with caplog.at_level(logging.INFO, logger="torch_backend"):
+            assert not packing_works(torch.bfloat16)
+            assert not packing_works(torch.bfloat16)
+        (record,) = caplog.records
+        assert "cannot pack" in record.getMessage()
+
+    @pytest.mark.usefixtures("fresh_check")
+    def test_a_torch_that_multiplies_wrongly_is_not_believed(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        right = PackedMatrix.multiply_then_silu
+        monkeypatch.setattr(PackedMatrix, "multiply_then_silu", lambda matrix, x: right(matrix, x) * 1.2)
+        with caplog.at_level(logging.WARNING, logger="torch_backend"):
+            assert not packing_works(torch.float32)
+        assert "multiplies wrongly" in caplog.text
