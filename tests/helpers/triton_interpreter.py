@@ -38,6 +38,23 @@ def shuffled_programs(seed: int | None) -> Iterator[None]:
         _order.seed = before
 
 
+@dataclass
+class Loads:
+    """Elements that kernels have loaded."""
+
+    elements: int = 0
+
+
+@contextmanager
+def counted_loads() -> Iterator[Loads]:
+    """Counts what launches within load."""
+    before, _memory.loads = _memory.loads, Loads()
+    try:
+        yield _memory.loads
+    finally:
+        _memory.loads = before
+
+
 # -- Types that numpy does not know ------------------------------------------------------------------------------------
 
 
@@ -154,14 +171,17 @@ def _poison(dtype: Any, shape: tuple[int, ...]) -> Any:
 
 @dataclass
 class _Memory:
-    """First and past-the-last byte of every tensor of the running launch."""
+    """First and past-the-last byte of every tensor of the running launch, and what has been loaded."""
 
     first: np.ndarray
     last: np.ndarray
+    loads: Loads
 
     def check(self, pointers: Any, mask: Any, access: str) -> None:
         lanes = np.asarray(pointers.data, dtype=np.uint64)
         lanes = lanes[np.broadcast_to(mask.data, lanes.shape)] if mask is not None else lanes.ravel()
+        if access == "load":
+            self.loads.elements += lanes.size
         size = np.uint64(max(1, pointers.get_element_ty().primitive_bitwidth // 8))
         inside = np.zeros(lanes.shape, bool)
         for first, last in zip(self.first, self.last, strict=True):
@@ -177,7 +197,7 @@ class _Memory:
         raise IndexError(f"{access} out of bounds: {int((~inside).sum())} of {inside.size} lanes; {where}")
 
 
-_memory = _Memory(np.array([], np.uint64), np.array([], np.uint64))
+_memory = _Memory(np.array([], np.uint64), np.array([], np.uint64), Loads())
 
 
 def _extents(value: Any) -> Iterator[tuple[int, int]]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from helpers.triton_interpreter import shuffled_programs
+from helpers.triton_interpreter import counted_loads, shuffled_programs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.extend.random import threefry_2x32 as jax_threefry_2x32
@@ -231,6 +231,24 @@ def test_rows_of_logits_may_lie_apart() -> None:
     apart = draw(padded[:, :3000], **columns(rows), seeds=seeds, positions=positions)
     together = draw(padded[:, :3000].contiguous(), **columns(rows), seeds=seeds, positions=positions)
     assert apart.tolist() == together.tolist()
+
+
+@pytest.mark.parametrize(
+    ("row", "passes"),
+    [
+        (Row(LOGITS["normal"], temperature=0.0, top_k=5, top_p=0.5), 1),
+        (Row(_with(LOGITS["normal"], _9=np.nan), top_k=5, top_p=0.5), 1),
+        (Row(LOGITS["normal"], min_p=0.1), 2),  # the survey and the draw
+        (Row(LOGITS["normal"], top_k=5), 2 + 7),
+        (Row(LOGITS["normal"], top_p=0.5), 2 + 7),
+    ],
+)
+def test_rows_pay_for_no_more_than_they_ask_for(row: Row, passes: int) -> None:
+    with counted_loads() as loads:
+        drawn([row])
+    # A handful of parameters and of candidates beside the passes over the vocabulary.
+    assert loads.elements // len(row.logits) <= passes
+    assert loads.elements % len(row.logits) < 200
 
 
 @pytest.mark.parametrize("argument", ["logits", "temperature", "seeds"])
