@@ -49,7 +49,7 @@ class NativeOperations:
         if norms is not None:
             weights = torch.cat((norms.query.expand(heads, -1), norms.key.expand(kv_heads, -1)))
             queries_and_keys = normalise(queries_and_keys, weights, norms.eps)
-        queries, keys = rotate(queries_and_keys, rotation).split((heads, kv_heads), dim=1)
+        queries, keys = torch.split(rotate(queries_and_keys, rotation), [heads, kv_heads], dim=1)
         slots = (write_slots // page_size, write_slots % page_size)
         _write(kv.keys, kv.key_scale, slots, keys)
         _write(kv.values, kv.value_scale, slots, parts[:, -kv_heads:])
