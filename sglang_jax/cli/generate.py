@@ -35,7 +35,7 @@ def _sampling_option(name: str, help_text: str) -> Callable[[Command], Command]:
     """An option that is None unless it was given: what it is then may be up to the model."""
     default = _DEFAULTS[name]
     shown = f"the model's, or {default}" if name in _OF_THE_MODEL else str(default)
-    return click.option(flag_name(name), name, type=type(default), show_default=shown, help=help_text)
+    return click.option(flag_name(name), name, type=type(default), help=f"{help_text}  [default: {shown}]")
 
 
 @click.command()
