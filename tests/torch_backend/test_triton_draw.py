@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from helpers.triton_interpreter import counted_loads, shuffled_programs
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from jax.extend.random import threefry_2x32 as jax_threefry_2x32
 
@@ -117,7 +117,8 @@ ROW = st.builds(
 )
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Not shrunk: in the interpreter that would take minutes.
+@settings(max_examples=10, deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow])
 @given(rows=st.lists(ROW, min_size=6, max_size=6))
 def test_draws_what_the_reference_draws(rows: list[Row]) -> None:
     assert_draws(rows, undecided=6)
@@ -177,6 +178,14 @@ LOGITS = {
     "masked": np.where(normal(5000, 16) < 2.0, np.float32(-np.inf), normal(5000, 17)),
     "wide": normal(5000, 18, 1e30),
 }
+
+
+@pytest.mark.parametrize(("min_p", "top_k"), [(0.5, -1), (0.001, 3), (1.0, -1)])
+def test_min_p_keeps_what_is_at_least_so_likely_as_a_share_of_the_likeliest(min_p: float, top_k: int) -> None:
+    row = Row(LOGITS["normal"], min_p=min_p, top_k=top_k)
+    distances = row.logits.max() - row.logits
+    kept = distances <= kept_of([row]).distances.item()
+    assert kept.tolist() == kept_tokens(row.logits, row.params)[0].tolist()
 
 
 def test_a_row_without_filters_keeps_everything() -> None:
