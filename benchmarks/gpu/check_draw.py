@@ -52,9 +52,7 @@ def run(bench: Bench) -> Iterator[Table]:
     found = bench.kernels.draw.draw(logits, draw_parameters(bench, sampling, vocab)).tolist()
     greedy = bench.kernels.draw.greedy(logits).tolist()
     values = logits.cpu().numpy()
-    rows: list[Row] = [
-        {"what": "greedy alone", "rows": len(sampling), "wrong": sum(values.argmax(-1) != greedy), "near ties": 0}
-    ]
+    rows = [_row("greedy alone", len(sampling), int(sum(values.argmax(-1) != greedy)), 0)]
     ids = np.arange(vocab, dtype=np.uint32)
     for number, (kind, params) in enumerate(_KINDS.items()):
         wrong = near = 0
@@ -62,10 +60,11 @@ def run(bench: Bench) -> Iterator[Table]:
             noise = gumbel_noise((row, 7), 100 + row, ids)
             expected = reference_sample(values[row], params, prompt=(), output=(), stop_ids=(), noise=noise)
             differs = found[row] != expected.token
-            near += differs and expected.margin < _NEARLY_A_TIE
-            wrong += differs and expected.margin >= _NEARLY_A_TIE
-        rows.append({"what": kind, "rows": each, "wrong": wrong, "near ties": near})
-    for row in rows:
-        row["wrong"] = int(row["wrong"])
-        row["ok"] = row["wrong"] == 0
+            near += int(differs and expected.margin < _NEARLY_A_TIE)
+            wrong += int(differs and expected.margin >= _NEARLY_A_TIE)
+        rows.append(_row(kind, each, wrong, near))
     yield Table(f"draws ({bench.kernels.name}) against numpy", rows)
+
+
+def _row(what: str, rows: int, wrong: int, near: int) -> Row:
+    return {"what": what, "rows": rows, "wrong": wrong, "near ties": near, "ok": wrong == 0}

@@ -71,7 +71,8 @@ def _rotation(
     slots = order[:tokens].to(bench.device)
     angles = torch.arange(tokens, device=bench.device)[:, None] / torch.linspace(1, 99, head_dim // 2).to(bench.device)
     rotation = Rotation(angles.cos(), angles.sin())
-    weights = HeadNorms(*(1 + bench.normal(head_dim, dtype=dtype) / 4 for _ in range(2)), _EPS) if norms else None
+    query, key = (1 + bench.normal(head_dim, dtype=dtype) / 4 for _ in range(2))
+    weights = HeadNorms(query, key, _EPS) if norms else None
     wide = replace(weights, query=weights.query.float(), key=weights.key.float()) if weights else None
     qkv = bench.normal(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     expected = _EXPECTED.rotate_and_write(qkv.float(), rotation, wide, expected_kv, slots)

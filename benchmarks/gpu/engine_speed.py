@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+from torch.profiler import ProfilerActivity, profile
 
 from gpu.bench import Bench, Row, Table, judged, share
 from gpu.dummy_engine import DummyEngine, dummy_engine
@@ -30,15 +31,15 @@ def run(bench: Bench) -> Iterator[Table]:
     with dummy_engine(bench, graphs=True) as dummy:
         yield from measure_batches(bench, dummy, (1, 4) if bench.small else (1, 32, 256), "with graphs")
         yield _workload(bench, dummy)
-        if bench.on_gpu:
-            for rows in (1, 32):
-                yield _profile(bench, dummy, rows)
+        for rows in (1, 4) if bench.small else (1, 32):
+            yield _profile(bench, dummy, rows)
 
 
 def measure_batches(bench: Bench, dummy: DummyEngine, batches: tuple[int, ...], how: str) -> Iterator[Table]:
     length = 8 if bench.small else 128
     model = "a tiny model" if bench.small else "8B"
-    throughput, steps = [], []
+    throughput: list[Row] = []
+    steps: list[Row] = []
     for batch in batches:
         rate, digest = _generate(dummy, batch, length)
         throughput.append({"batch": batch, "output tok/s": rate, "tokens digest": digest})
@@ -108,8 +109,9 @@ def _workload(bench: Bench, dummy: DummyEngine) -> Table:
         num_prompts=prompts, random_input_len=inputs, random_output_len=outputs, random_range_ratio=0.5
     )
 
-    def generate(tokens: object, sampling: object) -> list[GenerateOutput]:
-        return dummy.engine.generate(tokens, sampling)  # type: ignore[call-overload]
+    def generate(tokens: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[GenerateOutput]:
+        outputs = dummy.engine.generate(tokens, sampling)
+        return outputs if isinstance(outputs, list) else [outputs]
 
     totals = run_workload(generate, make_workload(config, dummy.model.vocab_size))
     row: Row = {
@@ -124,13 +126,13 @@ def _workload(bench: Bench, dummy: DummyEngine) -> Table:
 
 
 def _profile(bench: Bench, dummy: DummyEngine, batch: int) -> Table:
-    """Kernels of a short run, mostly decode steps, by torch's profiler."""
-    from torch.profiler import ProfilerActivity, profile
-
+    """Kernels of a short run, mostly decode steps, by torch's profiler; nothing in a dry run, whose operators run in
+    another thread."""
     params = SamplingParams(temperature=0.0, max_new_tokens=32, ignore_eos=True)
     prompts = np.random.default_rng(99).integers(10, dummy.model.vocab_size - 300, (batch, 16)).tolist()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA if bench.on_gpu else ProfilerActivity.CPU]) as profiler:
         dummy.engine.generate(prompts, params)
+    dummy.settle()
     found = [event for event in profiler.key_averages() if event.self_device_time_total > 0]
     whole = sum(event.self_device_time_total for event in found)
     found.sort(key=lambda event: event.self_device_time_total, reverse=True)

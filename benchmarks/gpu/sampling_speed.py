@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -26,11 +27,11 @@ def run(bench: Bench) -> Iterator[Table]:
     for count in (2,) if bench.small else (1, 32, 256):
         logits = 3 * bench.normal(count, vocab, dtype=torch.float32)
         once = logits.nbytes / bench.rates.copy_bytes_per_second
-        works: dict[str, Work] = {"greedy": lambda logits=logits: bench.kernels.draw.greedy(logits)}
+        works: dict[str, Work] = {"greedy": partial(bench.kernels.draw.greedy, logits)}
         for kind, params in _KINDS.items():
             given = draw_parameters(bench, [params] * count, vocab)
-            works[kind] = lambda logits=logits, given=given: bench.kernels.draw.draw(logits, given)
-        works["torch, top-p 0.9 by sorting"] = lambda logits=logits: _by_sorting(logits)
+            works[kind] = partial(bench.kernels.draw.draw, logits, given)
+        works["torch, top-p 0.9 by sorting"] = partial(_by_sorting, logits)
         for kind, work in works.items():
             seconds = bench.stopwatch.seconds(work)
             rows.append({"rows": count, "draw": kind, "us": seconds * 1e6, "reads": seconds / once})

@@ -70,9 +70,11 @@ class DecodeTimes:
 
 
 def _between(earlier: Mark, later: Mark) -> float:
-    if isinstance(earlier, torch.cuda.Event):
-        return earlier.elapsed_time(later) / 1e3
-    return later - earlier
+    if isinstance(earlier, float) and isinstance(later, float):
+        return later - earlier
+    if isinstance(earlier, torch.cuda.Event) and isinstance(later, torch.cuda.Event):
+        return float(earlier.elapsed_time(later)) / 1e3
+    raise TypeError("marks of different clocks")
 
 
 class _TimedCudaStream(CudaStream):
