@@ -211,3 +211,13 @@ def test_shapes_that_the_kernels_do_not_know_are_errors() -> None:
         attend(replace(step, queries=step.queries.transpose(1, 2).contiguous().transpose(1, 2)))
     with pytest.raises(ValueError, match="page size must be a power of two, not 12"):
         attend(make_step(replace(SHORT, page_size=12)))
+
+
+def test_a_plan_of_another_window_is_an_error() -> None:
+    step = make_step(SHORT)
+    plan = plan_decode(step.batch.kv_lens, step.batch.num_decode, 160, kv_heads=2, window=None)
+    partials, output = decode_attention.Partials.allocate(plan, step.queries), torch.empty_like(step.queries)
+    table, lens = step.batch.page_table, step.batch.kv_lens
+    options = replace(step.options, window=5)
+    with pytest.raises(ValueError, match="splits are of a window of None keys, not 5"):
+        decode_attention.decode_attention(step.queries, step.kv, table, lens, options, plan, partials, output, HOPPER)

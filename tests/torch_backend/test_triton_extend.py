@@ -144,6 +144,27 @@ def test_a_sequence_does_not_depend_on_its_company(window: int | None) -> None:
             assert torch.equal(attend(step), together)
 
 
+@pytest.mark.parametrize("window", [None, 50])
+def test_chunks_do_not_change_a_query(window: int | None) -> None:
+    """The same bits, wherever the sequence was cut: blocks of 64 tokens then start elsewhere."""
+    whole = make_step(step_of((10, 200), kv_heads=1, page_size=16, window=window))
+    expected = attend(whole)
+    for chunks in ((37, 163), (64, 1, 135), (100, 60, 40)):
+        start = 0
+        for count in chunks:
+            tokens = slice(start, start + count)
+            batch = replace(
+                whole.batch,
+                tokens=whole.batch.tokens[tokens],
+                positions=whole.batch.positions[tokens],
+                write_slots=whole.batch.write_slots[tokens],
+                kv_lens=torch.tensor([10 + start + count], dtype=torch.int32),
+                query_starts=torch.tensor([0, count], dtype=torch.int32),
+            )
+            assert torch.equal(attend(replace(whole, queries=whole.queries[tokens], batch=batch)), expected[tokens])
+            start += count
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_random_steps(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -24,7 +24,7 @@ def compute_type(queries: torch.dtype, pages: torch.dtype) -> torch.dtype:
     """The type that queries, keys and softmax weights are multiplied in, for queries and pages of given types.
 
     float8 is widened to float16 even beside bfloat16 queries: that is exact, one instruction for two numbers instead
-    of four, and leaves the softmax weights three more bits.
+    of four, and leaves the softmax weights three more bits. Queries must then stay below 65504.
     """
     if pages == torch.float8_e4m3fn and queries == torch.bfloat16:
         return torch.float16
@@ -169,10 +169,10 @@ def _load_pages(pages, start, last, PAGE_SIZE: tl.constexpr, KEYS: tl.constexpr)
 
 @triton.jit
 def with_sinks(largest, total, weighted, sinks):
-    """Lets `sinks` `[M]`, scores in units of log2(e) without a value, join the sum of `attend`."""
+    """Lets `sinks` `[M]`, scores in units of log2(e) without a value, join the sum: `total`, `weighted` of `attend`."""
     new_largest = tl.maximum(largest, sinks)
     shrink = tl.exp2(largest - new_largest)
-    return new_largest, total * shrink + tl.exp2(sinks - new_largest), weighted * shrink[:, None]
+    return total * shrink + tl.exp2(sinks - new_largest), weighted * shrink[:, None]
 
 
 @triton.jit

@@ -90,7 +90,7 @@ def decode_tile(head_dim: int, pages: torch.dtype, chip: Chip) -> DecodeTile:
 
 def splits_bound(kv_heads: int) -> int:
     """Splits that a row has at most: a power of two, the more the fewer heads there are to share out."""
-    return max(8, min(_LARGEST_SPLITS, triton.next_power_of_2(_SPLITS_OF_ALL_HEADS // kv_heads)))
+    return min(_LARGEST_SPLITS, 1 << max(3, (_SPLITS_OF_ALL_HEADS // kv_heads - 1).bit_length()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +165,8 @@ def decode_attention(
     **Raises:** `ValueError` for options or shapes that the kernels do not know.
     """
     check_options(queries, kv.keys, options)
+    if options.window != plan.window:
+        raise ValueError(f"the splits are of a window of {plan.window} keys, not {options.window}")
     _, heads, head_dim = queries.shape
     _, kv_heads, page_size, _ = kv.keys.shape
     rows = plan.items.starts.shape[0] - 1
@@ -321,7 +323,7 @@ def decode_splits(
         if count == 1:
             if sinks is not None:
                 joining = tl.load(sinks + heads, mask=lanes < GROUP, other=0.0) * LOG2_E
-                largest, total, weighted = with_sinks(largest, total, weighted, joining)
+                total, weighted = with_sinks(largest, total, weighted, joining)
             result = weighted / total[:, None]
             if value_scale is not None:
                 result *= tl.load(value_scale + kv_head)

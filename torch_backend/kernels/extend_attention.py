@@ -9,8 +9,9 @@ block has fewer tokens: short chunks fill it, and less is computed above the dia
 - `extend_blocks`: keys that all queries of the block see without a mask, then the rest with one. Keys in front of the
   window are not looked at.
 
-Which keys share a tile depends on their positions alone, so that a query's result does not depend on its chunk or on
-other sequences, but for the rounding of sums that begin at its own chunk's diagonal.
+Tiles of keys lie at fixed positions of a sequence, and a tile of which a query sees nothing leaves its sums as they
+are, bit for bit. A query's result is therefore the same however its sequence is cut into chunks, and whatever other
+sequences are in the step.
 """
 
 from __future__ import annotations
@@ -238,7 +239,7 @@ def extend_blocks(
     total = tl.zeros([ROWS], tl.float32)
     weighted = tl.zeros([ROWS, WIDTH], tl.float32)
     if window is None:
-        seen_by_all = (first_position + 1) // KEYS * KEYS
+        masked_from = (first_position + 1) // KEYS * KEYS
         largest, total, weighted = attend(
             block_queries,
             positions,
@@ -246,7 +247,7 @@ def extend_blocks(
             total,
             weighted,
             0,
-            seen_by_all,
+            masked_from,
             pages,
             head_keys,
             head_values,
@@ -262,14 +263,14 @@ def extend_blocks(
             COMPUTE=COMPUTE,
         )
     else:
-        seen_by_all = tl.maximum(first_position - window + 1, 0) // KEYS * KEYS
+        masked_from = tl.maximum(first_position - window + 1, 0) // KEYS * KEYS
     largest, total, weighted = attend(
         block_queries,
         positions,
         largest,
         total,
         weighted,
-        seen_by_all,
+        masked_from,
         first_position + held,
         pages,
         head_keys,
@@ -287,7 +288,7 @@ def extend_blocks(
     )
     if sinks is not None:
         joining = tl.load(sinks + heads) * LOG2_E
-        largest, total, weighted = with_sinks(largest, total, weighted, joining)
+        total, weighted = with_sinks(largest, total, weighted, joining)
     result = weighted / total[:, None]
     if value_scale is not None:
         result *= tl.load(value_scale + kv_head)

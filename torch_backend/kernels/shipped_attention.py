@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -57,7 +58,7 @@ class _Shape:
 def attention_kernels() -> list[ShippedKernel]:
     """Decode and extend for every shape."""
     return [
-        ShippedKernel(operation, shape.name, lambda chip, launch=launch, shape=shape: launch(shape, chip))
+        ShippedKernel(operation, shape.name, partial(launch, shape))
         for shape in _shapes()
         for operation, launch in (("decode_attention", _decode), ("extend_attention", _extend))
     ]
