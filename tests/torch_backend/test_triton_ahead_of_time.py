@@ -39,6 +39,10 @@ REPRESENTATIVE = [
     "rotate_and_write: bfloat16, head_dim 80, float8_e4m3fn pages of 16, head norms: ",
     "greedy: vocabulary 128256: ",
     "draw: vocabulary 128256: ",
+    "decode_attention: bfloat16, head_dim 128, group 4, bfloat16 pages of 16: ",
+    "decode_attention: bfloat16, head_dim 64, group 8, float8_e4m3fn pages of 16, window, sinks: ",
+    "extend_attention: bfloat16, head_dim 128, group 4, bfloat16 pages of 16: ",
+    "extend_attention: bfloat16, head_dim 256, group 4, float8_e4m3fn pages of 1: ",
 ]
 
 
@@ -64,6 +68,20 @@ def test_shared_memory_is_within_the_chip(chip: int, limit: int) -> None:
     rows = rows_of(RECORDED, f"sm_{chip} ")
     assert rows
     assert [name for name, figures in rows.items() if figures.shared_bytes > limit] == []
+
+
+@pytest.mark.parametrize(("chip", "instruction"), [(80, "mma"), (90, "wgmma"), (100, "tcgen05")])
+def test_extend_attention_runs_on_the_matrix_units_of_the_chip(chip: int, instruction: str) -> None:
+    rows = rows_of(RECORDED, f"sm_{chip} extend_attention: ")
+    rows = {name: row for name, row in rows.items() if name.endswith(" extend_blocks") and "float32" not in name}
+    assert rows
+    assert [name for name, figures in rows.items() if instruction not in figures.instructions] == []
+
+
+def test_attention_reads_keys_ahead() -> None:
+    rows = {name: row for name, row in RECORDED.kernels.items() if name.endswith((" extend_blocks", " decode_splits"))}
+    assert rows
+    assert [name for name, figures in rows.items() if "cp.async" not in figures.instructions] == []
 
 
 def test_the_table_reads_back_as_it_was_written() -> None:
