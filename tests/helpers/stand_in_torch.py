@@ -46,6 +46,7 @@ class StandIn:
 
 def stand_in_runner(
     weights: Sequence[np.ndarray],
+    model: type[StandIn] = StandIn,
     *,
     max_rows: int = 4,
     token_budget: int = 32,
@@ -58,5 +59,5 @@ def stand_in_runner(
     """A runner of the stand-in on the CPU."""
     pool = PoolSpec(PoolKind.FULL, num_pages, page_size)
     spec = RunnerSpec((pool,), max_rows, token_budget, max_context, VOCAB)
-    model = StandIn(weights, num_pages, page_size)
-    return TorchRunner(model, spec, device=CPU, capture=capture, graph_buckets=graph_buckets)
+    paged = model(weights, num_pages, page_size)
+    return TorchRunner(paged, spec, device=CPU, capture=capture, graph_buckets=graph_buckets)

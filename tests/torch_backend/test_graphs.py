@@ -1,0 +1,275 @@
+"""Captured decode steps: which are replayed, what a replay reads, and that a number baked into one is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from helpers.fake_capture import FakeCapture
+from helpers.plan_driver import DECODE, PlanDriver
+from helpers.samplers import decode_plan
+from helpers.stand_in_model import VOCAB, dense_logits, random_weights
+from helpers.stand_in_torch import CPU, StandIn, stand_in_runner
+
+from sglang_jax.runner.plan import PageDeltas
+from torch_backend.batch import ForwardBatch
+from torch_backend.graphs import DecodeGraphs, Replay, row_buckets
+from torch_backend.packing import StepInputs
+from torch_backend.runner import TorchRunner
+from torch_backend.streams import CpuThread
+
+WEIGHTS = random_weights()
+PROMPTS = [np.random.default_rng(3).integers(0, VOCAB, length).tolist() for length in (9, 2, 21, 5)]
+BUCKETS = (1, 3)
+NO_DELTAS = PageDeltas(*(np.zeros(0, np.int32) for _ in range(3)))
+
+
+def greedy(prompt: Sequence[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(dense_logits(WEIGHTS, tokens)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+class Recorder(FakeCapture):
+    """Notes the number of tokens of each capture, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.captured: list[int] = []
+
+    def capture(self, function: Callable[[], torch.Tensor]) -> Replay:
+        shapes = []
+
+        def noting() -> torch.Tensor:
+            result = function()
+            shapes.append(len(result))
+            return result
+
+        replay = super().capture(noting)
+        self.captured.append(shapes[0])
+        return replay
+
+
+@pytest.fixture
+def capture() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def runner(capture: Recorder) -> Iterator[TorchRunner]:
+    runner = stand_in_runner(WEIGHTS, capture=capture, graph_buckets=BUCKETS)
+    yield runner
+    runner.close()
+
+
+def test_decode_steps_within_the_buckets_are_replayed_and_no_others(runner: TorchRunner, capture: Recorder) -> None:
+    driver = PlanDriver(runner)
+    requests = [driver.admit(prompt) for prompt in PROMPTS]
+    replays = []
+    for parts in (
+        [(requests[0], 9)],
+        [(requests[0], DECODE)],
+        [(requests[0], DECODE), (requests[1], 2)],
+        [(requests[0], DECODE), (requests[1], DECODE)],
+        [(requests[1], DECODE), (requests[2], 20)],
+        [(requests[1], DECODE), (requests[2], 1), (requests[3], 5)],
+        [(requests[1], DECODE), (requests[2], DECODE), (requests[3], DECODE)],
+        [(request, DECODE) for request in requests],
+    ):
+        driver.step(parts)
+        replays.append(capture.replays)
+    assert replays == [0, 1, 1, 2, 2, 2, 3, 3]
+    for request in requests:
+        assert request.output == greedy(request.prompt, len(request.output))
+
+
+def test_a_bucket_is_captured_at_its_first_use_unless_warm_up_did(runner: TorchRunner, capture: Recorder) -> None:
+    driver = PlanDriver(runner)
+    request = driver.admit(PROMPTS[0])
+    driver.generate(request, 4)
+    assert capture.captured == [1]
+    assert (runner.report().compiled_programs, runner.report().compiles_after_warm_up) == (1, 1)
+    runner.warm_up(lambda done, total, what: None)
+    assert capture.captured == [1, 3]
+    driver.generate(request, 8)
+    assert (runner.report().compiled_programs, runner.report().compiles_after_warm_up) == (2, 0)
+    assert request.output == greedy(request.prompt, 8)
+
+
+def test_warm_up_captures_the_largest_first_and_tells_how_far_it_is(capture: Recorder) -> None:
+    runner = stand_in_runner(WEIGHTS, max_rows=8, capture=capture, graph_buckets=(1, 2, 4, 8))
+    seen: list[tuple[int, int, str]] = []
+    runner.warm_up(lambda done, total, what: seen.append((done, total, what)))
+    assert capture.captured == [8, 4, 2, 1]
+    assert [done for done, _, _ in seen] == list(range(1, 7))
+    assert {total for _, total, _ in seen} == {6}
+    assert [what for _, _, what in seen][-4:] == ["decode 8", "decode 4", "decode 2", "decode 1"]
+    assert capture.replays == 0
+    assert runner.report().compiled_programs == 4
+    runner.close()
+
+
+def test_without_captures_warm_up_ends_as_well() -> None:
+    runner = stand_in_runner(WEIGHTS)
+    seen: list[tuple[int, int]] = []
+    runner.warm_up(lambda done, total, what: seen.append((done, total)))
+    assert seen == [(1, 2), (2, 2)]
+    assert runner.report().compiled_programs == 0
+    driver = PlanDriver(runner)
+    assert driver.generate(driver.admit(PROMPTS[2]), 5) == greedy(PROMPTS[2], 5)
+    runner.close()
+
+
+def test_lengths_pages_and_rows_differ_from_replay_to_replay(runner: TorchRunner, capture: Recorder) -> None:
+    """A row grows over the edges of its pages, others join and leave, and a row goes to another request."""
+    runner.warm_up(lambda done, total, what: None)
+    driver = PlanDriver(runner)
+    long, short = driver.admit(PROMPTS[2]), driver.admit(PROMPTS[1])
+    driver.step([(long, 21), (short, 2)])
+    for _ in range(9):
+        driver.step([(long, DECODE), (short, DECODE)])
+    driver.release(short)
+    for _ in range(9):
+        driver.step([(long, DECODE)])
+    other = driver.admit(PROMPTS[3])
+    assert other.row == 1
+    driver.step([(long, DECODE), (other, 5)])
+    for _ in range(9):
+        driver.step([(other, DECODE), (long, DECODE)])
+    assert capture.replays == 27
+    for request in (long, short, other):
+        assert request.output == greedy(request.prompt, len(request.output))
+    assert len(long.output) == 29
+
+
+def test_two_replays_in_flight_do_not_overwrite_each_other(runner: TorchRunner, capture: Recorder) -> None:
+    driver = PlanDriver(runner)
+    first, second = driver.admit(PROMPTS[0]), driver.admit(PROMPTS[3])
+    driver.step([(first, 9), (second, 5)])
+    flying = [driver.launch([(first, DECODE), (second, DECODE)], top_logprobs=5)]
+    for _ in range(10):
+        flying.append(driver.launch([(second, DECODE), (first, DECODE)], top_logprobs=5))
+        flying.pop(0).finish()
+    flying.pop().finish()
+    assert capture.replays == 11
+    for request in (first, second):
+        assert request.output == greedy(request.prompt, 12)
+        logits = dense_logits(WEIGHTS, request.tokens)[len(request.prompt) : -1]
+        for found, expected in zip(request.logprobs, logits, strict=True):
+            assert found.top_ids[0].tolist() == np.argsort(-expected)[:5].tolist()
+
+
+def test_more_page_table_entries_than_a_bucket_takes_are_applied(runner: TorchRunner, capture: Recorder) -> None:
+    """A row is re-pointed at another's copy of its pages, and its own are overwritten."""
+    driver = PlanDriver(runner)
+    request, twin = driver.admit(PROMPTS[2]), driver.admit(PROMPTS[2])
+    driver.step([(request, 20)])
+    driver.step([(twin, 20)])
+    driver.step([(request, 1)])
+    own = request.pages[:5]
+    request.pages[:5], request.pages_on_device = twin.pages[:5], 0
+    # The row's own pages are the first that are handed out again.
+    driver.free_pages.extend(own)
+    replays = capture.replays
+    driver.step([(request, DECODE)])
+    assert capture.replays == replays + 1
+    thief = driver.admit(PROMPTS[0] * 2)
+    driver.step([(thief, 18)])
+    assert set(thief.pages) == set(own)
+    driver.generate(request, 6)
+    assert request.output == greedy(PROMPTS[2], 6)
+
+
+class ReadsOnHost(StandIn):
+    """Looks at no more pages than the longest row has, whose length it asks the device for."""
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        return super().forward(self._cut(batch, int(batch.kv_lens.max())))
+
+    def _cut(self, batch: ForwardBatch, longest: int) -> ForwardBatch:
+        return replace(batch, page_table=batch.page_table[:, : max(1, -(-longest // 4))])
+
+
+class BakesIn(ReadsOnHost):
+    """The same, with a length that no capture can know of: it was read before."""
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        return StandIn.forward(self, self._cut(batch, int(batch.kv_lens.numpy().max())))
+
+
+def test_a_length_that_is_baked_into_a_capture_changes_what_is_drawn(capture: Recorder) -> None:
+    """What these tests would see if it happened."""
+    eager = stand_in_runner(WEIGHTS, BakesIn)
+    driver = PlanDriver(eager)
+    assert driver.generate(driver.admit(PROMPTS[2]), 12) == greedy(PROMPTS[2], 12)
+    eager.close()
+    captured = stand_in_runner(WEIGHTS, BakesIn, capture=capture, graph_buckets=BUCKETS)
+    driver = PlanDriver(captured)
+    assert driver.generate(driver.admit(PROMPTS[2]), 12) != greedy(PROMPTS[2], 12)
+    assert capture.replays == 11
+    captured.close()
+
+
+def test_a_value_asked_of_the_device_while_capturing_is_an_error(capture: Recorder) -> None:
+    runner = stand_in_runner(WEIGHTS, ReadsOnHost, capture=capture, graph_buckets=BUCKETS)
+    with pytest.raises(RuntimeError, match="get value out of a tracing tensor"):
+        runner.warm_up(lambda done, total, what: None)
+    runner.close()
+
+
+def graphs_of(buckets: Sequence[int], forward: Callable[[StepInputs], torch.Tensor], dump_row: int) -> DecodeGraphs:
+    return DecodeGraphs(buckets, FakeCapture(), forward, CpuThread(), dump_row, CPU)
+
+
+@pytest.mark.parametrize(("rows", "bucket"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 6), (6, 6), (7, None)])
+def test_the_smallest_bucket_that_has_room_is_taken(rows: int, bucket: int | None) -> None:
+    graphs = graphs_of((1, 2, 4, 6), lambda inputs: inputs.rows, dump_row=9)
+    plan = decode_plan(np.arange(rows, dtype=np.int32), np.full(rows, 5, np.int32))
+    assert graphs.bucket(plan) == bucket
+    # A chunk of one token has its token from the plan, and is no decode row.
+    chunk = replace(plan, num_decode=rows - 1, prefill_tokens=np.array([3], np.int32))
+    assert graphs.bucket(chunk) is None
+
+
+def test_a_replay_sees_the_plan_and_padding() -> None:
+    """Every field of the inputs, of a captured function that gives them back."""
+
+    def forward(inputs: StepInputs) -> torch.Tensor:
+        fields = (inputs.rows, inputs.kv_lens, inputs.query_starts[1:], inputs.sampled)
+        deltas = (inputs.delta_rows, inputs.delta_columns, inputs.delta_pages)
+        return torch.stack([*fields, *deltas], dim=1)
+
+    graphs = graphs_of((2, 4), forward, dump_row=9)
+    deltas = PageDeltas(*np.array([[7], [3], [55]], np.int32))
+    inputs, found = graphs.run(4, decode_plan(np.array([7, 2, 5]), np.array([13, 1, 40])), deltas)
+    assert inputs.num_decode == 4
+    assert found.tolist() == [
+        [7, 13, 1, 0, 7, 3, 55],
+        [2, 1, 2, 1, 9, 0, 0],
+        [5, 40, 3, 2, 9, 0, 0],
+        [9, 0, 4, 3, 9, 0, 0],
+    ]
+    _, found = graphs.run(4, decode_plan(np.array([1]), np.array([6])), NO_DELTAS)
+    assert found[:, :2].tolist() == [[1, 6], [9, 0], [9, 0], [9, 0]]
+    assert found[:, 4:].tolist() == [[9, 0, 0]] * 4
+    assert len(graphs) == 1
+
+
+def test_buckets_of_rows() -> None:
+    assert row_buckets(1) == (1,)
+    assert row_buckets(2) == (1, 2)
+    assert row_buckets(5) == (1, 2, 4, 5)
+    assert row_buckets(32) == (1, 2, 4, 8, 16, 24, 32)
+    for most in range(1, 600):
+        buckets = row_buckets(most)
+        assert list(buckets) == sorted(set(buckets))
+        assert buckets[-1] == most
+        # No step that is captured has more than twice its rows, or, from 16 on, more than half as many again.
+        for rows in range(1, most + 1):
+            bucket = next(bucket for bucket in buckets if bucket >= rows)
+            assert bucket <= 2 * rows
+            assert rows < 16 or bucket <= 1.5 * rows
