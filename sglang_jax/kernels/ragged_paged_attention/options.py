@@ -1,0 +1,30 @@
+"""What models vary in attention beside its shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Absent options cost nothing: `window` and `soft_cap` are static, and so is whether the arrays are there.
+
+    - `window`: a query sees the last `window` keys up to its own, itself included.
+    - `soft_cap`: scores become `soft_cap * tanh(score / soft_cap)` (Gemma 2).
+    - `sinks`: float32 `[heads]`, a score per head that joins the softmax and brings no value (gpt-oss).
+    - `kv_scales`: float32 `[kv_heads, 2]`, what a head's stored keys (0) and values (1) are to be multiplied by.
+    """
+
+    window: int | None = field(default=None, metadata={"static": True})
+    soft_cap: float | None = field(default=None, metadata={"static": True})
+    sinks: jax.Array | None = None
+    kv_scales: jax.Array | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window must be at least 1, got {self.window}")
+        if self.soft_cap is not None and self.soft_cap <= 0:
+            raise ValueError(f"soft_cap must be positive, got {self.soft_cap}")

@@ -1,0 +1,266 @@
+"""Attention of decode rows, one query each: bound by the speed at which keys and values arrive.
+
+Rows are worked off one after the other, each in blocks of keys, and the pages of the next block, be it this
+row's or the next one's, are always under way. All query heads of a row go through the matrix units together: row r
+of the left operand holds query head r in the lanes of its own kv head and zeros elsewhere, so that one product with
+the keys of all kv heads, side by side, gives `[heads, keys]` scores in whole registers. The zeros cost nothing:
+with so few rows the time is that of loading keys into the unit.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from sglang_jax.kernels.ragged_paged_attention.options import AttentionOptions
+from sglang_jax.kernels.ragged_paged_attention.pallas.pages import PageFetcher, Ref, Scalar
+from sglang_jax.kernels.ragged_paged_attention.pallas.softmax import (
+    MASKED,
+    OUTPUT_FACTOR,
+    SCORE_UNIT,
+    SOFT_CAP_FACTOR,
+    Softmax,
+    StaticOptions,
+    constants_per_head,
+    finish_softmax,
+    lanewise,
+    matmul,
+    matmul_nt,
+    start_softmax,
+    static_options,
+    sum_of_lane_tiles,
+    type_of_products,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBlocks:
+    """Rows per program and pages per block of keys."""
+
+    rows: int
+    pages: int
+
+
+@dataclass(frozen=True)
+class _Row:
+    """The keys that a row sees lie in page-table columns `first_page` and on, `pages` of them."""
+
+    first_page: jax.Array
+    pages: jax.Array
+    blocks: jax.Array
+
+    @classmethod
+    def of(cls, kv_len: jax.Array, window: int | None, page_size: int, pages_per_block: int) -> _Row:
+        """A row without keys has one block without pages: whoever looks for the next block need not skip it."""
+        first_key = 0 if window is None else jnp.maximum(kv_len - window, 0)
+        first_page = jnp.int32(first_key) // page_size
+        pages = pl.cdiv(kv_len, page_size) - first_page
+        return cls(first_page, pages, jnp.maximum(pl.cdiv(pages, pages_per_block), 1))
+
+
+def decode_attention(
+    queries: jax.Array,
+    kv_pages: jax.Array,
+    page_table: jax.Array,
+    kv_lens: jax.Array,
+    num_decode: jax.Array,
+    *,
+    scale: float,
+    options: AttentionOptions,
+    blocks: DecodeBlocks,
+    vmem_limit: int,
+) -> jax.Array:
+    """Attention of the first `num_decode` rows.
+
+    **Arguments:** `queries` `[R, heads, lanes]`, R a multiple of `blocks.rows`; `kv_pages` `[num_pages, kv_heads,
+    parts, page_size, lanes]`; `page_table` int32 `[R, 1, columns]`; `kv_lens` int32 `[R]`; `num_decode` int32 `[1]`.
+
+    **Returns:** `[R, heads, lanes]` in the type of the queries; 0 for the other rows.
+    """
+    rows, heads, lanes = queries.shape
+    _, kv_heads, parts, page_size, _ = kv_pages.shape
+    columns = page_table.shape[2]
+    per_head = constants_per_head(heads, kv_heads, scale, options)
+    block = pl.BlockSpec((blocks.rows, heads, lanes), lambda program, *_: (program, 0, 0))
+    compute_dtype = type_of_products(kv_pages.dtype)
+    return pl.pallas_call(
+        functools.partial(_kernel, options=static_options(options)),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(rows // blocks.rows,),
+            in_specs=[
+                block,
+                pl.BlockSpec(per_head.shape, lambda *_: (0, 0, 0)),
+                pl.BlockSpec(memory_space=pl.ANY),
+                pl.BlockSpec(memory_space=pl.ANY),
+            ],
+            out_specs=block,
+            scratch_shapes=[
+                pltpu.VMEM((2, blocks.pages, kv_heads, parts, page_size, lanes), kv_pages.dtype),
+                pltpu.VMEM((heads, kv_heads * lanes), compute_dtype),
+                pltpu.SMEM((2, 1, columns), jnp.int32),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SemaphoreType.DMA((2,)),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct(queries.shape, queries.dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit),
+        name="paged_attention_decode",
+    )(kv_lens, num_decode, queries.astype(compute_dtype), per_head, page_table, kv_pages)
+
+
+def _kernel(
+    kv_lens: Ref,  # SMEM [R]
+    num_decode: Ref,  # SMEM [1]
+    queries: Ref,  # VMEM [rows, heads, lanes]
+    per_head: Ref,  # VMEM [3, heads, 128]
+    page_table: Ref,  # HBM [R, 1, columns]
+    kv_pages: Ref,  # HBM [num_pages, kv_heads, parts, page_size, lanes]
+    output: Ref,  # VMEM [rows, heads, lanes]
+    buffers: Ref,
+    spread_queries: Ref,  # VMEM [heads, kv_heads * lanes]
+    page_numbers: Ref,
+    next_slot: Ref,  # SMEM [1]: the buffer of the block that comes next
+    kv_arrived: Ref,
+    numbers_arrived: Ref,
+    *,
+    options: StaticOptions,
+) -> None:
+    fetcher = PageFetcher(kv_pages, page_table, buffers, page_numbers, kv_arrived, numbers_arrived)
+    window = options.window
+    rows = queries.shape[0]
+    active = num_decode[0]
+    first_row = pl.program_id(0) * rows
+    end_row = jnp.minimum(first_row + rows, active)
+
+    def row_at(row: Scalar) -> _Row:
+        return _Row.of(kv_lens[row], window, fetcher.page_size, fetcher.pages_per_block)
+
+    def start(row: Scalar, shape: _Row, block: Scalar, slot: Scalar) -> None:
+        done = block * fetcher.pages_per_block
+        count = jnp.minimum(shape.pages - done, fetcher.pages_per_block)
+        fetcher.start_block(row % 2, shape.first_page + done, count, slot)
+
+    @pl.when((pl.program_id(0) == 0) & (active > 0))
+    def _() -> None:
+        next_slot[0] = 0
+        fetcher.start_numbers(0, 0)
+
+        @pl.when(active > 1)
+        def _() -> None:
+            fetcher.start_numbers(1, 1)
+
+        fetcher.wait_for_numbers(0, 0)
+        start(0, row_at(0), 0, 0)
+
+    @pl.when(first_row + rows > active)
+    def _() -> None:
+        output[...] = jnp.zeros_like(output)
+
+    def start_next_row(row: jax.Array, slot: jax.Array) -> None:
+        """The numbers of `row` are no longer needed: the row after the next one takes their place."""
+
+        @pl.when(row + 1 < active)
+        def _() -> None:
+            fetcher.wait_for_numbers(row + 1, (row + 1) % 2)
+            start(row + 1, row_at(row + 1), 0, slot)
+
+        @pl.when(row + 2 < active)
+        def _() -> None:
+            fetcher.start_numbers(row + 2, row % 2)
+
+    @pl.loop(first_row, end_row)
+    def _(row: jax.Array) -> None:
+        shape = row_at(row)
+        kv_len = kv_lens[row]
+        first_slot = next_slot[0]
+        place = row - first_row
+        spread_queries[...] = _spread(queries[place], buffers.shape[2])
+
+        def block(index: jax.Array, softmax: _Softmax) -> _Softmax:
+            slot = (first_slot + index) % 2
+            last = index + 1 == shape.blocks
+
+            @pl.when(jnp.logical_not(last))
+            def _() -> None:
+                start(row, shape, index + 1, 1 - slot)
+
+            @pl.when(last)
+            def _() -> None:
+                start_next_row(row, 1 - slot)
+
+            done = index * fetcher.pages_per_block
+            fetcher.wait_for_block(jnp.minimum(shape.pages - done, fetcher.pages_per_block), slot)
+            origin = (shape.first_page + done) * fetcher.page_size
+            end = kv_len - origin
+
+            @pl.when(end < fetcher.pages_per_block * fetcher.page_size)
+            def _() -> None:
+                fetcher.clear_values_from(end, slot)
+
+            begin = None if window is None else end - window
+            return _add_block(softmax, spread_queries, per_head, buffers, slot, begin, end, options)
+
+        softmax = start_softmax(per_head, queries.shape[1:], options)
+        _, total, weighted = jax.lax.fori_loop(0, shape.blocks, block, softmax)
+        next_slot[0] = (first_slot + shape.blocks) % 2
+        result = finish_softmax(total, weighted, per_head[OUTPUT_FACTOR])
+        output[place] = jnp.where(kv_len > 0, result, 0.0).astype(output.dtype)
+
+
+def _own_rows(heads: int, kv_heads: int, kv_head: int, columns: int) -> jax.Array:
+    """Which rows of `[heads, columns]` belong to query heads of a kv head."""
+    group = heads // kv_heads
+    head = jax.lax.broadcasted_iota(jnp.int32, (heads, columns), 0)
+    return (head >= kv_head * group) & (head < (kv_head + 1) * group)
+
+
+def _spread(matrix: jax.Array, kv_heads: int) -> jax.Array:
+    """`[heads, n]` → `[heads, kv_heads * n]`: each row in the columns of its kv head, zeros elsewhere."""
+    heads, columns = matrix.shape
+    zeros = jnp.zeros_like(matrix)
+    own = [jnp.where(_own_rows(heads, kv_heads, head, columns), matrix, zeros) for head in range(kv_heads)]
+    return jnp.concatenate(own, axis=1)
+
+
+def _add_block(
+    softmax: Softmax,
+    spread_queries: Ref,
+    per_head: Ref,
+    buffers: Ref,
+    slot: jax.Array,
+    begin: jax.Array | None,
+    end: jax.Array,
+    options: StaticOptions,
+) -> Softmax:
+    """Takes the slots `begin` to `end` of a block of keys into the softmax."""
+    largest, total, weighted = softmax
+    _, _, kv_heads, parts, page_size, lanes = buffers.shape
+    dtype = spread_queries.dtype
+
+    def side(part: int, axis: int) -> jax.Array:
+        heads = [buffers[slot, :, head, part].reshape(-1, lanes).astype(dtype) for head in range(kv_heads)]
+        return jnp.concatenate(heads, axis=axis)
+
+    scores = matmul_nt(spread_queries[...], side(0, axis=1))
+    place = jax.lax.broadcasted_iota(jnp.int32, (1, scores.shape[1]), 1)
+    visible = place < end if begin is None else (place < end) & (place >= begin)
+    if options.soft_cap is not None:
+        scores = options.soft_cap * jnp.tanh(lanewise(jnp.multiply, scores, per_head[SOFT_CAP_FACTOR]))
+    scores = jnp.where(visible, scores, MASKED)
+    unit = per_head[SCORE_UNIT]
+    new_largest = jnp.maximum(largest, scores.max(axis=1, keepdims=True))
+    weights = lanewise(lambda tile: jnp.exp2((tile - new_largest) * unit), scores)
+    shrink = jnp.exp2((largest - new_largest) * unit)
+    added = matmul(_spread(weights.astype(dtype), kv_heads), side(parts - 1, axis=0))
+    return (
+        new_largest,
+        total * shrink + sum_of_lane_tiles(weights),
+        lanewise(jnp.multiply, weighted, shrink) + added,
+    )

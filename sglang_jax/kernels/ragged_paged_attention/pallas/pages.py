@@ -1,0 +1,99 @@
+"""Pages on their way from HBM to VMEM: who fetches what, and when it has arrived.
+
+Both attention kernels walk through blocks of keys, each a fixed number of pages of one sequence. Two buffers
+alternate: while one block is computed, the next one's pages are under way. The page numbers of two sequences lie
+in scalar memory, so that its size bounds neither the running requests nor, in practice, their lengths.
+
+A copy that was started is waited for exactly once, by the same count of pages; a block without pages starts and
+waits for nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+Ref = Any
+"""A Pallas reference to memory; its type is not public."""
+
+Scalar = jax.Array | int
+
+
+@dataclass(frozen=True)
+class PageFetcher:
+    """Copies of one kernel call.
+
+    - `kv_pages`: HBM `[num_pages, kv_heads, parts, page_size, lanes]`.
+    - `page_table`: HBM int32 `[rows, 1, columns]`; a row by itself is contiguous.
+    - `buffers`: VMEM `[2, pages_per_block, kv_heads, parts, page_size, lanes]`.
+    - `page_numbers`: SMEM int32 `[2, 1, columns]`: those of row r at `r % 2`.
+    - `kv_arrived`, `numbers_arrived`: DMA semaphores `[2]`.
+    """
+
+    kv_pages: Ref
+    page_table: Ref
+    buffers: Ref
+    page_numbers: Ref
+    kv_arrived: Ref
+    numbers_arrived: Ref
+
+    @property
+    def pages_per_block(self) -> int:
+        return self.buffers.shape[1]
+
+    @property
+    def page_size(self) -> int:
+        return self.buffers.shape[4]
+
+    def start_numbers(self, row: Scalar, slot: Scalar) -> None:
+        """Fetches a row's page numbers into one of the two places for them."""
+        self._numbers(row, slot).start()
+
+    def wait_for_numbers(self, row: Scalar, slot: Scalar) -> None:
+        """Returns when the row's page numbers are there."""
+        self._numbers(row, slot).wait()
+
+    def _numbers(self, row: Scalar, slot: Scalar) -> Any:
+        return pltpu.make_async_copy(self.page_table.at[row], self.page_numbers.at[slot], self.numbers_arrived.at[slot])
+
+    def start_block(self, numbers_slot: Scalar, first: Scalar, count: Scalar, slot: Scalar) -> None:
+        """Starts copying `count` pages of a row, from its page-table column `first` on, into a buffer."""
+
+        @pl.loop(0, count)
+        def _(index: jax.Array) -> None:
+            page = self.page_numbers[numbers_slot, 0, first + index]
+            pltpu.make_async_copy(
+                self.kv_pages.at[page], self.buffers.at[slot, index], self.kv_arrived.at[slot]
+            ).start()
+
+    def wait_for_block(self, count: Scalar, slot: Scalar) -> None:
+        """Returns when the `count` pages that were started for a buffer are there.
+
+        A semaphore counts bytes, so that one wait may stand for several pages: a wait for each power of two in `count`.
+        """
+        for power in reversed(range(self.pages_per_block.bit_length())):
+            pages = 1 << power
+
+            @pl.when((count & pages) != 0)
+            def _(pages: int = pages) -> None:
+                buffer = self.buffers.at[slot, pl.ds(0, pages)]
+                pltpu.make_async_copy(buffer, buffer, self.kv_arrived.at[slot]).wait()
+
+    def clear_values_from(self, length: Scalar, slot: Scalar) -> None:
+        """Zeroes the values behind a block's first `length` slots.
+
+        Their weights are zero, but what was never written may be NaN, and zero times NaN is NaN.
+        """
+        values = self.buffers.shape[3] - 1
+
+        @pl.loop(length // self.page_size, self.pages_per_block)
+        def _(page: jax.Array) -> None:
+            for head in range(self.buffers.shape[2]):
+                found = self.buffers[slot, page, head, values]
+                offsets = page * self.page_size + jax.lax.broadcasted_iota(jnp.int32, found.shape, 0)
+                self.buffers[slot, page, head, values] = jnp.where(offsets < length, found, jnp.zeros_like(found))
