@@ -1,0 +1,101 @@
+"""A plan packed for the device comes out of it as it was, with padding around it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_jax.runner.plan import PageDeltas, StepPlan
+from torch_backend.packing import StepInputs, StepLayout
+
+DUMP_ROW = 12
+GARBAGE = -77
+"""What a buffer holds before: nothing may be left of it."""
+
+
+@st.composite
+def plans(draw: st.DrawFn, *, decode_alone: bool) -> StepPlan:
+    """Any step of up to 8 of 12 rows."""
+    rows = draw(st.lists(st.integers(0, DUMP_ROW - 1), min_size=1, max_size=8, unique=True))
+    num_decode = len(rows) if decode_alone else draw(st.integers(0, len(rows)))
+    chunks = draw(st.lists(st.integers(1, 5), min_size=len(rows) - num_decode, max_size=len(rows) - num_decode))
+    samples = draw(st.lists(st.booleans(), min_size=len(chunks), max_size=len(chunks)))
+    query_lens = [1] * num_decode + chunks
+    kept = draw(st.lists(st.integers(0, 2**30), min_size=len(rows), max_size=len(rows)))
+    entries = draw(st.lists(st.tuples(*[st.integers(0, 11)] * 2, st.integers(1, 2**31 - 1)), max_size=8))
+    tokens = draw(st.lists(st.integers(0, 2**31 - 1), min_size=sum(chunks), max_size=sum(chunks)))
+    return StepPlan(
+        step=0,
+        rows=np.array(rows, np.int32),
+        num_decode=num_decode,
+        query_lens=np.array(query_lens, np.int32),
+        kv_lens=np.array(kept, np.int32) + np.array(query_lens, np.int32),
+        prefill_tokens=np.array(tokens, np.int32),
+        samples=np.array([True] * num_decode + samples, np.bool_),
+        page_deltas=(PageDeltas(*np.array(entries, np.int32).reshape(-1, 3).T),),
+    )
+
+
+def unpacked(layout: StepLayout, plan: StepPlan, deltas: PageDeltas) -> StepInputs:
+    packed = np.full(layout.size, GARBAGE, np.int32)
+    layout.pack(plan, deltas, DUMP_ROW, packed)
+    assert GARBAGE not in packed
+    return layout.unpack(torch.from_numpy(packed))
+
+
+def starts(plan: StepPlan) -> list[int]:
+    return [0, *np.cumsum(plan.query_lens).tolist()]
+
+
+@settings(max_examples=150, deadline=None)
+@given(plan=plans(decode_alone=False))
+def test_an_exact_layout_holds_the_plan_and_nothing_else(plan: StepPlan) -> None:
+    layout = StepLayout.exact(plan)
+    (deltas,) = plan.page_deltas
+    inputs = unpacked(layout, plan, deltas)
+    assert inputs.num_decode == plan.num_decode
+    for found, wanted in (
+        (inputs.rows, plan.rows),
+        (inputs.kv_lens, plan.kv_lens),
+        (inputs.query_starts, starts(plan)),
+        (inputs.sampled, np.flatnonzero(plan.samples)),
+        (inputs.delta_rows, deltas.rows),
+        (inputs.delta_columns, deltas.columns),
+        (inputs.delta_pages, deltas.pages),
+        (inputs.prefill_tokens, plan.prefill_tokens),
+    ):
+        assert found.dtype == torch.int32
+        assert found.tolist() == list(wanted)
+
+
+@settings(max_examples=150, deadline=None)
+@given(plan=plans(decode_alone=True), more_rows=st.integers(0, 3), more_deltas=st.integers(0, 3))
+def test_a_decode_layout_pads_with_the_dump_row(plan: StepPlan, more_rows: int, more_deltas: int) -> None:
+    (deltas,) = plan.page_deltas
+    sequences, entries = len(plan.rows), len(deltas.rows)
+    bucket = sequences + more_rows
+    layout = StepLayout.decode(bucket, entries + more_deltas)
+    inputs = unpacked(layout, plan, deltas)
+    # Padding decodes too: a token each, at position 0 of page 0, which no request has.
+    assert inputs.num_decode == bucket
+    assert inputs.rows.tolist() == plan.rows.tolist() + [DUMP_ROW] * more_rows
+    assert inputs.kv_lens.tolist() == plan.kv_lens.tolist() + [0] * more_rows
+    assert inputs.query_starts.tolist() == list(range(bucket + 1))
+    assert inputs.sampled.tolist() == list(range(bucket))
+    assert inputs.delta_rows.tolist() == deltas.rows.tolist() + [DUMP_ROW] * more_deltas
+    assert inputs.delta_columns.tolist() == deltas.columns.tolist() + [0] * more_deltas
+    assert inputs.delta_pages.tolist() == deltas.pages.tolist() + [0] * more_deltas
+    assert inputs.prefill_tokens.tolist() == []
+
+
+def test_what_is_unpacked_are_views() -> None:
+    """A captured step reads the same memory at each replay."""
+    layout = StepLayout.decode(2, 2)
+    packed = torch.zeros(layout.size, dtype=torch.int32)
+    inputs = layout.unpack(packed)
+    packed.copy_(torch.arange(layout.size, dtype=torch.int32))
+    tensors = (inputs.rows, inputs.kv_lens, inputs.query_starts, inputs.sampled)
+    deltas = (inputs.delta_rows, inputs.delta_columns, inputs.delta_pages)
+    assert torch.cat([*tensors, *deltas, inputs.prefill_tokens]).tolist() == list(range(layout.size))
