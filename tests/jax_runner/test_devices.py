@@ -1,4 +1,4 @@
-"""Choice of device and dtype, the compilation cache, and the entry point of the backend."""
+"""Choice of device and dtype, and the compilation cache."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from sglang_jax.config import Backend, Device, Dtype, EngineConfig
+from sglang_jax.config import Device, Dtype
 from sglang_jax.errors import ConfigError
-from sglang_jax.jax_runner import create_runner
 from sglang_jax.jax_runner.compiles import CompileCounter
 from sglang_jax.jax_runner.devices import available_memory, select_device, select_dtype
-from sglang_jax.runner import backends
 
 
 @pytest.mark.parametrize("wanted", [Device.CPU, Device.AUTO])
@@ -32,6 +30,8 @@ def test_dtypes() -> None:
     device = jax.devices("cpu")[0]
     assert select_dtype(Dtype.BFLOAT16, device) == jnp.bfloat16
     assert select_dtype(Dtype.FLOAT32, device) == jnp.float32
+    with pytest.raises(ConfigError, match="bfloat16 or float32, not in float16: choose --dtype bfloat16"):
+        select_dtype(Dtype.FLOAT16, device)
 
 
 @pytest.mark.parametrize(
@@ -80,28 +80,3 @@ def test_programs_are_kept_between_processes(tmp_path: Path) -> None:
     ]
     assert hits[0] == 0
     assert hits[1] >= 1
-
-
-@pytest.mark.parametrize("backend", [Backend.AUTO, Backend.JAX])
-def test_the_entry_point_is_found(backend: Backend) -> None:
-    assert backends.load_backend(EngineConfig(backend=backend)) is create_runner
-
-
-def test_a_backend_that_is_not_installed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "ENTRY_POINT_GROUP", "sglang_jax.no_such_group")
-    with pytest.raises(ConfigError, match=r"no backend 'jax' is installed \(installed: none\)"):
-        backends.load_backend(EngineConfig(backend=Backend.JAX))
-
-
-def test_finding_the_backend_imports_no_jax() -> None:
-    code = (
-        "import sys; from sglang_jax.config import EngineConfig; from sglang_jax.runner.backends import load_backend; "
-        "load_backend(EngineConfig()); sys.exit('jax' in sys.modules or 'torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_a_machine_without_jax_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang_jax.jax_runner.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs jax and flax: pip install 'sglang-jax\[jax\]'"):
-        create_runner(EngineConfig(), None)  # type: ignore[arg-type]
