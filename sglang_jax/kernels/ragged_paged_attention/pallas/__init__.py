@@ -1,0 +1,75 @@
+"""Attention for TPU: one kernel for decode rows, one for prefill chunks, over the pages where they lie.
+
+A mixed step runs both, on the sequences that are theirs; a decode step (as many tokens as rows) runs the first alone.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from sglang_jax.kernels.ragged_paged_attention.options import AttentionOptions
+from sglang_jax.kernels.ragged_paged_attention.pallas.blocks import (
+    VMEM_LIMITS,
+    Shape,
+    current_chip,
+    decode_blocks,
+    prefill_blocks,
+)
+from sglang_jax.kernels.ragged_paged_attention.pallas.decode import decode_attention
+from sglang_jax.kernels.ragged_paged_attention.pallas.prefill import prefill_attention
+from sglang_jax.kernels.ragged_paged_attention.sequences import Sequences
+
+_LANES = 128
+
+
+def pallas_attention(
+    queries: jax.Array, kv_pages: jax.Array, batch: Sequences, *, scale: float, options: AttentionOptions
+) -> jax.Array:
+    """`ragged_paged_attention` over pages in the TPU's layout (`kernels.kv_storage`).
+
+    **Raises:** `ValueError` for pages whose rows are not whole registers; `NotImplementedError` for an unknown chip.
+    """
+    tokens, heads, head_dim = queries.shape
+    _, kv_heads, parts, page_size, lanes = kv_pages.shape
+    rows, columns = batch.page_table.shape
+    if lanes % _LANES:
+        raise ValueError(
+            f"pages for TPU hold heads of a multiple of {_LANES} lanes, got {lanes}: allocate them for TPU"
+        )
+    chip = current_chip()
+    shape = Shape(chip, heads, kv_heads, parts, lanes, page_size, str(kv_pages.dtype))
+    page_table = jnp.pad(batch.page_table, ((0, 0), (0, -columns % _LANES)))[:, None]
+    padded = jnp.pad(queries, ((0, 0), (0, 0), (0, lanes - head_dim)))
+    num_decode = batch.num_decode.reshape(1)
+
+    blocks = decode_blocks(shape, rows, columns)
+    output = decode_attention(
+        jnp.pad(padded[:rows], ((0, -rows % blocks.rows), (0, 0), (0, 0))),
+        kv_pages,
+        page_table,
+        batch.kv_lens,
+        num_decode,
+        scale=scale,
+        options=options,
+        blocks=blocks,
+        vmem_limit=VMEM_LIMITS[chip],
+    )[:rows]
+    if tokens > rows:
+        wide = prefill_blocks(shape, tokens, columns)
+        prefilled = prefill_attention(
+            jnp.pad(padded.swapaxes(0, 1), ((0, 0), (0, -tokens % wide.queries), (0, 0))),
+            kv_pages,
+            page_table,
+            batch.kv_lens,
+            batch.query_starts,
+            num_decode,
+            scale=scale,
+            options=options,
+            blocks=wide,
+            vmem_limit=VMEM_LIMITS[chip],
+        ).swapaxes(0, 1)[:tokens]
+        decoded = jnp.pad(output, ((0, tokens - rows), (0, 0), (0, 0)))
+        output = jnp.where((jnp.arange(tokens) < num_decode)[:, None, None], decoded, prefilled)
+    first = lanes // 2 if parts == 1 else 0
+    return output[:, :, first : first + head_dim]

@@ -183,7 +183,7 @@ def _kernel(
         place = row - first_row
         spread_queries[...] = _spread(queries[place], buffers.shape[2])
 
-        def block(index: jax.Array, softmax: _Softmax) -> _Softmax:
+        def block(index: jax.Array, softmax: Softmax) -> Softmax:
             slot = (first_slot + index) % 2
             last = index + 1 == shape.blocks
 
@@ -241,7 +241,7 @@ def _add_block(
 ) -> Softmax:
     """Takes the slots `begin` to `end` of a block of keys into the softmax."""
     largest, total, weighted = softmax
-    _, _, kv_heads, parts, page_size, lanes = buffers.shape
+    _, _, kv_heads, parts, _, lanes = buffers.shape
     dtype = spread_queries.dtype
 
     def side(part: int, axis: int) -> jax.Array:

@@ -2,7 +2,7 @@
 
 Exponentials are powers of two: the factor that turns a raw product of query and key into an exponent of two, with the
 scale, the logarithm and the scale of quantised keys in it, is one multiplication in float32, and the queries keep
-their own rounding. The largest score is that of raw products. Sums of weights are kept per lane and added up at the end.
+their own rounding. The largest score is that of raw products. Sums of weights are kept per lane and added up last.
 """
 
 from __future__ import annotations

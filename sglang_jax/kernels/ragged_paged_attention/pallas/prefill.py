@@ -1,0 +1,349 @@
+"""Attention of prefill chunks: each block of keys that arrives is used by a whole block of queries.
+
+Queries come in blocks of consecutive tokens, which may hold the end of one chunk and the beginning of others. A
+program takes one block and goes through the chunks in it, one after the other, each over the keys that its queries
+there may see; a query takes no part while another chunk's keys pass. The pages of the next block of keys, be it this
+chunk's, the next one's, or for the next program, are always under way.
+
+Queries are held head by head, so that a tile is one head of all the block's tokens. Blocks of keys that all queries see
+whole are multiplied without masks.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from sglang_jax.kernels.ragged_paged_attention.options import AttentionOptions
+from sglang_jax.kernels.ragged_paged_attention.pallas.pages import PageFetcher, Ref, Scalar
+from sglang_jax.kernels.ragged_paged_attention.pallas.softmax import (
+    LANES,
+    MASKED,
+    OUTPUT_FACTOR,
+    SCORE_UNIT,
+    SINK,
+    SOFT_CAP_FACTOR,
+    StaticOptions,
+    constants_per_head,
+    finish_softmax,
+    lanewise,
+    matmul,
+    matmul_nt,
+    static_options,
+    sum_of_lane_tiles,
+    type_of_products,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillBlocks:
+    """Queries per program and pages per block of keys."""
+
+    queries: int
+    pages: int
+
+
+def prefill_attention(
+    queries: jax.Array,
+    kv_pages: jax.Array,
+    page_table: jax.Array,
+    kv_lens: jax.Array,
+    query_starts: jax.Array,
+    num_decode: jax.Array,
+    *,
+    scale: float,
+    options: AttentionOptions,
+    blocks: PrefillBlocks,
+    vmem_limit: int,
+) -> jax.Array:
+    """Attention of all sequences but the first `num_decode`.
+
+    **Arguments:** `queries` `[heads, T, lanes]`, T a multiple of `blocks.queries`; `kv_pages` `[num_pages, kv_heads,
+    parts, page_size, lanes]`; `page_table` int32 `[R, 1, columns]`; `kv_lens` int32 `[R]`; `query_starts` int32
+    `[R + 1]`; `num_decode` int32 `[1]`.
+
+    **Returns:** `[heads, T, lanes]` in the type of the queries; 0 for tokens of other sequences and padding.
+    """
+    heads, tokens, lanes = queries.shape
+    _, kv_heads, parts, page_size, _ = kv_pages.shape
+    columns = page_table.shape[2]
+    block = pl.BlockSpec((heads, blocks.queries, lanes), lambda program, *_: (0, program, 0))
+    return pl.pallas_call(
+        functools.partial(_kernel, options=static_options(options)),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(tokens // blocks.queries,),
+            in_specs=[block, pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pl.ANY)],
+            out_specs=block,
+            scratch_shapes=[
+                pltpu.VMEM((2, blocks.pages, kv_heads, parts, page_size, lanes), kv_pages.dtype),
+                pltpu.VMEM((heads, blocks.queries, LANES), jnp.float32),
+                pltpu.VMEM((heads, blocks.queries, LANES), jnp.float32),
+                pltpu.VMEM((heads, blocks.queries, lanes), jnp.float32),
+                pltpu.SMEM((2, 1, columns), jnp.int32),
+                pltpu.SMEM((5,), jnp.int32),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SemaphoreType.DMA((2,)),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct(queries.shape, queries.dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit),
+        name="paged_attention_prefill",
+    )(
+        kv_lens,
+        query_starts,
+        num_decode,
+        constants_per_head(heads, kv_heads, scale, options)[:, :, 0],
+        queries.astype(type_of_products(kv_pages.dtype)),
+        page_table,
+        kv_pages,
+    )
+
+
+@dataclass(frozen=True)
+class _Span:
+    """The tokens `first` to `last` (exclusive) of one sequence, all in one block of queries.
+
+    A token at place t of the batch is at position `t + shift` of its sequence. The keys that the span sees lie in
+    page-table columns `first_page` and on, `pages` of them.
+    """
+
+    sequence: Scalar
+    first: Scalar
+    last: Scalar
+    shift: Scalar
+    first_page: Scalar
+    pages: Scalar
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Cursor:
+    """Where a walk over the spans of all blocks of queries stands: int32 scalars.
+
+    - `sequence`: that of the span to come, whose first block of pages is on its way; R when there is none.
+    - `following`: the sequence with queries after it, whose page numbers are on their way; R when there is none.
+    - `place`: the span's first token.
+    - `numbers_slot`: which page numbers are the sequence's.
+    - `slot`: the buffer of the span's first block.
+    """
+
+    sequence: jax.Array
+    following: jax.Array
+    place: jax.Array
+    numbers_slot: jax.Array
+    slot: jax.Array
+
+
+def _kernel(
+    kv_lens: Ref,  # SMEM [R]
+    query_starts: Ref,  # SMEM [R + 1]
+    num_decode: Ref,  # SMEM [1]
+    per_head: Ref,  # SMEM [4, heads]
+    queries: Ref,  # VMEM [heads, block, lanes]
+    page_table: Ref,  # HBM [R, 1, columns]
+    kv_pages: Ref,  # HBM [num_pages, kv_heads, parts, page_size, lanes]
+    output: Ref,  # VMEM [heads, block, lanes]
+    buffers: Ref,
+    largest: Ref,  # VMEM [heads, block, 128], as are the totals
+    total: Ref,
+    weighted: Ref,  # VMEM [heads, block, lanes]
+    page_numbers: Ref,
+    state: Ref,  # SMEM [5]: a cursor between programs
+    kv_arrived: Ref,
+    numbers_arrived: Ref,
+    *,
+    options: StaticOptions,
+) -> None:
+    fetcher = PageFetcher(kv_pages, page_table, buffers, page_numbers, kv_arrived, numbers_arrived)
+    heads, width, lanes = queries.shape
+    sequences = kv_lens.shape[0]
+    tokens = query_starts[sequences]
+    first_place = pl.program_id(0) * width
+    end_place = first_place + width
+
+    def with_queries_after(sequence: Scalar) -> jax.Array:
+        """The next sequence that has queries, or R."""
+        found = jax.lax.while_loop(
+            lambda candidate: (
+                (query_starts[candidate] < tokens)
+                & (query_starts[candidate] == query_starts[jnp.minimum(candidate + 1, sequences)])
+            ),
+            lambda candidate: candidate + 1,
+            jnp.minimum(jnp.int32(sequence) + 1, sequences),
+        )
+        return jnp.where(query_starts[found] < tokens, found, sequences)
+
+    def span_at(sequence: Scalar, first: Scalar, block_end: Scalar) -> _Span:
+        last = jnp.minimum(query_starts[sequence + 1], block_end)
+        shift = kv_lens[sequence] - query_starts[sequence + 1]
+        first_key = 0 if options.window is None else jnp.maximum(first + shift - (options.window - 1), 0)
+        first_page = jnp.int32(first_key) // fetcher.page_size
+        return _Span(sequence, first, last, shift, first_page, pl.cdiv(last + shift, fetcher.page_size) - first_page)
+
+    def start(span: _Span, block: Scalar, numbers_slot: Scalar, slot: Scalar) -> None:
+        done = block * fetcher.pages_per_block
+        count = jnp.minimum(span.pages - done, fetcher.pages_per_block)
+        fetcher.start_block(numbers_slot, span.first_page + done, count, slot)
+
+    def start_first_block(sequence: Scalar, place: Scalar, numbers_slot: Scalar, slot: Scalar) -> None:
+        block_end = (place // width + 1) * width
+        start(span_at(sequence, place, block_end), 0, numbers_slot, slot)
+
+    def start_numbers(sequence: Scalar, numbers_slot: Scalar) -> None:
+        @pl.when(sequence < sequences)
+        def _() -> None:
+            fetcher.start_numbers(sequence, numbers_slot)
+
+    def start_sequence(sequence: Scalar, numbers_slot: Scalar, slot: Scalar) -> None:
+        @pl.when(sequence < sequences)
+        def _() -> None:
+            fetcher.wait_for_numbers(sequence, numbers_slot)
+            start_first_block(sequence, query_starts[sequence], numbers_slot, slot)
+
+    @pl.when(pl.program_id(0) == 0)
+    def _() -> None:
+        sequence = with_queries_after(num_decode[0] - 1)
+        following = with_queries_after(sequence)
+        start_numbers(sequence, 0)
+        start_sequence(sequence, 0, 0)
+        start_numbers(following, 1)
+        _store(state, _Cursor(sequence, following, query_starts[sequence], jnp.int32(0), jnp.int32(0)))
+
+    def attend_to_span(cursor: _Cursor) -> _Cursor:
+        span = span_at(cursor.sequence, cursor.place, end_place)
+        blocks = pl.cdiv(span.pages, fetcher.pages_per_block)
+        goes_on = query_starts[span.sequence + 1] > end_place
+        after = with_queries_after(cursor.following)
+        slot_after = (cursor.slot + blocks) % 2
+
+        @pl.loop(0, blocks)
+        def _(index: jax.Array) -> None:
+            slot = (cursor.slot + index) % 2
+            last = index + 1 == blocks
+
+            @pl.when(jnp.logical_not(last))
+            def _() -> None:
+                start(span, index + 1, cursor.numbers_slot, 1 - slot)
+
+            @pl.when(last & goes_on)
+            def _() -> None:
+                start_first_block(span.sequence, end_place, cursor.numbers_slot, 1 - slot)
+
+            @pl.when(last & jnp.logical_not(goes_on))
+            def _() -> None:
+                start_sequence(cursor.following, 1 - cursor.numbers_slot, 1 - slot)
+                start_numbers(after, cursor.numbers_slot)
+
+            done = index * fetcher.pages_per_block
+            fetcher.wait_for_block(jnp.minimum(span.pages - done, fetcher.pages_per_block), slot)
+            attend_to_block(span, (span.first_page + done) * fetcher.page_size, slot)
+
+        return _Cursor(
+            sequence=jnp.where(goes_on, span.sequence, cursor.following),
+            following=jnp.where(goes_on, cursor.following, after),
+            place=jnp.where(goes_on, end_place, query_starts[cursor.following]),
+            numbers_slot=jnp.where(goes_on, cursor.numbers_slot, 1 - cursor.numbers_slot),
+            slot=slot_after,
+        )
+
+    def attend_to_block(span: _Span, origin: Scalar, slot: Scalar) -> None:
+        keys = fetcher.pages_per_block * fetcher.page_size
+        end = span.last + span.shift - origin
+
+        @pl.when(end < keys)
+        def _() -> None:
+            fetcher.clear_values_from(end, slot)
+
+        whole = (span.first == first_place) & (span.last == end_place) & (origin + keys - 1 <= span.first + span.shift)
+        if options.window is not None:
+            whole &= origin > span.last - 1 + span.shift - options.window
+        add = functools.partial(_add_block, queries, per_head, buffers, slot, (largest, total, weighted), options)
+
+        @pl.when(whole)
+        def _() -> None:
+            add(None)
+
+        @pl.when(jnp.logical_not(whole))
+        def _() -> None:
+            place = first_place + jax.lax.broadcasted_iota(jnp.int32, (width, 1), 0)
+            mine = (place >= span.first) & (place < span.last)
+            add(jnp.where(mine, place + span.shift - origin, -1))
+
+    @pl.loop(0, heads)
+    def _(head: jax.Array) -> None:
+        first = per_head[SINK, head] if options.sinks else MASKED
+        largest[head] = jnp.full((width, LANES), first, jnp.float32)
+        total[head] = jnp.full((width, LANES), 1 / LANES if options.sinks else 0.0, jnp.float32)
+        weighted[head] = jnp.zeros((width, lanes), jnp.float32)
+
+    cursor = jax.lax.while_loop(
+        lambda cursor: (cursor.sequence < sequences) & (cursor.place < end_place), attend_to_span, _load(state)
+    )
+    _store(state, cursor)
+
+    place = first_place + jax.lax.broadcasted_iota(jnp.int32, (width, 1), 0)
+    real = (place >= query_starts[num_decode[0]]) & (place < tokens)
+
+    @pl.loop(0, heads)
+    def _(head: jax.Array) -> None:
+        factor = jnp.full((width, LANES), per_head[OUTPUT_FACTOR, head])
+        found = finish_softmax(total[head], weighted[head], factor)
+        output[head] = jnp.where(real, found, 0.0).astype(output.dtype)
+
+
+def _load(state: Ref) -> _Cursor:
+    return _Cursor(state[0], state[1], state[2], state[3], state[4])
+
+
+def _store(state: Ref, cursor: _Cursor) -> None:
+    state[0], state[1], state[2] = cursor.sequence, cursor.following, cursor.place
+    state[3], state[4] = cursor.numbers_slot, cursor.slot
+
+
+def _add_block(
+    queries: Ref,
+    per_head: Ref,
+    buffers: Ref,
+    slot: Scalar,
+    softmax: tuple[Ref, Ref, Ref],
+    options: StaticOptions,
+    last_seen: jax.Array | None,
+) -> None:
+    """Takes a block of keys into the softmax of every head.
+
+    `last_seen` int32 `[queries, 1]`: the last slot of the block that a query sees, negative if none; None if all
+    queries see all slots.
+    """
+    heads, width, lanes = queries.shape
+    _, _, kv_heads, parts, _, _ = buffers.shape
+    dtype = queries.dtype
+    largest, total, weighted = softmax
+
+    @pl.loop(0, heads)
+    def _(head: jax.Array) -> None:
+        kv_head = head // (heads // kv_heads)
+        keys = buffers[slot, :, kv_head, 0].reshape(-1, lanes).astype(dtype)
+        values = buffers[slot, :, kv_head, parts - 1].reshape(-1, lanes).astype(dtype)
+        scores = matmul_nt(queries[head], keys)
+        if options.soft_cap is not None:
+            scores = options.soft_cap * jnp.tanh(scores * per_head[SOFT_CAP_FACTOR, head])
+        if last_seen is not None:
+            place = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+            visible = place <= last_seen
+            if options.window is not None:
+                visible &= place > last_seen - options.window
+            scores = jnp.where(visible, scores, MASKED)
+        unit = per_head[SCORE_UNIT, head]
+        old_largest = largest[head]
+        new_largest = jnp.maximum(old_largest, scores.max(axis=1, keepdims=True))
+        weights = lanewise(lambda tile: jnp.exp2((tile - new_largest) * unit), scores)
+        shrink = jnp.exp2((old_largest - new_largest) * unit)
+        largest[head] = new_largest
+        total[head] = total[head] * shrink + sum_of_lane_tiles(weights)
+        weighted[head] = lanewise(jnp.multiply, weighted[head], shrink) + matmul(weights.astype(dtype), values)
