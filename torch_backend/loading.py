@@ -84,7 +84,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint, parallel: TensorPara
         attention=kernels.attention,
         parallel=parallel,
     )
-    kv_dtype = _kv_dtype(config.kv_cache_dtype, dtype, kernels)
+    kv_dtype = dtype if config.kv_cache_dtype is KVCacheDtype.AUTO else torch.float8_e4m3fn
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     sizes, page_bytes = _sizes(config, checkpoint.config, model, device, kv_dtype, weight_bytes, parallel)
     load_weights(model, checkpoint.reader, checkpoint.config, parallel)
@@ -138,14 +138,6 @@ def choose_kernels(wanted: AttentionBackend, device: torch.device) -> Kernels:
             f"{', '.join(known.value for known in implementations)}"
         )
     return Kernels(implementations[name], name, TritonOperations(), TritonDraw())
-
-
-def _kv_dtype(wanted: KVCacheDtype, dtype: torch.dtype, kernels: Kernels) -> torch.dtype:
-    if wanted is KVCacheDtype.AUTO:
-        return dtype
-    if kernels.attention_name is AttentionBackend.NATIVE:
-        raise ConfigError(f"kv_cache_dtype {wanted.value} needs Triton attention, which runs on a GPU: choose auto")
-    return torch.float8_e4m3fn
 
 
 def _sizes(
