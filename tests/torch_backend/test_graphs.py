@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,13 +14,23 @@ from helpers.plan_driver import DECODE, PlanDriver
 from helpers.samplers import decode_plan
 from helpers.stand_in_model import VOCAB, dense_logits, random_weights
 from helpers.stand_in_torch import CPU, StandIn, stand_in_runner
+from helpers.tiny_models import make_tiny_checkpoint
 
-from sglang_jax.runner.plan import PageDeltas
+from sglang_jax.checkpoint import open_checkpoint
+from sglang_jax.runner.plan import PageDeltas, PoolKind, PoolSpec, RunnerSpec
+from torch_backend.attention.interface import AttentionOptions, StepAttention
+from torch_backend.attention.native import NativeAttention
+from torch_backend.attention.reference import ReferenceAttention
 from torch_backend.batch import ForwardBatch
 from torch_backend.graphs import DecodeGraphs, Replay, row_buckets
+from torch_backend.kv_pages import KVPages
+from torch_backend.loading import PagedTransformer
+from torch_backend.models import build_model
+from torch_backend.native_operations import NativeOperations
 from torch_backend.packing import StepInputs
 from torch_backend.runner import TorchRunner
 from torch_backend.streams import CpuThread
+from torch_backend.weights import load_weights
 
 WEIGHTS = random_weights()
 PROMPTS = [np.random.default_rng(3).integers(0, VOCAB, length).tolist() for length in (9, 2, 21, 5)]
@@ -219,6 +230,60 @@ def test_a_value_asked_of_the_device_while_capturing_is_an_error(capture: Record
     with pytest.raises(RuntimeError, match="get value out of a tracing tensor"):
         runner.warm_up(lambda done, total, what: None)
     runner.close()
+
+
+class CapturableAttention:
+    """The reference for prefill chunks; for decode rows the same without a look at the lengths on the host."""
+
+    def prepare(self, batch: ForwardBatch) -> StepAttention:
+        if not batch.decode_only:
+            return ReferenceAttention().prepare(batch)
+
+        def attend(queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> torch.Tensor:
+            rows, heads, head_dim = queries.shape
+            keys, values = (
+                stored[batch.page_table.long()].transpose(1, 2).reshape(rows, -1, table_slots, head_dim)
+                for stored in (kv.keys, kv.values)
+            )
+            visible = torch.arange(table_slots) < batch.kv_lens[:, None, None, None]
+            grouped = queries.view(rows, keys.shape[1], -1, head_dim)
+            scores = torch.einsum("rkgd,rksd->rkgs", grouped, keys) * options.scale
+            weights = torch.softmax(torch.where(visible, scores, -torch.inf), dim=-1).where(visible, 0.0)
+            seen = values.where(visible.transpose(2, 3), 0.0)
+            return torch.einsum("rkgs,rksd->rkgd", weights, seen).reshape(rows, heads, head_dim)
+
+        table_slots = batch.page_table.shape[1] * 4
+        return attend
+
+
+def test_a_real_model_can_be_captured(tmp_path: Path, capture: Recorder) -> None:
+    """All of its layers but attention, whose captured kind is Triton's."""
+    checkpoint = open_checkpoint(str(make_tiny_checkpoint(tmp_path, "qwen3")))
+    assert checkpoint.reader is not None
+    spec = RunnerSpec((PoolSpec(PoolKind.FULL, 40, 4),), 4, 32, 48, checkpoint.config.vocab_size)
+    outputs = []
+    for attention, recorder in ((NativeAttention(), None), (CapturableAttention(), capture)):
+        model = build_model(
+            checkpoint.config, dtype=torch.float32, device=CPU, operations=NativeOperations(), attention=attention
+        )
+        load_weights(model, checkpoint.reader, checkpoint.config, pack=False)
+        shape = (40, checkpoint.config.num_kv_heads, 4, checkpoint.config.head_dim)
+        kv = [KVPages.allocate(*shape, torch.float32, CPU) for _ in range(checkpoint.config.num_layers)]
+        runner = TorchRunner(
+            PagedTransformer(model, kv), spec, device=CPU, capture=recorder, graph_buckets=BUCKETS if recorder else ()
+        )
+        runner.warm_up(lambda done, total, what: None)
+        driver = PlanDriver(runner)
+        requests = [driver.admit(prompt) for prompt in PROMPTS[:2]]
+        driver.step([(requests[0], 9), (requests[1], 2)])
+        for _ in range(12):
+            driver.step([(request, DECODE) for request in requests])
+        driver.generate(requests[1], 20)
+        outputs.append([request.output for request in requests])
+        runner.close()
+    assert capture.replays == 12 + 7
+    assert outputs[0] == outputs[1]
+    assert len(set(outputs[0][1])) > 5
 
 
 def graphs_of(buckets: Sequence[int], forward: Callable[[StepInputs], torch.Tensor], dump_row: int) -> DecodeGraphs:
