@@ -50,8 +50,8 @@ SECTIONS = {
     "extend": Section("extend_speed", 120, "extend attention against matrix products"),
     "operations": Section("operations_speed", 60, "fused operations against copy bandwidth"),
     "sampling": Section("sampling_speed", 60, "draws over 128k tokens"),
-    "engine": Section("engine_speed", 180, "an 8B model through the engine"),
-    "eager": Section("eager_speed", 120, "the same without CUDA graphs"),
+    "engine": Section("engine_speed", 300, "an 8B model through the engine"),
+    "eager": Section("eager_speed", 240, "the same without CUDA graphs"),
 }
 
 

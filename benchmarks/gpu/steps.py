@@ -97,7 +97,6 @@ def poison_unused(kv: KVPages, batch: ForwardBatch) -> None:
     for column in range(batch.page_table.shape[1]):
         held = offsets < (batch.kv_lens[:, None] - column * page_size)
         used[batch.page_table[:, column].long()] |= held
-    used[0] = False
     for stored in (kv.keys, kv.values):
         nan = torch.full((), torch.nan).to(stored.dtype)
         if stored.dtype.itemsize == 1:
