@@ -42,18 +42,17 @@ class NativeOperations:
     ) -> torch.Tensor:
         """See `Operations`."""
         kv_heads, page_size, head_dim = kv.keys.shape[1:]
-        tokens = qkv.shape[0]
-        parts = qkv.view(tokens, -1, head_dim)
+        parts = qkv.view(qkv.shape[0], -1, head_dim)
         heads = parts.shape[1] - 2 * kv_heads
-        queries_and_keys = parts[:, :-kv_heads].to(torch.float32, copy=True)
+        turning = parts.narrow(1, 0, heads + kv_heads).to(torch.float32, copy=True)
         if norms is not None:
             weights = torch.cat((norms.query.expand(heads, -1), norms.key.expand(kv_heads, -1)))
-            queries_and_keys = normalise(queries_and_keys, weights, norms.eps)
-        queries, keys = torch.split(rotate(queries_and_keys, rotation), [heads, kv_heads], dim=1)
+            turning = normalise(turning, weights, norms.eps)
+        turned = rotate(turning, rotation)
         slots = (write_slots // page_size, write_slots % page_size)
-        _write(kv.keys, kv.key_scale, slots, keys)
-        _write(kv.values, kv.value_scale, slots, parts[:, -kv_heads:])
-        return queries.to(qkv.dtype).contiguous()
+        _write(kv.keys, kv.key_scale, slots, turned.narrow(1, heads, kv_heads))
+        _write(kv.values, kv.value_scale, slots, parts.narrow(1, heads + kv_heads, kv_heads))
+        return turned.narrow(1, 0, heads).to(qkv.dtype).contiguous()
 
 
 def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -70,14 +69,8 @@ def _scalar(value: float, device: torch.device) -> torch.Tensor:
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Rotates float32 `x [T, heads, head_dim]`."""
-    halves = x.view(*x.shape[:2], 2, -1)
-    first, second = halves.unbind(2)
-    sines = rotation.sines[:, None]
-    rotated = halves * rotation.cosines[:, None, None]
-    rotated_first, rotated_second = rotated.unbind(2)
-    rotated_first.addcmul_(second, sines, value=-1)
-    rotated_second.addcmul_(first, sines)
-    return rotated.view(x.shape)
+    cosines, sines = rotation.of_whole_heads
+    return (x * cosines).addcmul_(x.roll(x.shape[-1] // 2, -1), sines)
 
 
 def _write(
@@ -89,4 +82,6 @@ def _write(
         # Written as bytes: few devices index float8.
         data = scaled.to(stored.dtype).view(torch.uint8)
         stored = stored.view(torch.uint8)
-    stored.transpose(1, 2).index_put_(slots, data.to(stored.dtype))
+    if data.dtype != stored.dtype:
+        data = data.to(stored.dtype)
+    stored.transpose(1, 2).index_put_(slots, data)

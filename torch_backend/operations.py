@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from torch_backend.kv_pages import KVPages
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rotation:
     """Rotary tables of a step: cosines and sines, float32 `[T, head_dim / 2]`, of each token's position.
 
@@ -19,6 +20,14 @@ class Rotation:
 
     cosines: torch.Tensor
     sines: torch.Tensor
+
+    @cached_property
+    def of_whole_heads(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tables by which a head times the first, plus the head with its halves swapped times the second, is the
+        head rotated: `[T, 1, head_dim]`. Made once for all layers."""
+        cosines = torch.cat((self.cosines, self.cosines), dim=-1)
+        sines = torch.cat((-self.sines, self.sines), dim=-1)
+        return cosines[:, None], sines[:, None]
 
 
 @dataclass(frozen=True, slots=True)

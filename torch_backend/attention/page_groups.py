@@ -44,7 +44,7 @@ class SequenceGroup:
         return min(self.lens)
 
     @property
-    def tokens_count(self) -> int:
+    def num_tokens(self) -> int:
         return self.count * len(self.lens)
 
 

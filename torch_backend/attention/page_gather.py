@@ -1,0 +1,72 @@
+"""Keys and values of a group of sequences, copied from their pages into one run each."""
+
+from __future__ import annotations
+
+import torch
+
+from torch_backend.attention.page_groups import SequenceGroup
+from torch_backend.batch import ForwardBatch
+from torch_backend.kv_pages import KVPages
+
+
+class PageGather:
+    """Where a group's keys lie and where they go, the same for all layers whose pages have one form.
+
+    Layers share the buffers: each gathers anew, and what it was given lasts until the next one.
+    """
+
+    def __init__(self, group: SequenceGroup, batch: ForwardBatch, kv: KVPages) -> None:
+        kv_heads, page_size, head_dim = kv.keys.shape[1:]
+        columns = -(-group.longest // page_size)
+        device = kv.keys.device
+        table = batch.page_table[group.sequences, None, :columns]
+        heads = torch.arange(kv_heads, device=device)[:, None]
+        self._index = (table * kv_heads + heads).flatten()
+        self._unused = _unused_rows(group, kv_heads, columns * page_size, device)
+        self._row = page_size * head_dim
+        self._sequences = len(group.lens)
+        shape = (len(group.lens) * kv_heads, 1, columns * page_size, head_dim)
+        self._keys = _Buffer(shape, self._row, group.longest, kv.keys)
+        self._values = _Buffer(shape, self._row, group.longest, kv.values)
+
+    def __call__(self, kv: KVPages) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[sequences * kv_heads, 1, longest, head_dim]` each, 0 after a sequence's end; float32 from float8 pages."""
+        return (
+            self._gather(kv.keys, kv.key_scale, self._keys),
+            self._gather(kv.values, kv.value_scale, self._values),
+        )
+
+    def _gather(self, pages: torch.Tensor, scale: torch.Tensor | None, buffer: _Buffer) -> torch.Tensor:
+        stored = pages.view(-1, self._row)
+        if scale is not None:  # moved as bytes: few devices index float8
+            stored = stored.view(torch.uint8)
+        torch.index_select(stored, 0, self._index, out=buffer.rows)
+        if self._unused is not None:
+            buffer.slots.index_fill_(0, self._unused, 0)
+        if scale is None:
+            return buffer.seen
+        scales = scale.repeat(self._sequences)[:, None, None, None]
+        return buffer.seen.view(pages.dtype).float() * scales
+
+
+class _Buffer:
+    """One piece of memory in three shapes: `rows`, a page of a head each; `slots`, a token of a head each; `seen`."""
+
+    def __init__(self, shape: tuple[int, int, int, int], row: int, longest: int, pages: torch.Tensor) -> None:
+        dtype = torch.uint8 if pages.dtype == torch.float8_e4m3fn else pages.dtype
+        whole = pages.new_empty(shape, dtype=dtype)
+        self.rows = whole.view(-1, row)
+        self.slots = whole.view(-1, shape[-1])
+        self.seen = whole[:, :, :longest]
+
+
+def _unused_rows(group: SequenceGroup, kv_heads: int, slots: int, device: torch.device) -> torch.Tensor | None:
+    """Gathered slots that the longest sequence uses and that lie after the end of their own.
+
+    They are cleared, for they may hold NaN, which no mask takes out of a sum."""
+    if group.shortest == group.longest:
+        return None
+    places = torch.arange(slots, device=device)
+    lens = torch.tensor(group.lens, device=device)
+    unused = (places >= lens[:, None]) & (places < group.longest)
+    return unused.repeat_interleave(kv_heads, dim=0).flatten().nonzero().flatten()
