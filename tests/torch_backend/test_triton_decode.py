@@ -8,7 +8,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from helpers.torch_attention_steps import Case, Step, error, make_step
+from helpers.torch_attention_steps import Case, Step, make_step
+from helpers.triton_attention import AMPERE, HOPPER, TOLERANCE, attend, check
 from helpers.triton_interpreter import shuffled_programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,12 +21,6 @@ from torch_backend.kernels.attention_tiles import TRITON_TYPES, widened
 from torch_backend.kernels.chip import Chip
 from torch_backend.kernels.decode_attention import decode_tile, plan_decode, splits_bound
 
-HOPPER, AMPERE = Chip(capability=90, processors=3), Chip(capability=80, processors=2)
-"""Few processors, so that programs have more than one split each."""
-
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
-"""float32: rounding of sums. The others: one rounding of an output below 4, which is half of 2^-7 or 2^-10 times 2."""
-
 SPLIT = 256
 
 
@@ -33,14 +28,6 @@ def decode(*kv_lens: int, **changes: object) -> Case:
     """A decode step of bfloat16, whose tiles have 64 keys."""
     case = Case(kv_lens=kv_lens, query_lens=(1,) * len(kv_lens), num_decode=len(kv_lens), dtype=torch.bfloat16)
     return replace(case, **changes)
-
-
-def check(case: Case, chip: Chip = HOPPER, seed: int = 0) -> None:
-    assert error(TritonAttention(chip), make_step(case, seed)) < TOLERANCE[case.dtype]
-
-
-def attend(step: Step, chip: Chip = HOPPER) -> torch.Tensor:
-    return TritonAttention(chip).prepare(step.batch)(step.queries, step.kv, step.options)
 
 
 def select(step: Step, rows: list[int]) -> Step:
@@ -116,8 +103,17 @@ def test_options(window: int | None, soft_cap: float | None, sinks: bool) -> Non
     check(decode(*lens, padding=1, kv_heads=1, page_size=16, window=window, soft_cap=soft_cap, sinks=sinks))
 
 
+@pytest.mark.parametrize("page_size", [64, 128])
+def test_windows_begin_inside_of_pages(page_size: int) -> None:
+    """Pages that hold a tile: it must not reach over their end."""
+    check(decode(100, 140, SPLIT + 90, 2 * SPLIT + 33, kv_heads=1, page_size=page_size, window=75))
+
+
 def test_options_in_float32() -> None:
-    check(replace(SHORT, dtype=torch.float32, window=33, soft_cap=1.5, sinks=True))
+    """In rows of one split and of two."""
+    lens = (9, 1, SPLIT + 33)
+    for window in (33, SPLIT + 20):
+        check(decode(*lens, dtype=torch.float32, kv_heads=1, window=window, soft_cap=1.5, sinks=True, padding=1))
 
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])

@@ -6,20 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.torch_attention_steps import Case, Step, error, make_step
+from helpers.torch_attention_steps import Case, Step, make_step
+from helpers.triton_attention import AMPERE, HOPPER, TOLERANCE, attend, check
 from helpers.triton_interpreter import shuffled_programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_backend.attention.triton import TritonAttention
 from torch_backend.batch import ForwardBatch
 from torch_backend.kernels.chip import Chip
 from torch_backend.kernels.extend_attention import plan_extend
-
-HOPPER, AMPERE = Chip(capability=90, processors=3), Chip(capability=80, processors=2)
-
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
-"""float32: rounding of sums. The others: one rounding of an output below 4, which is half of 2^-7 or 2^-10 times 2."""
 
 
 def step_of(*sequences: tuple[int, int], num_decode: int = 0, **changes: object) -> Case:
@@ -27,14 +22,6 @@ def step_of(*sequences: tuple[int, int], num_decode: int = 0, **changes: object)
     kv_lens = tuple(prefix + new for prefix, new in sequences)
     case = Case(kv_lens=kv_lens, query_lens=tuple(new for _, new in sequences), num_decode=num_decode)
     return replace(case, dtype=torch.bfloat16, **changes)
-
-
-def check(case: Case, chip: Chip = HOPPER, seed: int = 0) -> None:
-    assert error(TritonAttention(chip), make_step(case, seed)) < TOLERANCE[case.dtype]
-
-
-def attend(step: Step, chip: Chip = HOPPER) -> torch.Tensor:
-    return TritonAttention(chip).prepare(step.batch)(step.queries, step.kv, step.options)
 
 
 def alone(step: Step, row: int, num_decode: int) -> Step:
@@ -96,6 +83,12 @@ def test_options(window: int | None, soft_cap: float | None, sinks: bool) -> Non
     """A window smaller than a tile and over tiles, that starts in the prefix and in the chunk."""
     sequences = ((0, 9), (0, 140), (130, 66), (200, 1))
     check(step_of(*sequences, kv_heads=1, page_size=16, window=window, soft_cap=soft_cap, sinks=sinks))
+
+
+@pytest.mark.parametrize("page_size", [64, 128])
+def test_windows_begin_inside_of_pages(page_size: int) -> None:
+    """Pages that hold a tile: it must not reach over their end."""
+    check(step_of((100, 40), (0, 190), (333, 7), kv_heads=1, page_size=page_size, window=75))
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
