@@ -34,6 +34,10 @@ logger = logging.getLogger(__name__)
 
 _MOST_CAPTURED_ROWS = 256
 
+# The first is what `auto` takes.
+_ATTENTION_ON_CPU = (AttentionBackend.NATIVE, AttentionBackend.REFERENCE)
+_ATTENTION_ON_GPU = (AttentionBackend.TRITON, AttentionBackend.NATIVE, AttentionBackend.REFERENCE)
+
 
 @dataclass(frozen=True, slots=True)
 class PagedTransformer:
@@ -60,6 +64,11 @@ class Kernels:
     attention_name: AttentionBackend
     operations: Operations
     draw: Draw
+
+    @property
+    def capturable(self) -> bool:
+        """Decode steps read nothing on the host; attention without kernels reads its lengths there."""
+        return self.attention_name is AttentionBackend.TRITON
 
 
 def load_rank(config: EngineConfig, checkpoint: Checkpoint, parallel: TensorParallel = SINGLE) -> TorchRunner:
@@ -108,36 +117,30 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint, parallel: TensorPara
 def choose_kernels(wanted: AttentionBackend, device: torch.device) -> Kernels:
     """Triton kernels on a GPU, torch operations on a CPU; `wanted` says which attention.
 
-    **Raises:** `ConfigError` for one that the device cannot run.
+    **Raises:** `ConfigError` for one that does not run there.
     """
-    if device.type == "cpu":
-        if wanted not in (AttentionBackend.AUTO, AttentionBackend.NATIVE, AttentionBackend.REFERENCE):
-            raise ConfigError(f"attention_backend {wanted.value} does not run on a CPU: choose native, or auto")
-        reference = wanted is AttentionBackend.REFERENCE
-        return Kernels(
-            attention=ReferenceAttention() if reference else NativeAttention(),
-            attention_name=AttentionBackend.REFERENCE if reference else AttentionBackend.NATIVE,
-            operations=NativeOperations(),
-            draw=NativeDraw(),
+    known = _ATTENTION_ON_CPU if device.type == "cpu" else _ATTENTION_ON_GPU
+    name = known[0] if wanted is AttentionBackend.AUTO else wanted
+    if name not in known:
+        raise ConfigError(
+            f"attention_backend {name.value} is none of the Torch backend's on {device.type}: "
+            f"choose {' or '.join(each.value for each in known)}, or auto"
         )
+    if device.type == "cpu":
+        return Kernels(_attention_without_kernels(name), name, NativeOperations(), NativeDraw())
     # Imported here: a machine without a GPU needs no Triton.
     from torch_backend.attention.triton import TritonAttention
     from torch_backend.kernels.chip import Chip
     from torch_backend.kernels.operations import TritonOperations
     from torch_backend.triton_draw import TritonDraw
 
-    implementations: dict[AttentionBackend, AttentionImplementation] = {
-        AttentionBackend.TRITON: TritonAttention(Chip.of(device)),
-        AttentionBackend.NATIVE: NativeAttention(),
-        AttentionBackend.REFERENCE: ReferenceAttention(),
-    }
-    name = AttentionBackend.TRITON if wanted is AttentionBackend.AUTO else wanted
-    if name not in implementations:
-        raise ConfigError(
-            f"attention_backend {name.value} is the JAX backend's: the Torch backend has "
-            f"{', '.join(known.value for known in implementations)}"
-        )
-    return Kernels(implementations[name], name, TritonOperations(), TritonDraw())
+    triton = name is AttentionBackend.TRITON
+    attention = TritonAttention(Chip.of(device)) if triton else _attention_without_kernels(name)
+    return Kernels(attention, name, TritonOperations(), TritonDraw())
+
+
+def _attention_without_kernels(name: AttentionBackend) -> AttentionImplementation:
+    return ReferenceAttention() if name is AttentionBackend.REFERENCE else NativeAttention()
 
 
 def _sizes(
@@ -201,6 +204,11 @@ def _make_runner(
             kv_bytes=kv_bytes,
             details=details,
         )
+    if kernels.attention_name is not AttentionBackend.TRITON and not config.disable_cuda_graph:
+        raise ConfigError(
+            f"attention_backend {kernels.attention_name.value} reads lengths on the host, which a CUDA graph cannot: "
+            "add --disable-cuda-graph, or choose triton"
+        )
     stream = CudaStream(device)
     most = min(config.cuda_graph_max_bs or _MOST_CAPTURED_ROWS, spec.max_rows)
     return TorchRunner(
@@ -209,7 +217,7 @@ def _make_runner(
         device=device,
         stream=stream,
         draw=kernels.draw,
-        capture=None if config.disable_cuda_graph else CudaCapture(stream.stream),
+        capture=CudaCapture(stream.stream) if kernels.capturable and not config.disable_cuda_graph else None,
         graph_buckets=row_buckets(most),
         weight_bytes=weight_bytes,
         kv_bytes=kv_bytes,

@@ -23,6 +23,7 @@ from sglang_jax.runner.plan import (
 )
 from sglang_jax.runner.protocol import RunnerReport
 from sglang_jax.runner.row_updates import count_history, pack_row_updates
+from torch_backend.batch import ForwardBatch
 from torch_backend.devices import device_name
 from torch_backend.graphs import Capture, DecodeGraphs
 from torch_backend.logprobs import Logprobs, prompt_logprobs, token_logprobs
@@ -80,6 +81,16 @@ def _of_all_sequences(found: Logprobs | None, plan: StepPlan) -> TopLogprobs:
     return TopLogprobs(logprobs, top_ids, top_logprobs)
 
 
+class _Closed:
+    """In the place of a model that was let go of."""
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        raise RuntimeError("the runner is closed")
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("the runner is closed")
+
+
 class TorchRunner:
     """`Runner` on one device, or one rank of several that run the same plans.
 
@@ -106,7 +117,7 @@ class TorchRunner:
         details: Mapping[str, str] | None = None,
     ) -> None:
         self._spec = spec
-        self._model = model
+        self._model: Model = model
         self._device = device
         self._stream = stream or CpuThread()
         self._draw = draw or NativeDraw()
@@ -173,8 +184,9 @@ class TorchRunner:
         )
 
     def close(self) -> None:
-        """Waits for steps in flight."""
+        """Waits for steps in flight, and lets go of the model and what was captured of it."""
         self._stream.close()
+        self._model, self._graphs, self._warm_graphs = _Closed(), None, 0
 
     def _run(self, plan: StepPlan, needs: Needs) -> StepOutputs:
         """The whole step, on the stream."""

@@ -1,0 +1,168 @@
+"""Choice of device, dtype and kernels, on machines with and without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import helpers.triton_interpreter
+import pytest
+import torch
+
+from sglang_jax.config import AttentionBackend, Device, Dtype
+from sglang_jax.errors import ConfigError
+from torch_backend.attention.native import NativeAttention
+from torch_backend.attention.reference import ReferenceAttention
+from torch_backend.attention.triton import TritonAttention
+from torch_backend.devices import available_memory, device_name, select_device, select_dtype
+from torch_backend.kernels.chip import Chip
+from torch_backend.kernels.operations import TritonOperations
+from torch_backend.loading import choose_kernels
+from torch_backend.native_draw import NativeDraw
+from torch_backend.native_operations import NativeOperations
+from torch_backend.triton_draw import TritonDraw
+
+assert helpers.triton_interpreter
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Has torch see GPUs of these compute capabilities."""
+
+    def show(*capabilities: tuple[int, int]) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+
+    return show
+
+
+@pytest.mark.parametrize("wanted", [Device.CPU, Device.AUTO])
+def test_a_machine_without_a_gpu_has_its_cpu(gpus: Callable[..., None], wanted: Device) -> None:
+    gpus()
+    assert select_device(wanted) == CPU
+
+
+def test_a_gpu_that_is_not_there_is_an_error_that_says_what_to_do(gpus: Callable[..., None]) -> None:
+    gpus()
+    with pytest.raises(ConfigError, match=r"device cuda was asked for, but torch \S+ sees no CUDA GPU.*--device auto"):
+        select_device(Device.CUDA)
+
+
+def test_a_tpu_is_the_other_backends(gpus: Callable[..., None]) -> None:
+    gpus((9, 0))
+    with pytest.raises(ConfigError, match=r"device tpu was asked for, .* choose --backend jax"):
+        select_device(Device.TPU)
+
+
+@pytest.mark.parametrize("wanted", [Device.CUDA, Device.AUTO])
+def test_each_rank_has_a_gpu_of_its_own(gpus: Callable[..., None], wanted: Device) -> None:
+    gpus((9, 0), (8, 0))
+    assert [select_device(wanted, rank) for rank in (0, 1)] == [torch.device("cuda:0"), torch.device("cuda:1")]
+    with pytest.raises(ConfigError, match="tp_size needs GPU number 2, and torch sees 2"):
+        select_device(wanted, 2)
+
+
+def test_a_gpu_does_not_keep_the_cpu_from_being_asked_for(gpus: Callable[..., None]) -> None:
+    gpus((9, 0))
+    assert select_device(Device.CPU) == CPU
+
+
+def test_a_gpu_that_is_too_old_is_refused_by_name(gpus: Callable[..., None]) -> None:
+    gpus((7, 5))
+    with pytest.raises(ConfigError, match=r"GPU 0 has compute capability 7\.5; at least 8\.0 \(Ampere\) is needed"):
+        select_device(Device.AUTO)
+
+
+@pytest.mark.parametrize("device", [CPU, GPU], ids=str)
+def test_dtypes_that_are_asked_for(device: torch.device) -> None:
+    assert select_dtype(Dtype.BFLOAT16, device) is torch.bfloat16
+    assert select_dtype(Dtype.FLOAT16, device) is torch.float16
+    assert select_dtype(Dtype.FLOAT32, device) is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("features", "dtype"),
+    [
+        ("flags : fpu avx512_bf16 sse", torch.bfloat16),
+        ("flags : amx_bf16", torch.bfloat16),
+        ("flags : avx512f", torch.float32),
+    ],
+)
+def test_auto_is_bfloat16_where_it_is_multiplied(
+    features: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text(features + "\n")
+    monkeypatch.setattr("sglang_jax.runner.host_machine._CPU_FEATURES", tmp_path / "cpuinfo")
+    assert select_dtype(Dtype.AUTO, CPU) is dtype
+    assert select_dtype(Dtype.AUTO, GPU) is torch.bfloat16
+
+
+def test_memory_and_name_of_the_cpu() -> None:
+    assert 2**26 < available_memory(CPU) < 2**45
+    assert device_name(CPU) == f"cpu ({torch.get_num_threads()} threads)"
+
+
+def test_memory_that_torch_holds_unused_is_as_good_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 5000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+    assert available_memory(GPU) == 1200
+
+
+class TestKernels:
+    @pytest.fixture(autouse=True)
+    def chip(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Chip, "of", lambda device: Chip(90, 132))
+
+    @pytest.mark.parametrize(
+        ("wanted", "name", "attention"),
+        [
+            (AttentionBackend.AUTO, AttentionBackend.NATIVE, NativeAttention),
+            (AttentionBackend.NATIVE, AttentionBackend.NATIVE, NativeAttention),
+            (AttentionBackend.REFERENCE, AttentionBackend.REFERENCE, ReferenceAttention),
+        ],
+    )
+    def test_of_a_cpu(self, wanted: AttentionBackend, name: AttentionBackend, attention: type[object]) -> None:
+        kernels = choose_kernels(wanted, CPU)
+        assert kernels.attention_name is name
+        assert isinstance(kernels.attention, attention)
+        assert isinstance(kernels.operations, NativeOperations)
+        assert isinstance(kernels.draw, NativeDraw)
+
+    @pytest.mark.parametrize(
+        ("wanted", "name", "attention"),
+        [
+            (AttentionBackend.AUTO, AttentionBackend.TRITON, TritonAttention),
+            (AttentionBackend.TRITON, AttentionBackend.TRITON, TritonAttention),
+            (AttentionBackend.NATIVE, AttentionBackend.NATIVE, NativeAttention),
+            (AttentionBackend.REFERENCE, AttentionBackend.REFERENCE, ReferenceAttention),
+        ],
+    )
+    def test_of_a_gpu(self, wanted: AttentionBackend, name: AttentionBackend, attention: type[object]) -> None:
+        kernels = choose_kernels(wanted, GPU)
+        assert kernels.attention_name is name
+        assert isinstance(kernels.attention, attention)
+        assert isinstance(kernels.operations, TritonOperations)
+        assert isinstance(kernels.draw, TritonDraw)
+        # Only these read no lengths on the host, which a CUDA graph cannot do.
+        assert kernels.capturable == (attention is TritonAttention)
+
+    @pytest.mark.parametrize(
+        ("wanted", "device", "known"),
+        [
+            (AttentionBackend.TRITON, CPU, "native or reference"),
+            (AttentionBackend.XLA, CPU, "native or reference"),
+            (AttentionBackend.XLA, GPU, "triton or native or reference"),
+        ],
+    )
+    def test_what_does_not_run_there_is_refused(
+        self, wanted: AttentionBackend, device: torch.device, known: str
+    ) -> None:
+        message = f"attention_backend {wanted} is none of the Torch backend's on {device.type}: choose {known}, or auto"
+        with pytest.raises(ConfigError, match=message):
+            choose_kernels(wanted, device)
