@@ -68,9 +68,10 @@ def _scalar(value: float, device: torch.device) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotates float32 `x [T, heads, head_dim]`."""
+    """Rotates float32 `x [T, heads, head_dim]`, written into it."""
     cosines, sines = rotation.of_whole_heads
-    return (x * cosines).addcmul_(x.roll(x.shape[-1] // 2, -1), sines)
+    swapped = x.roll(x.shape[-1] // 2, -1)
+    return x.mul_(cosines).addcmul_(swapped, sines)
 
 
 def _write(

@@ -71,6 +71,18 @@ class TorchPagedModel:
                 logits[row].append(part)
         return [np.concatenate(parts) for parts in logits]
 
+    def greedy(self, prompt: NDArray[np.int32], count: int) -> NDArray[np.int32]:
+        """The prompt and `count` further tokens, each the most likely one, decoded in row 0 one by one."""
+        tokens, done = prompt, 0
+        for _ in range(count):
+            batch = self.batch([tokens], [done], {0: len(tokens) - done})
+            with torch.inference_mode():
+                hidden = self.model(batch, self.kv)[len(tokens) - done - 1, None]
+                drawn = self.model.logits(hidden).argmax(-1)
+            done = len(tokens)
+            tokens = np.append(tokens, drawn.numpy().astype(np.int32))
+        return tokens
+
     def batch(
         self, sequences: Sequence[NDArray[np.int32]], done: Sequence[int], step: Mapping[int, int]
     ) -> ForwardBatch:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.paged_model import PagedModel
 from helpers.parity_cases import (
     DYNAMIC,
     MODELS,
@@ -74,3 +75,14 @@ def test_bfloat16_is_as_close_to_float32_as_in_transformers(architecture: str, t
     found = TorchPagedModel(folder, dtype=torch.bfloat16).run(sequences, STEPS)
     error, reference_error = bfloat16_errors(architecture, sequences, found)
     assert 0 < error < 1.2 * reference_error
+
+
+@pytest.mark.parametrize("name", ["llama_biases", "mistral", "qwen2", "qwen3"])
+def test_greedy_tokens_are_those_of_the_jax_model(name: str, tmp_path: Path) -> None:
+    """What the torch model decodes token by token is, after each prefix, the most likely token of the JAX model."""
+    architecture, overrides = MODELS[name]
+    folder = make_tiny_checkpoint(tmp_path, architecture, **overrides)
+    prompt = prompts()[0][:16]
+    tokens = TorchPagedModel(folder).greedy(prompt, 32)
+    (logits,) = PagedModel(folder).run([tokens], [{0: 48}])
+    assert logits.argmax(-1)[15:47].tolist() == tokens[16:].tolist()
