@@ -17,7 +17,7 @@ TEST_READY := $(VENV)/.ready-to-test
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test check format soak kernel-table bench clean
+.PHONY: help serve test check format soak kernel-table gpu-suite bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -44,8 +44,11 @@ soak: $(TEST_READY) ## the long searches for rare faults
 kernel-table: $(TEST_READY) ## compile every Triton kernel for sm_80, sm_90 and sm_100, and write what each takes of the chip
 	$(BIN)/python tests/helpers/triton_ahead_of_time.py --write torch_backend/kernels/aot_table.json
 
-bench: $(TEST_READY) ## the benchmarks of benchmarks/, one after the other
-	@for script in $$(grep -l __main__ benchmarks/*.py); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
+gpu-suite: $(SERVE_READY) ## check and measure kernels and engine on this machine's GPU: EXTRA=cuda; parts: ARGS="--only decode"
+	PYTHONPATH=. $(BIN)/python benchmarks/gpu_suite.py $(ARGS)
+
+bench: $(TEST_READY) ## the benchmarks of benchmarks/ that need no GPU, one after the other
+	@for script in $$(grep -l __main__ benchmarks/*.py | grep -v gpu_suite); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
 
 clean: ## remove the environment, caches and builds
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
