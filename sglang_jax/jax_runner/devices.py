@@ -12,10 +12,11 @@ from sglang_jax.errors import ConfigError
 from sglang_jax.runner.host_machine import available_host_memory, cpu_multiplies_bfloat16
 
 
-def select_device(wanted: Device) -> jax.Device:
-    """The first device of the wanted platform, made the default of this process; `auto` leaves the choice to JAX.
+def select_devices(wanted: Device, count: int) -> list[jax.Device]:
+    """The first `count` devices of the wanted platform; `auto` leaves the platform to JAX. The first that belongs to
+    this process becomes its default.
 
-    **Raises:** `ConfigError` naming the platforms that JAX sees.
+    **Raises:** `ConfigError` naming what JAX sees.
     """
     # Where libtpu is not installed JAX logs at INFO that it could not be loaded, which reads like a failed start.
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
@@ -23,15 +24,25 @@ def select_device(wanted: Device) -> jax.Device:
         # Asked for before JAX has looked around, this keeps it from claiming accelerators.
         jax.config.update("jax_platforms", "cpu")
     try:
-        device = jax.devices(None if wanted is Device.AUTO else wanted.value)[0]
+        devices = jax.devices(None if wanted is Device.AUTO else wanted.value)
     except RuntimeError as error:
         seen = ", ".join(sorted({device.platform for device in jax.devices()}))
         raise ConfigError(
             f"device {wanted.value} was asked for, but JAX sees only: {seen}. "
             f"Install JAX for {wanted.value}, or choose --device auto"
         ) from error
-    jax.config.update("jax_default_device", device)
-    return device
+    if count > len(devices):
+        raise ConfigError(
+            f"tp_size {count} needs as many devices, and JAX sees {len(devices)} of the platform {devices[0].platform}"
+        )
+    own = next((device for device in devices[:count] if device.process_index == jax.process_index()), devices[0])
+    jax.config.update("jax_default_device", own)
+    return devices[:count]
+
+
+def select_device(wanted: Device) -> jax.Device:
+    """The first device: see `select_devices`."""
+    return select_devices(wanted, 1)[0]
 
 
 def select_dtype(wanted: Dtype, device: jax.Device) -> jnp.dtype:

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from sglang_jax.checkpoint.opening import Checkpoint
 from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.compiles import use_compilation_cache
-from sglang_jax.jax_runner.devices import available_memory, select_device, select_dtype
+from sglang_jax.jax_runner.devices import available_memory, select_devices, select_dtype
 from sglang_jax.jax_runner.orbax_checkpoint import restore_orbax
+from sglang_jax.jax_runner.parallel import TensorParallel
 from sglang_jax.jax_runner.runner import JaxRunner
 from sglang_jax.jax_runner.step import KVCaches, ModelFunctions, Weights
 from sglang_jax.jax_runner.weights import load_weights
 from sglang_jax.layers.batch import ForwardBatch
-from sglang_jax.layers.sharding import make_mesh
+from sglang_jax.layers.parameter import Parameter
+from sglang_jax.layers.sharding import make_mesh, partition_spec
 from sglang_jax.models import (
     AttentionImplementation,
     Transformer,
@@ -42,22 +45,24 @@ _ATTENTION = {
 
 
 def load_runner(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
-    """A runner on the first device of `config.device`. Sizes are settled before any weight is read.
+    """A runner on the first `config.tp_size` devices of `config.device`. Sizes are settled before any weight is read.
 
     **Raises:** `ConfigError` for options that the machine or the model cannot meet, `CheckpointError` for weights that
     the model cannot take.
     """
     use_compilation_cache(config.cache_folder())
-    device = select_device(config.device)
+    parallel = TensorParallel.of(checkpoint.config, config.tp_size)
+    devices = select_devices(config.device, parallel.size)
+    device = devices[0]
     dtype = select_dtype(config.dtype, device)
-    mesh = make_mesh([device])
+    mesh = make_mesh(devices)
     attention = _attention(config)
-    model = build_model(checkpoint.config, dtype=dtype, attention=attention, platform=device.platform)
-    sizes = _sizes(config, checkpoint, model, device, dtype)
-    _load(model, checkpoint, mesh)
+    model = build_model(parallel.config, dtype=dtype, attention=attention, platform=device.platform)
+    sizes = _sizes(config, parallel, model, devices, dtype)
+    _load(model, checkpoint, parallel, mesh)
     functions, weights = split_model(model)
     kv = allocate(
-        kv_cache_spec(checkpoint.config, dtype, sizes.num_pages, config.page_size, platform=device.platform), mesh
+        kv_cache_spec(parallel.config, dtype, sizes.num_pages, config.page_size, platform=device.platform), mesh
     )
     spec = RunnerSpec(
         pools=(PoolSpec(PoolKind.FULL, sizes.num_pages, config.page_size),),
@@ -70,8 +75,9 @@ def load_runner(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
         "dtype": dtype.name,
         "attention": attention.value,
         "compilation_cache": str(config.cache_folder()),
+        "tp_size": str(parallel.size),
     }
-    return JaxRunner(functions, weights, kv, spec, details, NamedSharding(mesh, PartitionSpec()))
+    return JaxRunner(functions, weights, kv, spec, details, mesh)
 
 
 def _attention(config: EngineConfig) -> AttentionImplementation:
@@ -83,8 +89,6 @@ def _attention(config: EngineConfig) -> AttentionImplementation:
         )
     if config.kv_cache_dtype is not KVCacheDtype.AUTO:
         raise ConfigError(f"kv_cache_dtype {config.kv_cache_dtype.value} is the torch backend's: choose auto")
-    if config.tp_size > 1:
-        raise ConfigError(f"the JAX backend runs on one device so far, tp_size must be 1, got {config.tp_size}")
     return _ATTENTION[config.attention_backend]
 
 
@@ -106,19 +110,23 @@ def split_model(model: Transformer) -> tuple[ModelFunctions, Weights]:
 
 
 def _sizes(
-    config: EngineConfig, checkpoint: Checkpoint, model: Transformer, device: jax.Device, dtype: jnp.dtype
+    config: EngineConfig, parallel: TensorParallel, model: Transformer, devices: Sequence[jax.Device], dtype: jnp.dtype
 ) -> Sizes:
-    shapes = jax.tree.leaves(nnx.state(model))
+    """By what each device holds of weights and pages, and the device with the least memory."""
+    device, count = devices[0], parallel.size
+    own = [other for other in devices if other.process_index == jax.process_index()]
     memory = Memory(
         platform=device.platform,
-        available=available_memory(device),
-        weights=sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in shapes),
-        page=kv_bytes_per_token(checkpoint.config, dtype) * config.page_size,
+        # Devices that are one CPU share its memory.
+        available=min(map(available_memory, own)) // (len(own) if device.platform == "cpu" else 1),
+        weights=sum(_bytes_on_one_device(parameter, count) for parameter in _parameters(model)),
+        page=kv_bytes_per_token(parallel.config, dtype) * config.page_size // count,
     )
-    sizes = choose_sizes(config, checkpoint.config.max_position, memory)
+    sizes = choose_sizes(config, parallel.config.max_position, memory)
     logger.info(
-        "%s on %s: %.0f MiB of weights, %d KV tokens in %.0f MiB, %d rows, %d tokens a step",
+        "%s on %d x %s: %.0f MiB of weights, %d KV tokens in %.0f MiB, %d rows, %d tokens a step",
         dtype.name,
+        count,
         device.device_kind,
         memory.weights / 2**20,
         (sizes.num_pages - 1) * config.page_size,
@@ -129,8 +137,22 @@ def _sizes(
     return sizes
 
 
-def _load(model: Transformer, checkpoint: Checkpoint, mesh: Mesh) -> None:
+def _parameters(model: Transformer) -> list[Parameter]:
+    return jax.tree.leaves(nnx.state(model), is_leaf=lambda node: isinstance(node, Parameter))
+
+
+def _bytes_on_one_device(parameter: Parameter, count: int) -> int:
+    size = math.prod(parameter.shape) * parameter.dtype.itemsize
+    return size // count if "tensor" in partition_spec(parameter.axes) else size
+
+
+def _load(model: Transformer, checkpoint: Checkpoint, parallel: TensorParallel, mesh: Mesh) -> None:
     if checkpoint.reader is None:
+        if parallel.kv_copies > 1:
+            raise ConfigError(
+                f"an Orbax checkpoint of {checkpoint.config.num_kv_heads} kv heads is restored to as many devices at "
+                f"most, tp_size is {parallel.size}: give the checkpoint that it was converted from"
+            )
         restore_orbax(checkpoint.source.path, model, checkpoint.config, mesh)
     else:
-        load_weights(model, checkpoint.reader, checkpoint.config, mesh)
+        load_weights(model, checkpoint.reader, checkpoint.config, mesh, kv_copies=parallel.kv_copies)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
 from sglang_jax.jax_runner.packing import StepLayout
@@ -35,7 +36,13 @@ class Programs:
     """
 
     def __init__(
-        self, model: ModelFunctions, weights: Weights, state: DeviceState, buckets: Buckets, page_size: int
+        self,
+        model: ModelFunctions,
+        weights: Weights,
+        state: DeviceState,
+        buckets: Buckets,
+        page_size: int,
+        mesh: Mesh | None = None,
     ) -> None:
         self._model = model
         self._weights = weights
@@ -44,6 +51,7 @@ class Programs:
         )
         self._placement = jax.tree.map(lambda array: array.sharding, state)
         self._page_size = page_size
+        self._mesh = mesh
         self._buckets = buckets
         self.dump_row = state.last_tokens.shape[0] - 1
         self.vocab_size = state.sampling.occurrences.shape[1]
@@ -107,7 +115,7 @@ class Programs:
     def _build_step(self, bucket: Bucket) -> Executable:
         layout = self.layouts[bucket]
         step = jax.jit(
-            make_step(self._model, layout, self._page_size),
+            make_step(self._model, layout, self._page_size, self._mesh),
             donate_argnums=1,
             out_shardings=(self._placement, None),
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
 from sglang_jax.jax_runner.compiles import CompileCounter
@@ -66,14 +66,14 @@ def _on_host(found: Logprobs, start: int, count: int, alternatives: int) -> TopL
 
 
 class JaxRunner:
-    """`Runner` on one device.
+    """`Runner` on one device, or on several that are one mesh.
 
     A launch packs the plan into one array, hands it to the compiled program of the smallest bucket that the plan fits
     in, and returns: the device works through launches in order, since each takes the state that the one before
     returned.
 
     **Arguments:** `weights` and `kv` are handed over (`kv` is written in place, `close` frees both); `details` go into
-    the report; `replicated` places what every device holds whole, on JAX's default device if None.
+    the report; `mesh` is where weights and KV are, JAX's default device if None.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class JaxRunner:
         kv: KVCaches,
         spec: RunnerSpec,
         details: Mapping[str, str],
-        replicated: Sharding | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         page_size = spec.pools[0].page_size
         self._spec = spec
@@ -91,13 +91,14 @@ class JaxRunner:
         rows = spec.max_rows + 1
         page_table = jnp.zeros((rows, spec.max_pages_per_row), jnp.int32)
         small = (page_table, jnp.zeros(rows, jnp.int32), SamplingState.empty(rows, spec.vocab_size))
+        replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
         self._state = DeviceState(kv, *jax.device_put(small, replicated))
         self._weights = weights
         self._weight_bytes = _nbytes(weights)
         self._kv_bytes = _nbytes(kv)
         self._device = next(iter(self._state.last_tokens.devices()))
         self._buckets = Buckets.ladder(spec.max_rows, spec.token_budget, page_size)
-        self._programs = Programs(model, weights, self._state, self._buckets, page_size)
+        self._programs = Programs(model, weights, self._state, self._buckets, page_size, mesh)
         self._counter = CompileCounter()
         self._compiles_in_warm_up = 0
 

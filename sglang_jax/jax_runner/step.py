@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.jax_runner.logprobs import Logprobs, prompt_logprobs, token_logprobs
 from sglang_jax.jax_runner.packing import StepInputs, StepLayout
@@ -101,10 +102,14 @@ def build_batch(
 
 
 def make_step(
-    model: ModelFunctions, layout: StepLayout, page_size: int
+    model: ModelFunctions, layout: StepLayout, page_size: int, mesh: Mesh | None = None
 ) -> Callable[[Weights, DeviceState, jax.Array], tuple[DeviceState, StepOutputs]]:
-    """The step of one bucket as a function of (weights, state, packed plan); state is to be donated."""
+    """The step of one bucket as a function of (weights, state, packed plan); state is to be donated.
+
+    `mesh`: over which weights and KV are spread; None for one device.
+    """
     bucket = layout.bucket
+    to_logits = _logits_by_rows(model, mesh)
 
     def step(weights: Weights, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, StepOutputs]:
         inputs = layout.unpack(packed)
@@ -112,7 +117,7 @@ def make_step(
         batch = build_batch(inputs, page_table, state.last_tokens, page_size, bucket.tokens)
         hidden, kv = model.forward(weights, batch, state.kv)
         last_hidden = hidden if bucket.decode_only else hidden[jnp.maximum(inputs.query_starts[1:] - 1, 0)]
-        logits = model.logits(weights, last_hidden)
+        logits = to_logits(weights, last_hidden)
         samples = inputs.samples > 0
         tokens = sample(logits, state.sampling, inputs.rows, inputs.kv_lens, samples)
         drawn = samples & (tokens != INVALID_TOKEN)
@@ -132,12 +137,24 @@ def make_step(
                 inputs.prompt_targets,
                 inputs.prompt_top_logprobs,
                 inputs.num_tokens,
-                lambda block: model.logits(weights, block),
+                lambda block: to_logits(weights, block),
                 logits.shape[1],
             ),
         )
 
     return step
+
+
+def _logits_by_rows(model: ModelFunctions, mesh: Mesh | None) -> Callable[[Weights, jax.Array], jax.Array]:
+    """Logits, each device with some rows of them whole.
+
+    The head is spread by the vocabulary, and so are its products. Sampling from these would take a sum over devices for
+    each of its many passes; exchanged once for rows, every pass is a device's own.
+    """
+    if mesh is None or mesh.shape["tensor"] == 1:
+        return model.logits
+    by_rows = NamedSharding(mesh, PartitionSpec("tensor", None))
+    return lambda weights, hidden: jax.lax.with_sharding_constraint(model.logits(weights, hidden), by_rows)
 
 
 def _remember(last_tokens: jax.Array, rows: jax.Array, tokens: jax.Array, samples: jax.Array) -> jax.Array:

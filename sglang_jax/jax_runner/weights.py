@@ -24,15 +24,18 @@ ReadPart = Callable[[Index], Array]
 """Reads the part of a parameter at an index: one slice for each axis."""
 
 
-def load_weights(model: Transformer, reader: TensorReader, config: ModelConfig, mesh: Mesh) -> None:
+def load_weights(
+    model: Transformer, reader: TensorReader, config: ModelConfig, mesh: Mesh, *, kv_copies: int = 1
+) -> None:
     """Gives every parameter of `model` its value, of the model's dtype, spread over `mesh` by its axes.
 
-    At any time the host holds no more than the parts of one parameter.
+    At any time the host holds no more than the parts of one parameter. `config` is the checkpoint's; a model with
+    `kv_copies` as many kv heads has each of the checkpoint's that many times.
 
     **Raises:** `CheckpointError` naming tensors that are missing, extra or misshapen.
     """
     check_tensors(reader, config)
-    for parameter, read in _sources(model, _Source(reader, config)):
+    for parameter, read in _sources(model, _Source(reader, config, kv_copies)):
         _place(parameter, read, mesh)
 
 
@@ -87,9 +90,10 @@ def _linear_sources(linear: Linear, fused: Callable[[str], ReadPart]) -> Iterato
 class _Source:
     """Readers of parameters by their layout in the model; a checkpoint's matrices are [out, in]."""
 
-    def __init__(self, reader: TensorReader, config: ModelConfig) -> None:
+    def __init__(self, reader: TensorReader, config: ModelConfig, kv_copies: int) -> None:
         self.config = config
         self._reader = reader
+        self._kv_copies = kv_copies
 
     def tensor(self, name: str) -> ReadPart:
         return lambda index: self._reader.read(name, index)
@@ -109,21 +113,28 @@ class _Source:
 
     def fused_heads(self, prefix: str, kind: str) -> ReadPart:
         """`[hidden, kv_heads, group + 2, head_dim]`, or the bias without `hidden`."""
-        config = self.config
-        group = config.num_heads // config.num_kv_heads
+        config, copies = self.config, self._kv_copies
+        model_heads = config.num_kv_heads * copies
+        group = config.num_heads // model_heads
 
         def read(index: Index) -> Array:
             *inputs, kv_heads, parts, dims = index
-            first, last, _ = kv_heads.indices(config.num_kv_heads)
-            found = []
-            for name, heads in (("q_proj", group), ("k_proj", 1), ("v_proj", 1)):
-                width = heads * config.head_dim
-                rows = slice(first * width, last * width)
-                tensor = self._reader.read(f"{prefix}.{name}.{kind}", (rows, *inputs))
-                found.append(tensor.T.reshape(*tensor.shape[1:], last - first, heads, config.head_dim))
+            first, last, _ = kv_heads.indices(model_heads)
+            queries = self._heads(f"{prefix}.q_proj.{kind}", slice(first * group, last * group), inputs)
+            found = [queries.reshape(*queries.shape[:-2], last - first, group, config.head_dim)]
+            own = slice(first // copies, (last - 1) // copies + 1)
+            chosen = np.arange(first, last) // copies - own.start
+            for name in ("k_proj", "v_proj"):
+                found.append(self._heads(f"{prefix}.{name}.{kind}", own, inputs)[..., chosen, None, :])
             return np.concatenate(found, axis=-2)[..., parts, dims]
 
         return read
+
+    def _heads(self, name: str, heads: slice, inputs: list[slice]) -> Array:
+        """`[inputs, heads, head_dim]` of a projection, or the bias without `inputs`."""
+        head_dim = self.config.head_dim
+        tensor = self._reader.read(name, (slice(heads.start * head_dim, heads.stop * head_dim), *inputs))
+        return tensor.T.reshape(*tensor.shape[1:], heads.stop - heads.start, head_dim)
 
     def heads_to_hidden(self, name: str) -> ReadPart:
         """`[heads, head_dim, hidden]`."""
