@@ -51,10 +51,21 @@ def load_weights(
         empty: nn.Parameter = module.get_parameter(name)
         value = _read(reader, parts, empty.shape, empty.dtype).to(model.device)
         setattr(module, name, nn.Parameter(value, requires_grad=False))
-    if config.tie_word_embeddings:
+    if model.tied:
         model.head.linear.weight = model.embedding.weight
-    if pack and model.device.type == "cpu" and packing_works(model.embedding.weight.dtype):
+    if pack and _packs(model):
         model.pack()
+
+
+def weight_bytes(model: Transformer) -> int:
+    """Bytes that the weights of `model` take once `load_weights` is done with it; known before."""
+    plain = sum(parameter.nbytes for parameter in model.parameters())
+    # Packed matrices replace plain ones, but for tied embeddings.
+    return plain + (model.embedding.weight.nbytes if model.tied and _packs(model) else 0)
+
+
+def _packs(model: Transformer) -> bool:
+    return model.device.type == "cpu" and packing_works(model.embedding.weight.dtype)
 
 
 def _read(reader: TensorReader, parts: list[Part], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -91,7 +102,7 @@ def _sources(model: Transformer, config: ModelConfig, shard: ModelShard) -> Iter
         yield layer.feed_forward_norm, "weight", [Part(f"{prefix}.post_attention_layernorm.weight")]
         yield from _feed_forward_sources(layer.feed_forward, shard, f"{prefix}.mlp")
     yield model.final_norm, "weight", [Part(FINAL_NORM)]
-    if not config.tie_word_embeddings:
+    if not model.tied:
         yield model.head.linear, "weight", [Part(LM_HEAD, rows)]
 
 

@@ -20,7 +20,8 @@ DECODE = Case(kv_lens=(9, 1, 30, 140, 16), query_lens=(1,) * 5, num_decode=5, pa
 MIXED = Case(kv_lens=(9, 1, 30, 7, 5), query_lens=(1, 1, 13, 7, 1), num_decode=2)
 PREFILL = Case(kv_lens=(75, 64, 3), query_lens=(75, 20, 2), num_decode=0)
 ALIKE = Case(kv_lens=(20, 9, 20, 9, 20, 6, 6), query_lens=(6, 1, 6, 2, 6, 6, 6), num_decode=0)
-STEPS = {"decode": DECODE, "mixed": MIXED, "prefill": PREFILL, "alike": ALIKE}
+PADDED = Case(kv_lens=(9, 12), query_lens=(1, 1), num_decode=2, padding=2)
+STEPS = {"decode": DECODE, "padded": PADDED, "mixed": MIXED, "prefill": PREFILL, "alike": ALIKE}
 
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=lambda it: type(it).__name__)
 every_step = pytest.mark.parametrize("case", STEPS.values(), ids=STEPS)

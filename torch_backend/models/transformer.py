@@ -82,8 +82,8 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(self.decoder_layers)
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, operations=operations)
         self.head = Head(config.hidden_size, config.vocab_size, self.shard, dtype=dtype, parallel=parallel)
-        self._tied = config.tie_word_embeddings
-        if self._tied:
+        self.tied = config.tie_word_embeddings
+        if self.tied:
             self.head.linear.weight = self.embedding.weight
         self._rotary = RotaryTables(RotaryScaling(config.rope, config.head_dim, config.max_position), device)
         self._attention = attention
@@ -110,7 +110,7 @@ class Transformer(nn.Module):
         Tied embeddings are held in both forms: rows are looked up in the plain one."""
         for layer in self.decoder_layers:
             layer.pack()
-        self.head.linear.pack(keep_plain=self._tied)
+        self.head.linear.pack(keep_plain=self.tied)
 
 
 def build_model(
