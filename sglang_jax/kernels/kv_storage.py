@@ -1,11 +1,22 @@
 """How keys and values are held in memory: pages of one array per layer.
 
-A layer's pages are `[num_pages, kv_heads, 2, page_size, head_dim]`: keys at 0 of the third axis, values at 1, so that
-one write stores both, a page's keys of one head lie together, and a tensor-parallel shard takes whole kv heads.
+A layer's pages are `[num_pages, kv_heads, parts, page_size, lanes]`. A page of all heads is one run of memory, so that
+one copy fetches it; a head's keys in it are a matrix `[page_size, lanes]`, as a product takes it; and a
+tensor-parallel shard takes whole kv heads.
+
+There are two forms:
+
+- Plain, for CPU and GPU: keys at 0 of the third axis, values at 1, and `lanes` is `head_dim`.
+- Tiled, for TPU, where memory comes in tiles of 8, 16 or 32 rows (of 4-, 2- and 1-byte types) of 128 lanes. `lanes` is
+  `head_dim` rounded up to 128, which costs nothing for 128 and 256, a third more for 96 and 60 per cent more for 80.
+  Heads of up to 64 have one part: keys in the lower half of the lanes, values in the upper half, which costs nothing
+  for 64. Pages of 16 tokens or more are whole tiles; 8-bit pages of 16 are half ones, which the kernels put together.
 
 bfloat16 may be held as its bits in uint16. XLA's CPU backend widens bfloat16 scatters and gathers to float32 and
 with them copies the whole cache at each step; integers it leaves alone. The bits are turned into numbers only
 after they were gathered.
+
+int8 and float8 hold keys and values divided by a scale of their kv head.
 """
 
 from __future__ import annotations
@@ -14,12 +25,27 @@ import jax
 import jax.numpy as jnp
 
 KEYS, VALUES = 0, 1
+LANES = 128
+
+
+def page_shape(num_pages: int, kv_heads: int, page_size: int, head_dim: int, *, tiled: bool) -> tuple[int, ...]:
+    """The shape of a layer's pages, plain or tiled."""
+    if not tiled:
+        return num_pages, kv_heads, 2, page_size, head_dim
+    parts = 1 if 2 * head_dim <= LANES else 2
+    return num_pages, kv_heads, parts, page_size, -(-head_dim // LANES) * LANES
 
 
 def to_storage(values: jax.Array, storage: jnp.dtype) -> jax.Array:
-    """Rounds to the type that `storage` holds: uint16 means the bits of a bfloat16."""
+    """Rounds to the type that `storage` holds: uint16 means the bits of a bfloat16. What is too large for an 8-bit type
+    becomes its largest value."""
     if storage == jnp.uint16:
         return jax.lax.bitcast_convert_type(values.astype(jnp.bfloat16), jnp.uint16)
+    if storage.itemsize == 1:
+        wide = values.astype(jnp.float32)
+        limits = jnp.iinfo(storage) if jnp.issubdtype(storage, jnp.integer) else jnp.finfo(storage)
+        whole = jnp.round(wide) if jnp.issubdtype(storage, jnp.integer) else wide
+        return jnp.clip(whole, float(limits.min), float(limits.max)).astype(storage)
     return values.astype(storage)
 
 
@@ -31,34 +57,57 @@ def from_storage(stored: jax.Array) -> jax.Array:
     return stored.astype(jnp.float32)
 
 
-def write_kv(kv_pages: jax.Array, keys: jax.Array, values: jax.Array, write_slots: jax.Array) -> jax.Array:
+def rows_of_pages(
+    kv_pages: jax.Array, keys: jax.Array, values: jax.Array, kv_scales: jax.Array | None = None
+) -> jax.Array:
+    """Keys and values `[T, kv_heads, head_dim]` as rows of these pages: `[T, kv_heads, parts, lanes]`."""
+    _, _, parts, _, lanes = kv_pages.shape
+    both = jnp.stack([keys, values], axis=2)
+    if kv_scales is not None:
+        both = both.astype(jnp.float32) / kv_scales[:, :, None]
+    padded = jnp.pad(both, ((0, 0), (0, 0), (0, 0), (0, parts * lanes // 2 - both.shape[3])))
+    return to_storage(padded.reshape(*both.shape[:2], parts, lanes), kv_pages.dtype)
+
+
+def write_kv(
+    kv_pages: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    write_slots: jax.Array,
+    kv_scales: jax.Array | None = None,
+) -> jax.Array:
     """Stores the keys and values of a step's tokens in a layer's pages.
 
-    **Arguments:** `kv_pages` `[num_pages, kv_heads, 2, page_size, head_dim]`, written in place where it is donated;
-    `keys`, `values` `[T, kv_heads, head_dim]`; `write_slots` int32 `[T]`, `page * page_size + offset`.
+    **Arguments:** `kv_pages` `[num_pages, kv_heads, parts, page_size, lanes]`, written in place where it is donated;
+    `keys`, `values` `[T, kv_heads, head_dim]`; `write_slots` int32 `[T]`, `page * page_size + offset`; `kv_scales`
+    float32 `[kv_heads, 2]`, what keys and values are divided by.
 
     **Returns:** the pages after the write.
     """
     page_size = kv_pages.shape[3]
-    stored = to_storage(jnp.stack([keys, values], axis=2), kv_pages.dtype)
+    stored = rows_of_pages(kv_pages, keys, values, kv_scales)
     pages, offsets = write_slots // page_size, write_slots % page_size
     return kv_pages.at[pages, :, :, offsets].set(stored, mode="promise_in_bounds", wrap_negative_indices=False)
 
 
-def gather_kv(kv_pages: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+def gather_kv(
+    kv_pages: jax.Array, pages: jax.Array, head_dim: int, kv_scales: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Keys and values of runs of pages.
 
-    **Arguments:** `pages` int32 `[..., n]`, in the order of their tokens.
+    **Arguments:** `pages` int32 `[..., n]`, in the order of their tokens; `kv_scales` float32 `[kv_heads, 2]`.
 
     **Returns:** two float32 arrays `[..., kv_heads, n * page_size, head_dim]`. Slots that no token was written to hold
     anything, NaN included.
     """
-    _, kv_heads, _, page_size, head_dim = kv_pages.shape
+    _, kv_heads, parts, page_size, lanes = kv_pages.shape
     *rows, count = pages.shape
 
     def gather(part: int) -> jax.Array:
-        found = kv_pages.at[pages, :, part].get(mode="promise_in_bounds", wrap_negative_indices=False)
-        found = jnp.moveaxis(found, -4, -3)  # [..., kv_heads, n, page_size, head_dim]
-        return from_storage(found.reshape(*rows, kv_heads, count * page_size, head_dim))
+        found = kv_pages.at[pages, :, part * (parts - 1)].get(mode="promise_in_bounds", wrap_negative_indices=False)
+        first = part * (2 - parts) * (lanes // 2)
+        found = jnp.moveaxis(found, -4, -3)[..., first : first + head_dim]  # [..., kv_heads, n, page_size, head_dim]
+        numbers = from_storage(found.reshape(*rows, kv_heads, count * page_size, head_dim))
+        return numbers if kv_scales is None else numbers * kv_scales[:, part, None, None]
 
     return gather(KEYS), gather(VALUES)

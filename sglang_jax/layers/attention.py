@@ -45,7 +45,7 @@ class Attention(nnx.Module):
         if self.query_norm is not None and self.key_norm is not None:
             queries, keys = self.query_norm(queries), self.key_norm(keys)
         queries, keys = apply_rotary(queries, *rotary), apply_rotary(keys, *rotary)
-        kv_pages = write_kv(kv_pages, keys, values, batch.write_slots)
+        kv_pages = write_kv(self.implementation, kv_pages, keys, values, batch.write_slots)
         queries = queries.reshape(x.shape[0], -1, queries.shape[-1])
         attended = ragged_paged_attention(self.implementation, queries, kv_pages, batch, scale=self.scale)
         return self.output(attended), kv_pages

@@ -12,19 +12,21 @@ class PlatformForm:
     """How a platform likes its arrays.
 
     - `bfloat16_kv_as_bits`: hold bfloat16 keys and values as uint16 bits (see `kernels.kv_storage`).
+    - `tiled_kv_pages`: pages in whole tiles of memory (see `kernels.kv_storage`).
     - `own_head_for_tied_embeddings`: keep tied embeddings twice, `[vocab, hidden]` to look rows up and
       `[hidden, vocab]` to compute logits. XLA's CPU backend multiplies by a large transposed matrix at a twentieth of
       the speed of memory.
     """
 
     bfloat16_kv_as_bits: bool
+    tiled_kv_pages: bool
     own_head_for_tied_embeddings: bool
 
     @classmethod
     def of(cls, platform: str) -> PlatformForm:
         """The form for `cpu`, `gpu` or `tpu`."""
         on_cpu = platform == "cpu"
-        return cls(bfloat16_kv_as_bits=on_cpu, own_head_for_tied_embeddings=on_cpu)
+        return cls(bfloat16_kv_as_bits=on_cpu, tiled_kv_pages=platform == "tpu", own_head_for_tied_embeddings=on_cpu)
 
     def kv_storage(self, dtype: jnp.dtype) -> jnp.dtype:
         """The type of the array that holds keys and values of `dtype`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from sglang_jax.checkpoint.model_config import ModelConfig
+from sglang_jax.kernels.kv_storage import page_shape
 from sglang_jax.layers.platform import PlatformForm
 from sglang_jax.layers.sharding import Axis, named_sharding
 
@@ -20,7 +22,7 @@ KV_AXES = (Axis.PAGES, Axis.KV_HEADS, Axis.KEY_OR_VALUE, Axis.PAGE_OFFSET, Axis.
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """`shape` of one layer's pages, `[num_pages, kv_heads, 2, page_size, head_dim]`, and the type that holds them."""
+    """`shape` of one layer's pages, `[num_pages, kv_heads, parts, page_size, lanes]`, and the type that holds them."""
 
     num_layers: int
     shape: tuple[int, ...]
@@ -32,7 +34,7 @@ def kv_cache_spec(
 ) -> KVCacheSpec:
     """Pages that hold keys and values of `dtype`; `platform` is JAX's default unless given."""
     form = PlatformForm.of(platform or jax.default_backend())
-    shape = (num_pages, config.num_kv_heads, 2, page_size, config.head_dim)
+    shape = page_shape(num_pages, config.num_kv_heads, page_size, config.head_dim, tiled=form.tiled_kv_pages)
     return KVCacheSpec(config.num_layers, shape, form.kv_storage(dtype))
 
 
@@ -42,6 +44,7 @@ def allocate(spec: KVCacheSpec, mesh: Mesh) -> KVCaches:
     return tuple(jnp.zeros(spec.shape, spec.storage, device=sharding) for _ in range(spec.num_layers))
 
 
-def kv_bytes_per_token(config: ModelConfig, dtype: jnp.dtype) -> int:
-    """Bytes that one token takes over all layers and devices."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize
+def kv_bytes_per_token(config: ModelConfig, dtype: jnp.dtype, *, platform: str | None = None) -> int:
+    """Bytes that one token takes over all layers and devices, padding included."""
+    spec = kv_cache_spec(config, dtype, 1, 1, platform=platform)
+    return spec.num_layers * math.prod(spec.shape) * spec.storage.itemsize

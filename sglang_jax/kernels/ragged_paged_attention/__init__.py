@@ -6,19 +6,26 @@ from enum import StrEnum
 
 import jax
 
-from sglang_jax.kernels.kv_storage import write_kv
+from sglang_jax.kernels import kv_storage
+from sglang_jax.kernels.kv_write import write_kv_on_tpu
+from sglang_jax.kernels.ragged_paged_attention.options import AttentionOptions
+from sglang_jax.kernels.ragged_paged_attention.pallas import pallas_attention
 from sglang_jax.kernels.ragged_paged_attention.reference import reference_attention
 from sglang_jax.kernels.ragged_paged_attention.sequences import Sequences
 from sglang_jax.kernels.ragged_paged_attention.xla import xla_attention
 
-__all__ = ["AttentionImplementation", "Sequences", "ragged_paged_attention", "write_kv"]
+__all__ = ["AttentionImplementation", "AttentionOptions", "Sequences", "ragged_paged_attention", "write_kv"]
+
+_NO_OPTIONS = AttentionOptions()
 
 
 class AttentionImplementation(StrEnum):
-    """`REFERENCE` looks at every slot that a sequence could have; `XLA` at those that it has."""
+    """`REFERENCE` looks at every slot that a sequence could have; `XLA` at those that it has; `PALLAS` does too, with
+    kernels for TPU, and takes tiled pages alone (`kernels.kv_storage`)."""
 
     REFERENCE = "reference"
     XLA = "xla"
+    PALLAS = "pallas"
 
 
 def ragged_paged_attention(
@@ -28,18 +35,41 @@ def ragged_paged_attention(
     batch: Sequences,
     *,
     scale: float,
+    options: AttentionOptions = _NO_OPTIONS,
 ) -> jax.Array:
     """Softmax attention of each query over the keys at or before its own position.
 
     Keys and values of the step's own tokens are in the pages already. What unused slots hold does not matter.
 
     **Arguments:** `queries` `[T, heads, head_dim]`, heads that share a kv head side by side; `kv_pages`
-    `[num_pages, kv_heads, 2, page_size, head_dim]`; `scale` multiplies the scores.
+    `[num_pages, kv_heads, parts, page_size, lanes]`, as `kernels.kv_storage` describes; `scale` multiplies the scores.
 
     **Returns:** `[T, heads, head_dim]` in the type of `queries`; 0 for padding. Scores, softmax and sums are float32.
+
+    **Raises:** `ValueError`, `NotImplementedError`: see `pallas_attention`.
     """
     match implementation:
         case AttentionImplementation.REFERENCE:
-            return reference_attention(queries, kv_pages, batch, scale=scale)
+            return reference_attention(queries, kv_pages, batch, scale=scale, options=options)
         case AttentionImplementation.XLA:
-            return xla_attention(queries, kv_pages, batch, scale=scale)
+            return xla_attention(queries, kv_pages, batch, scale=scale, options=options)
+        case AttentionImplementation.PALLAS:
+            return pallas_attention(queries, kv_pages, batch, scale=scale, options=options)
+
+
+def write_kv(
+    implementation: AttentionImplementation,
+    kv_pages: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    write_slots: jax.Array,
+    *,
+    options: AttentionOptions = _NO_OPTIONS,
+) -> jax.Array:
+    """Stores the keys and values of a step's tokens in a layer's pages: see `kv_storage.write_kv`.
+
+    `PALLAS` writes nothing into page 0, the pad page, and wants tokens that share a page to follow each other.
+    """
+    if implementation is AttentionImplementation.PALLAS:
+        return write_kv_on_tpu(kv_pages, keys, values, write_slots, options.kv_scales)
+    return kv_storage.write_kv(kv_pages, keys, values, write_slots, options.kv_scales)

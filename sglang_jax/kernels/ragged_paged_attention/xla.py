@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from sglang_jax.kernels.kv_storage import gather_kv
+from sglang_jax.kernels.ragged_paged_attention.options import AttentionOptions
 from sglang_jax.kernels.ragged_paged_attention.sequences import Sequences
 
 _KEYS_PER_BLOCK = 128
@@ -30,13 +31,25 @@ class _Softmax(NamedTuple):
     weighted: jax.Array
 
     @classmethod
-    def start(cls, queries: jax.Array) -> _Softmax:
+    def start(cls, queries: jax.Array, sinks: jax.Array | None) -> _Softmax:
+        """Over no keys, or over the sinks alone: `[..., q]` or a shape that broadcasts to it."""
         rows = queries.shape[:-1]
+        if sinks is not None:
+            return cls(jnp.broadcast_to(sinks, rows), jnp.ones(rows), jnp.zeros(queries.shape))
         return cls(jnp.full(rows, _MASKED), jnp.zeros(rows), jnp.zeros(queries.shape))
 
-    def add(self, queries: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array) -> _Softmax:
+    def add(
+        self,
+        queries: jax.Array,
+        keys: jax.Array,
+        values: jax.Array,
+        visible: jax.Array,
+        soft_cap: float | None,
+    ) -> _Softmax:
         """Takes in a block of keys: queries `[..., q, d]`, keys and values `[..., k, d]`, visible `[..., q, k]`."""
         scores = jnp.einsum("...qd,...kd->...qk", queries, keys, precision=jax.lax.Precision.HIGHEST)
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
         scores = jnp.where(visible, scores, _MASKED)
         largest = jnp.maximum(self.largest, scores.max(-1))
         weights = jnp.where(visible, jnp.exp(scores - largest[..., None]), 0.0)
@@ -53,17 +66,19 @@ class _Softmax(NamedTuple):
         return self.weighted / jnp.where(self.total > 0, self.total, 1.0)[..., None]
 
 
-def xla_attention(queries: jax.Array, kv_pages: jax.Array, batch: Sequences, *, scale: float) -> jax.Array:
+def xla_attention(
+    queries: jax.Array, kv_pages: jax.Array, batch: Sequences, *, scale: float, options: AttentionOptions
+) -> jax.Array:
     """`ragged_paged_attention` by blocks."""
     tokens, heads, head_dim = queries.shape
     rows, kv_heads = batch.kv_lens.shape[0], kv_pages.shape[1]
     page_table = _whole_blocks(batch.page_table, kv_pages.shape[3])
     scaled = (queries.astype(jnp.float32) * scale).reshape(tokens, kv_heads, heads // kv_heads, head_dim)
     decode_lens = jnp.where(jnp.arange(rows) < batch.num_decode, batch.kv_lens, 0)
-    output = _decode(scaled[:rows], kv_pages, page_table, decode_lens)
+    output = _decode(scaled[:rows], kv_pages, page_table, decode_lens, options)
     if tokens > rows:
         output = jnp.pad(output, ((0, tokens - rows), (0, 0), (0, 0), (0, 0)))
-        output = _prefill(output, scaled, kv_pages, page_table, batch)
+        output = _prefill(output, scaled, kv_pages, page_table, batch, options)
     return output.reshape(queries.shape).astype(queries.dtype)
 
 
@@ -77,25 +92,46 @@ def _whole_blocks(page_table: jax.Array, page_size: int) -> jax.Array:
     return jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % count)))
 
 
-def _decode(queries: jax.Array, kv_pages: jax.Array, page_table: jax.Array, kv_lens: jax.Array) -> jax.Array:
+def _sinks(options: AttentionOptions, kv_heads: int) -> jax.Array | None:
+    """`[kv_heads, group]`."""
+    return None if options.sinks is None else options.sinks.astype(jnp.float32).reshape(kv_heads, -1)
+
+
+def _decode(
+    queries: jax.Array, kv_pages: jax.Array, page_table: jax.Array, kv_lens: jax.Array, options: AttentionOptions
+) -> jax.Array:
     """One query per row, at the row's last position: queries `[R, kv_heads, group, d]`, as is the result."""
-    rows, page_size = queries.shape[0], kv_pages.shape[3]
+    rows, kv_heads, _, head_dim = queries.shape
+    page_size = kv_pages.shape[3]
     pages_per_block = _pages_per_block(page_size)
     keys_per_block = pages_per_block * page_size
 
     def block(index: jax.Array, softmax: _Softmax) -> _Softmax:
         pages = jax.lax.dynamic_slice(page_table, (0, index * pages_per_block), (rows, pages_per_block))
-        keys, values = gather_kv(kv_pages, pages)
-        visible = index * keys_per_block + jnp.arange(keys_per_block) < kv_lens[:, None]
+        keys, values = gather_kv(kv_pages, pages, head_dim, options.kv_scales)
+        places = index * keys_per_block + jnp.arange(keys_per_block)
+        visible = places < kv_lens[:, None]
+        if options.window is not None:
+            visible &= places >= kv_lens[:, None] - options.window
         values = jnp.where(visible[:, None, :, None], values, 0.0)
-        return softmax.add(queries, keys, values, visible[:, None, None, :])
+        return softmax.add(queries, keys, values, visible[:, None, None, :], options.soft_cap)
 
     blocks = -(-kv_lens.max() // keys_per_block)
-    return jax.lax.fori_loop(0, blocks, block, _Softmax.start(queries)).result()
+    first = 0
+    if options.window is not None:
+        starts = jnp.where(kv_lens > 0, jnp.maximum(kv_lens - options.window, 0), jnp.iinfo(jnp.int32).max)
+        first = jnp.minimum(starts.min() // keys_per_block, blocks)
+    softmax = _Softmax.start(queries, _sinks(options, kv_heads))
+    return jax.lax.fori_loop(first, blocks, block, softmax).result()
 
 
 def _prefill(
-    output: jax.Array, queries: jax.Array, kv_pages: jax.Array, page_table: jax.Array, batch: Sequences
+    output: jax.Array,
+    queries: jax.Array,
+    kv_pages: jax.Array,
+    page_table: jax.Array,
+    batch: Sequences,
+    options: AttentionOptions,
 ) -> jax.Array:
     """Fills in the output of the sequences that are not decode rows: both `[T, kv_heads, group, d]`."""
     tokens, rows = queries.shape[0], batch.kv_lens.shape[0]
@@ -115,7 +151,7 @@ def _prefill(
         positions = batch.kv_lens[sequence] - ends[sequence] + places
         mine = jax.lax.dynamic_slice_in_dim(queries, first, width)
         keys_seen = jnp.minimum(positions[-1] + 1, batch.kv_lens[sequence])
-        found = _one_sequence(mine, kv_pages, page_table[sequence], positions, keys_seen)
+        found = _one_sequence(mine, kv_pages, page_table[sequence], positions, keys_seen, options)
         old = jax.lax.dynamic_slice_in_dim(output, first, width)
         new = jnp.where((places < ends[sequence])[:, None, None, None], found, old)
         return jax.lax.dynamic_update_slice_in_dim(output, new, first, axis=0)
@@ -124,7 +160,12 @@ def _prefill(
 
 
 def _one_sequence(
-    queries: jax.Array, kv_pages: jax.Array, pages: jax.Array, positions: jax.Array, keys_seen: jax.Array
+    queries: jax.Array,
+    kv_pages: jax.Array,
+    pages: jax.Array,
+    positions: jax.Array,
+    keys_seen: jax.Array,
+    options: AttentionOptions,
 ) -> jax.Array:
     """Queries `[q, kv_heads, group, d]` of one sequence at `positions` `[q]`, over its first `keys_seen` keys."""
     width, kv_heads, group, head_dim = queries.shape
@@ -133,15 +174,19 @@ def _one_sequence(
     packed = queries.swapaxes(0, 1).reshape(kv_heads, width * group, head_dim)
 
     def block(index: jax.Array, softmax: _Softmax) -> _Softmax:
-        keys, values = gather_kv(
-            kv_pages, jax.lax.dynamic_slice_in_dim(pages, index * pages_per_block, pages_per_block)
-        )
+        mine = jax.lax.dynamic_slice_in_dim(pages, index * pages_per_block, pages_per_block)
+        keys, values = gather_kv(kv_pages, mine, head_dim, options.kv_scales)
         places = index * keys_per_block + jnp.arange(keys_per_block)
         values = jnp.where((places < keys_seen)[None, :, None], values, 0.0)
         visible = (places <= positions[:, None]) & (places < keys_seen)
+        if options.window is not None:
+            visible &= positions[:, None] - places < options.window
         visible = jnp.repeat(visible, group, axis=0)[None]
-        return softmax.add(packed, keys, values, visible)
+        return softmax.add(packed, keys, values, visible, options.soft_cap)
 
     blocks = -(-keys_seen // keys_per_block)
-    found = jax.lax.fori_loop(0, blocks, block, _Softmax.start(packed)).result()
+    first = 0 if options.window is None else jnp.maximum(positions[0] - options.window + 1, 0) // keys_per_block
+    sinks = _sinks(options, kv_heads)
+    softmax = _Softmax.start(packed, None if sinks is None else jnp.tile(sinks, (1, width)))
+    found = jax.lax.fori_loop(first, blocks, block, softmax).result()
     return found.reshape(kv_heads, width, group, head_dim).swapaxes(0, 1)

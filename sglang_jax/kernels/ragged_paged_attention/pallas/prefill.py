@@ -320,7 +320,7 @@ def _add_block(
     `last_seen` int32 `[queries, 1]`: the last slot of the block that a query sees, negative if none; None if all
     queries see all slots.
     """
-    heads, width, lanes = queries.shape
+    heads, _, lanes = queries.shape
     _, _, kv_heads, parts, _, _ = buffers.shape
     dtype = queries.dtype
     largest, total, weighted = softmax

@@ -1,0 +1,161 @@
+"""Writes a step's keys and values into pages on TPU.
+
+Memory is written in tiles of 8 to 32 token slots of a head, so one token's row goes in by reading the tile, replacing
+the row and writing the tile back; tiles whose slots are all new are not read. The pages are updated where they lie.
+
+A kernel of its own, run just before attention, and not part of attention. Within attention a decode row's tile would be
+there already, which saves the reading (8 slots of the 1000 or more that attention reads, under one per cent) and one
+launch. For that, attention's walk over pages would have to wait for its own writes, tile by tile, before anything
+reads them again, and prefill would write what other programs of the same call read. As it is, attention only reads,
+and whatever fills pages (this, a copy, a transfer) needs nothing of attention.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from sglang_jax.kernels.kv_storage import rows_of_pages
+
+Ref = Any
+"""A Pallas reference to memory; its type is not public."""
+
+_TOKENS_PER_PROGRAM = 128
+_LONGEST_TILE = 32
+
+
+def write_kv_on_tpu(
+    kv_pages: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    write_slots: jax.Array,
+    kv_scales: jax.Array | None = None,
+) -> jax.Array:
+    """`kv_storage.write_kv` into tiled pages, but for page 0, of which nothing is written."""
+    rows = rows_of_pages(kv_pages, keys, values, kv_scales)
+    if kv_pages.dtype.itemsize == 1:
+        rows = rows.astype(jnp.bfloat16)
+    tile = min(8 if kv_pages.dtype.itemsize > 1 else 32, kv_pages.shape[3])
+    return write_kv_tiles(kv_pages, rows.transpose(1, 2, 0, 3), write_slots, tile=tile)
+
+
+def write_kv_tiles(kv_pages: jax.Array, rows: jax.Array, write_slots: jax.Array, *, tile: int) -> jax.Array:
+    """Stores one row of each head and part per token; nothing is stored for slots of page 0.
+
+    Tokens that write into one tile of a page must follow each other, in the order of their slots, as those of a
+    sequence do.
+
+    **Arguments:** `kv_pages` `[num_pages, kv_heads, parts, page_size, lanes]`; `rows` `[kv_heads, parts, T, lanes]`,
+    float32 or bfloat16, holding values that the pages' type holds exactly; `write_slots` int32 `[T]`, `page *
+    page_size + offset`; `tile` slots are written together, the second last dimension of the memory's tiles.
+
+    **Returns:** the pages, in the same memory where they are donated.
+    """
+    kv_heads, parts, tokens, lanes = rows.shape
+    width = min(_TOKENS_PER_PROGRAM, -(-tokens // _LONGEST_TILE) * _LONGEST_TILE)
+    padding = -tokens % width
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, padding), (0, 0)))
+    slots = jnp.pad(write_slots, (0, padding)).reshape(-1, 1, width)
+    return pl.pallas_call(
+        functools.partial(_kernel, tile=tile),
+        grid=(slots.shape[0],),
+        in_specs=[
+            pl.BlockSpec((None, 1, width), lambda program: (program, 0, 0), memory_space=pltpu.SMEM),
+            pl.BlockSpec((kv_heads, parts, width, lanes), lambda program: (0, 0, program, 0)),
+            pl.BlockSpec(memory_space=pl.ANY),
+        ],
+        out_specs=pl.BlockSpec(memory_space=pl.ANY),
+        scratch_shapes=[
+            pltpu.VMEM((kv_heads, parts, width + 2 * _LONGEST_TILE, lanes), jnp.float32),
+            pltpu.VMEM((width, kv_heads, parts, tile, lanes), kv_pages.dtype),
+            pltpu.SMEM((3, width), jnp.int32),
+            pltpu.SemaphoreType.DMA,
+            pltpu.SemaphoreType.DMA,
+        ],
+        out_shape=jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
+        input_output_aliases={2: 0},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        name="kv_write",
+    )(slots, rows, kv_pages)
+
+
+def _kernel(
+    slots: Ref,  # SMEM [1, tokens]
+    rows: Ref,  # VMEM [kv_heads, parts, tokens, lanes]
+    _: Ref,
+    kv_pages: Ref,  # HBM [num_pages, kv_heads, parts, page_size, lanes]
+    wide_rows: Ref,  # VMEM float32 [kv_heads, parts, tokens + 2 * _LONGEST_TILE, lanes]
+    tiles: Ref,  # VMEM [tokens, kv_heads, parts, tile, lanes]
+    runs: Ref,  # SMEM [3, tokens]
+    read: Ref,
+    written: Ref,
+    *,
+    tile: int,
+) -> None:
+    kv_heads, parts, width, lanes = rows.shape
+    page_size = kv_pages.shape[3]
+    for head in range(kv_heads):
+        for part in range(parts):
+            # Rows of 32 bits can be loaded from any row on, which those of 16 cannot.
+            wide_rows[head, part, pl.ds(_LONGEST_TILE, width)] = rows[head, part].astype(jnp.float32)
+
+    def run_length(first: jax.Array) -> jax.Array:
+        """How many tokens from `first` on go into one tile."""
+        slot = slots[0, first]
+        longest = jnp.minimum(tile - slot % tile, width - first)
+        whole = slots[0, first + longest - 1] == slot + longest - 1
+        return jax.lax.while_loop(
+            lambda count: (count < longest) & (slots[0, jnp.minimum(first + count, width - 1)] == slot + count),
+            lambda count: count + 1,
+            jnp.where(whole, longest, 1),
+        )
+
+    def tile_of(run: jax.Array) -> Any:
+        slot = slots[0, runs[0, run]]
+        offset = pl.multiple_of(slot % page_size // tile * tile, tile)
+        return kv_pages.at[slot // page_size, :, :, pl.ds(offset, tile)]
+
+    def find_run(state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        first, run, reads = state
+        count = run_length(first)
+        real = slots[0, first] >= page_size
+        partial = real & (count < tile)
+
+        @pl.when(real)
+        def _() -> None:
+            runs[0, run] = first
+            runs[1, run] = count
+
+        @pl.when(partial)
+        def _() -> None:
+            pltpu.make_async_copy(tile_of(run), tiles.at[run], read).start()
+
+        return first + count, run + real.astype(jnp.int32), reads + partial.astype(jnp.int32)
+
+    zero = jnp.int32(0)
+    _, num_runs, reads = jax.lax.while_loop(lambda state: state[0] < width, find_run, (zero, zero, zero))
+
+    @pl.loop(0, reads)
+    def _(_: jax.Array) -> None:
+        pltpu.make_async_copy(tiles.at[0], tiles.at[0], read).wait()
+
+    @pl.loop(0, num_runs)
+    def _(run: jax.Array) -> None:
+        first, count = runs[0, run], runs[1, run]
+        offset = slots[0, first] % tile
+        place = jax.lax.broadcasted_iota(jnp.int32, (tile, lanes), 0)
+        new = (place >= offset) & (place < offset + count)
+        for head in range(kv_heads):
+            for part in range(parts):
+                fresh = wide_rows[head, part, pl.ds(_LONGEST_TILE + first - offset, tile)].astype(tiles.dtype)
+                tiles[run, head, part] = jnp.where(new, fresh, tiles[run, head, part])
+        pltpu.make_async_copy(tiles.at[run], tile_of(run), written).start()
+
+    @pl.loop(0, num_runs)
+    def _(_: jax.Array) -> None:
+        pltpu.make_async_copy(tiles.at[0], tiles.at[0], written).wait()
