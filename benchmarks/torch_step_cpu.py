@@ -3,7 +3,7 @@
     python benchmarks/torch_step_cpu.py [--dtypes bfloat16] [--rows 1 8 32] [--context 128] [--prefill 64] [--json FILE]
                                         [--profile]
 
-Random weights. A decode row has `--context` keys, give or take a few as in a running server; `--prefill` is the number of
+Random weights. A decode row has `--context` keys, or a few less, as in a running server; `--prefill` is the number of
 tokens of each row of a step of prompts. `--profile` prints torch's operators by time for each step measured.
 
 What was chosen by measurement (torch 2.13, a core with amx_bf16, processor time of one thread beside other work):
