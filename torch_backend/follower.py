@@ -11,19 +11,14 @@ import queue
 import signal
 import sys
 import threading
-from collections import deque
 from multiprocessing.connection import Connection
 
 from sglang_jax.checkpoint import open_checkpoint
-from sglang_jax.runner.plan import StepPlan
-from sglang_jax.runner.protocol import StepHandle
+from sglang_jax.runner.group import Leave, Order, follow
 from torch_backend.devices import select_device
-from torch_backend.followers import Assignment, Leave, Order, WarmUp
+from torch_backend.followers import Assignment
 from torch_backend.loading import load_rank
 from torch_backend.process_group import join, leave
-from torch_backend.runner import TorchRunner
-
-_STEPS_IN_FLIGHT = 2
 
 
 def main(orders: Connection) -> None:
@@ -31,10 +26,10 @@ def main(orders: Connection) -> None:
     # Interrupts that a terminal sends to the whole group are for rank 0's parent to judge.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    assignment = orders.recv()
+    assert isinstance(assignment, Assignment)
     inbox: queue.SimpleQueue[Order] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(orders, inbox), name="orders", daemon=True).start()
-    assignment = inbox.get()
-    assert isinstance(assignment, Assignment)
     logging.basicConfig(
         level=assignment.log_level, format=f"[%(asctime)s] %(levelname)s rank {assignment.rank}: %(message)s"
     )
@@ -44,26 +39,8 @@ def main(orders: Connection) -> None:
     orders.send(None)  # about to join
     parallel = join(assignment.rank, assignment.size, assignment.meeting_point, device)
     runner = load_rank(config, checkpoint, parallel)
-    _follow(runner, inbox)
-    runner.close()
+    follow(runner, inbox.get)
     leave()
-
-
-def _follow(runner: TorchRunner, inbox: queue.SimpleQueue[Order]) -> None:
-    """Runs what rank 0 runs, in its order, and no more than it ahead of the device."""
-    in_flight: deque[StepHandle] = deque()
-    while True:
-        match inbox.get():
-            case StepPlan() as plan:
-                in_flight.append(runner.launch(plan))
-                if len(in_flight) > _STEPS_IN_FLIGHT:
-                    in_flight.popleft().result()
-            case WarmUp():
-                runner.warm_up(lambda done, total, what: None)
-            case Leave():
-                return
-            case Assignment() as second:
-                raise AssertionError(f"rank {second.rank} was assigned twice")
 
 
 def _receive(orders: Connection, inbox: queue.SimpleQueue[Order]) -> None:

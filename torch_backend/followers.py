@@ -1,7 +1,4 @@
-"""The processes of ranks 1 and up: they run the plans that rank 0 is given, and nothing else.
-
-Every rank samples by itself, from the same logits and the same seeds, so that no token has to be told to another rank.
-"""
+"""The processes of ranks 1 and up, started by rank 0 on its own machine."""
 
 from __future__ import annotations
 
@@ -10,13 +7,14 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from sglang_jax.config import EngineConfig
-from sglang_jax.runner.plan import StepPlan
+from sglang_jax.runner.group import Leave, Order
 
 _SECONDS_TO_END = 10.0
 
@@ -33,28 +31,14 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True)
-class WarmUp:
-    """Run the steps of a warm-up."""
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """Leave the group and end."""
-
-
-Order = Assignment | WarmUp | StepPlan | Leave
-"""What a follower is sent: first its assignment, last to leave."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Follower:
     rank: int
     process: subprocess.Popen[bytes]
     orders: Connection
 
 
-class Followers:
-    """Starts a follower for each rank but 0. If one ends before it is told to, `check` raises.
+class LocalFollowers:
+    """`Followers` on this machine: starts one for each rank but 0. If one ends before it is told to, `check` raises.
 
     Followers end when this process does, however it ends: the connection that they read from closes.
     """
@@ -88,14 +72,14 @@ class Followers:
             except EOFError:
                 raise RuntimeError(_describe_end(follower)) from None
 
-    def send(self, order: WarmUp | StepPlan) -> None:
-        """Has every follower do what this rank does next. Raises what `check` raises."""
+    def send(self, order: Order) -> None:
+        """See `Followers`."""
         self.check()
         for follower in self._followers:
             follower.orders.send(order)
 
     def check(self) -> None:
-        """Raises `RuntimeError` if a follower has ended: no step can be computed without it."""
+        """See `Followers`."""
         if self._lost is not None:
             raise RuntimeError(self._lost)
 
@@ -103,7 +87,7 @@ class Followers:
         """Ends the followers, by force if they do not end by themselves."""
         self._leaving = True
         for follower in self._followers:
-            if follower.process.poll() is None:
+            with suppress(BrokenPipeError):  # it has ended
                 follower.orders.send(Leave())
         for follower in self._followers:
             try:

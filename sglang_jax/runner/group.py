@@ -1,0 +1,117 @@
+"""One model in several processes: rank 0 plans, the others follow.
+
+Every process runs the same plans in the same order on its own devices, and samples by itself from the same logits and
+the same seeds, so that nothing but plans goes from process to process on the host. How orders travel (a pipe to a
+child, a connection to another host) is each backend's own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from sglang_jax.runner.plan import RunnerSpec, StepPlan, StepResult
+from sglang_jax.runner.protocol import Runner, RunnerReport, StepHandle
+
+_STEPS_IN_FLIGHT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """Run the steps of a warm-up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Leave the group and end."""
+
+
+Order = WarmUp | StepPlan | Leave
+"""What a follower is told."""
+
+
+class Followers(Protocol):
+    """The processes that do what rank 0 does, as rank 0 sees them."""
+
+    def send(self, order: Order) -> None:
+        """Has every follower do what this process does next. Raises what `check` raises."""
+        ...
+
+    def check(self) -> None:
+        """Raises `RuntimeError` if a follower is lost: no step can be computed without it."""
+        ...
+
+    def close(self) -> None:
+        """Ends the followers, and waits until they have."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStep:
+    """A step on its way in every process."""
+
+    step: StepHandle
+    followers: Followers
+
+    def result(self) -> StepResult:
+        """Raises `RuntimeError` if a process was lost: what this one computed without it means nothing."""
+        try:
+            return self.step.result()
+        finally:
+            self.followers.check()
+
+
+class GroupRunner:
+    """`Runner` of rank 0, whose launches run in every process. `runner` is this process's part."""
+
+    def __init__(self, runner: Runner, followers: Followers) -> None:
+        self._runner = runner
+        self._followers = followers
+
+    @property
+    def spec(self) -> RunnerSpec:
+        return self._runner.spec
+
+    def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
+        """See `Runner`."""
+        self._followers.send(WarmUp())
+        self._runner.warm_up(progress)
+
+    def launch(self, plan: StepPlan) -> GroupStep:
+        """See `Runner`. This process launches first: it refuses what none may run."""
+        step = self._runner.launch(plan)
+        self._followers.send(plan)
+        return GroupStep(step, self._followers)
+
+    def report(self) -> RunnerReport:
+        """This process's."""
+        return self._runner.report()
+
+    def close(self) -> None:
+        """Ends every process's part."""
+        self._runner.close()
+        self._followers.close()
+
+
+def follow(runner: Runner, next_order: Callable[[], Order]) -> None:
+    """Runs what rank 0 runs, in its order, until told to leave; not further ahead of the device than rank 0 is."""
+    in_flight: deque[StepHandle] = deque()
+    while True:
+        match next_order():
+            case StepPlan() as plan:
+                in_flight.append(runner.launch(plan))
+                if len(in_flight) > _STEPS_IN_FLIGHT:
+                    in_flight.popleft().result()
+            case WarmUp():
+                runner.warm_up(_no_progress)
+            case Leave():
+                for step in in_flight:
+                    step.result()
+                runner.close()
+                return
+
+
+def _no_progress(done: int, total: int, what: str) -> None:
+    """Rank 0 shows it."""

@@ -1,0 +1,105 @@
+"""An engine over forced host devices: the text of one device, whatever the number."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_jax.checkpoint.model_config import Architecture, ModelConfig, RopeConfig
+from sglang_jax.errors import ConfigError
+from sglang_jax.jax_runner.parallel import TensorParallel
+
+ROOT = Path(__file__).parents[2]
+
+_PROGRAM = """
+import sys
+from pathlib import Path
+from helpers.tiny_models import make_tiny_checkpoint
+from sglang_jax import Engine, SamplingParams
+from sglang_jax.config import EngineConfig
+
+folder = make_tiny_checkpoint(Path(sys.argv[1]), "qwen3", num_attention_heads=8, num_key_value_heads=2)
+prompts = [[5, 6, 7, 9], [100, 3, 77, 200, 13, 14, 15, 16, 18, 40, 41, 42, 43, 44, 45, 46, 47, 48], [301]]
+greedy = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
+random = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, seed=4, max_new_tokens=6, ignore_eos=True)
+
+def run(tp_size):
+    config = EngineConfig(
+        model_path=str(folder), backend="jax", device="cpu", dtype="float32", tp_size=tp_size, skip_warmup=True,
+        max_total_tokens=512, max_running_requests=4, chunked_prefill_size=16, page_size=4,
+        compilation_cache_dir=sys.argv[2],
+    )
+    with Engine(config=config) as engine:
+        return [[out.output_ids for out in engine.generate(prompts, params)] for params in (greedy, random)]
+
+alone = run(1)
+for tp_size in map(int, sys.argv[3:]):
+    assert run(tp_size) == alone, tp_size
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_one_two_four_and_eight_devices_say_the_same(tmp_path: Path) -> None:
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    }
+    (tmp_path / "model").mkdir()
+    finished = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, tmp_path / "model", tmp_path / "cache", "2", "4", "8"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=580,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr[-4000:]
+
+
+def config(num_heads: int, num_kv_heads: int, intermediate: int = 96, vocab: int = 96) -> ModelConfig:
+    return ModelConfig(
+        architecture=Architecture.LLAMA,
+        vocab_size=vocab,
+        hidden_size=64,
+        intermediate_size=intermediate,
+        num_layers=2,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=16,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(),
+        max_position=64,
+        tie_word_embeddings=False,
+        attention_bias=False,
+        attention_out_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        eos_token_ids=(2,),
+    )
+
+
+@pytest.mark.parametrize(("kv_heads", "size", "copies"), [(4, 1, 1), (4, 2, 1), (4, 4, 1), (2, 8, 4), (1, 8, 8)])
+def test_kv_heads_are_copied_where_there_are_more_devices(kv_heads: int, size: int, copies: int) -> None:
+    parallel = TensorParallel.of(config(8, kv_heads), size)
+    assert (parallel.kv_copies, parallel.config.num_kv_heads) == (copies, kv_heads * copies)
+    assert parallel.config.num_kv_heads % size == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "message"),
+    [
+        (config(6, 2), 4, "6 heads and 2 kv heads cannot be spread over 4 devices"),
+        (config(12, 3), 2, "12 heads and 3 kv heads cannot be spread over 2 devices"),
+        (config(8, 8, intermediate=36), 8, "the intermediate size 36 cannot be spread over 8 devices"),
+        (config(8, 8, vocab=97), 8, "the vocabulary size 97 cannot be spread over 8 devices"),
+    ],
+)
+def test_what_does_not_divide_is_an_error(model: ModelConfig, size: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TensorParallel.of(model, size)
