@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -10,6 +12,7 @@ from sglang_jax.config import EngineConfig
 from sglang_jax.mem_cache.ledger import OwnershipError
 from sglang_jax.runner.fake import FakeRunner, Oracle
 from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec
+from sglang_jax.runner.protocol import Runner
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.messages import Finished, Inbound, NewRequest, Outbound, SchedulerStats, StepOutputs
 from sglang_jax.scheduler.scheduler import Scheduler
@@ -67,9 +70,21 @@ class RecordingChannel:
         return next(message for message in reversed(self.messages) if isinstance(message, SchedulerStats))
 
 
+class Subject(Protocol):
+    """A runner in the place of `FakeRunner`, and what it must draw."""
+
+    def runner(self, spec: RunnerSpec) -> Runner: ...
+
+    def output(
+        self, prompt: Sequence[int], sampling: SamplingParams, most: int, stop_ids: Collection[int]
+    ) -> list[int]:
+        """Output tokens of a request, the stop token included."""
+        ...
+
+
 @dataclass
 class Bench:
-    """A scheduler to play with. `pages` does not count the pad page."""
+    """A scheduler to play with, over `FakeRunner` unless a subject is given. `pages` does not count the pad page."""
 
     pages: int = 64
     page_size: int = 4
@@ -81,29 +96,38 @@ class Bench:
     scribble: bool = True
     invalid_token: int | None = None
     options: dict[str, object] = field(default_factory=dict)
+    subject: Subject | None = None
 
     def __post_init__(self) -> None:
         spec = RunnerSpec(
             (PoolSpec(PoolKind.FULL, self.pages + 1, self.page_size),), self.rows, self.budget, self.context, VOCAB
         )
-        self.runner = FakeRunner(spec, lazy=self.lazy, invalid_token=self.invalid_token)
+        if self.subject is None:
+            self.runner = FakeRunner(spec, lazy=self.lazy, invalid_token=self.invalid_token)
+        else:
+            self.runner = self.subject.runner(spec)
         self.config = EngineConfig(
             chunked_prefill_size=self.chunk, page_size=self.page_size, debug_memory=True, **self.options
         )
         self.channel = RecordingChannel()
         self.scheduler = Scheduler(self.runner, (EOS,), self.config, self.channel)
-        if self.scribble:
+        if self.scribble and self.subject is None:
             scribble_on_free(self.scheduler, self.runner)
         self.oracle = Oracle(VOCAB)
+        self.prompts: dict[int, list[int]] = {}
+        self.logprob_starts: dict[int, int] = {}
         self.wanted: dict[int, list[int]] = {}
         self._next_id = 1
 
     def add(self, prompt: list[int], max_new_tokens: int = 8, *, seed: int = 5, **fields: object) -> int:
         """Queues a request; its expected output is in `wanted`."""
         request_id = self._next_id
-        self._next_id += 1
         sampling = fields.pop("sampling", None) or SamplingParams(max_new_tokens=max_new_tokens, seed=seed)
         assert isinstance(sampling, SamplingParams)
+        self.wanted[request_id] = self._wanted(prompt, sampling)
+        self.prompts[request_id] = prompt
+        self.logprob_starts[request_id] = int(fields.get("logprob_start", -1))  # type: ignore[call-overload]
+        self._next_id += 1
         self.scheduler.add(
             NewRequest(
                 id=request_id,
@@ -112,10 +136,14 @@ class Bench:
                 **{"stream": True, **fields},
             )
         )
+        return request_id
+
+    def _wanted(self, prompt: list[int], sampling: SamplingParams) -> list[int]:
         limit = min(sampling.max_new_tokens or self.context, self.context - len(prompt))
         stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {EOS})
-        self.wanted[request_id] = self.oracle.output(prompt, sampling.seed or 0, limit, stops)
-        return request_id
+        if self.subject is None:
+            return self.oracle.output(prompt, sampling.seed or 0, limit, stops)
+        return self.subject.output(prompt, sampling, limit, stops)
 
     def run(self, most_steps: int = 2000) -> None:
         """Steps until idle, once at least: even an idle scheduler may have something to publish."""

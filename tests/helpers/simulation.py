@@ -1,12 +1,17 @@
-"""The simulator: scheduler and `FakeRunner` under arbitrary arrivals, aborts, stops, retractions, flushes and sizes.
+"""The simulator: scheduler and runner under arbitrary arrivals, aborts, stops, retractions, flushes and sizes.
 
 What every request gets equals an oracle that knows only its tokens; pages are conserved after every step; at idle
-nothing is left. Pages are destroyed the moment they are free, and steps run as late as a device may run them.
+nothing is left. With `FakeRunner`, pages are destroyed the moment they are free, and steps run as late as a device may
+run them; a backend's runner computes the stand-in model, whose oracle is dense.
 """
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+import pytest
 from helpers.scheduling import VOCAB, Bench
+from helpers.stand_in_subject import StandInSubject, Undecided
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -28,6 +33,8 @@ FAMILIES = tuple(tuple(1 + (7 * k + position * position) % (VOCAB - 2) for posit
 
 class Simulation(RuleBasedStateMachine):
     """Rules are what clients and shortages may do; time passes only in `step`."""
+
+    subject: ClassVar[StandInSubject | None] = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,9 +70,11 @@ class Simulation(RuleBasedStateMachine):
             "disable_radix_cache": not reuse,
             "max_queued_requests": 12,
         }
+        if self.subject is not None:
+            page_size = min(self.subject.page_sizes, key=lambda known: abs(known - page_size))
         budget = max(chunk, 2 * rows)
         sizes = (pages, page_size, rows, chunk, budget, context, lazy)
-        self.bench = Bench(*sizes, invalid_token=VOCAB - 1, options=options)
+        self.bench = Bench(*sizes, invalid_token=VOCAB - 1, options=options, subject=self.subject)
 
     @rule(
         family=st.sampled_from(FAMILIES),
@@ -96,15 +105,20 @@ class Simulation(RuleBasedStateMachine):
     ) -> None:
         prompt = [*family[:shared], *tail][: self.bench.context - 1] or [1]
         sampling = SamplingParams(max_new_tokens=new_tokens, seed=seed, stop_token_ids=stop, ignore_eos=ignore_eos)
-        request_id = self.bench.add(
-            prompt,
-            sampling=sampling,
-            stream=stream,
-            extra_key=namespace,
-            top_logprobs=logprobs,
-            logprob_start=logprob_start,
-            priority=seed,
-        )
+        if self.subject is not None:
+            sampling = self.subject.style(sampling)
+        try:
+            request_id = self.bench.add(
+                prompt,
+                sampling=sampling,
+                stream=stream,
+                extra_key=namespace,
+                top_logprobs=logprobs,
+                logprob_start=logprob_start,
+                priority=seed,
+            )
+        except Undecided:
+            return
         self.live.append(request_id)
 
     @rule(steps=st.integers(1, 6))
@@ -168,16 +182,35 @@ class Simulation(RuleBasedStateMachine):
         for request_id in self.stopped - set(channel.finished):
             streamed = channel.streams.get(request_id, [])
             assert streamed == bench.wanted[request_id][: len(streamed)]
+        if self.subject is not None:
+            self._check_logprobs(self.subject)
+
+    def _check_logprobs(self, subject: StandInSubject) -> None:
+        """Those of outputs, and of prompts from where each was asked for: all there are by the end or an abort."""
+        bench, channel = self.bench, self.bench.channel
+        for request_id, prompt in bench.prompts.items():
+            tokens = [*prompt, *bench.wanted[request_id]]
+            logprobs = [None, *subject.logprobs(tokens).tolist()]
+            start = max(0, bench.logprob_starts[request_id])
+            for first, found in (
+                (start, channel.prompt_logprobs.get(request_id, [])),
+                (len(prompt), channel.logprobs.get(request_id, [])),
+            ):
+                for place, (token, logprob) in enumerate(found, first):
+                    assert token == tokens[place]
+                    assert logprob == pytest.approx(logprobs[place], abs=1e-3, nan_ok=True)
 
 
-def simulate(schedules: int, *, steps: int = 25, known_fault: bool = False) -> None:
-    """Runs the machine on this many generated schedules.
+def simulate(
+    schedules: int, *, steps: int = 25, known_fault: bool = False, subject: StandInSubject | None = None
+) -> None:
+    """Runs the machine on this many generated schedules, over `FakeRunner` or the runners of `subject`.
 
     With `known_fault` the schedules are always the same and a failure is not shrunk: its cause is known.
     """
     options = {"derandomize": True, "database": None, "phases": (Phase.generate,)} if known_fault else {}
     run_state_machine_as_test(
-        Simulation,
+        type("Simulation", (Simulation,), {"subject": subject}),
         settings=settings(
             max_examples=schedules,
             stateful_step_count=steps,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from helpers.stand_in_model import HIDDEN, LAYERS, VOCAB
+from helpers.stand_in_model import HIDDEN, LAYERS
 
 from sglang_jax.jax_runner.runner import JaxRunner
 from sglang_jax.jax_runner.step import ModelFunctions, Weights
@@ -54,6 +54,6 @@ def stand_in_runner(
 ) -> JaxRunner:
     """A runner of the stand-in, whose unused pages hold NaN: reading one shows."""
     pool = PoolSpec(PoolKind.FULL, num_pages, page_size)
-    spec = RunnerSpec((pool,), max_rows, token_budget, max_context, VOCAB)
+    spec = RunnerSpec((pool,), max_rows, token_budget, max_context, len(weights[0]))
     kv = [jnp.full((num_pages, page_size, 2, HIDDEN), jnp.nan) for _ in range(LAYERS)]
     return JaxRunner(model, [jnp.array(array) for array in weights], kv, spec, {})

@@ -14,10 +14,10 @@ LAYERS = 2
 CONTEXT = 256
 
 
-def random_weights(seed: int = 0) -> list[np.ndarray]:
+def random_weights(seed: int = 0, vocab: int = VOCAB) -> list[np.ndarray]:
     """Token and position embeddings, query, key, value and output matrices of each layer, the output projection."""
     rng = np.random.default_rng(seed)
-    shapes = [(VOCAB, HIDDEN), (CONTEXT, HIDDEN), *[(HIDDEN, HIDDEN)] * (4 * LAYERS), (HIDDEN, VOCAB)]
+    shapes = [(vocab, HIDDEN), (CONTEXT, HIDDEN), *[(HIDDEN, HIDDEN)] * (4 * LAYERS), (HIDDEN, vocab)]
     return [rng.normal(0, 1.5 * HIDDEN**-0.5, shape).astype(np.float32) for shape in shapes]
 
 

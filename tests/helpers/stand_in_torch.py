@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from helpers.stand_in_model import HIDDEN, LAYERS, VOCAB
+from helpers.stand_in_model import HIDDEN, LAYERS
 
 from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec
 from torch_backend.batch import ForwardBatch
@@ -58,6 +58,6 @@ def stand_in_runner(
 ) -> TorchRunner:
     """A runner of the stand-in on the CPU."""
     pool = PoolSpec(PoolKind.FULL, num_pages, page_size)
-    spec = RunnerSpec((pool,), max_rows, token_budget, max_context, VOCAB)
+    spec = RunnerSpec((pool,), max_rows, token_budget, max_context, len(weights[0]))
     paged = model(weights, num_pages, page_size)
     return TorchRunner(paged, spec, device=CPU, capture=capture, graph_buckets=graph_buckets)

@@ -1,0 +1,124 @@
+"""The stand-in model on a real runner, for a scheduler's bench: narrowed to its sizes, with what it must draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from helpers.stand_in_model import dense_logits, random_weights
+
+from sglang_jax.runner.plan import RunnerSpec, StepPlan
+from sglang_jax.runner.protocol import Runner, RunnerReport, StepHandle
+from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.sampling.reference import adjusted_logits, reference_sample
+from torch_backend.noise import gumbel_noise
+
+STYLES: tuple[dict[str, object], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.9, "top_k": 20, "top_p": 0.95},
+    {"min_p": 0.02, "logit_bias": {7: 2.0, 39: -3.0}},
+    {"temperature": 1.2, "frequency_penalty": 0.7, "presence_penalty": 0.5, "repetition_penalty": 1.3},
+)
+"""Ways to draw; a request's seed chooses."""
+
+_ROUNDING = 1e-4
+
+
+class Undecided(Exception):
+    """A draw is within rounding of ending otherwise, so that nobody can say what comes after it."""
+
+
+@dataclass(frozen=True)
+class Narrowed:
+    """A runner that outlives its schedulers, with the smaller sizes of one of them."""
+
+    inner: Runner
+    spec: RunnerSpec
+
+    def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
+        self.inner.warm_up(progress)
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        return self.inner.launch(plan)
+
+    def report(self) -> RunnerReport:
+        return self.inner.report()
+
+    def close(self) -> None:
+        """The inner one stays."""
+
+
+class StandInSubject:
+    """`Subject` of a bench: runners of `make_runner`, one for each page size, built once.
+
+    The last token of the vocabulary has an embedding of NaN: what sees it has logits that are not finite.
+    """
+
+    def __init__(self, make_runner: Callable[..., Runner], vocab: int, page_sizes: Sequence[int]) -> None:
+        self.page_sizes = tuple(page_sizes)
+        self._weights = random_weights(seed=4, vocab=vocab)
+        self._weights[0][vocab - 1] = np.nan
+        self._runners = {
+            page_size: make_runner(
+                self._weights, max_rows=6, token_budget=64, page_size=page_size, num_pages=26, max_context=60
+            )
+            for page_size in page_sizes
+        }
+        for runner in self._runners.values():
+            runner.warm_up(lambda done, total, what: None)
+
+    def runner(self, spec: RunnerSpec) -> Runner:
+        """A runner of at most 6 rows, 64 tokens a step, 26 pages and a context of 60."""
+        return Narrowed(self._runners[spec.pools[0].page_size], spec)
+
+    def compiles_after_warm_up(self) -> int:
+        return sum(runner.report().compiles_after_warm_up for runner in self._runners.values())
+
+    def close(self) -> None:
+        for runner in self._runners.values():
+            runner.close()
+
+    def style(self, sampling: SamplingParams) -> SamplingParams:
+        """The request, drawn in the way that its seed chooses."""
+        return replace(sampling, **STYLES[(sampling.seed or 0) % len(STYLES)])
+
+    def output(
+        self, prompt: Sequence[int], sampling: SamplingParams, most: int, stop_ids: Collection[int]
+    ) -> list[int]:
+        """Output tokens of a request; those before the first whose logits are not finite.
+
+        **Raises:** `Undecided`.
+        """
+        tokens: list[int] = []
+        while len(tokens) < most and not stop_ids & {*tokens[-1:]}:
+            logits = dense_logits(self._weights, [*prompt, *tokens])[-1]
+            noise = self._noise(sampling.seed or 0, len(prompt) + len(tokens))
+            sequences = {"prompt": prompt, "output": tokens, "stop_ids": sorted(stop_ids)}
+            drawn = reference_sample(logits, sampling, noise=noise, **sequences)
+            if drawn.token is None:
+                break
+            margin = drawn.margin
+            if sampling.temperature == 0.0:
+                second, first = np.sort(adjusted_logits(logits, sampling, **sequences))[-2:]
+                margin = float(first - second)
+            if margin < _ROUNDING:
+                raise Undecided
+            tokens.append(drawn.token)
+        return tokens
+
+    def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
+        """Logprob of each token but the first, after those before it: float32 `[tokens - 1]`; NaN after the last token
+        of the vocabulary."""
+        poison = len(self._weights[0]) - 1
+        healthy = tokens.index(poison) if poison in tokens else len(tokens)
+        logits = np.full((len(tokens), poison + 1), np.nan, np.float32)
+        if healthy:
+            logits[:healthy] = dense_logits(self._weights, tokens[:healthy])
+        shifted = logits - logits.max(-1, keepdims=True)
+        everything = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+        return everything[np.arange(len(tokens) - 1), tokens[1:]]
+
+    def _noise(self, seed: int, position: int) -> np.ndarray:
+        ids = np.arange(len(self._weights[0]), dtype=np.uint32)
+        return gumbel_noise((seed & 0xFFFFFFFF, seed >> 32), position, ids)

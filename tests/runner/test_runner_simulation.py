@@ -1,0 +1,50 @@
+"""The simulator on every backend's runner: generated schedules against the dense model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+from helpers import stand_in_jax, stand_in_torch
+from helpers.fake_capture import FakeCapture
+from helpers.scheduling import VOCAB
+from helpers.simulation import simulate
+from helpers.stand_in_subject import StandInSubject
+
+from sglang_jax.runner.protocol import Runner
+
+
+def captured_torch_runner(weights: Sequence[np.ndarray], **sizes: int) -> Runner:
+    """Decode steps of up to four rows are replayed; those of five and six are launched one by one."""
+    return stand_in_torch.stand_in_runner(weights, capture=FakeCapture(), graph_buckets=(1, 2, 4), **sizes)
+
+
+# For JAX each page size is a compilation of every program.
+SUBJECTS = {
+    "jax": (stand_in_jax.stand_in_runner, (4,)),
+    "torch": (stand_in_torch.stand_in_runner, (1, 4, 16)),
+    "torch captured": (captured_torch_runner, (1, 4, 16)),
+}
+
+
+@pytest.fixture(scope="module", params=SUBJECTS)
+def subject(request: pytest.FixtureRequest) -> Iterator[StandInSubject]:
+    make_runner, page_sizes = SUBJECTS[request.param]
+    subject = StandInSubject(make_runner, VOCAB, page_sizes)
+    yield subject
+    subject.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_generated_schedules(subject: StandInSubject) -> None:
+    before = subject.compiles_after_warm_up()
+    simulate(200, subject=subject)
+    assert subject.compiles_after_warm_up() == before
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_soak(subject: StandInSubject) -> None:
+    simulate(3000, steps=60, subject=subject)
