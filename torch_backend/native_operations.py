@@ -79,6 +79,7 @@ def _write(
 ) -> None:
     """Stores `data [T, kv_heads, head_dim]` at (page, offset), over its head's scale where there is one."""
     if scale is not None:
+        # Earlier releases of torch turn what is beyond the largest float8 into NaN.
         scaled = (data.float() / scale[:, None]).clamp(-_FLOAT8_MAX, _FLOAT8_MAX)
         # Written as bytes: few devices index float8.
         data = scaled.to(stored.dtype).view(torch.uint8)
