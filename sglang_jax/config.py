@@ -120,6 +120,11 @@ class EngineConfig(BaseModel):
         KVCacheDtype.AUTO, description="type of keys and values in the cache; auto: that of the activations"
     )
     tp_size: PositiveInt = Field(1, description="devices that each layer is spread over (tensor parallel)")
+    nnodes: PositiveInt = Field(1, description="hosts that share the model, each started with the same command")
+    node_rank: int = Field(0, ge=0, description="which of them this is; 0 has the scheduler and the server")
+    dist_init_addr: str | None = Field(
+        None, description="HOST:PORT of host 0, where the hosts meet; needed with several hosts"
+    )
     context_length: PositiveInt | None = Field(
         None, description="most tokens of one request, prompt and output; default: the model's"
     )

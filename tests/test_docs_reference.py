@@ -51,6 +51,7 @@ DEFAULTS_IN_WORDS = frozenset(
         "max_running_requests",
         "max_queued_requests",
         "cuda_graph_max_bs",
+        "dist_init_addr",
         "compilation_cache_dir",
         "debug_memory",
         "served_model_name",

@@ -23,6 +23,8 @@ def create_runner(config: EngineConfig, checkpoint: Checkpoint) -> Runner:
         raise ConfigError(
             "the Torch backend needs torch: pip install 'sglang-jax[cuda]', or 'sglang-jax[torch]' on a CPU"
         )
+    if config.nnodes > 1:
+        raise ConfigError(f"the Torch backend runs on one host, nnodes must be 1, got {config.nnodes}")
     if config.tp_size > 1:
         from torch_backend.leader import launch_group
 

@@ -19,9 +19,28 @@ def create_runner(config: EngineConfig, checkpoint: Checkpoint) -> Runner:
     **Raises:** `ConfigError` for options that this machine cannot meet, `CheckpointError` for weights that the model
     cannot take.
     """
+    _check_installed()
+    if config.nnodes > 1:
+        from sglang_jax.jax_runner.hosts import launch_hosts
+
+        return launch_hosts(config, checkpoint)
+    from sglang_jax.jax_runner.loading import load_rank
+
+    return load_rank(config, checkpoint)
+
+
+def follow(config: EngineConfig) -> None:
+    """Runs what host 0 runs, until that ends: what hosts of `config.node_rank` above 0 do.
+
+    **Raises:** as `create_runner`.
+    """
+    _check_installed()
+    from sglang_jax.jax_runner.hosts import follow_host
+
+    follow_host(config)
+
+
+def _check_installed() -> None:
     missing = [name for name in ("jax", "flax") if find_spec(name) is None]
     if missing:
         raise ConfigError(f"the JAX backend needs {' and '.join(missing)}: pip install 'sglang-jax[jax]'")
-    from sglang_jax.jax_runner.loading import load_runner
-
-    return load_runner(config, checkpoint)

@@ -35,8 +35,13 @@ def select_devices(wanted: Device, count: int) -> list[jax.Device]:
         raise ConfigError(
             f"tp_size {count} needs as many devices, and JAX sees {len(devices)} of the platform {devices[0].platform}"
         )
-    own = next((device for device in devices[:count] if device.process_index == jax.process_index()), devices[0])
-    jax.config.update("jax_default_device", own)
+    own = [device for device in devices[:count] if device.process_index == jax.process_index()]
+    if not own:
+        raise ConfigError(
+            f"tp_size {count} leaves the devices of host {jax.process_index()} idle: raise tp_size to {len(devices)}, "
+            "or start fewer hosts"
+        )
+    jax.config.update("jax_default_device", own[0])
     return devices[:count]
 
 

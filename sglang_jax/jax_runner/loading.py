@@ -8,7 +8,9 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from sglang_jax.checkpoint.opening import Checkpoint
@@ -44,7 +46,7 @@ _ATTENTION = {
 }
 
 
-def load_runner(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
+def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     """A runner on the first `config.tp_size` devices of `config.device`. Sizes are settled before any weight is read.
 
     **Raises:** `ConfigError` for options that the machine or the model cannot meet, `CheckpointError` for weights that
@@ -118,7 +120,7 @@ def _sizes(
     memory = Memory(
         platform=device.platform,
         # Devices that are one CPU share its memory.
-        available=min(map(available_memory, own)) // (len(own) if device.platform == "cpu" else 1),
+        available=_least_of_hosts(min(map(available_memory, own)) // (len(own) if device.platform == "cpu" else 1)),
         weights=sum(_bytes_on_one_device(parameter, count) for parameter in _parameters(model)),
         page=kv_bytes_per_token(parallel.config, dtype) * config.page_size // count,
     )
@@ -135,6 +137,14 @@ def _sizes(
         sizes.token_budget,
     )
     return sizes
+
+
+def _least_of_hosts(available: int) -> int:
+    """All hosts must come to the same sizes."""
+    if jax.process_count() == 1:
+        return available
+    mebibytes = multihost_utils.process_allgather(np.int32(available // 2**20))
+    return int(mebibytes.min()) * 2**20
 
 
 def _parameters(model: Transformer) -> list[Parameter]:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
 from sglang_jax.jax_runner.packing import StepLayout
@@ -117,7 +117,8 @@ class Programs:
         step = jax.jit(
             make_step(self._model, layout, self._page_size, self._mesh),
             donate_argnums=1,
-            out_shardings=(self._placement, None),
+            # Outputs are whole on every device, so that every host can read them.
+            out_shardings=(self._placement, None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())),
         )
         return step.lower(self._weights, self._state_shapes, _integers(layout.size)).compile()
 

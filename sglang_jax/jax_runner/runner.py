@@ -88,11 +88,9 @@ class JaxRunner:
         page_size = spec.pools[0].page_size
         self._spec = spec
         self._details = dict(details)
-        rows = spec.max_rows + 1
-        page_table = jnp.zeros((rows, spec.max_pages_per_row), jnp.int32)
-        small = (page_table, jnp.zeros(rows, jnp.int32), SamplingState.empty(rows, spec.vocab_size))
-        replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-        self._state = DeviceState(kv, *jax.device_put(small, replicated))
+        self._state = DeviceState(
+            kv, *_empty_rows(spec, None if mesh is None else NamedSharding(mesh, PartitionSpec()))
+        )
         self._weights = weights
         self._weight_bytes = _nbytes(weights)
         self._kv_bytes = _nbytes(kv)
@@ -168,6 +166,17 @@ class JaxRunner:
             page_table = self._programs.apply_deltas(page_table, _part(deltas, start, start + DELTA_BLOCK))
         self._state = replace(self._state, page_table=page_table)
         return _part(deltas, count, count)
+
+
+def _empty_rows(spec: RunnerSpec, placement: NamedSharding | None) -> tuple[jax.Array, jax.Array, SamplingState]:
+    """Page table, last tokens and sampling state, the dump row included, whole on every device (of every host)."""
+
+    def make() -> tuple[jax.Array, jax.Array, SamplingState]:
+        rows = spec.max_rows + 1
+        page_table = jnp.zeros((rows, spec.max_pages_per_row), jnp.int32)
+        return page_table, jnp.zeros(rows, jnp.int32), SamplingState.empty(rows, spec.vocab_size)
+
+    return jax.jit(make, out_shardings=placement)()
 
 
 def _part(deltas: PageDeltas, start: int, end: int) -> PageDeltas:

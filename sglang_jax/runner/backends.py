@@ -19,7 +19,12 @@ logger = logging.getLogger(__name__)
 BackendFactory = Callable[[EngineConfig, Checkpoint], Runner]
 """Makes a runner with the checkpoint's weights on the device. Raises `ConfigError`, `CheckpointError`."""
 
+Follow = Callable[[EngineConfig], None]
+"""Runs what host 0 runs, until that ends. Raises `ConfigError`, `CheckpointError`."""
+
 ENTRY_POINT_GROUP = "sglang_jax.backends"
+FOLLOWER_GROUP = "sglang_jax.followers"
+"""Entry points of backends that run over several hosts."""
 
 _FRAMEWORK = {Backend.JAX: "jax", Backend.TORCH: "torch"}
 """The module that a backend stands on: an extra, so that it may not be there."""
@@ -33,6 +38,22 @@ def load_backend(config: EngineConfig) -> BackendFactory:
 
     **Raises:** `ConfigError` if it is not installed, naming those that are.
     """
+    return cast(BackendFactory, _find(config).load())
+
+
+def load_follower(config: EngineConfig) -> Follow:
+    """What a host of `config.node_rank` above 0 runs, on the backend that `load_backend` would take.
+
+    **Raises:** `ConfigError` if that backend does not run over several hosts, or is not installed.
+    """
+    name = _find(config).name
+    followers = {entry.name: entry for entry in entry_points(group=FOLLOWER_GROUP)}
+    if name not in followers:
+        raise ConfigError(f"the backend {name} runs on one host, nnodes must be 1, got {config.nnodes}")
+    return cast(Follow, followers[name].load())
+
+
+def _find(config: EngineConfig) -> EntryPoint:
     entries = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
     backend = config.backend
     if backend is Backend.AUTO:
@@ -42,7 +63,7 @@ def load_backend(config: EngineConfig) -> BackendFactory:
             f"no backend {backend.value!r} is installed (installed: {', '.join(sorted(entries)) or 'none'}). "
             f"Backends come with the package: pip install 'sglang-jax[{backend.value}]'"
         )
-    return cast(BackendFactory, entries[backend.value].load())
+    return entries[backend.value]
 
 
 def _choose(device: Device, entries: Mapping[str, EntryPoint]) -> Backend:

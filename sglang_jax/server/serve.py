@@ -19,6 +19,7 @@ from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.launch import launch_engine
 from sglang_jax.engine.process import LOG_FORMAT
 from sglang_jax.errors import ConfigError
+from sglang_jax.runner.backends import load_follower
 from sglang_jax.server.app import create_app, create_context
 from sglang_jax.server.context import ServerContext
 
@@ -72,12 +73,16 @@ class DrainingServer(uvicorn.Server):
 
 
 def run(config: ServerConfig, launch: Launch = launch_engine) -> int:
-    """Serves until a signal ends it. The exit status: 0, or 1 if the engine died meanwhile.
+    """Serves until a signal ends it; a host of `node_rank` above 0 follows host 0 until that ends. The exit status: 0,
+    or 1 if the engine died meanwhile.
 
     **Raises:** `ConfigError` for an address that cannot be listened on, and what `launch_engine` raises.
     """
     begin = time.perf_counter()
     logging.basicConfig(level=config.log_level.upper(), format=LOG_FORMAT)
+    if config.node_rank > 0:
+        load_follower(config)(config)
+        return 0
     listener = bind(config.host, config.port)  # before the model is loaded: a taken port shows at once
     with listener, asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
         try:

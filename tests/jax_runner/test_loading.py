@@ -18,7 +18,7 @@ from sglang_jax.checkpoint.opening import open_checkpoint
 from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig, LoadFormat
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner import create_runner
-from sglang_jax.jax_runner.loading import load_runner
+from sglang_jax.jax_runner.loading import load_rank
 from sglang_jax.jax_runner.orbax_checkpoint import save_orbax
 from sglang_jax.jax_runner.weights import load_weights
 from sglang_jax.layers.sharding import make_mesh
@@ -116,7 +116,7 @@ def test_closing_frees_the_device(folder: Path) -> None:
     gc.collect()
     before = {id(array) for array in jax.live_arrays()}
     config = options(folder)
-    runner = load_runner(config, open_checkpoint(config.model_path))
+    runner = load_rank(config, open_checkpoint(config.model_path))
     assert any(id(array) not in before for array in jax.live_arrays())
     runner.close()
     assert all(array.is_deleted() for array in jax.live_arrays() if id(array) not in before)

@@ -1,0 +1,114 @@
+"""Several hosts as one JAX program: every process runs the same programs, each on its own devices.
+
+Host 0 has the scheduler. The others are told its plans (see `runner.remote_group`) and run them as it does. A host that
+is gone leaves the others waiting in a collective that nothing ends but leaving the process, so that is what they do.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import sys
+import time
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from sglang_jax.checkpoint.opening import Checkpoint, open_checkpoint
+from sglang_jax.config import Device, EngineConfig
+from sglang_jax.errors import ConfigError
+from sglang_jax.jax_runner.loading import load_rank
+from sglang_jax.runner.group import GroupRunner, follow
+from sglang_jax.runner.remote_group import FollowerListener, LeaderLink, RemoteFollowers
+
+logger = logging.getLogger(__name__)
+
+_SECONDS_TO_CONNECT = 60.0
+_SECONDS_TO_MEET = 300
+_SECONDS_TO_FAIL = 3.0
+_SECRET_BYTES = 32
+
+
+class HostGroupRunner(GroupRunner):
+    """Leaves the group of hosts when it is closed."""
+
+    def close(self) -> None:
+        """Ends every host's part."""
+        super().close()
+        jax.distributed.shutdown()
+
+
+def launch_hosts(config: EngineConfig, checkpoint: Checkpoint) -> HostGroupRunner:
+    """The runner of host 0, over the devices of all hosts.
+
+    **Raises:** `ConfigError`, `CheckpointError` as for one host; `ConfigError` if the others do not come.
+    """
+    meet(config)
+    secret = secrets.token_bytes(_SECRET_BYTES)
+    listener = FollowerListener("", secret)
+    _agree(listener.port, secret)
+    followers = RemoteFollowers(listener, config.nnodes - 1, _SECONDS_TO_CONNECT, _leave_the_process)
+    return HostGroupRunner(load_rank(config, checkpoint), followers)
+
+
+def follow_host(config: EngineConfig) -> None:
+    """Runs what host 0 runs, until that ends. The process ends with status 1 if host 0 is lost.
+
+    **Raises:** `ConfigError`, `CheckpointError`.
+    """
+    checkpoint = open_checkpoint(config.model_path, config.load_format, seed=config.random_seed)
+    meet(config)
+    port, secret = _agree(0, bytes(_SECRET_BYTES))
+    host = _address(config)[0]
+    link = LeaderLink((host, port), secret, f"host {config.node_rank}", _leave_the_process)
+    follow(load_rank(config, checkpoint), link.next_order)
+    link.close()
+    jax.distributed.shutdown()
+
+
+def meet(config: EngineConfig) -> None:
+    """Joins the group of hosts, once all have come.
+
+    **Raises:** `ConfigError` for options that do not fit together, or if they do not meet.
+    """
+    host, port = _address(config)
+    if config.node_rank >= config.nnodes:
+        raise ConfigError(f"node_rank ({config.node_rank}) must be below nnodes ({config.nnodes})")
+    if config.device is Device.CPU:
+        jax.config.update("jax_platforms", "cpu")
+    logger.info("Host %d of %d meets the others at %s:%d", config.node_rank, config.nnodes, host, port)
+    try:
+        jax.distributed.initialize(
+            f"{host}:{port}", config.nnodes, config.node_rank, initialization_timeout=_SECONDS_TO_MEET
+        )
+    except RuntimeError as error:
+        raise ConfigError(
+            f"the {config.nnodes} hosts did not meet at {host}:{port}: {error}. The same command must run on each, "
+            "with its own node_rank, and the port must be open"
+        ) from error
+
+
+def _address(config: EngineConfig) -> tuple[str, int]:
+    host, _, port = (config.dist_init_addr or "").rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(
+            f"nnodes {config.nnodes} needs dist_init_addr, the HOST:PORT of host 0, got {config.dist_init_addr!r}"
+        )
+    return host, int(port)
+
+
+def _agree(port: int, secret: bytes) -> tuple[int, bytes]:
+    """What host 0 gives, on every host."""
+    words = np.array([port, *secret], np.int32)
+    agreed = np.asarray(multihost_utils.broadcast_one_to_all(words))
+    return int(agreed[0]), bytes(agreed[1:].tolist())
+
+
+def _leave_the_process(reason: str) -> None:
+    """Ends this process with status 1, after a moment in which it may fail by itself and say more."""
+    logger.error("%s: this process cannot go on", reason)
+    time.sleep(_SECONDS_TO_FAIL)
+    sys.stderr.flush()
+    os._exit(1)
