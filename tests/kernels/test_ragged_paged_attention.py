@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.attention_steps import Case, Step, make_step
 
-from sglang_jax.kernels.kv_storage import gather_kv, to_storage, write_kv
+from sglang_jax.kernels.kv_storage import gather_kv, write_kv
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation, ragged_paged_attention
-from sglang_jax.layers.batch import ForwardBatch
 
 IMPLEMENTATIONS = (AttentionImplementation.REFERENCE, AttentionImplementation.XLA)
 STORAGES = ("float32", "bfloat16", "uint16")
@@ -20,93 +20,17 @@ TOLERANCE = 2e-5
 """Whatever the type of the cache: values are rounded before the oracle sees them."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """A step: `query_lens` of `kv_lens`, the first `num_decode` of them decode rows, padded to (tokens, rows).
-
-    Cases that differ in lengths alone run in one compiled program.
-    """
-
-    kv_lens: tuple[int, ...]
-    query_lens: tuple[int, ...]
-    num_decode: int
-    tokens: int
-    rows: int
-    kv_heads: int = 2
-    group: int = 2
-    head_dim: int = 64
-    page_size: int = 4
-    storage: str = "float32"
-    columns: int = 40
-
-
-@dataclass(frozen=True)
-class Step:
-    queries: np.ndarray
-    kv_pages: jax.Array
-    batch: ForwardBatch
-    expected: np.ndarray
-
-
-def softmax_attention(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float) -> np.ndarray:
-    """Queries `[q, kv_heads, group, d]` at the last positions of keys and values `[k, kv_heads, d]`."""
-    hidden = np.arange(len(keys)) > np.arange(len(keys) - len(queries), len(keys))[:, None]
-    scores = np.einsum("qhgd,khd->hgqk", queries, keys, dtype=np.float64) * scale
-    scores[:, :, hidden] = -np.inf
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    return np.einsum("hgqk,khd->qhgd", weights, values)
-
-
-def make_step(case: Case, seed: int = 0) -> Step:
-    """Every slot starts as NaN; the keys and values of each sequence are then written to pages in random order."""
-    rng = np.random.default_rng(seed)
-    num_pages = 1 + case.rows * case.columns
-    unused = list(1 + rng.permutation(num_pages - 1))
-    page_table = np.zeros((case.rows, case.columns), np.int32)
-    kv_pages = np.full((num_pages, case.kv_heads, 2, case.page_size, case.head_dim), np.nan, np.float32)
-    queries = rng.standard_normal((case.tokens, case.kv_heads, case.group, case.head_dim)).astype(np.float32)
-    expected = np.zeros_like(queries)
-    place = 0
-    for row, (length, count) in enumerate(zip(case.kv_lens, case.query_lens, strict=True)):
-        keys_values = rng.standard_normal((length, case.kv_heads, 2, case.head_dim)).astype(np.float32)
-        if case.storage != "float32":
-            keys_values = keys_values.astype(jnp.bfloat16).astype(np.float32)
-        for position in range(length):
-            column, offset = divmod(position, case.page_size)
-            page_table[row, column] = page_table[row, column] or unused.pop()
-            kv_pages[page_table[row, column], :, :, offset] = keys_values[position]
-        mine = slice(place, place + count)
-        keys, values = keys_values[:, :, 0], keys_values[:, :, 1]
-        expected[mine] = softmax_attention(queries[mine], keys, values, case.head_dim**-0.5)
-        place += count
-    padding = case.rows - len(case.kv_lens)
-    batch = ForwardBatch(
-        tokens=jnp.zeros(case.tokens, jnp.int32),
-        positions=jnp.zeros(case.tokens, jnp.int32),
-        write_slots=jnp.zeros(case.tokens, jnp.int32),
-        page_table=jnp.asarray(page_table),
-        kv_lens=jnp.asarray([*case.kv_lens, *[0] * padding], jnp.int32),
-        query_starts=jnp.asarray([0, *np.cumsum([*case.query_lens, *[0] * padding])], jnp.int32),
-        num_decode=jnp.int32(case.num_decode),
-    )
-    heads = case.kv_heads * case.group
-    flat = (case.tokens, heads, case.head_dim)
-    stored = to_storage(jnp.asarray(kv_pages), jnp.dtype(case.storage))
-    return Step(queries.reshape(flat), stored, batch, expected.reshape(flat))
-
-
 ATTENTION = jax.jit(ragged_paged_attention, static_argnums=0, static_argnames="scale")
 
 
-def attend(implementation: AttentionImplementation, step: Step, head_dim: int) -> np.ndarray:
-    queries = jnp.asarray(step.queries)
-    return np.asarray(ATTENTION(implementation, queries, step.kv_pages, step.batch, scale=head_dim**-0.5))
+def attend(implementation: AttentionImplementation, step: Step) -> np.ndarray:
+    output = ATTENTION(implementation, step.queries, step.kv_pages, step.batch, scale=step.scale, options=step.options)
+    return np.asarray(output)
 
 
 def check(implementation: AttentionImplementation, case: Case, seed: int = 0) -> None:
     step = make_step(case, seed)
-    output = attend(implementation, step, case.head_dim)
+    output = attend(implementation, step)
     real = int(step.batch.query_starts[-1])
     np.testing.assert_allclose(output[:real], step.expected[:real], atol=TOLERANCE, rtol=0)
     np.testing.assert_array_equal(output[real:], 0.0)
@@ -164,6 +88,31 @@ def test_random_steps(implementation: AttentionImplementation, seed: int) -> Non
     check(implementation, case, seed)
 
 
+OPTIONS = {
+    "a window of one": replace(MIXED, window=1),
+    "a window": replace(MIXED, kv_lens=(9, 1, 150, 7), window=11, columns=50),
+    "a window of decode rows": replace(DECODE, window=11),
+    "a soft cap": replace(MIXED, soft_cap=0.7),
+    "sinks": replace(MIXED, sinks=True),
+    "sinks of decode rows": replace(DECODE, sinks=True),
+    "all": replace(MIXED, kv_lens=(9, 1, 150, 7), window=11, columns=50, soft_cap=0.7, sinks=True, storage="int8"),
+    "int8": replace(DECODE, storage="int8"),
+    "float8": replace(MIXED, storage="float8_e4m3fn"),
+}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", OPTIONS.values(), ids=OPTIONS)
+def test_options(implementation: AttentionImplementation, case: Case) -> None:
+    check(implementation, case)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_tiled_pages(implementation: AttentionImplementation, head_dim: int) -> None:
+    check(implementation, replace(MIXED, head_dim=head_dim, tiled=True))
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("tokens", [4, 16])
 def test_a_step_of_padding_alone(implementation: AttentionImplementation, tokens: int) -> None:
@@ -180,24 +129,22 @@ def test_empty_sequences_between_others(implementation: AttentionImplementation)
         kv_lens=jnp.insert(batch.kv_lens, 3, 0),
         query_starts=jnp.insert(batch.query_starts, 3, batch.query_starts[3]),
     )
-    output = attend(implementation, replace(step, batch=with_gap), MIXED.head_dim)
+    output = attend(implementation, replace(step, batch=with_gap))
     np.testing.assert_allclose(output, step.expected, atol=2e-5)
 
 
 def test_a_row_does_not_depend_on_its_company() -> None:
     """The same bits, whatever other rows are in the batch and however long they are."""
     together = make_step(replace(DECODE, kv_lens=(9, 77, 30, 400), columns=100))
-    outputs = attend(AttentionImplementation.XLA, together, DECODE.head_dim)
+    outputs = attend(AttentionImplementation.XLA, together)
     alone = replace(together.batch, kv_lens=together.batch.kv_lens * (jnp.arange(8) < 3))
-    np.testing.assert_array_equal(
-        attend(AttentionImplementation.XLA, replace(together, batch=alone), DECODE.head_dim)[:3], outputs[:3]
-    )
+    np.testing.assert_array_equal(attend(AttentionImplementation.XLA, replace(together, batch=alone))[:3], outputs[:3])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_large_scores_do_not_overflow(implementation: AttentionImplementation) -> None:
     step = make_step(MIXED)
-    output = attend(implementation, replace(step, queries=step.queries * 1e4), MIXED.head_dim)
+    output = attend(implementation, replace(step, queries=step.queries * 1e4))
     assert np.isfinite(output).all()
 
 
@@ -235,7 +182,7 @@ def test_time_follows_lengths_and_not_the_table(tokens: int) -> None:
         times = []
         for _ in range(4):
             started = time.perf_counter()
-            attend(AttentionImplementation.XLA, replace(step, batch=batch), 64)
+            attend(AttentionImplementation.XLA, replace(step, batch=batch))
             times.append(time.perf_counter() - started)
         return min(times)
 

@@ -125,7 +125,7 @@ def _prefill_by_costs(shape: Shape) -> PrefillBlocks:
     """512 keys, and as many queries as leave half of the memory to other things than sums and queries."""
     _warn(shape, "prefill")
     keys = min(512, VMEM_LIMITS[shape.chip] // 8 // shape.bytes_per_key)
-    bytes_per_query = shape.heads * (4 * (2 * 128 + shape.lanes) + 8 * shape.lanes)
+    bytes_per_query = shape.heads * (4 * (2 * 128 + shape.lanes) + 8 * shape.lanes) + 8 * keys
     queries = min(256, VMEM_LIMITS[shape.chip] // 2 // bytes_per_query)
     return PrefillBlocks(max(_power_of_two(queries), 16), _pages(keys, shape.page_size))
 

@@ -29,6 +29,7 @@ from sglang_jax.kernels.ragged_paged_attention.pallas.softmax import (
     constants_per_head,
     finish_softmax,
     lanewise,
+    largest_of_rows,
     matmul,
     matmul_nt,
     start_softmax,
@@ -255,7 +256,7 @@ def _add_block(
         scores = options.soft_cap * jnp.tanh(lanewise(jnp.multiply, scores, per_head[SOFT_CAP_FACTOR]))
     scores = jnp.where(visible, scores, MASKED)
     unit = per_head[SCORE_UNIT]
-    new_largest = jnp.maximum(largest, scores.max(axis=1, keepdims=True))
+    new_largest = jnp.maximum(largest, largest_of_rows(scores))
     weights = lanewise(lambda tile: jnp.exp2((tile - new_largest) * unit), scores)
     shrink = jnp.exp2((largest - new_largest) * unit)
     added = matmul(_spread(weights.astype(dtype), kv_heads), side(parts - 1, axis=0))

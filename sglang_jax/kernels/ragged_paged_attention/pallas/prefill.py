@@ -32,6 +32,7 @@ from sglang_jax.kernels.ragged_paged_attention.pallas.softmax import (
     constants_per_head,
     finish_softmax,
     lanewise,
+    largest_of_rows,
     matmul,
     matmul_nt,
     static_options,
@@ -85,6 +86,8 @@ def prefill_attention(
                 pltpu.VMEM((heads, blocks.queries, LANES), jnp.float32),
                 pltpu.VMEM((heads, blocks.queries, LANES), jnp.float32),
                 pltpu.VMEM((heads, blocks.queries, lanes), jnp.float32),
+                pltpu.VMEM((2, blocks.queries, blocks.pages * page_size), jnp.float32),
+                pltpu.VMEM((2, blocks.queries, LANES), jnp.float32),
                 pltpu.SMEM((2, 1, columns), jnp.int32),
                 pltpu.SMEM((5,), jnp.int32),
                 pltpu.SemaphoreType.DMA((2,)),
@@ -153,6 +156,8 @@ def _kernel(
     largest: Ref,  # VMEM [heads, block, 128], as are the totals
     total: Ref,
     weighted: Ref,  # VMEM [heads, block, lanes]
+    scores: Ref,  # VMEM [2, block, keys]: of two heads
+    row_largest: Ref,  # VMEM [2, block, 128]
     page_numbers: Ref,
     state: Ref,  # SMEM [5]: a cursor between programs
     kv_arrived: Ref,
@@ -263,7 +268,8 @@ def _kernel(
         whole = (span.first == first_place) & (span.last == end_place) & (origin + keys - 1 <= span.first + span.shift)
         if options.window is not None:
             whole &= origin > span.last - 1 + span.shift - options.window
-        add = functools.partial(_add_block, queries, per_head, buffers, slot, (largest, total, weighted), options)
+        sums = _Sums(largest, total, weighted, scores, row_largest)
+        add = functools.partial(_add_block, queries, per_head, buffers, slot, sums, options)
 
         @pl.when(whole)
         def _() -> None:
@@ -306,44 +312,73 @@ def _store(state: Ref, cursor: _Cursor) -> None:
     state[3], state[4] = cursor.numbers_slot, cursor.slot
 
 
+@dataclass(frozen=True)
+class _Sums:
+    """Memory of the softmax of all heads, and of the scores of the heads at hand, as `_kernel` describes."""
+
+    largest: Ref
+    total: Ref
+    weighted: Ref
+    scores: Ref
+    row_largest: Ref
+
+
 def _add_block(
     queries: Ref,
     per_head: Ref,
     buffers: Ref,
     slot: Scalar,
-    softmax: tuple[Ref, Ref, Ref],
+    sums: _Sums,
     options: StaticOptions,
     last_seen: jax.Array | None,
 ) -> None:
     """Takes a block of keys into the softmax of every head.
+
+    The scores of one head are computed beside the softmax of the head before it, so that the matrix units work
+    while the vector units do: two memories for scores take turns, each at a place that is known to the compiler.
 
     `last_seen` int32 `[queries, 1]`: the last slot of the block that a query sees, negative if none; None if all
     queries see all slots.
     """
     heads, _, lanes = queries.shape
     _, _, kv_heads, parts, _, _ = buffers.shape
-    dtype = queries.dtype
-    largest, total, weighted = softmax
 
-    @pl.loop(0, heads)
-    def _(head: jax.Array) -> None:
-        kv_head = head // (heads // kv_heads)
-        keys = buffers[slot, :, kv_head, 0].reshape(-1, lanes).astype(dtype)
-        values = buffers[slot, :, kv_head, parts - 1].reshape(-1, lanes).astype(dtype)
-        scores = matmul_nt(queries[head], keys)
+    def side(head: Scalar, part: int) -> jax.Array:
+        found = buffers[slot, :, head // (heads // kv_heads), part]
+        return found.reshape(-1, lanes).astype(queries.dtype)
+
+    def score(head: Scalar, turn: int) -> None:
+        found = matmul_nt(queries[head], side(head, 0))
         if options.soft_cap is not None:
-            scores = options.soft_cap * jnp.tanh(scores * per_head[SOFT_CAP_FACTOR, head])
+            found = options.soft_cap * jnp.tanh(found * per_head[SOFT_CAP_FACTOR, head])
         if last_seen is not None:
-            place = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+            place = jax.lax.broadcasted_iota(jnp.int32, found.shape, 1)
             visible = place <= last_seen
             if options.window is not None:
                 visible &= place > last_seen - options.window
-            scores = jnp.where(visible, scores, MASKED)
+            found = jnp.where(visible, found, MASKED)
+        sums.scores[turn] = found
+        sums.row_largest[turn] = jnp.broadcast_to(largest_of_rows(found), sums.row_largest.shape[1:])
+
+    def add(head: Scalar, turn: int) -> None:
         unit = per_head[SCORE_UNIT, head]
-        old_largest = largest[head]
-        new_largest = jnp.maximum(old_largest, scores.max(axis=1, keepdims=True))
-        weights = lanewise(lambda tile: jnp.exp2((tile - new_largest) * unit), scores)
-        shrink = jnp.exp2((old_largest - new_largest) * unit)
-        largest[head] = new_largest
-        total[head] = total[head] * shrink + sum_of_lane_tiles(weights)
-        weighted[head] = lanewise(jnp.multiply, weighted[head], shrink) + matmul(weights.astype(dtype), values)
+        old = sums.largest[head]
+        new = jnp.maximum(old, sums.row_largest[turn])
+        weights = lanewise(lambda tile: jnp.exp2((tile - new) * unit), sums.scores[turn])
+        shrink = jnp.exp2((old - new) * unit)
+        added = matmul(weights.astype(queries.dtype), side(head, parts - 1))
+        sums.largest[head] = new
+        sums.total[head] = sums.total[head] * shrink + sum_of_lane_tiles(weights)
+        sums.weighted[head] = lanewise(jnp.multiply, sums.weighted[head], shrink) + added
+
+    score(0, 0)
+
+    @pl.loop(0, heads // 2)
+    def _(pair: jax.Array) -> None:
+        score(2 * pair + 1, 1)
+        add(2 * pair, 0)
+        score(jnp.minimum(2 * pair + 2, heads - 1), 0)
+        add(2 * pair + 1, 1)
+
+    if heads % 2:
+        add(heads - 1, 0)

@@ -7,6 +7,7 @@ their own rounding. The largest score is that of raw products. Sums of weights a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -88,6 +89,12 @@ def lanewise(function: Callable[..., jax.Array], matrix: jax.Array, *columns: ja
     """A function of each 128 columns of `[rows, n * 128]` and of `columns`, which are `[rows, 128]`."""
     tiles = [function(matrix[:, start : start + LANES], *columns) for start in range(0, matrix.shape[1], LANES)]
     return jnp.concatenate(tiles, axis=1)
+
+
+def largest_of_rows(matrix: jax.Array) -> jax.Array:
+    """`[rows, n * 128]` → `[rows, 1]`."""
+    tiles = [matrix[:, start : start + LANES] for start in range(0, matrix.shape[1], LANES)]
+    return functools.reduce(jnp.maximum, tiles).max(axis=1, keepdims=True)
 
 
 def sum_of_lane_tiles(matrix: jax.Array) -> jax.Array:

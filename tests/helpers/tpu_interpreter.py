@@ -1,0 +1,48 @@
+"""JAX's interpreter of TPU kernels: simulated copies and semaphores, uninitialised memory, a race detector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+import jax
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the detector's answer is nowhere public
+from jax.experimental.pallas import tpu as pltpu
+
+
+class CopyMode(StrEnum):
+    """When the interpreter carries out a copy: as late as it may, or at once.
+
+    Late, what is read without a wait is what was there before, NaN at first; at once, it is a race.
+    """
+
+    ON_WAIT = "on_wait"
+    EAGER = "eager"
+
+
+@contextmanager
+def interpreter(mode: CopyMode) -> Iterator[None]:
+    """Kernels that are traced within run in the interpreter."""
+    params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode.value, uninitialized_memory="nan")
+    with pltpu.force_tpu_interpret_mode(params):
+        yield
+
+
+class Interpreted:
+    """A function with its first and static arguments, in the interpreter: compiled once for each mode and shape."""
+
+    def __init__(self, function: Callable[..., Any], *first: Any, **static: Any) -> None:
+        self._compiled = {mode: jax.jit(partial(function, *first, **static)) for mode in CopyMode}
+
+    def run(self, mode: CopyMode, *args: Any, **kwargs: Any) -> tuple[Any, bool]:
+        """The result, and whether there was a race."""
+        try:
+            with interpreter(mode):
+                result = jax.block_until_ready(self._compiled[mode](*args, **kwargs))
+        except Exception:
+            pltpu.reset_tpu_interpret_mode_state()
+            raise
+        return result, interpret_pallas_call.races.races_found

@@ -1,0 +1,160 @@
+"""The TPU kernels in the interpreter, against plain numpy: late copies over NaN, and eager ones watched for races."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from helpers.attention_steps import Case, Step, make_step
+from helpers.tpu_interpreter import CopyMode, Interpreted
+
+from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation, ragged_paged_attention
+from sglang_jax.kernels.ragged_paged_attention.pallas import blocks
+from sglang_jax.kernels.ragged_paged_attention.pallas.decode import DecodeBlocks
+from sglang_jax.kernels.ragged_paged_attention.pallas.pages import PageFetcher
+from sglang_jax.kernels.ragged_paged_attention.pallas.prefill import PrefillBlocks
+
+MODES = list(CopyMode)
+EXACT, ROUNDED = 2e-5, 2e-2
+"""Bounds for float32 pages, and for pages whose products are of bfloat16 numbers."""
+
+DECODE = Case((), (), 0, tokens=6, rows=6, head_dim=128, page_size=16, columns=20, tiled=True)
+MIXED = replace(DECODE, tokens=48)
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 128 keys, so that short sequences take several, and programs of few rows and queries."""
+    monkeypatch.setattr(blocks, "_decode_by_costs", lambda shape: DecodeBlocks(2, 128 // shape.page_size))
+    monkeypatch.setattr(blocks, "_prefill_by_costs", lambda shape: PrefillBlocks(16, 128 // shape.page_size))
+
+
+@cache
+def kernel(scale: float) -> Interpreted:
+    return Interpreted(ragged_paged_attention, AttentionImplementation.PALLAS, scale=scale)
+
+
+def attend(step: Step, mode: CopyMode, attention: Interpreted | None = None) -> tuple[np.ndarray, bool]:
+    attention = attention or kernel(step.scale)
+    output, raced = attention.run(mode, step.queries, step.kv_pages, step.batch, options=step.options)
+    return np.asarray(output, np.float32), raced
+
+
+def check(case: Case, mode: CopyMode, seed: int = 0) -> None:
+    step = make_step(case, seed)
+    output, raced = attend(step, mode)
+    assert not raced
+    real = int(step.batch.query_starts[-1])
+    bound = EXACT if case.storage == "float32" else ROUNDED
+    np.testing.assert_allclose(output[:real], step.expected[:real], atol=bound, rtol=0)
+    np.testing.assert_array_equal(output[real:], 0.0)
+
+
+def decode(*kv_lens: int) -> Case:
+    return replace(DECODE, kv_lens=kv_lens, query_lens=(1,) * len(kv_lens), num_decode=len(kv_lens))
+
+
+def mixed(kv_lens: tuple[int, ...], query_lens: tuple[int, ...], num_decode: int) -> Case:
+    return replace(MIXED, kv_lens=kv_lens, query_lens=query_lens, num_decode=num_decode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_decode_rows(mode: CopyMode) -> None:
+    """A row, no row, all rows; around pages of 16 and blocks of 128; one program for all."""
+    for kv_lens in ((1,), (), (15, 16, 17, 127, 128, 129), (260, 1, 256, 2, 5, 3)):
+        check(decode(*kv_lens), mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_mixed_steps(mode: CopyMode) -> None:
+    """Chunks that share a block of queries, fill blocks or straddle them; decode rows alone, prefill alone, neither."""
+    for kv_lens, query_lens, num_decode in (
+        ((9, 1, 30, 7), (1, 1, 13, 7), 2),
+        ((300,), (48,), 0),
+        ((129, 16, 17, 128, 15, 1), (1, 16, 5, 9, 15, 1), 1),
+        ((20, 140, 16), (20, 12, 16), 0),
+        ((5, 200), (1, 1), 2),
+        ((), (), 0),
+    ):
+        check(mixed(kv_lens, query_lens, num_decode), mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_empty_sequences_between_others(mode: CopyMode) -> None:
+    """Rows without keys among decode rows, chunks without queries among chunks: nothing waits for what never comes."""
+    check(mixed((9, 0, 30, 0, 20), (1, 1, 13, 0, 7), 2), mode)
+    check(mixed((0, 0, 30, 0, 20), (0, 0, 30, 0, 18), 0), mode)
+    check(decode(0, 7, 0, 0, 200), mode)
+
+
+HEADS = {
+    "multi-query": (1, 8, 96, 64),
+    "three per kv head, packed": (1, 3, 64, 16),
+    "one per kv head": (3, 1, 80, 32),
+    "four per kv head, wide": (2, 4, 256, 128),
+}
+
+
+@pytest.mark.parametrize(("shape", "mode"), list(zip(HEADS.values(), MODES * 2, strict=True)), ids=HEADS)
+def test_heads_and_pages(shape: tuple[int, int, int, int], mode: CopyMode) -> None:
+    kv_heads, group, head_dim, page_size = shape
+    case = mixed((page_size + 1, 140, 20), (1, 1, 20), 2)
+    check(replace(case, kv_heads=kv_heads, group=group, head_dim=head_dim, page_size=page_size), mode)
+
+
+LONG = mixed((9, 320, 300, 20), (1, 1, 20, 9), 2)
+OPTIONS = {
+    "a window": replace(LONG, window=70),
+    "a window shorter than a page, sinks": replace(LONG, window=5, sinks=True),
+    "a soft cap, sinks": replace(LONG, soft_cap=0.7, sinks=True),
+    "bfloat16, packed": replace(LONG, storage="bfloat16", query_type="bfloat16", head_dim=64),
+    "int8": replace(LONG, storage="int8", query_type="bfloat16", page_size=32),
+    "float8, a window, sinks": replace(LONG, storage="float8_e4m3fn", query_type="bfloat16", window=70, sinks=True),
+}
+
+
+@pytest.mark.parametrize(("case", "mode"), list(zip(OPTIONS.values(), MODES * 3, strict=True)), ids=OPTIONS)
+def test_options(case: Case, mode: CopyMode) -> None:
+    check(case, mode)
+
+
+def test_pages_outside_the_window_are_not_read() -> None:
+    """Their columns of the page table name pages that do not exist."""
+    case = replace(LONG, window=70)
+    step = make_step(case)
+    table = np.array(step.batch.page_table)
+    first_keys = [max(length - count + 1 - 70, 0) for length, count in zip(case.kv_lens, case.query_lens, strict=True)]
+    for row, first_key in enumerate(first_keys):
+        table[row, : first_key // case.page_size] = 1 << 20
+    assert (table == 1 << 20).sum() > 20
+    batch = replace(step.batch, page_table=table)
+    output, _ = attend(replace(step, batch=batch), CopyMode.ON_WAIT)
+    np.testing.assert_allclose(output[:31], step.expected[:31], atol=EXACT, rtol=0)
+
+
+def test_a_row_does_not_depend_on_its_company() -> None:
+    """The same bits beside other rows, of which one holds NaN."""
+    step = make_step(decode(40, 200, 7, 100))
+    alone, _ = attend(step, CopyMode.ON_WAIT)
+    poisoned = step.kv_pages.at[step.batch.page_table[1, 3]].set(np.nan)
+    beside, _ = attend(replace(step, kv_pages=poisoned), CopyMode.ON_WAIT)
+    assert np.isnan(beside[1]).all()
+    np.testing.assert_array_equal(np.delete(beside, 1, axis=0), np.delete(alone, 1, axis=0))
+
+
+@pytest.mark.parametrize("wait", ["wait_for_block", "wait_for_numbers"])
+@pytest.mark.parametrize("case", [decode(40, 200, 7), mixed((40, 200), (20, 13), 0)], ids=["decode", "prefill"])
+def test_a_missing_wait_is_found(monkeypatch: pytest.MonkeyPatch, wait: str, case: Case) -> None:
+    monkeypatch.setattr(PageFetcher, wait, lambda *_: None)
+    step = make_step(case)
+    attention = Interpreted(ragged_paged_attention, AttentionImplementation.PALLAS, scale=step.scale)
+    _, raced = attend(step, CopyMode.EAGER, attention)
+    assert raced
+
+
+def test_pages_of_another_form_are_refused() -> None:
+    step = make_step(replace(decode(3), tiled=False, head_dim=64))
+    with pytest.raises(ValueError, match="a multiple of 128 lanes, got 64"):
+        attend(step, CopyMode.EAGER)
