@@ -58,7 +58,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     device = devices[0]
     dtype = select_dtype(config.dtype, device)
     mesh = make_mesh(devices)
-    attention = _attention(config)
+    attention = choose_attention(config)
     model = build_model(parallel.config, dtype=dtype, attention=attention, platform=device.platform)
     sizes = _sizes(config, parallel, model, devices, dtype)
     _load(model, checkpoint, parallel, mesh)
@@ -66,24 +66,20 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     kv = allocate(
         kv_cache_spec(parallel.config, dtype, sizes.num_pages, config.page_size, platform=device.platform), mesh
     )
-    spec = RunnerSpec(
-        pools=(PoolSpec(PoolKind.FULL, sizes.num_pages, config.page_size),),
-        max_rows=sizes.max_rows,
-        token_budget=sizes.token_budget,
-        max_context=sizes.max_context,
-        vocab_size=checkpoint.config.vocab_size,
-    )
     details = {
         "dtype": dtype.name,
         "attention": attention.value,
         "compilation_cache": str(config.cache_folder()),
         "tp_size": str(parallel.size),
     }
-    return JaxRunner(functions, weights, kv, spec, details, mesh)
+    return JaxRunner(functions, weights, kv, runner_spec(sizes, config.page_size, parallel), details, mesh)
 
 
-def _attention(config: EngineConfig) -> AttentionImplementation:
-    """Raises `ConfigError` also for other options that this backend does not have."""
+def choose_attention(config: EngineConfig) -> AttentionImplementation:
+    """The implementation that the options ask for.
+
+    **Raises:** `ConfigError` for one, or for another option, that this backend does not have.
+    """
     if config.attention_backend not in _ATTENTION:
         raise ConfigError(
             f"attention_backend {config.attention_backend.value} is the torch backend's: the JAX backend has "
@@ -117,13 +113,9 @@ def _sizes(
     """By what each device holds of weights and pages, and the device with the least memory."""
     device, count = devices[0], parallel.size
     own = [other for other in devices if other.process_index == jax.process_index()]
-    memory = Memory(
-        platform=device.platform,
-        # Devices that are one CPU share its memory.
-        available=_least_of_hosts(min(map(available_memory, own)) // (len(own) if device.platform == "cpu" else 1)),
-        weights=sum(_bytes_on_one_device(parameter, count) for parameter in _parameters(model)),
-        page=kv_bytes_per_token(parallel.config, dtype) * config.page_size // count,
-    )
+    # Devices that are one CPU share its memory.
+    available = _least_of_hosts(min(map(available_memory, own)) // (len(own) if device.platform == "cpu" else 1))
+    memory = memory_of_one_device(parallel, model, dtype, config.page_size, device.platform, available)
     sizes = choose_sizes(config, parallel.config.max_position, memory)
     logger.info(
         "%s on %d x %s: %.0f MiB of weights, %d KV tokens in %.0f MiB, %d rows, %d tokens a step",
@@ -139,6 +131,29 @@ def _sizes(
     return sizes
 
 
+def memory_of_one_device(
+    parallel: TensorParallel, model: Transformer, dtype: jnp.dtype, page_size: int, platform: str, available: int
+) -> Memory:
+    """What a device has, and what it holds of the weights and of each page."""
+    return Memory(
+        platform=platform,
+        available=available,
+        weights=sum(_bytes_on_one_device(parameter, parallel.size) for parameter in parameters(model)),
+        page=kv_bytes_per_token(parallel.config, dtype, platform=platform) * page_size // parallel.size,
+    )
+
+
+def runner_spec(sizes: Sizes, page_size: int, parallel: TensorParallel) -> RunnerSpec:
+    """What a runner of these sizes offers."""
+    return RunnerSpec(
+        pools=(PoolSpec(PoolKind.FULL, sizes.num_pages, page_size),),
+        max_rows=sizes.max_rows,
+        token_budget=sizes.token_budget,
+        max_context=sizes.max_context,
+        vocab_size=parallel.config.vocab_size,
+    )
+
+
 def _least_of_hosts(available: int) -> int:
     """All hosts must come to the same sizes."""
     if jax.process_count() == 1:
@@ -147,7 +162,8 @@ def _least_of_hosts(available: int) -> int:
     return int(mebibytes.min()) * 2**20
 
 
-def _parameters(model: Transformer) -> list[Parameter]:
+def parameters(model: Transformer) -> list[Parameter]:
+    """In the order of the weights of `split_model`."""
     return jax.tree.leaves(nnx.state(model), is_leaf=lambda node: isinstance(node, Parameter))
 
 

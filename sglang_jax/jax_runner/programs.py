@@ -88,7 +88,7 @@ class Programs:
 
         `progress(done, total, what)` is called on this thread, with the name of the program built last.
         """
-        builders = self._builders()
+        builders = self.builders()
         progress(0, len(builders), "compiling")
         with ThreadPoolExecutor(_BUILT_AT_ONCE) as pool:
             futures = {pool.submit(self._get, name, build): name for name, build in builders.items()}
@@ -96,8 +96,11 @@ class Programs:
                 future.result()
                 progress(done, len(builders), futures[future])
 
-    def _builders(self) -> dict[str, Callable[[], Executable]]:
-        """How to build each program, by name; those that take longest first, so that none of them is waited for."""
+    def builders(self) -> dict[str, Callable[[], Executable]]:
+        """How to build each program, by name; those that take longest first, so that none of them is waited for.
+
+        Shapes with shardings will do for weights and state: nothing is run.
+        """
         steps = reversed(list(self._buckets))
         return {
             **{str(bucket): partial(self._build_step, bucket) for bucket in steps},

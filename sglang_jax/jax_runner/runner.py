@@ -88,9 +88,7 @@ class JaxRunner:
         page_size = spec.pools[0].page_size
         self._spec = spec
         self._details = dict(details)
-        self._state = DeviceState(
-            kv, *_empty_rows(spec, None if mesh is None else NamedSharding(mesh, PartitionSpec()))
-        )
+        self._state = DeviceState(kv, *empty_rows(spec, None if mesh is None else NamedSharding(mesh, PartitionSpec())))
         self._weights = weights
         self._weight_bytes = _nbytes(weights)
         self._kv_bytes = _nbytes(kv)
@@ -168,7 +166,7 @@ class JaxRunner:
         return _part(deltas, count, count)
 
 
-def _empty_rows(spec: RunnerSpec, placement: NamedSharding | None) -> tuple[jax.Array, jax.Array, SamplingState]:
+def empty_rows(spec: RunnerSpec, placement: NamedSharding | None) -> tuple[jax.Array, jax.Array, SamplingState]:
     """Page table, last tokens and sampling state, the dump row included, whole on every device (of every host)."""
 
     def make() -> tuple[jax.Array, jax.Array, SamplingState]:
