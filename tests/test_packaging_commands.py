@@ -104,6 +104,7 @@ def test_backends_are_entry_points(project: dict[str, Any]) -> None:
         "jax": "sglang_jax.jax_runner:create_runner",
         "torch": "torch_backend:create_runner",
     }
+    assert project["entry-points"]["sglang_jax.followers"] == {"jax": "sglang_jax.jax_runner:follow"}
     assert project["scripts"] == {"sglang-jax": "sglang_jax.cli.main:main"}
 
 

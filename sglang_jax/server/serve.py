@@ -56,9 +56,15 @@ class DrainingServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: is it time to end?"""
-        if self._context.draining and not self._context.in_flight:
+        if not self._context.in_flight and (self._context.draining or self._lost_host):
             self.should_exit = True
         return await super().on_tick(counter)
+
+    @property
+    def _lost_host(self) -> bool:
+        """With several hosts the engine ends when any of them is lost, and then all must be started again: this one
+        does not stay to say so."""
+        return self._context.config.nnodes > 1 and not self._context.client.alive
 
     def _drain(self) -> None:
         logger.info("Draining: %d requests in flight; a second signal stops at once", len(self._context.in_flight))

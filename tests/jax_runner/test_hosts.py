@@ -1,0 +1,148 @@
+"""Several hosts, as processes over loopback: the text of one process, a clean end, and an end when one is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+from helpers.tiny_models import make_tiny_checkpoint
+
+from sglang_jax import Engine, SamplingParams
+from sglang_jax.config import EngineConfig
+
+PROMPT = [100, 3, 77, 200, 13, 14, 15, 16, 18, 40, 41]
+LOST_WITHIN_SECONDS = 30.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    overrides = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("model"), "llama", **overrides)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def options(folder: Path, cache: Path) -> dict[str, object]:
+    return {
+        "model_path": str(folder),
+        "backend": "jax",
+        "device": "cpu",
+        "dtype": "float32",
+        "max_total_tokens": 256,
+        "max_running_requests": 2,
+        "chunked_prefill_size": 8,
+        "skip_warmup": True,
+        "compilation_cache_dir": str(cache),
+    }
+
+
+@dataclass
+class Hosts:
+    """The server's command on each of several hosts."""
+
+    folder: Path
+    cache: Path
+    count: int
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def start(self) -> None:
+        meeting, self.port = free_port(), free_port()
+        flags = [
+            text
+            for name, value in options(self.folder, self.cache).items()
+            for text in ([f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)]))
+        ]
+        for rank in range(self.count):
+            command = [sys.executable, "-m", "sglang_jax.launch_server", *flags, "--port", str(self.port)]
+            command += ["--tp-size", str(self.count), "--nnodes", str(self.count), "--node-rank", str(rank)]
+            command += ["--dist-init-addr", f"127.0.0.1:{meeting}"]
+            environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+            pipe = subprocess.PIPE
+            process = subprocess.Popen(command, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+            self.processes.append(process)
+        assert self.processes[0].stdout is not None
+        for line in self.processes[0].stdout:
+            if line.startswith("Ready"):
+                return
+        raise AssertionError("host 0 ended before it was ready")
+
+    def generate(self) -> list[int]:
+        body = {"input_ids": PROMPT, "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=200) as response:
+            output: list[int] = json.load(response)["output_ids"]
+        return output
+
+    def kill(self, rank: int) -> None:
+        """As if the machine were gone: its engine process as well."""
+        process = psutil.Process(self.processes[rank].pid)
+        for victim in (*process.children(recursive=True), process):
+            victim.kill()
+
+    def exits(self, ranks: list[int], timeout: float) -> list[int]:
+        """Exit statuses, each within `timeout` seconds from now."""
+        deadline = time.monotonic() + timeout
+        return [self.processes[rank].wait(max(deadline - time.monotonic(), 0.01)) for rank in ranks]
+
+    def close(self) -> None:
+        for rank, process in enumerate(self.processes):
+            if process.poll() is None:
+                self.kill(rank)
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def hosts(folder: Path, cache: Path, request: pytest.FixtureRequest) -> Iterator[Hosts]:
+    hosts = Hosts(folder, cache, request.param)
+    try:
+        hosts.start()
+        yield hosts
+    finally:
+        hosts.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("hosts", [2, 4], indirect=True)
+def test_hosts_together_say_what_one_says_and_end_together(hosts: Hosts) -> None:
+    with Engine(config=EngineConfig(**options(hosts.folder, hosts.cache))) as engine:
+        alone = engine.generate(PROMPT, SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True))
+    assert not isinstance(alone, list)
+    assert hosts.generate() == alone.output_ids
+    hosts.processes[0].send_signal(signal.SIGTERM)
+    assert hosts.exits(list(range(hosts.count)), 30.0) == [0] * hosts.count
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("hosts", [2], indirect=True)
+@pytest.mark.parametrize("lost", [0, 1], ids=["the leader", "a follower"])
+def test_a_lost_host_ends_every_other(hosts: Hosts, lost: int) -> None:
+    hosts.kill(lost)
+    (status,) = hosts.exits([1 - lost], LOST_WITHIN_SECONDS)
+    assert status != 0

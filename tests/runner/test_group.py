@@ -1,0 +1,92 @@
+"""Rank 0's runner and those that follow it: the same plans, in the same order, everywhere."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import numpy as np
+import pytest
+from helpers.plan_driver import DECODE, PlanDriver
+from helpers.stand_in_model import VOCAB, dense_logits, random_weights
+from helpers.stand_in_torch import stand_in_runner
+
+from sglang_jax.runner.group import GroupRunner, Leave, Order, WarmUp, follow
+
+WEIGHTS = random_weights()
+PROMPT = np.random.default_rng(3).integers(0, VOCAB, 9).tolist()
+
+
+class Threads:
+    """`Followers` in threads, each with a runner of its own."""
+
+    def __init__(self, count: int) -> None:
+        self.runners = [stand_in_runner(WEIGHTS) for _ in range(count)]
+        self.inboxes: list[queue.SimpleQueue[Order]] = [queue.SimpleQueue() for _ in self.runners]
+        self.sent: list[Order] = []
+        self.lost: str | None = None
+        self._threads = [
+            threading.Thread(target=follow, args=(runner, inbox.get))
+            for runner, inbox in zip(self.runners, self.inboxes, strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, order: Order) -> None:
+        self.check()
+        self.sent.append(order)
+        for inbox in self.inboxes:
+            inbox.put(order)
+
+    def check(self) -> None:
+        if self.lost is not None:
+            raise RuntimeError(self.lost)
+
+    def close(self) -> None:
+        for inbox in self.inboxes:
+            inbox.put(Leave())
+        for thread in self._threads:
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+def test_followers_run_what_rank_0_runs() -> None:
+    followers = Threads(2)
+    runner = GroupRunner(stand_in_runner(WEIGHTS), followers)
+    runner.warm_up(lambda done, total, what: None)
+    driver = PlanDriver(runner)
+    request = driver.admit(PROMPT)
+    output = driver.generate(request, 8, chunk=4)
+    runner.close()
+    tokens = list(PROMPT)
+    for token in output:
+        assert token == int(dense_logits(WEIGHTS, tokens)[-1].argmax())
+        tokens.append(token)
+    assert followers.sent[0] == WarmUp()
+    assert len(followers.sent) == 1 + 3 + 7
+    last_tokens = [follower._rows.last_tokens[request.row].item() for follower in followers.runners]
+    assert last_tokens == [output[-1]] * 2
+
+
+def test_a_plan_that_rank_0_refuses_reaches_no_follower() -> None:
+    followers = Threads(1)
+    runner = GroupRunner(stand_in_runner(WEIGHTS), followers)
+    driver = PlanDriver(runner)
+    with pytest.raises(ValueError, match="a step of 40 tokens"):
+        driver.launch([(driver.admit([1] * 40), 40)])
+    assert followers.sent == []
+    runner.close()
+
+
+def test_a_step_without_one_of_the_ranks_is_an_error() -> None:
+    followers = Threads(1)
+    runner = GroupRunner(stand_in_runner(WEIGHTS), followers)
+    driver = PlanDriver(runner)
+    request = driver.admit(PROMPT)
+    driver.step([(request, 9)])
+    launched = driver.launch([(request, DECODE)])
+    followers.lost = "rank 1 is lost"
+    with pytest.raises(RuntimeError, match="rank 1 is lost"):
+        launched.finish()
+    followers.lost = None
+    runner.close()

@@ -1,0 +1,159 @@
+"""Orders over connections, and how a process notices that another is gone."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Client
+
+import numpy as np
+import pytest
+
+from sglang_jax.errors import ConfigError
+from sglang_jax.runner import remote_group
+from sglang_jax.runner.group import Leave, WarmUp
+from sglang_jax.runner.plan import PageDeltas, StepPlan
+from sglang_jax.runner.remote_group import FollowerListener, LeaderLink, RemoteFollowers
+
+SECRET = b"s" * 32
+
+
+@pytest.fixture(autouse=True)
+def _quick_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_group, "ALIVE_EVERY_SECONDS", 0.05)
+    monkeypatch.setattr(remote_group, "LOST_AFTER_SECONDS", 0.5)
+
+
+class Group:
+    """Rank 0 and two followers, all in this process."""
+
+    def __init__(self) -> None:
+        self.lost: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        listener = FollowerListener("127.0.0.1", SECRET)
+        self.links: list[LeaderLink] = []
+        joining = threading.Thread(target=self._join, args=(listener.port,))
+        joining.start()
+        self.followers = RemoteFollowers(listener, 2, 5.0, lambda reason: self.lost.put(("leader", reason)))
+        joining.join()
+
+    def _join(self, port: int) -> None:
+        for name in ("host 1", "host 2"):
+
+            def on_loss(reason: str, name: str = name) -> None:
+                self.lost.put((name, reason))
+
+            self.links.append(LeaderLink(("127.0.0.1", port), SECRET, name, on_loss))
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    group = Group()
+    yield group
+    for link in group.links:
+        link.close()
+
+
+def plan(step: int) -> StepPlan:
+    one = np.array([step], np.int32)
+    empty = np.zeros(0, np.int32)
+    return StepPlan(step, one, 1, one, one, empty, np.array([True]), (PageDeltas(empty, empty, empty),))
+
+
+def test_orders_arrive_everywhere_in_order(group: Group) -> None:
+    group.followers.send(WarmUp())
+    for step in range(50):
+        group.followers.send(plan(step))
+    for link in group.links:
+        assert link.next_order() == WarmUp()
+        for step in range(50):
+            order = link.next_order()
+            assert isinstance(order, StepPlan)
+            assert order.step == step
+            assert order.rows.tolist() == [step]
+
+
+def test_a_silent_group_stays_together(group: Group) -> None:
+    time.sleep(1.2)
+    group.followers.check()
+    assert group.lost.empty()
+
+
+def test_leaving_is_not_a_loss(group: Group) -> None:
+    group.followers.send(WarmUp())
+    closing = threading.Thread(target=group.followers.close)
+    closing.start()
+    for link in group.links:
+        assert link.next_order() == WarmUp()
+        assert link.next_order() == Leave()
+        link.close()
+    closing.join(5)
+    assert not closing.is_alive()
+    time.sleep(0.7)
+    assert group.lost.empty()
+
+
+def test_a_follower_that_ends_is_a_loss(group: Group) -> None:
+    group.links[1].close()
+    who, reason = group.lost.get(timeout=5)
+    assert who == "leader"
+    assert reason.startswith("host 2 is lost")
+    with pytest.raises(RuntimeError, match="host 2 is lost"):
+        group.followers.send(WarmUp())
+    with pytest.raises(RuntimeError, match="host 2 is lost"):
+        group.followers.check()
+
+
+def test_rank_0_that_ends_is_a_loss_for_all(group: Group) -> None:
+    for link in group.followers._links:
+        link.close()
+    lost = dict(group.lost.get(timeout=5) for _ in range(2))
+    assert {name: "host 0 is lost" in reason for name, reason in lost.items() if name != "leader"}
+
+
+def test_silence_is_a_loss_though_nothing_closed() -> None:
+    """A host without power or network sends no end."""
+    listener = FollowerListener("127.0.0.1", SECRET)
+    lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+    silent = []
+
+    def connect() -> None:
+        connection = Client(("127.0.0.1", listener.port), authkey=SECRET)
+        connection.send_bytes(b"host 1")
+        silent.append(connection)
+
+    joining = threading.Thread(target=connect)
+    joining.start()
+    RemoteFollowers(listener, 1, 5.0, lost.put)
+    joining.join()
+    start = time.monotonic()
+    assert lost.get(timeout=5) == "host 1 is lost: no sign of life for 0 s"
+    assert 0.4 < time.monotonic() - start < 3.0
+    silent[0].close()
+
+
+def test_strangers_are_not_let_in_and_do_not_disturb() -> None:
+    listener = FollowerListener("127.0.0.1", SECRET)
+
+    def connect() -> None:
+        socket.create_connection(("127.0.0.1", listener.port)).close()
+        with pytest.raises(Exception, match="digest"):
+            Client(("127.0.0.1", listener.port), authkey=b"wrong")
+        links.append(LeaderLink(("127.0.0.1", listener.port), SECRET, "host 1", lambda reason: None))
+
+    links: list[LeaderLink] = []
+    joining = threading.Thread(target=connect)
+    joining.start()
+    followers = RemoteFollowers(listener, 1, 5.0, lambda reason: None)
+    joining.join()
+    followers.send(WarmUp())
+    assert links[0].next_order() == WarmUp()
+    links[0].close()
+
+
+def test_hosts_that_do_not_come_are_an_error() -> None:
+    listener = FollowerListener("127.0.0.1", SECRET)
+    with pytest.raises(ConfigError, match="2 other hosts must connect within 0 s; those that did: none"):
+        RemoteFollowers(listener, 2, 0.3, lambda reason: None)
