@@ -1,4 +1,4 @@
-"""The embedded model, over HTTP, through OpenAI's client."""
+"""The embedded model on every backend, over HTTP, through OpenAI's client."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from helpers.echo_server import EchoServer, serve_echo
 from openai.types.chat import ChatCompletionMessageParam
 
+from sglang_jax.config import Backend
 from sglang_jax.engine.model_core import load_core, load_text_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -17,10 +18,16 @@ QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What 
 ANSWER = "The capital of France is Paris."
 
 
+@pytest.fixture(scope="module", params=[Backend.JAX, Backend.TORCH])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return Backend(request.param)
+
+
 @pytest.fixture(scope="module")
-def demo() -> Iterator[EchoServer]:
+def demo(backend: Backend) -> Iterator[EchoServer]:
     options = {"dtype": "float32", "context_length": 256, "max_total_tokens": 1024, "max_running_requests": 2}
-    with serve_echo(load_core, load_text_tokenizer, model_path="demo", skip_warmup=True, **options) as server:
+    options |= {"backend": backend, "device": "cpu", "skip_warmup": True}
+    with serve_echo(load_core, load_text_tokenizer, model_path="demo", **options) as server:
         yield server
 
 
@@ -28,6 +35,10 @@ def demo() -> Iterator[EchoServer]:
 def client(demo: EchoServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{demo.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
         yield client
+
+
+def test_the_server_tells_which_backend_it_runs(backend: Backend, demo: EchoServer) -> None:
+    assert demo.http.get("/server_info").json()["internal_states"][0]["backend"] == backend.value
 
 
 def test_chat_at_once_and_as_a_stream(client: openai.OpenAI) -> None:
