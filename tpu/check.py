@@ -1,0 +1,145 @@
+"""`python -m tpu.check`: would this model run on that slice? Compiled ahead of time, without a TPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import click
+from pydantic import ValidationError
+
+from sglang_jax.checkpoint.model_config import ModelConfig
+from sglang_jax.checkpoint.opening import open_checkpoint
+from sglang_jax.cli.main import run
+from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig, LoadFormat
+from sglang_jax.errors import ConfigError
+from tpu.choices import PAGE_SIZE
+from tpu.figures import Deployment, ProgramFailure, ProgramFigures, Refusal, Request, Selection
+from tpu.report import Report, heading, render
+from tpu.shapes import SHAPES, load_shape
+from tpu.topologies import parse_topology
+from tpu.worker import compile_in_child, require_compiler
+
+DOES_NOT_FIT = 1
+
+
+@click.command()
+@click.option(
+    "--model",
+    required=True,
+    help=f"a folder (config.json is enough), a .gguf file, demo, a hub id, or a shape kept here: {', '.join(SHAPES)}",
+)
+@click.option("--topology", required=True, help="the slice: v6e:2x2, v6e-4, v5litepod-16, v5p-8, tpu7x:2x2x1")
+@click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="devices of a replica")
+@click.option("--context-length", type=click.IntRange(min=1), help="most tokens of a request; default: the model's")
+@click.option(
+    "--page-size", default=PAGE_SIZE, show_default=True, type=click.IntRange(min=1), help="tokens of a KV page"
+)
+@click.option("--max-running-requests", type=click.IntRange(min=1), help="most requests at once  [default: 256]")
+@click.option("--chunked-prefill-size", type=click.IntRange(min=1), help="most prompt tokens of a step  [default: 512]")
+@click.option(
+    "--dtype", default="auto", show_default=True, type=click.Choice(["auto", "bfloat16", "float32"]), help="of weights"
+)
+@click.option("--mem-fraction-static", type=float, help="share of HBM for weights and KV  [default: 0.85]")
+@click.option(
+    "--attention-backend",
+    default=AttentionBackend.AUTO.value,
+    show_default=True,
+    type=click.Choice([backend.value for backend in AttentionBackend]),
+    help="auto: what the server chooses on a TPU",
+)
+@click.option(
+    "--all", "everything", is_flag=True, help="compile every program, not only the largest and smallest steps"
+)
+@click.option("--quick", is_flag=True, help="compile the largest decode and the largest mixed step alone")
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="write the figures to a file"
+)
+def check(
+    *, model: str, topology: str, tp: int, everything: bool, quick: bool, json_file: Path | None, **given: object
+) -> int:
+    """Compile what serving a model on a TPU slice would run, and say what it takes and whether it fits.
+
+    Needs jax and libtpu, and no TPU. The status is 0 if it fits, 1 if something does not compile or fit.
+    """
+    require_compiler()
+    if everything and quick:
+        raise click.UsageError("--all and --quick exclude each other")
+    slice_ = parse_topology(topology)
+    request = Request(
+        model=_model_config(model),
+        options=_options(model, tp, given),
+        topology=slice_,
+        selection=Selection.ALL if everything else Selection.QUICK if quick else Selection.ENDS,
+    )
+    deployment: Deployment | None = None
+    programs: list[ProgramFigures] = []
+    failures: list[ProgramFailure] = []
+    for message in compile_in_child(request):
+        match message:
+            case Refusal():
+                click.echo(f"DOES NOT FIT: {message.reason}")
+                return DOES_NOT_FIT
+            case Deployment():
+                deployment = message
+                click.echo("\n".join(heading(model, slice_, tp, deployment, _compiler())))
+            case ProgramFigures():
+                programs.append(message)
+            case ProgramFailure():
+                failures.append(message)
+        if deployment is not None:
+            _show_progress(deployment, len(programs) + len(failures))
+    if deployment is None:
+        raise ConfigError("the compiling process said nothing")
+    report = Report(model, slice_, tp, deployment, programs, failures)
+    click.echo("\n".join(render(report)))
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n")
+    return 0 if report.problem is None else DOES_NOT_FIT
+
+
+def _model_config(model: str) -> ModelConfig:
+    return load_shape(model) if model in SHAPES else open_checkpoint(model, LoadFormat.DUMMY).config
+
+
+def _options(model: str, tp: int, given: dict[str, object]) -> EngineConfig:
+    set_ = {name: value for name, value in given.items() if value is not None}
+    try:
+        return EngineConfig(
+            **{
+                **set_,
+                "model_path": model,
+                "tp_size": tp,
+                "device": Device.TPU,
+                "dtype": Dtype(str(given["dtype"])),
+            }
+        )
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = f"{problem['loc'][0]}: " if problem["loc"] else ""
+        raise ConfigError(where + problem["msg"].removeprefix("Value error, ")) from error
+
+
+def _compiler() -> str:
+    versions = []
+    for package in ("libtpu", "jax"):
+        try:
+            versions.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            versions.append(package)
+    return ", ".join(versions)
+
+
+def _show_progress(deployment: Deployment, done: int) -> None:
+    """On a terminal alone: which program is being compiled."""
+    if sys.stderr.isatty():
+        left = deployment.programs[done] if done < len(deployment.programs) else "done"
+        click.echo(f"\r\x1b[Kcompiling {done + 1}/{len(deployment.programs)}: {left}", nl=False, err=True)
+        if done == len(deployment.programs):
+            click.echo("\r\x1b[K", nl=False, err=True)
+
+
+if __name__ == "__main__":
+    sys.exit(run(check, "python -m tpu.check"))

@@ -1,0 +1,180 @@
+"""Compiles the programs of a JAX runner for a slice that is not there. Runs in a process of its own: see `tpu.worker`.
+
+The programs are the runner's own (`jax_runner.programs`), built from shapes: no array is made, and no weight is read.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sglang_jax.config import Dtype
+from sglang_jax.errors import ConfigError
+from sglang_jax.jax_runner.buckets import Bucket, Buckets
+from sglang_jax.jax_runner.loading import (
+    choose_attention,
+    memory_of_one_device,
+    parameters,
+    runner_spec,
+    split_model,
+)
+from sglang_jax.jax_runner.parallel import TensorParallel
+from sglang_jax.jax_runner.programs import Executable, Programs
+from sglang_jax.jax_runner.runner import empty_rows
+from sglang_jax.jax_runner.step import DeviceState, KVCaches
+from sglang_jax.layers.sharding import make_mesh, named_sharding
+from sglang_jax.models import build_model, kv_cache_spec
+from sglang_jax.models.kv_cache import KV_AXES, KVCacheSpec
+from sglang_jax.runner.sizing import choose_sizes
+from tpu.figures import Deployment, Message, ProgramFailure, ProgramFigures, Request, Selection
+from tpu.hlo import find_collectives, find_kernels
+from tpu.topologies import Topology
+
+_PLATFORM = "tpu"
+
+
+def compile_all(request: Request, dumps: Path, send: Callable[[Message], None]) -> None:
+    """Sends the deployment, and then figures or the failure of each program.
+
+    `dumps` is where XLA writes the text of what it compiles.
+
+    **Raises:** `ConfigError` for a deployment that cannot be.
+    """
+    devices = _devices(request.topology, request.options.tp_size)
+    mesh = make_mesh(devices[: request.options.tp_size])
+    deployment, programs, buckets = _deploy(request, mesh, len(devices))
+    send(deployment)
+    by_name = {str(bucket): bucket for bucket in buckets}
+    builders = programs.builders()
+    for name in deployment.programs:
+        send(_compile(name, by_name.get(name), builders[name], mesh, dumps))
+
+
+def _devices(topology: Topology, count: int) -> list[jax.Device]:
+    try:
+        devices = list(topologies.get_topology_desc(platform=_PLATFORM, topology_name=str(topology)).devices)
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        raise ConfigError(f"libtpu has no topology {topology}: {_first_line(error)}") from error
+    if count > topology.devices:
+        raise ConfigError(f"tp_size {count} needs as many devices, and {topology} has {topology.devices}")
+    return devices
+
+
+def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Programs, Buckets]:
+    options, topology = request.options, request.topology
+    parallel = TensorParallel.of(request.model, options.tp_size)
+    dtype = jnp.dtype(jnp.bfloat16 if options.dtype is Dtype.AUTO else options.dtype.value)
+    attention = choose_attention(options)
+    model = build_model(parallel.config, dtype=dtype, attention=attention, platform=_PLATFORM)
+    # libtpu as a compiler alone has the cores of a v4 chip apart, each with half of the memory.
+    hbm = topology.chip.hbm * topology.devices // devices
+    memory = memory_of_one_device(parallel, model, dtype, options.page_size, _PLATFORM, hbm)
+    sizes = choose_sizes(options, parallel.config.max_position, memory)
+    spec = runner_spec(sizes, options.page_size, parallel)
+    functions, weights = split_model(model)
+    placed = [
+        jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=named_sharding(mesh, parameter.axes))
+        for weight, parameter in zip(weights, parameters(model), strict=True)
+    ]
+    whole = NamedSharding(mesh, PartitionSpec())
+    rows = jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=whole),
+        jax.eval_shape(lambda: empty_rows(spec, None)),
+    )
+    kv = _abstract_kv(
+        kv_cache_spec(parallel.config, dtype, sizes.num_pages, options.page_size, platform=_PLATFORM), mesh
+    )
+    buckets = Buckets.ladder(spec.max_rows, spec.token_budget, options.page_size)
+    programs = Programs(functions, placed, DeviceState(kv, *rows), buckets, options.page_size, mesh)
+    names = list(programs.builders())
+    deployment = Deployment(
+        config=request.model,
+        device_kind=mesh.devices.flat[0].device_kind,
+        devices=devices,
+        hbm=memory.available,
+        weights=memory.weights,
+        page=memory.page,
+        page_size=options.page_size,
+        num_pages=sizes.num_pages,
+        max_rows=sizes.max_rows,
+        token_budget=sizes.token_budget,
+        max_context=sizes.max_context,
+        dtype=dtype.name,
+        attention=attention.value,
+        programs=tuple(_selected(names, buckets, request.selection)),
+        all_programs=len(names),
+    )
+    return deployment, programs, buckets
+
+
+def _abstract_kv(spec: KVCacheSpec, mesh: Mesh) -> KVCaches:
+    sharding = named_sharding(mesh, KV_AXES)
+    return tuple(jax.ShapeDtypeStruct(spec.shape, spec.storage, sharding=sharding) for _ in range(spec.num_layers))
+
+
+def _selected(names: list[str], buckets: Buckets, selection: Selection) -> list[str]:
+    """Steps smallest first, then the rest."""
+    steps = [str(bucket) for bucket in buckets]
+    others = [name for name in names if name not in steps]
+    match selection:
+        case Selection.QUICK:
+            return [str(buckets.decode[-1]), str(buckets.mixed[-1])]
+        case Selection.ENDS:
+            ends = (buckets.decode[0], buckets.decode[-1], buckets.mixed[0], buckets.mixed[-1])
+            return [*dict.fromkeys(map(str, ends)), *others]
+        case Selection.ALL:
+            return [*steps, *others]
+
+
+def _compile(
+    name: str, bucket: Bucket | None, build: Callable[[], Executable], mesh: Mesh, dumps: Path
+) -> ProgramFigures | ProgramFailure:
+    start = time.monotonic()
+    try:
+        # Kernels ask for the chip that they are compiled for.
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            program: Any = build()
+    except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
+        return ProgramFailure(name, time.monotonic() - start, _first_line(error))
+    seconds = time.monotonic() - start
+    memory, costs = program.memory_analysis(), program.cost_analysis()
+    text = _take_text(dumps)
+    return ProgramFigures(
+        name=name,
+        tokens=bucket.tokens if bucket else 0,
+        rows=bucket.rows if bucket else 0,
+        seconds=seconds,
+        arguments=memory.argument_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        outputs=memory.output_size_in_bytes,
+        aliased=memory.alias_size_in_bytes,
+        code=memory.generated_code_size_in_bytes,
+        flops=costs.get("flops", 0.0),
+        accessed=costs.get("bytes accessed", 0.0),
+        collectives=None if text is None else find_collectives(text),
+        kernels=None if text is None else find_kernels(text),
+    )
+
+
+def _take_text(dumps: Path) -> str | None:
+    """The text of the module compiled last, as it was after all passes. `Compiled.as_text` would be the plain way, but
+    fails on modules with some asynchronous operations (libtpu 0.0.51)."""
+    found = sorted(dumps.glob("*.after_codegen.txt"), key=lambda file: file.stat().st_size)
+    text = found[-1].read_text(errors="replace") if found else None
+    shutil.rmtree(dumps)
+    dumps.mkdir()
+    return text
+
+
+def _first_line(error: BaseException) -> str:
+    """What the compiler says first; the rest is pages of buffers."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) if lines else type(error).__name__

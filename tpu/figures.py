@@ -1,0 +1,111 @@
+"""What the compiling process is asked, and what it answers: figures of a deployment and of each of its programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from sglang_jax.checkpoint.model_config import ModelConfig
+from sglang_jax.config import EngineConfig
+from tpu.hlo import Collective, Kernel
+from tpu.topologies import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """A model on a slice, as the runner would settle it. Bytes are those of one device.
+
+    - `devices`: those that libtpu sees in the slice.
+    - `hbm`: what programs may use; `weights`; `page`: one KV page over all layers.
+    - `num_pages` counts the pad page.
+    - `programs`: those to be compiled, of `all_programs` that the runner would have.
+    """
+
+    config: ModelConfig
+    device_kind: str
+    devices: int
+    hbm: int
+    weights: int
+    page: int
+    page_size: int
+    num_pages: int
+    max_rows: int
+    token_budget: int
+    max_context: int
+    dtype: str
+    attention: str
+    programs: tuple[str, ...]
+    all_programs: int
+
+    @property
+    def kv_tokens(self) -> int:
+        return (self.num_pages - 1) * self.page_size
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramFigures:
+    """One compiled program. Bytes are those of one device.
+
+    - `tokens`, `rows`: the bucket of a step program; 0 for those that change a few rows of the state.
+    - `temporaries`: what the program takes while it runs; `aliased`: outputs that are written over arguments; `code`:
+      its instructions, which stay in HBM.
+    - `flops`, `accessed`: of XLA's cost analysis, which counts a loop's body once.
+    - `collectives`, `kernels`: None if the compiler gave no text to find them in.
+    """
+
+    name: str
+    tokens: int
+    rows: int
+    seconds: float
+    arguments: int
+    temporaries: int
+    outputs: int
+    aliased: int
+    code: int
+    flops: float
+    accessed: float
+    collectives: tuple[Collective, ...] | None
+    kernels: tuple[Kernel, ...] | None
+
+    @property
+    def running(self) -> int:
+        """HBM that the device needs while it runs, its code left out."""
+        return self.arguments + self.temporaries + self.outputs - self.aliased
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramFailure:
+    """A program that did not compile, and what the compiler said."""
+
+    name: str
+    seconds: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The deployment cannot be: options that do not fit together, a model that leaves no room for KV."""
+
+    reason: str
+
+
+class Selection(StrEnum):
+    """Which of the runner's programs are compiled: `QUICK` the largest of each kind, `ENDS` the largest, the
+    smallest, and those that change a few rows of the state, `ALL` all."""
+
+    QUICK = "quick"
+    ENDS = "ends"
+    ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is to be compiled: `options` are those that the server would be started with."""
+
+    model: ModelConfig
+    options: EngineConfig
+    topology: Topology
+    selection: Selection
+
+
+Message = Deployment | ProgramFigures | ProgramFailure | Refusal

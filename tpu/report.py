@@ -1,0 +1,238 @@
+"""What `tpu.check` says: the deployment, figures of each program, and a verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tpu.figures import Deployment, ProgramFailure, ProgramFigures
+from tpu.roofline import Device, Roofline, Work, roofline
+from tpu.tables import in_bytes, in_seconds, in_units, table
+from tpu.topologies import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that a check found."""
+
+    model: str
+    topology: Topology
+    tp: int
+    deployment: Deployment
+    programs: Sequence[ProgramFigures]
+    failures: Sequence[ProgramFailure]
+
+    @property
+    def resident_code(self) -> int:
+        """Instructions of all programs compiled; each stays in HBM once it is loaded."""
+        return sum(program.code for program in self.programs)
+
+    @property
+    def needed(self) -> int:
+        """Most HBM that a device needs at any time."""
+        return self.resident_code + max((program.running for program in self.programs), default=0)
+
+    @property
+    def headroom(self) -> int:
+        return self.deployment.hbm - self.needed
+
+    @property
+    def problem(self) -> str | None:
+        """Why this cannot be served, in one line; None if it can."""
+        if self.failures:
+            failure = self.failures[0]
+            return f"{failure.name!r} does not compile: {failure.reason}"
+        if self.headroom < 0:
+            largest = max(self.programs, key=lambda program: program.running)
+            return (
+                f"{largest.name!r} needs {in_bytes(self.needed)} of HBM and a device has "
+                f"{in_bytes(self.deployment.hbm)}: lower mem_fraction_static, or max_running_requests"
+            )
+        return None
+
+    @property
+    def context(self) -> int:
+        """Tokens of each row where the KV pages are shared evenly among all rows."""
+        return max(min(self.deployment.max_context, self.deployment.kv_tokens // self.deployment.max_rows), 1)
+
+    def work(self, program: ProgramFigures) -> Work | None:
+        """What a full step of the program computes; None where it computes no tokens."""
+        if not program.tokens:
+            return None
+        if program.tokens == program.rows:
+            return Work.decode(program.rows, self.context)
+        return Work.prefill(program.tokens)
+
+    def bounds(self, work: Work) -> Roofline:
+        """The least time of a step."""
+        deployment = self.deployment
+        return roofline(
+            deployment.config,
+            work,
+            self._device(),
+            tp=self.tp,
+            weight_bytes=deployment.weights,
+            kv_bytes_per_token=deployment.page // deployment.page_size,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as plain values; bytes, seconds and FLOPs, of one device."""
+        programs = []
+        for program in self.programs:
+            work = self.work(program)
+            bounds = None if work is None else self.bounds(work)
+            programs.append(
+                asdict(program)
+                | {"running": program.running}
+                | {"roofline": None if bounds is None else asdict(bounds) | {"bound": bounds.bound.value}}
+            )
+        return {
+            "model": self.model,
+            "topology": str(self.topology),
+            "tp": self.tp,
+            "deployment": asdict(self.deployment) | {"kv_tokens": self.deployment.kv_tokens},
+            "programs": programs,
+            "failures": [asdict(failure) for failure in self.failures],
+            "needed": self.needed,
+            "headroom": self.headroom,
+            "problem": self.problem,
+        }
+
+    def _device(self) -> Device:
+        chip = self.topology.chip
+        share = self.topology.chips / self.deployment.devices
+        peak = chip.bf16_flops if self.deployment.dtype == "bfloat16" else chip.bf16_flops / 6
+        return Device(peak * share, chip.hbm_bandwidth * share, chip.ici_bandwidth * share)
+
+
+def heading(model: str, topology: Topology, tp: int, deployment: Deployment, compiler: str) -> list[str]:
+    """What is checked."""
+    config = deployment.config
+    hosts = "1 host" if topology.hosts == 1 else f"{topology.hosts} hosts"
+    lines = [
+        f"Model    {model}: {config.num_layers} layers, hidden {config.hidden_size}, {config.num_heads} heads and "
+        f"{config.num_kv_heads} kv heads of {config.head_dim}, vocabulary {config.vocab_size:,}",
+        f"Slice    {topology}: {topology.chips} chips, {deployment.devices} devices ({deployment.device_kind}) with "
+        f"{in_bytes(deployment.hbm)} of HBM each, {hosts}",
+        f"Options  tp {tp}, {deployment.dtype}, attention {deployment.attention}, page size {deployment.page_size}, "
+        f"{deployment.max_rows} rows, {deployment.token_budget} tokens a step, context {deployment.max_context:,}",
+        f"Memory   on each device weights {in_bytes(deployment.weights)}, KV pages "
+        f"{in_bytes(deployment.page * deployment.num_pages)}: {deployment.num_pages - 1:,} pages of "
+        f"{deployment.page_size}, {deployment.kv_tokens:,} tokens",
+        f"Compiler {compiler}, for chips that are not here: nothing runs",
+    ]
+    if deployment.devices > topology.devices:
+        lines.append("Note     libtpu compiles here for each core by itself; a real v4 chip is one device with both")
+    return lines
+
+
+def render(report: Report) -> list[str]:
+    """Tables, and the verdict as the last line."""
+    lines = ["", f"HBM on each device ({in_bytes(report.deployment.hbm)})", *_memory(report)]
+    if any(program.tokens for program in report.programs):
+        lines += ["", *_rooflines(report)]
+    lines += _collectives(report) + _kernels(report)
+    for failure in report.failures:
+        lines += ["", f"{failure.name} does not compile ({failure.seconds:.1f} s): {failure.reason}"]
+    return [*lines, "", _verdict(report)]
+
+
+def _memory(report: Report) -> list[str]:
+    header = ("program", "compiled in", "arguments", "temporaries", "outputs", "aliased", "in use", "code")
+    rows = [
+        (
+            program.name,
+            f"{program.seconds:.1f} s",
+            *map(
+                in_bytes,
+                (
+                    program.arguments,
+                    program.temporaries,
+                    program.outputs,
+                    program.aliased,
+                    program.running,
+                    program.code,
+                ),
+            ),
+        )
+        for program in report.programs
+    ]
+    return table(header, rows)
+
+
+def _rooflines(report: Report) -> list[str]:
+    header = ("full step", "FLOPs", "(XLA)", "HBM", "(XLA)", "compute", "memory", "exchange", "least time", "tokens/s")
+    rows = []
+    for program in report.programs:
+        work = report.work(program)
+        if work is None:
+            continue
+        bounds = report.bounds(work)
+        rows.append(
+            (
+                program.name,
+                in_units(bounds.flops, "FLOP"),
+                in_units(program.flops, "FLOP"),
+                in_bytes(bounds.hbm_bytes),
+                in_bytes(program.accessed),
+                in_seconds(bounds.compute),
+                in_seconds(bounds.memory),
+                in_seconds(bounds.exchange),
+                f"{in_seconds(bounds.seconds)} ({bounds.bound})",
+                f"{work.tokens / bounds.seconds:,.0f}",
+            )
+        )
+    chip = report.topology.chip
+    return [
+        f"Least time of a step, counted from the model's shapes against the peaks of a {chip.generation} chip "
+        f"({in_units(chip.bf16_flops, 'FLOP/s')}, HBM {in_units(chip.hbm_bandwidth, 'B/s')}, "
+        f"ICI {in_units(chip.ici_bandwidth, 'B/s')})",
+        f"Decode rows hold {report.context:,} tokens each; a mixed step is one prompt's first tokens. (XLA): the "
+        "compiler's count, loops once",
+        *table(header, rows),
+    ]
+
+
+def _collectives(report: Report) -> list[str]:
+    if report.tp == 1:
+        return []
+    rows = []
+    for program in report.programs:
+        if program.collectives is None:
+            rows.append((program.name, "the compiler gave no text", "", "", "", ""))
+        for found in program.collectives or ():
+            when = "if asked for" if found.conditional else "every step"
+            rows.append((program.name, found.kind, when, str(found.count), in_bytes(found.bytes), found.largest))
+    header = ("collectives", "kind", "when", "count", "bytes on a device", "largest")
+    return ["", *table(header, rows)] if rows else []
+
+
+def _kernels(report: Report) -> list[str]:
+    rows = []
+    for program in report.programs:
+        for kernel in program.kernels or ():
+            rows.append(
+                (
+                    program.name,
+                    kernel.name,
+                    str(kernel.count),
+                    f"{in_bytes(kernel.vmem)} of {in_bytes(report.topology.chip.vmem)}",
+                    "-" if kernel.flops is None else in_units(kernel.flops, "FLOP"),
+                    "-" if kernel.bytes is None else in_bytes(kernel.bytes),
+                )
+            )
+    header = ("Pallas kernels", "kernel", "calls", "VMEM", "FLOPs of a call", "bytes of a call")
+    return ["", *table(header, rows)] if rows else []
+
+
+def _verdict(report: Report) -> str:
+    if report.problem is not None:
+        return f"DOES NOT FIT: {report.problem}" if not report.failures else f"DOES NOT COMPILE: {report.problem}"
+    deployment = report.deployment
+    more = max(report.headroom, 0) // deployment.page
+    compiled = f"{len(report.programs)} of {deployment.all_programs} programs compiled"
+    return (
+        f"FITS: {compiled}; at most {in_bytes(report.needed)} of {in_bytes(deployment.hbm)} in use, "
+        f"{in_bytes(report.headroom)} left (room for {more:,} more pages, {more * deployment.page_size:,} tokens)"
+    )

@@ -1,0 +1,141 @@
+"""The least time that a step can take on a chip, counted from the model's shapes and not from the compiled program.
+
+A step is bound by its products (peak FLOPs), by the bytes that it reads from HBM, or by what devices exchange. No
+program reaches any of the three; the largest says what to wait for. After Williams et al. 2009.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from sglang_jax.checkpoint.model_config import ModelConfig
+
+_LOGIT_BYTES = 4
+
+
+class Bound(StrEnum):
+    """What a step waits for."""
+
+    COMPUTE = "FLOPs"
+    MEMORY = "HBM"
+    EXCHANGE = "ICI"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one step does in a tensor-parallel group.
+
+    - `tokens`: all of the step; `rows`: sequences, of which logits are computed.
+    - `keys_seen`: over all tokens, the keys that attention compares each with.
+    - `keys_read`: over all sequences, the keys that must be read from HBM.
+    """
+
+    tokens: int
+    rows: int
+    keys_seen: int
+    keys_read: int
+
+    @classmethod
+    def decode(cls, rows: int, context: int) -> Work:
+        """One token of each row, all of which hold `context` tokens."""
+        return cls(rows, rows, rows * context, rows * context)
+
+    @classmethod
+    def prefill(cls, tokens: int) -> Work:
+        """The first tokens of one prompt."""
+        return cls(tokens, 1, tokens * (tokens + 1) // 2, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What one device can do: FLOPs per second, and bytes per second from HBM and to its neighbours."""
+
+    flops: float
+    hbm_bandwidth: float
+    ici_bandwidth: float
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """Of one device: `flops`, `hbm_bytes`, `exchanged_bytes`, and the seconds that each takes at its peak."""
+
+    flops: float
+    hbm_bytes: float
+    exchanged_bytes: float
+    compute: float
+    memory: float
+    exchange: float
+
+    @property
+    def seconds(self) -> float:
+        """Exchanges of a layer wait for its products, so that they come on top of these."""
+        return max(self.compute, self.memory) + self.exchange
+
+    @property
+    def bound(self) -> Bound:
+        """The largest of the three."""
+        return max((self.compute, Bound.COMPUTE), (self.memory, Bound.MEMORY), (self.exchange, Bound.EXCHANGE))[1]
+
+
+def roofline(
+    config: ModelConfig, work: Work, device: Device, *, tp: int, weight_bytes: int, kv_bytes_per_token: int
+) -> Roofline:
+    """The bounds of a step.
+
+    **Arguments:** `weight_bytes`, `kv_bytes_per_token`: those that one device holds (of all layers).
+    """
+    flops = step_flops(config, work) / tp
+    hbm = _hbm_bytes(config, work, tp, weight_bytes, kv_bytes_per_token)
+    exchanged = _exchanged_bytes(config, work, tp)
+    return Roofline(
+        flops=flops,
+        hbm_bytes=hbm,
+        exchanged_bytes=exchanged,
+        compute=flops / device.flops,
+        memory=hbm / device.hbm_bandwidth,
+        exchange=exchanged / device.ici_bandwidth,
+    )
+
+
+def step_flops(config: ModelConfig, work: Work) -> float:
+    """Of the whole group: two for each weight and token, four for each key, query head and lane of it."""
+    per_layer = matrix_weights_per_layer(config)
+    attention = 4.0 * config.num_heads * config.head_dim * work.keys_seen
+    head = 2.0 * config.hidden_size * config.vocab_size * work.rows
+    return config.num_layers * (2.0 * per_layer * work.tokens + attention) + head
+
+
+def matrix_weights_per_layer(config: ModelConfig) -> int:
+    """Weights of a layer that each token is multiplied by."""
+    queries = config.num_heads * config.head_dim
+    keys_and_values = 2 * config.num_kv_heads * config.head_dim
+    attention = config.hidden_size * (2 * queries + keys_and_values)
+    return attention + 3 * config.hidden_size * config.intermediate_size
+
+
+def _hbm_bytes(config: ModelConfig, work: Work, tp: int, weight_bytes: int, kv_bytes_per_token: int) -> float:
+    """Weights once, but of the embeddings only the rows looked up; keys and values read and written; logits written
+    and read once."""
+    table = 0.0
+    if not config.tie_word_embeddings:
+        table = _bytes_per_weight(config, weight_bytes, tp) * config.vocab_size * config.hidden_size / tp
+    kv = kv_bytes_per_token * (work.keys_read + work.tokens)
+    logits = 2 * _LOGIT_BYTES * work.rows * config.vocab_size / tp
+    return weight_bytes - table + kv + logits
+
+
+def _bytes_per_weight(config: ModelConfig, weight_bytes: int, tp: int) -> float:
+    tables = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
+    weights = config.num_layers * matrix_weights_per_layer(config) + tables
+    return round(weight_bytes * tp / weights)
+
+
+def _exchanged_bytes(config: ModelConfig, work: Work, tp: int) -> float:
+    """What one device sends: two sums a layer over the hidden states and one for the embeddings, as rings do them, and
+    the logits exchanged for rows (see `jax_runner.step`). Sums are of bfloat16."""
+    if tp == 1:
+        return 0.0
+    sums = (2 * config.num_layers + 1) * 2 * (tp - 1) / tp * work.tokens * config.hidden_size * 2
+    logits = _LOGIT_BYTES * work.rows * config.vocab_size * (tp - 1) / tp**2
+    return sums + logits

@@ -1,0 +1,19 @@
+"""Shapes of well-known models as their config.json gives them, so that they can be checked without the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sglang_jax.checkpoint.hf_config import model_config_from_hf
+from sglang_jax.checkpoint.json_fields import JsonFields
+from sglang_jax.checkpoint.model_config import ModelConfig
+
+_FOLDER = Path(__file__).parent
+
+SHAPES = tuple(sorted(file.stem for file in _FOLDER.glob("*.json")))
+
+
+def load_shape(name: str) -> ModelConfig:
+    """One of `SHAPES`."""
+    file = _FOLDER / f"{name}.json"
+    return model_config_from_hf(JsonFields.read(file), JsonFields({}, file))

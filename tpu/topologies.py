@@ -1,0 +1,266 @@
+"""TPU generations and slices: what a chip has, and the names that slices go by."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from sglang_jax.errors import ConfigError
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+class Generation(StrEnum):
+    """Named as libtpu's topologies are."""
+
+    V4 = "v4"
+    V5E = "v5e"
+    V5P = "v5p"
+    V6E = "v6e"
+    TPU7X = "tpu7x"
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """What one chip has. JAX sees `devices` devices in it, which share everything below but `vmem` and `hbm`.
+
+    Peaks, bandwidths and capacities are those of Google's pages on each generation
+    (https://docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x), in units of 1000.
+
+    - `cores`: TensorCores. Both cores of v4 and v5p chips are one device to JAX ("megacore"); those of tpu7x are two.
+    - `hbm`: bytes of one device that programs may use, as libtpu 0.0.51 says when a program takes more. It is less than
+      what the pages say.
+    - `hbm_bandwidth`: bytes per second.
+    - `bf16_flops`, `int8_ops`: peaks per second. Where the pages have none for int8 it is that of bfloat16.
+    - `vmem`: bytes of one core's vector memory (`jax.experimental.pallas.tpu.get_tpu_info`).
+    - `ici_bandwidth`: bytes per second that a chip sends to its neighbours over all links, half of what pages give for
+      both directions.
+    - `chips_per_host`: of a slice over several hosts.
+    - `one_host`: shapes of the slices that one host may have.
+    - `counts_cores`: names like v5p-8 count cores; others chips.
+    - `pci_id`: device number on the PCI bus.
+    """
+
+    generation: Generation
+    device_kind: str
+    cores: int
+    devices: int
+    hbm: int
+    hbm_bandwidth: float
+    bf16_flops: float
+    int8_ops: float
+    vmem: int
+    ici_bandwidth: float
+    dimensions: int
+    chips_per_host: int
+    one_host: tuple[tuple[int, ...], ...]
+    counts_cores: bool
+    pci_id: str
+    gke_accelerator: str
+
+
+_SQUARES = ((1, 1), (2, 2), (2, 4))
+_CUBE = ((2, 2, 1),)
+
+CHIPS = {
+    chip.generation: chip
+    for chip in (
+        Chip(
+            generation=Generation.V4,
+            device_kind="TPU v4",
+            cores=2,
+            devices=1,
+            hbm=int(30.5 * GIB),
+            hbm_bandwidth=1228e9,
+            bf16_flops=275e12,
+            int8_ops=275e12,
+            vmem=16 * MIB,
+            ici_bandwidth=300e9,
+            dimensions=3,
+            chips_per_host=4,
+            one_host=_CUBE,
+            counts_cores=True,
+            pci_id="0x005e",
+            gke_accelerator="tpu-v4-podslice",
+        ),
+        Chip(
+            generation=Generation.V5E,
+            device_kind="TPU v5 lite",
+            cores=1,
+            devices=1,
+            hbm=int(15.75 * GIB),
+            hbm_bandwidth=819e9,
+            bf16_flops=197e12,
+            int8_ops=393e12,
+            vmem=128 * MIB,
+            ici_bandwidth=200e9,
+            dimensions=2,
+            chips_per_host=4,
+            one_host=_SQUARES,
+            counts_cores=False,
+            pci_id="0x0063",
+            gke_accelerator="tpu-v5-lite-podslice",
+        ),
+        Chip(
+            generation=Generation.V5P,
+            device_kind="TPU v5",
+            cores=2,
+            devices=1,
+            hbm=int(95.73 * GIB),
+            hbm_bandwidth=2765e9,
+            bf16_flops=459e12,
+            int8_ops=918e12,
+            vmem=64 * MIB,
+            ici_bandwidth=600e9,
+            dimensions=3,
+            chips_per_host=4,
+            one_host=_CUBE,
+            counts_cores=True,
+            pci_id="0x0062",
+            gke_accelerator="tpu-v5p-slice",
+        ),
+        Chip(
+            generation=Generation.V6E,
+            device_kind="TPU v6 lite",
+            cores=1,
+            devices=1,
+            hbm=int(31.24 * GIB),
+            hbm_bandwidth=1638e9,
+            bf16_flops=918e12,
+            int8_ops=1836e12,
+            vmem=128 * MIB,
+            ici_bandwidth=400e9,
+            dimensions=2,
+            chips_per_host=4,
+            one_host=_SQUARES,
+            counts_cores=False,
+            pci_id="0x006f",
+            gke_accelerator="tpu-v6e-slice",
+        ),
+        Chip(
+            generation=Generation.TPU7X,
+            device_kind="TPU7x",
+            cores=2,
+            devices=2,
+            hbm=int(94.74 * GIB),
+            hbm_bandwidth=7380e9,
+            bf16_flops=2307e12,
+            int8_ops=2307e12,
+            vmem=64 * MIB,
+            ici_bandwidth=600e9,
+            dimensions=3,
+            chips_per_host=4,
+            one_host=_CUBE,
+            counts_cores=False,
+            pci_id="0x0076",
+            gke_accelerator="tpu7x",
+        ),
+    )
+}
+
+_ALIASES = {
+    "v4": Generation.V4,
+    "v5e": Generation.V5E,
+    "v5lite": Generation.V5E,
+    "v5litepod": Generation.V5E,
+    "v5p": Generation.V5P,
+    "v6e": Generation.V6E,
+    "trillium": Generation.V6E,
+    "tpu7x": Generation.TPU7X,
+    "v7x": Generation.TPU7X,
+    "ironwood": Generation.TPU7X,
+}
+
+_NAME = re.compile(r"(?P<chip>[a-z0-9]+)(?::(?P<shape>\d+(?:x\d+)+)|-(?P<count>\d+))")
+_EXAMPLES = "v6e:2x2, v6e-4, v5litepod-16, v5p-8, tpu7x:2x2x1"
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """A slice: chips of one generation in a grid of `shape`, joined by ICI."""
+
+    chip: Chip
+    shape: tuple[int, ...]
+
+    @property
+    def chips(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def devices(self) -> int:
+        """What `jax.device_count()` says there."""
+        return self.chips * self.chip.devices
+
+    @property
+    def hosts(self) -> int:
+        """TPU VMs that the slice has; a slice that one host can have is taken for one of those."""
+        if self.shape in self.chip.one_host:
+            return 1
+        return max(self.chips // self.chip.chips_per_host, 1)
+
+    @property
+    def shape_name(self) -> str:
+        return "x".join(map(str, self.shape))
+
+    def __str__(self) -> str:
+        """libtpu's name."""
+        return f"{self.chip.generation}:{self.shape_name}"
+
+
+def parse_topology(name: str) -> Topology:
+    """The slice that a name means: chip and grid (`v6e:2x2`), or an accelerator type of Google Cloud's, which counts
+    chips (`v6e-4`, `v5litepod-16`) or, for v4 and v5p, cores (`v5p-8`).
+
+    **Raises:** `ConfigError` saying what is known.
+    """
+    found = _NAME.fullmatch(name.strip().lower().removeprefix("tpu-"))
+    if found is None or found["chip"] not in _ALIASES:
+        raise ConfigError(
+            f"topology {name!r} is not known: give chip and grid, or an accelerator type ({_EXAMPLES}); chips are "
+            f"{', '.join(CHIPS)}"
+        )
+    chip = CHIPS[_ALIASES[found["chip"]]]
+    if found["shape"]:
+        return _of_grid(name, chip, tuple(map(int, found["shape"].split("x"))))
+    if chip.generation is Generation.TPU7X:
+        raise ConfigError(f"topology {name!r}: give the grid of a tpu7x slice, as in tpu7x:2x2x1")
+    return _of_count(name, chip, int(found["count"]))
+
+
+def _of_grid(name: str, chip: Chip, shape: tuple[int, ...]) -> Topology:
+    if len(shape) != chip.dimensions or min(shape) < 1:
+        raise ConfigError(
+            f"topology {name!r}: the grid of a {chip.generation} slice has {chip.dimensions} dimensions, as in "
+            f"{Topology(chip, chip.one_host[-1])}"
+        )
+    return Topology(chip, shape)
+
+
+def _of_count(name: str, chip: Chip, count: int) -> Topology:
+    """Google Cloud's own grids: as square as a power of two can be, the last axes longest."""
+    chips = count // chip.cores if chip.counts_cores else count
+    least = math.prod(chip.one_host[0])
+    if chips < least or chips & (chips - 1) or (chip.counts_cores and count % chip.cores):
+        counted = "cores, two to a chip" if chip.counts_cores else "chips"
+        raise ConfigError(
+            f"topology {name!r}: {chip.generation}-N counts {counted}, and N is a power of two from "
+            f"{least * (chip.cores if chip.counts_cores else 1)}; give other grids as {chip.generation}:AxB..."
+        )
+    if chip.dimensions == 2:
+        height = 1 << ((chips.bit_length() - 1) // 2)
+        shape: tuple[int, ...] = (1, 1) if chips == 1 else (height, chips // height)
+    else:
+        shape = _near_cube(chips)
+    return Topology(chip, shape)
+
+
+def _near_cube(chips: int) -> tuple[int, ...]:
+    """`(2, 2, 1)`, then each doubling goes to the last of the shortest axes."""
+    shape = [2, 2, 1]
+    while math.prod(shape) < chips:
+        axis = max(axis for axis in range(3) if shape[axis] == min(shape))
+        shape[axis] *= 2
+    return tuple(shape)

@@ -1,0 +1,90 @@
+"""The process that compiles: libtpu as a compiler alone, on a machine without a TPU (or beside one that is in use)."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from sglang_jax.errors import ConfigError
+from tpu.figures import Message, Refusal, Request
+
+_INSTALL = "pip install 'sglang-jax[tpu]', or pip install --no-deps libtpu==0.0.51 beside jax"
+_LAST_WORDS = 12
+
+_VARIABLES = {
+    # JAX runs on the CPU, and libtpu is asked for topologies alone.
+    "JAX_PLATFORMS": "cpu",
+    # libtpu does not look for a TPU VM's metadata or for other users of a chip.
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+"""What libtpu must find before it is loaded to compile without a chip."""
+
+
+def require_compiler() -> None:
+    """Raises `ConfigError` with the remedy where jax or libtpu is missing."""
+    missing = [name for name in ("jax", "flax", "libtpu") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"compiling for TPU needs {' and '.join(missing)}, not installed here: {_INSTALL}")
+
+
+def compile_in_child(request: Request) -> Iterator[Message]:
+    """What the compiling process says, as it says it.
+
+    **Raises:** `ConfigError` if libtpu or jax is missing, or if the process died, with its last words.
+    """
+    require_compiler()
+    with tempfile.TemporaryDirectory(prefix="tpu-check-") as folder:
+        log = Path(folder) / "log"
+        receiver, sender = multiprocessing.Pipe(duplex=False)
+        child = multiprocessing.get_context("spawn").Process(
+            target=_compile, args=(request, Path(folder), log, sender), daemon=True
+        )
+        child.start()
+        sender.close()
+        try:
+            while (message := _receive(receiver)) is not None:
+                yield message
+            child.join()
+        finally:
+            if child.is_alive():
+                child.terminate()
+                child.join()
+        if child.exitcode:
+            raise ConfigError(f"the compiling process ended with status {child.exitcode}:\n{_last_words(log)}")
+
+
+def _receive(receiver: Connection) -> Message | None:
+    try:
+        return receiver.recv()  # type: ignore[no-any-return]
+    except EOFError:
+        return None
+
+
+def _compile(request: Request, folder: Path, log: Path, sender: Connection) -> None:
+    """The child: sends messages and ends. What libraries write on stderr goes to `log`."""
+    with log.open("w") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    dumps = folder / "dumps"
+    dumps.mkdir()
+    os.environ.update(_VARIABLES, XLA_FLAGS=f"--xla_dump_to={dumps} --xla_dump_hlo_as_text")
+    from tpu.compiling import compile_all  # imports jax, which reads the environment
+
+    try:
+        compile_all(request, dumps, sender.send)
+    except ConfigError as error:
+        sender.send(Refusal(str(error)))
+    sender.close()
+
+
+def _last_words(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] if log.exists() else []
+    return "\n".join(lines[-_LAST_WORDS:])
