@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import cast
 
 import torch
 
@@ -27,8 +29,8 @@ from torch_backend.operations import Operations
 from torch_backend.parallel import SINGLE, TensorParallel
 from torch_backend.runner import TorchRunner
 from torch_backend.sampler import Draw
-from torch_backend.streams import CpuThread, CudaStream
-from torch_backend.weights import load_weights
+from torch_backend.streams import CpuThread, CudaStream, Stream
+from torch_backend.weights import load_weights, weight_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +85,28 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint, parallel: TensorPara
             "choose --backend jax, or give the checkpoint that it was converted from"
         )
     device = select_device(config.device, parallel.rank)
-    dtype = select_dtype(config.dtype, device)
     kernels = choose_kernels(config.attention_backend, device)
+    stream: Stream = CpuThread() if device.type == "cpu" else CudaStream(device)
+    try:
+        # On the CPU all of torch's work belongs on one thread. Each thread that computes has a team of helpers, and
+        # with more threads than cores these sleep between operations: a decode step then takes 1.6 times as long.
+        return stream.submit(partial(_load_on, stream, config, checkpoint, device, kernels, parallel)).wait()
+    except BaseException:
+        stream.close()
+        raise
+
+
+def _load_on(
+    stream: Stream,
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    kernels: Kernels,
+    parallel: TensorParallel,
+) -> TorchRunner:
+    """Builds model, pages and runner; runs on `stream`."""
+    assert checkpoint.reader is not None
+    dtype = select_dtype(config.dtype, device)
     model = build_model(
         checkpoint.config,
         dtype=dtype,
@@ -94,8 +116,8 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint, parallel: TensorPara
         parallel=parallel,
     )
     kv_dtype = dtype if config.kv_cache_dtype is KVCacheDtype.AUTO else torch.float8_e4m3fn
-    weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    sizes, page_bytes = _sizes(config, checkpoint.config, model, device, kv_dtype, weight_bytes, parallel)
+    bytes_of_weights = weight_bytes(model)
+    sizes, page_bytes = _sizes(config, checkpoint.config, model, device, kv_dtype, bytes_of_weights, parallel)
     load_weights(model, checkpoint.reader, checkpoint.config, parallel)
     kv = _allocate(checkpoint.config, model, sizes.num_pages, config.page_size, kv_dtype, device)
     spec = RunnerSpec(
@@ -105,13 +127,33 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint, parallel: TensorPara
         max_context=sizes.max_context,
         vocab_size=checkpoint.config.vocab_size,
     )
-    details = {
-        "dtype": _name(dtype),
-        "kv_cache_dtype": _name(kv_dtype),
-        "attention": kernels.attention_name.value,
-        "tp_size": str(parallel.size),
-    }
-    return _make_runner(PagedTransformer(model, kv), spec, config, device, kernels, weight_bytes, page_bytes, details)
+    most = min(config.cuda_graph_max_bs or _MOST_CAPTURED_ROWS, spec.max_rows)
+    return TorchRunner(
+        PagedTransformer(model, kv),
+        spec,
+        device=device,
+        stream=stream,
+        draw=kernels.draw,
+        capture=_capture(stream, config, device, kernels),
+        graph_buckets=row_buckets(most),
+        weight_bytes=bytes_of_weights,
+        kv_bytes=page_bytes * sizes.num_pages,
+        details={
+            "dtype": _name(dtype),
+            "kv_cache_dtype": _name(kv_dtype),
+            "attention": kernels.attention_name.value,
+            "tp_size": str(parallel.size),
+        },
+    )
+
+
+def _capture(stream: Stream, config: EngineConfig, device: torch.device, kernels: Kernels) -> CudaCapture | None:
+    if device.type == "cpu" or config.disable_cuda_graph:
+        return None
+    if not kernels.capturable:
+        logger.info("Decode steps are not captured: %s attention reads lengths on the host", kernels.attention_name)
+        return None
+    return CudaCapture(cast("CudaStream", stream).stream)
 
 
 def choose_kernels(wanted: AttentionBackend, device: torch.device) -> Kernels:
@@ -180,49 +222,6 @@ def _allocate(
         KVPages.allocate(num_pages, kv_heads, page_size, config.head_dim, dtype, device)
         for _ in range(config.num_layers)
     ]
-
-
-def _make_runner(
-    model: PagedTransformer,
-    spec: RunnerSpec,
-    config: EngineConfig,
-    device: torch.device,
-    kernels: Kernels,
-    weight_bytes: int,
-    page_bytes: int,
-    details: dict[str, str],
-) -> TorchRunner:
-    kv_bytes = page_bytes * spec.pools[0].num_pages
-    if device.type == "cpu":
-        return TorchRunner(
-            model,
-            spec,
-            device=device,
-            stream=CpuThread(),
-            draw=kernels.draw,
-            weight_bytes=weight_bytes,
-            kv_bytes=kv_bytes,
-            details=details,
-        )
-    if kernels.attention_name is not AttentionBackend.TRITON and not config.disable_cuda_graph:
-        raise ConfigError(
-            f"attention_backend {kernels.attention_name.value} reads lengths on the host, which a CUDA graph cannot: "
-            "add --disable-cuda-graph, or choose triton"
-        )
-    stream = CudaStream(device)
-    most = min(config.cuda_graph_max_bs or _MOST_CAPTURED_ROWS, spec.max_rows)
-    return TorchRunner(
-        model,
-        spec,
-        device=device,
-        stream=stream,
-        draw=kernels.draw,
-        capture=CudaCapture(stream.stream) if kernels.capturable and not config.disable_cuda_graph else None,
-        graph_buckets=row_buckets(most),
-        weight_bytes=weight_bytes,
-        kv_bytes=kv_bytes,
-        details=details,
-    )
 
 
 def _name(dtype: torch.dtype) -> str:
