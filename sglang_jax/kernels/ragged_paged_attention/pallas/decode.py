@@ -111,7 +111,9 @@ def decode_attention(
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(queries.shape, queries.dtype),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit, disable_bounds_checks=True
+        ),
         name="paged_attention_decode",
     )(kv_lens, num_decode, queries.astype(compute_dtype), per_head, page_table, kv_pages)
 

@@ -4,6 +4,9 @@ Both attention kernels walk through blocks of keys, each a fixed number of pages
 alternate: while one block is computed, the next one's pages are under way. The page numbers of two sequences lie
 in scalar memory, so that its size bounds neither the running requests nor, in practice, their lengths.
 
+The kernels are compiled without checks of addresses, which take as long as starting a copy does: the page numbers
+are the scheduler's, whose ledger is checked in every test, and the interpreter checks each access.
+
 A copy that was started is waited for exactly once, by the same count of pages; a block without pages starts and
 waits for nothing.
 """
@@ -20,6 +23,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 Ref = Any
 """A Pallas reference to memory; its type is not public."""
+
+_STARTED_TOGETHER = 4
+"""Copies whose addresses are computed side by side: one by one, small pages would wait for the scalar unit."""
 
 Scalar = jax.Array | int
 
@@ -64,12 +70,17 @@ class PageFetcher:
     def start_block(self, numbers_slot: Scalar, first: Scalar, count: Scalar, slot: Scalar) -> None:
         """Starts copying `count` pages of a row, from its page-table column `first` on, into a buffer."""
 
-        @pl.loop(0, count)
-        def _(index: jax.Array) -> None:
+        def start(index: Scalar) -> None:
             page = self.page_numbers[numbers_slot, 0, first + index]
-            pltpu.make_async_copy(
-                self.kv_pages.at[page], self.buffers.at[slot, index], self.kv_arrived.at[slot]
-            ).start()
+            copy = pltpu.make_async_copy(self.kv_pages.at[page], self.buffers.at[slot, index], self.kv_arrived.at[slot])
+            copy.start()
+
+        @pl.loop(0, count // _STARTED_TOGETHER)
+        def _(group: jax.Array) -> None:
+            for member in range(_STARTED_TOGETHER):
+                start(group * _STARTED_TOGETHER + member)
+
+        pl.loop(count // _STARTED_TOGETHER * _STARTED_TOGETHER, count)(start)
 
     def wait_for_block(self, count: Scalar, slot: Scalar) -> None:
         """Returns when the `count` pages that were started for a buffer are there.

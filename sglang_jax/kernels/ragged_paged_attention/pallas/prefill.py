@@ -95,7 +95,9 @@ def prefill_attention(
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(queries.shape, queries.dtype),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit, disable_bounds_checks=True
+        ),
         name="paged_attention_prefill",
     )(
         kv_lens,
