@@ -1,0 +1,74 @@
+"""Reads the TPU compiler's own schedule of a kernel: instruction bundles, loops, spills.
+
+The compiler's last text dump has one line per bundle, which issues in one cycle or more, under as many `>` as loops are
+around it. A loop's own bundles are those at its depth; those of loops within it are theirs. The compiler moves a loop's
+last steps in between the bundles of a loop within it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+DUMP_FLAGS = (
+    "--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final.* "
+    "--xla_mosaic_enable_llo_source_annotations=true"
+)
+"""For LIBTPU_INIT_ARGS, which libtpu reads when it is loaded."""
+
+_BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(LH|LB|LE|PB|PF|CT)?\s*: ((?:> ?)*)\s*\{(.*)")
+
+
+@dataclass
+class Loop:
+    """A loop of the schedule, or at depth 0 the whole of it."""
+
+    depth: int
+    bundles: list[str] = field(default_factory=list)
+    loops: list[Loop] = field(default_factory=list)
+
+    def count(self, operation: str) -> int:
+        """How often an operation occurs in the loop's own bundles."""
+        return sum(bundle.count(operation) for bundle in self.bundles)
+
+    @property
+    def products(self) -> int:
+        return self.count("= vmatmul")
+
+    @property
+    def vector_spills(self) -> int:
+        """Stores of vector registers that the compiler ran out of."""
+        return sum(len(re.findall(r"= vst \[vmem:\[#allocation\d+_spill\]", bundle)) for bundle in self.bundles)
+
+    def walk(self) -> list[Loop]:
+        """The loop and all loops within."""
+        return [self, *(found for loop in self.loops for found in loop.walk())]
+
+
+def read_schedule(folder: Path, kernel: str) -> Loop:
+    """The schedule of a kernel, by its name, as it was dumped last.
+
+    **Raises:** `FileNotFoundError` if the compiler wrote none.
+    """
+    files = sorted(
+        file for file in folder.glob(f"*-{kernel}*-final_bundles.txt") if "schedule-analysis" not in file.name
+    )
+    if not files:
+        raise FileNotFoundError(f"no schedule of {kernel} in {folder}: was libtpu started with the flags to dump it?")
+    whole = Loop(0)
+    latest = [whole]  # the last loop at each depth
+    depth = 0
+    for line in files[-1].read_text(errors="replace").splitlines():
+        match = _BUNDLE.match(line)
+        if match is None:
+            continue
+        tag, marks, bundle = match.groups()
+        if not bundle.startswith("}"):  # An empty bundle has no marks: it is where the one before it is.
+            depth = marks.count(">")
+        if tag == "LB" or depth >= len(latest):
+            inner = Loop(depth)
+            latest[depth - 1].loops.append(inner)
+            latest[depth:] = [inner]
+        latest[depth].bundles.append(bundle)
+    return whole

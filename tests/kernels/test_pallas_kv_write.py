@@ -1,0 +1,63 @@
+"""The kernel that writes pages, in the interpreter: what it stores, what it leaves alone, and its races."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.tpu_interpreter import CopyMode, Interpreted
+
+from sglang_jax.kernels.kv_storage import from_storage, page_shape, write_kv
+from sglang_jax.kernels.kv_write import write_kv_on_tpu
+
+PAGES, PAGE_SIZE = 9, 32
+
+SLOTS = {
+    "rows of a batch and padding": [3 * 32 + 5, 7 * 32 + 31, 2 * 32, 0, 0],
+    "chunks over tiles and pages": [
+        *range(4 * 32 + 13, 5 * 32),
+        *range(8 * 32, 8 * 32 + 9),
+        5 * 32 + 8,
+        *range(6 * 32, 7 * 32),
+        0,
+        0,
+    ],
+    "nothing": [0, 0, 0],
+    "more than a program takes": [*range(32 + 5, 5 * 32 + 20), *range(7 * 32 + 7, 7 * 32 + 16)],
+}
+LONGEST = max(len(slots) for slots in SLOTS.values())
+
+FORMS = {
+    "float32": ("float32", 64),
+    "bfloat16": ("bfloat16", 128),
+    "int8": ("int8", 80),
+    "float8": ("float8_e4m3fn", 64),
+}
+
+
+@pytest.mark.parametrize("mode", CopyMode)
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_pages_after_a_write(form: tuple[str, int], mode: CopyMode) -> None:
+    """Those that a plain scatter leaves, but for page 0; every case is one more run of the same program."""
+    storage, head_dim = form
+    rng = np.random.default_rng(0)
+    shape = page_shape(PAGES, 2, PAGE_SIZE, head_dim, tiled=True)
+    before = jnp.asarray(rng.integers(-100, 100, shape), storage)
+    scales = jnp.asarray(rng.uniform(0.01, 0.02, (2, 2)), jnp.float32) if before.dtype.itemsize == 1 else None
+    keys, values = jnp.asarray(rng.standard_normal((2, LONGEST, 2, head_dim)), jnp.float32)
+    write = Interpreted(write_kv_on_tpu)
+    for slots in SLOTS.values():
+        padded = jnp.asarray(slots + [0] * (LONGEST - len(slots)), jnp.int32)
+        expected = write_kv(before, keys, values, padded, scales)
+        found, raced = write.run(mode, before, keys, values, padded, scales)
+        assert not raced
+        np.testing.assert_array_equal(from_storage(found[1:]), from_storage(expected[1:]))
+        np.testing.assert_array_equal(from_storage(found[0]), from_storage(before[0]))
+
+
+def test_values_beyond_an_8_bit_type_become_its_largest() -> None:
+    pages = jnp.zeros(page_shape(2, 1, PAGE_SIZE, 64, tiled=True), jnp.int8)
+    keys = jnp.full((1, 1, 64), 1e9)
+    written = jax.jit(write_kv)(pages, keys, -keys, jnp.asarray([PAGE_SIZE]), jnp.ones((1, 2)))
+    assert set(np.unique(written[1, 0, 0, 0])) == {-128, 127}
