@@ -80,25 +80,31 @@ def test_a_draw_depends_on_nothing_but_its_request(kind: Kind) -> None:
     check()
 
 
+def random_case(rng: np.random.Generator) -> Case:
+    """One in a vocabulary of 3000, most of whose tokens each filter and penalty has a say about."""
+    logits = rng.normal(0, 1.5, 3000).astype(np.float32)
+    likeliest = np.argsort(-logits)[:40]
+    return Case(
+        logits,
+        SamplingParams(
+            temperature=float(rng.choice([0.0, 0.6, 1.0, 1.7], p=[0.1, 0.3, 0.3, 0.3])),
+            top_k=int(rng.choice([-1, 3, 20, 400])),
+            top_p=float(rng.choice([1.0, 0.95, 0.3])),
+            min_p=float(rng.choice([0.0, 0.02, 0.3])),
+            presence_penalty=float(rng.choice([0.0, 1.5])),
+            frequency_penalty=float(rng.choice([0.0, 0.5])),
+            repetition_penalty=float(rng.choice([1.0, 1.5])),
+            logit_bias={int(likeliest[5]): 3.0},
+        ),
+        seed=int(rng.integers(2**63)),
+        prompt=rng.choice(likeliest, rng.integers(1, 60)).tolist(),
+        output=rng.choice(likeliest[:20], 20).tolist(),
+    )
+
+
 def test_all_samplers_draw_the_same_tokens() -> None:
     rng = np.random.default_rng(8)
-    cases = [
-        Case(
-            rng.normal(0, 3, 3000).astype(np.float32),
-            SamplingParams(
-                temperature=float(rng.choice([0.0, 0.6, 1.0, 1.7])),
-                top_k=int(rng.choice([-1, 1, 20, 400])),
-                top_p=float(rng.choice([1.0, 0.95, 0.6])),
-                min_p=float(rng.choice([0.0, 0.0, 0.02])),
-                presence_penalty=float(rng.choice([0.0, 1.5])),
-                logit_bias={int(rng.integers(3000)): 9.0},
-            ),
-            seed=int(rng.integers(2**63)),
-            prompt=rng.integers(0, 3000, rng.integers(1, 90)).tolist(),
-            output=rng.integers(0, 3000, 20).tolist(),
-        )
-        for _ in range(4 * ROWS)
-    ]
+    cases = [random_case(rng) for _ in range(5 * ROWS)]
     batches = [cases[start : start + ROWS] for start in range(0, len(cases), ROWS)]
     wanted, *others = ([token for batch in batches for token in kind.draw(batch)] for kind in SAMPLERS.values())
     assert all(tokens == wanted for tokens in others)
