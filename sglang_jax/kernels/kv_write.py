@@ -13,6 +13,7 @@ and whatever fills pages (this, a copy, a transfer) needs nothing of attention.
 from __future__ import annotations
 
 import functools
+from itertools import product
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from sglang_jax.kernels.kv_storage import rows_of_pages
+from sglang_jax.kernels.kv_storage import LANES, rows_of_pages
 
 Ref = Any
 """A Pallas reference to memory; its type is not public."""
@@ -71,7 +72,7 @@ def write_kv_tiles(kv_pages: jax.Array, rows: jax.Array, write_slots: jax.Array,
         ],
         out_specs=pl.BlockSpec(memory_space=pl.ANY),
         scratch_shapes=[
-            pltpu.VMEM((kv_heads, parts, width + 2 * _LONGEST_TILE, lanes), jnp.float32),
+            pltpu.VMEM((kv_heads, parts, lanes // LANES, width + 2 * _LONGEST_TILE, LANES), jnp.float32),
             pltpu.VMEM((width, kv_heads, parts, tile, lanes), kv_pages.dtype),
             pltpu.SMEM((3, width), jnp.int32),
             pltpu.SemaphoreType.DMA,
@@ -89,7 +90,7 @@ def _kernel(
     rows: Ref,  # VMEM [kv_heads, parts, tokens, lanes]
     _: Ref,
     kv_pages: Ref,  # HBM [num_pages, kv_heads, parts, page_size, lanes]
-    wide_rows: Ref,  # VMEM float32 [kv_heads, parts, tokens + 2 * _LONGEST_TILE, lanes]
+    wide_rows: Ref,  # VMEM float32 [kv_heads, parts, lanes / 128, tokens + 2 * _LONGEST_TILE, 128]
     tiles: Ref,  # VMEM [tokens, kv_heads, parts, tile, lanes]
     runs: Ref,  # SMEM [3, tokens]
     read: Ref,
@@ -99,10 +100,12 @@ def _kernel(
 ) -> None:
     kv_heads, parts, width, lanes = rows.shape
     page_size = kv_pages.shape[3]
-    for head in range(kv_heads):
-        for part in range(parts):
-            # Rows of 32 bits can be loaded from any row on, which those of 16 cannot.
-            wide_rows[head, part, pl.ds(_LONGEST_TILE, width)] = rows[head, part].astype(jnp.float32)
+    columns = [slice(first, first + LANES) for first in range(0, lanes, LANES)]
+    for head, part in product(range(kv_heads), range(parts)):
+        for column, mine in enumerate(columns):
+            # Rows of 128 lanes of 32 bits can be loaded from any row on; others cannot.
+            narrow = rows[head, part, :, mine]
+            wide_rows[head, part, column, pl.ds(_LONGEST_TILE, width)] = narrow.astype(jnp.float32)
 
     def run_length(first: jax.Array) -> jax.Array:
         """How many tokens from `first` on go into one tile."""
@@ -148,12 +151,13 @@ def _kernel(
     def _(run: jax.Array) -> None:
         first, count = runs[0, run], runs[1, run]
         offset = slots[0, first] % tile
-        place = jax.lax.broadcasted_iota(jnp.int32, (tile, lanes), 0)
+        place = jax.lax.broadcasted_iota(jnp.int32, (tile, LANES), 0)
         new = (place >= offset) & (place < offset + count)
-        for head in range(kv_heads):
-            for part in range(parts):
-                fresh = wide_rows[head, part, pl.ds(_LONGEST_TILE + first - offset, tile)].astype(tiles.dtype)
-                tiles[run, head, part] = jnp.where(new, fresh, tiles[run, head, part])
+        for head, part in product(range(kv_heads), range(parts)):
+            for column, mine in enumerate(columns):
+                fresh = wide_rows[head, part, column, pl.ds(_LONGEST_TILE + first - offset, tile)]
+                old = tiles[run, head, part, :, mine]
+                tiles[run, head, part, :, mine] = jnp.where(new, fresh.astype(tiles.dtype), old)
         pltpu.make_async_copy(tiles.at[run], tile_of(run), written).start()
 
     @pl.loop(0, num_runs)

@@ -30,7 +30,7 @@ LONGEST = max(len(slots) for slots in SLOTS.values())
 
 FORMS = {
     "float32": ("float32", 64),
-    "bfloat16": ("bfloat16", 128),
+    "bfloat16": ("bfloat16", 256),
     "int8": ("int8", 80),
     "float8": ("float8_e4m3fn", 64),
 }

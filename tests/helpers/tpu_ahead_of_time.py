@@ -1,0 +1,155 @@
+"""Compiles the attention and write kernels for real TPUs, with libtpu's compiler and no TPU, in a process of its own.
+
+libtpu reads its environment once, when it is loaded, and keeps what it loaded: the tests' own process is left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+TOPOLOGIES = {"v5e": "v5e:1x1", "v6e": "v6e:1x1", "tpu7x": "tpu7x:2x2x1"}
+
+_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Attention over pages of this form, for a decode step (as many tokens as rows) or a mixed one, after a write.
+
+    `blocks` are pages of each block of keys and queries of each program, in place of the chosen ones.
+    """
+
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    page_size: int = 64
+    storage: str = "bfloat16"
+    tokens: int = 64
+    rows: int = 64
+    columns: int = 512
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    scales: bool = False
+    blocks: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the compiler said: an error or nothing, bytes that it updates in place, and bytes of temporary memory."""
+
+    error: str | None
+    in_place: int = 0
+    temporary: int = 0
+
+
+def compile_kernels(chip: str, kernels: list[Kernel]) -> list[Outcome]:
+    """One outcome for each kernel."""
+    request = json.dumps([asdict(kernel) for kernel in kernels])
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(root), str(root / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, __file__, TOPOLOGIES[chip]],
+        input=request.encode(),
+        stdout=subprocess.PIPE,
+        env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": path},
+        check=True,
+    )
+    return [Outcome(**outcome) for outcome in json.loads(done.stdout.decode().splitlines()[-1])]
+
+
+def _compile(topology_name: str, kernels: list[Kernel]) -> list[Outcome]:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from sglang_jax.kernels.kv_storage import page_shape
+    from sglang_jax.kernels.ragged_paged_attention import (
+        AttentionImplementation,
+        AttentionOptions,
+        ragged_paged_attention,
+        write_kv,
+    )
+    from sglang_jax.kernels.ragged_paged_attention.pallas import blocks
+    from sglang_jax.layers.batch import ForwardBatch
+
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=topology_name)
+    mesh = Mesh(np.array(topology.devices[:1]), ("x",))
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def array(shape: tuple[int, ...], dtype: str = "int32") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=whole)
+
+    def step(
+        kv_pages: jax.Array,
+        queries: jax.Array,
+        keys: jax.Array,
+        values: jax.Array,
+        batch: ForwardBatch,
+        options: AttentionOptions,
+    ) -> tuple[jax.Array, jax.Array]:
+        pallas = AttentionImplementation.PALLAS
+        kv_pages = write_kv(pallas, kv_pages, keys, values, batch.write_slots, options=options)
+        return ragged_paged_attention(pallas, queries, kv_pages, batch, scale=0.1, options=options), kv_pages
+
+    def one(kernel: Kernel) -> Outcome:
+        tokens, rows = array((kernel.tokens,)), array((kernel.rows,))
+        batch = ForwardBatch(
+            tokens=tokens,
+            positions=tokens,
+            write_slots=tokens,
+            page_table=array((kernel.rows, kernel.columns)),
+            kv_lens=rows,
+            query_starts=array((kernel.rows + 1,)),
+            num_decode=array(()),
+        )
+        options = AttentionOptions(
+            window=kernel.window,
+            soft_cap=kernel.soft_cap,
+            sinks=array((kernel.heads,), "float32") if kernel.sinks else None,
+            kv_scales=array((kernel.kv_heads, 2), "float32") if kernel.scales else None,
+        )
+        activations = "float32" if kernel.storage == "float32" else "bfloat16"
+        fresh = array((kernel.tokens, kernel.kv_heads, kernel.head_dim), activations)
+        shape = page_shape(256, kernel.kv_heads, kernel.page_size, kernel.head_dim, tiled=True)
+        queries = array((kernel.tokens, kernel.heads, kernel.head_dim), activations)
+        if kernel.blocks is not None:
+            key = blocks.Shape(
+                blocks.current_chip(),
+                kernel.heads,
+                kernel.kv_heads,
+                shape[2],
+                shape[4],
+                kernel.page_size,
+                kernel.storage,
+            )
+            blocks.PREFILL_BLOCKS[key] = blocks.PrefillBlocks(*kernel.blocks)
+        try:
+            lowered = jax.jit(step, donate_argnums=0).lower(
+                array(shape, kernel.storage), queries, fresh, fresh, batch, options
+            )
+            memory = lowered.compile().memory_analysis()
+        except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+            return Outcome(str(error))
+        return Outcome(None, memory.alias_size_in_bytes, memory.temp_size_in_bytes)
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return [one(kernel) for kernel in kernels]
+
+
+if __name__ == "__main__":
+    found = _compile(sys.argv[1], [Kernel(**fields) for fields in json.load(sys.stdin)])
+    print(json.dumps([asdict(outcome) for outcome in found]))

@@ -1,0 +1,60 @@
+"""The TPU kernels compiled for real TPUs by libtpu's compiler: every form, in place, within the chip's memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from helpers.tpu_ahead_of_time import TOPOLOGIES, Kernel, compile_kernels
+
+LLAMA_8B = Kernel()
+QWEN3_32B = Kernel(heads=64, page_size=128)
+
+KERNELS = [
+    LLAMA_8B,
+    replace(LLAMA_8B, tokens=512, rows=16),
+    replace(QWEN3_32B, tokens=512, rows=16),
+    Kernel(heads=4, kv_heads=1, tokens=256, rows=256, columns=2048),
+    Kernel(heads=9, kv_heads=3, head_dim=64, page_size=16, tokens=64, rows=8),
+    Kernel(heads=32, storage="int8", scales=True, page_size=32, window=1000, tokens=256, rows=8),
+]
+
+MORE = [
+    QWEN3_32B,
+    Kernel(heads=1, kv_heads=1, tokens=1, rows=1),
+    Kernel(heads=28, kv_heads=4, tokens=256, rows=8),
+    Kernel(heads=3, kv_heads=1, head_dim=80, page_size=256, tokens=64, rows=8, columns=8),
+    Kernel(heads=6, kv_heads=2, head_dim=96, storage="float32", tokens=64, rows=8),
+    Kernel(heads=8, kv_heads=1, head_dim=256, soft_cap=50.0, window=4096, tokens=256, rows=8),
+    Kernel(heads=64, head_dim=64, window=128, sinks=True, tokens=256, rows=8),
+    Kernel(storage="float8_e4m3fn", scales=True, tokens=256, rows=8),
+    Kernel(storage="float8_e5m2", scales=True, page_size=16),
+]
+
+
+def check(chip: str, kernels: list[Kernel]) -> None:
+    for kernel, outcome in zip(kernels, compile_kernels(chip, kernels), strict=True):
+        assert outcome.error is None, (kernel, outcome.error)
+        parts_and_lanes = 128 if 2 * kernel.head_dim <= 128 else 2 * -(-kernel.head_dim // 128) * 128
+        itemsize = {"float32": 4, "bfloat16": 2}.get(kernel.storage, 1)
+        pages = 256 * kernel.kv_heads * kernel.page_size * parts_and_lanes * itemsize
+        assert outcome.in_place == pages, kernel
+        assert outcome.temporary < pages, kernel
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", TOPOLOGIES)
+def test_kernels_compile(chip: str) -> None:
+    check(chip, KERNELS)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("chip", TOPOLOGIES)
+def test_more_kernels_compile(chip: str) -> None:
+    check(chip, MORE)
+
+
+def test_blocks_that_do_not_fit_are_refused() -> None:
+    (outcome,) = compile_kernels("v6e", [Kernel(tokens=8192, rows=8, blocks=(4096, 64))])
+    assert outcome.error is not None
+    assert "vmem" in outcome.error
