@@ -58,11 +58,12 @@ class EvictionPolicy(StrEnum):
 
 
 class AttentionBackend(StrEnum):
-    """`XLA` is the JAX backend's; `NATIVE` (torch operations) and `TRITON` are the torch backend's."""
+    """`XLA` and `PALLAS` (TPU) are the JAX backend's; `NATIVE` (torch operations) and `TRITON` the torch backend's."""
 
     AUTO = "auto"
     REFERENCE = "reference"
     XLA = "xla"
+    PALLAS = "pallas"
     NATIVE = "native"
     TRITON = "triton"
 

@@ -30,9 +30,9 @@ from sglang_jax.jax_runner.parallel import TensorParallel
 from sglang_jax.jax_runner.programs import Executable, Programs
 from sglang_jax.jax_runner.runner import empty_rows
 from sglang_jax.jax_runner.step import DeviceState, KVCaches
-from sglang_jax.layers.sharding import make_mesh, named_sharding
+from sglang_jax.layers.sharding import KV_AXES, make_mesh, named_sharding
 from sglang_jax.models import build_model, kv_cache_spec
-from sglang_jax.models.kv_cache import KV_AXES, KVCacheSpec
+from sglang_jax.models.kv_cache import KVCacheSpec
 from sglang_jax.runner.sizing import choose_sizes
 from tpu.figures import Deployment, Message, ProgramFailure, ProgramFigures, Request, Selection
 from tpu.hlo import find_collectives, find_kernels
@@ -55,7 +55,7 @@ def compile_all(request: Request, dumps: Path, send: Callable[[Message], None]) 
     by_name = {str(bucket): bucket for bucket in buckets}
     builders = programs.builders()
     for name in deployment.programs:
-        send(_compile(name, by_name.get(name), builders[name], mesh, dumps))
+        send(_compile(name, by_name.get(name), builders[name], dumps))
 
 
 def _devices(topology: Topology, count: int) -> list[jax.Device]:
@@ -72,7 +72,7 @@ def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Pro
     options, topology = request.options, request.topology
     parallel = TensorParallel.of(request.model, options.tp_size)
     dtype = jnp.dtype(jnp.bfloat16 if options.dtype is Dtype.AUTO else options.dtype.value)
-    attention = choose_attention(options)
+    attention = choose_attention(options, _PLATFORM)
     model = build_model(parallel.config, dtype=dtype, attention=attention, platform=_PLATFORM)
     # libtpu as a compiler alone has the cores of a v4 chip apart, each with half of the memory.
     hbm = topology.chip.hbm * topology.devices // devices
@@ -135,13 +135,11 @@ def _selected(names: list[str], buckets: Buckets, selection: Selection) -> list[
 
 
 def _compile(
-    name: str, bucket: Bucket | None, build: Callable[[], Executable], mesh: Mesh, dumps: Path
+    name: str, bucket: Bucket | None, build: Callable[[], Executable], dumps: Path
 ) -> ProgramFigures | ProgramFailure:
     start = time.monotonic()
     try:
-        # Kernels ask for the chip that they are compiled for.
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            program: Any = build()
+        program: Any = build()
     except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
         return ProgramFailure(name, time.monotonic() - start, _first_line(error))
     seconds = time.monotonic() - start

@@ -40,8 +40,8 @@ from sglang_jax.runner.sizing import Memory, Sizes, choose_sizes
 logger = logging.getLogger(__name__)
 
 _ATTENTION = {
-    AttentionBackend.AUTO: AttentionImplementation.XLA,
     AttentionBackend.XLA: AttentionImplementation.XLA,
+    AttentionBackend.PALLAS: AttentionImplementation.PALLAS,
     AttentionBackend.REFERENCE: AttentionImplementation.REFERENCE,
 }
 
@@ -58,7 +58,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     device = devices[0]
     dtype = select_dtype(config.dtype, device)
     mesh = make_mesh(devices)
-    attention = choose_attention(config)
+    attention = choose_attention(config, device.platform)
     model = build_model(parallel.config, dtype=dtype, attention=attention, platform=device.platform)
     sizes = _sizes(config, parallel, model, devices, dtype)
     _load(model, checkpoint, parallel, mesh)
@@ -75,19 +75,25 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     return JaxRunner(functions, weights, kv, runner_spec(sizes, config.page_size, parallel), details, mesh)
 
 
-def choose_attention(config: EngineConfig) -> AttentionImplementation:
-    """The implementation that the options ask for.
+def choose_attention(config: EngineConfig, platform: str) -> AttentionImplementation:
+    """The implementation that the options ask for; `auto` is the kernels for TPU there, and XLA's operations elsewhere.
 
     **Raises:** `ConfigError` for one, or for another option, that this backend does not have.
     """
-    if config.attention_backend not in _ATTENTION:
+    on_tpu = platform == "tpu"
+    backend = config.attention_backend
+    if backend is AttentionBackend.AUTO:
+        backend = AttentionBackend.PALLAS if on_tpu else AttentionBackend.XLA
+    if backend not in _ATTENTION:
         raise ConfigError(
-            f"attention_backend {config.attention_backend.value} is the torch backend's: the JAX backend has "
-            f"{', '.join(backend.value for backend in _ATTENTION)}"
+            f"attention_backend {backend.value} is the torch backend's: the JAX backend has auto, "
+            f"{', '.join(known.value for known in _ATTENTION)}"
         )
+    if backend is AttentionBackend.PALLAS and not on_tpu:
+        raise ConfigError(f"attention_backend pallas is for TPU, and the device is a {platform}: choose auto")
     if config.kv_cache_dtype is not KVCacheDtype.AUTO:
         raise ConfigError(f"kv_cache_dtype {config.kv_cache_dtype.value} is the torch backend's: choose auto")
-    return _ATTENTION[config.attention_backend]
+    return _ATTENTION[backend]
 
 
 def split_model(model: Transformer) -> tuple[ModelFunctions, Weights]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -123,7 +124,9 @@ class Programs:
             # Outputs are whole on every device, so that every host can read them.
             out_shardings=(self._placement, None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())),
         )
-        return step.lower(self._weights, self._state_shapes, _integers(layout.size)).compile()
+        # Kernels ask for the mesh, to run on each device by itself, and for the chip that it is of.
+        with nullcontext() if self._mesh is None else jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
+            return step.lower(self._weights, self._state_shapes, _integers(layout.size)).compile()
 
     def _build_row_updates(self, size: int) -> Executable:
         update = jax.jit(apply_row_updates, donate_argnums=0, out_shardings=self._placement.sampling)

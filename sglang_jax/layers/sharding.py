@@ -19,6 +19,7 @@ MESH_AXES = ("data", "tensor", "expert")
 class Axis(StrEnum):
     """What an axis of a weight or a cache runs over."""
 
+    TOKENS = "tokens"
     HIDDEN = "hidden"
     VOCABULARY = "vocabulary"
     HEADS = "heads"
@@ -33,6 +34,7 @@ class Axis(StrEnum):
 
 
 MESH_AXIS: dict[Axis, str | None] = {
+    Axis.TOKENS: None,
     Axis.HIDDEN: None,
     Axis.VOCABULARY: "tensor",
     Axis.HEADS: "tensor",
@@ -47,6 +49,9 @@ MESH_AXIS: dict[Axis, str | None] = {
 }
 """Tensor parallelism after Megatron-LM (Shoeybi et al. 2019): each device computes whole heads and a part of the
 feed-forward layer; one sum over devices follows each of the two."""
+
+KV_AXES = (Axis.PAGES, Axis.KV_HEADS, Axis.KEY_OR_VALUE, Axis.PAGE_OFFSET, Axis.HEAD_DIM)
+"""Of a layer's KV pages: see `kernels.kv_storage`."""
 
 
 def partition_spec(axes: Sequence[Axis]) -> PartitionSpec:

@@ -12,12 +12,10 @@ from jax.sharding import Mesh
 from sglang_jax.checkpoint.model_config import ModelConfig
 from sglang_jax.kernels.kv_storage import page_shape
 from sglang_jax.layers.platform import PlatformForm
-from sglang_jax.layers.sharding import Axis, named_sharding
+from sglang_jax.layers.sharding import KV_AXES, named_sharding
 
 KVCaches = tuple[jax.Array, ...]
 """Pages of each layer, as `kernels.kv_storage` lays them out."""
-
-KV_AXES = (Axis.PAGES, Axis.KV_HEADS, Axis.KEY_OR_VALUE, Axis.PAGE_OFFSET, Axis.HEAD_DIM)
 
 
 @dataclass(frozen=True, slots=True)
