@@ -110,6 +110,7 @@ def make_step(
     """
     bucket = layout.bucket
     to_logits = _logits_by_rows(model, mesh)
+    whole = _on_every_device(mesh)
 
     def step(weights: Weights, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, StepOutputs]:
         inputs = layout.unpack(packed)
@@ -119,13 +120,15 @@ def make_step(
         last_hidden = hidden if bucket.decode_only else hidden[jnp.maximum(inputs.query_starts[1:] - 1, 0)]
         logits = to_logits(weights, last_hidden)
         samples = inputs.samples > 0
-        tokens = sample(logits, state.sampling, inputs.rows, inputs.kv_lens, samples)
+        tokens = whole(sample(logits, state.sampling, inputs.rows, inputs.kv_lens, samples))
         drawn = samples & (tokens != INVALID_TOKEN)
         new_state = DeviceState(
             kv=kv,
             page_table=page_table,
             last_tokens=_remember(state.last_tokens, inputs.rows, tokens, samples),
-            sampling=state.sampling.count(inputs.rows, tokens, drawn & state.sampling.penalised[inputs.rows]),
+            sampling=state.sampling.count(
+                whole(inputs.rows), tokens, whole(drawn & state.sampling.penalised[inputs.rows])
+            ),
         )
         return new_state, StepOutputs(
             tokens=tokens,
@@ -153,8 +156,23 @@ def _logits_by_rows(model: ModelFunctions, mesh: Mesh | None) -> Callable[[Weigh
     """
     if mesh is None or mesh.shape["tensor"] == 1:
         return model.logits
+    by_vocabulary = NamedSharding(mesh, PartitionSpec(None, "tensor"))
     by_rows = NamedSharding(mesh, PartitionSpec("tensor", None))
-    return lambda weights, hidden: jax.lax.with_sharding_constraint(model.logits(weights, hidden), by_rows)
+
+    def logits(weights: Weights, hidden: jax.Array) -> jax.Array:
+        # Without the first constraint the compiler gathers the whole head at every step instead.
+        spread = jax.lax.with_sharding_constraint(model.logits(weights, hidden), by_vocabulary)
+        return jax.lax.with_sharding_constraint(spread, by_rows)
+
+    return logits
+
+
+def _on_every_device(mesh: Mesh | None) -> Callable[[jax.Array], jax.Array]:
+    """Gives every device all of a small array, so that what follows from it is not summed over devices."""
+    if mesh is None:
+        return lambda values: values
+    sharding = NamedSharding(mesh, PartitionSpec())
+    return lambda values: jax.lax.with_sharding_constraint(values, sharding)
 
 
 def _remember(last_tokens: jax.Array, rows: jax.Array, tokens: jax.Array, samples: jax.Array) -> jax.Array:
