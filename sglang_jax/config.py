@@ -98,6 +98,21 @@ class Environment(BaseSettings):
     debug_memory: bool = False
 
 
+class TpuEnvironment(BaseSettings):
+    """What a TPU VM, or GKE in a container on one, says of its slice; `tpu.launch` alone looks at it.
+
+    - `TPU_ACCELERATOR_TYPE`: `v6e-8`; `TPU_TOPOLOGY`: `2x4`.
+    - `TPU_WORKER_ID`: which of the slice's hosts this is; `TPU_WORKER_HOSTNAMES`: all of them, with commas.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="TPU_")
+
+    accelerator_type: str | None = None
+    topology: str | None = None
+    worker_id: int = 0
+    worker_hostnames: str = ""
+
+
 PositiveInt = Annotated[int, Field(ge=1)]
 
 

@@ -2,5 +2,87 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from sglang_jax.checkpoint.model_config import ModelConfig
+from sglang_jax.errors import ConfigError
+from sglang_jax.jax_runner.parallel import TensorParallel
+from tpu.machine import Machine
+from tpu.roofline import matrix_weights_per_layer
+from tpu.topologies import GIB, Chip
+
 PAGE_SIZE = 64
 """Tokens of a KV page: whole tiles of every storage type, and few enough copies for a block of keys."""
+
+MEETING_PORT = 8482
+"""Where the hosts of a slice meet, on host 0: JAX's own default."""
+
+_BYTES_PER_WEIGHT = 2
+_SMALL_HBM = 20 * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Options of the server, and why they are these."""
+
+    tp: int
+    page_size: int
+    mem_fraction_static: float
+    reasons: tuple[str, ...]
+
+
+def choose(machine: Machine, model: ModelConfig, *, tp: int | None = None) -> Choices:
+    """Options for a model on a slice; `tp` where it was asked for.
+
+    **Raises:** `ConfigError` if the model cannot be spread over the slice, or its weights do not fit.
+    """
+    topology = machine.topology
+    fraction = memory_fraction(topology.chip)
+    chosen = tp or _largest_tp(model, topology.devices)
+    if len(machine.hosts) > 1 and chosen != topology.devices:
+        raise ConfigError(
+            f"{topology} has {len(machine.hosts)} hosts and {topology.devices} devices, which all must take part, and "
+            f"the model can be spread over {chosen}: choose a smaller slice"
+        )
+    weights = weight_bytes(model) // chosen
+    usable = int(topology.chip.hbm * fraction)
+    if weights >= usable:
+        raise ConfigError(
+            f"{weights / GIB:.1f} GiB of weights on each of {chosen} devices do not fit in {usable / GIB:.1f} GiB of "
+            f"{topology}: choose a larger slice"
+        )
+    return Choices(
+        tp=chosen,
+        page_size=PAGE_SIZE,
+        mem_fraction_static=fraction,
+        reasons=(
+            f"tp {chosen}: "
+            + ("as asked for" if tp else f"the most of {topology.devices} devices that the model can be spread over"),
+            f"page size {PAGE_SIZE}: whole tiles of memory",
+            f"mem-fraction-static {fraction:g}: {weights / GIB:.1f} GiB of weights and up to "
+            f"{(usable - weights) / GIB:.1f} GiB of KV pages on each device of {topology.chip.hbm / GIB:.1f} GiB",
+        ),
+    )
+
+
+def memory_fraction(chip: Chip) -> float:
+    """Share of HBM for weights and KV. What a step takes beside them depends little on the size of the memory."""
+    return 0.85 if chip.hbm < _SMALL_HBM else 0.9
+
+
+def weight_bytes(model: ModelConfig) -> int:
+    """Bytes of the matrices in bfloat16; norms and biases are too few to count."""
+    tables = (1 if model.tie_word_embeddings else 2) * model.vocab_size * model.hidden_size
+    return _BYTES_PER_WEIGHT * (model.num_layers * matrix_weights_per_layer(model) + tables)
+
+
+def _largest_tp(model: ModelConfig, devices: int) -> int:
+    return next(size for size in range(devices, 0, -1) if _divides(model, size))
+
+
+def _divides(model: ModelConfig, size: int) -> bool:
+    try:
+        TensorParallel.of(model, size)
+    except ConfigError:
+        return False
+    return True

@@ -1,0 +1,109 @@
+"""Which TPU this machine has: chips on the PCI bus, and what Google Cloud says of the slice that they belong to."""
+
+from __future__ import annotations
+
+import math
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_jax.config import TpuEnvironment
+from sglang_jax.errors import ConfigError
+from tpu.topologies import CHIPS, Chip, Topology, parse_topology
+
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+
+_METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
+_METADATA_SECONDS = 2.0
+_GOOGLE = "0x1ae0"
+
+Metadata = Callable[[str], str | None]
+"""The value of an attribute of this VM; None if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A host of a slice.
+
+    - `hosts`: addresses of all hosts of the slice, by their numbers; empty if there is one.
+    - `worker`: the number of this one.
+    """
+
+    topology: Topology
+    worker: int
+    hosts: tuple[str, ...]
+
+
+def detect_machine(
+    environment: TpuEnvironment, metadata: Metadata | None = None, pci_devices: Path = PCI_DEVICES
+) -> Machine:
+    """Looks at the machine. The environment (GKE sets it) wins over the metadata server (TPU VMs ask it).
+
+    **Raises:** `ConfigError` if there is no TPU, or of a kind that is not known here.
+    """
+    found = metadata or read_metadata
+    chip, count = _chips(pci_devices)
+    hosts = _hosts(environment.worker_hostnames or found("worker-network-endpoints") or "")
+    if len(hosts) < 2:
+        return Machine(_own_slice(chip, count), 0, ())
+    worker = environment.worker_id if environment.worker_hostnames else int(found("agent-worker-number") or 0)
+    return Machine(_whole_slice(environment, found, chip, count * len(hosts)), worker, hosts)
+
+
+def read_metadata(attribute: str) -> str | None:
+    """Asks the metadata server of Google Cloud; None where there is no such server or attribute."""
+    request = urllib.request.Request(_METADATA + attribute, headers={"Metadata-Flavor": "Google"})
+    try:
+        with urllib.request.urlopen(request, timeout=_METADATA_SECONDS) as answer:
+            return str(answer.read().decode()).strip()
+    except (urllib.error.URLError, TimeoutError):
+        return None
+
+
+def _chips(pci_devices: Path) -> tuple[Chip, int]:
+    devices = [device for device in pci_devices.iterdir() if _read(device / "vendor") == _GOOGLE]
+    by_id = {chip.pci_id: chip for chip in CHIPS.values()}
+    chips = [by_id[number] for device in devices if (number := _read(device / "device")) in by_id]
+    if not chips:
+        raise ConfigError(
+            "this machine has no TPU chip on its PCI bus: run tpu.launch on a TPU VM, in a container on one with "
+            "--privileged, or start the server by hand with python -m sglang_jax.launch_server"
+        )
+    return chips[0], len(chips)
+
+
+def _read(file: Path) -> str:
+    return file.read_text().strip() if file.is_file() else ""
+
+
+def _hosts(listed: str) -> tuple[str, ...]:
+    """Names, or `name:number:address` as older VMs have it."""
+    return tuple(host.split(":")[-1].strip() for host in listed.split(",") if host.strip())
+
+
+def _own_slice(chip: Chip, count: int) -> Topology:
+    """The chips of one host: of those shapes that a host can have, or a row."""
+    for shape in chip.one_host:
+        if math.prod(shape) == count:
+            return Topology(chip, shape)
+    return Topology(chip, (1, count) if chip.dimensions == 2 else (1, count, 1))
+
+
+def _whole_slice(environment: TpuEnvironment, metadata: Metadata, chip: Chip, count: int) -> Topology:
+    """The slice of several hosts, which have `count` chips together.
+
+    **Raises:** `ConfigError` if that is not what its name says.
+    """
+    name = f"{chip.generation}:{environment.topology}" if environment.topology else None
+    name = name or environment.accelerator_type or metadata("accelerator-type")
+    if name is None:
+        raise ConfigError(f"several hosts with {count} chips, but neither TPU_TOPOLOGY nor metadata says which slice")
+    topology = parse_topology(name)
+    if topology.chips != count or topology.chip is not chip:
+        raise ConfigError(
+            f"the slice is said to be {name}, with {topology.chips} {topology.chip.generation} chips; its hosts have "
+            f"{count} {chip.generation} chips"
+        )
+    return topology
