@@ -15,7 +15,7 @@ from sglang_jax.checkpoint.opening import open_checkpoint
 from sglang_jax.cli.main import run
 from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig, LoadFormat
 from sglang_jax.errors import ConfigError
-from tpu.choices import PAGE_SIZE
+from tpu.choices import PAGE_SIZE, memory_fraction
 from tpu.figures import Deployment, ProgramFailure, ProgramFigures, Refusal, Request, Selection
 from tpu.report import Report, heading, render
 from tpu.shapes import SHAPES, load_shape
@@ -42,7 +42,7 @@ DOES_NOT_FIT = 1
 @click.option(
     "--dtype", default="auto", show_default=True, type=click.Choice(["auto", "bfloat16", "float32"]), help="of weights"
 )
-@click.option("--mem-fraction-static", type=float, help="share of HBM for weights and KV  [default: 0.85]")
+@click.option("--mem-fraction-static", type=float, help="share of HBM for weights and KV; default: by chip")
 @click.option(
     "--attention-backend",
     default=AttentionBackend.AUTO.value,
@@ -68,9 +68,10 @@ def check(
     if everything and quick:
         raise click.UsageError("--all and --quick exclude each other")
     slice_ = parse_topology(topology)
+    given = {name: value for name, value in given.items() if value is not None}
     request = Request(
         model=_model_config(model),
-        options=_options(model, tp, given),
+        options=_options(model, tp, {"mem_fraction_static": memory_fraction(slice_.chip), **given}),
         topology=slice_,
         selection=Selection.ALL if everything else Selection.QUICK if quick else Selection.ENDS,
     )
@@ -104,8 +105,7 @@ def _model_config(model: str) -> ModelConfig:
     return load_shape(model) if model in SHAPES else open_checkpoint(model, LoadFormat.DUMMY).config
 
 
-def _options(model: str, tp: int, given: dict[str, object]) -> EngineConfig:
-    set_ = {name: value for name, value in given.items() if value is not None}
+def _options(model: str, tp: int, set_: dict[str, object]) -> EngineConfig:
     try:
         return EngineConfig(
             **{
@@ -113,7 +113,7 @@ def _options(model: str, tp: int, given: dict[str, object]) -> EngineConfig:
                 "model_path": model,
                 "tp_size": tp,
                 "device": Device.TPU,
-                "dtype": Dtype(str(given["dtype"])),
+                "dtype": Dtype(str(set_["dtype"])),
             }
         )
     except ValidationError as error:

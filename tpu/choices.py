@@ -77,7 +77,8 @@ def weight_bytes(model: ModelConfig) -> int:
 
 
 def _largest_tp(model: ModelConfig, devices: int) -> int:
-    return next(size for size in range(devices, 0, -1) if _divides(model, size))
+    """Of those that leave whole replicas' worth of devices."""
+    return next(size for size in range(devices, 0, -1) if devices % size == 0 and _divides(model, size))
 
 
 def _divides(model: ModelConfig, size: int) -> bool:

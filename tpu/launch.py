@@ -1,4 +1,4 @@
-"""`python -m tpu.launch`: the server on a TPU VM with options that suit it; on every host of a slice the same command."""
+"""`python -m tpu.launch`: the server on a TPU VM with options to suit; the same command on every host of a slice."""
 
 from __future__ import annotations
 

@@ -1,0 +1,67 @@
+"""FLOPs and bytes of a step against numbers found another way."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.small_configs import small_config
+
+from tpu.roofline import Bound, Device, Work, roofline, step_flops
+from tpu.shapes import SHAPES, load_shape
+
+V6E = Device(flops=918e12, hbm_bandwidth=1638e9, ici_bandwidth=400e9)
+LLAMA = load_shape("llama-3.1-8b")
+LLAMA_WEIGHTS = 16_060_522_496  # bytes of the released checkpoint, in bfloat16
+LLAMA_TABLE = 128256 * 4096 * 2
+LLAMA_KV = 32 * 2 * 8 * 128 * 2
+
+
+def test_a_prompt_token_costs_two_flops_for_each_weight() -> None:
+    without_attention = step_flops(LLAMA, Work(tokens=1, rows=1, keys_seen=0, keys_read=0))
+    assert without_attention == pytest.approx(LLAMA_WEIGHTS - LLAMA_TABLE, rel=1e-4)
+
+
+def test_attention_of_a_small_model_by_hand() -> None:
+    config = small_config()
+    both = step_flops(config, Work(3, 1, 6, 3)) - step_flops(config, Work(3, 1, 0, 3))
+    # Two layers, six pairs of query and key, 4 heads of 16: a product of 16 for the score, another for the value.
+    assert both == 2 * 6 * 4 * (2 * 16 + 2 * 16)
+    assert Work.prefill(3) == Work(3, 1, 6, 3)
+
+
+def test_a_decode_step_waits_for_the_memory() -> None:
+    bounds = roofline(LLAMA, Work.decode(64, 1000), V6E, tp=1, weight_bytes=LLAMA_WEIGHTS, kv_bytes_per_token=LLAMA_KV)
+    logits = 2 * 4 * 64 * 128256
+    assert bounds.hbm_bytes == pytest.approx(LLAMA_WEIGHTS - LLAMA_TABLE + LLAMA_KV * 64 * 1001 + logits, rel=1e-6)
+    assert bounds.bound is Bound.MEMORY
+    assert bounds.seconds == bounds.memory == pytest.approx(bounds.hbm_bytes / 1638e9)
+
+
+def test_a_long_prompt_waits_for_the_products() -> None:
+    bounds = roofline(LLAMA, Work.prefill(4096), V6E, tp=1, weight_bytes=LLAMA_WEIGHTS, kv_bytes_per_token=LLAMA_KV)
+    assert bounds.bound is Bound.COMPUTE
+    assert bounds.exchange == 0
+
+
+def test_devices_share_the_work_and_exchange_what_the_layers_sum() -> None:
+    def bounds(tp: int):
+        return roofline(
+            LLAMA,
+            Work.decode(64, 1000),
+            V6E,
+            tp=tp,
+            weight_bytes=LLAMA_WEIGHTS // tp,
+            kv_bytes_per_token=LLAMA_KV // tp,
+        )
+
+    assert bounds(4).flops == pytest.approx(bounds(1).flops / 4)
+    assert bounds(4).hbm_bytes == pytest.approx(bounds(1).hbm_bytes / 4, rel=1e-3)
+    sums = 65 * 2 * (3 / 4) * 64 * 4096 * 2
+    assert bounds(4).exchanged_bytes == pytest.approx(sums + 4 * 64 * 128256 * 3 / 16)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("llama-3.1-8b", 8.03), ("qwen3-32b", 32.8)])
+def test_shapes_have_the_parameters_that_the_models_are_known_by(name: str, billions: float) -> None:
+    config = load_shape(name)
+    head = config.vocab_size * config.hidden_size
+    assert (step_flops(config, Work(1, 1, 0, 0)) / 2 + head) / 1e9 == pytest.approx(billions, rel=0.003)
+    assert name in SHAPES

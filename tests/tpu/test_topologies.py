@@ -1,0 +1,79 @@
+"""Names of slices: Google Cloud's accelerator types, grids, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_jax.errors import ConfigError
+from tpu.topologies import CHIPS, GIB, Generation, parse_topology
+
+# Grids, chips and hosts by the pages of each generation: docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x.
+SLICES = [
+    ("v6e-1", "v6e:1x1", 1, 1, 1),
+    ("v6e-4", "v6e:2x2", 4, 4, 1),
+    ("v6e-8", "v6e:2x4", 8, 8, 1),
+    ("v6e-16", "v6e:4x4", 16, 16, 4),
+    ("v6e-256", "v6e:16x16", 256, 256, 64),
+    ("v5litepod-16", "v5e:4x4", 16, 16, 4),
+    ("v5litepod-128", "v5e:8x16", 128, 128, 32),
+    ("tpu-v5litepod-4", "v5e:2x2", 4, 4, 1),
+    ("v5p-8", "v5p:2x2x1", 4, 4, 1),
+    ("v5p-16", "v5p:2x2x2", 8, 8, 2),
+    ("v4-32", "v4:2x2x4", 16, 16, 4),
+    ("v4-64", "v4:2x4x4", 32, 32, 8),
+    ("v4-128", "v4:4x4x4", 64, 64, 16),
+    ("v6e:2x2", "v6e:2x2", 4, 4, 1),
+    ("V5E:2x4", "v5e:2x4", 8, 8, 1),
+    ("tpu7x:2x2x1", "tpu7x:2x2x1", 4, 8, 1),
+    ("ironwood:2x2x2", "tpu7x:2x2x2", 8, 16, 2),
+]
+
+
+@pytest.mark.parametrize(("name", "libtpu", "chips", "devices", "hosts"), SLICES)
+def test_a_name_means_a_slice(name: str, libtpu: str, chips: int, devices: int, hosts: int) -> None:
+    topology = parse_topology(name)
+    assert (str(topology), topology.chips, topology.devices, topology.hosts) == (libtpu, chips, devices, hosts)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("h100:8", "is not known"),
+        ("v6e", "is not known"),
+        ("v6e:2x2x1", "has 2 dimensions, as in v6e:2x4"),
+        ("v5p:2x2", "has 3 dimensions, as in v5p:2x2x1"),
+        ("v6e:0x4", "has 2 dimensions"),
+        ("v6e-3", "power of two from 1"),
+        ("v5p-4", "counts cores, two to a chip, and N is a power of two from 8"),
+        ("tpu7x-8", "as in tpu7x:2x2x1"),
+    ],
+)
+def test_a_name_that_means_none_is_refused_with_what_would(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_topology(name)
+
+
+def test_every_generation_has_a_chip() -> None:
+    assert set(CHIPS) == set(Generation)
+    assert len({chip.pci_id for chip in CHIPS.values()}) == len(CHIPS)
+
+
+def test_chips_agree_with_what_jax_says_of_them() -> None:
+    """JAX's figures are of one core, rounded; programs may use a little less memory than a chip has."""
+    from jax._src.pallas.mosaic.tpu_info import ChipVersion, _get_tpu_info_impl
+
+    versions = {
+        Generation.V4: ChipVersion.TPU_V4,
+        Generation.V5E: ChipVersion.TPU_V5E,
+        Generation.V5P: ChipVersion.TPU_V5P,
+        Generation.V6E: ChipVersion.TPU_V6E,
+        Generation.TPU7X: ChipVersion.TPU_7X,
+    }
+    for generation, chip in CHIPS.items():
+        info = _get_tpu_info_impl(versions[generation], 1)
+        assert chip.cores == versions[generation].num_physical_tensor_cores_per_chip
+        assert chip.vmem == info.vmem_capacity_bytes
+        assert chip.bf16_flops == pytest.approx(info.bf16_ops_per_second * chip.cores, rel=0.01)
+        assert chip.hbm_bandwidth == pytest.approx(info.mem_bw_bytes_per_second * chip.cores, rel=0.13)
+        assert 0.9 * info.hbm_capacity_bytes * chip.cores < chip.hbm * chip.devices < 96 * 2 * GIB
+        assert chip.hbm * chip.devices < info.hbm_capacity_bytes * chip.cores
