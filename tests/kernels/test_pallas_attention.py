@@ -89,6 +89,13 @@ def test_empty_sequences_between_others(mode: CopyMode) -> None:
     check(decode(0, 7, 0, 0, 200), mode)
 
 
+def test_short_chunks_in_a_wide_block_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those within a part of the block are computed for it alone: in the first, over the edge, in the second."""
+    monkeypatch.setattr(blocks, "_prefill_by_costs", lambda shape: PrefillBlocks(256, 128 // shape.page_size))
+    case = replace(mixed((100, 60, 150, 5), (100, 60, 40, 5), 0), tokens=256, kv_heads=1, group=1)
+    check(case, CopyMode.EAGER)
+
+
 HEADS = {
     "multi-query": (1, 8, 96, 64),
     "three per kv head, packed": (1, 3, 64, 16),

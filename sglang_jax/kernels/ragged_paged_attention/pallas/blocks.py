@@ -88,8 +88,41 @@ class Shape:
         return self.kv_heads * self.parts * self.lanes * jax.numpy.dtype(self.storage).itemsize
 
 
-DECODE_BLOCKS: dict[Shape, DecodeBlocks] = {}
-PREFILL_BLOCKS: dict[Shape, PrefillBlocks] = {}
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """Keys per block of decode, queries per block and keys per block of prefill."""
+
+    decode_keys: int
+    queries: int
+    keys: int
+
+
+_CHOSEN = {
+    (Chip.V6E, 32, 8): _Chosen(512, 256, 512),
+    (Chip.V6E, 64, 8): _Chosen(512, 256, 512),
+    (Chip.V6E, 4, 1): _Chosen(2048, 256, 512),
+    (Chip.V6E, 8, 1): _Chosen(2048, 256, 512),
+    (Chip.TPU7X, 32, 8): _Chosen(512, 256, 512),
+    (Chip.TPU7X, 64, 8): _Chosen(512, 128, 512),
+    (Chip.TPU7X, 4, 1): _Chosen(2048, 256, 512),
+    (Chip.TPU7X, 8, 1): _Chosen(2048, 256, 512),
+}
+"""By chip, heads and kv heads: those of Llama-8B and Qwen3-32B whole and on 8 chips, bfloat16, by the schedule."""
+
+
+def _shapes_of(page_size: int) -> dict[Shape, _Chosen]:
+    return {
+        Shape(chip, heads, kv_heads, 2, 128, page_size, "bfloat16"): chosen
+        for (chip, heads, kv_heads), chosen in _CHOSEN.items()
+    }
+
+
+_BY_SHAPE = {shape: chosen for page_size in (64, 128) for shape, chosen in _shapes_of(page_size).items()}
+
+DECODE_BLOCKS = {shape: DecodeBlocks(16, chosen.decode_keys // shape.page_size) for shape, chosen in _BY_SHAPE.items()}
+PREFILL_BLOCKS = {
+    shape: PrefillBlocks(chosen.queries, chosen.keys // shape.page_size) for shape, chosen in _BY_SHAPE.items()
+}
 
 
 def decode_blocks(shape: Shape, rows: int, columns: int) -> DecodeBlocks:
@@ -113,10 +146,10 @@ def _no_wider(pages: int, page_size: int, columns: int) -> int:
 
 @cache
 def _decode_by_costs(shape: Shape) -> DecodeBlocks:
-    """As many keys as leave their scores in 16 registers, within an eighth of the memory per buffer."""
+    """Keys whose scores take 16 registers, but 512 to 2048, within an eighth of the memory per buffer."""
     _warn(shape, "decode")
     sublanes = -(-shape.heads // 8)
-    keys = min(16 // sublanes * 128, VMEM_LIMITS[shape.chip] // 8 // shape.bytes_per_key)
+    keys = min(max(16 // sublanes * 128, 512), 2048, VMEM_LIMITS[shape.chip] // 8 // shape.bytes_per_key)
     return DecodeBlocks(rows=16, pages=_pages(keys, shape.page_size))
 
 

@@ -20,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from sglang_jax.kernels.ragged_paged_attention.options import AttentionOptions
 from sglang_jax.kernels.ragged_paged_attention.pallas.pages import PageFetcher, Ref, Scalar
 from sglang_jax.kernels.ragged_paged_attention.pallas.softmax import (
+    LANES,
     MASKED,
     OUTPUT_FACTOR,
     SCORE_UNIT,
@@ -104,6 +105,9 @@ def decode_attention(
             scratch_shapes=[
                 pltpu.VMEM((2, blocks.pages, kv_heads, parts, page_size, lanes), kv_pages.dtype),
                 pltpu.VMEM((heads, kv_heads * lanes), compute_dtype),
+                pltpu.VMEM((heads, LANES), jnp.float32),
+                pltpu.VMEM((heads, LANES), jnp.float32),
+                pltpu.VMEM((heads, lanes), jnp.float32),
                 pltpu.SMEM((2, 1, columns), jnp.int32),
                 pltpu.SMEM((1,), jnp.int32),
                 pltpu.SemaphoreType.DMA((2,)),
@@ -128,6 +132,9 @@ def _kernel(
     output: Ref,  # VMEM [rows, heads, lanes]
     buffers: Ref,
     spread_queries: Ref,  # VMEM [heads, kv_heads * lanes]
+    largest: Ref,  # VMEM [heads, 128], as is the total
+    total: Ref,
+    weighted: Ref,  # VMEM [heads, lanes]
     page_numbers: Ref,
     next_slot: Ref,  # SMEM [1]: the buffer of the block that comes next
     kv_arrived: Ref,
@@ -137,6 +144,7 @@ def _kernel(
 ) -> None:
     fetcher = PageFetcher(kv_pages, page_table, buffers, page_numbers, kv_arrived, numbers_arrived)
     window = options.window
+    sums = _Sums(largest, total, weighted)
     rows = queries.shape[0]
     active = num_decode[0]
     first_row = pl.program_id(0) * rows
@@ -186,7 +194,10 @@ def _kernel(
         place = row - first_row
         spread_queries[...] = _spread(queries[place], buffers.shape[2])
 
-        def block(index: jax.Array, softmax: Softmax) -> Softmax:
+        sums.store(start_softmax(per_head, queries.shape[1:], options))
+
+        @pl.loop(0, shape.blocks)
+        def _(index: jax.Array) -> None:
             slot = (first_slot + index) % 2
             last = index + 1 == shape.blocks
 
@@ -208,13 +219,26 @@ def _kernel(
                 fetcher.clear_values_from(end, slot)
 
             begin = None if window is None else end - window
-            return _add_block(softmax, spread_queries, per_head, buffers, slot, begin, end, options)
+            sums.store(_add_block(sums.load(), spread_queries, per_head, buffers, slot, begin, end, options))
 
-        softmax = start_softmax(per_head, queries.shape[1:], options)
-        _, total, weighted = jax.lax.fori_loop(0, shape.blocks, block, softmax)
         next_slot[0] = (first_slot + shape.blocks) % 2
-        result = finish_softmax(total, weighted, per_head[OUTPUT_FACTOR])
+        result = finish_softmax(total[...], weighted[...], per_head[OUTPUT_FACTOR])
         output[place] = jnp.where(kv_len > 0, result, 0.0).astype(output.dtype)
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Memory of a row's softmax: carried by the loop, it would take the registers that scores need."""
+
+    largest: Ref
+    total: Ref
+    weighted: Ref
+
+    def load(self) -> Softmax:
+        return self.largest[...], self.total[...], self.weighted[...]
+
+    def store(self, softmax: Softmax) -> None:
+        self.largest[...], self.total[...], self.weighted[...] = softmax
 
 
 def _own_rows(heads: int, kv_heads: int, kv_head: int, columns: int) -> jax.Array:

@@ -6,7 +6,7 @@ there may see; a query takes no part while another chunk's keys pass. The pages 
 chunk's, the next one's, or for the next program, are always under way.
 
 Queries are held head by head, so that a tile is one head of all the block's tokens. Blocks of keys that all queries see
-whole are multiplied without masks.
+whole are multiplied without masks; a short chunk's by the part of the block that it is in.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ from sglang_jax.kernels.ragged_paged_attention.pallas.softmax import (
     sum_of_lane_tiles,
     type_of_products,
 )
+
+_ROWS_TOGETHER = 128
+"""A chunk within a run of so many queries, aligned, is computed for the run alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,13 +278,23 @@ def _kernel(
 
         @pl.when(whole)
         def _() -> None:
-            add(None)
+            add(0, width, None)
 
-        @pl.when(jnp.logical_not(whole))
-        def _() -> None:
-            place = first_place + jax.lax.broadcasted_iota(jnp.int32, (width, 1), 0)
+        run = min(width, _ROWS_TOGETHER)
+        first_run = (span.first - first_place) // run
+        in_one_run = (span.last - 1 - first_place) // run == first_run
+
+        def add_masked(first_row: int, rows: int) -> None:
+            place = first_place + first_row + jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
             mine = (place >= span.first) & (place < span.last)
-            add(jnp.where(mine, place + span.shift - origin, -1))
+            add(first_row, rows, jnp.where(mine, place + span.shift - origin, -1))
+
+        for index in range(width // run):
+            pl.when(in_one_run & (first_run == index) & jnp.logical_not(whole))(
+                functools.partial(add_masked, index * run, run)
+            )
+        if run < width:
+            pl.when(jnp.logical_not(in_one_run | whole))(functools.partial(add_masked, 0, width))
 
     @pl.loop(0, heads)
     def _(head: jax.Array) -> None:
@@ -332,17 +345,20 @@ def _add_block(
     slot: Scalar,
     sums: _Sums,
     options: StaticOptions,
+    first_row: int,
+    num_rows: int,
     last_seen: jax.Array | None,
 ) -> None:
-    """Takes a block of keys into the softmax of every head.
+    """Takes a block of keys into the softmax of some rows, queries of the block, of every head.
 
     The scores of one head are computed beside the softmax of the head before it, so that the matrix units work
     while the vector units do: two memories for scores take turns, each at a place that is known to the compiler.
 
-    `last_seen` int32 `[queries, 1]`: the last slot of the block that a query sees, negative if none; None if all
-    queries see all slots.
+    `last_seen` int32 `[num_rows, 1]`: the last slot of the block that a query sees, negative if none; None if all
+    see all slots.
     """
     heads, _, lanes = queries.shape
+    rows, first_rows = pl.ds(first_row, num_rows), pl.ds(0, num_rows)
     _, _, kv_heads, parts, _, _ = buffers.shape
 
     def side(head: Scalar, part: int) -> jax.Array:
@@ -350,7 +366,7 @@ def _add_block(
         return found.reshape(-1, lanes).astype(queries.dtype)
 
     def score(head: Scalar, turn: int) -> None:
-        found = matmul_nt(queries[head], side(head, 0))
+        found = matmul_nt(queries[head, rows], side(head, 0))
         if options.soft_cap is not None:
             found = options.soft_cap * jnp.tanh(found * per_head[SOFT_CAP_FACTOR, head])
         if last_seen is not None:
@@ -359,19 +375,19 @@ def _add_block(
             if options.window is not None:
                 visible &= place > last_seen - options.window
             found = jnp.where(visible, found, MASKED)
-        sums.scores[turn] = found
-        sums.row_largest[turn] = jnp.broadcast_to(largest_of_rows(found), sums.row_largest.shape[1:])
+        sums.scores[turn, first_rows] = found
+        sums.row_largest[turn, first_rows] = jnp.broadcast_to(largest_of_rows(found), (num_rows, LANES))
 
     def add(head: Scalar, turn: int) -> None:
         unit = per_head[SCORE_UNIT, head]
-        old = sums.largest[head]
-        new = jnp.maximum(old, sums.row_largest[turn])
-        weights = lanewise(lambda tile: jnp.exp2((tile - new) * unit), sums.scores[turn])
+        old = sums.largest[head, rows]
+        new = jnp.maximum(old, sums.row_largest[turn, first_rows])
+        weights = lanewise(lambda tile: jnp.exp2((tile - new) * unit), sums.scores[turn, first_rows])
         shrink = jnp.exp2((old - new) * unit)
         added = matmul(weights.astype(queries.dtype), side(head, parts - 1))
-        sums.largest[head] = new
-        sums.total[head] = sums.total[head] * shrink + sum_of_lane_tiles(weights)
-        sums.weighted[head] = lanewise(jnp.multiply, sums.weighted[head], shrink) + added
+        sums.largest[head, rows] = new
+        sums.total[head, rows] = sums.total[head, rows] * shrink + sum_of_lane_tiles(weights)
+        sums.weighted[head, rows] = lanewise(jnp.multiply, sums.weighted[head, rows], shrink) + added
 
     score(0, 0)
 
