@@ -14,7 +14,10 @@ from pathlib import Path
 from sglang_jax.errors import ConfigError
 from tpu.figures import Message, Refusal, Request
 
-_INSTALL = "pip install 'sglang-jax[tpu]', or pip install --no-deps libtpu==0.0.51 beside jax"
+_INSTALL = (
+    "pip install 'sglang-jax[tpu]', or, to leave JAX on this machine as it is, "
+    "pip install --no-deps --target FOLDER libtpu==0.0.51 and PYTHONPATH=FOLDER"
+)
 _LAST_WORDS = 12
 
 _VARIABLES = {
@@ -62,6 +65,14 @@ def compile_in_child(request: Request) -> Iterator[Message]:
             raise ConfigError(f"the compiling process ended with status {child.exitcode}:\n{_last_words(log)}")
 
 
+def prepare_compiler(folder: Path) -> Path:
+    """Makes this process one that compiles; JAX must not have been imported yet. Returns where texts are written."""
+    dumps = folder / "dumps"
+    dumps.mkdir()
+    os.environ.update(_VARIABLES, XLA_FLAGS=f"--xla_dump_to={dumps} --xla_dump_hlo_as_text")
+    return dumps
+
+
 def _receive(receiver: Connection) -> Message | None:
     try:
         return receiver.recv()  # type: ignore[no-any-return]
@@ -73,9 +84,7 @@ def _compile(request: Request, folder: Path, log: Path, sender: Connection) -> N
     """The child: sends messages and ends. What libraries write on stderr goes to `log`."""
     with log.open("w") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
-    dumps = folder / "dumps"
-    dumps.mkdir()
-    os.environ.update(_VARIABLES, XLA_FLAGS=f"--xla_dump_to={dumps} --xla_dump_hlo_as_text")
+    dumps = prepare_compiler(folder)
     from tpu.compiling import compile_all  # imports jax, which reads the environment
 
     try:

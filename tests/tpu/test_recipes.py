@@ -1,0 +1,62 @@
+"""The recipes are YAML that says what the code does: labels and counts of real slices, commands that are there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sglang_jax.cli.serve import serve
+from tpu.choices import MEETING_PORT
+from tpu.launch import launch
+from tpu.topologies import CHIPS, parse_topology
+
+RECIPES = Path(__file__).parents[2] / "docs" / "recipes"
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((RECIPES / name).read_text()))
+
+
+def by_kind(name: str, kind: str) -> dict[str, Any]:
+    return next(document for document in documents(name) if document["kind"] == kind)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("tpu-v6e-gke.yaml", "Deployment"), ("tpu-v6e-16-gke.yaml", "Job")])
+def test_pods_ask_for_the_slice_that_they_get(name: str, kind: str) -> None:
+    document = by_kind(name, kind)
+    pod = document["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    selector = pod["nodeSelector"]
+    (chip,) = (
+        chip for chip in CHIPS.values() if chip.gke_accelerator == selector["cloud.google.com/gke-tpu-accelerator"]
+    )
+    topology = parse_topology(f"{chip.generation}:{selector['cloud.google.com/gke-tpu-topology']}")
+    hosts = document["spec"].get("completions", 1)
+    assert container["resources"]["limits"] == container["resources"]["requests"]
+    assert container["resources"]["limits"]["google.com/tpu"] * hosts == topology.chips
+    assert topology.hosts == hosts
+    assert container["command"] == ["python", "-m", "tpu.launch"]
+    known = {name for command in (serve, launch) for parameter in command.params for name in parameter.opts}
+    assert {argument.split("=")[0] for argument in container["args"]} <= known
+
+
+def test_services_find_their_pods() -> None:
+    deployment, service = documents("tpu-v6e-gke.yaml")
+    assert service["spec"]["selector"].items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
+    headless, job, _ = documents("tpu-v6e-16-gke.yaml")
+    assert job["spec"]["template"]["spec"]["subdomain"] == headless["metadata"]["name"]
+    assert headless["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert MEETING_PORT in {port["containerPort"] for port in container["ports"]}
+    assert job["spec"]["completions"] == job["spec"]["parallelism"]
+
+
+def test_skypilot_asks_for_a_slice_and_starts_the_launcher() -> None:
+    (task,) = documents("tpu-v6e-skypilot.yaml")
+    assert parse_topology(task["resources"]["accelerators"]).hosts == 1
+    assert "-m tpu.launch" in task["run"]
+    assert ".[tpu]" in task["setup"]
+    assert {"MODEL", "HF_TOKEN"} == set(task["envs"])
