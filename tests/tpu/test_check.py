@@ -1,0 +1,208 @@
+"""`tpu.check` as a command, with libtpu's compiler: what fits, what does not, and what it says of both."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+SMALL = ("--max-running-requests", "8", "--chunked-prefill-size", "32")
+WEIGHTS = 2 * (2 * 1024 * 256 + 2 * (256 * (2 * 1024 + 2 * 512) + 3 * 256 * 512 + 2 * 256) + 256)
+"""Bytes: two tables, of each layer the projections, the feed-forward matrices and two norms, and the last norm."""
+
+# The check in a process of its own, with blocks of keys that are too large for a chip.
+_PLANTED = """
+import sys, tempfile
+from pathlib import Path
+import tpu.check
+from tpu.worker import prepare_compiler
+
+folder = Path(tempfile.mkdtemp())
+dumps = prepare_compiler(folder)
+from sglang_jax.kernels.ragged_paged_attention import pallas
+from sglang_jax.kernels.ragged_paged_attention.pallas.decode import DecodeBlocks
+from tpu.compiling import compile_all
+
+def compile_here(request):
+    messages = []
+    compile_all(request, dumps, messages.append)
+    return messages
+
+pallas.decode_blocks = lambda *_: DecodeBlocks(rows=8, pages=64)
+tpu.check.compile_in_child = compile_here
+sys.exit(tpu.check.run(tpu.check.check, "check"))
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    text: str
+    error: str
+    figures: dict[str, Any]
+
+    @property
+    def verdict(self) -> str:
+        return self.text.rstrip().splitlines()[-1]
+
+
+def check(*arguments: str, figures: Path | None = None, program: str | None = None, seconds: float = 250) -> Answer:
+    start = ["-c", program] if program else ["-m", "tpu.check"]
+    written = ["--json", str(figures)] if figures else []
+    # `make test` keeps libtpu in a folder of its own: wherever JAX can import it, it looks for a TPU.
+    paths = [str(Path(sys.prefix) / "libtpu"), os.environ.get("PYTHONPATH", "")]
+    finished = subprocess.run(
+        [sys.executable, *start, *arguments, *written],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    read = json.loads(figures.read_text()) if figures else {}
+    return Answer(finished.returncode, finished.stdout, finished.stderr, read)
+
+
+@pytest.mark.slow
+def test_a_model_on_one_chip(model: Path, tmp_path: Path) -> None:
+    answer = check("--model", str(model), "--topology", "v6e-1", *SMALL, figures=tmp_path / "figures.json")
+    assert answer.status == 0, answer.text + answer.error
+    assert answer.verdict.startswith("FITS: 8 of 9 programs compiled")
+    deployment, programs = answer.figures["deployment"], answer.figures["programs"]
+    assert [program["name"] for program in programs] == list(deployment["programs"])
+    assert {"decode 2", "decode 8", "mixed 16 tokens, 8 rows", "mixed 32 tokens, 8 rows"} < set(deployment["programs"])
+    assert deployment["weights"] == WEIGHTS
+    assert deployment["page"] == 64 * 2 * 2 * 4 * 128 * 2
+    for program in programs:
+        assert program["collectives"] == []
+        if program["tokens"]:
+            # Every byte of weights and pages is an argument, and the pages are written where they are.
+            pages = deployment["page"] * deployment["num_pages"]
+            assert pages + WEIGHTS < program["arguments"] < pages + WEIGHTS + 2**20
+            assert pages < program["aliased"] < pages + 2**20
+            assert program["temporaries"] < 2**24
+            kernels = {kernel["name"]: kernel["count"] for kernel in program["kernels"]}
+            assert kernels.pop("kv_write") == 2
+            assert kernels.pop("paged_attention_decode") == 2
+            assert kernels == ({} if program["tokens"] == program["rows"] else {"paged_attention_prefill": 2})
+    assert deployment["hbm"] - answer.figures["needed"] == answer.figures["headroom"] > 0
+
+
+@pytest.mark.slow
+def test_a_model_on_four_chips(model: Path, tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    answer = check("--model", str(model), "--topology", "v6e:2x2", "--tp", "4", "--quick", *SMALL, figures=figures)
+    assert answer.status == 0, answer.text + answer.error
+    deployment = answer.figures["deployment"]
+    norms = 2 * 5 * 256
+    assert deployment["weights"] == (WEIGHTS - norms) // 4 + norms
+    assert deployment["page"] == 64 * 2 * 2 * 1 * 128 * 2
+    decode = answer.figures["programs"][0]
+    found = {collective["kind"]: collective for collective in decode["collectives"] if not collective["conditional"]}
+    assert found["all-to-all"]["bytes"] == 8 * 1024 * 4 // 4  # logits, each device with two rows of them
+    # Neither a table nor the head, nor the counts of tokens, are moved at any step.
+    assert sum(collective["bytes"] for collective in found.values()) < 256 * 1024 * 2 // 4
+    assert decode["roofline"]["exchange"] > 0
+
+
+def test_a_model_too_large_for_the_memory() -> None:
+    answer = check("--model", "qwen3-32b", "--topology", "v5e-1", "--quick")
+    assert answer.status == 1
+    assert answer.verdict.startswith("DOES NOT FIT: 16,128 MiB of memory are available")
+    assert "62,489 MiB of weights" in answer.verdict
+
+
+@pytest.mark.slow
+def test_a_copy_of_the_pages_does_not_fit_beside_them(model: Path) -> None:
+    """XLA's own attention turns the pages of a single kv head round, and the compiler finds no room for both."""
+    slice_ = ("--topology", "v6e:2x2", "--tp", "4")
+    answer = check("--model", str(model), *slice_, "--quick", "--attention-backend", "xla", *SMALL)
+    assert answer.status == 1
+    assert answer.verdict.startswith("DOES NOT COMPILE: 'decode 8' does not compile: RESOURCE_EXHAUSTED")
+    assert "HBM" in answer.verdict
+
+
+@pytest.mark.slow
+def test_a_kernel_too_large_for_vector_memory(model: Path) -> None:
+    answer = check("--model", str(model), "--topology", "v4-8", "--quick", *SMALL, program=_PLANTED)
+    assert answer.status == 1, answer.text + answer.error
+    assert answer.verdict.startswith("DOES NOT COMPILE: 'decode 8' does not compile: ")
+    assert "vmem" in answer.verdict
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--topology", "h100:8"), "topology 'h100:8' is not known"),
+        (("--topology", "v6e-1", "--page-size", "48"), "page_size must be a power of two"),
+        (("--topology", "v6e-1", "--all", "--quick"), "exclude each other"),
+        (("--topology", "v6e-1", "--mem-fraction-static", "1.5"), "mem_fraction_static: Input should be less than 1"),
+    ],
+)
+def test_options_that_cannot_be(model: Path, arguments: tuple[str, ...], message: str) -> None:
+    answer = check("--model", str(model), *arguments)
+    assert answer.status == 2
+    assert message in answer.error
+    assert not answer.text
+
+
+def test_more_devices_than_the_slice_has(model: Path) -> None:
+    answer = check("--model", str(model), "--topology", "v6e-1", "--tp", "2")
+    assert answer.status == 1
+    assert answer.verdict == "DOES NOT FIT: tp_size 2 needs as many devices, and v6e:1x1 has 1"
+
+
+def test_without_libtpu_the_remedy_is_told(model: Path) -> None:
+    program = """
+import sys, tpu.check, tpu.worker
+find = tpu.worker.find_spec
+tpu.worker.find_spec = lambda name: None if name == "libtpu" else find(name)
+sys.exit(tpu.check.run(tpu.check.check, "check"))
+"""
+    answer = check("--model", str(model), "--topology", "v6e-1", program=program)
+    assert answer.status == 2
+    assert "needs libtpu, not installed here: pip install" in answer.error
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("topology", ["v5e", "v6e", "tpu7x"])
+@pytest.mark.parametrize("tp", [1, 4, 8])
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-32b"])
+def test_well_known_models(name: str, tp: int, topology: str) -> None:
+    """Decode and prefill of the largest buckets. What cannot fit is refused before anything is compiled."""
+    slice_ = {"tpu7x": "tpu7x:2x2x1"}.get(topology, f"{topology}:2x4")
+    rows = ("--max-running-requests", "64")
+    answer = check("--model", name, "--topology", slice_, "--tp", str(tp), "--quick", *rows, seconds=1800)
+    too_large = {("llama-3.1-8b", 1, "v5e"), ("qwen3-32b", 1, "v5e"), ("qwen3-32b", 4, "v5e"), ("qwen3-32b", 1, "v6e")}
+    assert answer.verdict.startswith("DOES NOT FIT" if (name, tp, topology) in too_large else "FITS"), answer.text
+    print(answer.text)
