@@ -138,6 +138,7 @@ class LeaderLink:
         connection = Client(address, authkey=secret)
         connection.send_bytes(name.encode())
         self._link = _Link(connection, "host 0")
+        self._leaving = threading.Event()
         threading.Thread(target=self._watch, daemon=True).start()
 
     def next_order(self) -> Order:
@@ -146,19 +147,18 @@ class LeaderLink:
 
     def close(self) -> None:
         """Closes the connection."""
+        self._leaving.set()
         self._link.close()
 
     def _watch(self) -> None:
-        told_to_leave = threading.Event()
-
         def take(data: bytes) -> None:
             order: Order = pickle.loads(data)
             if isinstance(order, Leave):
-                told_to_leave.set()
+                self._leaving.set()
             self._orders.put(order)
 
         end = self._link.listen(take)
-        if not told_to_leave.is_set():
+        if not self._leaving.is_set():
             self._on_loss(f"host 0 is lost: {end}")
 
 

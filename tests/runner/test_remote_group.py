@@ -107,10 +107,12 @@ def test_a_follower_that_ends_is_a_loss(group: Group) -> None:
 
 
 def test_rank_0_that_ends_is_a_loss_for_all(group: Group) -> None:
+    group.followers._leaving = True
     for link in group.followers._links:
         link.close()
     lost = dict(group.lost.get(timeout=5) for _ in range(2))
-    assert {name: "host 0 is lost" in reason for name, reason in lost.items() if name != "leader"}
+    assert sorted(lost) == ["host 1", "host 2"]
+    assert all("host 0 is lost" in reason for reason in lost.values())
 
 
 def test_silence_is_a_loss_though_nothing_closed() -> None:
