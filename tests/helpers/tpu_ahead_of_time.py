@@ -58,7 +58,9 @@ def compile_kernels(chip: str, kernels: list[Kernel]) -> list[Outcome]:
     """One outcome for each kernel."""
     request = json.dumps([asdict(kernel) for kernel in kernels])
     root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root), str(root / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    # `make test` keeps libtpu in a folder of its own: wherever JAX can import it, it looks for a TPU.
+    folders = [str(root), str(root / "tests"), str(Path(sys.prefix) / "libtpu"), os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join(filter(None, folders))
     done = subprocess.run(
         [sys.executable, __file__, TOPOLOGIES[chip]],
         input=request.encode(),

@@ -45,13 +45,13 @@ def check(chip: str, kernels: list[Kernel]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", TOPOLOGIES)
 def test_kernels_compile(chip: str) -> None:
-    check(chip, KERNELS)
+    check(chip, KERNELS if chip == "v6e" else KERNELS[1:3])
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("chip", TOPOLOGIES)
-def test_more_kernels_compile(chip: str) -> None:
-    check(chip, MORE)
+def test_every_form_compiles(chip: str) -> None:
+    check(chip, KERNELS + MORE)
 
 
 def test_blocks_that_do_not_fit_are_refused() -> None:

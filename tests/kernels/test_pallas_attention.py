@@ -67,6 +67,7 @@ def test_decode_rows(mode: CopyMode) -> None:
         check(decode(*kv_lens), mode)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_mixed_steps(mode: CopyMode) -> None:
     """Chunks that share a block of queries, fill blocks or straddle them; decode rows alone, prefill alone, neither."""
