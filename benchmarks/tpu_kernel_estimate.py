@@ -3,8 +3,8 @@
     python benchmarks/tpu_kernel_estimate.py [--chips v6e tpu7x] [--models llama-8b qwen3-32b] [--pages 64 128]
         [--json FILE]
 
-Needs libtpu and no TPU: `pip install --no-deps --target FOLDER libtpu` and PYTHONPATH=FOLDER. Every kernel is compiled for the chip and its final schedule is read
-(`tpu_schedule.py`). Columns:
+Needs libtpu and no TPU: `pip install --no-deps --target FOLDER libtpu` and PYTHONPATH=FOLDER. Every kernel is compiled
+for the chip and its final schedule is read (`tpu_schedule.py`). Columns:
 
 - `loop`: bundles of the loop over blocks of keys, for one block: its own, those of a pass over all heads, and those
   that start the copies of one block's pages.

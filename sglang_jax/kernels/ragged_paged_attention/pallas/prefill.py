@@ -12,6 +12,7 @@ whole are multiplied without masks; a short chunk's by the part of the block tha
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -39,6 +40,7 @@ from sglang_jax.kernels.ragged_paged_attention.pallas.softmax import (
     sum_of_lane_tiles,
     type_of_products,
 )
+from sglang_jax.kernels.ragged_paged_attention.pallas.spans import Cursor, Span, Walk
 
 _ROWS_TOGETHER = 128
 """A chunk within a run of so many queries, aligned, is computed for the run alone."""
@@ -92,7 +94,7 @@ def prefill_attention(
                 pltpu.VMEM((2, blocks.queries, blocks.pages * page_size), jnp.float32),
                 pltpu.VMEM((2, blocks.queries, LANES), jnp.float32),
                 pltpu.SMEM((2, 1, columns), jnp.int32),
-                pltpu.SMEM((5,), jnp.int32),
+                pltpu.SMEM((Cursor.SIZE,), jnp.int32),
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SemaphoreType.DMA((2,)),
             ],
@@ -113,41 +115,6 @@ def prefill_attention(
     )
 
 
-@dataclass(frozen=True)
-class _Span:
-    """The tokens `first` to `last` (exclusive) of one sequence, all in one block of queries.
-
-    A token at place t of the batch is at position `t + shift` of its sequence. The keys that the span sees lie in
-    page-table columns `first_page` and on, `pages` of them.
-    """
-
-    sequence: Scalar
-    first: Scalar
-    last: Scalar
-    shift: Scalar
-    first_page: Scalar
-    pages: Scalar
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _Cursor:
-    """Where a walk over the spans of all blocks of queries stands: int32 scalars.
-
-    - `sequence`: that of the span to come, whose first block of pages is on its way; R when there is none.
-    - `following`: the sequence with queries after it, whose page numbers are on their way; R when there is none.
-    - `place`: the span's first token.
-    - `numbers_slot`: which page numbers are the sequence's.
-    - `slot`: the buffer of the span's first block.
-    """
-
-    sequence: jax.Array
-    following: jax.Array
-    place: jax.Array
-    numbers_slot: jax.Array
-    slot: jax.Array
-
-
 def _kernel(
     kv_lens: Ref,  # SMEM [R]
     query_starts: Ref,  # SMEM [R + 1]
@@ -164,7 +131,7 @@ def _kernel(
     scores: Ref,  # VMEM [2, block, keys]: of two heads
     row_largest: Ref,  # VMEM [2, block, 128]
     page_numbers: Ref,
-    state: Ref,  # SMEM [5]: a cursor between programs
+    state: Ref,  # SMEM [Cursor.SIZE]: between programs
     kv_arrived: Ref,
     numbers_arrived: Ref,
     *,
@@ -172,129 +139,13 @@ def _kernel(
 ) -> None:
     fetcher = PageFetcher(kv_pages, page_table, buffers, page_numbers, kv_arrived, numbers_arrived)
     heads, width, lanes = queries.shape
-    sequences = kv_lens.shape[0]
-    tokens = query_starts[sequences]
+    walk = Walk(fetcher, kv_lens, query_starts, num_decode, width, options.window)
+    sums = _Sums(largest, total, weighted, scores, row_largest)
     first_place = pl.program_id(0) * width
-    end_place = first_place + width
-
-    def with_queries_after(sequence: Scalar) -> jax.Array:
-        """The next sequence that has queries, or R."""
-        found = jax.lax.while_loop(
-            lambda candidate: (
-                (query_starts[candidate] < tokens)
-                & (query_starts[candidate] == query_starts[jnp.minimum(candidate + 1, sequences)])
-            ),
-            lambda candidate: candidate + 1,
-            jnp.minimum(jnp.int32(sequence) + 1, sequences),
-        )
-        return jnp.where(query_starts[found] < tokens, found, sequences)
-
-    def span_at(sequence: Scalar, first: Scalar, block_end: Scalar) -> _Span:
-        last = jnp.minimum(query_starts[sequence + 1], block_end)
-        shift = kv_lens[sequence] - query_starts[sequence + 1]
-        first_key = 0 if options.window is None else jnp.maximum(first + shift - (options.window - 1), 0)
-        first_page = jnp.int32(first_key) // fetcher.page_size
-        return _Span(sequence, first, last, shift, first_page, pl.cdiv(last + shift, fetcher.page_size) - first_page)
-
-    def start(span: _Span, block: Scalar, numbers_slot: Scalar, slot: Scalar) -> None:
-        done = block * fetcher.pages_per_block
-        count = jnp.minimum(span.pages - done, fetcher.pages_per_block)
-        fetcher.start_block(numbers_slot, span.first_page + done, count, slot)
-
-    def start_first_block(sequence: Scalar, place: Scalar, numbers_slot: Scalar, slot: Scalar) -> None:
-        block_end = (place // width + 1) * width
-        start(span_at(sequence, place, block_end), 0, numbers_slot, slot)
-
-    def start_numbers(sequence: Scalar, numbers_slot: Scalar) -> None:
-        @pl.when(sequence < sequences)
-        def _() -> None:
-            fetcher.start_numbers(sequence, numbers_slot)
-
-    def start_sequence(sequence: Scalar, numbers_slot: Scalar, slot: Scalar) -> None:
-        @pl.when(sequence < sequences)
-        def _() -> None:
-            fetcher.wait_for_numbers(sequence, numbers_slot)
-            start_first_block(sequence, query_starts[sequence], numbers_slot, slot)
 
     @pl.when(pl.program_id(0) == 0)
     def _() -> None:
-        sequence = with_queries_after(num_decode[0] - 1)
-        following = with_queries_after(sequence)
-        start_numbers(sequence, 0)
-        start_sequence(sequence, 0, 0)
-        start_numbers(following, 1)
-        _store(state, _Cursor(sequence, following, query_starts[sequence], jnp.int32(0), jnp.int32(0)))
-
-    def attend_to_span(cursor: _Cursor) -> _Cursor:
-        span = span_at(cursor.sequence, cursor.place, end_place)
-        blocks = pl.cdiv(span.pages, fetcher.pages_per_block)
-        goes_on = query_starts[span.sequence + 1] > end_place
-        after = with_queries_after(cursor.following)
-        slot_after = (cursor.slot + blocks) % 2
-
-        @pl.loop(0, blocks)
-        def _(index: jax.Array) -> None:
-            slot = (cursor.slot + index) % 2
-            last = index + 1 == blocks
-
-            @pl.when(jnp.logical_not(last))
-            def _() -> None:
-                start(span, index + 1, cursor.numbers_slot, 1 - slot)
-
-            @pl.when(last & goes_on)
-            def _() -> None:
-                start_first_block(span.sequence, end_place, cursor.numbers_slot, 1 - slot)
-
-            @pl.when(last & jnp.logical_not(goes_on))
-            def _() -> None:
-                start_sequence(cursor.following, 1 - cursor.numbers_slot, 1 - slot)
-                start_numbers(after, cursor.numbers_slot)
-
-            done = index * fetcher.pages_per_block
-            fetcher.wait_for_block(jnp.minimum(span.pages - done, fetcher.pages_per_block), slot)
-            attend_to_block(span, (span.first_page + done) * fetcher.page_size, slot)
-
-        return _Cursor(
-            sequence=jnp.where(goes_on, span.sequence, cursor.following),
-            following=jnp.where(goes_on, cursor.following, after),
-            place=jnp.where(goes_on, end_place, query_starts[cursor.following]),
-            numbers_slot=jnp.where(goes_on, cursor.numbers_slot, 1 - cursor.numbers_slot),
-            slot=slot_after,
-        )
-
-    def attend_to_block(span: _Span, origin: Scalar, slot: Scalar) -> None:
-        keys = fetcher.pages_per_block * fetcher.page_size
-        end = span.last + span.shift - origin
-
-        @pl.when(end < keys)
-        def _() -> None:
-            fetcher.clear_values_from(end, slot)
-
-        whole = (span.first == first_place) & (span.last == end_place) & (origin + keys - 1 <= span.first + span.shift)
-        if options.window is not None:
-            whole &= origin > span.last - 1 + span.shift - options.window
-        sums = _Sums(largest, total, weighted, scores, row_largest)
-        add = functools.partial(_add_block, queries, per_head, buffers, slot, sums, options)
-
-        @pl.when(whole)
-        def _() -> None:
-            add(0, width, None)
-
-        run = min(width, _ROWS_TOGETHER)
-        first_run = (span.first - first_place) // run
-        in_one_run = (span.last - 1 - first_place) // run == first_run
-
-        def add_masked(first_row: int, rows: int) -> None:
-            place = first_place + first_row + jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
-            mine = (place >= span.first) & (place < span.last)
-            add(first_row, rows, jnp.where(mine, place + span.shift - origin, -1))
-
-        for index in range(width // run):
-            pl.when(in_one_run & (first_run == index) & jnp.logical_not(whole))(
-                functools.partial(add_masked, index * run, run)
-            )
-        if run < width:
-            pl.when(jnp.logical_not(in_one_run | whole))(functools.partial(add_masked, 0, width))
+        walk.begin().store(state)
 
     @pl.loop(0, heads)
     def _(head: jax.Array) -> None:
@@ -303,13 +154,21 @@ def _kernel(
         total[head] = jnp.full((width, LANES), 1 / LANES if options.sinks else 0.0, jnp.float32)
         weighted[head] = jnp.zeros((width, lanes), jnp.float32)
 
-    cursor = jax.lax.while_loop(
-        lambda cursor: (cursor.sequence < sequences) & (cursor.place < end_place), attend_to_span, _load(state)
-    )
-    _store(state, cursor)
+    def attend(span: Span, origin: Scalar, slot: Scalar) -> None:
+        keys = fetcher.pages_per_block * fetcher.page_size
+        end = span.last + span.shift - origin
+
+        @pl.when(end < keys)
+        def _() -> None:
+            fetcher.clear_values_from(end, slot)
+
+        add = functools.partial(_add_block, queries, per_head, buffers, slot, sums, options)
+        _by_form(add, span, origin, first_place, width, keys, options)
+
+    walk.through_block(Cursor.load(state), first_place + width, attend).store(state)
 
     place = first_place + jax.lax.broadcasted_iota(jnp.int32, (width, 1), 0)
-    real = (place >= query_starts[num_decode[0]]) & (place < tokens)
+    real = (place >= query_starts[num_decode[0]]) & (place < walk.tokens)
 
     @pl.loop(0, heads)
     def _(head: jax.Array) -> None:
@@ -318,13 +177,36 @@ def _kernel(
         output[head] = jnp.where(real, found, 0.0).astype(output.dtype)
 
 
-def _load(state: Ref) -> _Cursor:
-    return _Cursor(state[0], state[1], state[2], state[3], state[4])
+def _by_form(
+    add: Callable[[int, int, jax.Array | None], None],
+    span: Span,
+    origin: Scalar,
+    first_place: Scalar,
+    width: int,
+    keys: int,
+    options: StaticOptions,
+) -> None:
+    """Calls `_add_block` in the cheapest form for a block of `keys` keys from position `origin` on: without masks, for
+    the run of queries that the span is in, or for all queries."""
+    whole = (span.first == first_place) & (span.last == first_place + width)
+    whole &= origin + keys - 1 <= span.first + span.shift
+    if options.window is not None:
+        whole &= origin > span.last - 1 + span.shift - options.window
+    run = min(width, _ROWS_TOGETHER)
+    first_run = (span.first - first_place) // run
+    in_one_run = (span.last - 1 - first_place) // run == first_run
 
+    def add_masked(first_row: int, rows: int) -> None:
+        place = first_place + first_row + jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
+        mine = (place >= span.first) & (place < span.last)
+        add(first_row, rows, jnp.where(mine, place + span.shift - origin, -1))
 
-def _store(state: Ref, cursor: _Cursor) -> None:
-    state[0], state[1], state[2] = cursor.sequence, cursor.following, cursor.place
-    state[3], state[4] = cursor.numbers_slot, cursor.slot
+    pl.when(whole)(functools.partial(add, 0, width, None))
+    for index in range(width // run):
+        condition = in_one_run & (first_run == index) & jnp.logical_not(whole)
+        pl.when(condition)(functools.partial(add_masked, index * run, run))
+    if run < width:
+        pl.when(jnp.logical_not(in_one_run | whole))(functools.partial(add_masked, 0, width))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,184 @@
+"""The walk of prefill over its work: which tokens of which sequence come next, and their pages ahead of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from sglang_jax.kernels.ragged_paged_attention.pallas.pages import PageFetcher, Ref, Scalar
+
+
+@dataclass(frozen=True)
+class Span:
+    """The tokens `first` to `last` (exclusive) of one sequence, all in one block of queries.
+
+    A token at place t of the batch is at position `t + shift` of its sequence. The keys that the span sees lie in
+    page-table columns `first_page` and on, `pages` of them.
+    """
+
+    sequence: Scalar
+    first: Scalar
+    last: Scalar
+    shift: Scalar
+    first_page: Scalar
+    pages: Scalar
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Cursor:
+    """Where a walk over the spans of all blocks of queries stands: int32 scalars.
+
+    - `sequence`: that of the span to come, whose first block of pages is on its way; R when there is none.
+    - `following`: the sequence with queries after it, whose page numbers are on their way; R when there is none.
+    - `place`: the span's first token.
+    - `numbers_slot`: which page numbers are the sequence's.
+    - `slot`: the buffer of the span's first block.
+    """
+
+    sequence: jax.Array
+    following: jax.Array
+    place: jax.Array
+    numbers_slot: jax.Array
+    slot: jax.Array
+
+    SIZE: ClassVar[int] = 5
+
+    @classmethod
+    def load(cls, state: Ref) -> Cursor:
+        """From scalar memory `[SIZE]`, where one program leaves it to the next."""
+        return cls(state[0], state[1], state[2], state[3], state[4])
+
+    def store(self, state: Ref) -> None:
+        """Into scalar memory `[SIZE]`."""
+        state[0], state[1], state[2] = self.sequence, self.following, self.place
+        state[3], state[4] = self.numbers_slot, self.slot
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Goes through the sequences from `num_decode` on, in blocks of `width` queries and of pages.
+
+    - `kv_lens` int32 `[R]`, `query_starts` int32 `[R + 1]`, `num_decode` int32 `[1]`: scalar memory.
+    """
+
+    fetcher: PageFetcher
+    kv_lens: Ref
+    query_starts: Ref
+    num_decode: Ref
+    width: int
+    window: int | None
+
+    @property
+    def sequences(self) -> int:
+        """R."""
+        return self.kv_lens.shape[0]
+
+    @property
+    def tokens(self) -> jax.Array:
+        """Those that are no padding."""
+        return self.query_starts[self.sequences]
+
+    def begin(self) -> Cursor:
+        """The cursor of the first program, with the first pages on their way."""
+        sequence = self._with_queries_after(self.num_decode[0] - 1)
+        following = self._with_queries_after(sequence)
+        self._start_numbers(sequence, 0)
+        self._start_sequence(sequence, 0, 0)
+        self._start_numbers(following, 1)
+        return Cursor(sequence, following, self.query_starts[sequence], jnp.int32(0), jnp.int32(0))
+
+    def through_block(
+        self, cursor: Cursor, end_place: Scalar, attend: Callable[[Span, Scalar, Scalar], None]
+    ) -> Cursor:
+        """Calls `attend` with each span before `end_place`, the end of a block of queries, and each block of its pages
+        when it is there: the position of its first key, and its buffer."""
+        return jax.lax.while_loop(
+            lambda cursor: (cursor.sequence < self.sequences) & (cursor.place < end_place),
+            lambda cursor: self._through_span(cursor, end_place, attend),
+            cursor,
+        )
+
+    def _through_span(
+        self, cursor: Cursor, end_place: Scalar, attend: Callable[[Span, Scalar, Scalar], None]
+    ) -> Cursor:
+        span = self._span_at(cursor.sequence, cursor.place, end_place)
+        pages_per_block = self.fetcher.pages_per_block
+        blocks = pl.cdiv(span.pages, pages_per_block)
+        goes_on = self.query_starts[span.sequence + 1] > end_place
+        after = self._with_queries_after(cursor.following)
+
+        @pl.loop(0, blocks)
+        def _(index: jax.Array) -> None:
+            slot = (cursor.slot + index) % 2
+            last = index + 1 == blocks
+
+            @pl.when(jnp.logical_not(last))
+            def _() -> None:
+                self._start_block(span, index + 1, cursor.numbers_slot, 1 - slot)
+
+            @pl.when(last & goes_on)
+            def _() -> None:
+                self._start_first_block(span.sequence, end_place, cursor.numbers_slot, 1 - slot)
+
+            @pl.when(last & jnp.logical_not(goes_on))
+            def _() -> None:
+                self._start_sequence(cursor.following, 1 - cursor.numbers_slot, 1 - slot)
+                self._start_numbers(after, cursor.numbers_slot)
+
+            done = index * pages_per_block
+            self.fetcher.wait_for_block(jnp.minimum(span.pages - done, pages_per_block), slot)
+            attend(span, (span.first_page + done) * self.fetcher.page_size, slot)
+
+        return Cursor(
+            sequence=jnp.where(goes_on, span.sequence, cursor.following),
+            following=jnp.where(goes_on, cursor.following, after),
+            place=jnp.where(goes_on, end_place, self.query_starts[cursor.following]),
+            numbers_slot=jnp.where(goes_on, cursor.numbers_slot, 1 - cursor.numbers_slot),
+            slot=(cursor.slot + blocks) % 2,
+        )
+
+    def _with_queries_after(self, sequence: Scalar) -> jax.Array:
+        """The next sequence that has queries, or R."""
+        starts, sequences = self.query_starts, self.sequences
+        found = jax.lax.while_loop(
+            lambda candidate: (
+                (starts[candidate] < self.tokens) & (starts[candidate] == starts[jnp.minimum(candidate + 1, sequences)])
+            ),
+            lambda candidate: candidate + 1,
+            jnp.minimum(jnp.int32(sequence) + 1, sequences),
+        )
+        return jnp.where(starts[found] < self.tokens, found, sequences)
+
+    def _span_at(self, sequence: Scalar, first: Scalar, block_end: Scalar) -> Span:
+        last = jnp.minimum(self.query_starts[sequence + 1], block_end)
+        shift = self.kv_lens[sequence] - self.query_starts[sequence + 1]
+        first_key = 0 if self.window is None else jnp.maximum(first + shift - (self.window - 1), 0)
+        first_page = jnp.int32(first_key) // self.fetcher.page_size
+        pages = pl.cdiv(last + shift, self.fetcher.page_size) - first_page
+        return Span(sequence, first, last, shift, first_page, pages)
+
+    def _start_block(self, span: Span, block: Scalar, numbers_slot: Scalar, slot: Scalar) -> None:
+        done = block * self.fetcher.pages_per_block
+        count = jnp.minimum(span.pages - done, self.fetcher.pages_per_block)
+        self.fetcher.start_block(numbers_slot, span.first_page + done, count, slot)
+
+    def _start_first_block(self, sequence: Scalar, place: Scalar, numbers_slot: Scalar, slot: Scalar) -> None:
+        block_end = (place // self.width + 1) * self.width
+        self._start_block(self._span_at(sequence, place, block_end), 0, numbers_slot, slot)
+
+    def _start_numbers(self, sequence: Scalar, numbers_slot: Scalar) -> None:
+        @pl.when(sequence < self.sequences)
+        def _() -> None:
+            self.fetcher.start_numbers(sequence, numbers_slot)
+
+    def _start_sequence(self, sequence: Scalar, numbers_slot: Scalar, slot: Scalar) -> None:
+        @pl.when(sequence < self.sequences)
+        def _() -> None:
+            self.fetcher.wait_for_numbers(sequence, numbers_slot)
+            self._start_first_block(sequence, self.query_starts[sequence], numbers_slot, slot)
