@@ -19,7 +19,7 @@ def lint(folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    for package in ("sglang_jax", "torch_backend"):
+    for package in ("sglang_jax", "torch_backend", "tpu"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
@@ -45,6 +45,8 @@ def test_the_walls_stand(copy: Path) -> None:
         ("sglang_jax/layers/batch.py", "import sglang_jax.jax_runner.runner", "import downwards"),
         ("sglang_jax/layers/batch.py", "import torch_backend.batch", "JAX backend know only the seam"),
         ("sglang_jax/runner/backends.py", "import torch_backend.runner", "neither jax nor torch"),
+        ("sglang_jax/cli/serve.py", "import tpu.topologies", "rented and checked"),
+        ("tpu/topologies.py", "import torch_backend.batch", "imports no torch"),
         ("torch_backend/step.py", "def lazy(): import jax", "torch backend knows only the seam"),
         ("torch_backend/step.py", "import sglang_jax.layers.batch", "torch backend knows only the seam"),
         ("torch_backend/step.py", "import sglang_jax.scheduler.messages", "torch backend knows only the seam"),
