@@ -10,6 +10,7 @@ with so few rows the time is that of loading keys into the unit.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -52,17 +53,80 @@ class DecodeBlocks:
 class _Row:
     """The keys that a row sees lie in page-table columns `first_page` and on, `pages` of them."""
 
+    number: Scalar
+    kv_len: jax.Array
     first_page: jax.Array
     pages: jax.Array
     blocks: jax.Array
 
-    @classmethod
-    def of(cls, kv_len: jax.Array, window: int | None, page_size: int, pages_per_block: int) -> _Row:
+
+@dataclass(frozen=True)
+class _Rows:
+    """The walk over rows, of which the first `active` take part, and their pages ahead of them."""
+
+    fetcher: PageFetcher
+    kv_lens: Ref
+    active: jax.Array
+    window: int | None
+
+    def begin(self) -> None:
+        """Starts the copies that the first row waits for."""
+        self.fetcher.start_numbers(0, 0)
+
+        @pl.when(self.active > 1)
+        def _() -> None:
+            self.fetcher.start_numbers(1, 1)
+
+        self.fetcher.wait_for_numbers(0, 0)
+        self._start(self.row(0), 0, 0)
+
+    def row(self, number: Scalar) -> _Row:
         """A row without keys has one block without pages: whoever looks for the next block need not skip it."""
-        first_key = 0 if window is None else jnp.maximum(kv_len - window, 0)
-        first_page = jnp.int32(first_key) // page_size
-        pages = pl.cdiv(kv_len, page_size) - first_page
-        return cls(first_page, pages, jnp.maximum(pl.cdiv(pages, pages_per_block), 1))
+        kv_len = self.kv_lens[number]
+        first_key = 0 if self.window is None else jnp.maximum(kv_len - self.window, 0)
+        first_page = jnp.int32(first_key) // self.fetcher.page_size
+        pages = pl.cdiv(kv_len, self.fetcher.page_size) - first_page
+        return _Row(number, kv_len, first_page, pages, jnp.maximum(pl.cdiv(pages, self.fetcher.pages_per_block), 1))
+
+    def through(self, row: _Row, first_slot: jax.Array, attend: Callable[[jax.Array, jax.Array], None]) -> None:
+        """Calls `attend` with each block of the row when it is there, with the next one on its way: the number of the
+        row's keys from the block on, and its buffer; the first is in `first_slot`."""
+        fetcher = self.fetcher
+
+        @pl.loop(0, row.blocks)
+        def _(block: jax.Array) -> None:
+            slot = (first_slot + block) % 2
+            last = block + 1 == row.blocks
+
+            @pl.when(jnp.logical_not(last))
+            def _() -> None:
+                self._start(row, block + 1, 1 - slot)
+
+            @pl.when(last)
+            def _() -> None:
+                self._start_row_after(row, 1 - slot)
+
+            done = block * fetcher.pages_per_block
+            fetcher.wait_for_block(jnp.minimum(row.pages - done, fetcher.pages_per_block), slot)
+            attend(row.kv_len - (row.first_page + done) * fetcher.page_size, slot)
+
+    def _start(self, row: _Row, block: Scalar, slot: Scalar) -> None:
+        done = block * self.fetcher.pages_per_block
+        count = jnp.minimum(row.pages - done, self.fetcher.pages_per_block)
+        self.fetcher.start_block(row.number % 2, row.first_page + done, count, slot)
+
+    def _start_row_after(self, row: _Row, slot: Scalar) -> None:
+        """The numbers of the row are no longer needed: those of the row after the next one take their place."""
+        number = row.number
+
+        @pl.when(number + 1 < self.active)
+        def _() -> None:
+            self.fetcher.wait_for_numbers(number + 1, (number + 1) % 2)
+            self._start(self.row(number + 1), 0, slot)
+
+        @pl.when(number + 2 < self.active)
+        def _() -> None:
+            self.fetcher.start_numbers(number + 2, number % 2)
 
 
 def decode_attention(
@@ -126,7 +190,7 @@ def _kernel(
     kv_lens: Ref,  # SMEM [R]
     num_decode: Ref,  # SMEM [1]
     queries: Ref,  # VMEM [rows, heads, lanes]
-    per_head: Ref,  # VMEM [3, heads, 128]
+    per_head: Ref,  # VMEM [4, heads, 128]
     page_table: Ref,  # HBM [R, 1, columns]
     kv_pages: Ref,  # HBM [num_pages, kv_heads, parts, page_size, lanes]
     output: Ref,  # VMEM [rows, heads, lanes]
@@ -143,87 +207,38 @@ def _kernel(
     options: StaticOptions,
 ) -> None:
     fetcher = PageFetcher(kv_pages, page_table, buffers, page_numbers, kv_arrived, numbers_arrived)
-    window = options.window
+    walk = _Rows(fetcher, kv_lens, num_decode[0], options.window)
     sums = _Sums(largest, total, weighted)
     rows = queries.shape[0]
-    active = num_decode[0]
     first_row = pl.program_id(0) * rows
-    end_row = jnp.minimum(first_row + rows, active)
 
-    def row_at(row: Scalar) -> _Row:
-        return _Row.of(kv_lens[row], window, fetcher.page_size, fetcher.pages_per_block)
-
-    def start(row: Scalar, shape: _Row, block: Scalar, slot: Scalar) -> None:
-        done = block * fetcher.pages_per_block
-        count = jnp.minimum(shape.pages - done, fetcher.pages_per_block)
-        fetcher.start_block(row % 2, shape.first_page + done, count, slot)
-
-    @pl.when((pl.program_id(0) == 0) & (active > 0))
+    @pl.when((pl.program_id(0) == 0) & (walk.active > 0))
     def _() -> None:
         next_slot[0] = 0
-        fetcher.start_numbers(0, 0)
+        walk.begin()
 
-        @pl.when(active > 1)
-        def _() -> None:
-            fetcher.start_numbers(1, 1)
-
-        fetcher.wait_for_numbers(0, 0)
-        start(0, row_at(0), 0, 0)
-
-    @pl.when(first_row + rows > active)
+    @pl.when(first_row + rows > walk.active)
     def _() -> None:
         output[...] = jnp.zeros_like(output)
 
-    def start_next_row(row: jax.Array, slot: jax.Array) -> None:
-        """The numbers of `row` are no longer needed: the row after the next one takes their place."""
-
-        @pl.when(row + 1 < active)
+    def attend(end: jax.Array, slot: jax.Array) -> None:
+        @pl.when(end < fetcher.pages_per_block * fetcher.page_size)
         def _() -> None:
-            fetcher.wait_for_numbers(row + 1, (row + 1) % 2)
-            start(row + 1, row_at(row + 1), 0, slot)
+            fetcher.clear_values_from(end, slot)
 
-        @pl.when(row + 2 < active)
-        def _() -> None:
-            fetcher.start_numbers(row + 2, row % 2)
+        begin = None if options.window is None else end - options.window
+        sums.store(_add_block(sums.load(), spread_queries, per_head, buffers, slot, begin, end, options))
 
-    @pl.loop(first_row, end_row)
-    def _(row: jax.Array) -> None:
-        shape = row_at(row)
-        kv_len = kv_lens[row]
-        first_slot = next_slot[0]
-        place = row - first_row
+    @pl.loop(first_row, jnp.minimum(first_row + rows, walk.active))
+    def _(number: jax.Array) -> None:
+        row = walk.row(number)
+        place = number - first_row
         spread_queries[...] = _spread(queries[place], buffers.shape[2])
-
         sums.store(start_softmax(per_head, queries.shape[1:], options))
-
-        @pl.loop(0, shape.blocks)
-        def _(index: jax.Array) -> None:
-            slot = (first_slot + index) % 2
-            last = index + 1 == shape.blocks
-
-            @pl.when(jnp.logical_not(last))
-            def _() -> None:
-                start(row, shape, index + 1, 1 - slot)
-
-            @pl.when(last)
-            def _() -> None:
-                start_next_row(row, 1 - slot)
-
-            done = index * fetcher.pages_per_block
-            fetcher.wait_for_block(jnp.minimum(shape.pages - done, fetcher.pages_per_block), slot)
-            origin = (shape.first_page + done) * fetcher.page_size
-            end = kv_len - origin
-
-            @pl.when(end < fetcher.pages_per_block * fetcher.page_size)
-            def _() -> None:
-                fetcher.clear_values_from(end, slot)
-
-            begin = None if window is None else end - window
-            sums.store(_add_block(sums.load(), spread_queries, per_head, buffers, slot, begin, end, options))
-
-        next_slot[0] = (first_slot + shape.blocks) % 2
+        walk.through(row, next_slot[0], attend)
+        next_slot[0] = (next_slot[0] + row.blocks) % 2
         result = finish_softmax(total[...], weighted[...], per_head[OUTPUT_FACTOR])
-        output[place] = jnp.where(kv_len > 0, result, 0.0).astype(output.dtype)
+        output[place] = jnp.where(row.kv_len > 0, result, 0.0).astype(output.dtype)
 
 
 @dataclass(frozen=True)
