@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,15 @@ def test_a_missing_checkpoint_is_one_line(capsys: pytest.CaptureFixture[str]) ->
     assert message == "Error: no checkpoint at 'missing'\n"
 
 
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    """A process that was started in the background ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 def test_an_interrupt_ends_the_answer_and_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
     before = set(threading.enumerate())  # tests of other folders may still have servers
     timer = threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT))
