@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 
 from sglang_jax.checkpoint import Checkpoint
 from sglang_jax.config import EngineConfig
@@ -18,8 +19,10 @@ class TorchGroupRunner(GroupRunner):
 
     def close(self) -> None:
         """Ends every rank."""
-        super().close()
-        leave()
+        try:
+            super().close()
+        finally:
+            leave()
 
 
 def launch_group(config: EngineConfig, checkpoint: Checkpoint) -> TorchGroupRunner:
@@ -29,12 +32,12 @@ def launch_group(config: EngineConfig, checkpoint: Checkpoint) -> TorchGroupRunn
     """
     select_device(config.device, config.tp_size - 1)
     followers = LocalFollowers(config, logging.getLogger().getEffectiveLevel())
-    try:
+    with ExitStack() as undo:
+        undo.callback(followers.close)
         followers.wait_ready()
         parallel = join(0, config.tp_size, followers.meeting_point, select_device(config.device))
+        undo.callback(leave)
         followers.on_loss(parallel.abort)
         runner = load_rank(config, checkpoint, parallel)
-    except BaseException:
-        followers.close()
-        raise
+        undo.pop_all()
     return TorchGroupRunner(runner, followers)

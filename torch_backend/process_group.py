@@ -41,5 +41,5 @@ def share_cores(size: int, device: torch.device) -> None:
 
 
 def leave() -> None:
-    """Leaves the group."""
+    """Leaves the group that this process has joined."""
     torch.distributed.destroy_process_group()

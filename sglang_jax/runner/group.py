@@ -90,9 +90,11 @@ class GroupRunner:
         return self._runner.report()
 
     def close(self) -> None:
-        """Ends every process's part."""
-        self._runner.close()
-        self._followers.close()
+        """Ends every process's part, the others' also where this one's fails."""
+        try:
+            self._runner.close()
+        finally:
+            self._followers.close()
 
 
 def follow(runner: Runner, next_order: Callable[[], Order]) -> None:

@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 
@@ -68,7 +69,8 @@ class RemoteFollowers:
         self._leaving = True
         if self._lost is None:
             for link in self._links:
-                link.send(Leave())
+                with suppress(OSError):  # it has ended
+                    link.send(Leave())
         deadline = time.monotonic() + _SECONDS_TO_END
         for watch, link in zip(self._watches, self._links, strict=True):
             watch.join(max(deadline - time.monotonic(), 0.0))

@@ -78,6 +78,20 @@ def test_a_plan_that_rank_0_refuses_reaches_no_follower() -> None:
     runner.close()
 
 
+def test_followers_end_though_closing_rank_0_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    followers = Threads(1)
+    own = stand_in_runner(WEIGHTS)
+    runner = GroupRunner(own, followers)
+
+    def fail() -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(own, "close", fail)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        runner.close()
+    assert not any(thread.is_alive() for thread in followers._threads)
+
+
 def test_a_step_without_one_of_the_ranks_is_an_error() -> None:
     followers = Threads(1)
     runner = GroupRunner(stand_in_runner(WEIGHTS), followers)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed
 from helpers.tiny_models import make_tiny_checkpoint
 
 from sglang_jax import Engine, SamplingParams
@@ -107,4 +108,17 @@ def test_followers_do_not_outlive_rank_0(folder: Path) -> None:
 def test_heads_that_cannot_be_divided_are_an_error_and_leave_nothing_behind(folder: Path) -> None:
     with pytest.raises(ConfigError, match="4 heads and 2 kv heads cannot be spread over 3 processes"):
         Engine(config=config(folder, tp_size=3))
+    assert followers() == []
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_group_that_the_program_has_already_is_left_alone(folder: Path, tmp_path: Path) -> None:
+    meeting_point = f"file://{tmp_path / 'own'}"
+    torch.distributed.init_process_group("gloo", init_method=meeting_point, rank=0, world_size=1)
+    try:
+        with pytest.raises(ConfigError, match="which this process uses already"):
+            Engine(config=config(folder, tp_size=2))
+        assert torch.distributed.is_initialized()
+    finally:
+        torch.distributed.destroy_process_group()
     assert followers() == []
