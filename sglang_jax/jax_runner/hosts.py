@@ -11,6 +11,8 @@ import os
 import secrets
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import jax
 import numpy as np
@@ -28,6 +30,7 @@ logger = logging.getLogger(__name__)
 _SECONDS_TO_CONNECT = 60.0
 _SECONDS_TO_MEET = 300
 _SECONDS_TO_FAIL = 3.0
+_SECONDS_TO_PART = 15
 _SECRET_BYTES = 32
 
 
@@ -50,7 +53,8 @@ def launch_hosts(config: EngineConfig, checkpoint: Checkpoint) -> HostGroupRunne
     listener = FollowerListener("", secret)
     _agree(listener.port, secret)
     followers = RemoteFollowers(listener, config.nnodes - 1, _SECONDS_TO_CONNECT, _leave_the_process)
-    return HostGroupRunner(load_rank(config, checkpoint), followers)
+    with _telling(followers.give_up):
+        return HostGroupRunner(load_rank(config, checkpoint), followers)
 
 
 def follow_host(config: EngineConfig) -> None:
@@ -63,9 +67,20 @@ def follow_host(config: EngineConfig) -> None:
     port, secret = _agree(0, bytes(_SECRET_BYTES))
     host = _address(config)[0]
     link = LeaderLink((host, port), secret, f"host {config.node_rank}", _leave_the_process)
-    follow(load_rank(config, checkpoint), link.next_order)
+    with _telling(link.give_up):
+        follow(load_rank(config, checkpoint), link.next_order)
     link.close()
     jax.distributed.shutdown()
+
+
+@contextmanager
+def _telling(give_up: Callable[[str], None]) -> Iterator[None]:
+    """Tells the other hosts if this one fails: they wait for it in loading's or a step's collectives."""
+    try:
+        yield
+    except BaseException as error:
+        give_up(str(error) or type(error).__name__)
+        raise
 
 
 def meet(config: EngineConfig) -> None:
@@ -81,7 +96,11 @@ def meet(config: EngineConfig) -> None:
     logger.info("Host %d of %d meets the others at %s:%d", config.node_rank, config.nnodes, host, port)
     try:
         jax.distributed.initialize(
-            f"{host}:{port}", config.nnodes, config.node_rank, initialization_timeout=_SECONDS_TO_MEET
+            f"{host}:{port}",
+            config.nnodes,
+            config.node_rank,
+            initialization_timeout=_SECONDS_TO_MEET,
+            shutdown_timeout_seconds=_SECONDS_TO_PART,
         )
     except RuntimeError as error:
         raise ConfigError(

@@ -4,7 +4,10 @@ A connection closes when a process ends, however it ends. When a host loses its 
 both sides send a sign of life every few seconds, from threads of their own: a process may wait for its device, or for
 the very process that is gone, for as long as it likes.
 
+A process that fails tells the others why before it ends: theirs may be waiting for it where no order is read.
+
 Orders are pickled: connections are opened with a secret that the processes have agreed on, and only rank 0's are read.
+What followers say is plain text.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 
@@ -29,6 +33,13 @@ _ALIVE = b"alive"
 
 OnLoss = Callable[[str], None]
 """Called once, on a thread of the connection, with what happened."""
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Rank 0 has failed: end with an error, whatever is waited for."""
+
+    reason: str
 
 
 class RemoteFollowers:
@@ -66,20 +77,28 @@ class RemoteFollowers:
 
     def close(self) -> None:
         """See `Followers`."""
+        self._end(Leave())
+
+    def give_up(self, reason: str) -> None:
+        """Has every follower end with an error, in place of `close`: this process has failed."""
+        self._end(GiveUp(reason))
+
+    def _end(self, order: Leave | GiveUp) -> None:
         self._leaving = True
         if self._lost is None:
             for link in self._links:
                 with suppress(OSError):  # it has ended
-                    link.send(Leave())
+                    link.send(order)
         deadline = time.monotonic() + _SECONDS_TO_END
         for watch, link in zip(self._watches, self._links, strict=True):
             watch.join(max(deadline - time.monotonic(), 0.0))
             link.close()
 
     def _watch(self, link: _Link) -> None:
-        end = link.listen(_ignore)
+        words: list[str] = []
+        end = link.listen(lambda data: words.append(data.decode(errors="replace")))
         if not self._leaving:
-            self._lose(f"{link.name} is lost: {end}")
+            self._lose(f"{link.name} gave up: {words[-1]}" if words else f"{link.name} is lost: {end}")
 
     def _lose(self, reason: str) -> None:
         if self._lost is None:
@@ -152,12 +171,23 @@ class LeaderLink:
         self._leaving.set()
         self._link.close()
 
+    def give_up(self, reason: str) -> None:
+        """Tells rank 0 that this process has failed, and closes the connection."""
+        with suppress(OSError):  # rank 0 has ended
+            self._link.say(reason.encode())
+        self.close()
+
     def _watch(self) -> None:
         def take(data: bytes) -> None:
-            order: Order = pickle.loads(data)
-            if isinstance(order, Leave):
+            message: Order | GiveUp = pickle.loads(data)
+            if isinstance(message, GiveUp):
+                # This process may be waiting for rank 0 itself, where no order is read.
                 self._leaving.set()
-            self._orders.put(order)
+                self._on_loss(f"host 0 gave up: {message.reason}")
+                return
+            if isinstance(message, Leave):
+                self._leaving.set()
+            self._orders.put(message)
 
         end = self._link.listen(take)
         if not self._leaving.is_set():
@@ -174,10 +204,14 @@ class _Link:
         self._closed = threading.Event()
         threading.Thread(target=self._say_alive, daemon=True).start()
 
-    def send(self, order: Order) -> None:
+    def send(self, order: Order | GiveUp) -> None:
         """Raises `OSError` if the other side is gone."""
+        self.say(pickle.dumps(order))
+
+    def say(self, data: bytes) -> None:
+        """Raises as `send`."""
         with self._sending:
-            self._connection.send_bytes(pickle.dumps(order))
+            self._connection.send_bytes(data)
 
     def listen(self, take: Callable[[bytes], None]) -> str:
         """Hands on what is not a sign of life until the other side ends or falls silent; says which."""
@@ -202,7 +236,3 @@ class _Link:
                     self._connection.send_bytes(_ALIVE)
             except OSError:
                 return
-
-
-def _ignore(data: bytes) -> None:
-    """Followers have nothing to say but that they are alive."""

@@ -52,21 +52,30 @@ def options(folder: Path, cache: Path) -> dict[str, object]:
 
 @dataclass
 class Hosts:
-    """The server's command on each of several hosts."""
+    """The server's command on each of several hosts. `changes`: a host's options that are not those of the others."""
 
     folder: Path
     cache: Path
     count: int
+    changes: dict[int, dict[str, object]] = field(default_factory=dict)
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(self) -> None:
+        self.launch()
+        assert self.processes[0].stdout is not None
+        for line in self.processes[0].stdout:
+            if line.startswith("Ready"):
+                return
+        raise AssertionError("host 0 ended before it was ready")
+
+    def launch(self) -> None:
         meeting, self.port = free_port(), free_port()
-        flags = [
-            text
-            for name, value in options(self.folder, self.cache).items()
-            for text in ([f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)]))
-        ]
         for rank in range(self.count):
+            flags = [
+                text
+                for name, value in (options(self.folder, self.cache) | self.changes.get(rank, {})).items()
+                for text in ([f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)]))
+            ]
             command = [sys.executable, "-m", "sglang_jax.launch_server", *flags, "--port", str(self.port)]
             command += ["--tp-size", str(self.count), "--nnodes", str(self.count), "--node-rank", str(rank)]
             command += ["--dist-init-addr", f"127.0.0.1:{meeting}"]
@@ -74,11 +83,6 @@ class Hosts:
             pipe = subprocess.PIPE
             process = subprocess.Popen(command, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True)
             self.processes.append(process)
-        assert self.processes[0].stdout is not None
-        for line in self.processes[0].stdout:
-            if line.startswith("Ready"):
-                return
-        raise AssertionError("host 0 ended before it was ready")
 
     def generate(self) -> list[int]:
         body = {"input_ids": PROMPT, "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}}
@@ -99,6 +103,12 @@ class Hosts:
         """Exit statuses, each within `timeout` seconds from now."""
         deadline = time.monotonic() + timeout
         return [self.processes[rank].wait(max(deadline - time.monotonic(), 0.01)) for rank in ranks]
+
+    def wait_for(self, rank: int, words: str) -> None:
+        """Until a host says so."""
+        stdout = self.processes[rank].stdout
+        assert stdout is not None
+        assert any(words in line for line in stdout), f"host {rank} ended without saying {words!r}"
 
     def close(self) -> None:
         for rank, process in enumerate(self.processes):
@@ -146,3 +156,29 @@ def test_a_lost_host_ends_every_other(hosts: Hosts, lost: int) -> None:
     hosts.kill(lost)
     (status,) = hosts.exits([1 - lost], LOST_WITHIN_SECONDS)
     assert status != 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("failing", [0, 1], ids=["the leader", "a follower"])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"attention_backend": "pallas"}, "attention_backend pallas is for TPU"),
+        ({"max_total_tokens": 10**10}, "max_total_tokens 10000000000 needs"),
+    ],
+    ids=["before the hosts agree on sizes", "after that"],
+)
+def test_a_host_that_cannot_load_tells_every_other(
+    folder: Path, cache: Path, failing: int, change: dict[str, object], reason: str
+) -> None:
+    """In the first case the others wait for it in a collective; in the second they have loaded, and wait for orders."""
+    hosts = Hosts(folder, cache, 2, {failing: change})
+    try:
+        hosts.launch()
+        hosts.wait_for(failing, reason)
+        statuses = hosts.exits([0, 1], LOST_WITHIN_SECONDS)
+        hosts.wait_for(1 - failing, f"host {failing} gave up: {reason}")
+    finally:
+        hosts.close()
+    assert 0 not in statuses

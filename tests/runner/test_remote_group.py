@@ -115,6 +115,26 @@ def test_rank_0_that_ends_is_a_loss_for_all(group: Group) -> None:
     assert all("host 0 is lost" in reason for reason in lost.values())
 
 
+def test_rank_0_that_fails_says_why(group: Group) -> None:
+    """At once, and not as the next order: a follower may never come to that."""
+    ending = threading.Thread(target=group.followers.give_up, args=("no memory",))
+    ending.start()
+    told = dict(group.lost.get(timeout=5) for _ in range(2))
+    assert told == {"host 1": "host 0 gave up: no memory", "host 2": "host 0 gave up: no memory"}
+    for link in group.links:
+        link.close()
+    ending.join(5)
+    assert not ending.is_alive()
+    assert group.lost.empty()
+
+
+def test_a_follower_that_fails_says_why(group: Group) -> None:
+    group.links[0].give_up("no such file: häger")
+    assert group.lost.get(timeout=5) == ("leader", "host 1 gave up: no such file: häger")
+    with pytest.raises(RuntimeError, match="host 1 gave up: no such file"):
+        group.followers.check()
+
+
 def test_silence_is_a_loss_though_nothing_closed() -> None:
     """A host without power or network sends no end."""
     listener = FollowerListener("127.0.0.1", SECRET)
