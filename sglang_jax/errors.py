@@ -74,3 +74,7 @@ class CheckpointError(Exception):
 
 class ConfigError(ValueError):
     """An option, or a combination of options, that the engine cannot run with."""
+
+
+class BatchError(Exception):
+    """An offline batch cannot begin or go on: the message says why, and what to do."""

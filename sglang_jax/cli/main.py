@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 import click
 
+from sglang_jax.cli.batch import batch
 from sglang_jax.cli.bench.offline import bench_offline
 from sglang_jax.cli.bench.serving import bench_serving
 from sglang_jax.cli.convert import convert
 from sglang_jax.cli.generate import generate
 from sglang_jax.cli.serve import serve
-from sglang_jax.errors import CheckpointError, ConfigError, RequestError
+from sglang_jax.errors import BatchError, CheckpointError, ConfigError, RequestError
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -32,6 +33,7 @@ def bench() -> None:
 
 cli.add_command(serve)
 cli.add_command(generate)
+cli.add_command(batch)
 cli.add_command(convert)
 bench.add_command(bench_offline, "offline")
 bench.add_command(bench_serving, "serving")
@@ -48,7 +50,7 @@ def run(command: click.Command, program: str, arguments: Sequence[str] | None = 
         return error.exit_code
     except click.ClickException as error:
         return _fail(error.format_message(), error.exit_code)
-    except (ConfigError, CheckpointError, RequestError) as error:
+    except (BatchError, ConfigError, CheckpointError, RequestError) as error:
         return _fail(str(error), USAGE_ERROR)
     except (click.Abort, KeyboardInterrupt):
         click.echo("Interrupted.", err=True)

@@ -6,9 +6,9 @@ import atexit
 import dataclasses
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self, TypedDict, Unpack, overload
+from typing import Any, Literal, Self, Unpack, overload
 
 import numpy as np
 from pydantic import ValidationError
@@ -16,31 +16,22 @@ from pydantic import ValidationError
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.batch import FLIGHTS_PER_ROW, Batch
 from sglang_jax.engine.client import AsyncEngineClient
+from sglang_jax.engine.item_stream import BatchResult, Item, ItemStream, StreamLimits
+from sglang_jax.engine.items import ItemConverter, RequestOptions, Sampling, complete_sampling
 from sglang_jax.engine.launch import launch_engine
 from sglang_jax.engine.loop_thread import LoopThread
 from sglang_jax.engine.types import GenerateInput, GenerateOutput, ModelInfo, TextTokenizer
 from sglang_jax.errors import ConfigError, EngineDeadError, ParameterError
-from sglang_jax.sampling import GenerationDefaults, SamplingParams, with_defaults
+from sglang_jax.sampling import GenerationDefaults, SamplingParams
 from sglang_jax.scheduler.messages import SchedulerStats
 
 Prompt = str | Sequence[int]
-Sampling = SamplingParams | Mapping[str, Any]
+DEFAULT_LOOKAHEAD = 1024
 Launcher = Callable[[EngineConfig], Awaitable[AsyncEngineClient]]
 
 
 async def _launch_in_process(config: EngineConfig) -> AsyncEngineClient:
     return await launch_engine(config, in_process=True)
-
-
-class RequestOptions(TypedDict, total=False):
-    """Fields of `GenerateInput` that all prompts of a call share."""
-
-    return_logprob: bool
-    logprob_start_len: int
-    top_logprobs_num: int
-    extra_key: str | None
-    priority: int
-    continues_text: bool
 
 
 class Engine:
@@ -185,6 +176,51 @@ class Engine:
             return self._loop.iterate_async(batch.stream())
         return self._wait_for(batch, single)
 
+    def batch(
+        self,
+        items: Iterable[Item],
+        sampling_params: Sampling | None = None,
+        *,
+        ordered: bool = False,
+        reorder: bool = True,
+        lookahead: int = DEFAULT_LOOKAHEAD,
+        **request: Unpack[RequestOptions],
+    ) -> Iterator[BatchResult]:
+        """Completes as many prompts as there are, holding a bounded number of them at a time.
+
+        >>> for result in engine.batch({"prompt": line, "max_new_tokens": 32} for line in open("prompts.txt")):
+        ...     print(result.index, result.text)
+
+        **Arguments:**
+
+        - `items`: any iterable, read as results are taken. An item is a prompt (text or token ids), or a mapping that
+          has `prompt` or `messages` and, beside it, fields of `SamplingParams` and of `request`; a `custom_id` is let
+          pass.
+        - `sampling_params`: what holds for fields that an item leaves out; see `generate`.
+        - `ordered`: results in the order of the items; otherwise as they are finished.
+        - `reorder`: prompts that begin alike are run one after the other, so that the prefix cache serves them.
+        - `lookahead`: items among which those that begin alike are looked for.
+        - `request`: further fields of `GenerateInput`, for items that leave them out.
+
+        **Returns:** an iterator over results, one for each item. What an item has wrong, or fails with, is the `error`
+        of its result. Leaving the iteration aborts what still runs.
+
+        **Raises:** `ParameterError` for arguments that no item can have; from the iteration, what `items` raises, and
+        `EngineDeadError` if the engine is lost.
+        """
+        self._check_open()
+        if lookahead < 1:
+            raise ParameterError(f"lookahead must be at least 1, got {lookahead}", param="lookahead")
+        convert = ItemConverter(
+            self.tokenizer,
+            self.model_info.generation_defaults,
+            sampling_params,
+            GenerateInput(prompt="", **request),
+        )
+        limits = StreamLimits(self._max_in_flight(), lookahead)
+        stream = ItemStream(self._loop, self._client, convert, limits, ordered=ordered, reorder=reorder)
+        return stream.run(items)
+
     def flush_cache(self) -> bool:
         """Empties the prefix cache; False, and nothing is done, while requests run or wait."""
         self._check_open()
@@ -231,10 +267,11 @@ class Engine:
             dataclasses.replace(template, prompt=prompt, sampling=params)
             for prompt, params in zip(each, sampling, strict=True)
         ]
+        return single and requests[0].sampling.n == 1, Batch(self._client, requests, self._max_in_flight())
+
+    def _max_in_flight(self) -> int:
         limit = FLIGHTS_PER_ROW * self._client.max_running_requests
-        if self.config.max_queued_requests is not None:
-            limit = min(limit, self.config.max_queued_requests)
-        return single and requests[0].sampling.n == 1, Batch(self._client, requests, limit)
+        return limit if self.config.max_queued_requests is None else min(limit, self.config.max_queued_requests)
 
 
 def _engine_config(config: EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:
@@ -259,25 +296,13 @@ def _sampling_of_each(
     sampling: Sampling | Sequence[Sampling] | None, count: int, defaults: GenerationDefaults
 ) -> list[SamplingParams]:
     if sampling is None or isinstance(sampling, (SamplingParams, Mapping)):
-        return [_sampling_params({} if sampling is None else sampling, defaults)] * count
+        return [complete_sampling({} if sampling is None else sampling, defaults)] * count
     if len(sampling) != count:
         raise ParameterError(
             f"sampling_params must be one for all prompts or one for each: got {len(sampling)} for {count} prompts",
             param="sampling_params",
         )
-    return [_sampling_params(params, defaults) for params in sampling]
-
-
-def _sampling_params(sampling: Sampling, defaults: GenerationDefaults) -> SamplingParams:
-    if isinstance(sampling, SamplingParams):
-        return sampling
-    known = {field.name for field in dataclasses.fields(SamplingParams)}
-    unknown = sorted(set(sampling) - known)
-    if unknown:
-        raise ParameterError(
-            f"sampling_params has no field {unknown[0]!r}; there are {', '.join(sorted(known))}", param=unknown[0]
-        )
-    return with_defaults(sampling, defaults)
+    return [complete_sampling(params, defaults) for params in sampling]
 
 
 async def _awaited(client: Awaitable[AsyncEngineClient]) -> AsyncEngineClient:

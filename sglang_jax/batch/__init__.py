@@ -1,0 +1,1 @@
+"""Offline batch generation: files of requests in, files of answers out, however many and whatever happens meanwhile."""

@@ -1,0 +1,197 @@
+"""Asks the server's own application in this process, and writes what it answers in OpenAI's output format."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+import msgspec
+from msgspec import Raw
+from starlette.types import ASGIApp, Message, Scope
+
+from sglang_jax.batch.journal import Kind, line_id
+from sglang_jax.batch.lines import BadLine, Line
+
+logger = logging.getLogger(__name__)
+
+TRANSIENT_CODES = frozenset({"engine_dead", "shutting_down", "unavailable"})
+"""Error codes that say nothing about the line: it is to be asked again."""
+
+_ADDRESS = ("batch", 0)
+
+
+class _ErrorObject(msgspec.Struct):
+    code: str | None
+    message: str
+
+
+class _Response(msgspec.Struct):
+    status_code: int
+    request_id: str
+    body: Raw
+
+
+class _OutputLine(msgspec.Struct):
+    """OpenAI's. What the server refused has its response as well as its error."""
+
+    id: str
+    custom_id: str | None
+    response: _Response | None
+    error: _ErrorObject | None
+
+
+class _CachedTokens(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: _CachedTokens
+
+
+class _MetaInfo(msgspec.Struct):
+    id: str
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class _OpenAIBody(msgspec.Struct):
+    id: str
+    usage: _Usage
+
+
+class _NativeBody(msgspec.Struct):
+    meta_info: _MetaInfo
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _ErrorObject
+
+
+_openai = msgspec.json.Decoder(_OpenAIBody)
+_native = msgspec.json.Decoder(list[_NativeBody])
+_error = msgspec.json.Decoder(_ErrorBody)
+_encoder = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What an answer took."""
+
+    prompt: int = 0
+    cached: int = 0
+    output: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A finished line, ready to be written."""
+
+    kind: Kind
+    line: bytes
+    tokens: Tokens = Tokens()
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the application answered."""
+
+    status: int
+    body: bytes
+
+    @property
+    def transient(self) -> bool:
+        """It failed, and not because of the line."""
+        return self.status >= 500 and _error.decode(self.body).error.code in TRANSIENT_CODES
+
+
+async def post(app: ASGIApp, line: Line) -> Reply:
+    """Sends a line to an application, without a socket in between."""
+    exchange = _Exchange(line.body)
+    try:
+        await app(_scope(line.url), exchange.receive, exchange.send)
+    except Exception:
+        # Starlette raises what a handler failed with after it has answered with status 500, for the server to log.
+        if not exchange.ended:
+            raise
+        logger.exception("Line %d failed", line.number + 1)
+    return Reply(exchange.status, b"".join(exchange.parts))
+
+
+class _Exchange:
+    """One call of an ASGI application (specification 3.0): a body in, a response out, a client that never leaves."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body: bytes | None = body
+        self.status = 0
+        self.parts: list[bytes] = []
+        self.ended = False
+
+    async def receive(self) -> Message:
+        if self._body is None:
+            await asyncio.get_running_loop().create_future()  # until the application is done with asking
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            return
+        self.parts.append(message.get("body", b""))
+        self.ended = not message.get("more_body", False)
+
+
+def _scope(path: str) -> Scope:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"content-type", b"application/json")],
+        "client": _ADDRESS,
+        "server": _ADDRESS,
+    }
+
+
+def answered(line: Line, reply: Reply) -> Answer:
+    """The output line of a reply; an error line for any status but 200."""
+    if reply.status != 200:
+        error = _error.decode(reply.body).error
+        response = _Response(reply.status, line_id(line.number), Raw(reply.body))
+        return Answer(Kind.ERROR, _written(line.number, line.custom_id, response, error))
+    request_id, tokens = _read_usage(reply.body)
+    response = _Response(reply.status, request_id, Raw(reply.body))
+    return Answer(Kind.OUTPUT, _written(line.number, line.custom_id, response, None), tokens)
+
+
+def failed(line: Line | BadLine, code: str, message: str) -> Answer:
+    """The error line of what got no reply."""
+    return Answer(Kind.ERROR, _written(line.number, line.custom_id, None, _ErrorObject(message=message, code=code)))
+
+
+def _written(number: int, custom_id: str | None, response: _Response | None, error: _ErrorObject | None) -> bytes:
+    return _encoder.encode(_OutputLine(line_id(number), custom_id, response, error)) + b"\n"
+
+
+def _read_usage(body: bytes) -> tuple[str, Tokens]:
+    """The response's id and its tokens. The native route names no batch: its first completion's id stands for it, and
+    prompts with several completions count once for each."""
+    if body.startswith(b'{"id"'):
+        answer = _openai.decode(body)
+        usage = answer.usage
+        cached = usage.prompt_tokens_details.cached_tokens
+        return answer.id, Tokens(usage.prompt_tokens, cached, usage.completion_tokens)
+    outputs = [one.meta_info for one in _native.decode(body if body.startswith(b"[") else b"[%b]" % body)]
+    return outputs[0].id, Tokens(
+        sum(one.prompt_tokens for one in outputs),
+        sum(one.cached_tokens for one in outputs),
+        sum(one.completion_tokens for one in outputs),
+    )

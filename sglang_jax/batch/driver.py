@@ -1,0 +1,224 @@
+"""The run itself: reads lines, has replicas answer them, and hands the answers to the sink."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+from msgspec import Raw
+from starlette.types import ASGIApp
+
+from sglang_jax.batch.answers import Answer, answered, failed, post
+from sglang_jax.batch.desk import Desk, Job
+from sglang_jax.batch.journal import Sink
+from sglang_jax.batch.lines import MAX_LINE_BYTES, BadLine, Line, parse_line
+from sglang_jax.batch.source import Record
+from sglang_jax.engine.batch import FLIGHTS_PER_ROW
+from sglang_jax.engine.types import EngineClient
+from sglang_jax.errors import EngineDeadError
+
+READ_LINES = 256
+"""Lines read and parsed in one go, unless the window is smaller."""
+
+READ_BYTES = 4 * 2**20
+"""Lines read in one go are no more once they have so many bytes."""
+
+SYNC_SECONDS = 5.0
+"""How long what is written may be in the kernel's hands alone."""
+
+
+class ServedEngine(EngineClient, Protocol):
+    """An engine that serves."""
+
+    @property
+    def max_running_requests(self) -> int:
+        """Most completions that it runs at once."""
+        ...
+
+
+class ServingReplica(Protocol):
+    """A replica as the driver sees it."""
+
+    @property
+    def index(self) -> int: ...
+
+    async def serving(self) -> ServedEngine:
+        """The engine, once it serves. Raises `EngineDeadError` if the replica was given up."""
+        ...
+
+
+class Watcher(Protocol):
+    """Is told how far the run is."""
+
+    def finished(self, answer: Answer) -> None:
+        """A line was written, or spooled."""
+        ...
+
+
+MakeApp = Callable[[ServedEngine], ASGIApp]
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """A replica's engine, and the application over it."""
+
+    engine: ServedEngine
+    app: ASGIApp
+
+
+class Driver:
+    """Answers every line that the sink does not have.
+
+    **Arguments:**
+
+    - `records`: the input, but for what is written. It is iterated in threads, one at a time.
+    - `defaults`: see `parse_line`.
+    - `read_lines`: most lines read and parsed in one go.
+    - `max_ahead`: how far to read beyond the oldest line that is not finished, where the sink's order asks for it.
+    - `make_app`: the application over an engine.
+    """
+
+    def __init__(
+        self,
+        records: Iterator[Record],
+        sink: Sink,
+        desk: Desk,
+        watcher: Watcher,
+        *,
+        defaults: Mapping[str, Raw],
+        read_lines: int = READ_LINES,
+        max_ahead: int,
+        make_app: MakeApp,
+    ) -> None:
+        self._records = records
+        self._sink = sink
+        self._desk = desk
+        self._watcher = watcher
+        self._defaults = defaults
+        self._read_lines = read_lines
+        self._max_ahead = max_ahead
+        self._make_app = make_app
+        self._served_by: dict[int, _Served] = {}
+
+    async def run(self, replicas: Sequence[ServingReplica]) -> None:
+        """Returns once every line is finished and on the disk.
+
+        **Raises:** `BatchError` if a file cannot be read or written; `EngineDeadError` once no replica is left.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                syncing = tasks.create_task(self._sync_now_and_then())
+                reading = tasks.create_task(self._read_all())
+                serving = tasks.create_task(self._serve_all(replicas))
+                await asyncio.wait({reading, serving}, return_when=asyncio.FIRST_EXCEPTION)
+                syncing.cancel()
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+        await asyncio.to_thread(self._sink.sync)
+
+    async def _sync_now_and_then(self) -> None:
+        while True:
+            await asyncio.sleep(SYNC_SECONDS)
+            await asyncio.to_thread(self._sink.sync)
+
+    async def _read_all(self) -> None:
+        while lines := await asyncio.to_thread(self._read_some):
+            for line in lines:
+                self._accept(line)
+            self._desk.pushed()
+            while self._desk.full or self._sink.num_ahead >= self._max_ahead:
+                await self._desk.room()
+        self._desk.end_of_input()
+
+    def _read_some(self) -> list[Line | BadLine]:
+        """Runs in a thread, so that the engine is fed meanwhile."""
+        lines: list[Line | BadLine] = []
+        size = 0
+        for record in islice(self._records, self._read_lines):
+            lines.append(self._parse(record))
+            size += len(record.raw or b"")
+            if size >= READ_BYTES:
+                break
+        return lines
+
+    def _parse(self, record: Record) -> Line | BadLine:
+        if record.raw is None:
+            message = f"a line may have at most {MAX_LINE_BYTES} bytes, this one has more"
+            return BadLine(record.number, None, "line_too_long", message)
+        return parse_line(record.number, record.raw, self._defaults)
+
+    def _accept(self, line: Line | BadLine) -> None:
+        spooled = self._sink.is_finished(line.number)
+        self._sink.expect(line.number)
+        if spooled:
+            return
+        if isinstance(line, BadLine):
+            self._finish(line.number, failed(line, line.code, line.message))
+        else:
+            self._desk.push(line)
+
+    async def _serve_all(self, replicas: Sequence[ServingReplica]) -> None:
+        """Ends when all lines are finished, or when no replica is left. Raises the last one's `EngineDeadError`."""
+        losses = await asyncio.gather(*(self._serve(replica) for replica in replicas))
+        if not self._desk.finished:
+            raise next(loss for loss in reversed(losses) if loss is not None)
+
+    async def _serve(self, replica: ServingReplica) -> EngineDeadError | None:
+        """Keeps a replica busy. Returns why it was given up, if it was."""
+        try:
+            engine = await replica.serving()
+            async with asyncio.TaskGroup() as group:
+                count = FLIGHTS_PER_ROW * engine.max_running_requests
+                workers = [group.create_task(self._work(replica)) for _ in range(count)]
+            return next((loss for worker in workers if (loss := worker.result()) is not None), None)
+        except EngineDeadError as error:
+            return error
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            self._desk.leave(replica.index)
+
+    async def _work(self, replica: ServingReplica) -> EngineDeadError | None:
+        """Answers one line after the other. Returns why the replica was given up, if it was."""
+        while True:
+            try:
+                served = await self._served(replica)
+            except EngineDeadError as error:
+                return error
+            job = await self._desk.next(replica.index)
+            if job is None:
+                return None
+            if served.engine.alive:
+                await self._answer(replica, served.app, job)
+            else:  # it was lost while there was no line
+                self._desk.give_back(replica.index, job)
+
+    async def _served(self, replica: ServingReplica) -> _Served:
+        """The replica's engine once it serves, and the application over it. Raises `EngineDeadError`."""
+        engine = await replica.serving()
+        while not engine.alive:  # the replica is about to learn that
+            await asyncio.sleep(0)
+            engine = await replica.serving()
+        known = self._served_by.get(replica.index)
+        if known is None or known.engine is not engine:
+            known = self._served_by[replica.index] = _Served(engine, self._make_app(engine))
+        return known
+
+    async def _answer(self, replica: ServingReplica, app: ASGIApp, job: Job) -> None:
+        reply = await post(app, job.line)
+        if not reply.transient:
+            answer = answered(job.line, reply)
+        elif self._desk.lose(replica.index, job):
+            return
+        else:
+            message = f"the engine was lost each of the {job.losses} times that this line was asked"
+            answer = failed(job.line, "engine_dead", message)
+        self._finish(job.line.number, answer)
+        self._desk.finish(replica.index)
+
+    def _finish(self, number: int, answer: Answer) -> None:
+        self._sink.add(number, answer.kind, answer.line)
+        self._watcher.finished(answer)

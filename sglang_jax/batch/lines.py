@@ -1,0 +1,182 @@
+"""One line of the input: a request for one of the server's routes, or why it is none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+from msgspec import Raw
+
+from sglang_jax.server.errors import shown
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+GENERATE = "/generate"
+
+PROMPT_FIELDS = {COMPLETIONS: ("prompt",), CHAT: ("messages",), GENERATE: ("text", "input_ids")}
+"""The routes that a line may name, and what each calls its prompt."""
+
+MAX_LINE_BYTES = 64 * 2**20
+"""A longer line is an error of that line: it would have to be held in memory as a whole."""
+
+_PLAIN_FIELDS = {"prompt": COMPLETIONS, "messages": CHAT}
+_NAMESPACE_FIELDS = ("cache_salt", "extra_key")
+
+_HIGH, _LOW = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_HALF_OF_A_PAIR = re.compile(rb"%b(?!%b)|(?<!%b)%b" % (_HIGH, _LOW, _HIGH, _LOW))
+
+Fields = dict[str, Raw]
+_fields = msgspec.json.Decoder(Fields)
+_any = msgspec.json.Decoder()
+_encoder = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A request.
+
+    - `number`: its place in the input, from 0; users are told `number + 1`, as editors count lines.
+    - `body`: JSON, as a client would send it to `url`.
+    - `key`: begins alike for requests whose prompts begin alike.
+    """
+
+    number: int
+    custom_id: str
+    url: str
+    body: bytes
+    key: bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes in memory, about."""
+        return len(self.body) + len(self.key)
+
+
+@dataclass(frozen=True, slots=True)
+class BadLine:
+    """A line that is no request: `code` is for programs, `message` for people."""
+
+    number: int
+    custom_id: str | None
+    code: str
+    message: str
+
+
+class _LineError(Exception):
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def parse_line(number: int, raw: bytes, defaults: Mapping[str, Raw]) -> Line | BadLine:
+    """Reads OpenAI's batch format (`custom_id`, `method`, `url`, `body`) or a plain line: `prompt` or `messages`, with
+    further fields of the route beside them.
+
+    **Arguments:** `defaults`: fields that bodies get which leave them out.
+    """
+    custom_id: str | None = None
+    try:
+        fields = _object(raw, "the line")
+        custom_id = _custom_id(fields)
+        if "body" in fields:
+            url, body = _batch_request(fields, custom_id)
+        else:
+            url, body = _plain_request(fields)
+        if _asks_for_stream(body):
+            raise _LineError("unsupported_parameter", "stream must not be true: a line has one whole answer")
+        key = _key(url, body)
+        missing = {name: value for name, value in defaults.items() if name not in body}
+        return Line(number, custom_id or f"line-{number + 1}", url, _encoder.encode({**body, **missing}), key)
+    except _LineError as error:
+        return BadLine(number, custom_id, error.code, str(error))
+
+
+def _object(raw: bytes | Raw, what: str) -> Fields:
+    try:
+        return _fields.decode(raw)
+    except msgspec.ValidationError as error:
+        raise _LineError("malformed_request", f"{what} must be a JSON object: {_told(error)}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _LineError("malformed_json", f"{what} is not valid JSON: {_told(error, raw)}") from error
+
+
+def _told(error: Exception, raw: bytes | Raw = b"") -> str:
+    if _HALF_OF_A_PAIR.search(raw):  # the parser calls that truncated
+        return "a string holds half a surrogate pair"
+    text = str(error)
+    return text[:1].lower() + text[1:]
+
+
+def _value(fields: Fields, name: str) -> object:
+    """The value of a field, None if it is left out."""
+    if name not in fields:
+        return None
+    try:
+        return _any.decode(fields[name])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _LineError("malformed_json", f"{name} is not valid JSON: {_told(error, fields[name])}") from error
+
+
+def _custom_id(fields: Fields) -> str | None:
+    """Numbers are taken as their digits: tables often have them."""
+    value = _value(fields, "custom_id")
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if value is None or isinstance(value, str):
+        return value
+    raise _LineError("invalid_value", f"custom_id must be a string, got {shown(value)}")
+
+
+def _batch_request(fields: Fields, custom_id: str | None) -> tuple[str, Fields]:
+    for plain in _PLAIN_FIELDS:
+        if plain in fields:
+            raise _LineError("malformed_request", f"{plain} belongs into body, as the line has one")
+    if custom_id is None:
+        raise _LineError("missing_field", "custom_id is required in a line with a body")
+    method = _value(fields, "method")
+    if method not in (None, "POST"):
+        raise _LineError("invalid_value", f'method must be "POST", got {shown(method)}')
+    url = _value(fields, "url")
+    if url is None:
+        raise _LineError("missing_field", f"url is required in a line with a body: one of {', '.join(PROMPT_FIELDS)}")
+    if not isinstance(url, str) or url not in PROMPT_FIELDS:
+        raise _LineError("invalid_value", f"url must be one of {', '.join(PROMPT_FIELDS)}, got {shown(url)}")
+    return url, _object(fields["body"], "body")
+
+
+def _plain_request(fields: Fields) -> tuple[str, Fields]:
+    given = [name for name in _PLAIN_FIELDS if name in fields]
+    if len(given) != 1:
+        which = "both prompt and messages" if given else "none of them"
+        raise _LineError("missing_field", f"a line must have one of body, prompt and messages, got {which}")
+    for name in ("method", "url"):
+        if name in fields:
+            raise _LineError("malformed_request", f"{name} belongs to lines with a body; {given[0]} says the route")
+    return _PLAIN_FIELDS[given[0]], {name: value for name, value in fields.items() if name != "custom_id"}
+
+
+def _asks_for_stream(body: Fields) -> bool:
+    return "stream" in body and bytes(body["stream"]) == b"true"
+
+
+def _key(url: str, body: Fields) -> bytes:
+    """Prompts are compared as they are written in JSON: what begins alike there begins alike in tokens."""
+    names = (*_NAMESPACE_FIELDS, *PROMPT_FIELDS[url])
+    return b"\0".join((url.encode(), *(bytes(body[name]) for name in names if name in body)))
+
+
+def parse_defaults(text: str) -> dict[str, Raw]:
+    """The fields of `--defaults`. Raises `ValueError` saying what is wrong with them."""
+    try:
+        fields = _object(text.encode(), "defaults")
+    except _LineError as error:
+        raise ValueError(str(error)) from error
+    taken = {"stream", "custom_id", "method", "url", "body"} | {
+        name for names in PROMPT_FIELDS.values() for name in names
+    }
+    for name in fields:
+        if name in taken:
+            raise ValueError(f"defaults must hold fields that lines may share, and {name} is none")
+    return {name: Raw(bytes(value)) for name, value in fields.items()}

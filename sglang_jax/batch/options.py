@@ -1,0 +1,38 @@
+"""Options of an offline batch run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from sglang_jax.config import LogLevel, PositiveInt
+
+
+class BatchConfig(BaseModel):
+    """What a run has besides an engine. Field names are the command line's flags, with underscores."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    input: Path = Field(description="file of requests: JSON lines, or Parquet where its name ends in .parquet")
+    output: Path = Field(description="file of answers, one a line; Parquet where its name ends in .parquet")
+    error_file: Path | None = Field(
+        None, description="file of the lines that failed; default: the output's name and .errors.jsonl"
+    )
+    ordered: bool = Field(False, description="write answers in the order of the input, not as they come")
+    no_reorder: bool = Field(
+        False, description="ask in the order of the input; default: lines that begin alike together"
+    )
+    lookahead: PositiveInt = Field(4096, description="lines among which those that begin alike are looked for")
+    defaults: str | None = Field(
+        None, description="JSON object of body fields for lines that leave them out, such as '{\"max_tokens\": 64}'"
+    )
+    max_retries: int = Field(3, ge=0, description="how often a line is asked again after its engine was lost")
+    served_model_name: str | None = Field(None, description="name that lines may give as model; default: model_path")
+    chat_template: str | None = Field(None, description="a Jinja file, or the template; default: the tokenizer's")
+    log_level: LogLevel = Field(LogLevel.WARNING, description="least severe level logged")
+
+    @property
+    def errors(self) -> Path:
+        """Where failed lines go."""
+        return self.error_file or self.output.with_name(self.output.name + ".errors.jsonl")

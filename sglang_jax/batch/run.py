@@ -1,0 +1,218 @@
+"""One run of `batch`, from its options to its exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import click
+from msgspec import Raw
+from uvicorn.loops.auto import auto_loop_factory
+
+from sglang_jax.batch.desk import Desk
+from sglang_jax.batch.driver import READ_LINES, Driver
+from sglang_jax.batch.journal import Journal, Sink
+from sglang_jax.batch.line_set import LineSet
+from sglang_jax.batch.lines import parse_defaults
+from sglang_jax.batch.options import BatchConfig
+from sglang_jax.batch.ordered import OrderedJournal, Spool
+from sglang_jax.batch.progress import Figures, Progress
+from sglang_jax.batch.run_folder import OptionValue, RunFolder, identify
+from sglang_jax.batch.source import FileFormat, Record, Source, open_source, require_pyarrow
+from sglang_jax.config import EngineConfig, ServerConfig
+from sglang_jax.engine.client import AsyncEngineClient
+from sglang_jax.engine.lookahead import Lookahead
+from sglang_jax.engine.process import LOG_FORMAT
+from sglang_jax.engine.replica import Replica, close_replicas, launch_replicas
+from sglang_jax.errors import BatchError, ConfigError, EngineDeadError
+from sglang_jax.runner.backends import load_follower
+from sglang_jax.server.app import create_app, create_context
+
+ALL_ANSWERED, SOME_FAILED = 0, 1
+INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+"""Exit statuses."""
+
+WINDOW_BYTES = 64 * 2**20
+"""The window holds fewer lines than asked for once they have so many bytes."""
+
+AHEAD_PER_LOOKAHEAD = 4
+"""With `--ordered`, lines are read so many windows beyond the oldest one that is not finished."""
+
+SHAPING_OPTIONS = (
+    "model_path",
+    "tokenizer_path",
+    "load_format",
+    "dtype",
+    "kv_cache_dtype",
+    "context_length",
+    "random_seed",
+    "sampling_defaults",
+    "served_model_name",
+    "chat_template",
+)
+"""Options of the engine that answers depend on, beyond rounding: a run goes on with the same ones only."""
+
+Launch = Callable[[ServerConfig, int], Awaitable[list[Replica[AsyncEngineClient]]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What is left to do. `records` are those that are not written yet."""
+
+    source: Source
+    records: Iterator[Record]
+    sink: Sink
+    figures: Figures
+    defaults: dict[str, Raw]
+
+
+def run_batch(batch: BatchConfig, engine: EngineConfig, launch: Launch = launch_replicas) -> int:
+    """Answers the lines of the input that are not answered yet. Returns the exit status.
+
+    **Arguments:** `launch`: starts the replicas; for tests and other cores.
+
+    **Raises:** `BatchError` for a run that cannot begin or go on, and what `launch` raises.
+    """
+    logging.basicConfig(level=batch.log_level.upper(), format=LOG_FORMAT)
+    config = _server_config(batch, engine)
+    if config.node_rank > 0:
+        load_follower(config)(config)
+        return ALL_ANSWERED
+    _check_files(batch)
+    defaults = _defaults(batch)
+    with RunFolder(batch.output) as folder, ExitStack() as stack:
+        folder.claim([batch.output, batch.errors], identify(batch.input), _shaping_options(batch, config))
+        files = _OutputFiles(batch.output, folder.path)
+        journal = stack.enter_context(closing(Journal(files.journal, batch.errors, files.written())))
+        sink: Sink = journal
+        figures = Figures(before=journal.num_written, failed_before=journal.num_errors)
+        if batch.ordered:
+            spool = stack.enter_context(closing(Spool(folder.path, journal)))
+            figures.before += len(spool)
+            sink = OrderedJournal(journal, spool)
+        source = open_source(batch.input)
+        work = _Work(source, source.records(sink.is_written), sink, figures, defaults)
+        status = _answer(batch, config, work, launch)
+        if status is not None:
+            click.echo(f"\nInterrupted. {figures.summary()}. The same command goes on from there.", err=True)
+            return status
+        files.finish()
+    click.echo(figures.summary(), err=True)
+    if figures.lines_failed:
+        click.echo(f"{figures.lines_failed} lines failed: {batch.errors} says why", err=True)
+        return SOME_FAILED
+    return ALL_ANSWERED
+
+
+def _answer(batch: BatchConfig, config: ServerConfig, work: _Work, launch: Launch) -> int | None:
+    """Answers what is left. Returns an exit status if a signal ended that early. No engine is started for nothing."""
+    first = next(work.records, None)
+    if first is None:
+        return None
+    try:
+        with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+            runner.run(_answer_with_engines(batch, config, work, chain([first], work.records), launch))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except asyncio.CancelledError:
+        return TERMINATED
+    return None
+
+
+async def _answer_with_engines(
+    batch: BatchConfig, config: ServerConfig, work: _Work, records: Iterator[Record], launch: Launch
+) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    replicas = await launch(config, config.dp_size)
+    progress = Progress(work.figures, work.source, terminal=sys.stderr.isatty())
+    driver = Driver(
+        records,
+        work.sink,
+        Desk(Lookahead(batch.lookahead, WINDOW_BYTES, reorder=not batch.no_reorder), batch.max_retries),
+        progress,
+        defaults=work.defaults,
+        read_lines=min(READ_LINES, batch.lookahead),
+        max_ahead=AHEAD_PER_LOOKAHEAD * batch.lookahead,
+        make_app=lambda client: create_app(create_context(client, config)),
+    )
+    try:
+        await driver.run(replicas)
+    except EngineDeadError as error:
+        raise BatchError(f"{error}; what is finished is kept, the same command goes on from there") from error
+    finally:
+        progress.close()
+        await close_replicas(replicas)
+
+
+def _server_config(batch: BatchConfig, engine: EngineConfig) -> ServerConfig:
+    if engine.max_queued_requests is not None:
+        raise ConfigError(
+            f"--max-queued-requests ({engine.max_queued_requests}) has no meaning here: no more lines are sent to an "
+            "engine than it has places for"
+        )
+    names = {"served_model_name": batch.served_model_name, "chat_template": batch.chat_template}
+    return ServerConfig(**engine.model_dump(), **names, log_level=batch.log_level)
+
+
+def _check_files(batch: BatchConfig) -> None:
+    if not batch.input.is_file():
+        raise BatchError(f"--input {batch.input} is not a file; a run that goes on later has to read it again")
+    if not batch.output.parent.is_dir():
+        raise BatchError(f"--output {batch.output} is in a folder that does not exist")
+    if len({batch.input.resolve(), batch.output.resolve(), batch.errors.resolve()}) < 3:
+        raise BatchError("--input, --output and --error-file must be three files")
+    if FileFormat.of(batch.errors) is FileFormat.PARQUET:
+        raise BatchError(f"--error-file {batch.errors} is always written as JSON lines, so give it another name")
+
+
+def _defaults(batch: BatchConfig) -> dict[str, Raw]:
+    if batch.defaults is None:
+        return {}
+    try:
+        return parse_defaults(batch.defaults)
+    except ValueError as error:
+        raise BatchError(f"--defaults {batch.defaults!r}: {error}") from error
+
+
+def _shaping_options(batch: BatchConfig, config: ServerConfig) -> dict[str, OptionValue]:
+    values = config.model_dump(mode="json", include=set(SHAPING_OPTIONS))
+    errors = str(batch.errors.resolve())
+    return {**values, "defaults": batch.defaults, "ordered": batch.ordered, "error_file": errors}
+
+
+class _OutputFiles:
+    """Where answers are written: to the output itself, or beside a Parquet file, which cannot grow line by line."""
+
+    def __init__(self, output: Path, folder: Path) -> None:
+        self._output = output
+        self._folder = folder
+        self._parquet = FileFormat.of(output) is FileFormat.PARQUET
+        if self._parquet:
+            require_pyarrow(output)
+        self.journal = folder / "answers.jsonl" if self._parquet else output
+
+    def written(self) -> LineSet:
+        """Lines that are in the output already and not in the journal."""
+        if not self._parquet:
+            return LineSet()
+        from sglang_jax.batch.parquet import drop_merged, written_numbers
+
+        numbers = written_numbers(self._output)
+        drop_merged(self.journal, numbers)
+        return numbers
+
+    def finish(self) -> None:
+        """All lines are answered. Raises `BatchError`."""
+        if self._parquet:
+            from sglang_jax.batch.parquet import write_output
+
+            write_output(self.journal, self._output, self._folder / "draft.parquet")

@@ -1,0 +1,123 @@
+"""From the items of a batch to requests."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+import msgspec
+import numpy as np
+
+from sglang_jax.engine.item_stream import Item
+from sglang_jax.engine.types import GenerateInput, TextTokenizer
+from sglang_jax.errors import ParameterError
+from sglang_jax.sampling import GenerationDefaults, SamplingParams, with_defaults
+
+Sampling = SamplingParams | Mapping[str, Any]
+
+
+class RequestOptions(TypedDict, total=False):
+    """Fields of `GenerateInput` that all prompts of a call share, or that an item of a batch has."""
+
+    return_logprob: bool
+    logprob_start_len: int
+    top_logprobs_num: int
+    extra_key: str | None
+    priority: int
+    continues_text: bool
+
+
+_SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+_OPTIONS = frozenset(RequestOptions.__annotations__)
+_KNOWN_FIELDS = _SAMPLING_FIELDS | _OPTIONS | {"prompt", "messages", "custom_id"}
+
+
+def complete_sampling(sampling: Sampling, defaults: GenerationDefaults) -> SamplingParams:
+    """`SamplingParams` are taken as they are; fields that a mapping leaves out are `defaults`'. Raises
+    `ParameterError`."""
+    if isinstance(sampling, SamplingParams):
+        return sampling
+    unknown = sorted(set(sampling) - _SAMPLING_FIELDS)
+    if unknown:
+        raise ParameterError(
+            f"sampling_params has no field {unknown[0]!r}; there are {', '.join(sorted(_SAMPLING_FIELDS))}",
+            param=unknown[0],
+        )
+    return with_defaults(sampling, defaults)
+
+
+def _options(item: Mapping[str, Any]) -> dict[str, Any]:
+    given = {name: item[name] for name in _OPTIONS if name in item}
+    try:
+        return dict(msgspec.convert(given, RequestOptions))
+    except msgspec.ValidationError as error:
+        message, _, place = str(error).partition(" - at `$.")
+        name = place.rstrip("`")
+        raise ParameterError(f"{name}: {message[:1].lower()}{message[1:]}", param=name) from error
+
+
+class ItemConverter:
+    """Makes the request of an item. Raises `ParameterError` for an item that is none.
+
+    **Arguments:**
+
+    - `sampling`: for fields that an item leaves out.
+    - `template`: other fields of the request, likewise.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        defaults: GenerationDefaults,
+        sampling: Sampling | None,
+        template: GenerateInput,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._defaults = defaults
+        self._given: Sampling = {} if sampling is None else sampling
+        self._shared = complete_sampling(self._given, defaults)
+        self._template = template
+
+    def __call__(self, item: Item) -> GenerateInput:
+        if isinstance(item, Mapping):
+            return self._of_mapping(item)
+        if isinstance(item, str) or (isinstance(item, (Sequence, np.ndarray)) and not isinstance(item, bytes)):
+            return dataclasses.replace(self._template, prompt=item, sampling=self._shared)
+        raise ParameterError(
+            f"an item must be a text, token ids, or a mapping with prompt or messages, got {type(item).__name__}"
+        )
+
+    def _of_mapping(self, item: Mapping[str, Any]) -> GenerateInput:
+        unknown = [name for name in item if name not in _KNOWN_FIELDS]
+        if unknown:
+            raise ParameterError(
+                f"an item has no field {unknown[0]!r}; there are {', '.join(sorted(_KNOWN_FIELDS))}",
+                param=str(unknown[0]),
+            )
+        if ("prompt" in item) == ("messages" in item):
+            which = "both" if "prompt" in item else "neither"
+            raise ParameterError(f"an item must have prompt or messages, got {which}", param="prompt")
+        changes: dict[str, Any] = _options(item)
+        if "prompt" in item:
+            changes["prompt"] = item["prompt"]
+        else:
+            changes["prompt"] = self._chat_ids(item["messages"])
+            changes.setdefault("continues_text", False)
+        return dataclasses.replace(self._template, sampling=self._sampling(item), **changes)
+
+    def _sampling(self, item: Mapping[str, Any]) -> SamplingParams:
+        own = {name: item[name] for name in _SAMPLING_FIELDS if name in item}
+        if not own:
+            return self._shared
+        if isinstance(self._given, SamplingParams):
+            return dataclasses.replace(self._given, **own)
+        return with_defaults({**self._given, **own}, self._defaults)
+
+    def _chat_ids(self, messages: Any) -> list[int]:
+        if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
+            raise ParameterError("messages must be a list of mappings, each with role and content", param="messages")
+        if not messages:
+            raise ParameterError("messages is empty; a conversation needs at least one message", param="messages")
+        text = self._tokenizer.render_chat([dict(message) for message in messages])
+        return self._tokenizer.encode(text, add_special_tokens=False)

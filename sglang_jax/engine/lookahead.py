@@ -1,0 +1,130 @@
+"""A window over work to come, out of which neighbours are taken one after the other."""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+_SEARCHED_FOR_A_BORDER = 32
+"""Entries on either side of a new starting point among which the border between two groups is looked for."""
+
+
+_Place = tuple[bytes, int]
+"""Key and number of an item: where it stands in the order. Numbers differ, so that nothing else is ever compared."""
+
+_Entry = tuple[bytes, int, int, Item]
+"""An item behind its place and its size in bytes."""
+
+
+class Lookahead(Generic[Item]):
+    """Items that wait to be taken, so that those whose keys begin alike are taken one after the other.
+
+    Whoever takes items sweeps through the window in the order of their keys and starts again from the front at its end;
+    what arrives ahead of the sweep is met by it, what arrives behind waits for the next one. That is replacement
+    selection (Knuth, The Art of Computer Programming, volume 3, section 5.4.1): the sorted runs that come out are about
+    twice as long as the window. Equal keys go by number, so the order is stable.
+
+    With several takers each sweeps on its own. An item belongs to the taker whose last item's key shares most with its
+    own; a taker that meets what belongs to another goes to the middle of the widest stretch without takers. So a group
+    with a prefix in common goes to one taker, unless there is nothing else left for another one to do.
+
+    **Arguments:**
+
+    - `max_items`, `max_bytes`: what the window holds; an item larger than it is taken in alone.
+    - `reorder`: False gives items in the order in which they came.
+    """
+
+    def __init__(self, max_items: int, max_bytes: int, *, reorder: bool = True) -> None:
+        self._max_items = max_items
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._arrived: deque[_Entry[Item]] | None = None if reorder else deque()
+        self._sorted: list[_Entry[Item]] = []
+        self._last: dict[int, _Place] = {}
+
+    def __len__(self) -> int:
+        return len(self._sorted) if self._arrived is None else len(self._arrived)
+
+    @property
+    def full(self) -> bool:
+        """There is no room for a further item."""
+        return len(self) >= self._max_items or self._bytes >= self._max_bytes
+
+    def push(self, item: Item, *, key: bytes, number: int, size: int) -> None:
+        """Adds an item. `number` is unlike that of any other; the caller looks at `full` before."""
+        entry = (key, number, size, item)
+        self._bytes += size
+        if self._arrived is None:
+            bisect.insort(self._sorted, entry)
+        else:
+            self._arrived.append(entry)
+
+    def take(self, taker: int = 0) -> Item | None:
+        """The next item for this taker; None if there is none."""
+        if not len(self):
+            return None
+        entry = self._arrived.popleft() if self._arrived is not None else self._take_sorted(taker)
+        _, _, size, item = entry
+        self._bytes -= size
+        return item
+
+    def forget(self, taker: int) -> None:
+        """A taker is gone, or has lost what it had in its cache: nothing belongs to it any more."""
+        self._last.pop(taker, None)
+
+    def _take_sorted(self, taker: int) -> _Entry[Item]:
+        position = self._ahead_of(self._last.get(taker))
+        if self._belongs_to_another(self._sorted[position], taker):
+            position = self._far_from_others(taker)
+        entry = self._sorted.pop(position)
+        self._last[taker] = entry[:2]
+        return entry
+
+    def _ahead_of(self, last: _Place | None) -> int:
+        if last is None:
+            return 0
+        key, number = last
+        position = bisect.bisect_left(self._sorted, (key, number + 1))
+        return position if position < len(self._sorted) else 0
+
+    def _belongs_to_another(self, entry: _Entry[Item], taker: int) -> bool:
+        if len(self._last) < 2 and taker in self._last:
+            return False
+        key = entry[0]
+        shared = {other: shared_length(last_key, key) for other, (last_key, _) in self._last.items()}
+        own = shared.pop(taker, -1)
+        return max(shared.values(), default=-1) > own
+
+    def _far_from_others(self, taker: int) -> int:
+        """The border between two groups that is nearest to the middle of the widest stretch between the others."""
+        count = len(self._sorted)
+        places = sorted(self._ahead_of(last) for other, last in self._last.items() if other != taker)
+        ends = [*places[1:], places[0] + count]
+        start, end = max(zip(places, ends, strict=True), key=lambda stretch: stretch[1] - stretch[0])
+        middle = (start + end) // 2
+        reach = min(_SEARCHED_FOR_A_BORDER, (end - start) // 2)
+        near = sorted(range(middle - reach, middle + reach + 1), key=lambda position: abs(position - middle))
+        return min(near, key=lambda position: self._shared_with_previous(position % count)) % count
+
+    def _shared_with_previous(self, position: int) -> int:
+        if position == 0:
+            return -1
+        return shared_length(self._sorted[position - 1][0], self._sorted[position][0])
+
+
+def shared_length(one: bytes, other: bytes) -> int:
+    """Bytes that two keys have in common at their front."""
+    most = min(len(one), len(other))
+    if one[:most] == other[:most]:
+        return most
+    known, differs = 0, most  # equal up to `known`, not up to `differs`
+    while differs - known > 1:
+        middle = (known + differs) // 2
+        if one[known:middle] == other[known:middle]:
+            known = middle
+        else:
+            differs = middle
+    return known
