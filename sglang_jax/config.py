@@ -113,6 +113,16 @@ class TpuEnvironment(BaseSettings):
     worker_hostnames: str = ""
 
 
+class VisibleDevices(BaseSettings):
+    """Which accelerators this process was told to use, in the words of their drivers; replicas share these.
+
+    - `CUDA_VISIBLE_DEVICES`: numbers or UUIDs of GPUs, with commas; `TPU_VISIBLE_CHIPS`: numbers of chips, likewise.
+    """
+
+    cuda_visible_devices: str | None = None
+    tpu_visible_chips: str | None = None
+
+
 PositiveInt = Annotated[int, Field(ge=1)]
 
 
@@ -136,6 +146,9 @@ class EngineConfig(BaseModel):
         KVCacheDtype.AUTO, description="type of keys and values in the cache; auto: that of the activations"
     )
     tp_size: PositiveInt = Field(1, description="devices that each layer is spread over (tensor parallel)")
+    dp_size: PositiveInt = Field(
+        1, description="replicas of the model on this machine, each with devices of its own (data parallel)"
+    )
     nnodes: PositiveInt = Field(1, description="hosts that share the model, each started with the same command")
     node_rank: int = Field(0, ge=0, description="which of them this is; 0 has the scheduler and the server")
     dist_init_addr: str | None = Field(

@@ -165,6 +165,11 @@ class AsyncEngineClient:
         reply = await self._call(GetState(next(self._numbers)))
         return dict(reply.state)
 
+    async def ended(self) -> str:
+        """Waits until the engine is gone; tells how it ended."""
+        await self._over.wait()
+        return self._end or SHUT_DOWN
+
     async def close(self, *, drain: bool = False) -> None:
         """Ends the engine. With `drain`, requests in flight finish first; otherwise they get `EngineDeadError`.
 

@@ -14,6 +14,7 @@ from sglang_jax.config import EngineConfig
 from sglang_jax.engine.channel import ClientChannel, Published, Ready, StartFailed
 from sglang_jax.engine.client import LAST_WORDS_SECONDS, AsyncEngineClient, CoreHandle
 from sglang_jax.engine.core import CoreLoader
+from sglang_jax.engine.placement import Placement
 from sglang_jax.engine.process import CoreProcess, CoreThread
 from sglang_jax.engine.types import TextTokenizer
 from sglang_jax.errors import CheckpointError, ConfigError, EngineDeadError
@@ -24,21 +25,38 @@ TokenizerLoader = Callable[[EngineConfig], TextTokenizer]
 _START_ERRORS: dict[str, type[Exception]] = {error.__name__: error for error in (CheckpointError, ConfigError)}
 
 
-async def launch_engine(config: EngineConfig, *, in_process: bool = False) -> AsyncEngineClient:
+async def launch_engine(
+    config: EngineConfig,
+    *,
+    in_process: bool = False,
+    placement: Placement | None = None,
+    load_tokenizer: TokenizerLoader | None = None,
+) -> AsyncEngineClient:
     """Starts an engine that serves the model which `config` names, and waits until it can.
 
-    **Arguments:** `in_process`: see `launch_core`.
+    **Arguments:** see `launch_core`; `load_tokenizer`: None for the tokenizer that `config` names.
 
     **Raises:** `ConfigError`, `CheckpointError`; `EngineDeadError` if it failed for another reason.
     """
     # Here, as the libraries that read checkpoints take longer to import than all the rest.
     from sglang_jax.engine.model_core import load_core, load_text_tokenizer
 
-    return await launch_core(config, in_process=in_process, load=load_core, load_tokenizer=load_text_tokenizer)
+    return await launch_core(
+        config,
+        in_process=in_process,
+        load=load_core,
+        load_tokenizer=load_tokenizer or load_text_tokenizer,
+        placement=placement,
+    )
 
 
 async def launch_core(
-    config: EngineConfig, *, in_process: bool, load: CoreLoader, load_tokenizer: TokenizerLoader
+    config: EngineConfig,
+    *,
+    in_process: bool,
+    load: CoreLoader,
+    load_tokenizer: TokenizerLoader,
+    placement: Placement | None = None,
 ) -> AsyncEngineClient:
     """Starts an engine core and waits until it can serve.
 
@@ -47,6 +65,7 @@ async def launch_core(
     - `in_process`: the core runs in a thread of this process; otherwise in a process of its own, which cannot slow down
       this one's event loop, and whose death this one survives.
     - `load`, `load_tokenizer`: what is served.
+    - `placement`: the part of the machine that the core's process has, None for all of it.
 
     **Raises:** `ConfigError`, `CheckpointError`; `EngineDeadError` if it failed for another reason.
     """
@@ -59,7 +78,9 @@ async def launch_core(
             address = f"ipc://{resources.enter_context(folder)}/core"
         channel = ClientChannel(context, address)
         resources.callback(channel.close)
-        core = CoreThread(config, context, address, load) if in_process else CoreProcess(config, address, load)
+        core = (
+            CoreThread(config, context, address, load) if in_process else CoreProcess(config, address, load, placement)
+        )
         try:
             tokenizer = await asyncio.to_thread(load_tokenizer, config)
             ready = await _wait_ready(channel, core)

@@ -19,6 +19,7 @@ import zmq
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.channel import CoreChannel
 from sglang_jax.engine.core import CoreLoader, run_core
+from sglang_jax.engine.placement import Placement
 
 LOG_FORMAT = "[%(asctime)s] %(levelname)s %(message)s"
 """How a core's process writes its log lines, to its standard error."""
@@ -62,14 +63,21 @@ class CoreProcess:
 
     Interrupts that a terminal or a service manager sends to the whole group are for this process to judge: the core's
     process ignores SIGINT and SIGTERM.
+
+    **Arguments:** `placement`: the part of the machine that it has, None for all of it.
     """
 
-    def __init__(self, config: EngineConfig, address: str, load: CoreLoader) -> None:
+    def __init__(
+        self, config: EngineConfig, address: str, load: CoreLoader, placement: Placement | None = None
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[str] = self._loop.create_future()
         log_level = logging.getLogger().getEffectiveLevel()
         self._process = multiprocessing.get_context("spawn").Process(
-            target=_process_main, args=(config, address, load, log_level), name="sglang-jax-core", daemon=True
+            target=_process_main,
+            args=(config, address, load, log_level, placement),
+            name="sglang-jax-core",
+            daemon=True,
         )
         self._process.start()
         atexit.register(self._process.kill)
@@ -106,11 +114,17 @@ def _describe_exit(exitcode: int | None) -> str:
     return f"the engine process exited with status {exitcode}"
 
 
-def _process_main(config: EngineConfig, address: str, load: CoreLoader, log_level: int) -> None:
+def _process_main(
+    config: EngineConfig, address: str, load: CoreLoader, log_level: int, placement: Placement | None
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
-    logging.basicConfig(level=log_level, format=LOG_FORMAT)
+    log_format = LOG_FORMAT
+    if placement is not None:
+        placement.apply()
+        log_format = LOG_FORMAT.replace("%(message)s", f"{placement.name}: %(message)s")
+    logging.basicConfig(level=log_level, format=log_format)
     threading.Thread(target=_die_with_parent, args=(address,), name="parent-watch", daemon=True).start()
     with ExitStack() as stack:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import psutil
 
 _CONTAINER = Path("/sys/fs/cgroup")
 _CPU_FEATURES = Path("/proc/cpuinfo")
+_CPUS = Path("/sys/devices/system/cpu")
 _DEVICES = Path("/dev")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
@@ -15,6 +18,8 @@ _BFLOAT16_FEATURES = ("avx512_bf16", "amx_bf16")
 _GOOGLE = "0x1ae0"
 """PCI vendor of TPUs, and of a virtual network card of Google's, which is of another class."""
 _NETWORK_CLASS = "0x02"
+_CHIPS_OF_TWO_DEVICES = frozenset({"0x0076"})
+"""PCI device numbers of TPUs in whose chips JAX sees two devices each (tpu7x)."""
 
 
 def available_host_memory() -> int:
@@ -36,15 +41,50 @@ def cpu_multiplies_bfloat16() -> bool:
     return any(feature in features for feature in _BFLOAT16_FEATURES)
 
 
+def cpu_cores() -> list[int]:
+    """CPUs that this process may run on, those of one core, and then of one socket, next to each other.
+
+    Numbers alone do not tell: often the second thread of core 0 comes after the first threads of all cores.
+    """
+    if sys.platform != "linux":
+        return list(range(psutil.cpu_count() or 1))
+    return sorted(os.sched_getaffinity(0), key=lambda cpu: (*_place_of(cpu), cpu))
+
+
+def num_tpu_chips() -> int:
+    """TPU chips of this machine, whether or not software for them is installed."""
+    return sum(_is_tpu(device) for device in _children(_PCI_DEVICES))
+
+
+def devices_per_tpu_chip() -> int:
+    """Devices that JAX sees in each TPU chip of this machine."""
+    numbers = {(device / "device").read_text().strip() for device in _children(_PCI_DEVICES) if _is_tpu(device)}
+    return 2 if numbers & _CHIPS_OF_TWO_DEVICES else 1
+
+
+def num_cuda_gpus() -> int:
+    """NVIDIA GPUs whose driver is loaded (`/dev/nvidia0` and so on). In WSL (`/dev/dxg`), which does not tell, 1."""
+    names = {device.name for device in _children(_DEVICES)}
+    return sum(name.startswith("nvidia") and name[6:].isdigit() for name in names) or int("dxg" in names)
+
+
 def has_tpu() -> bool:
-    """The machine has a TPU chip, whether or not software for it is installed."""
-    return any(_is_tpu(device) for device in _children(_PCI_DEVICES))
+    """The machine has a TPU chip."""
+    return num_tpu_chips() > 0
 
 
 def has_cuda_gpu() -> bool:
-    """The machine has an NVIDIA GPU whose driver is loaded (`/dev/nvidia0` and so on; `/dev/dxg` in WSL)."""
-    names = {device.name for device in _children(_DEVICES)}
-    return "dxg" in names or any(name.startswith("nvidia") and name[6:].isdigit() for name in names)
+    """The machine has an NVIDIA GPU."""
+    return num_cuda_gpus() > 0
+
+
+def _place_of(cpu: int) -> tuple[int, int]:
+    """Socket and core of a CPU. Where the kernel does not tell, each CPU is a core."""
+    topology = _CPUS / f"cpu{cpu}" / "topology"
+    socket, core = topology / "physical_package_id", topology / "core_id"
+    if not (socket.exists() and core.exists()):
+        return 0, cpu
+    return int(socket.read_text()), int(core.read_text())
 
 
 def _is_tpu(device: Path) -> bool:

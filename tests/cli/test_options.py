@@ -28,6 +28,7 @@ OTHER_VALUES: dict[str, Any] = {
     "dtype": "float32",
     "kv_cache_dtype": "fp8_e4m3",
     "tp_size": 2,
+    "dp_size": 3,
     "nnodes": 2,
     "node_rank": 1,
     "dist_init_addr": "10.0.0.1:1234",

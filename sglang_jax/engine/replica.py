@@ -1,0 +1,305 @@
+"""One of several engines that serve the same model: started, watched, and started again when it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+from sglang_jax.config import EngineConfig
+from sglang_jax.engine.client import AsyncEngineClient
+from sglang_jax.engine.launch import TokenizerLoader, launch_engine
+from sglang_jax.engine.placement import Placement, place_replicas
+from sglang_jax.engine.types import TextTokenizer
+from sglang_jax.errors import CheckpointError, ConfigError, EngineDeadError
+
+logger = logging.getLogger(__name__)
+
+
+class ReplicaState(StrEnum):
+    """`DEAD`: lost, and it will be started again; `STOPPED`: closed, or given up."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"
+    DEAD = "dead"
+    STOPPED = "stopped"
+
+
+class ReplicaEngine(Protocol):
+    """What a replica watches."""
+
+    async def ended(self) -> str:
+        """Waits until the engine is gone; tells how it ended."""
+        ...
+
+    async def close(self, *, drain: bool = False) -> None:
+        """Ends it, with `drain` once its requests have finished. May be called again."""
+        ...
+
+
+EngineT = TypeVar("EngineT", bound=ReplicaEngine)
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """How a lost engine is started again. Times are in seconds.
+
+    The first try is made at once; each further one, as long as engines fail within `settled`, after twice the time of
+    the one before, from `first` to `most`.
+
+    - `give_up`: after so many starts in a row that failed; None: never.
+    """
+
+    first: float = 1.0
+    most: float = 30.0
+    settled: float = 60.0
+    give_up: int | None = 5
+
+    def delay(self, failures: int) -> float:
+        """How long to wait before the next start, after so many failures in a row."""
+        return 0.0 if failures <= 1 else float(min(self.first * 2 ** (failures - 2), self.most))
+
+
+class Replica(Generic[EngineT]):
+    """An engine that is there again after it was lost. All methods run on one event loop.
+
+    **Arguments:**
+
+    - `start`: starts the engine and waits until it serves; called again for each new one.
+    - `on_change`: called after each change of `state`.
+    - `clock`, `sleep`: time, in seconds.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        start: Callable[[], Awaitable[EngineT]],
+        *,
+        backoff: Backoff | None = None,
+        on_change: Callable[[Replica[EngineT]], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.index = index
+        self.restarts = 0
+        self.on_change = on_change
+        self._start = start
+        self._backoff = backoff or Backoff()
+        self._clock = clock
+        self._sleep = sleep
+        self._state = ReplicaState.STARTING
+        self._client: EngineT | None = None
+        self._end = ""
+        self._failures = 0
+        self._changed = asyncio.Event()
+        self._keeper: asyncio.Task[None] | None = None
+
+    @property
+    def state(self) -> ReplicaState:
+        """Where it is in its life."""
+        return self._state
+
+    @property
+    def client(self) -> EngineT:
+        """The engine. Raises `EngineDeadError` while there is none, with the reason."""
+        if self._client is None or self._state not in (ReplicaState.SERVING, ReplicaState.DRAINING):
+            raise EngineDeadError(f"replica {self.index} is {self._state}: {self._end or 'no engine yet'}")
+        return self._client
+
+    @property
+    def last_end(self) -> str:
+        """How the last engine ended, or why the last start failed; empty if all went well."""
+        return self._end
+
+    async def start(self) -> None:
+        """Starts the engine, and from then on keeps one running. Raises what the first start raises."""
+        self._take(await self._start())
+        self._keeper = asyncio.create_task(self._keep(), name=f"replica-{self.index}")
+
+    def start_later(self) -> None:
+        """As `start`, but tries until it succeeds, and does not wait for it."""
+        self._keeper = asyncio.create_task(self._keep(), name=f"replica-{self.index}")
+
+    async def serving(self) -> EngineT:
+        """The engine, once it serves. Raises `EngineDeadError` if it was closed or given up."""
+        while self._state is not ReplicaState.SERVING:
+            if self._state is ReplicaState.STOPPED:
+                raise EngineDeadError(f"replica {self.index} is stopped: {self._end}")
+            await self._changed.wait()
+        return self.client
+
+    async def drain(self) -> None:
+        """Lets the engine finish what it has, and starts a new one; returns once that serves.
+
+        **Raises:** `EngineDeadError` if the replica does not serve, or if no new engine could be started.
+        """
+        if self._state is not ReplicaState.SERVING:
+            raise EngineDeadError(f"replica {self.index} is {self._state}: only one that serves can be drained")
+        client = self.client
+        logger.info("Replica %d drains", self.index)
+        self._set(ReplicaState.DRAINING)
+        changed = self._changed
+        await client.close(drain=True)
+        await changed.wait()
+        await self.serving()
+
+    async def close(self, *, drain: bool = False) -> None:
+        """Ends the engine for good; with `drain` once its requests have finished."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._keeper
+        self._end = "it was shut down"
+        client, self._client = self._client, None
+        self._set(ReplicaState.STOPPED)
+        if client is not None:
+            await client.close(drain=drain)
+
+    async def _keep(self) -> None:
+        """Nobody waits for this task: what fails here is logged here, and ends the replica."""
+        try:
+            while self._state is not ReplicaState.STOPPED:
+                if self._client is not None:
+                    await self._watch(self._client)
+                await self._restart()
+        except Exception as error:
+            logger.exception("Replica %d is given up", self.index)
+            self._end = f"{type(error).__name__}: {error}"
+            self._set(ReplicaState.STOPPED)
+
+    async def _watch(self, client: EngineT) -> None:
+        """Returns once the engine has ended and its resources are given back."""
+        begin = self._clock()
+        reason = await client.ended()
+        if self._state is ReplicaState.DRAINING:
+            logger.info("Replica %d is drained and starts again", self.index)
+            self._set(ReplicaState.STARTING)
+        else:
+            self._end = reason
+            self._failures = 1 if self._clock() - begin >= self._backoff.settled else self._failures + 1
+            self._set(ReplicaState.DEAD)
+        await client.close()
+        self._client = None
+
+    async def _restart(self) -> None:
+        if self._state is ReplicaState.DEAD:
+            delay = self._backoff.delay(self._failures)
+            logger.error("Replica %d is lost (%s); it is started again in %g s", self.index, self._end, delay)
+            await self._sleep(delay)
+            self._set(ReplicaState.STARTING)
+        failed_starts = 0
+        while self._client is None:
+            try:
+                client = await self._start()
+            except (EngineDeadError, ConfigError, CheckpointError, OSError) as error:
+                failed_starts += 1
+                self._end = f"it failed to start: {error}"
+                if failed_starts == self._backoff.give_up:
+                    logger.error("Replica %d is given up after %d failed starts: %s", self.index, failed_starts, error)
+                    self._set(ReplicaState.STOPPED)
+                    return
+                self._failures += 1
+                self._set(ReplicaState.DEAD)
+                delay = self._backoff.delay(self._failures + 1)
+                logger.error("Replica %d failed to start (%s); next try in %g s", self.index, error, delay)
+                await self._sleep(delay)
+                self._set(ReplicaState.STARTING)
+            else:
+                self.restarts += 1
+                self._take(client)
+                logger.info("Replica %d serves", self.index)
+
+    def _take(self, client: EngineT) -> None:
+        self._client = client
+        self._set(ReplicaState.SERVING)
+
+    def _set(self, state: ReplicaState) -> None:
+        self._state = state
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+        if self.on_change is not None:
+            self.on_change(self)
+
+
+LaunchReplica = Callable[[EngineConfig, Placement], Awaitable[AsyncEngineClient]]
+
+
+async def launch_replicas(
+    config: EngineConfig, count: int, *, launch: LaunchReplica | None = None, backoff: Backoff | None = None
+) -> list[Replica[AsyncEngineClient]]:
+    """Starts `count` engines of the same model, each in a process of its own with its own part of the machine, and
+    waits until all of them serve.
+
+    **Arguments:** `launch`: starts an engine with a replica's options at its place; for tests and other cores.
+
+    **Raises:** `ConfigError` if the machine has no room for so many, and what `launch_engine` raises; no engine is
+    left running then.
+    """
+    placements = place_replicas(config, count)
+    start = launch or _launcher()
+    replicas = [
+        Replica(index, partial(start, placement.options(config), placement), backoff=backoff)
+        for index, placement in enumerate(placements)
+    ]
+    for placement in placements:
+        logger.info("%s", placement)
+    try:
+        async with asyncio.TaskGroup() as starts:
+            for replica in replicas:
+                starts.create_task(replica.start())
+    except BaseException as error:
+        await close_replicas(replicas)
+        if isinstance(error, ExceptionGroup):
+            raise error.exceptions[0] from None
+        raise
+    return replicas
+
+
+async def close_replicas(replicas: list[Replica[EngineT]], *, drain: bool = False) -> None:
+    """Ends all of them at the same time."""
+    await asyncio.gather(*(replica.close(drain=drain) for replica in replicas))
+
+
+def _launcher() -> LaunchReplica:
+    """Replicas, and those that take their places, share one tokenizer in this process."""
+    shared = SharedTokenizer()
+
+    async def launch(config: EngineConfig, placement: Placement) -> AsyncEngineClient:
+        return await launch_engine(config, placement=placement, load_tokenizer=shared)
+
+    return launch
+
+
+class SharedTokenizer:
+    """Loads a tokenizer once, whichever thread asks first.
+
+    **Arguments:** `load`: how; None for the one that the options name.
+    """
+
+    def __init__(self, load: TokenizerLoader | None = None) -> None:
+        self._load = load
+        self._tokenizer: TextTokenizer | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self, config: EngineConfig) -> TextTokenizer:
+        """See `TokenizerLoader`."""
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = self._find()(config)
+            return self._tokenizer
+
+    def _find(self) -> TokenizerLoader:
+        if self._load is not None:
+            return self._load
+        # Here, as the libraries that read tokenizers take longer to import than all the rest.
+        from sglang_jax.engine.model_core import load_text_tokenizer
+
+        return load_text_tokenizer
