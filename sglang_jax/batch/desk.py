@@ -85,8 +85,8 @@ class Desk:
             self._tell()
 
     def give_back(self, replica: int, job: Job) -> None:
-        """The replica did not begin with a line."""
-        self._again.append(job)
+        """The replica did not begin with a line. One that is to be alone in its engine stays so."""
+        (self._alone if job.losses and job.losses == self._max_retries else self._again).append(job)
         self.finish(replica)
         self._tell()
 

@@ -70,11 +70,12 @@ class _LineError(Exception):
         self.code = code
 
 
-def parse_line(number: int, raw: bytes, defaults: Mapping[str, Raw]) -> Line | BadLine:
+def parse_line(number: int, raw: bytes, defaults: Mapping[str, Raw], name: str | None = None) -> Line | BadLine:
     """Reads OpenAI's batch format (`custom_id`, `method`, `url`, `body`) or a plain line: `prompt` or `messages`, with
     further fields of the route beside them.
 
-    **Arguments:** `defaults`: fields that bodies get which leave them out.
+    **Arguments:** `defaults`: fields that bodies get which leave them out; `name`: stands for a `custom_id` that is
+    left out, by default `line-1` and so on.
     """
     custom_id: str | None = None
     try:
@@ -88,7 +89,7 @@ def parse_line(number: int, raw: bytes, defaults: Mapping[str, Raw]) -> Line | B
             raise _LineError("unsupported_parameter", "stream must not be true: a line has one whole answer")
         key = _key(url, body)
         missing = {name: value for name, value in defaults.items() if name not in body}
-        return Line(number, custom_id or f"line-{number + 1}", url, _encoder.encode({**body, **missing}), key)
+        return Line(number, custom_id or name or f"line-{number + 1}", url, _encoder.encode({**body, **missing}), key)
     except _LineError as error:
         return BadLine(number, custom_id, error.code, str(error))
 

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from sglang_jax.config import LogLevel, PositiveInt
+
+Location = Annotated[str, BeforeValidator(str)]
+"""A path, or with `--engine ray` the URL of an object store, in which every slash counts."""
+
+
+class Runner(StrEnum):
+    """What runs a batch: this machine, or a Ray cluster."""
+
+    LOCAL = "local"
+    RAY = "ray"
 
 
 class BatchConfig(BaseModel):
@@ -14,8 +26,8 @@ class BatchConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    input: Path = Field(description="file of requests: JSON lines, or Parquet where its name ends in .parquet")
-    output: Path = Field(description="file of answers, one a line; Parquet where its name ends in .parquet")
+    input: Location = Field(description="file of requests: JSON lines, or Parquet where its name ends in .parquet")
+    output: Location = Field(description="file of answers, one a line; Parquet where its name ends in .parquet")
     error_file: Path | None = Field(
         None, description="file of the lines that failed; default: the output's name and .errors.jsonl"
     )
@@ -33,6 +45,16 @@ class BatchConfig(BaseModel):
     log_level: LogLevel = Field(LogLevel.WARNING, description="least severe level logged")
 
     @property
+    def input_path(self) -> Path:
+        """The input, where it is a local file."""
+        return Path(self.input)
+
+    @property
+    def output_path(self) -> Path:
+        """The output, where it is a local file."""
+        return Path(self.output)
+
+    @property
     def errors(self) -> Path:
         """Where failed lines go."""
-        return self.error_file or self.output.with_name(self.output.name + ".errors.jsonl")
+        return self.error_file or self.output_path.with_name(self.output_path.name + ".errors.jsonl")

@@ -81,15 +81,15 @@ def run_batch(batch: BatchConfig, engine: EngineConfig, launch: Launch = launch_
     **Raises:** `BatchError` for a run that cannot begin or go on, and what `launch` raises.
     """
     logging.basicConfig(level=batch.log_level.upper(), format=LOG_FORMAT)
-    config = _server_config(batch, engine)
+    config = server_config(batch, engine)
     if config.node_rank > 0:
         load_follower(config)(config)
         return ALL_ANSWERED
     _check_files(batch)
     defaults = _defaults(batch)
-    with RunFolder(batch.output) as folder, ExitStack() as stack:
-        folder.claim([batch.output, batch.errors], identify(batch.input), _shaping_options(batch, config))
-        files = _OutputFiles(batch.output, folder.path)
+    with RunFolder(batch.output_path) as folder, ExitStack() as stack:
+        folder.claim([batch.output_path, batch.errors], identify(batch.input_path), shaping_options(batch, config))
+        files = _OutputFiles(batch.output_path, folder.path)
         journal = stack.enter_context(closing(Journal(files.journal, batch.errors, files.written())))
         sink: Sink = journal
         figures = Figures(before=journal.num_written, failed_before=journal.num_errors)
@@ -97,7 +97,7 @@ def run_batch(batch: BatchConfig, engine: EngineConfig, launch: Launch = launch_
             spool = stack.enter_context(closing(Spool(folder.path, journal)))
             figures.before += len(spool)
             sink = OrderedJournal(journal, spool)
-        source = open_source(batch.input)
+        source = open_source(batch.input_path)
         work = _Work(source, source.records(sink.is_written), sink, figures, defaults)
         status = _answer(batch, config, work, launch)
         if status is not None:
@@ -153,7 +153,7 @@ async def _answer_with_engines(
         await close_replicas(replicas)
 
 
-def _server_config(batch: BatchConfig, engine: EngineConfig) -> ServerConfig:
+def server_config(batch: BatchConfig, engine: EngineConfig) -> ServerConfig:
     if engine.max_queued_requests is not None:
         raise ConfigError(
             f"--max-queued-requests ({engine.max_queued_requests}) has no meaning here: no more lines are sent to an "
@@ -164,11 +164,11 @@ def _server_config(batch: BatchConfig, engine: EngineConfig) -> ServerConfig:
 
 
 def _check_files(batch: BatchConfig) -> None:
-    if not batch.input.is_file():
-        raise BatchError(f"--input {batch.input} is not a file; a run that goes on later has to read it again")
-    if not batch.output.parent.is_dir():
-        raise BatchError(f"--output {batch.output} is in a folder that does not exist")
-    if len({batch.input.resolve(), batch.output.resolve(), batch.errors.resolve()}) < 3:
+    if not batch.input_path.is_file():
+        raise BatchError(f"--input {batch.input_path} is not a file; a run that goes on later has to read it again")
+    if not batch.output_path.parent.is_dir():
+        raise BatchError(f"--output {batch.output_path} is in a folder that does not exist")
+    if len({batch.input_path.resolve(), batch.output_path.resolve(), batch.errors.resolve()}) < 3:
         raise BatchError("--input, --output and --error-file must be three files")
     if FileFormat.of(batch.errors) is FileFormat.PARQUET:
         raise BatchError(f"--error-file {batch.errors} is always written as JSON lines, so give it another name")
@@ -183,7 +183,7 @@ def _defaults(batch: BatchConfig) -> dict[str, Raw]:
         raise BatchError(f"--defaults {batch.defaults!r}: {error}") from error
 
 
-def _shaping_options(batch: BatchConfig, config: ServerConfig) -> dict[str, OptionValue]:
+def shaping_options(batch: BatchConfig, config: ServerConfig) -> dict[str, OptionValue]:
     values = config.model_dump(mode="json", include=set(SHAPING_OPTIONS))
     errors = str(batch.errors.resolve())
     return {**values, "defaults": batch.defaults, "ordered": batch.ordered, "error_file": errors}

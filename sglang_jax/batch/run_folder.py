@@ -89,7 +89,7 @@ class RunFolder:
                     raise BatchError(f"{file} exists and is of no run known to {self.path}; choose another --output")
             self._write(path, manifest)
             return
-        self._check_same(_read(path), manifest)
+        check_same(read_manifest(path.read_bytes(), path), manifest, self._output, self.path)
 
     def _write(self, path: Path, manifest: Manifest) -> None:
         draft = path.with_suffix(".draft")
@@ -100,22 +100,6 @@ class RunFolder:
         draft.replace(path)
         sync_folder(self.path)
         sync_folder(self._output.parent)
-
-    def _check_same(self, begun: Manifest, now: Manifest) -> None:
-        remedy = f"to begin anew choose another --output, or remove what was written and {self.path}"
-        if begun.version != now.version:
-            raise BatchError(f"{self._output} was begun by another version of this program; {remedy}")
-        if begun.input != now.input:
-            sizes = f"{begun.input.size} bytes then, {now.input.size} now"
-            raise BatchError(f"the input is not the one that {self._output} was begun with ({sizes}); {remedy}")
-        for name in [*begun.options, *(set(now.options) - set(begun.options))]:
-            then, value = begun.options.get(name), now.options.get(name)
-            if then != value:
-                flag = f"--{name.replace('_', '-')}"
-                raise BatchError(
-                    f"{self._output} was begun with {flag} {_shown(then)}, now it is {_shown(value)}; "
-                    f"give it the value it had; {remedy}"
-                )
 
     def close(self) -> None:
         """Lets another run have the folder."""
@@ -128,9 +112,28 @@ class RunFolder:
         self.close()
 
 
-def _read(path: Path) -> Manifest:
+def check_same(begun: Manifest, now: Manifest, output: Path | str, folder: Path | str) -> None:
+    """Raises `BatchError` if a run is not about the same as the one that was begun."""
+    remedy = f"to begin anew choose another --output, or remove what was written and {folder}"
+    if begun.version != now.version:
+        raise BatchError(f"{output} was begun by another version of this program; {remedy}")
+    if begun.input != now.input:
+        sizes = f"{begun.input.size} bytes then, {now.input.size} now"
+        raise BatchError(f"the input is not the one that {output} was begun with ({sizes}); {remedy}")
+    for name in [*begun.options, *(set(now.options) - set(begun.options))]:
+        then, value = begun.options.get(name), now.options.get(name)
+        if then != value:
+            flag = f"--{name.replace('_', '-')}"
+            raise BatchError(
+                f"{output} was begun with {flag} {_shown(then)}, now it is {_shown(value)}; "
+                f"give it the value it had; {remedy}"
+            )
+
+
+def read_manifest(content: bytes, path: Path | str) -> Manifest:
+    """A manifest as it was written; `path` is for the error. Raises `BatchError`."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Manifest)
+        return msgspec.json.decode(content, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BatchError(f"{path} is damaged ({error}); remove it only together with the output of that run") from error
 

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Protocol
 
 from sglang_jax.batch.lines import MAX_LINE_BYTES
@@ -24,7 +24,7 @@ class FileFormat(StrEnum):
     PARQUET = "parquet"
 
     @classmethod
-    def of(cls, path: Path) -> FileFormat:
+    def of(cls, path: PurePath) -> FileFormat:
         """By the file's name: `.parquet` or `.pq` is Parquet, all else lines of JSON."""
         return cls.PARQUET if path.suffix.lower() in (".parquet", ".pq") else cls.JSONL
 

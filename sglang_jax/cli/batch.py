@@ -2,21 +2,46 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import click
 
-from sglang_jax.batch.options import BatchConfig
-from sglang_jax.cli.options import options_of
+from sglang_jax.batch.options import BatchConfig, Runner
+from sglang_jax.batch.ray_options import RayOptions
+from sglang_jax.cli.options import flag_name, options_of
 from sglang_jax.config import EngineConfig
+from sglang_jax.errors import BatchError
 
 
 @click.command()
-@options_of(batch=BatchConfig, engine=EngineConfig)
-def batch(batch: BatchConfig, engine: EngineConfig) -> int:
+@click.option(
+    "--engine",
+    "runner",
+    type=click.Choice([runner.value for runner in Runner]),
+    default=Runner.LOCAL.value,
+    show_default=True,
+    help="what runs it: this machine, or a Ray cluster, for which input and output may be URLs and folders",
+)
+@options_of(batch=BatchConfig, ray=RayOptions, engine=EngineConfig)
+def batch(batch: BatchConfig, ray: RayOptions, engine: EngineConfig, runner: str) -> int:
     """Answer every line of a file of requests, and go on where an earlier run of the same command ended.
 
     A line is in OpenAI's batch format (custom_id, method, url, body) or plain: {"prompt": ...} or {"messages": ...}
     with further fields of the route beside it. The exit status is 0, or 1 if some lines are in the error file.
     """
+    if runner == Runner.RAY:
+        return _run_on_ray(batch, ray, engine)
+    if ray != RayOptions():
+        given = ", ".join(flag_name(name) for name in RayOptions.model_fields if name in ray.model_fields_set)
+        raise click.UsageError(f"{given}: these options are for --engine ray")
     from sglang_jax.batch.run import run_batch  # here, so that --help and bad flags are answered at once
 
     return run_batch(batch, engine)
+
+
+def _run_on_ray(batch: BatchConfig, ray: RayOptions, engine: EngineConfig) -> int:
+    if importlib.util.find_spec("ray") is None:
+        raise BatchError("--engine ray needs Ray: pip install 'sglang-jax[ray]'")
+    from sglang_jax.batch.ray.run import run_ray_batch
+
+    return run_ray_batch(batch, ray, engine)

@@ -1,0 +1,206 @@
+"""The actors of `map_batches`: each has an engine, takes rows, and gives them back with their answers."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import ray
+from msgspec import Raw
+
+from sglang_jax.batch.answers import Answer, failed
+from sglang_jax.batch.journal import Kind
+from sglang_jax.batch.lines import MAX_LINE_BYTES, BadLine, Line, parse_defaults, parse_line
+from sglang_jax.batch.parquet import first_text, row_as_json
+from sglang_jax.batch.ray.answerer import Answerer, Launch
+from sglang_jax.batch.ray.attempts import Attempts
+from sglang_jax.batch.ray.reading import LINE_BITS
+from sglang_jax.batch.ray.writing import ANSWERS
+from sglang_jax.config import ServerConfig
+from sglang_jax.engine.launch import launch_engine
+from sglang_jax.engine.process import LOG_FORMAT
+from sglang_jax.errors import EngineDeadError
+
+logger = logging.getLogger(__name__)
+
+REQUEST_COLUMNS = ("custom_id", "method", "url", "body", "prompt", "messages")
+"""Columns that make a request of a row: those of a line of the input format."""
+
+ANSWER_COLUMNS = pa.schema(
+    [
+        ("answer", pa.string()),
+        ("prompt_tokens", pa.int64()),
+        ("output_tokens", pa.int64()),
+        ("response", pa.string()),
+        ("error_code", pa.string()),
+        ("error", pa.string()),
+    ]
+)
+"""What `AnswerRows` adds to a row. `answer` is the first completion's text, `response` the whole response as JSON; both
+are null for a row that failed, whose `error_code` and `error` say why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answering:
+    """How rows are answered: what an actor is made with.
+
+    - `config`: the engine's options; it is made in the actor, on the actor's devices.
+    - `max_retries`: how often a row is asked again after its engine was lost, and how often a batch is begun again
+      after its actor or its node was lost. Then it fails.
+    - `defaults`: a JSON object of body fields for rows that leave them out.
+    - `lookahead`, `reorder`: see `Answerer`.
+    - `launch`: starts the engine; for tests and other cores.
+    """
+
+    config: ServerConfig
+    max_retries: int = 3
+    defaults: str | None = None
+    lookahead: int = 4096
+    reorder: bool = True
+    launch: Launch = launch_engine
+
+
+class _Engine:
+    """What both actors have: an engine, and a limit to how often a batch may cost an actor its life."""
+
+    def __init__(self, answering: Answering, attempts: Attempts) -> None:
+        logging.basicConfig(level=answering.config.log_level.upper(), format=LOG_FORMAT)
+        self.defaults: Mapping[str, Raw] = {} if answering.defaults is None else parse_defaults(answering.defaults)
+        self._max_retries = answering.max_retries
+        self._attempts = attempts
+        self._answerer = Answerer(
+            answering.config,
+            max_retries=answering.max_retries,
+            lookahead=answering.lookahead,
+            reorder=answering.reorder,
+            launch=answering.launch,
+        )
+
+    def answer(self, lines: Sequence[Line | BadLine], key: bytes) -> list[Answer]:
+        """The answers of a batch, in order. `key` tells it from other batches of the same task."""
+        task = ray.get_runtime_context().get_task_id()
+        with self._attempts.of(f"{task}-{hashlib.sha256(key).hexdigest()}") as attempt:
+            if attempt > 1:
+                logger.warning("A batch of %d rows is begun for the %dth time", len(lines), attempt)
+            if attempt > self._max_retries + 1:
+                message = f"the actor or its node was lost each of the {attempt - 1} times that this batch was begun"
+                return [failed(line, "replica_lost", message) for line in lines]
+            with _leaving_without_engine():
+                return self._answerer.answer(lines)
+
+
+@contextmanager
+def _leaving_without_engine() -> Iterator[None]:
+    """An actor whose engine cannot be started again is of no use: it ends, so that Ray starts another, which may be
+    elsewhere, and gives it the rows. Leaving through Ray would be for good, and an error would end the job."""
+    try:
+        yield
+    except EngineDeadError as error:
+        logger.critical("This actor ends, as its engine is given up: %s", error)
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+class AnswerLines:
+    """Rows of `RequestFiles` to rows of `AnswerFiles`.
+
+    **Arguments:** `files`: names of the files, by number: of several, they stand before the default of `custom_id`.
+    """
+
+    def __init__(self, answering: Answering, attempts: Attempts, files: Sequence[str]) -> None:
+        self._files = files
+        self._engine = _Engine(answering, attempts)
+
+    def __call__(self, rows: pa.Table) -> pa.Table:
+        """`ROWS` to `ANSWERS`."""
+        numbers = rows["number"].to_pylist()
+        lines = [self._parse(number, raw) for number, raw in zip(numbers, rows["raw"].to_pylist(), strict=True)]
+        answers = self._engine.answer(lines, repr(numbers).encode())
+        return pa.table(
+            [
+                numbers,
+                [answer.kind is Kind.ERROR for answer in answers],
+                [answer.tokens.prompt for answer in answers],
+                [answer.tokens.output for answer in answers],
+                [answer.line for answer in answers],
+            ],
+            schema=ANSWERS,
+        )
+
+    def _parse(self, number: int, raw: bytes | None) -> Line | BadLine:
+        if raw is None:
+            message = f"a line may have at most {MAX_LINE_BYTES} bytes, this one has more"
+            return BadLine(number, None, "line_too_long", message)
+        return parse_line(number, raw, self._engine.defaults, self._name(number))
+
+    def _name(self, number: int) -> str:
+        file, line = number >> LINE_BITS, number & ((1 << LINE_BITS) - 1)
+        return f"line-{line + 1}" if len(self._files) == 1 else f"{self._files[file]}:line-{line + 1}"
+
+
+class AnswerRows:
+    """Rows with `REQUEST_COLUMNS`, as many of them as a line of the input format needs, to the same rows with
+    `ANSWER_COLUMNS`. For `Dataset.map_batches`, with `batch_format="pyarrow"`; `answer_rows` does it all.
+
+    **Arguments:** `columns`: further columns that are fields of a plain row's body, such as `max_tokens`.
+    """
+
+    def __init__(self, answering: Answering, attempts: Attempts, columns: Sequence[str] = ()) -> None:
+        self._columns = {*REQUEST_COLUMNS, *columns}
+        self._numbers = itertools.count()
+        self._engine = _Engine(answering, attempts)
+
+    def __call__(self, rows: pa.Table) -> pa.Table:
+        """Answers a batch of rows. Columns that are there already by the name of one that is added are replaced."""
+        raws = [self._request(row) for row in rows.to_pylist(maps_as_pydicts="strict")]
+        lines = [parse_line(next(self._numbers), raw, self._engine.defaults) for raw in raws]
+        answers = [_columns_of(answer) for answer in self._engine.answer(lines, b"\n".join(raws))]
+        kept = rows.drop_columns([name for name in rows.column_names if name in ANSWER_COLUMNS.names])
+        added = pa.Table.from_pylist(answers, schema=ANSWER_COLUMNS)
+        for name in ANSWER_COLUMNS.names:
+            kept = kept.append_column(ANSWER_COLUMNS.field(name), added[name])
+        return kept
+
+    def _request(self, row: dict[str, Any]) -> bytes:
+        return row_as_json({name: value for name, value in row.items() if name in self._columns})
+
+
+class _Response(msgspec.Struct):
+    body: Raw
+
+
+class _ErrorObject(msgspec.Struct):
+    code: str | None
+    message: str
+
+
+class _OutputLine(msgspec.Struct):
+    response: _Response | None
+    error: _ErrorObject | None
+
+
+_output_line = msgspec.json.Decoder(_OutputLine)
+
+
+def _columns_of(answer: Answer) -> dict[str, Any]:
+    output = _output_line.decode(answer.line)
+    if output.error is not None:
+        return {"error_code": output.error.code, "error": output.error.message}
+    assert output.response is not None
+    body = bytes(output.response.body)
+    return {
+        "answer": first_text(body),
+        "prompt_tokens": answer.tokens.prompt,
+        "output_tokens": answer.tokens.output,
+        "response": body.decode(),
+    }

@@ -1,0 +1,102 @@
+"""From a cluster and options to a pool of actors, and from files to files through it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.data import ActorPoolStrategy, Dataset
+
+from sglang_jax.batch.ray.actors import Answering, AnswerLines, AnswerRows
+from sglang_jax.batch.ray.attempts import SharedAttempts
+from sglang_jax.batch.ray.reading import RequestFiles
+from sglang_jax.batch.ray_options import RayOptions
+from sglang_jax.config import Device, EngineConfig
+from sglang_jax.errors import ConfigError
+
+QUEUED_BATCHES = 2
+"""Batches that wait at an actor beside those that it works on, so that it never waits for the driver."""
+
+
+def answer_rows(
+    dataset: Dataset,
+    answering: Answering,
+    options: RayOptions | None = None,
+    *,
+    columns: Sequence[str] = (),
+) -> Dataset:
+    """A dataset of requests with their answers beside them; see `AnswerRows` for the columns it needs and adds.
+
+    Rows are answered when the dataset is consumed. Whatever fails, a row comes out for each that went in.
+
+    **Arguments:** `columns`: further columns that are fields of a row's body, such as `max_tokens`.
+
+    **Raises:** `ConfigError` for options that the cluster cannot serve.
+    """
+    options = options or RayOptions()
+    dataset = dataset.repartition(target_num_rows_per_block=options.rows_per_batch)
+    return dataset.map_batches(
+        AnswerRows,
+        fn_constructor_kwargs={"answering": answering, "attempts": SharedAttempts(), "columns": tuple(columns)},
+        **pool_of_engines(answering.config, options),
+    )
+
+
+def answer_files(requests: RequestFiles, answering: Answering, options: RayOptions, names: Sequence[str]) -> Dataset:
+    """A dataset of answers to the lines of files. `names`: see `AnswerLines`. Raises `ConfigError`."""
+    dataset = ray.data.read_datasource(requests).repartition(target_num_rows_per_block=options.rows_per_batch)
+    return dataset.map_batches(
+        AnswerLines,
+        fn_constructor_kwargs={"answering": answering, "attempts": SharedAttempts(), "files": tuple(names)},
+        **pool_of_engines(answering.config, options),
+    )
+
+
+def pool_of_engines(config: EngineConfig, options: RayOptions) -> dict[str, Any]:
+    """Arguments of `map_batches` for a pool of actors with an engine each.
+
+    Several batches are at an actor at once, each in a thread, so that its engine has work while one of them comes to
+    its end. Actors that are lost are started again where there is room, and their batches begun again, as Ray Data has
+    it by default; `Attempts` limits that.
+
+    **Raises:** `ConfigError` if no node of the cluster, which may be about to grow, could ever hold an engine.
+    """
+    return {
+        "batch_size": options.rows_per_batch,
+        "batch_format": "pyarrow",
+        "udf_modifying_row_count": False,
+        "compute": ActorPoolStrategy(
+            min_size=options.min_replicas,
+            max_size=options.max_replicas,
+            max_concurrent_calls_per_actor=options.batches_per_replica,
+            max_tasks_in_flight_per_actor=options.batches_per_replica + QUEUED_BATCHES,
+            enable_true_multi_threading=True,
+        ),
+        **replica_resources(config, options),
+    }
+
+
+def replica_resources(config: EngineConfig, options: RayOptions) -> dict[str, Any]:
+    """What an engine reserves, all of it on one node: a tensor-parallel group's devices lie together.
+
+    With `device` auto, an engine runs on what the cluster has: TPUs, or else GPUs, or else CPUs.
+
+    **Raises:** `ConfigError` for an engine over several hosts.
+    """
+    if config.nnodes > 1:
+        raise ConfigError(f"nnodes must be 1 with --engine ray, got {config.nnodes}: an engine lies on one node")
+    resources: dict[str, Any] = {"num_cpus": options.cpus_per_replica}
+    match _device(config.device):
+        case Device.CUDA:
+            resources["num_gpus"] = config.tp_size
+        case Device.TPU:
+            resources["resources"] = {"TPU": config.tp_size}
+    return resources
+
+
+def _device(wanted: Device) -> Device:
+    if wanted is not Device.AUTO:
+        return wanted
+    has = ray.cluster_resources()
+    return Device.TPU if has.get("TPU") else Device.CUDA if has.get("GPU") else Device.CPU

@@ -1,0 +1,222 @@
+"""One run of `batch --engine ray`, from its options to its exit status."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import posixpath
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+import click
+import msgspec
+import ray
+from pyarrow.fs import FileSelector, FileSystem, FileType
+from ray.data import DataContext, Dataset
+from ray.data.checkpoint import CheckpointConfig
+from ray.exceptions import RayError
+
+from sglang_jax.batch.options import BatchConfig
+from sglang_jax.batch.ray.actors import Answering
+from sglang_jax.batch.ray.answerer import Launch
+from sglang_jax.batch.ray.pipeline import answer_files, replica_resources
+from sglang_jax.batch.ray.reading import RequestFiles
+from sglang_jax.batch.ray.writing import ERRORS_ENDING, AnswerFiles, Written
+from sglang_jax.batch.ray_options import RayOptions
+from sglang_jax.batch.run import ALL_ANSWERED, INTERRUPTED, SOME_FAILED, server_config, shaping_options
+from sglang_jax.batch.run_folder import VERSION, InputIdentity, Manifest, OptionValue, check_same, read_manifest
+from sglang_jax.batch.source import FileFormat
+from sglang_jax.config import EngineConfig
+from sglang_jax.engine.launch import launch_engine
+from sglang_jax.engine.process import LOG_FORMAT
+from sglang_jax.errors import BatchError
+
+logger = logging.getLogger(__name__)
+
+PROTOCOL = "://"
+
+CHECKPOINT_ACTOR_BYTES = 256 * 2**20
+"""Memory that Ray reserves at least for knowing which lines are finished; it takes 8 bytes a line."""
+
+
+def run_ray_batch(batch: BatchConfig, options: RayOptions, engine: EngineConfig, launch: Launch = launch_engine) -> int:
+    """Answers the lines of the input that are not answered yet, on a Ray cluster. Returns the exit status.
+
+    It uses the cluster that this process is connected to, or else connects to one until it returns.
+
+    **Arguments:** `launch`: starts an engine; for tests and other cores.
+
+    **Raises:** `BatchError` for a run that cannot begin or go on, `ConfigError` for options that do not go together.
+    """
+    logging.basicConfig(level=batch.log_level.upper(), format=LOG_FORMAT)
+    config = server_config(batch, engine)
+    _refuse(batch, engine)
+    answering = Answering(
+        config=config,
+        max_retries=batch.max_retries,
+        defaults=batch.defaults,
+        lookahead=batch.lookahead,
+        reorder=not batch.no_reorder,
+        launch=launch,
+    )
+    connected = ray.is_initialized()
+    if not connected:
+        _connect(options)
+    try:
+        return _answer(batch, options, answering)
+    except KeyboardInterrupt:
+        click.echo("\nInterrupted. Files that were written are kept; the same command goes on from there.", err=True)
+        return INTERRUPTED
+    except RayError as error:
+        raise BatchError(f"{_reason(error)}; what is finished is kept, the same command goes on from there") from error
+    finally:
+        if not connected:
+            ray.shutdown()
+
+
+def _refuse(batch: BatchConfig, engine: EngineConfig) -> None:
+    if batch.ordered:
+        raise BatchError("--ordered has no meaning with --engine ray, whose answers are many files; sort them by id")
+    if batch.error_file is not None:
+        raise BatchError(f"--error-file has no meaning with --engine ray: files named *{ERRORS_ENDING} are in --output")
+    if engine.dp_size > 1:
+        raise BatchError(f"--dp-size ({engine.dp_size}) is for one machine; with --engine ray say --min-replicas")
+
+
+def _connect(options: RayOptions) -> None:
+    """Raises `BatchError`. A cluster that is started here reports its use to nobody, unless the environment says so."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        ray.init(address=options.address, log_to_driver=False, logging_level=logging.WARNING)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise BatchError(f"cannot connect to Ray at {options.address or 'RAY_ADDRESS'}: {error}") from error
+
+
+def _answer(batch: BatchConfig, options: RayOptions, answering: Answering) -> int:
+    requests = _open_requests(batch.input)
+    output = _OutputFolder(batch.output, options)
+    identity = _identify(requests.files)
+    if output.claim(identity, shaping_options(batch, answering.config)):
+        click.echo("All lines were answered before.", err=True)
+    else:
+        _say_if_no_room(replica_resources(answering.config, options))
+        DataContext.get_current().enable_progress_bars = sys.stderr.isatty()
+        begin = time.monotonic()
+        written = output.write(answer_files(requests, answering, options, _short_names(list(requests.files))))
+        click.echo(_summary(written, time.monotonic() - begin), err=True)
+    if output.has_errors():
+        click.echo(f"Some lines failed: {batch.output}/*{ERRORS_ENDING} say why", err=True)
+        return SOME_FAILED
+    return ALL_ANSWERED
+
+
+def _open_requests(location: str) -> RequestFiles:
+    try:
+        return RequestFiles([_absolute(location)])
+    except (OSError, ValueError) as error:
+        raise BatchError(f"--input {location} cannot be read: {error}") from error
+
+
+def _absolute(location: str) -> str:
+    """Ray's processes have folders of their own to work in."""
+    return location if PROTOCOL in location else os.path.abspath(location)
+
+
+def _identify(files: Mapping[str, int]) -> InputIdentity:
+    """Names and sizes: looking into files of an object store would take its time."""
+    listed = "\n".join(f"{size} {path}" for path, size in files.items())
+    return InputIdentity(sum(files.values()), hashlib.sha256(listed.encode()).hexdigest())
+
+
+def _short_names(paths: list[str]) -> list[str]:
+    """Paths without the folder that all are in."""
+    folder = posixpath.commonpath([posixpath.dirname(path) for path in paths])
+    return [posixpath.relpath(path, folder) for path in paths]
+
+
+class _OutputFolder:
+    """The folder of answers, and beside it, at OUTPUT.run, what lets a later run go on: which lines are finished, kept
+    by Ray, and what the run is about."""
+
+    def __init__(self, location: str, options: RayOptions) -> None:
+        self._location = location
+        file_format = FileFormat.of(PurePosixPath(location))
+        try:
+            self._sink = AnswerFiles(_absolute(location), file_format, rows_per_file=options.rows_per_file)
+        except (OSError, ValueError) as error:
+            raise BatchError(f"--output {location} cannot be written: {error}") from error
+        self._files: FileSystem = self._sink.filesystem
+        self._run = self._sink.path.rstrip("/") + ".run"
+        self._whole = f"{self._run}/whole"
+
+    def claim(self, identity: InputIdentity, options: Mapping[str, OptionValue]) -> bool:
+        """Notes what this run is about, or checks that it goes on with what was begun. True if nothing is left to do.
+
+        **Raises:** `BatchError` if the input or an option has changed, or the folder has files of another's.
+        """
+        manifest = Manifest(VERSION, identity, dict(options))
+        path = f"{self._run}/manifest.json"
+        if self._exists(path):
+            with self._files.open_input_stream(path) as file:
+                check_same(read_manifest(file.readall(), path), manifest, self._location, self._run)
+            return self._exists(self._whole)
+        if self._listed():
+            raise BatchError(f"{self._location} has files of no run known to {self._run}; choose another --output")
+        self._write(path, msgspec.json.format(msgspec.json.encode(manifest)))
+        return False
+
+    def write(self, answers: Dataset) -> Written:
+        """Answers what is left, and writes it. Returns what this run wrote."""
+        checkpoint = CheckpointConfig(
+            "number", f"{self._run}/finished", delete_checkpoint_on_success=False, override_filesystem=self._files
+        )
+        checkpoint.checkpoint_actor_memory_bytes = CHECKPOINT_ACTOR_BYTES
+        answers.context.checkpoint_config = checkpoint
+        answers.write_datasink(self._sink)
+        self._write(self._whole, b"")
+        return self._sink.written
+
+    def has_errors(self) -> bool:
+        """Some lines failed, in this run or before."""
+        return any(path.endswith(ERRORS_ENDING) for path in self._listed())
+
+    def _listed(self) -> list[str]:
+        found = self._files.get_file_info(FileSelector(self._sink.path, allow_not_found=True))
+        return [file.path for file in found if file.type is FileType.File]
+
+    def _exists(self, path: str) -> bool:
+        return bool(self._files.get_file_info(path).type is FileType.File)
+
+    def _write(self, path: str, content: bytes) -> None:
+        self._files.create_dir(self._run, recursive=True)
+        with self._files.open_output_stream(path) as file:
+            file.write(content)
+
+
+def _say_if_no_room(wanted: Mapping[str, Any]) -> None:
+    """Ray waits for a node that an engine fits on, for as long as it takes: a cluster may grow."""
+    needs = {"CPU": wanted["num_cpus"], "GPU": wanted.get("num_gpus", 0), **wanted.get("resources", {})}
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if not any(all(node.get(name, 0) >= amount for name, amount in needs.items()) for node in nodes):
+        told = ", ".join(f"{amount:g} {name}" for name, amount in needs.items() if amount)
+        click.echo(f"No node of the cluster has {told}, as an engine needs: waiting for one.", err=True)
+
+
+def _summary(written: Written, seconds: float) -> str:
+    rate = written.output_tokens / seconds
+    return (
+        f"{written.num_answered} lines answered, {written.num_failed} failed, in {seconds:.1f} s: "
+        f"{written.output_tokens} output tokens ({rate:.1f} tok/s), {written.prompt_tokens} prompt tokens"
+    )
+
+
+def _reason(error: RayError) -> str:
+    """The innermost error's last line: Ray's own hold the traces of every process they came through."""
+    inner: BaseException = error
+    while inner.__cause__ is not None:
+        inner = inner.__cause__
+    return str(inner).strip().splitlines()[-1]

@@ -1,0 +1,46 @@
+"""Options of a batch run over a Ray cluster. Ray itself is not imported here, so that flags are known without it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from sglang_jax.config import PositiveInt
+
+PositiveFloat = Annotated[float, Field(gt=0.0)]
+
+
+class RayOptions(BaseModel):
+    """How a run is spread over a cluster. Field names are the command line's flags, with underscores."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    address: str | None = Field(
+        None,
+        description="with --engine ray: the cluster, HOST:PORT or auto; default: RAY_ADDRESS, or one on this machine",
+    )
+    min_replicas: PositiveInt = Field(1, description="with --engine ray: engines that are kept running")
+    max_replicas: PositiveInt | None = Field(
+        None, description="with --engine ray: most engines at once; default: as many as the cluster has room for"
+    )
+    cpus_per_replica: PositiveFloat = Field(
+        1.0, description="with --engine ray: CPU cores that each engine reserves, beside tp_size GPUs or TPU chips"
+    )
+    rows_per_batch: PositiveInt = Field(
+        32, description="with --engine ray: lines that are sent to an engine together, and sent again if it is lost"
+    )
+    batches_per_replica: PositiveInt = Field(
+        16, description="with --engine ray: batches that an engine works on at once, so that none of its rows is idle"
+    )
+    rows_per_file: PositiveInt = Field(
+        256, description="with --engine ray: least lines of a file of answers, but for the last"
+    )
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        if self.max_replicas is not None and self.max_replicas < self.min_replicas:
+            raise ValueError(
+                f"max_replicas ({self.max_replicas}) must not be less than min_replicas ({self.min_replicas})"
+            )
+        return self
