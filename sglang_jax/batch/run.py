@@ -168,6 +168,9 @@ def _check_files(batch: BatchConfig) -> None:
         raise BatchError(f"--input {batch.input_path} is not a file; a run that goes on later has to read it again")
     if not batch.output_path.parent.is_dir():
         raise BatchError(f"--output {batch.output_path} is in a folder that does not exist")
+    for flag, path in (("--output", batch.output), ("--error-file", batch.errors)):
+        if path.exists() and not path.is_file():
+            raise BatchError(f"{flag} {path} is not a regular file; a run that goes on later has to read it")
     if len({batch.input_path.resolve(), batch.output_path.resolve(), batch.errors.resolve()}) < 3:
         raise BatchError("--input, --output and --error-file must be three files")
     if FileFormat.of(batch.errors) is FileFormat.PARQUET:

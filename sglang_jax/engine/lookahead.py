@@ -105,14 +105,13 @@ class Lookahead(Generic[Item]):
         ends = [*places[1:], places[0] + count]
         start, end = max(zip(places, ends, strict=True), key=lambda stretch: stretch[1] - stretch[0])
         middle = (start + end) // 2
-        reach = min(_SEARCHED_FOR_A_BORDER, (end - start) // 2)
-        near = sorted(range(middle - reach, middle + reach + 1), key=lambda position: abs(position - middle))
-        return min(near, key=lambda position: self._shared_with_previous(position % count)) % count
+        first, last = max(start + 1, middle - _SEARCHED_FOR_A_BORDER), min(end - 1, middle + _SEARCHED_FOR_A_BORDER)
+        near = sorted(range(first, last + 1), key=lambda position: abs(position - middle))
+        return min(near, key=self._shared_with_previous, default=middle) % count
 
     def _shared_with_previous(self, position: int) -> int:
-        if position == 0:
-            return -1
-        return shared_length(self._sorted[position - 1][0], self._sorted[position][0])
+        count = len(self._sorted)
+        return shared_length(self._sorted[(position - 1) % count][0], self._sorted[position % count][0])
 
 
 def shared_length(one: bytes, other: bytes) -> int:
