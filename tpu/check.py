@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from sglang_jax.checkpoint.model_config import ModelConfig
 from sglang_jax.checkpoint.opening import open_checkpoint
 from sglang_jax.cli.main import run
-from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig, LoadFormat
+from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig, KVCacheDtype, LoadFormat
 from sglang_jax.errors import ConfigError
 from tpu.choices import PAGE_SIZE, memory_fraction
 from tpu.figures import Deployment, ProgramFailure, ProgramFigures, Refusal, Request, Selection
@@ -41,6 +41,13 @@ DOES_NOT_FIT = 1
 @click.option("--chunked-prefill-size", type=click.IntRange(min=1), help="most prompt tokens of a step  [default: 512]")
 @click.option(
     "--dtype", default="auto", show_default=True, type=click.Choice(["auto", "bfloat16", "float32"]), help="of weights"
+)
+@click.option(
+    "--kv-cache-dtype",
+    default=KVCacheDtype.AUTO.value,
+    show_default=True,
+    type=click.Choice([kind.value for kind in KVCacheDtype]),
+    help="of keys and values",
 )
 @click.option("--mem-fraction-static", type=float, help="share of HBM for weights and KV; default: by chip")
 @click.option(

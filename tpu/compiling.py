@@ -21,6 +21,7 @@ from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
 from sglang_jax.jax_runner.loading import (
     choose_attention,
+    kv_dtype_of,
     memory_of_one_device,
     parameters,
     runner_spec,
@@ -72,11 +73,12 @@ def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Pro
     options, topology = request.options, request.topology
     parallel = TensorParallel.of(request.model, options.tp_size)
     dtype = jnp.dtype(jnp.bfloat16 if options.dtype is Dtype.AUTO else options.dtype.value)
-    attention = choose_attention(options, _PLATFORM)
-    model = build_model(parallel.config, dtype=dtype, attention=attention, platform=_PLATFORM)
+    attention = choose_attention(options, mesh.devices.flat[0])
+    kv_dtype = kv_dtype_of(options, dtype)
+    model = build_model(parallel.config, dtype=dtype, attention=attention, platform=_PLATFORM, kv_dtype=kv_dtype)
     # libtpu as a compiler alone has the cores of a v4 chip apart, each with half of the memory.
     hbm = topology.chip.hbm * topology.devices // devices
-    memory = memory_of_one_device(parallel, model, dtype, options.page_size, _PLATFORM, hbm)
+    memory = memory_of_one_device(parallel, model, kv_dtype, options.page_size, _PLATFORM, hbm)
     sizes = choose_sizes(options, parallel.config.max_position, memory)
     spec = runner_spec(sizes, options.page_size, parallel)
     functions, weights = split_model(model)
@@ -90,7 +92,7 @@ def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Pro
         jax.eval_shape(lambda: empty_rows(spec, None)),
     )
     kv = _abstract_kv(
-        kv_cache_spec(parallel.config, dtype, sizes.num_pages, options.page_size, platform=_PLATFORM), mesh
+        kv_cache_spec(parallel.config, kv_dtype, sizes.num_pages, options.page_size, platform=_PLATFORM), mesh
     )
     buckets = Buckets.ladder(spec.max_rows, spec.token_budget, options.page_size)
     programs = Programs(functions, placed, DeviceState(kv, *rows), buckets, options.page_size, mesh)
@@ -108,6 +110,7 @@ def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Pro
         token_budget=sizes.token_budget,
         max_context=sizes.max_context,
         dtype=dtype.name,
+        kv_dtype=kv_dtype.name,
         attention=attention.value,
         programs=tuple(_selected(names, buckets, request.selection)),
         all_programs=len(names),

@@ -33,6 +33,7 @@ class Deployment:
     token_budget: int
     max_context: int
     dtype: str
+    kv_dtype: str
     attention: str
     programs: tuple[str, ...]
     all_programs: int

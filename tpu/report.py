@@ -115,8 +115,9 @@ def heading(model: str, topology: Topology, tp: int, deployment: Deployment, com
         f"{config.num_kv_heads} kv heads of {config.head_dim}, vocabulary {config.vocab_size:,}",
         f"Slice    {topology}: {topology.chips} chips, {deployment.devices} devices ({deployment.device_kind}) with "
         f"{in_bytes(deployment.hbm)} of HBM each, {hosts}",
-        f"Options  tp {tp}, {deployment.dtype}, attention {deployment.attention}, page size {deployment.page_size}, "
-        f"{deployment.max_rows} rows, {deployment.token_budget} tokens a step, context {deployment.max_context:,}",
+        f"Options  tp {tp}, {deployment.dtype}, KV {deployment.kv_dtype}, attention {deployment.attention}, "
+        f"page size {deployment.page_size}, {deployment.max_rows} rows, {deployment.token_budget} tokens a step, "
+        f"context {deployment.max_context:,}",
         f"Memory   on each device weights {in_bytes(deployment.weights)}, KV pages "
         f"{in_bytes(deployment.page * deployment.num_pages)}: {deployment.num_pages - 1:,} pages of "
         f"{deployment.page_size}, {deployment.kv_tokens:,} tokens",

@@ -22,7 +22,8 @@ from sglang_jax.jax_runner.orbax_checkpoint import restore_orbax
 from sglang_jax.jax_runner.parallel import TensorParallel
 from sglang_jax.jax_runner.runner import JaxRunner
 from sglang_jax.jax_runner.step import KVCaches, ModelFunctions, Weights
-from sglang_jax.jax_runner.weights import load_weights
+from sglang_jax.jax_runner.weights import load_weights, set_kv_scales
+from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import chip_of
 from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import make_mesh, partition_spec
@@ -58,16 +59,17 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     device = devices[0]
     dtype = select_dtype(config.dtype, device)
     mesh = make_mesh(devices)
-    attention = choose_attention(config, device.platform)
-    model = build_model(parallel.config, dtype=dtype, attention=attention, platform=device.platform)
-    sizes = _sizes(config, parallel, model, devices, dtype)
+    attention = choose_attention(config, device)
+    kv_dtype = kv_dtype_of(config, dtype)
+    platform = device.platform
+    model = build_model(parallel.config, dtype=dtype, attention=attention, platform=platform, kv_dtype=kv_dtype)
+    sizes = _sizes(config, parallel, model, devices, kv_dtype)
     _load(model, checkpoint, parallel, mesh)
     functions, weights = split_model(model)
-    kv = allocate(
-        kv_cache_spec(parallel.config, dtype, sizes.num_pages, config.page_size, platform=device.platform), mesh
-    )
+    kv = allocate(kv_cache_spec(parallel.config, kv_dtype, sizes.num_pages, config.page_size, platform=platform), mesh)
     details = {
         "dtype": dtype.name,
+        "kv_cache_dtype": kv_dtype.name,
         "attention": attention.value,
         "compilation_cache": str(config.cache_folder()),
         "tp_size": str(parallel.size),
@@ -75,12 +77,13 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     return JaxRunner(functions, weights, kv, runner_spec(sizes, config.page_size, parallel), details, mesh)
 
 
-def choose_attention(config: EngineConfig, platform: str) -> AttentionImplementation:
+def choose_attention(config: EngineConfig, device: jax.Device) -> AttentionImplementation:
     """The implementation that the options ask for; `auto` is the kernels for TPU there, and XLA's operations elsewhere.
 
-    **Raises:** `ConfigError` for one, or for another option, that this backend does not have.
+    **Raises:** `ConfigError` for one, or for another option, that this backend does not have, and for a TPU that the
+    kernels do not know.
     """
-    on_tpu = platform == "tpu"
+    on_tpu = device.platform == "tpu"
     backend = config.attention_backend
     if backend is AttentionBackend.AUTO:
         backend = AttentionBackend.PALLAS if on_tpu else AttentionBackend.XLA
@@ -90,10 +93,15 @@ def choose_attention(config: EngineConfig, platform: str) -> AttentionImplementa
             f"{', '.join(known.value for known in _ATTENTION)}"
         )
     if backend is AttentionBackend.PALLAS and not on_tpu:
-        raise ConfigError(f"attention_backend pallas is for TPU, and the device is a {platform}: choose auto")
-    if config.kv_cache_dtype is not KVCacheDtype.AUTO:
-        raise ConfigError(f"kv_cache_dtype {config.kv_cache_dtype.value} is the torch backend's: choose auto")
+        raise ConfigError(f"attention_backend pallas is for TPU, and the device is a {device.platform}: choose auto")
+    if backend is AttentionBackend.PALLAS:
+        chip_of(device.device_kind)
     return _ATTENTION[backend]
+
+
+def kv_dtype_of(config: EngineConfig, dtype: jnp.dtype) -> jnp.dtype:
+    """The type of keys and values in the cache; `dtype` is that of activations."""
+    return dtype if config.kv_cache_dtype is KVCacheDtype.AUTO else jnp.dtype(jnp.float8_e4m3fn)
 
 
 def split_model(model: Transformer) -> tuple[ModelFunctions, Weights]:
@@ -114,22 +122,26 @@ def split_model(model: Transformer) -> tuple[ModelFunctions, Weights]:
 
 
 def _sizes(
-    config: EngineConfig, parallel: TensorParallel, model: Transformer, devices: Sequence[jax.Device], dtype: jnp.dtype
+    config: EngineConfig,
+    parallel: TensorParallel,
+    model: Transformer,
+    devices: Sequence[jax.Device],
+    kv_dtype: jnp.dtype,
 ) -> Sizes:
     """By what each device holds of weights and pages, and the device with the least memory."""
     device, count = devices[0], parallel.size
     own = [other for other in devices if other.process_index == jax.process_index()]
     # Devices that are one CPU share its memory.
     available = _least_of_hosts(min(map(available_memory, own)) // (len(own) if device.platform == "cpu" else 1))
-    memory = memory_of_one_device(parallel, model, dtype, config.page_size, device.platform, available)
+    memory = memory_of_one_device(parallel, model, kv_dtype, config.page_size, device.platform, available)
     sizes = choose_sizes(config, parallel.config.max_position, memory)
     logger.info(
-        "%s on %d x %s: %.0f MiB of weights, %d KV tokens in %.0f MiB, %d rows, %d tokens a step",
-        dtype.name,
+        "%d x %s: %.0f MiB of weights, %d KV tokens (%s) in %.0f MiB, %d rows, %d tokens a step",
         count,
         device.device_kind,
         memory.weights / 2**20,
         (sizes.num_pages - 1) * config.page_size,
+        kv_dtype.name,
         sizes.num_pages * memory.page / 2**20,
         sizes.max_rows,
         sizes.token_budget,
@@ -138,14 +150,14 @@ def _sizes(
 
 
 def memory_of_one_device(
-    parallel: TensorParallel, model: Transformer, dtype: jnp.dtype, page_size: int, platform: str, available: int
+    parallel: TensorParallel, model: Transformer, kv_dtype: jnp.dtype, page_size: int, platform: str, available: int
 ) -> Memory:
     """What a device has, and what it holds of the weights and of each page."""
     return Memory(
         platform=platform,
         available=available,
         weights=sum(_bytes_on_one_device(parameter, parallel.size) for parameter in parameters(model)),
-        page=kv_bytes_per_token(parallel.config, dtype, platform=platform) * page_size // parallel.size,
+        page=kv_bytes_per_token(parallel.config, kv_dtype, platform=platform) * page_size // parallel.size,
     )
 
 
@@ -156,7 +168,7 @@ def runner_spec(sizes: Sizes, page_size: int, parallel: TensorParallel) -> Runne
         max_rows=sizes.max_rows,
         token_budget=sizes.token_budget,
         max_context=sizes.max_context,
-        vocab_size=parallel.config.vocab_size,
+        vocab_size=parallel.vocab_size,
     )
 
 
@@ -180,11 +192,7 @@ def _bytes_on_one_device(parameter: Parameter, count: int) -> int:
 
 def _load(model: Transformer, checkpoint: Checkpoint, parallel: TensorParallel, mesh: Mesh) -> None:
     if checkpoint.reader is None:
-        if parallel.kv_copies > 1:
-            raise ConfigError(
-                f"an Orbax checkpoint of {checkpoint.config.num_kv_heads} kv heads is restored to as many devices at "
-                f"most, tp_size is {parallel.size}: give the checkpoint that it was converted from"
-            )
         restore_orbax(checkpoint.source.path, model, checkpoint.config, mesh)
     else:
         load_weights(model, checkpoint.reader, checkpoint.config, mesh, kv_copies=parallel.kv_copies)
+    set_kv_scales(model, mesh)

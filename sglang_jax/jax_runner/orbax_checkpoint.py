@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh
@@ -23,7 +24,7 @@ from sglang_jax.checkpoint.model_config import Architecture, ModelConfig, RopeCo
 from sglang_jax.checkpoint.resolve import ORBAX_MARKER
 from sglang_jax.errors import CheckpointError
 from sglang_jax.layers.parameter import Parameter
-from sglang_jax.layers.sharding import named_sharding
+from sglang_jax.layers.sharding import Axis, named_sharding
 from sglang_jax.models.transformer import Transformer
 
 FORMAT_VERSION = 1
@@ -71,45 +72,91 @@ def load_orbax_config(folder: Path) -> ModelConfig:
 def restore_orbax(folder: Path, model: Transformer, config: ModelConfig, mesh: Mesh) -> None:
     """Gives every parameter of `model` its value, of the model's dtype, spread over `mesh` by its axes.
 
-    Each device reads its own part; the host holds no whole tensor.
+    Each device reads its own part; the host holds no whole tensor. `config` is the checkpoint's: a model with copied
+    kv heads, or with a padded vocabulary, is made of it on the devices.
 
     **Raises:** `CheckpointError` naming tensors that are missing, extra or misshapen.
     """
     weights = folder.absolute() / _WEIGHTS
     stored = _stored(model, config)
     with ocp.StandardCheckpointer() as checkpointer:
-        _check_shapes(weights, stored, checkpointer)
-        target = {
-            name: jax.ShapeDtypeStruct(parameter.shape, parameter.dtype, sharding=named_sharding(mesh, parameter.axes))
-            for name, parameter in stored.items()
-        }
-        restored = checkpointer.restore(weights, target)
+        _check_shapes(
+            weights, {name: _stored_shape(parameter, config) for name, parameter in stored.items()}, checkpointer
+        )
+        target = {name: _to_restore(parameter, config, mesh) for name, parameter in stored.items()}
+        restored = checkpointer.restore(weights, target, strict=False)
     for name, parameter in stored.items():
-        parameter.set_value(restored[name])
+        parameter.set_value(_built(restored.pop(name), parameter, config, mesh))
     if config.tie_word_embeddings and model.head is not None:
         transpose = jax.jit(lambda table: table.T, out_shardings=named_sharding(mesh, model.head.kernel.axes))
         model.head.kernel.set_value(transpose(model.embedding.table.get_value()))
 
 
 def _stored(model: Transformer, config: ModelConfig) -> dict[str, Parameter]:
-    """Parameters by their dotted paths, without those that others determine."""
+    """Parameters by their dotted paths, without those that others, or the cache's type, determine."""
     parameters = {
-        ".".join(str(part) for part in path): parameter for path, parameter in nnx.to_flat_state(nnx.state(model))
+        ".".join(str(part) for part in path): parameter
+        for path, parameter in nnx.to_flat_state(nnx.state(model))
+        if path[-1] != "kv_scales"
     }
     if config.tie_word_embeddings:
         parameters.pop("head.kernel", None)
     return parameters
 
 
-def _check_shapes(weights: Path, wanted: dict[str, Parameter], checkpointer: ocp.StandardCheckpointer) -> None:
+def _stored_shape(parameter: Parameter, config: ModelConfig) -> tuple[int, ...]:
+    """A parameter's shape in a checkpoint of `config`, which may be spread differently from the model."""
+    lengths = {
+        Axis.VOCABULARY: config.vocab_size,
+        Axis.KV_HEADS: config.num_kv_heads,
+        Axis.HEAD_PART: config.num_heads // config.num_kv_heads + 2,
+    }
+    return tuple(lengths.get(axis, length) for axis, length in zip(parameter.axes, parameter.shape, strict=True))
+
+
+def _to_restore(parameter: Parameter, config: ModelConfig, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """The stored form, spread so that every device has at least its part of what is made of it."""
+    if not _has_copied_heads(parameter, config):
+        # Orbax fills what is longer than stored, the vocabulary, with zeros.
+        return jax.ShapeDtypeStruct(parameter.shape, parameter.dtype, sharding=named_sharding(mesh, parameter.axes))
+    devices = mesh.devices.reshape(mesh.shape["data"], config.num_kv_heads, -1, mesh.shape["expert"])
+    by_heads = Mesh(devices, ("data", "tensor", "copies", "expert"))
+    shape = _stored_shape(parameter, config)
+    return jax.ShapeDtypeStruct(shape, parameter.dtype, sharding=named_sharding(by_heads, parameter.axes))
+
+
+def _built(stored: jax.Array, parameter: Parameter, config: ModelConfig, mesh: Mesh) -> jax.Array:
+    """The model's form of a stored parameter."""
+    if not _has_copied_heads(parameter, config):
+        return stored
+    axis = parameter.axes.index(Axis.KV_HEADS)
+    copies = parameter.shape[axis] // stored.shape[axis]
+
+    def copy_heads(fused: jax.Array) -> jax.Array:
+        """`[..., kv_heads, group + 2, head_dim]` → `[..., kv_heads * copies, group / copies + 2, head_dim]`."""
+        group = fused.shape[axis + 1] - 2
+        queries = fused[..., :group, :].reshape(*fused.shape[:axis], -1, group // copies, fused.shape[-1])
+        return jnp.concatenate([queries, jnp.repeat(fused[..., group:, :], copies, axis=axis)], axis=axis + 1)
+
+    return jax.jit(copy_heads, out_shardings=named_sharding(mesh, parameter.axes))(stored)
+
+
+def _has_copied_heads(parameter: Parameter, config: ModelConfig) -> bool:
+    """The model has more kv heads than the checkpoint."""
+    return (
+        Axis.KV_HEADS in parameter.axes and parameter.shape[parameter.axes.index(Axis.KV_HEADS)] > config.num_kv_heads
+    )
+
+
+def _check_shapes(weights: Path, wanted: dict[str, tuple[int, ...]], checkpointer: ocp.StandardCheckpointer) -> None:
     if not weights.is_dir():
         raise CheckpointError(f"{weights} is missing: the conversion did not finish; convert again")
     found: dict[str, Any] = dict(checkpointer.metadata(weights).item_metadata)
-    faults = [f"missing: {name} {tuple(wanted[name].shape)}" for name in sorted(wanted.keys() - found.keys())]
+    faults = [f"missing: {name} {wanted[name]}" for name in sorted(wanted.keys() - found.keys())]
     faults += [f"extra: {name} {tuple(found[name].shape)}" for name in sorted(found.keys() - wanted.keys())]
     for name in sorted(wanted.keys() & found.keys()):
-        if tuple(found[name].shape) != tuple(wanted[name].shape):
-            shapes = f"is {tuple(found[name].shape)}, the config calls for {tuple(wanted[name].shape)}"
+        if tuple(found[name].shape) != wanted[name]:
+            shapes = f"is {tuple(found[name].shape)}, the config calls for {wanted[name]}"
             faults.append(f"misshapen: {name} {shapes}")
     if faults:
         listed = "\n  ".join(faults)

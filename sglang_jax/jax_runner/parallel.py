@@ -13,12 +13,15 @@ class TensorParallel:
     """A model over `size` devices.
 
     - `config`: the model as it is built. With more devices than kv heads it has a kv head for each device, of which
-      `kv_copies` neighbours are the same head of the checkpoint: each serves the query heads of its own device.
+      `kv_copies` neighbours are the same head of the checkpoint: each serves the query heads of its own device. Its
+      vocabulary is a multiple of the devices: what lies past the checkpoint's is padding that nothing uses.
+    - `vocab_size`: the checkpoint's.
     """
 
     config: ModelConfig
     size: int
     kv_copies: int
+    vocab_size: int
 
     @classmethod
     def of(cls, config: ModelConfig, size: int) -> TensorParallel:
@@ -32,10 +35,11 @@ class TensorParallel:
                 f"{config.num_heads} heads and {kv_heads} kv heads cannot be spread over {size} devices: choose a "
                 "tp_size that divides the heads, and that divides or is a multiple of the kv heads"
             )
-        for what, length in (("intermediate", config.intermediate_size), ("vocabulary", config.vocab_size)):
-            if length % size:
-                raise ConfigError(
-                    f"the {what} size {length} cannot be spread over {size} devices: choose a tp_size that divides it"
-                )
+        if config.intermediate_size % size:
+            raise ConfigError(
+                f"the intermediate size {config.intermediate_size} cannot be spread over {size} devices: choose a "
+                "tp_size that divides it"
+            )
         copies = max(size // kv_heads, 1)
-        return cls(replace(config, num_kv_heads=kv_heads * copies), size, copies)
+        built = replace(config, num_kv_heads=kv_heads * copies, vocab_size=-(-config.vocab_size // size) * size)
+        return cls(built, size, copies, config.vocab_size)

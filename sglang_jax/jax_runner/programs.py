@@ -55,7 +55,7 @@ class Programs:
         self._mesh = mesh
         self._buckets = buckets
         self.dump_row = state.last_tokens.shape[0] - 1
-        self.vocab_size = state.sampling.occurrences.shape[1]
+        self.vocab_size = state.sampling.vocab_size
         self.layouts = {bucket: StepLayout(bucket, self.dump_row) for bucket in buckets}
         self.row_update_sizes = tuple(sorted({1, min(8, self.dump_row), self.dump_row}))
         self._built: dict[str, Executable] = {}

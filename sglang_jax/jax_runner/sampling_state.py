@@ -60,6 +60,10 @@ class SamplingState:
         )
 
     @property
+    def vocab_size(self) -> int:
+        return self.occurrences.shape[1]
+
+    @property
     def penalised(self) -> jax.Array:
         """bool `[rows]`: a penalty is set, so that the row's tokens are counted."""
         return (self.repetition_penalty != 1.0) | (self.frequency_penalty != 0.0) | (self.presence_penalty != 0.0)

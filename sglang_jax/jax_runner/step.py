@@ -26,7 +26,7 @@ class ModelFunctions:
     """A model as pure functions of its weights.
 
     - `forward(weights, batch, kv) -> (hidden [T, hidden], kv)`.
-    - `logits(weights, hidden [m, hidden]) -> float32 [m, vocab]`.
+    - `logits(weights, hidden [m, hidden]) -> float32 [m, columns]`; columns past the vocabulary are padding.
     """
 
     forward: Callable[[Weights, ForwardBatch, KVCaches], tuple[jax.Array, KVCaches]]
@@ -109,16 +109,19 @@ def make_step(
     `mesh`: over which weights and KV are spread; None for one device.
     """
     bucket = layout.bucket
-    to_logits = _logits_by_rows(model, mesh)
+    by_rows = _logits_by_rows(model, mesh)
     whole = _on_every_device(mesh)
 
     def step(weights: Weights, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, StepOutputs]:
+        def to_logits(hidden: jax.Array) -> jax.Array:
+            return by_rows(weights, hidden)[:, : state.sampling.vocab_size]
+
         inputs = layout.unpack(packed)
         page_table = apply_deltas(state.page_table, inputs.delta_rows, inputs.delta_columns, inputs.delta_pages)
         batch = build_batch(inputs, page_table, state.last_tokens, page_size, bucket.tokens)
         hidden, kv = model.forward(weights, batch, state.kv)
         last_hidden = hidden if bucket.decode_only else hidden[jnp.maximum(inputs.query_starts[1:] - 1, 0)]
-        logits = to_logits(weights, last_hidden)
+        logits = to_logits(last_hidden)
         samples = inputs.samples > 0
         tokens = whole(sample(logits, state.sampling, inputs.rows, inputs.kv_lens, samples))
         drawn = samples & (tokens != INVALID_TOKEN)
@@ -140,7 +143,7 @@ def make_step(
                 inputs.prompt_targets,
                 inputs.prompt_top_logprobs,
                 inputs.num_tokens,
-                lambda block: to_logits(weights, block),
+                to_logits,
                 logits.shape[1],
             ),
         )

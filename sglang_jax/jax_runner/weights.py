@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -30,13 +31,22 @@ def load_weights(
     """Gives every parameter of `model` its value, of the model's dtype, spread over `mesh` by its axes.
 
     At any time the host holds no more than the parts of one parameter. `config` is the checkpoint's; a model with
-    `kv_copies` as many kv heads has each of the checkpoint's that many times.
+    `kv_copies` as many kv heads has each of the checkpoint's that many times, and one with a larger vocabulary has
+    zeros past the checkpoint's.
 
     **Raises:** `CheckpointError` naming tensors that are missing, extra or misshapen.
     """
     check_tensors(reader, config)
     for parameter, read in _sources(model, _Source(reader, config, kv_copies)):
         _place(parameter, read, mesh)
+
+
+def set_kv_scales(model: Transformer, mesh: Mesh) -> None:
+    """Stores keys and values of 8 bits at a scale of 1: checkpoints do not say what theirs would be."""
+    for layer in model.layers:
+        scales = layer.attention.kv_scales
+        if scales is not None:
+            scales.set_value(jnp.ones(scales.shape, scales.dtype, device=named_sharding(mesh, scales.axes)))
 
 
 def _place(parameter: Parameter, read: ReadPart, mesh: Mesh) -> None:
@@ -51,7 +61,7 @@ def _place(parameter: Parameter, read: ReadPart, mesh: Mesh) -> None:
 
 def _sources(model: Transformer, source: _Source) -> Iterator[tuple[Parameter, ReadPart]]:
     """Every parameter of the model, with what reads it."""
-    yield model.embedding.table, source.tensor(EMBEDDING)
+    yield model.embedding.table, source.padded(source.tensor(EMBEDDING), 0, model.embedding.table.shape)
     for number, layer in enumerate(model.layers):
         prefix = f"model.layers.{number}"
         yield layer.attention_norm.scale, source.tensor(f"{prefix}.input_layernorm.weight")
@@ -60,7 +70,8 @@ def _sources(model: Transformer, source: _Source) -> Iterator[tuple[Parameter, R
         yield from _feed_forward_sources(layer.feed_forward, source, f"{prefix}.mlp")
     yield model.final_norm.scale, source.tensor(FINAL_NORM)
     if model.head is not None:
-        yield model.head.kernel, source.transposed(EMBEDDING if source.config.tie_word_embeddings else LM_HEAD)
+        table = EMBEDDING if source.config.tie_word_embeddings else LM_HEAD
+        yield model.head.kernel, source.padded(source.transposed(table), 1, model.head.kernel.shape)
 
 
 def _attention_sources(layer: Attention, source: _Source, prefix: str) -> Iterator[tuple[Parameter, ReadPart]]:
@@ -100,6 +111,23 @@ class _Source:
 
     def transposed(self, name: str) -> ReadPart:
         return lambda index: self._reader.read(name, index[::-1]).T
+
+    def padded(self, read: ReadPart, axis: int, shape: tuple[int, ...]) -> ReadPart:
+        """`read` for a parameter of `shape`, whose vocabulary (`axis`) is filled with zeros past the checkpoint's."""
+        length = self.config.vocab_size
+
+        def read_padded(index: Index) -> Array:
+            first, last, _ = index[axis].indices(shape[axis])
+            if last <= length:
+                return read(index)
+            start = min(first, length - 1)
+            found = np.moveaxis(read((*index[:axis], slice(start, length), *index[axis + 1 :])), axis, 0)
+            padded = np.zeros((last - first, *found.shape[1:]), found.dtype)
+            kept = max(length - first, 0)
+            padded[:kept] = found[:kept]
+            return np.moveaxis(padded, 0, axis)
+
+        return read_padded
 
     def gate_up(self, prefix: str, kind: str) -> ReadPart:
         """`[hidden, 2, intermediate]`, or the bias `[2, intermediate]`."""

@@ -12,9 +12,9 @@ There are two forms:
   Heads of up to 64 have one part: keys in the lower half of the lanes, values in the upper half, which costs nothing
   for 64. Pages of 16 tokens or more are whole tiles; 8-bit pages of 16 are half ones, which the kernels put together.
 
-bfloat16 may be held as its bits in uint16. XLA's CPU backend widens bfloat16 scatters and gathers to float32 and
-with them copies the whole cache at each step; integers it leaves alone. The bits are turned into numbers only
-after they were gathered.
+bfloat16 may be held as its bits in uint16, and float8_e4m3fn in uint8. XLA's CPU backend widens their scatters and
+gathers and with them copies the whole cache at each step; integers it leaves alone. The bits are turned into numbers
+only after they were gathered.
 
 int8 and float8 hold keys and values divided by a scale of their kv head.
 """
@@ -27,6 +27,8 @@ import jax.numpy as jnp
 KEYS, VALUES = 0, 1
 LANES = 128
 
+_HELD_AS_BITS = {jnp.dtype(jnp.uint16): jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint8): jnp.dtype(jnp.float8_e4m3fn)}
+
 
 def page_shape(num_pages: int, kv_heads: int, page_size: int, head_dim: int, *, tiled: bool) -> tuple[int, ...]:
     """The shape of a layer's pages, plain or tiled."""
@@ -37,10 +39,10 @@ def page_shape(num_pages: int, kv_heads: int, page_size: int, head_dim: int, *, 
 
 
 def to_storage(values: jax.Array, storage: jnp.dtype) -> jax.Array:
-    """Rounds to the type that `storage` holds: uint16 means the bits of a bfloat16. What is too large for an 8-bit type
-    becomes its largest value."""
-    if storage == jnp.uint16:
-        return jax.lax.bitcast_convert_type(values.astype(jnp.bfloat16), jnp.uint16)
+    """Rounds to the type that `storage` holds: uint16 means the bits of a bfloat16, uint8 of a float8_e4m3fn. What
+    is too large for an 8-bit type becomes its largest value."""
+    if storage in _HELD_AS_BITS:
+        return jax.lax.bitcast_convert_type(to_storage(values, _HELD_AS_BITS[storage]), storage)
     if storage.itemsize == 1:
         wide = values.astype(jnp.float32)
         limits = jnp.iinfo(storage) if jnp.issubdtype(storage, jnp.integer) else jnp.finfo(storage)
@@ -54,6 +56,8 @@ def from_storage(stored: jax.Array) -> jax.Array:
     if stored.dtype == jnp.uint16:
         # bfloat16 is the upper half of a float32.
         return jax.lax.bitcast_convert_type(stored.astype(jnp.uint32) << 16, jnp.float32)
+    if stored.dtype == jnp.uint8:
+        return jax.lax.bitcast_convert_type(stored, jnp.float8_e4m3fn).astype(jnp.float32)
     return stored.astype(jnp.float32)
 
 

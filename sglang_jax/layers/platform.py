@@ -6,19 +6,21 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+_BITS = {jnp.dtype(jnp.bfloat16): jnp.dtype(jnp.uint16), jnp.dtype(jnp.float8_e4m3fn): jnp.dtype(jnp.uint8)}
+
 
 @dataclass(frozen=True, slots=True)
 class PlatformForm:
     """How a platform likes its arrays.
 
-    - `bfloat16_kv_as_bits`: hold bfloat16 keys and values as uint16 bits (see `kernels.kv_storage`).
+    - `kv_as_bits`: hold bfloat16 and float8 keys and values as the bits of integers (see `kernels.kv_storage`).
     - `tiled_kv_pages`: pages in whole tiles of memory (see `kernels.kv_storage`).
     - `own_head_for_tied_embeddings`: keep tied embeddings twice, `[vocab, hidden]` to look rows up and
       `[hidden, vocab]` to compute logits. XLA's CPU backend multiplies by a large transposed matrix at a twentieth of
       the speed of memory.
     """
 
-    bfloat16_kv_as_bits: bool
+    kv_as_bits: bool
     tiled_kv_pages: bool
     own_head_for_tied_embeddings: bool
 
@@ -26,10 +28,10 @@ class PlatformForm:
     def of(cls, platform: str) -> PlatformForm:
         """The form for `cpu`, `gpu` or `tpu`."""
         on_cpu = platform == "cpu"
-        return cls(bfloat16_kv_as_bits=on_cpu, tiled_kv_pages=platform == "tpu", own_head_for_tied_embeddings=on_cpu)
+        return cls(kv_as_bits=on_cpu, tiled_kv_pages=platform == "tpu", own_head_for_tied_embeddings=on_cpu)
 
     def kv_storage(self, dtype: jnp.dtype) -> jnp.dtype:
         """The type of the array that holds keys and values of `dtype`."""
-        if dtype == jnp.bfloat16 and self.bfloat16_kv_as_bits:
-            return jnp.dtype(jnp.uint16)
-        return jnp.dtype(dtype)
+        if not self.kv_as_bits:
+            return jnp.dtype(dtype)
+        return _BITS.get(jnp.dtype(dtype), jnp.dtype(dtype))

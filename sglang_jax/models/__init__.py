@@ -37,15 +37,19 @@ def build_model(
     dtype: jnp.dtype,
     attention: AttentionImplementation,
     platform: str | None = None,
+    kv_dtype: jnp.dtype | None = None,
 ) -> Transformer:
     """A model whose parameters are shapes until weights are loaded.
 
     `dtype` is that of weights and activations: bfloat16, or float32 for exact float32 throughout. `platform` (`cpu`,
-    `gpu`, `tpu`; JAX's default unless given) decides the form of some weights.
+    `gpu`, `tpu`; JAX's default unless given) decides the form of some weights. `kv_dtype` is that of keys and values in
+    the cache, `dtype` unless given.
 
     **Raises:** `ValueError` for another dtype.
     """
     if dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"dtype must be bfloat16 or float32, got {jnp.dtype(dtype)}")
     form = PlatformForm.of(platform or jax.default_backend())
-    return Transformer(config, dtype=jnp.dtype(dtype), attention=attention, form=form)
+    return Transformer(
+        config, dtype=jnp.dtype(dtype), kv_dtype=jnp.dtype(kv_dtype or dtype), attention=attention, form=form
+    )

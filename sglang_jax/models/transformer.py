@@ -26,9 +26,11 @@ from sglang_jax.models.kv_cache import KVCaches
 class DecoderLayer(nnx.Module):
     """Attention and feed-forward, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, attention: AttentionImplementation) -> None:
+    def __init__(
+        self, config: ModelConfig, *, dtype: jnp.dtype, kv_dtype: jnp.dtype, attention: AttentionImplementation
+    ) -> None:
         self.attention_norm = RMSNorm(Axis.HIDDEN, config.hidden_size, config.rms_norm_eps, dtype)
-        self.attention = Attention(config, dtype=dtype, implementation=attention)
+        self.attention = Attention(config, dtype=dtype, kv_dtype=kv_dtype, implementation=attention)
         self.feed_forward_norm = RMSNorm(Axis.HIDDEN, config.hidden_size, config.rms_norm_eps, dtype)
         self.feed_forward = FeedForward(config, dtype=dtype)
 
@@ -65,11 +67,20 @@ class Transformer(nnx.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, *, dtype: jnp.dtype, attention: AttentionImplementation, form: PlatformForm
+        self,
+        config: ModelConfig,
+        *,
+        dtype: jnp.dtype,
+        kv_dtype: jnp.dtype,
+        attention: AttentionImplementation,
+        form: PlatformForm,
     ) -> None:
         self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype)
         self.layers = nnx.List(
-            [DecoderLayer(config, dtype=dtype, attention=attention) for _ in range(config.num_layers)]
+            [
+                DecoderLayer(config, dtype=dtype, kv_dtype=kv_dtype, attention=attention)
+                for _ in range(config.num_layers)
+            ]
         )
         self.final_norm = RMSNorm(Axis.HIDDEN, config.hidden_size, config.rms_norm_eps, dtype)
         own_head = form.own_head_for_tied_embeddings or not config.tie_word_embeddings

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from sglang_jax.checkpoint import open_checkpoint
-from sglang_jax.jax_runner.weights import load_weights
+from sglang_jax.jax_runner.weights import load_weights, set_kv_scales
 from sglang_jax.kernels.kv_storage import to_storage
 from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.sharding import make_mesh
@@ -30,6 +30,7 @@ class PagedModel:
         folder: Path,
         *,
         dtype: str = "float32",
+        kv_dtype: str | None = None,
         attention: AttentionImplementation = AttentionImplementation.XLA,
         page_size: int = 4,
         columns: int = 16,
@@ -37,10 +38,12 @@ class PagedModel:
     ) -> None:
         checkpoint = open_checkpoint(str(folder))
         mesh = mesh or make_mesh(jax.devices()[:1])
-        model = build_model(checkpoint.config, dtype=jnp.dtype(dtype), attention=attention)
+        stored = jnp.dtype(kv_dtype or dtype)
+        model = build_model(checkpoint.config, dtype=jnp.dtype(dtype), attention=attention, kv_dtype=stored)
         load_weights(model, checkpoint.reader, checkpoint.config, mesh)
+        set_kv_scales(model, mesh)
         graph, self.state = nnx.split(model)
-        spec = kv_cache_spec(checkpoint.config, jnp.dtype(dtype), 1 + ROWS * columns, page_size)
+        spec = kv_cache_spec(checkpoint.config, stored, 1 + ROWS * columns, page_size)
         poison = to_storage(jnp.full(spec.shape, jnp.nan), spec.storage)
         caches = allocate(spec, mesh)
         self.kv_caches: KVCaches = tuple(jax.device_put(poison.copy(), cache.sharding) for cache in caches)
@@ -70,6 +73,11 @@ class PagedModel:
                 done[row] += count
                 logits[row].append(part)
         return [np.concatenate(parts) for parts in logits]
+
+    def temporary_bytes(self) -> int:
+        """Of the decode program."""
+        batch = self.batch([[5]], [0], {0: 1})
+        return self._step.lower(self.state, self.kv_caches, batch).compile().memory_analysis().temp_size_in_bytes
 
     def batch(self, sequences: Sequence[Sequence[int]], done: Sequence[int], step: Mapping[int, int]) -> ForwardBatch:
         counts = np.array(list(step.values()))

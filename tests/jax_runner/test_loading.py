@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -15,10 +16,10 @@ from helpers.tiny_models import make_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
 from sglang_jax.checkpoint.opening import open_checkpoint
-from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig, LoadFormat
+from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig, KVCacheDtype, LoadFormat
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner import create_runner
-from sglang_jax.jax_runner.loading import load_rank
+from sglang_jax.jax_runner.loading import choose_attention, load_rank
 from sglang_jax.jax_runner.orbax_checkpoint import save_orbax
 from sglang_jax.jax_runner.weights import load_weights
 from sglang_jax.layers.sharding import make_mesh
@@ -103,6 +104,24 @@ def test_spec_and_report_say_what_was_asked_for(folder: Path) -> None:
     runner.close()
 
 
+def test_keys_and_values_in_float8_take_a_byte_each(folder: Path) -> None:
+    """And the logprobs are nearly those of exact ones."""
+    found = []
+    for kv_cache_dtype in KVCacheDtype:
+        runner = make_runner(options(folder, kv_cache_dtype=kv_cache_dtype))
+        report = runner.report()
+        driver = PlanDriver(runner)
+        request = driver.admit(PROMPT)
+        wanted = PromptLogprobs(0, 0, np.array(PROMPT[1:17], np.int32))
+        driver.step([(request, 16)], prompt_logprobs=[wanted])
+        found.append((report.kv_bytes, report.details["kv_cache_dtype"], request.prompt_logprobs[0].logprobs))
+        runner.close()
+    (exact_bytes, exact_name, exact), (rounded_bytes, rounded_name, rounded) = found
+    assert (exact_name, rounded_name) == ("float32", "float8_e4m3fn")
+    assert exact_bytes == 4 * rounded_bytes
+    assert 1e-5 < np.abs(rounded - exact).max() < 0.2 * exact.std()
+
+
 def test_options_that_cannot_be_met_are_refused_before_weights_are_read(folder: Path) -> None:
     with pytest.raises(ConfigError, match="context_length 600 is beyond the 512 positions"):
         make_runner(options(folder, context_length=600))
@@ -110,6 +129,22 @@ def test_options_that_cannot_be_met_are_refused_before_weights_are_read(folder: 
         make_runner(options(folder, device=Device.TPU))
     with pytest.raises(ConfigError, match="max_total_tokens 10000000000 needs"):
         make_runner(options(folder, max_total_tokens=10**10))
+
+
+@dataclass(frozen=True)
+class TpuDevice:
+    """What the choice of attention looks at."""
+
+    device_kind: str
+    platform: str = "tpu"
+
+
+def test_a_tpu_that_the_kernels_do_not_know_is_refused_at_the_start(folder: Path) -> None:
+    assert choose_attention(options(folder), TpuDevice("TPU v6 lite")) is AttentionImplementation.PALLAS
+    with pytest.raises(ConfigError, match=r"know TPU v4, .*, and the device is 'TPU v99': choose .* xla"):
+        choose_attention(options(folder), TpuDevice("TPU v99"))
+    by_xla = options(folder, attention_backend=AttentionBackend.XLA)
+    assert choose_attention(by_xla, TpuDevice("TPU v99")) is AttentionImplementation.XLA
 
 
 def test_closing_frees_the_device(folder: Path) -> None:

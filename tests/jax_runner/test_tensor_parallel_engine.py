@@ -22,10 +22,15 @@ from helpers.tiny_models import make_tiny_checkpoint
 from sglang_jax import Engine, SamplingParams
 from sglang_jax.config import EngineConfig
 
-folder = make_tiny_checkpoint(Path(sys.argv[1]), "qwen3", num_attention_heads=8, num_key_value_heads=2)
+# A vocabulary that no number of devices divides: each pads it.
+folder = make_tiny_checkpoint(
+    Path(sys.argv[1]), "qwen3", num_attention_heads=8, num_key_value_heads=2, vocab_size=389
+)
 prompts = [[5, 6, 7, 9], [100, 3, 77, 200, 13, 14, 15, 16, 18, 40, 41, 42, 43, 44, 45, 46, 47, 48], [301]]
 greedy = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
 random = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, seed=4, max_new_tokens=6, ignore_eos=True)
+# All tokens are about as likely, and so would padding be.
+uniform = SamplingParams(temperature=100.0, seed=5, max_new_tokens=60, ignore_eos=True)
 
 def run(tp_size):
     config = EngineConfig(
@@ -34,7 +39,7 @@ def run(tp_size):
         compilation_cache_dir=sys.argv[2],
     )
     with Engine(config=config) as engine:
-        return [[out.output_ids for out in engine.generate(prompts, params)] for params in (greedy, random)]
+        return [[out.output_ids for out in engine.generate(prompts, params)] for params in (greedy, random, uniform)]
 
 alone = run(1)
 for tp_size in map(int, sys.argv[3:]):
@@ -91,13 +96,18 @@ def test_kv_heads_are_copied_where_there_are_more_devices(kv_heads: int, size: i
     assert parallel.config.num_kv_heads % size == 0
 
 
+@pytest.mark.parametrize(("vocab", "size", "padded"), [(97, 1, 97), (97, 8, 104), (96, 8, 96), (5, 4, 8)])
+def test_a_vocabulary_is_padded_to_the_devices(vocab: int, size: int, padded: int) -> None:
+    parallel = TensorParallel.of(config(8, 8, vocab=vocab), size)
+    assert (parallel.vocab_size, parallel.config.vocab_size) == (vocab, padded)
+
+
 @pytest.mark.parametrize(
     ("model", "size", "message"),
     [
         (config(6, 2), 4, "6 heads and 2 kv heads cannot be spread over 4 devices"),
         (config(12, 3), 2, "12 heads and 3 kv heads cannot be spread over 2 devices"),
         (config(8, 8, intermediate=36), 8, "the intermediate size 36 cannot be spread over 8 devices"),
-        (config(8, 8, vocab=97), 8, "the vocabulary size 97 cannot be spread over 8 devices"),
     ],
 )
 def test_what_does_not_divide_is_an_error(model: ModelConfig, size: int, message: str) -> None:

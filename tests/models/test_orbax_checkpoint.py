@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +23,8 @@ from sglang_jax.jax_runner.orbax_checkpoint import load_orbax_config, restore_or
 from sglang_jax.jax_runner.weights import load_weights
 from sglang_jax.layers.sharding import make_mesh
 from sglang_jax.models import AttentionImplementation, Transformer, build_model
+
+ROOT = Path(__file__).parents[2]
 
 CONFIG = small_config(
     architecture=Architecture.QWEN3,
@@ -80,6 +85,60 @@ def test_weights_are_placed_by_their_axes(tmp_path: Path) -> None:
     kernel = restored.layers[0].attention.qkv.kernel.get_value()
     assert kernel.sharding.spec == jax.sharding.PartitionSpec(None, "tensor", None, None)
     assert kernel.sharding.mesh == mesh
+
+
+_SPREAD = """
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from helpers.small_configs import small_config
+from sglang_jax.checkpoint.dummy_reader import DummyReader
+from sglang_jax.jax_runner.orbax_checkpoint import restore_orbax, save_orbax
+from sglang_jax.jax_runner.parallel import TensorParallel
+from sglang_jax.jax_runner.weights import load_weights
+from sglang_jax.layers.sharding import make_mesh
+from sglang_jax.models import AttentionImplementation, build_model
+
+assert len(jax.devices()) == 8
+config = small_config(
+    num_heads=8, num_kv_heads=2, vocab_size=97, attention_bias=True, tie_word_embeddings=False
+)
+reader = DummyReader(config, seed=3)
+
+def build(config):
+    return build_model(config, dtype=jnp.dtype("float32"), attention=AttentionImplementation.XLA, platform="cpu")
+
+whole = build(config)
+load_weights(whole, reader, config, make_mesh(jax.devices()[:1]))
+save_orbax(Path(sys.argv[1]), config, whole)
+for size in (2, 4, 8):
+    parallel = TensorParallel.of(config, size)
+    mesh = make_mesh(jax.devices()[:size])
+    expected, restored = build(parallel.config), build(parallel.config)
+    load_weights(expected, reader, config, mesh, kv_copies=parallel.kv_copies)
+    restore_orbax(Path(sys.argv[1]), restored, config, mesh)
+    before, after = (nnx.to_flat_state(nnx.state(model)) for model in (expected, restored))
+    for (path, wanted), (_, found) in zip(before, after, strict=True):
+        wanted, found = wanted.get_value(), found.get_value()
+        assert found.sharding.is_equivalent_to(wanted.sharding, wanted.ndim), path
+        np.testing.assert_array_equal(found, wanted, err_msg=str(path))
+"""
+
+
+def test_spread_over_more_devices_than_kv_heads(tmp_path: Path) -> None:
+    """Heads are copied and the vocabulary padded as where the model is loaded from tensors by name."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    }
+    command = [sys.executable, "-c", _SPREAD, str(tmp_path / "saved")]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert finished.returncode == 0, finished.stderr
 
 
 def test_config_and_files_travel_with_the_weights(tmp_path: Path) -> None:

@@ -121,12 +121,15 @@ def test_a_model_on_one_chip(model: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_model_on_four_chips(model: Path, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    answer = check("--model", str(model), "--topology", "v6e:2x2", "--tp", "4", "--quick", *SMALL, figures=figures)
+    slice_ = ("--topology", "v6e:2x2", "--tp", "4")
+    float8 = ("--kv-cache-dtype", "fp8_e4m3")
+    answer = check("--model", str(model), *slice_, *float8, "--quick", *SMALL, figures=figures)
     assert answer.status == 0, answer.text + answer.error
     deployment = answer.figures["deployment"]
     norms = 2 * 5 * 256
-    assert deployment["weights"] == (WEIGHTS - norms) // 4 + norms
-    assert deployment["page"] == 64 * 2 * 2 * 1 * 128 * 2
+    scales = 2 * 4 * 2 * 4
+    assert deployment["weights"] == (WEIGHTS + scales - norms) // 4 + norms
+    assert deployment["page"] == 64 * 2 * 2 * 1 * 128
     decode = answer.figures["programs"][0]
     found = {collective["kind"]: collective for collective in decode["collectives"] if not collective["conditional"]}
     assert found["all-to-all"]["bytes"] == 8 * 1024 * 4 // 4  # logits, each device with two rows of them

@@ -46,7 +46,7 @@ def ragged_paged_attention(
 
     **Returns:** `[T, heads, head_dim]` in the type of `queries`; 0 for padding. Scores, softmax and sums are float32.
 
-    **Raises:** `ValueError`, `NotImplementedError`: see `pallas_attention`.
+    **Raises:** `ValueError`, `ConfigError`: see `pallas_attention`.
     """
     match implementation:
         case AttentionImplementation.REFERENCE:
