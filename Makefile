@@ -50,7 +50,7 @@ kernel-table: $(TEST_READY) ## compile every Triton kernel for sm_80, sm_90 and 
 gpu-suite: $(SERVE_READY) ## check and measure kernels and engine on this machine's GPU: EXTRA=cuda; parts: ARGS="--only decode"
 	PYTHONPATH=. $(BIN)/python benchmarks/gpu_suite.py $(ARGS)
 
-tpu-check: $(TEST_READY) ## compile kernels and whole models for v5e, v6e and tpu7x, the large ones as well
+tpu-check: $(TEST_READY) ## compile kernels and whole models for every kind of TPU, the large ones as well
 	$(BIN)/python -m pytest tests/tpu tests/kernels -m "soak or not soak" --timeout 0 $(ARGS)
 
 ray-test: $(RAY_READY) ## install Ray, and test what needs it: batches on a cluster whose nodes are killed, the Ray Serve example

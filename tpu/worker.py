@@ -6,13 +6,22 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from sglang_jax.errors import ConfigError
 from tpu.figures import Message, Refusal, Request
+from tpu.schedule import DUMP_FLAGS
+from tpu.topologies import Generation
+
+if TYPE_CHECKING:
+    from tpu.tuning import Comparison, Heads
+
+Work = Callable[..., None]
+"""What a child does: given a folder of its own, how to send messages, and what it is asked."""
 
 _INSTALL = (
     "pip install 'sglang-jax[tpu]', or, to leave JAX on this machine as it is, "
@@ -40,16 +49,31 @@ def require_compiler() -> None:
 
 
 def compile_in_child(request: Request) -> Iterator[Message]:
-    """What the compiling process says, as it says it.
+    """What the compiling process says of a deployment's programs, as it says it.
 
     **Raises:** `ConfigError` if libtpu or jax is missing, or if the process died, with its last words.
     """
+    yield from _in_child(_compile_programs, request)
+
+
+def estimate_in_child(generation: Generation, every: tuple[Heads, ...]) -> Iterator[Comparison]:
+    """What the compiler's schedule says of sizes of blocks: see `tpu.tuning.compare_by_schedule`.
+
+    **Raises:** as `compile_in_child`, and `ConfigError` for a chip that libtpu does not know.
+    """
+    for message in _in_child(_estimate_kernels, generation, every):
+        if isinstance(message, Refusal):
+            raise ConfigError(message.reason)
+        yield message
+
+
+def _in_child(work: Work, *arguments: Any) -> Iterator[Any]:
     require_compiler()
     with tempfile.TemporaryDirectory(prefix="tpu-check-") as folder:
         log = Path(folder) / "log"
         receiver, sender = multiprocessing.Pipe(duplex=False)
         child = multiprocessing.get_context("spawn").Process(
-            target=_compile, args=(request, Path(folder), log, sender), daemon=True
+            target=_run, args=(work, arguments, Path(folder), log, sender), daemon=True
         )
         child.start()
         sender.close()
@@ -73,25 +97,40 @@ def prepare_compiler(folder: Path) -> Path:
     return dumps
 
 
-def _receive(receiver: Connection) -> Message | None:
+def _receive(receiver: Connection) -> Any:
     try:
-        return receiver.recv()  # type: ignore[no-any-return]
+        return receiver.recv()
     except EOFError:
         return None
 
 
-def _compile(request: Request, folder: Path, log: Path, sender: Connection) -> None:
+def _run(work: Work, arguments: tuple[Any, ...], folder: Path, log: Path, sender: Connection) -> None:
     """The child: sends messages and ends. What libraries write on stderr goes to `log`."""
     with log.open("w") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
-    dumps = prepare_compiler(folder)
-    from tpu.compiling import compile_all  # imports jax, which reads the environment
-
     try:
-        compile_all(request, dumps, sender.send)
+        work(folder, sender.send, *arguments)
     except ConfigError as error:
         sender.send(Refusal(str(error)))
     sender.close()
+
+
+def _compile_programs(folder: Path, send: Callable[[Message], None], request: Request) -> None:
+    dumps = prepare_compiler(folder)
+    from tpu.compiling import compile_all  # imports jax, which reads the environment
+
+    compile_all(request, dumps, send)
+
+
+def _estimate_kernels(
+    folder: Path, send: Callable[[Comparison], None], generation: Generation, every: tuple[Heads, ...]
+) -> None:
+    dumps = prepare_compiler(folder)
+    os.environ["LIBTPU_INIT_ARGS"] = DUMP_FLAGS.format(folder=dumps)
+    from tpu.tuning import compare_by_schedule  # imports jax, which reads the environment
+
+    for comparison in compare_by_schedule(generation, every, dumps):
+        send(comparison)
 
 
 def _last_words(log: Path) -> str:

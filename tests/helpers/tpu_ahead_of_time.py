@@ -12,7 +12,13 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-TOPOLOGIES = {"v5e": "v5e:1x1", "v6e": "v6e:1x1", "tpu7x": "tpu7x:2x2x1"}
+TOPOLOGIES = {
+    "v4": "v4:2x2x1",
+    "v5e": "v5e:1x1",
+    "v5p": "v5p:2x2x1",
+    "v6e": "v6e:1x1",
+    "tpu7x": "tpu7x:2x2x1",
+}
 
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -85,7 +91,8 @@ def _compile(topology_name: str, kernels: list[Kernel]) -> list[Outcome]:
         ragged_paged_attention,
         write_kv,
     )
-    from sglang_jax.kernels.ragged_paged_attention.pallas import blocks
+    from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import Shape, current_chip
+    from sglang_jax.kernels.ragged_paged_attention.pallas.table import Entry, Phase, Source, tuned
     from sglang_jax.layers.batch import ForwardBatch
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name=topology_name)
@@ -129,16 +136,15 @@ def _compile(topology_name: str, kernels: list[Kernel]) -> list[Outcome]:
         shape = page_shape(256, kernel.kv_heads, kernel.page_size, kernel.head_dim, tiled=True)
         queries = array((kernel.tokens, kernel.heads, kernel.head_dim), activations)
         if kernel.blocks is not None:
-            key = blocks.Shape(
-                blocks.current_chip(),
+            own = Shape.of(
+                current_chip(),
                 kernel.heads,
                 kernel.kv_heads,
-                shape[2],
-                shape[4],
+                kernel.head_dim,
                 kernel.page_size,
                 kernel.storage,
             )
-            blocks.PREFILL_BLOCKS[key] = blocks.PrefillBlocks(*kernel.blocks)
+            tuned()[own, Phase.PREFILL] = Entry(own, Phase.PREFILL, *kernel.blocks, Source.SCHEDULE)
         try:
             lowered = jax.jit(step, donate_argnums=0).lower(
                 array(shape, kernel.storage), queries, fresh, fresh, batch, options

@@ -9,15 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from sglang_jax.kernels.ragged_paged_attention.options import AttentionOptions
-from sglang_jax.kernels.ragged_paged_attention.pallas.blocks import (
-    VMEM_LIMITS,
-    Shape,
-    current_chip,
-    decode_blocks,
-    prefill_blocks,
-)
+from sglang_jax.kernels.ragged_paged_attention.pallas.blocks import decode_blocks, prefill_blocks
 from sglang_jax.kernels.ragged_paged_attention.pallas.decode import decode_attention
 from sglang_jax.kernels.ragged_paged_attention.pallas.prefill import prefill_attention
+from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import VMEM_LIMITS, Shape, current_chip
 from sglang_jax.kernels.ragged_paged_attention.sequences import Sequences
 
 _LANES = 128
@@ -28,7 +23,7 @@ def pallas_attention(
 ) -> jax.Array:
     """`ragged_paged_attention` over pages in the TPU's layout (`kernels.kv_storage`).
 
-    **Raises:** `ValueError` for pages whose rows are not whole registers; `NotImplementedError` for an unknown chip.
+    **Raises:** `ValueError` for pages whose rows are not whole registers; `ConfigError` for an unknown chip.
     """
     tokens, heads, head_dim = queries.shape
     _, kv_heads, parts, page_size, lanes = kv_pages.shape

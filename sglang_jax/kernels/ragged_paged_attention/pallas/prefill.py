@@ -42,8 +42,12 @@ from sglang_jax.kernels.ragged_paged_attention.pallas.softmax import (
 )
 from sglang_jax.kernels.ragged_paged_attention.pallas.spans import Cursor, Span, Walk
 
-_ROWS_TOGETHER = 128
+ROWS_TOGETHER = 128
 """A chunk within a run of so many queries, aligned, is computed for the run alone."""
+
+HEADS_TOGETHER = 4
+"""Heads that one pass of the loop over heads takes, an even number. What a head's steps wait for each other, others
+fill: two heads a pass took 10 to 14 per cent more bundles for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +196,7 @@ def _by_form(
     whole &= origin + keys - 1 <= span.first + span.shift
     if options.window is not None:
         whole &= origin > span.last - 1 + span.shift - options.window
-    run = min(width, _ROWS_TOGETHER)
+    run = min(width, ROWS_TOGETHER)
     first_run = (span.first - first_place) // run
     in_one_run = (span.last - 1 - first_place) // run == first_run
 
@@ -271,14 +275,16 @@ def _add_block(
         sums.total[head, rows] = sums.total[head, rows] * shrink + sum_of_lane_tiles(weights)
         sums.weighted[head, rows] = lanewise(jnp.multiply, sums.weighted[head, rows], shrink) + added
 
+    def add_and_score_next(head: Scalar, member: int) -> None:
+        score(jnp.minimum(head + 1, heads - 1), (member + 1) % 2)
+        add(head, member % 2)
+
     score(0, 0)
 
-    @pl.loop(0, heads // 2)
-    def _(pair: jax.Array) -> None:
-        score(2 * pair + 1, 1)
-        add(2 * pair, 0)
-        score(jnp.minimum(2 * pair + 2, heads - 1), 0)
-        add(2 * pair + 1, 1)
+    @pl.loop(0, heads // HEADS_TOGETHER)
+    def _(group: jax.Array) -> None:
+        for member in range(HEADS_TOGETHER):
+            add_and_score_next(group * HEADS_TOGETHER + member, member)
 
-    if heads % 2:
-        add(heads - 1, 0)
+    for head in range(heads // HEADS_TOGETHER * HEADS_TOGETHER, heads):
+        add_and_score_next(head, head % HEADS_TOGETHER)

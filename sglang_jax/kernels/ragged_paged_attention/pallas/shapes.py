@@ -1,0 +1,102 @@
+"""What the sizes of blocks depend on: the chip, and the shape of attention on one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import jax
+import jax.numpy as jnp
+
+from sglang_jax.errors import ConfigError
+from sglang_jax.kernels.kv_storage import page_shape
+
+MIB = 1 << 20
+
+
+class Chip(StrEnum):
+    """TPU generations; `INTERPRETER` is none, where kernels run for tests."""
+
+    V4 = "v4"
+    V5E = "v5e"
+    V5P = "v5p"
+    V6E = "v6e"
+    TPU7X = "tpu7x"
+    INTERPRETER = "interpreter"
+
+
+_CHIPS = {
+    "TPU v4": Chip.V4,
+    "TPU v5 lite": Chip.V5E,
+    "TPU v5e": Chip.V5E,
+    "TPU v5": Chip.V5P,
+    "TPU v5p": Chip.V5P,
+    "TPU v6 lite": Chip.V6E,
+    "TPU v6e": Chip.V6E,
+    "TPU7": Chip.TPU7X,
+    "TPU7x": Chip.TPU7X,
+    "cpu": Chip.INTERPRETER,
+}
+"""By the device kinds that JAX reports."""
+
+VMEM_LIMITS = {
+    Chip.V4: 14 * MIB,
+    Chip.V5E: 96 * MIB,
+    Chip.V5P: 48 * MIB,
+    Chip.V6E: 96 * MIB,
+    Chip.TPU7X: 48 * MIB,
+    Chip.INTERPRETER: 96 * MIB,
+}
+"""What a kernel may take: three quarters of a chip's 16, 128 or 64 MiB, the rest being XLA's."""
+
+
+def chip_of(device_kind: str) -> Chip:
+    """The chip that JAX calls so.
+
+    **Raises:** `ConfigError` for a kind of device that the kernels were not made for.
+    """
+    if device_kind not in _CHIPS:
+        known = ", ".join(kind for kind, chip in _CHIPS.items() if chip is not Chip.INTERPRETER)
+        raise ConfigError(
+            f"the attention kernels for TPU know {known}, and the device is {device_kind!r}: "
+            "choose --attention-backend xla"
+        )
+    return _CHIPS[device_kind]
+
+
+def current_chip() -> Chip:
+    """The chip that is compiled for: that of the mesh in use, or of the default device.
+
+    **Raises:** as `chip_of`.
+    """
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    return chip_of(described.device_kind if described is not None else jax.devices()[0].device_kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Heads are those of one device, `parts` and `lanes` are those of its pages; `storage` is the type of these."""
+
+    chip: Chip
+    heads: int
+    kv_heads: int
+    parts: int
+    lanes: int
+    page_size: int
+    storage: str
+
+    @classmethod
+    def of(cls, chip: Chip, heads: int, kv_heads: int, head_dim: int, page_size: int, storage: str) -> Shape:
+        """With pages for heads of `head_dim`."""
+        _, _, parts, _, lanes = page_shape(1, kv_heads, page_size, head_dim, tiled=True)
+        return cls(chip, heads, kv_heads, parts, lanes, page_size, storage)
+
+    @property
+    def head_dim(self) -> int:
+        """The largest that has such pages."""
+        return self.lanes if self.parts == 2 else self.lanes // 2
+
+    @property
+    def bytes_per_key(self) -> int:
+        """Of one token in all kv heads."""
+        return self.kv_heads * self.parts * self.lanes * jnp.dtype(self.storage).itemsize

@@ -1,0 +1,94 @@
+"""Sizes of blocks: what the table says, what a model of the costs says in its place, and one warning."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from sglang_jax.kernels.ragged_paged_attention.pallas import blocks
+from sglang_jax.kernels.ragged_paged_attention.pallas.blocks import decode_blocks, prefill_blocks
+from sglang_jax.kernels.ragged_paged_attention.pallas.decode import DecodeBlocks
+from sglang_jax.kernels.ragged_paged_attention.pallas.prefill import PrefillBlocks
+from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import Chip, Shape
+from sglang_jax.kernels.ragged_paged_attention.pallas.table import (
+    Entry,
+    Phase,
+    Source,
+    Table,
+    read_table,
+    tuned,
+    write_table,
+)
+
+SHAPE = Shape.of(Chip.V6E, 12, 4, 64, 32, "bfloat16")
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> Table:
+    """One that is the test's own."""
+    own: Table = {}
+    monkeypatch.setattr(blocks, "tuned", lambda: own)
+    blocks._decode_by_costs.cache_clear()
+    blocks._prefill_by_costs.cache_clear()
+    return own
+
+
+def test_the_table_decides(table: Table, caplog: pytest.LogCaptureFixture) -> None:
+    for phase, queries, pages in ((Phase.DECODE, 8, 32), (Phase.PREFILL, 64, 16)):
+        table[SHAPE, phase] = Entry(SHAPE, phase, queries, pages, Source.DEVICE)
+    assert decode_blocks(SHAPE, 64, 128) == DecodeBlocks(8, 32)
+    assert prefill_blocks(SHAPE, 512, 128) == PrefillBlocks(64, 16)
+    # No larger than the step and the page table.
+    assert decode_blocks(SHAPE, 3, 10) == DecodeBlocks(3, 16)
+    assert prefill_blocks(SHAPE, 20, 2) == PrefillBlocks(32, 4)
+    assert not caplog.records
+
+
+def test_a_shape_that_is_not_in_the_table_is_told_once(table: Table, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = [decode_blocks(SHAPE, 64, 128) for _ in range(3)]
+    assert found == [DecodeBlocks(16, 1024 // 32)] * 3
+    (record,) = caplog.records
+    assert "No tuned blocks of decode on v6e for 12 heads, 4 kv heads of 64, pages of 32, bfloat16" in record.message
+    assert "python -m tpu.tune" in record.message
+
+
+@pytest.mark.parametrize("page_size", [16, 64, 256])
+@pytest.mark.parametrize("chip", [Chip.V4, Chip.V5P, Chip.TPU7X])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(1, 1, 128), (64, 8, 128), (16, 16, 256), (128, 8, 128)])
+def test_the_model_of_the_costs_stays_within_the_memory(
+    table: Table, chip: Chip, heads: int, kv_heads: int, head_dim: int, page_size: int
+) -> None:
+    shape = Shape.of(chip, heads, kv_heads, head_dim, page_size, "bfloat16")
+    # A block is of 128 keys, or a page, at least.
+    limit = max(blocks.VMEM_LIMITS[chip] // 4, 2 * max(128, page_size) * shape.bytes_per_key)
+    for found in (decode_blocks(shape, 256, 4096), prefill_blocks(shape, 8192, 4096)):
+        assert 2 * found.pages * page_size * shape.bytes_per_key <= limit
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+    entries = [
+        Entry(SHAPE, Phase.DECODE, 16, 8, Source.DEVICE),
+        Entry(SHAPE, Phase.PREFILL, 128, 4, Source.SCHEDULE),
+        Entry(Shape.of(Chip.V5E, 8, 1, 256, 128, "int8"), Phase.DECODE, 16, 4, Source.SCHEDULE),
+    ]
+    write_table(entries, tmp_path / "table.json")
+    assert read_table(tmp_path / "table.json") == {(entry.shape, entry.phase): entry for entry in entries}
+
+
+def test_the_table_of_the_package() -> None:
+    """Well-known models whole and over eight devices, with pages of 64 and 128."""
+    for chip in (Chip.V6E, Chip.TPU7X):
+        for heads, kv_heads in ((32, 8), (64, 8), (4, 1), (8, 1)):
+            for page_size in (64, 128):
+                shape = Shape.of(chip, heads, kv_heads, 128, page_size, "bfloat16")
+                assert {(shape, Phase.DECODE), (shape, Phase.PREFILL)} <= tuned().keys()
+
+
+@pytest.mark.parametrize(("head_dim", "stands_for"), [(64, 64), (80, 128), (96, 128), (128, 128), (256, 256)])
+def test_heads_that_have_the_same_pages_share_an_entry(head_dim: int, stands_for: int) -> None:
+    shape = Shape.of(Chip.V6E, 8, 2, head_dim, 64, "bfloat16")
+    assert shape.head_dim == stands_for
+    assert shape == Shape.of(Chip.V6E, 8, 2, stands_for, 64, "bfloat16")

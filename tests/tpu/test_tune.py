@@ -1,0 +1,189 @@
+"""`tpu.tune`: the kernels' calls that it compares, what it chooses, and what it writes, with libtpu's compiler."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from helpers.tpu_interpreter import CopyMode, Interpreted
+
+from sglang_jax.errors import ConfigError
+from sglang_jax.kernels.ragged_paged_attention.options import AttentionOptions
+from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import Chip, Shape
+from sglang_jax.kernels.ragged_paged_attention.pallas.table import Entry, Phase, Source, read_table
+from sglang_jax.kernels.ragged_paged_attention.reference import reference_attention
+from sglang_jax.layers.batch import ForwardBatch
+from tpu import tuning
+from tpu.kernel_costs import Step, decode_cost, prefill_cost
+from tpu.schedule import Loop
+from tpu.topologies import Generation
+from tpu.tune import _best_of_each, tune
+from tpu.tuning import Comparison, Heads, KernelCall, choices
+
+ROOT = Path(__file__).parents[2]
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+@pytest.mark.slow
+def test_the_best_by_the_schedule_is_written(model: Path, tmp_path: Path) -> None:
+    """Into a table that had something else in it."""
+    table = tmp_path / "table.json"
+    old = {"chip": "v4", "heads": 8, "kv_heads": 8, "head_dim": 64, "page_size": 16, "dtype": "int8"}
+    table.write_text(json.dumps([old | {"phase": "decode", "queries": 16, "pages": 8, "by": "device"}]))
+    # `make test` keeps libtpu in a folder of its own: wherever JAX can import it, it looks for a TPU.
+    paths = [str(Path(sys.prefix) / "libtpu"), os.environ.get("PYTHONPATH", "")]
+    command = ["-m", "tpu.tune", "--model", str(model), "--tp", "2", "--chip", "v6e", "--output", str(table)]
+    finished = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    found = read_table(table)
+    shape = Shape.of(Chip.V6E, 2, 1, 128, 64, "bfloat16")
+    assert len(found) == 3
+    for phase in Phase:
+        entry = found[shape, phase]
+        assert entry.source is Source.SCHEDULE
+        assert f"{entry.queries} x {entry.pages * 64}" in finished.stdout
+    # Longer blocks have fewer turns, and the longest compute what no row needs.
+    assert 4 <= found[shape, Phase.DECODE].pages <= 64
+    assert found[shape, Phase.PREFILL].queries >= 128
+
+
+def chosen(*costs: float | None) -> tuple[list[Entry], list[Entry]]:
+    """The entries of one shape and phase for these costs, and what is chosen."""
+    shape = Shape.of(Chip.V6E, 4, 2, 128, 64, "bfloat16")
+    entries = [Entry(shape, Phase.DECODE, 16, 4 << place, Source.DEVICE) for place in range(len(costs))]
+    compared = iter([Comparison(entry, cost) for entry, cost in zip(entries, costs, strict=True)])
+    return entries, list(_best_of_each(compared, "us"))
+
+
+def test_the_cheapest_that_compiles_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    entries, found = chosen(5e-6, 3e-6, None, 4e-6)
+    assert found == [entries[1]]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "decode on v6e: 4 heads, 2 kv heads of 128, pages of 64, bfloat16"
+    assert [line.split() for line in lines[2:]] == [
+        ["16", "x", "256", "5"],
+        ["16", "x", "512", "3", "chosen"],
+        ["16", "x", "1024", "does", "not", "compile"],
+        ["16", "x", "2048", "4"],
+    ]
+    with pytest.raises(ConfigError, match="no sizes of blocks compile for decode on v6e"):
+        chosen(None, None)
+
+
+def test_every_choice_has_whole_pages() -> None:
+    every = (Heads(8, 2, 128, 512, "bfloat16"), Heads(8, 2, 64, 16, "int8"))
+    found = list(choices(Generation.V5E, every, Source.SCHEDULE))
+    assert len(set(found)) == len(found) == (4 + 2 * 4) + (5 + 3 * 4)
+    assert all(entry.pages * entry.shape.page_size >= 256 and entry.pages > 0 for entry in found)
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_what_is_timed_on_a_device_is_attention(monkeypatch: pytest.MonkeyPatch, phase: Phase) -> None:
+    """The arrays are a step that the kernel computes as the reference does."""
+    monkeypatch.setattr(tuning, "_COLUMNS_OF_TOKENS", 128)
+    decode = Step("decode", (1,) * 64, (5, 16, 17, 128) * 16)
+    monkeypatch.setattr(tuning, "DECODE_STEP", decode)
+    monkeypatch.setattr(tuning, "PREFILL_STEPS", (Step("prefill", (20, 12), (20, 70)),))
+    shape = Shape.of(Chip.INTERPRETER, 2, 1, 128, 16, "float32")
+    call = KernelCall(Entry(shape, phase, 16, 8, Source.DEVICE))
+    (step,) = call.steps
+    queries, pages, table, kv_lens, query_starts, num_decode = arrays = call.arrays(step)
+    output, _ = Interpreted(call.run).run(CopyMode.EAGER, *arrays)
+    if phase is Phase.PREFILL:
+        queries, output = queries.swapaxes(0, 1), jnp.swapaxes(output, 0, 1)
+    unused = jnp.zeros(len(queries), jnp.int32)
+    batch = ForwardBatch(unused, unused, unused, table[:, 0, :8], kv_lens, query_starts, num_decode[0])
+    expected = reference_attention(queries, pages, batch, scale=128**-0.5, options=AttentionOptions())
+    np.testing.assert_allclose(output, expected, atol=2e-5, rtol=0)
+
+
+def loop(depth: int, bundles: int, *inner: Loop, products: int = 0) -> Loop:
+    texts = ["%1 = vmatmul.f32"] * products + ["nothing"] * (bundles - products)
+    return Loop(depth, texts, list(inner))
+
+
+def test_cycles_of_decode() -> None:
+    """Blocks of 128 keys: 1 and 3 of them, of 100 bundles each, and 10 bundles a row; copies of a page take 6."""
+    copies = Loop(3, ["%2 = dma.hbm_to_vmem"] * 4 + ["nothing"] * 20)
+    blocks = loop(2, 100, copies, products=8)
+    schedule = loop(0, 7, loop(1, 10, blocks))
+    cost = decode_cost(schedule, Step("two rows", (1, 1), (128, 300)), 8, 2, 64)
+    assert (cost.loop, cost.keys_read, cost.spills) == (100 + 2 * 6, 428, 0)
+    assert cost.cycles == 2 * 10 + 4 * 112
+    assert cost.per_key_head == pytest.approx(1000 * 112 / (128 * 8))
+
+
+@pytest.mark.parametrize("products", [0, 12], ids=["plain", "the first product is in the loop over blocks"])
+def test_cycles_of_prefill(products: int) -> None:
+    """Two blocks of 64 queries that see 64 and 128 keys, in blocks of 128; 8 heads, four in a pass of 200 bundles."""
+    passes = [loop(3, bundles, products=16) for bundles in (150, 200)]
+    blocks = loop(2, 60, *passes, products=products)
+    edges = loop(2, 5)
+    schedule = loop(0, 7, loop(1, 30, edges, blocks))
+    cost = prefill_cost(schedule, Step("a prompt", (128,), (128,)), 8, 64, 2, 64)
+    assert cost.loop == 60 / 2 + 2 * 200
+    assert cost.keys_read == 64 + 128
+    # Each of the two spans is in one run of 128 queries.
+    assert cost.cycles == 2 * (30 + 2 * 150) + 2 * (30 + 8 * 5)
+
+
+def test_a_span_over_runs_of_queries_costs_what_all_of_them_do() -> None:
+    passes = [loop(3, bundles, products=16) for bundles in (150, 80, 80, 200)]
+    schedule = loop(0, 7, loop(1, 30, loop(2, 60, *passes)))
+    # Of blocks of 256 queries, in blocks of 256 keys: 100 in the first run, 256 over both and the next block's first.
+    cost = prefill_cost(schedule, Step("two chunks", (100, 256), (100, 300)), 8, 256, 4, 64)
+    in_a_run, in_all = 60 / 4 + 2 * 80, 60 / 4 + 2 * 200
+    assert cost.cycles == (in_a_run + in_all + 2 * in_a_run) + 2 * 30
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--by", "schedule"), "--by schedule needs --chip"),
+        (("--by", "device", "--chip", "v6e"), "--chip is of --by schedule"),
+        (("--chip", "v9"), "'v9' is not one of"),
+        (("--chip", "v6e", "--page-size", "48"), "page_size must be a power of two, got 48"),
+        (("--chip", "v6e", "--tp", "3"), "4 heads and 2 kv heads cannot be spread over 3 devices"),
+        (("--by", "device"), "sizes are timed on a TPU, and JAX sees a cpu"),
+    ],
+)
+def test_options_that_cannot_be(model: Path, arguments: tuple[str, ...], message: str) -> None:
+    result = CliRunner().invoke(tune, ["--model", str(model), *arguments])
+    assert result.exit_code != 0
+    assert message in result.output + str(result.exception)

@@ -1,0 +1,154 @@
+"""What a call of the attention kernels takes by the compiler's schedule: bundles of each loop, times its trips.
+
+What such an estimate covers is the work of the instructions in their order. It knows nothing of waits: for memory, for
+results that take longer than the schedule assumes, for the first block of a call, for other cores on the chip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sglang_jax.kernels.ragged_paged_attention.pallas.prefill import HEADS_TOGETHER, ROWS_TOGETHER
+from tpu.schedule import Loop
+
+DECODE_KERNEL = "paged_attention_decode"
+PREFILL_KERNEL = "paged_attention_prefill"
+
+
+@dataclass(frozen=True)
+class Step:
+    """`query_lens` of `kv_lens`; decode rows first."""
+
+    name: str
+    query_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+
+    @property
+    def decode_rows(self) -> int:
+        return sum(count == 1 for count in self.query_lens)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.query_lens)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A kernel's part in a step.
+
+    - `loop`: bundles of the loop over blocks of keys, for one block: its own, those of a pass over all heads, and those
+      that start the copies of one block's pages.
+    - `per_key_head`: `loop` by keys of a block, query heads and, for chunks, queries that the block serves, in
+      thousandths.
+    - `spills`: stores of vector registers that ran out, in that loop; of prefill, for a pass over `HEADS_TOGETHER`.
+    - `cycles`: bundles of the whole step, at one bundle a cycle.
+    - `keys_read`: keys that the step must read once (decode rows: all theirs; chunks: theirs, for each block of
+      queries).
+    """
+
+    loop: float
+    per_key_head: float
+    spills: int
+    cycles: float
+    keys_read: int
+
+
+def decode_cost(schedule: Loop, step: Step, heads: int, pages: int, page_size: int) -> Cost:
+    """Of the decode kernel, in blocks of `pages` pages."""
+    (block_loop,) = loops_with_products(schedule)
+    keys = pages * page_size
+    loop = len(block_loop.bundles) + issue(block_loop, pages)
+    lengths = step.kv_lens[: step.decode_rows]
+    row_loop = next(loop for loop in schedule.walk() if block_loop in loop.loops)
+    cycles = sum(len(row_loop.bundles) + -(-length // keys) * loop for length in lengths)
+    return Cost(loop, 1000 * loop / (keys * heads), block_loop.vector_spills, cycles, sum(lengths))
+
+
+def prefill_cost(schedule: Loop, step: Step, heads: int, queries: int, pages: int, page_size: int) -> Cost:
+    """Of the prefill kernel, in blocks of so many queries and pages."""
+    keys = pages * page_size
+    block_loop = next(loop for loop in schedule.walk() if _holds_all_products(loop))
+    forms = _prefill_forms(block_loop, heads, queries)
+    copies = issue(block_loop, pages)
+    program = next(loop for loop in schedule.walk() if loop.depth == 1)
+    edges = sum(len(inner.bundles) for inner in program.loops if not inner.count("dma") and not inner.loops)
+    programs = -(-step.tokens // queries)
+    cycles: float = programs * (len(program.bundles) + heads * edges)
+    keys_read = 0
+    for span in _spans(step, queries):
+        form = forms.of_a_run if span.in_one_run else forms.of_all
+        cycles += -(-span.last_key // keys) * (form + copies)
+        keys_read += span.last_key
+    loop = forms.of_all + copies
+    return Cost(loop, 1000 * loop / (keys * heads * queries), forms.spills, cycles, keys_read)
+
+
+def _holds_all_products(loop: Loop) -> bool:
+    """It is the loop over blocks of keys: products are in it, or in loops right below, over heads."""
+    if not loop.depth:
+        return False
+    passes = [inner for inner in loop.loops if inner.products]
+    if any(deeper.products for inner in passes for deeper in inner.walk()[1:]):
+        return False
+    return bool(passes or loop.products)
+
+
+@dataclass(frozen=True)
+class _Forms:
+    """Bundles for a block of keys: of the slowest form for all queries of a block, and of that for one run of them.
+    `spills` are the slowest form's."""
+
+    of_all: float
+    of_a_run: float
+    spills: int
+
+
+def _prefill_forms(block_loop: Loop, heads: int, queries: int) -> _Forms:
+    """The forms lie side by side in the loop: all queries unmasked, all masked, and, where a block of queries has
+    several, one for each run of queries."""
+    passes = [loop for loop in block_loop.loops if loop.products]
+    runs = queries // ROWS_TOGETHER
+    if not passes:
+        # So few heads that no loop over them is left: of all forms' bundles, a third are those of all runs.
+        count = 3 if runs > 1 else 2
+        all_queries = len(block_loop.bundles) / count
+        return _Forms(all_queries, all_queries / max(runs, 1), block_loop.vector_spills // count)
+    own = len(block_loop.bundles) / len(passes)
+    turns = heads // HEADS_TOGETHER
+    slowest = max(passes, key=lambda loop: len(loop.bundles))
+    quickest = min(len(loop.bundles) for loop in passes)
+    return _Forms(own + turns * len(slowest.bundles), own + turns * quickest, slowest.vector_spills)
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Queries of a chunk in one block of queries: the last position (exclusive) that they see."""
+
+    last_key: int
+    in_one_run: bool
+
+
+def _spans(step: Step, queries: int) -> Iterator[_Span]:
+    place = step.decode_rows
+    for count, kv_len in list(zip(step.query_lens, step.kv_lens, strict=True))[step.decode_rows :]:
+        first = place
+        while first < place + count:
+            last = min((first // queries + 1) * queries, place + count)
+            yield _Span(kv_len - place - count + last, first // ROWS_TOGETHER == (last - 1) // ROWS_TOGETHER)
+            first = last
+        place += count
+
+
+def loops_with_products(schedule: Loop) -> list[Loop]:
+    """All loops that multiply matrices in their own bundles."""
+    return [loop for loop in schedule.walk() if loop.depth and loop.products]
+
+
+def issue(block_loop: Loop, pages: int) -> float:
+    """Bundles that start the copies of a block, by the loop that starts most at a time."""
+    loops = [loop for loop in block_loop.walk()[1:] if loop.count("= dma.hbm_to_vmem")]
+    if not loops:
+        return 0.0  # They are started one by one, in the loop's own bundles.
+    most = max(loops, key=lambda loop: loop.count("= dma.hbm_to_vmem"))
+    return pages * len(most.bundles) / most.count("= dma.hbm_to_vmem")

@@ -1,0 +1,184 @@
+"""`python -m tpu.tune`: chooses the sizes of the attention kernels' blocks for a model, on a TPU or without one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from sglang_jax.checkpoint.model_config import ModelConfig
+from sglang_jax.checkpoint.opening import open_checkpoint
+from sglang_jax.cli.main import run
+from sglang_jax.config import KVCacheDtype, LoadFormat
+from sglang_jax.errors import ConfigError
+from sglang_jax.jax_runner.parallel import TensorParallel
+from sglang_jax.runner.host_machine import has_tpu
+from tpu.choices import PAGE_SIZE
+from tpu.shapes import SHAPES, load_shape
+from tpu.tables import table
+from tpu.topologies import Generation
+from tpu.worker import estimate_in_child
+
+if TYPE_CHECKING:
+    from sglang_jax.kernels.ragged_paged_attention.pallas.table import Entry
+    from tpu.tuning import Comparison, Heads
+
+
+class By(StrEnum):
+    """How sizes are compared; `AUTO` is on the device where there is a TPU."""
+
+    AUTO = "auto"
+    DEVICE = "device"
+    SCHEDULE = "schedule"
+
+
+@click.command()
+@click.option(
+    "--model",
+    required=True,
+    help=f"a folder (config.json is enough), a .gguf file, demo, a hub id, or a shape kept here: {', '.join(SHAPES)}",
+)
+@click.option(
+    "--tp", "sizes", default=(1,), show_default=True, multiple=True, type=click.IntRange(min=1), help="devices"
+)
+@click.option(
+    "--page-size",
+    "page_sizes",
+    default=(PAGE_SIZE,),
+    show_default=True,
+    multiple=True,
+    type=click.IntRange(min=8),
+    help="tokens of a KV page",
+)
+@click.option(
+    "--dtype", default="bfloat16", show_default=True, type=click.Choice(["bfloat16", "float32"]), help="of weights"
+)
+@click.option(
+    "--kv-cache-dtype",
+    default=KVCacheDtype.AUTO.value,
+    show_default=True,
+    type=click.Choice([kind.value for kind in KVCacheDtype]),
+    help="of keys and values; auto: --dtype",
+)
+@click.option(
+    "--by",
+    default=By.AUTO.value,
+    show_default=True,
+    type=click.Choice([way.value for way in By]),
+    help="device: by time on this machine's TPU; schedule: by the compiler's schedule for --chip; auto: what there is",
+)
+@click.option(
+    "--chip",
+    default=None,
+    type=click.Choice([generation.value for generation in Generation]),
+    help="what is tuned for by the schedule",
+)
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="the table to add to; default: the one that the kernels read",
+)
+def tune(
+    *,
+    model: str,
+    sizes: Sequence[int],
+    page_sizes: Sequence[int],
+    dtype: str,
+    kv_cache_dtype: str,
+    by: str,
+    chip: str | None,
+    output: Path | None,
+) -> int:
+    """Fill the table of block sizes for a model's attention. --tp and --page-size may be given several times."""
+    on_device = By(by) is By.DEVICE or (By(by) is By.AUTO and has_tpu())
+    if on_device and chip is not None:
+        raise click.UsageError("--chip is of --by schedule: on a device the chip is the one that is there")
+    if not on_device and chip is None:
+        raise click.UsageError("--by schedule needs --chip")
+    storage = dtype if kv_cache_dtype == KVCacheDtype.AUTO.value else "float8_e4m3fn"
+    every = _heads(_model_config(model), sizes, page_sizes, storage)
+    # Here, as it imports JAX.
+    from sglang_jax.kernels.ragged_paged_attention.pallas.table import TABLE, read_table, write_table
+
+    path = output or TABLE
+    known = read_table(path) if path.exists() else {}
+    compared = _on_device(every) if on_device else estimate_in_child(Generation(chip or ""), every)
+    for best in _best_of_each(compared, "us" if on_device else "cycles"):
+        known[best.shape, best.phase] = best
+        write_table(known.values(), path)
+    click.echo(f"Written to {path}")
+    return 0
+
+
+def _model_config(model: str) -> ModelConfig:
+    return load_shape(model) if model in SHAPES else open_checkpoint(model, LoadFormat.DUMMY).config
+
+
+def _heads(config: ModelConfig, sizes: Sequence[int], page_sizes: Sequence[int], storage: str) -> tuple[Heads, ...]:
+    """Attention of one device for each number of devices and page size.
+
+    **Raises:** `ConfigError` for a page size that is no power of two, or a model that cannot be spread so.
+    """
+    from tpu.tuning import Heads
+
+    found = []
+    for size in sizes:
+        built = TensorParallel.of(config, size).config
+        for page_size in page_sizes:
+            if page_size & (page_size - 1):
+                raise ConfigError(f"page_size must be a power of two, got {page_size}")
+            heads, kv_heads = built.num_heads // size, built.num_kv_heads // size
+            found.append(Heads(heads, kv_heads, built.head_dim, page_size, storage))
+    return tuple(dict.fromkeys(found))
+
+
+def _on_device(every: tuple[Heads, ...]) -> Iterator[Comparison]:
+    from tpu.tuning import compare_on_device
+
+    return compare_on_device(every)
+
+
+def _best_of_each(compared: Iterator[Comparison], unit: str) -> Iterator[Entry]:
+    """The cheapest choice of each shape and phase, once all of it are compared. Shows them.
+
+    **Raises:** `ConfigError` if none compiles.
+    """
+    group: list[Comparison] = []
+    for comparison in compared:
+        if group and (group[0].entry.shape, group[0].entry.phase) != (comparison.entry.shape, comparison.entry.phase):
+            yield _best(group, unit)
+            group = []
+        group.append(comparison)
+    if group:
+        yield _best(group, unit)
+
+
+def _best(group: list[Comparison], unit: str) -> Entry:
+    shape, phase = group[0].entry.shape, group[0].entry.phase
+    what = (
+        f"{phase.value} on {shape.chip.value}: {shape.heads} heads, {shape.kv_heads} kv heads of {shape.head_dim}, "
+        f"pages of {shape.page_size}, {shape.storage}"
+    )
+    costs = [(comparison.cost, comparison) for comparison in group if comparison.cost is not None]
+    if not costs:
+        raise ConfigError(f"no sizes of blocks compile for {what}")
+    _, best = min(costs, key=lambda each: each[0])
+    factor = 1e6 if unit == "us" else 1.0
+    lines = [
+        [
+            f"{comparison.entry.queries} x {comparison.entry.pages * shape.page_size}",
+            "does not compile" if comparison.cost is None else f"{comparison.cost * factor:,.0f}",
+            "chosen" if comparison is best else "",
+        ]
+        for comparison in group
+    ]
+    click.echo("\n".join([what, *table(["queries x keys", unit, ""], lines)]))
+    return best.entry
+
+
+if __name__ == "__main__":
+    sys.exit(run(tune, "python -m tpu.tune"))

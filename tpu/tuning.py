@@ -1,0 +1,225 @@
+"""Compares sizes of the attention kernels' blocks: by the compiler's schedule, or by time on a device.
+
+Imports JAX: for the schedule, in a process of its own (`tpu.worker`).
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sglang_jax.errors import ConfigError
+from sglang_jax.kernels.ragged_paged_attention.options import AttentionOptions
+from sglang_jax.kernels.ragged_paged_attention.pallas.blocks import ROWS
+from sglang_jax.kernels.ragged_paged_attention.pallas.decode import DecodeBlocks, decode_attention
+from sglang_jax.kernels.ragged_paged_attention.pallas.prefill import PrefillBlocks, prefill_attention
+from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import VMEM_LIMITS, Chip, Shape, chip_of
+from sglang_jax.kernels.ragged_paged_attention.pallas.softmax import type_of_products
+from sglang_jax.kernels.ragged_paged_attention.pallas.table import Entry, Phase, Source
+from tpu.kernel_costs import DECODE_KERNEL, PREFILL_KERNEL, Step, decode_cost, prefill_cost
+from tpu.schedule import read_schedule
+from tpu.topologies import CHIPS, Generation, Topology
+
+DECODE_STEP = Step("decode", (1,) * 64, (200, 1000, 1024, 4000) * 16)
+PREFILL_STEPS = (
+    Step("a whole prompt", (2048,), (2048,)),
+    Step("chunks on prefixes", (512,) * 4, (2560,) * 4),
+    Step("chunks of all lengths", (300, 20, 90, 500, 114), (300, 1020, 90, 1500, 3114)),
+)
+"""What sizes are compared by: lengths of ordinary traffic, some of them just beyond a block of keys."""
+
+_COLUMNS_OF_TOKENS = 4096
+_KEYS = {Phase.DECODE: (256, 512, 1024, 2048, 4096), Phase.PREFILL: (256, 512, 1024)}
+_QUERIES = {Phase.DECODE: (ROWS,), Phase.PREFILL: (64, 128, 256, 512)}
+_RUNS, _CALLS = 5, 20
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Attention of one device, without its chip."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    storage: str
+
+    def on(self, chip: Chip) -> Shape:
+        return Shape.of(chip, self.heads, self.kv_heads, self.head_dim, self.page_size, self.storage)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What one choice of sizes costs: cycles of the schedule, or seconds on a device; None if it does not compile."""
+
+    entry: Entry
+    cost: float | None
+
+
+def compare_by_schedule(generation: Generation, every: tuple[Heads, ...], dumps: Path) -> Iterator[Comparison]:
+    """Each choice for each phase of each shape. `dumps` is where libtpu was told to write schedules."""
+    chip = CHIPS[generation]
+    topology = Topology(chip, chip.one_host[0])
+    try:
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=str(topology)).devices
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        raise ConfigError(f"libtpu has no topology {topology}: {error}") from error
+    mesh = Mesh(np.array(devices[:1]), ("x",))
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+
+    for entry in choices(generation, every, Source.SCHEDULE):
+        call = KernelCall(entry)
+        cost = 0.0
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            lowered = jax.jit(call.run).lower(*call.arguments(array, array, array))
+        try:
+            lowered.compile()
+        except jax.errors.JaxRuntimeError:
+            yield Comparison(entry, None)
+            continue
+        for step in call.steps:
+            cost += call.cycles(dumps, step)
+        shutil.rmtree(dumps)
+        dumps.mkdir()
+        yield Comparison(entry, cost)
+
+
+def compare_on_device(every: tuple[Heads, ...]) -> Iterator[Comparison]:
+    """As `compare_by_schedule`, by the median time of a call on the first device.
+
+    **Raises:** `ConfigError` if that is no TPU that the kernels know.
+    """
+    device = jax.devices()[0]
+    if device.platform != "tpu":
+        raise ConfigError(f"sizes are timed on a TPU, and JAX sees a {device.platform}: choose --by schedule")
+    generation = Generation(chip_of(device.device_kind).value)
+    for entry in choices(generation, every, Source.DEVICE):
+        call = KernelCall(entry)
+        try:
+            yield Comparison(entry, sum(_seconds(call, step) for step in call.steps))
+        except jax.errors.JaxRuntimeError:
+            yield Comparison(entry, None)
+
+
+def choices(generation: Generation, every: tuple[Heads, ...], source: Source) -> Iterator[Entry]:
+    """Sizes to be compared: powers of two, of at least a page and 128 keys."""
+    for heads, phase in product(every, Phase):
+        shape = heads.on(Chip(generation.value))
+        for queries, keys in product(_QUERIES[phase], _KEYS[phase]):
+            if keys >= shape.page_size:
+                yield Entry(shape, phase, queries, keys // shape.page_size, source)
+
+
+Make = Callable[[tuple[int, ...], Any], Any]
+
+
+class KernelCall:
+    """One kernel with one choice of sizes, on a step of the most rows and tokens that sizes are compared by."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self.steps = (DECODE_STEP,) if entry.phase is Phase.DECODE else PREFILL_STEPS
+        self._rows = 64 if entry.phase is Phase.DECODE else 8
+        self._tokens = max(step.tokens for step in self.steps)
+
+    def run(self, queries: Any, kv_pages: Any, page_table: Any, kv_lens: Any, query_starts: Any, num: Any) -> Any:
+        """The kernel."""
+        entry = self.entry
+        static: dict[str, Any] = {
+            "scale": entry.shape.head_dim**-0.5,
+            "options": AttentionOptions(),
+            "vmem_limit": VMEM_LIMITS[entry.shape.chip],
+        }
+        if entry.phase is Phase.DECODE:
+            blocks = DecodeBlocks(entry.queries, entry.pages)
+            return decode_attention(queries, kv_pages, page_table, kv_lens, num, blocks=blocks, **static)
+        wide = PrefillBlocks(entry.queries, entry.pages)
+        return prefill_attention(queries, kv_pages, page_table, kv_lens, query_starts, num, blocks=wide, **static)
+
+    def arguments(self, values: Make, pages: Make, integers: Make) -> tuple[Any, ...]:
+        """Of `run`, made by shape and type."""
+        shape = self.entry.shape
+        tokens, heads = self._tokens, shape.heads
+        decode = self.entry.phase is Phase.DECODE
+        storage = jnp.dtype(shape.storage)
+        page_shape = (self.num_pages, shape.kv_heads, shape.parts, shape.page_size, shape.lanes)
+        return (
+            values((tokens, heads, shape.lanes) if decode else (heads, tokens, shape.lanes), type_of_products(storage)),
+            pages(page_shape, storage),
+            integers((self._rows, 1, -(-self.columns // 128) * 128), jnp.int32),
+            integers((self._rows,), jnp.int32),
+            integers((self._rows + 1,), jnp.int32),
+            integers((1,), jnp.int32),
+        )
+
+    @property
+    def columns(self) -> int:
+        """Of the page table."""
+        return _COLUMNS_OF_TOKENS // self.entry.shape.page_size
+
+    @property
+    def num_pages(self) -> int:
+        """Those of the longest step, none twice."""
+        page_size = self.entry.shape.page_size
+        return 1 + max(sum(-(-length // page_size) for length in step.kv_lens) for step in self.steps)
+
+    def cycles(self, dumps: Path, step: Step) -> float:
+        """By the schedule that was dumped last."""
+        entry = self.entry
+        heads, page_size = entry.shape.heads, entry.shape.page_size
+        if entry.phase is Phase.DECODE:
+            return decode_cost(read_schedule(dumps, DECODE_KERNEL), step, heads, entry.pages, page_size).cycles
+        schedule = read_schedule(dumps, PREFILL_KERNEL)
+        return prefill_cost(schedule, step, heads, entry.queries, entry.pages, page_size).cycles
+
+    def arrays(self, step: Step) -> tuple[jax.Array, ...]:
+        """Of `run`: random numbers in pages in random order."""
+        rng = np.random.default_rng(0)
+        shape = self.entry.shape
+
+        def small(size: tuple[int, ...], dtype: Any) -> jax.Array:
+            return jnp.asarray(rng.integers(-4, 5, size, np.int8)).astype(dtype)
+
+        def zeros(size: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
+            return np.zeros(size, dtype)
+
+        queries, pages, table, kv_lens, query_starts, num_decode = self.arguments(small, small, zeros)
+        unused = iter(1 + rng.permutation(self.num_pages - 1))
+        for row, length in enumerate(step.kv_lens):
+            for column in range(-(-length // shape.page_size)):
+                table[row, 0, column] = next(unused)
+        kv_lens[: len(step.kv_lens)] = step.kv_lens
+        query_starts[1:] = step.tokens
+        query_starts[: len(step.query_lens) + 1] = [0, *np.cumsum(step.query_lens)]
+        num_decode[0] = step.decode_rows
+        return queries, pages, *map(jnp.asarray, (table, kv_lens, query_starts, num_decode))
+
+
+def _seconds(call: KernelCall, step: Step) -> float:
+    """The median of some runs of some calls each."""
+    run = jax.jit(call.run)
+    arrays = call.arrays(step)
+    jax.block_until_ready(run(*arrays))
+    times = []
+    for _ in range(_RUNS):
+        start = time.perf_counter()
+        for _ in range(_CALLS):
+            result = run(*arrays)
+        jax.block_until_ready(result)
+        times.append((time.perf_counter() - start) / _CALLS)
+    return statistics.median(times)
