@@ -1,7 +1,7 @@
 """Where the time of a step of the torch backend goes on a CPU: the bare model with logits and argmax, SmolLM2-135M.
 
     python benchmarks/torch_step_cpu.py [--dtypes bfloat16] [--rows 1 8 32] [--context 128] [--prefill 64] [--json FILE]
-                                        [--profile]
+                                        [--attention numba|native] [--profile]
 
 Random weights. A decode row has `--context` keys, or a few less, as in a running server; `--prefill` is the number of
 tokens of each row of a step of prompts. `--profile` prints torch's operators by time for each step measured.
@@ -38,11 +38,12 @@ from machine import report
 
 from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.checkpoint.model_config import Architecture, ModelConfig, RopeConfig
-from torch_backend.attention.native import NativeAttention
+from sglang_jax.config import AttentionBackend, EngineConfig
 from torch_backend.batch import ForwardBatch
+from torch_backend.host_trial import HostForm
+from torch_backend.kernel_choice import choose_kernels
 from torch_backend.kv_pages import KVPages
 from torch_backend.models import build_model
-from torch_backend.native_operations import NativeOperations
 from torch_backend.weights import load_weights
 
 PAGE_SIZE = 16
@@ -90,14 +91,13 @@ class Measurement:
 class Bench:
     """A model with its pages, and the time of steps of a given shape."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, attention: AttentionBackend) -> None:
         self.dtype = dtype
+        form = HostForm(dtype, dtype, SMOLLM2_135M.head_dim, SMOLLM2_135M.num_heads // SMOLLM2_135M.num_kv_heads)
+        device = torch.device("cpu")
+        kernels = choose_kernels(attention, device, form, EngineConfig().cache_folder())
         self.model = build_model(
-            SMOLLM2_135M,
-            dtype=dtype,
-            device=torch.device("cpu"),
-            operations=NativeOperations(),
-            attention=NativeAttention(),
+            SMOLLM2_135M, dtype=dtype, device=device, operations=kernels.operations, attention=kernels.attention
         )
         load_weights(self.model, DummyReader(SMOLLM2_135M, seed=0), SMOLLM2_135M)
         self.kv = [
@@ -161,6 +161,7 @@ def make_batch(kv_lens: list[int], query_lens: list[int], num_decode: int) -> Fo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=["bfloat16", "float32"])
+    parser.add_argument("--attention", default="numba", choices=["numba", "native"], help="attention and operations")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=128, help="keys of a decode row")
     parser.add_argument("--prefill", nargs="*", type=int, default=[64], help="tokens of each prompt")
@@ -170,7 +171,7 @@ def main() -> None:
     arguments = parser.parse_args()
     found = []
     for dtype in arguments.dtypes:
-        bench = Bench(getattr(torch, dtype))
+        bench = Bench(getattr(torch, dtype), AttentionBackend(arguments.attention))
         for rows in arguments.rows:
             lens = [arguments.context - row % SPREAD for row in range(rows)]
             steps = [("decode", make_batch(lens, [1] * rows, rows), arguments.repeats)]

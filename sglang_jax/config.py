@@ -58,7 +58,8 @@ class EvictionPolicy(StrEnum):
 
 
 class AttentionBackend(StrEnum):
-    """`XLA` and `PALLAS` (TPU) are the JAX backend's; `NATIVE` (torch operations) and `TRITON` the torch backend's."""
+    """`XLA` and `PALLAS` (TPU) are the JAX backend's; `NATIVE` (torch operations), `NUMBA` (CPU) and `TRITON` (GPU) the
+    torch backend's."""
 
     AUTO = "auto"
     REFERENCE = "reference"
@@ -71,6 +72,7 @@ class AttentionBackend(StrEnum):
 class KVCacheDtype(StrEnum):
     AUTO = "auto"
     FLOAT8_E4M3 = "fp8_e4m3"
+    NUMBA = "numba"
 
 
 class SamplingDefaults(StrEnum):

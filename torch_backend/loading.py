@@ -11,34 +11,26 @@ from typing import cast
 import torch
 
 from sglang_jax.checkpoint import Checkpoint, ModelConfig
-from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype
-from sglang_jax.errors import CheckpointError, ConfigError
+from sglang_jax.config import EngineConfig, KVCacheDtype
+from sglang_jax.errors import CheckpointError
 from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec
 from sglang_jax.runner.sizing import Memory, Sizes, choose_sizes
-from torch_backend.attention.interface import AttentionImplementation
-from torch_backend.attention.native import NativeAttention
-from torch_backend.attention.reference import ReferenceAttention
 from torch_backend.batch import ForwardBatch
 from torch_backend.devices import available_memory, select_device, select_dtype
 from torch_backend.graphs import CudaCapture, row_buckets
+from torch_backend.host_trial import HostForm
+from torch_backend.kernel_choice import Kernels, choose_kernels
 from torch_backend.kv_pages import KVPages, kv_bytes_per_token
+from torch_backend.layers.shard import ModelShard
 from torch_backend.models import Transformer, build_model
-from torch_backend.native_draw import NativeDraw
-from torch_backend.native_operations import NativeOperations
-from torch_backend.operations import Operations
 from torch_backend.parallel import SINGLE, TensorParallel
 from torch_backend.runner import TorchRunner
-from torch_backend.sampler import Draw
 from torch_backend.streams import CpuThread, CudaStream, Stream
 from torch_backend.weights import load_weights, weight_bytes
 
 logger = logging.getLogger(__name__)
 
 _MOST_CAPTURED_ROWS = 256
-
-# The first is what `auto` takes.
-_ATTENTION_ON_CPU = (AttentionBackend.NATIVE, AttentionBackend.REFERENCE)
-_ATTENTION_ON_GPU = (AttentionBackend.TRITON, AttentionBackend.NATIVE, AttentionBackend.REFERENCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +50,6 @@ class PagedTransformer:
         return self.transformer.logits(hidden)
 
 
-@dataclass(frozen=True, slots=True)
-class Kernels:
-    """The implementations that a device runs."""
-
-    attention: AttentionImplementation
-    attention_name: AttentionBackend
-    operations: Operations
-    draw: Draw
-
-    @property
-    def capturable(self) -> bool:
-        """Decode steps read nothing on the host; attention without kernels reads its lengths there."""
-        return self.attention_name is AttentionBackend.TRITON
-
-
 def load_rank(config: EngineConfig, checkpoint: Checkpoint, parallel: TensorParallel = SINGLE) -> TorchRunner:
     """A runner on `config.device`, or one rank of several. Sizes are settled before any weight is read.
 
@@ -85,12 +62,11 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint, parallel: TensorPara
             "choose --backend jax, or give the checkpoint that it was converted from"
         )
     device = select_device(config.device, parallel.rank)
-    kernels = choose_kernels(config.attention_backend, device)
     stream: Stream = CpuThread() if device.type == "cpu" else CudaStream(device)
     try:
         # On the CPU all of torch's work belongs on one thread. Each thread that computes has a team of helpers, and
         # with more threads than cores these sleep between operations: a decode step then takes 1.6 times as long.
-        return stream.submit(partial(_load_on, stream, config, checkpoint, device, kernels, parallel)).wait()
+        return stream.submit(partial(_load_on, stream, config, checkpoint, device, parallel)).wait()
     except BaseException:
         stream.close()
         raise
@@ -101,12 +77,15 @@ def _load_on(
     config: EngineConfig,
     checkpoint: Checkpoint,
     device: torch.device,
-    kernels: Kernels,
     parallel: TensorParallel,
 ) -> TorchRunner:
     """Builds model, pages and runner; runs on `stream`."""
     assert checkpoint.reader is not None
     dtype = select_dtype(config.dtype, device)
+    kv_dtype = dtype if config.kv_cache_dtype is KVCacheDtype.AUTO else torch.float8_e4m3fn
+    shard = ModelShard.of(checkpoint.config, parallel.rank, parallel.size)
+    form = HostForm(dtype, kv_dtype, checkpoint.config.head_dim, len(shard.heads) // len(shard.kv_heads))
+    kernels = choose_kernels(config.attention_backend, device, form, config.cache_folder())
     model = build_model(
         checkpoint.config,
         dtype=dtype,
@@ -115,7 +94,6 @@ def _load_on(
         attention=kernels.attention,
         parallel=parallel,
     )
-    kv_dtype = dtype if config.kv_cache_dtype is KVCacheDtype.AUTO else torch.float8_e4m3fn
     bytes_of_weights = weight_bytes(model)
     sizes, page_bytes = _sizes(config, checkpoint.config, model, device, kv_dtype, bytes_of_weights, parallel)
     load_weights(model, checkpoint.reader, checkpoint.config, parallel)
@@ -154,35 +132,6 @@ def _capture(stream: Stream, config: EngineConfig, device: torch.device, kernels
         logger.info("Decode steps are not captured: %s attention reads lengths on the host", kernels.attention_name)
         return None
     return CudaCapture(cast("CudaStream", stream).stream)
-
-
-def choose_kernels(wanted: AttentionBackend, device: torch.device) -> Kernels:
-    """Triton kernels on a GPU, torch operations on a CPU; `wanted` says which attention.
-
-    **Raises:** `ConfigError` for one that does not run there.
-    """
-    known = _ATTENTION_ON_CPU if device.type == "cpu" else _ATTENTION_ON_GPU
-    name = known[0] if wanted is AttentionBackend.AUTO else wanted
-    if name not in known:
-        raise ConfigError(
-            f"attention_backend {name.value} is none of the Torch backend's on {device.type}: "
-            f"choose {' or '.join(each.value for each in known)}, or auto"
-        )
-    if device.type == "cpu":
-        return Kernels(_attention_without_kernels(name), name, NativeOperations(), NativeDraw())
-    # Imported here: a machine without a GPU needs no Triton.
-    from torch_backend.attention.triton import TritonAttention
-    from torch_backend.kernels.chip import Chip
-    from torch_backend.kernels.operations import TritonOperations
-    from torch_backend.triton_draw import TritonDraw
-
-    triton = name is AttentionBackend.TRITON
-    attention = TritonAttention(Chip.of(device)) if triton else _attention_without_kernels(name)
-    return Kernels(attention, name, TritonOperations(), TritonDraw())
-
-
-def _attention_without_kernels(name: AttentionBackend) -> AttentionImplementation:
-    return ReferenceAttention() if name is AttentionBackend.REFERENCE else NativeAttention()
 
 
 def _sizes(

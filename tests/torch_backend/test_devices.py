@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import helpers.triton_interpreter
 import pytest
 import torch
 
-from sglang_jax.config import AttentionBackend, Device, Dtype
+from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig
 from sglang_jax.errors import ConfigError
+from torch_backend.attention.host import HostAttention
 from torch_backend.attention.native import NativeAttention
 from torch_backend.attention.reference import ReferenceAttention
 from torch_backend.attention.triton import TritonAttention
 from torch_backend.devices import available_memory, device_name, select_device, select_dtype
+from torch_backend.host_kernels.operations import HostOperations
+from torch_backend.host_trial import HostForm
+from torch_backend.kernel_choice import Kernels, choose_kernels
 from torch_backend.kernels.chip import Chip
 from torch_backend.kernels.operations import TritonOperations
-from torch_backend.loading import choose_kernels
 from torch_backend.native_draw import NativeDraw
 from torch_backend.native_operations import NativeOperations
 from torch_backend.triton_draw import TritonDraw
@@ -26,6 +32,11 @@ assert helpers.triton_interpreter
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
+FORM = HostForm(torch.float32, torch.float32, 64, 2)
+
+
+def choose(wanted: AttentionBackend, device: torch.device, form: HostForm = FORM) -> Kernels:
+    return choose_kernels(wanted, device, form, EngineConfig().cache_folder())
 
 
 @pytest.fixture
@@ -122,17 +133,41 @@ class TestKernels:
     @pytest.mark.parametrize(
         ("wanted", "name", "attention"),
         [
-            (AttentionBackend.AUTO, AttentionBackend.NATIVE, NativeAttention),
+            (AttentionBackend.AUTO, AttentionBackend.NUMBA, HostAttention),
+            (AttentionBackend.NUMBA, AttentionBackend.NUMBA, HostAttention),
             (AttentionBackend.NATIVE, AttentionBackend.NATIVE, NativeAttention),
             (AttentionBackend.REFERENCE, AttentionBackend.REFERENCE, ReferenceAttention),
         ],
     )
     def test_of_a_cpu(self, wanted: AttentionBackend, name: AttentionBackend, attention: type[object]) -> None:
-        kernels = choose_kernels(wanted, CPU)
+        kernels = choose(wanted, CPU)
         assert kernels.attention_name is name
         assert isinstance(kernels.attention, attention)
-        assert isinstance(kernels.operations, NativeOperations)
+        assert isinstance(kernels.operations, HostOperations if attention is HostAttention else NativeOperations)
         assert isinstance(kernels.draw, NativeDraw)
+        assert not kernels.capturable
+
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            ({"dtype": torch.float16, "kv_dtype": torch.float16}, "not with torch.float16"),
+            ({"kv_dtype": torch.float8_e4m3fn}, "not with torch.float32, torch.float8_e4m3fn"),
+            ({"head_dim": 33}, "float32 and 33$"),
+        ],
+        ids=["float16", "float8 pages", "odd heads"],
+    )
+    def test_of_a_cpu_for_a_form_without_host_kernels(
+        self, change: dict[str, object], reason: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        form = replace(FORM, **change)  # type: ignore[arg-type]
+        with caplog.at_level(logging.INFO):
+            kernels = choose(AttentionBackend.AUTO, CPU, form)
+        assert kernels.attention_name is AttentionBackend.NATIVE
+        assert isinstance(kernels.operations, NativeOperations)
+        (message,) = caplog.messages
+        assert re.search(f"^Torch operations in the place of host kernels: .*{reason}", message)
+        with pytest.raises(ConfigError, match=f"^attention_backend numba has no kernels: .*{reason}"):
+            choose(AttentionBackend.NUMBA, CPU, form)
 
     @pytest.mark.parametrize(
         ("wanted", "name", "attention"),
@@ -144,7 +179,7 @@ class TestKernels:
         ],
     )
     def test_of_a_gpu(self, wanted: AttentionBackend, name: AttentionBackend, attention: type[object]) -> None:
-        kernels = choose_kernels(wanted, GPU)
+        kernels = choose(wanted, GPU)
         assert kernels.attention_name is name
         assert isinstance(kernels.attention, attention)
         assert isinstance(kernels.operations, TritonOperations)
@@ -155,8 +190,9 @@ class TestKernels:
     @pytest.mark.parametrize(
         ("wanted", "device", "known"),
         [
-            (AttentionBackend.TRITON, CPU, "native or reference"),
-            (AttentionBackend.XLA, CPU, "native or reference"),
+            (AttentionBackend.TRITON, CPU, "numba or native or reference"),
+            (AttentionBackend.XLA, CPU, "numba or native or reference"),
+            (AttentionBackend.NUMBA, GPU, "triton or native or reference"),
             (AttentionBackend.XLA, GPU, "triton or native or reference"),
         ],
     )
@@ -165,4 +201,4 @@ class TestKernels:
     ) -> None:
         message = f"attention_backend {wanted} is none of the Torch backend's on {device.type}: choose {known}, or auto"
         with pytest.raises(ConfigError, match=message):
-            choose_kernels(wanted, device)
+            choose(wanted, device)

@@ -63,7 +63,7 @@ def make_runner(config: EngineConfig) -> Runner:
     return create_runner(config, open_for(config))
 
 
-@pytest.mark.parametrize("attention", [AttentionBackend.AUTO, AttentionBackend.REFERENCE])
+@pytest.mark.parametrize("attention", [AttentionBackend.AUTO, AttentionBackend.NATIVE, AttentionBackend.REFERENCE])
 def test_text_and_logprobs_are_those_of_transformers(
     folder: Path, expected: tuple[list[int], np.ndarray], attention: AttentionBackend
 ) -> None:
@@ -111,7 +111,7 @@ def test_spec_and_report_say_what_was_asked_for(folder: Path, caplog: pytest.Log
     assert report.details == {
         "dtype": "bfloat16",
         "kv_cache_dtype": "bfloat16",
-        "attention": "native",
+        "attention": "numba",
         "tp_size": "1",
     }
     # Keys and values of two bytes each, for every token of the pool and its pad page.

@@ -44,11 +44,11 @@ class _Form(NamedTuple):
 
 
 class NativeStep:
-    """Attention of one step."""
+    """Attention of one step, or of its sequences from the one numbered `first` on."""
 
-    def __init__(self, batch: ForwardBatch) -> None:
+    def __init__(self, batch: ForwardBatch, first: int = 0) -> None:
         self._batch = batch
-        self._groups = group_sequences(batch)
+        self._groups = group_sequences(batch, first)
         self._complete = sum(group.num_tokens for group in self._groups) == batch.tokens.shape[0]
         self._plans: dict[_Form, list[_Plan]] = {}
 
@@ -58,10 +58,14 @@ class NativeStep:
         if len(plans) == 1 and self._complete:
             return plans[0].attend(queries, kv, options)
         output = torch.empty_like(queries) if self._complete else torch.zeros_like(queries)
-        for plan in plans:
+        self.attend_into(output, queries, kv, options)
+        return output
+
+    def attend_into(self, output: torch.Tensor, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> None:
+        """Writes the tokens of its sequences, padding left out, and no others."""
+        for plan in self._plans_of(queries, kv, options):
             tokens = plan.group.tokens
             output[tokens] = plan.attend(queries[tokens], kv, options)
-        return output
 
     def _plans_of(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> list[_Plan]:
         # What is stored in float8 is widened to float32, so that it is not rounded once more.

@@ -48,14 +48,16 @@ class SequenceGroup:
         return self.count * len(self.lens)
 
 
-def group_sequences(batch: ForwardBatch) -> list[SequenceGroup]:
-    """All sequences of the step but padding. Reads lengths on the host."""
+def group_sequences(batch: ForwardBatch, first: int = 0) -> list[SequenceGroup]:
+    """All sequences of the step from the one numbered `first` on, but padding. Reads lengths on the host."""
     lens: list[int] = batch.kv_lens.tolist()
     starts: list[int] = batch.query_starts.tolist()
     counts = [after - before for before, after in pairwise(starts)]
     by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
     single = []
     for sequence, (count, length) in enumerate(zip(counts, lens, strict=True)):
+        if sequence < first:
+            continue
         if length > 0 and count == 1:
             single.append(sequence)
         elif length > 0 and count > 0:

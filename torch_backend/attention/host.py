@@ -1,0 +1,82 @@
+"""Attention of decode rows by host kernels, straight from their pages; of prompts by torch's operations."""
+
+from __future__ import annotations
+
+import torch
+
+from torch_backend.attention.interface import AttentionOptions
+from torch_backend.attention.native import NativeStep
+from torch_backend.batch import ForwardBatch
+from torch_backend.host_kernels.compiling import KernelCompiler
+from torch_backend.host_kernels.decode_attention import FIELDS, build_decode_attention, scratch_floats
+from torch_backend.host_kernels.team import Launcher
+from torch_backend.kv_pages import KVPages
+
+
+class HostAttention:
+    """`AttentionImplementation` for a CPU; for one thread at a time. A decode row's result does not depend on the
+    other rows.
+
+    **Arguments:** `dtype`, bfloat16 or float32, of queries and pages alike; `head_dim`; `group`: query heads of a kv
+    head.
+    """
+
+    def __init__(self, compiler: KernelCompiler, dtype: torch.dtype, head_dim: int, group: int) -> None:
+        self._decode = Launcher(build_decode_attention(compiler, dtype.itemsize, head_dim, group), FIELDS)
+        self._scratch = torch.empty(self._decode.slots * scratch_floats(head_dim, group), dtype=torch.float32)
+        self._form = dtype, head_dim, group
+
+    def prepare(self, batch: ForwardBatch) -> HostStep:
+        """Counts keys, and finds the prompts to compute together."""
+        return HostStep(self, batch)
+
+    def attend(
+        self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions, batch: ForwardBatch, num_keys: int
+    ) -> torch.Tensor:
+        """`StepAttention` of the decode rows, which have `num_keys` keys together; other tokens are left unset."""
+        _, kv_heads, page_size, head_dim = kv.keys.shape
+        form = queries.dtype, head_dim, queries.shape[1] // kv_heads
+        if form != self._form or kv.keys.dtype is not queries.dtype:
+            raise TypeError(f"host attention made for {self._form} was given {form} and pages of {kv.keys.dtype}")
+        queries = queries.contiguous()
+        output = torch.empty_like(queries)
+        sinks = None if options.sinks is None else options.sinks.float().contiguous()
+        self._decode(
+            num_keys * kv_heads * head_dim,
+            batch.num_decode * kv_heads,
+            queries.data_ptr(),
+            kv.keys.data_ptr(),
+            kv.values.data_ptr(),
+            output.data_ptr(),
+            batch.page_table.data_ptr(),
+            batch.kv_lens.data_ptr(),
+            0 if sinks is None else sinks.data_ptr(),
+            self._scratch.data_ptr(),
+            self._decode.slots,
+            batch.page_table.shape[1],
+            kv_heads,
+            page_size,
+            options.window or 0,
+            options.scale,
+            options.soft_cap or 0.0,
+        )
+        return output
+
+
+class HostStep:
+    """Attention of one step."""
+
+    def __init__(self, attention: HostAttention, batch: ForwardBatch) -> None:
+        self._attention = attention
+        self._batch = batch
+        self._num_keys = int(batch.kv_lens[: batch.num_decode].sum())
+        self._prompts = None if batch.decode_only else NativeStep(batch, first=batch.num_decode)
+
+    def __call__(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> torch.Tensor:
+        """See `StepAttention`."""
+        if self._prompts is not None and not self._batch.num_decode:
+            return self._prompts(queries, kv, options)
+        output = self._attention.attend(queries, kv, options, self._batch, self._num_keys)
+        if self._prompts is not None:
+            self._prompts.attend_into(output, queries, kv, options)
+        return output

@@ -1,0 +1,142 @@
+"""What host kernels are written in beside numba's own Python: raw memory, bfloat16, an exponential that vectorises, and
+counters that threads share.
+
+Each is a few instructions that LLVM inlines. Numba knows no bfloat16; here a pointer to uint16 is one to bfloat16 bits.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+BFLOAT16_BYTES, FLOAT32_BYTES = 2, 4
+
+_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_F32, _F64 = ir.FloatType(), ir.DoubleType()
+_POINTEES = {types.uint16: _I16, types.int32: _I32, types.int64: _I64, types.float32: _F32}
+
+
+def _pointer_to(pointee: types.Type, *arguments: types.Type):
+    def generate(context, builder, signature, values):
+        return builder.inttoptr(values[0], _POINTEES[pointee].as_pointer())
+
+    return types.CPointer(pointee)(types.int64, *arguments), generate
+
+
+@intrinsic(prefer_literal=True)
+def elements(typing, address, width):
+    """A pointer to what lies at `address`: bfloat16 if `width` is 2 bytes, float32 if it is 4; a constant."""
+    if not isinstance(width, types.IntegerLiteral):
+        return None
+    pointee = {BFLOAT16_BYTES: types.uint16, FLOAT32_BYTES: types.float32}[width.literal_value]
+    return _pointer_to(pointee, width)
+
+
+@intrinsic
+def floats(typing, address):
+    """A pointer to float32."""
+    return _pointer_to(types.float32)
+
+
+@intrinsic
+def integers(typing, address):
+    """A pointer to int32."""
+    return _pointer_to(types.int32)
+
+
+@intrinsic
+def long_integers(typing, address):
+    """A pointer to int64."""
+    return _pointer_to(types.int64)
+
+
+@intrinsic
+def load(typing, pointer, index):
+    """The element at `index`: float32 of bfloat16 and float32, int64 of integers."""
+    pointee = pointer.dtype
+    result = types.int64 if isinstance(pointee, types.Integer) and pointee.signed else types.float32
+
+    def generate(context, builder, signature, values):
+        found = builder.load(builder.gep(values[0], [values[1]]))
+        if pointee == types.uint16:
+            return builder.bitcast(builder.shl(builder.zext(found, _I32), _I32(16)), _F32)
+        return builder.sext(found, _I64) if pointee == types.int32 else found
+
+    return result(pointer, types.int64), generate
+
+
+@intrinsic
+def store(typing, pointer, index, value):
+    """Writes a float32, rounded to the nearest where the element is bfloat16, to even of two as near."""
+    pointee = pointer.dtype
+
+    def generate(context, builder, signature, values):
+        where = builder.gep(values[0], [values[1]])
+        builder.store(_to_bfloat16(builder, values[2]) if pointee == types.uint16 else values[2], where)
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64, types.float32), generate
+
+
+def _to_bfloat16(builder, value):
+    bits = builder.bitcast(value, _I32)
+    upper = builder.lshr(bits, _I32(16))
+    half = builder.add(_I32(0x7FFF), builder.and_(upper, _I32(1)))
+    rounded = builder.lshr(builder.add(bits, half), _I32(16))
+    # The carry would turn some NaNs into numbers.
+    is_nan = builder.icmp_unsigned(">", builder.and_(bits, _I32(0x7FFFFFFF)), _I32(0x7F800000))
+    return builder.trunc(builder.select(is_nan, _I32(0x7FC0), rounded), _I16)
+
+
+@intrinsic
+def exponential(typing, x):
+    """e^x of a float32 to about one unit in the last place; for x beyond ±87 that of ±87, for NaN NaN.
+
+    After Cody and Waite (1980): x is a whole number of ln 2 and a rest within half of one, whose power is a polynomial
+    with the coefficients of Cephes (Moshier 1989). Numba lets LLVM reorder sums and products of every kernel; it takes
+    fused operations as they stand.
+    """
+
+    def generate(context, builder, signature, values):
+        (x,) = values
+        for comparison, limit in (("<", -87.0), (">", 87.0)):
+            x = builder.select(builder.fcmp_ordered(comparison, x, _F32(limit)), _F32(limit), x)
+        whole = builder.call(builder.module.declare_intrinsic("llvm.rint", [_F32]), [builder.fmul(x, _F32(_LOG2_E))])
+        rest = builder.fma(whole, _F32(-_LN_2_HIGH), x)
+        rest = builder.fma(whole, _F32(-_LN_2_LOW), rest)
+        power = _F32(_EXPONENTIAL[0])
+        for coefficient in _EXPONENTIAL[1:]:
+            power = builder.fma(power, rest, _F32(coefficient))
+        is_number = builder.fcmp_ordered("ord", x, x)
+        exponent = builder.fptosi(builder.select(is_number, whole, _F32(0.0)), _I32)
+        scale = builder.bitcast(builder.shl(builder.add(exponent, _I32(127)), _I32(23)), _F32)
+        return builder.fmul(power, scale)
+
+    return types.float32(types.float32), generate
+
+
+_LOG2_E = 1.44269502162933349609375
+_LN_2_HIGH, _LN_2_LOW = 0.693359375, -2.12194441724568605423e-4
+_EXPONENTIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5, 1.0, 1.0)
+
+
+@intrinsic
+def float_field(typing, work, index):
+    """The word `index` of a kernel's arguments read as a float64, in float32."""
+
+    def generate(context, builder, signature, values):
+        word = builder.load(builder.gep(values[0], [values[1]]))
+        return builder.fptrunc(builder.bitcast(word, _F64), _F32)
+
+    return types.float32(work, types.int64), generate
+
+
+@intrinsic
+def take(typing, work, index):
+    """What the word `index` of a kernel's arguments holds, which is one more for whoever asks next, in any thread."""
+
+    def generate(context, builder, signature, values):
+        return builder.atomic_rmw("add", builder.gep(values[0], [values[1]]), _I64(1), "monotonic")
+
+    return types.int64(work, types.int64), generate

@@ -1,0 +1,95 @@
+"""The fused operations of a decoder layer as host kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from torch_backend.host_kernels import rms_norm, rotate_and_write
+from torch_backend.host_kernels.compiling import KernelCompiler
+from torch_backend.host_kernels.team import Launcher
+from torch_backend.kv_pages import KVPages
+from torch_backend.native_operations import NativeOperations
+from torch_backend.operations import HeadNorms, Rotation
+
+
+class HostOperations:
+    """Implements `torch_backend.operations.Operations` on a CPU, one call of compiled code for each; for one thread at
+    a time.
+
+    **Arguments:** `dtype`, bfloat16 or float32, of activations, weights and pages alike; `head_dim`, even.
+    """
+
+    def __init__(self, compiler: KernelCompiler, dtype: torch.dtype, head_dim: int) -> None:
+        width = dtype.itemsize
+        self._norm = Launcher(rms_norm.build_rms_norm(compiler, width), rms_norm.FIELDS)
+        rotate = rotate_and_write.build_rotate_and_write(compiler, width, head_dim)
+        self._rotate = Launcher(rotate, rotate_and_write.FIELDS)
+        self._dtype = dtype
+        # Packed matrices multiply and activate in one go, so that this is seldom called.
+        self._native = NativeOperations()
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `Operations`."""
+        x = self._own(x)
+        output = torch.empty_like(x)
+        self._normalise(x, 0, weight, output, eps)
+        return output
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Operations`; writes the norm into `x` and the sum into `residual`."""
+        x, residual = self._own(x), self._own(residual)
+        self._normalise(x, residual.data_ptr(), weight, x, eps)
+        return x, residual
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See `Operations`."""
+        return self._native.silu_mul(gate_up)
+
+    def rotate_and_write(
+        self,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        norms: HeadNorms | None,
+        kv: KVPages,
+        write_slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """See `Operations`. The pages are of the type of `qkv`."""
+        qkv, keys, values = self._own(qkv), self._own(kv.keys), self._own(kv.values)
+        _, kv_heads, page_size, head_dim = keys.shape
+        tokens, size = qkv.shape
+        heads = size // head_dim - 2 * kv_heads
+        queries = torch.empty((tokens, heads, head_dim), dtype=self._dtype)
+        self._rotate(
+            tokens * size,
+            tokens,
+            qkv.data_ptr(),
+            rotation.cosines.data_ptr(),
+            rotation.sines.data_ptr(),
+            queries.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            write_slots.data_ptr(),
+            0 if norms is None else norms.query.data_ptr(),
+            0 if norms is None else norms.key.data_ptr(),
+            heads,
+            kv_heads,
+            page_size,
+            0.0 if norms is None else norms.eps,
+        )
+        return queries
+
+    def _normalise(
+        self, x: torch.Tensor, residual: int, weight: torch.Tensor, output: torch.Tensor, eps: float
+    ) -> None:
+        size, hidden = x.numel(), weight.numel()
+        rows = size // hidden
+        items = -(-rows // rms_norm.ROWS)
+        self._norm(size, items, x.data_ptr(), residual, weight.data_ptr(), output.data_ptr(), rows, hidden, eps)
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, laid out as kernels read it, if they read its type."""
+        if tensor.dtype is not self._dtype:
+            raise TypeError(f"host kernels made for {self._dtype} were given {tensor.dtype}")
+        return tensor.contiguous()

@@ -1,0 +1,78 @@
+"""Runs compiled kernels: small ones at once, large ones on the threads that torch's own operations run on.
+
+A kernel is a C function of one pointer, to words of 8 bytes: two counters that its threads share, the number of items
+of work, and what else it wants to know. Each thread takes items until none is left.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import struct
+import sys
+from pathlib import Path
+
+import torch
+
+from torch_backend.host_kernels.compiling import CompiledKernel
+
+logger = logging.getLogger(__name__)
+
+SLOT_COUNTER, ITEM_COUNTER, ITEMS, FIRST_FIELD = 0, 1, 2, 3
+"""Words of a kernel's arguments. A thread's slot is its place among the threads that take part."""
+
+_ELEMENTS_WORTH_SHARING = 2**15
+"""Elements read, of about half a nanosecond each. To wake a team takes some microseconds."""
+
+_Parallel = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+
+
+class Launcher:
+    """A compiled kernel with room for its arguments; for one thread at a time.
+
+    **Arguments:** `fields`: what the kernel wants to know, a character each as in `struct`: `q` int64, `d` float64.
+    """
+
+    def __init__(self, kernel: CompiledKernel, fields: str) -> None:
+        layout = struct.Struct("=qqq" + fields)
+        self._arguments = ctypes.create_string_buffer(layout.size)
+        self._pack = layout.pack_into
+        self._pointer = ctypes.addressof(self._arguments)
+        self._kernel = kernel
+        # Short work keeps the interpreter's lock: to get it back can take longer than the work.
+        self._run_holding_lock = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(kernel.address)
+        self._run_alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel.address)
+        self._parallel = openmp_parallel()
+        self.slots = torch.get_num_threads() if self._parallel is not None else 1
+        """Most threads that work at once."""
+
+    def __call__(self, elements: int, items: int, *fields: int | float) -> None:
+        """Returns when all `items` are done; `elements` are the numbers that this reads, roughly."""
+        self._pack(self._arguments, 0, 0, 0, items, *fields)
+        if elements < _ELEMENTS_WORTH_SHARING:
+            self._run_holding_lock(self._pointer)
+        elif self.slots == 1 or items == 1 or self._parallel is None:
+            self._run_alone(self._pointer)
+        else:
+            self._parallel(self._kernel.address, self._pointer, 0, 0)  # 0: as many threads as torch has by default
+
+
+@functools.cache
+def openmp_parallel() -> ctypes._FuncPointer | None:
+    """`GOMP_parallel` of the OpenMP library that torch itself runs on: calls a function in each thread of the team.
+
+    A team of our own would not do: with more threads than cores, torch's sleep between operations. None where torch
+    has another library; kernels then run on one thread, which the log says once.
+    """
+    if torch.backends.openmp.is_available():  # type: ignore[no-untyped-call]
+        name = "libtorch_cpu.dylib" if sys.platform == "darwin" else "libtorch_cpu.so"
+        try:
+            # Found among what this library itself depends on.
+            function = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name)).GOMP_parallel
+        except (OSError, AttributeError) as error:
+            logger.info("Host kernels run on one thread: torch's OpenMP is not at hand (%s)", error)
+            return None
+        return _Parallel(ctypes.cast(function, ctypes.c_void_p).value or 0)
+    logger.info("Host kernels run on one thread: this torch is built without OpenMP")
+    return None

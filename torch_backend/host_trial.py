@@ -1,0 +1,132 @@
+"""Host kernels, compiled for a model and tried before anything relies on them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from torch_backend.attention.interface import AttentionImplementation, AttentionOptions
+from torch_backend.attention.reference import ReferenceAttention
+from torch_backend.batch import ForwardBatch
+from torch_backend.kv_pages import KVPages
+from torch_backend.native_operations import NativeOperations
+from torch_backend.operations import Operations, Rotation
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = (torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class HostForm:
+    """What host kernels are made for: type of activations and of keys and values, numbers of a head, query heads of a
+    kv head."""
+
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    head_dim: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostKernels:
+    """Operations and attention on a CPU; for one thread at a time."""
+
+    operations: Operations
+    attention: AttentionImplementation
+
+
+class HostKernelsError(Exception):
+    """Host kernels cannot be had, and why."""
+
+
+def make_host_kernels(form: HostForm, cache_folder: Path) -> HostKernels:
+    """Compiles the kernels, or finds them below `cache_folder`, and compares them with torch on a small step.
+
+    Belongs on the thread that will run them.
+
+    **Raises:** `HostKernelsError` for a form that they do not know, and where they cannot be compiled or are wrong.
+    """
+    if form.dtype not in _DTYPES or form.kv_dtype is not form.dtype or form.head_dim % 2:
+        raise HostKernelsError(
+            "they compute with bfloat16 or float32, keys and values in the same type, and heads of an even size, not "
+            f"with {form.dtype}, {form.kv_dtype} and {form.head_dim}"
+        )
+    if find_spec("numba") is None:
+        raise HostKernelsError("numba, which compiles them, is not installed: pip install 'sglang-jax[torch]'")
+    start = time.perf_counter()
+    kernels = _compile(form, cache_folder)
+    for what, found, expected in _results(kernels, form):
+        allowed = 4 * torch.finfo(form.dtype).eps * (1 + float(expected.double().abs().max()))
+        if not bool((found.double() - expected.double()).abs().max() <= allowed):
+            raise HostKernelsError(f"what they compute is wrong on this machine ({what})")
+    logger.info("Host kernels for %s, ready after %.1f s", form.dtype, time.perf_counter() - start)
+    return kernels
+
+
+def _compile(form: HostForm, cache_folder: Path) -> HostKernels:
+    # Imported here: a machine with a GPU needs no numba.
+    from numba.core.errors import NumbaError
+
+    from torch_backend.attention.host import HostAttention
+    from torch_backend.host_kernels.compiling import KernelCompiler
+    from torch_backend.host_kernels.operations import HostOperations
+
+    compiler = KernelCompiler.keeping(cache_folder)
+    try:
+        return HostKernels(
+            HostOperations(compiler, form.dtype, form.head_dim),
+            HostAttention(compiler, form.dtype, form.head_dim, form.group),
+        )
+    except (NumbaError, OSError, RuntimeError) as error:  # the last is how LLVM fails
+        raise HostKernelsError(f"numba cannot compile them ({error})") from error
+
+
+def _results(kernels: HostKernels, form: HostForm) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """What is compared, what the kernels found, and what torch finds. Long enough that threads share the work."""
+    generator = torch.Generator().manual_seed(0)
+    native = NativeOperations()
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(form.dtype)
+
+    x, residual, weight = numbers(64, 1024), numbers(64, 1024), numbers(1024)
+    expected = native.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+    found = kernels.operations.add_rms_norm(x, residual, weight, 1e-5)
+    yield from zip(("norm", "sum"), found, expected, strict=True)
+
+    kv_heads, page_size = 2, 4
+    lens = [1, 2**15 // (kv_heads * form.head_dim) + 5, 30]
+    columns = -(-max(lens) // page_size)
+    shape = (1 + len(lens) * columns, kv_heads, page_size, form.head_dim)
+    kv = KVPages(numbers(*shape), numbers(*shape))
+    copy = KVPages(kv.keys.clone(), kv.values.clone())
+    pages = 1 + torch.randperm(len(lens) * columns, generator=generator).int().view(len(lens), columns)
+    positions = torch.tensor(lens) - 1
+    slots = pages.gather(1, (positions // page_size)[:, None])[:, 0].long() * page_size + positions % page_size
+    angles = torch.rand((len(lens), form.head_dim // 2), generator=generator)
+    rotation = Rotation(angles.cos(), angles.sin())
+    qkv = numbers(len(lens), (form.group + 2) * kv_heads * form.head_dim)
+    queries = kernels.operations.rotate_and_write(qkv, rotation, None, kv, slots)
+    yield "queries", queries, native.rotate_and_write(qkv, rotation, None, copy, slots)
+    yield "keys", kv.keys, copy.keys
+    yield "values", kv.values, copy.values
+
+    batch = ForwardBatch(
+        tokens=torch.zeros(len(lens), dtype=torch.int32),
+        positions=positions.int(),
+        write_slots=slots,
+        page_table=pages,
+        kv_lens=torch.tensor(lens, dtype=torch.int32),
+        query_starts=torch.arange(len(lens) + 1, dtype=torch.int32),
+        num_decode=len(lens),
+    )
+    options = AttentionOptions(scale=form.head_dim**-0.5)
+    attended = kernels.attention.prepare(batch)(queries, kv, options)
+    yield "attention", attended, ReferenceAttention().prepare(batch)(queries, kv, options)

@@ -1,0 +1,86 @@
+"""Which implementations of attention, fused operations and draws a device runs."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sglang_jax.config import AttentionBackend
+from sglang_jax.errors import ConfigError
+from torch_backend.attention.interface import AttentionImplementation
+from torch_backend.attention.native import NativeAttention
+from torch_backend.attention.reference import ReferenceAttention
+from torch_backend.host_trial import HostForm, HostKernelsError, make_host_kernels
+from torch_backend.native_draw import NativeDraw
+from torch_backend.native_operations import NativeOperations
+from torch_backend.operations import Operations
+from torch_backend.sampler import Draw
+
+logger = logging.getLogger(__name__)
+
+# The first is what `auto` takes.
+_ATTENTION_ON_CPU = (AttentionBackend.NUMBA, AttentionBackend.NATIVE, AttentionBackend.REFERENCE)
+_ATTENTION_ON_GPU = (AttentionBackend.TRITON, AttentionBackend.NATIVE, AttentionBackend.REFERENCE)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The implementations that a device runs."""
+
+    attention: AttentionImplementation
+    attention_name: AttentionBackend
+    operations: Operations
+    draw: Draw
+
+    @property
+    def capturable(self) -> bool:
+        """Decode steps read nothing on the host; attention without Triton's kernels reads its lengths there."""
+        return self.attention_name is AttentionBackend.TRITON
+
+
+def choose_kernels(wanted: AttentionBackend, device: torch.device, form: HostForm, cache_folder: Path) -> Kernels:
+    """Triton kernels on a GPU; on a CPU host kernels for a model of `form`, which are kept in `cache_folder`, or torch
+    operations. `wanted` says which attention. `auto` is torch operations, with a line in the log, on a CPU where host
+    kernels cannot be had.
+
+    **Raises:** `ConfigError` for one that does not run there.
+    """
+    known = _ATTENTION_ON_CPU if device.type == "cpu" else _ATTENTION_ON_GPU
+    name = known[0] if wanted is AttentionBackend.AUTO else wanted
+    if name not in known:
+        raise ConfigError(
+            f"attention_backend {name.value} is none of the Torch backend's on {device.type}: "
+            f"choose {' or '.join(each.value for each in known)}, or auto"
+        )
+    if device.type == "cpu":
+        return _on_cpu(name, wanted, form, cache_folder)
+    # Imported here: a machine without a GPU needs no Triton.
+    from torch_backend.attention.triton import TritonAttention
+    from torch_backend.kernels.chip import Chip
+    from torch_backend.kernels.operations import TritonOperations
+    from torch_backend.triton_draw import TritonDraw
+
+    triton = name is AttentionBackend.TRITON
+    attention = TritonAttention(Chip.of(device)) if triton else _attention_without_kernels(name)
+    return Kernels(attention, name, TritonOperations(), TritonDraw())
+
+
+def _on_cpu(name: AttentionBackend, wanted: AttentionBackend, form: HostForm, cache_folder: Path) -> Kernels:
+    if name is AttentionBackend.NUMBA:
+        try:
+            host = make_host_kernels(form, cache_folder)
+        except HostKernelsError as error:
+            if wanted is AttentionBackend.NUMBA:
+                raise ConfigError(f"attention_backend numba has no kernels: {error}") from error
+            logger.info("Torch operations in the place of host kernels: %s", error)
+            name = AttentionBackend.NATIVE
+        else:
+            return Kernels(host.attention, name, host.operations, NativeDraw())
+    return Kernels(_attention_without_kernels(name), name, NativeOperations(), NativeDraw())
+
+
+def _attention_without_kernels(name: AttentionBackend) -> AttentionImplementation:
+    return ReferenceAttention() if name is AttentionBackend.REFERENCE else NativeAttention()
