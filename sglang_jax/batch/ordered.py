@@ -23,6 +23,7 @@ _SEGMENT = re.compile(r"spool-(\d+)")
 class _Place:
     """Where a finished line stands in the spool."""
 
+    kind: Kind
     segment: int
     offset: int
     length: int
@@ -46,7 +47,7 @@ class Spool:
             self._newest = segment
             for number, offset, line in recover(self._path(segment), _spooled_number):
                 if not journal.is_written(number):
-                    self._note(number, _Place(segment, offset, len(line)))
+                    self._note(number, _Place(_KINDS[line[:1]], segment, offset, len(line)))
             self._remove_if_done(segment)
         self._writer = self._next_segment()
 
@@ -56,6 +57,11 @@ class Spool:
     def __len__(self) -> int:
         return len(self._places)
 
+    @property
+    def num_errors(self) -> int:
+        """Lines that wait for their turn in the error file."""
+        return sum(place.kind is Kind.ERROR for place in self._places.values())
+
     def add(self, number: int, kind: Kind, line: bytes) -> None:
         """Raises `BatchError`."""
         if self._writer.size >= self._segment_bytes:
@@ -63,7 +69,7 @@ class Spool:
             self._writer.close()
             self._writer = self._next_segment()
             self._remove_if_done(full)
-        place = _Place(self._newest, self._writer.size, len(line) + 1)
+        place = _Place(kind, self._newest, self._writer.size, len(line) + 1)
         self._writer.add(_MARKS[kind] + line)
         self._note(number, place)
 
@@ -73,7 +79,7 @@ class Spool:
         if place.segment not in self._readers:
             self._readers[place.segment] = os.open(self._path(place.segment), os.O_RDONLY | os.O_CLOEXEC)
         stored = os.pread(self._readers[place.segment], place.length, place.offset)
-        return _KINDS[stored[:1]], stored[1:]
+        return place.kind, stored[1:]
 
     def drop(self, number: int) -> None:
         """The line is written where it belongs."""

@@ -96,6 +96,7 @@ def run_batch(batch: BatchConfig, engine: EngineConfig, launch: Launch = launch_
         if batch.ordered:
             spool = stack.enter_context(closing(Spool(folder.path, journal)))
             figures.before += len(spool)
+            figures.failed_before += spool.num_errors
             sink = OrderedJournal(journal, spool)
         source = open_source(batch.input_path)
         work = _Work(source, source.records(sink.is_written), sink, figures, defaults)
@@ -168,7 +169,7 @@ def _check_files(batch: BatchConfig) -> None:
         raise BatchError(f"--input {batch.input_path} is not a file; a run that goes on later has to read it again")
     if not batch.output_path.parent.is_dir():
         raise BatchError(f"--output {batch.output_path} is in a folder that does not exist")
-    for flag, path in (("--output", batch.output), ("--error-file", batch.errors)):
+    for flag, path in (("--output", batch.output_path), ("--error-file", batch.errors)):
         if path.exists() and not path.is_file():
             raise BatchError(f"{flag} {path} is not a regular file; a run that goes on later has to read it")
     if len({batch.input_path.resolve(), batch.output_path.resolve(), batch.errors.resolve()}) < 3:

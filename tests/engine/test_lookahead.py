@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import pytest
 from hypothesis import given
@@ -48,7 +48,7 @@ def test_runs_are_twice_as_long_as_the_window() -> None:
     choice = random.Random(1)
     arrivals = [b"%08d" % choice.randrange(10**8) for _ in range(20_000)]
     taken = [arrivals[number] for _, number in drain(Lookahead(100, 10**6), arrivals)]
-    falls = sum(one > other for one, other in zip(taken, taken[1:], strict=False))
+    falls = sum(one > other for one, other in pairwise(taken))
     assert 190 < len(arrivals) / (falls + 1) < 210
 
 
