@@ -75,7 +75,7 @@ class Driver:
     **Arguments:**
 
     - `records`: the input, but for what is written. It is iterated in threads, one at a time.
-    - `defaults`: see `parse_line`.
+    - `defaults`, `random_seed`: see `parse_line`.
     - `read_lines`: most lines read and parsed in one go.
     - `max_ahead`: how far to read beyond the oldest line that is not finished, where the sink's order asks for it.
     - `make_app`: the application over an engine.
@@ -89,6 +89,7 @@ class Driver:
         watcher: Watcher,
         *,
         defaults: Mapping[str, Raw],
+        random_seed: int,
         read_lines: int = READ_LINES,
         max_ahead: int,
         make_app: MakeApp,
@@ -98,6 +99,7 @@ class Driver:
         self._desk = desk
         self._watcher = watcher
         self._defaults = defaults
+        self._random_seed = random_seed
         self._read_lines = read_lines
         self._max_ahead = max_ahead
         self._make_app = make_app
@@ -148,7 +150,7 @@ class Driver:
         if record.raw is None:
             message = f"a line may have at most {MAX_LINE_BYTES} bytes, this one has more"
             return BadLine(record.number, None, "line_too_long", message)
-        return parse_line(record.number, record.raw, self._defaults)
+        return parse_line(record.number, record.raw, self._defaults, random_seed=self._random_seed)
 
     def _accept(self, line: Line | BadLine) -> None:
         spooled = self._sink.is_finished(line.number)

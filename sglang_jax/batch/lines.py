@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 from msgspec import Raw
 
+from sglang_jax.batch.seeds import add_seed, seed_of
 from sglang_jax.server.errors import shown
 
 COMPLETIONS = "/v1/completions"
@@ -70,12 +71,17 @@ class _LineError(Exception):
         self.code = code
 
 
-def parse_line(number: int, raw: bytes, defaults: Mapping[str, Raw], name: str | None = None) -> Line | BadLine:
+def parse_line(
+    number: int, raw: bytes, defaults: Mapping[str, Raw], name: str | None = None, random_seed: int | None = None
+) -> Line | BadLine:
     """Reads OpenAI's batch format (`custom_id`, `method`, `url`, `body`) or a plain line: `prompt` or `messages`, with
     further fields of the route beside them.
 
-    **Arguments:** `defaults`: fields that bodies get which leave them out; `name`: stands for a `custom_id` that is
-    left out, by default `line-1` and so on.
+    **Arguments:**
+
+    - `defaults`: fields that bodies get which leave them out.
+    - `name`: stands for a `custom_id` that is left out, by default `line-1` and so on.
+    - `random_seed`: if given, lines without a seed get one that follows from this and from their number.
     """
     custom_id: str | None = None
     try:
@@ -88,8 +94,12 @@ def parse_line(number: int, raw: bytes, defaults: Mapping[str, Raw], name: str |
         if _asks_for_stream(body):
             raise _LineError("unsupported_parameter", "stream must not be true: a line has one whole answer")
         key = _key(url, body)
-        missing = {name: value for name, value in defaults.items() if name not in body}
-        return Line(number, custom_id or name or f"line-{number + 1}", url, _encoder.encode({**body, **missing}), key)
+        for field, value in defaults.items():
+            body.setdefault(field, value)
+        if random_seed is not None:
+            add_seed(body, seed_of(random_seed, number))
+        shown_id = custom_id if custom_id is not None else name or f"line-{number + 1}"
+        return Line(number, shown_id, url, _encoder.encode(body), key)
     except _LineError as error:
         return BadLine(number, custom_id, error.code, str(error))
 

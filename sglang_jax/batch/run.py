@@ -141,6 +141,7 @@ async def _answer_with_engines(
         Desk(Lookahead(batch.lookahead, WINDOW_BYTES, reorder=not batch.no_reorder), batch.max_retries),
         progress,
         defaults=work.defaults,
+        random_seed=config.random_seed,
         read_lines=min(READ_LINES, batch.lookahead),
         max_ahead=AHEAD_PER_LOOKAHEAD * batch.lookahead,
         make_app=lambda client: create_app(create_context(client, config)),

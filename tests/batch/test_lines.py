@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -165,3 +166,41 @@ def test_keys_begin_alike_where_prompts_do() -> None:
     others = [good({"prompt": "be brief"}).key, good({"messages": [system], "extra_key": "k"}).key]
     ordered = sorted([*keys, *others])
     assert sorted(ordered.index(key) for key in keys) in ([0, 1, 2], [1, 2, 3], [2, 3, 4])
+
+
+def seeded(body: dict[str, object], url: str = "/v1/completions", number: int = 6) -> dict[str, Any]:
+    line = parse_line(number, json.dumps({"custom_id": "a", "url": url, "body": body}).encode(), {}, random_seed=3)
+    assert isinstance(line, Line), line
+    return json.loads(line.body)  # type: ignore[no-any-return]
+
+
+def test_lines_without_a_seed_get_one_of_their_number() -> None:
+    seeds = [seeded({"prompt": "x"}, number=number)["seed"] for number in range(200)]
+    assert seeds == [seeded({"prompt": "y", "seed": None}, number=number)["seed"] for number in range(200)]
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    completions = {seed + index for seed in seeds for index in range(64)}
+    assert len(completions) == 200 * 64, "two completions have the same seed"
+    assert seeded({"prompt": [1, 2]})["seed"] == seeds[6]
+    assert seeded({"messages": [{}]}, "/v1/chat/completions")["seed"] == seeds[6]
+    assert seeded({"text": "x"}, "/generate")["sampling_params"] == {"seed": seeds[6]}
+    sampling = {"top_k": 3}
+    assert seeded({"input_ids": [1], "sampling_params": sampling}, "/generate")["sampling_params"] == {
+        **sampling,
+        "seed": seeds[6],
+    }
+
+
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [
+        ("/v1/completions", {"prompt": "x", "seed": 5}),
+        ("/v1/completions", {"prompt": ["x", "x"]}),
+        ("/v1/completions", {"prompt": [[1], [2]]}),
+        ("/generate", {"text": "x", "sampling_params": {"seed": 5}}),
+        ("/generate", {"text": "x", "sampling_params": {"sampling_seed": 5}}),
+        ("/generate", {"text": "x", "sampling_params": [{}]}),
+        ("/generate", {"text": ["x", "x"]}),
+    ],
+)
+def test_lines_that_keep_their_seeds(url: str, body: dict[str, object]) -> None:
+    assert seeded(body, url) == body
