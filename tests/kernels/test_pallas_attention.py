@@ -11,10 +11,10 @@ from helpers.attention_steps import Case, Step, make_step
 from helpers.tpu_interpreter import CopyMode, Interpreted
 
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation, ragged_paged_attention
-from sglang_jax.kernels.ragged_paged_attention.pallas import blocks
+from sglang_jax.kernels.ragged_paged_attention.pallas import blocks, prefill
 from sglang_jax.kernels.ragged_paged_attention.pallas.decode import DecodeBlocks
 from sglang_jax.kernels.ragged_paged_attention.pallas.pages import PageFetcher
-from sglang_jax.kernels.ragged_paged_attention.pallas.prefill import PrefillBlocks
+from sglang_jax.kernels.ragged_paged_attention.pallas.prefill import HEADS_TOGETHER, PrefillBlocks
 
 MODES = list(CopyMode)
 EXACT, ROUNDED = 2e-5, 2e-2
@@ -26,9 +26,11 @@ MIXED = replace(DECODE, tokens=48)
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of 128 keys, so that short sequences take several, and programs of few rows and queries."""
+    """Blocks of 128 keys, so that short sequences take several, programs of few rows and queries, and passes of two
+    heads, half as long to compile."""
     monkeypatch.setattr(blocks, "_decode_by_costs", lambda shape: DecodeBlocks(2, 128 // shape.page_size))
     monkeypatch.setattr(blocks, "_prefill_by_costs", lambda shape: PrefillBlocks(16, 128 // shape.page_size))
+    monkeypatch.setattr(prefill, "HEADS_TOGETHER", 2)
 
 
 @cache
@@ -101,12 +103,14 @@ HEADS = {
     "multi-query": (1, 8, 96, 64),
     "three per kv head, packed": (1, 3, 64, 16),
     "one per kv head": (3, 1, 80, 32),
-    "four per kv head, wide": (2, 4, 256, 128),
+    "four per kv head, wide": (1, 4, 256, 128),
 }
 
 
 @pytest.mark.parametrize(("shape", "mode"), list(zip(HEADS.values(), MODES * 2, strict=True)), ids=HEADS)
-def test_heads_and_pages(shape: tuple[int, int, int, int], mode: CopyMode) -> None:
+def test_heads_and_pages(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int, int], mode: CopyMode) -> None:
+    """Heads that fill two passes of four, and those that fill none."""
+    monkeypatch.setattr(prefill, "HEADS_TOGETHER", HEADS_TOGETHER)
     kv_heads, group, head_dim, page_size = shape
     case = mixed((page_size + 1, 140, 20), (1, 1, 20), 2)
     check(replace(case, kv_heads=kv_heads, group=group, head_dim=head_dim, page_size=page_size), mode)
@@ -156,7 +160,7 @@ def test_a_row_does_not_depend_on_its_company() -> None:
 @pytest.mark.parametrize("case", [decode(40, 200, 7), mixed((40, 200), (20, 13), 0)], ids=["decode", "prefill"])
 def test_a_missing_wait_is_found(monkeypatch: pytest.MonkeyPatch, wait: str, case: Case) -> None:
     monkeypatch.setattr(PageFetcher, wait, lambda *_: None)
-    step = make_step(case)
+    step = make_step(replace(case, kv_heads=1))
     attention = Interpreted(ragged_paged_attention, AttentionImplementation.PALLAS, scale=step.scale)
     _, raced = attend(step, CopyMode.EAGER, attention)
     assert raced

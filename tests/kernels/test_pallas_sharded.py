@@ -23,17 +23,18 @@ from helpers.tpu_interpreter import CopyMode, Interpreted
 from jax.sharding import NamedSharding, PartitionSpec
 from sglang_jax.kernels.kv_storage import from_storage
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
-from sglang_jax.kernels.ragged_paged_attention.pallas import blocks
+from sglang_jax.kernels.ragged_paged_attention.pallas import blocks, prefill
 from sglang_jax.kernels.ragged_paged_attention.pallas.decode import DecodeBlocks
 from sglang_jax.kernels.ragged_paged_attention.pallas.prefill import PrefillBlocks
 from sglang_jax.layers.attention import write_and_attend
 from sglang_jax.layers.sharding import KV_AXES, make_mesh, named_sharding
 
 assert len(jax.devices()) == 4
+prefill.HEADS_TOGETHER = 2
 blocks._decode_by_costs = lambda shape: DecodeBlocks(2, 128 // shape.page_size)
 blocks._prefill_by_costs = lambda shape: PrefillBlocks(16, 128 // shape.page_size)
 MIXED = Case(
-    (9, 150, 40, 20), (1, 1, 20, 9), 2, tokens=32, rows=4, kv_heads=4, group=2, head_dim=128, page_size=32, columns=8,
+    (9, 150, 40), (1, 1, 20), 2, tokens=32, rows=4, kv_heads=4, group=2, head_dim=128, page_size=32, columns=8,
     tiled=True,
 )
 CASES = {
