@@ -15,6 +15,8 @@ from tpu.schedule import Loop
 DECODE_KERNEL = "paged_attention_decode"
 PREFILL_KERNEL = "paged_attention_prefill"
 
+_COPY = "= dma.hbm_to_vmem"
+
 
 @dataclass(frozen=True)
 class Step:
@@ -68,7 +70,7 @@ def decode_cost(schedule: Loop, step: Step, heads: int, pages: int, page_size: i
 def prefill_cost(schedule: Loop, step: Step, heads: int, queries: int, pages: int, page_size: int) -> Cost:
     """Of the prefill kernel, in blocks of so many queries and pages."""
     keys = pages * page_size
-    block_loop = next(loop for loop in schedule.walk() if _holds_all_products(loop))
+    *_, block_loop = (loop for loop in schedule.walk() if _is_over_blocks(loop))
     forms = _prefill_forms(block_loop, heads, queries)
     copies = issue(block_loop, pages)
     program = next(loop for loop in schedule.walk() if loop.depth == 1)
@@ -84,14 +86,10 @@ def prefill_cost(schedule: Loop, step: Step, heads: int, queries: int, pages: in
     return Cost(loop, 1000 * loop / (keys * heads * queries), forms.spills, cycles, keys_read)
 
 
-def _holds_all_products(loop: Loop) -> bool:
-    """It is the loop over blocks of keys: products are in it, or in loops right below, over heads."""
-    if not loop.depth:
-        return False
-    passes = [inner for inner in loop.loops if inner.products]
-    if any(deeper.products for inner in passes for deeper in inner.walk()[1:]):
-        return False
-    return bool(passes or loop.products)
+def _is_over_blocks(loop: Loop) -> bool:
+    """It is the loop over blocks of keys: it starts copies, and multiplies, by itself or in loops over heads."""
+    starts_copies = any(inner.count(_COPY) for inner in loop.loops)
+    return loop.depth > 0 and starts_copies and any(each.products for each in (loop, *loop.loops))
 
 
 @dataclass(frozen=True)
@@ -147,8 +145,8 @@ def loops_with_products(schedule: Loop) -> list[Loop]:
 
 def issue(block_loop: Loop, pages: int) -> float:
     """Bundles that start the copies of a block, by the loop that starts most at a time."""
-    loops = [loop for loop in block_loop.walk()[1:] if loop.count("= dma.hbm_to_vmem")]
+    loops = [loop for loop in block_loop.walk()[1:] if loop.count(_COPY)]
     if not loops:
         return 0.0  # They are started one by one, in the loop's own bundles.
-    most = max(loops, key=lambda loop: loop.count("= dma.hbm_to_vmem"))
-    return pages * len(most.bundles) / most.count("= dma.hbm_to_vmem")
+    most = max(loops, key=lambda loop: loop.count(_COPY))
+    return pages * len(most.bundles) / most.count(_COPY)

@@ -138,11 +138,14 @@ def loop(depth: int, bundles: int, *inner: Loop, products: int = 0) -> Loop:
     return Loop(depth, texts, list(inner))
 
 
+def copies(depth: int) -> Loop:
+    """Starts four copies in 24 bundles."""
+    return Loop(depth, ["%2 = dma.hbm_to_vmem"] * 4 + ["nothing"] * 20)
+
+
 def test_cycles_of_decode() -> None:
-    """Blocks of 128 keys: 1 and 3 of them, of 100 bundles each, and 10 bundles a row; copies of a page take 6."""
-    copies = Loop(3, ["%2 = dma.hbm_to_vmem"] * 4 + ["nothing"] * 20)
-    blocks = loop(2, 100, copies, products=8)
-    schedule = loop(0, 7, loop(1, 10, blocks))
+    """Blocks of 128 keys: 1 and 3 of them, of 100 bundles each, and 10 bundles a row."""
+    schedule = loop(0, 7, loop(1, 10, loop(2, 100, copies(3), products=8)))
     cost = decode_cost(schedule, Step("two rows", (1, 1), (128, 300)), 8, 2, 64)
     assert (cost.loop, cost.keys_read, cost.spills) == (100 + 2 * 6, 428, 0)
     assert cost.cycles == 2 * 10 + 4 * 112
@@ -152,24 +155,31 @@ def test_cycles_of_decode() -> None:
 @pytest.mark.parametrize("products", [0, 12], ids=["plain", "the first product is in the loop over blocks"])
 def test_cycles_of_prefill(products: int) -> None:
     """Two blocks of 64 queries that see 64 and 128 keys, in blocks of 128; 8 heads, four in a pass of 200 bundles."""
-    passes = [loop(3, bundles, products=16) for bundles in (150, 200)]
-    blocks = loop(2, 60, *passes, products=products)
-    edges = loop(2, 5)
-    schedule = loop(0, 7, loop(1, 30, edges, blocks))
+    passes = [loop(4, bundles, products=16) for bundles in (150, 200)]
+    blocks = loop(3, 60, copies(4), *passes, products=products)
+    schedule = loop(0, 7, loop(1, 30, loop(2, 5), copies(2), loop(2, 20, loop(3, 9), blocks)))
     cost = prefill_cost(schedule, Step("a prompt", (128,), (128,)), 8, 64, 2, 64)
-    assert cost.loop == 60 / 2 + 2 * 200
+    assert cost.loop == 60 / 2 + 2 * 200 + 2 * 6
     assert cost.keys_read == 64 + 128
     # Each of the two spans is in one run of 128 queries.
-    assert cost.cycles == 2 * (30 + 2 * 150) + 2 * (30 + 8 * 5)
+    assert cost.cycles == 2 * (60 / 2 + 2 * 150 + 2 * 6) + 2 * (30 + 8 * 5)
 
 
 def test_a_span_over_runs_of_queries_costs_what_all_of_them_do() -> None:
     passes = [loop(3, bundles, products=16) for bundles in (150, 80, 80, 200)]
-    schedule = loop(0, 7, loop(1, 30, loop(2, 60, *passes)))
+    schedule = loop(0, 7, loop(1, 30, loop(2, 60, copies(3), *passes)))
     # Of blocks of 256 queries, in blocks of 256 keys: 100 in the first run, 256 over both and the next block's first.
     cost = prefill_cost(schedule, Step("two chunks", (100, 256), (100, 300)), 8, 256, 4, 64)
-    in_a_run, in_all = 60 / 4 + 2 * 80, 60 / 4 + 2 * 200
+    in_a_run, in_all = 60 / 4 + 2 * 80 + 24, 60 / 4 + 2 * 200 + 24
     assert cost.cycles == (in_a_run + in_all + 2 * in_a_run) + 2 * 30
+
+
+def test_so_few_heads_that_no_loop_over_them_is_left() -> None:
+    """Two runs of queries in a block: as many bundles each of all queries unmasked, all masked, and the runs."""
+    schedule = loop(0, 7, loop(1, 30, loop(2, 20, loop(3, 600, copies(4), products=48))))
+    cost = prefill_cost(schedule, Step("two chunks", (156, 100), (156, 100)), 4, 256, 4, 64)
+    assert cost.loop == 600 / 3 + 24
+    assert cost.cycles == (200 + 24) + (100 + 24) + 30
 
 
 @pytest.mark.parametrize(
