@@ -119,6 +119,7 @@ class AnswerLines:
 
     def __init__(self, answering: Answering, attempts: Attempts, files: Sequence[str]) -> None:
         self._files = files
+        self._random_seed = answering.config.random_seed
         self._engine = _Engine(answering, attempts)
 
     def __call__(self, rows: pa.Table) -> pa.Table:
@@ -141,7 +142,7 @@ class AnswerLines:
         if raw is None:
             message = f"a line may have at most {MAX_LINE_BYTES} bytes, this one has more"
             return BadLine(number, None, "line_too_long", message)
-        return parse_line(number, raw, self._engine.defaults, self._name(number))
+        return parse_line(number, raw, self._engine.defaults, self._name(number), self._random_seed)
 
     def _name(self, number: int) -> str:
         file, line = number >> LINE_BITS, number & ((1 << LINE_BITS) - 1)

@@ -32,10 +32,10 @@ def answer_rows(
 
     **Arguments:** `columns`: further columns that are fields of a row's body, such as `max_tokens`.
 
-    **Raises:** `ConfigError` for options that the cluster cannot serve.
+    **Raises:** `ConfigError` for an engine over several hosts.
     """
     options = options or RayOptions()
-    dataset = dataset.repartition(target_num_rows_per_block=options.rows_per_batch)
+    dataset = _in_batches(dataset, options)
     return dataset.map_batches(
         AnswerRows,
         fn_constructor_kwargs={"answering": answering, "attempts": SharedAttempts(), "columns": tuple(columns)},
@@ -45,12 +45,20 @@ def answer_rows(
 
 def answer_files(requests: RequestFiles, answering: Answering, options: RayOptions, names: Sequence[str]) -> Dataset:
     """A dataset of answers to the lines of files. `names`: see `AnswerLines`. Raises `ConfigError`."""
-    dataset = ray.data.read_datasource(requests).repartition(target_num_rows_per_block=options.rows_per_batch)
+    dataset = _in_batches(ray.data.read_datasource(requests), options)
     return dataset.map_batches(
         AnswerLines,
         fn_constructor_kwargs={"answering": answering, "attempts": SharedAttempts(), "files": tuple(names)},
         **pool_of_engines(answering.config, options),
     )
+
+
+def _in_batches(dataset: Dataset, options: RayOptions) -> Dataset:
+    """Blocks become batches: what is begun again after a loss is one of them. The pool grows once its actors have work
+    for all their threads; by default Ray Data waits until nearly as much again is queued at them, out of reach of
+    actors that are still to come."""
+    dataset.context.autoscaling_config.actor_pool_util_upscaling_threshold = 1.0
+    return dataset.repartition(target_num_rows_per_block=options.rows_per_batch)
 
 
 def pool_of_engines(config: EngineConfig, options: RayOptions) -> dict[str, Any]:
@@ -60,7 +68,7 @@ def pool_of_engines(config: EngineConfig, options: RayOptions) -> dict[str, Any]
     its end. Actors that are lost are started again where there is room, and their batches begun again, as Ray Data has
     it by default; `Attempts` limits that.
 
-    **Raises:** `ConfigError` if no node of the cluster, which may be about to grow, could ever hold an engine.
+    **Raises:** `ConfigError` for an engine over several hosts.
     """
     return {
         "batch_size": options.rows_per_batch,

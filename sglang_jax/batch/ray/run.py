@@ -215,8 +215,5 @@ def _summary(written: Written, seconds: float) -> str:
 
 
 def _reason(error: RayError) -> str:
-    """The innermost error's last line: Ray's own hold the traces of every process they came through."""
-    inner: BaseException = error
-    while inner.__cause__ is not None:
-        inner = inner.__cause__
-    return str(inner).strip().splitlines()[-1]
+    """The last line: before it come the traces of every process that the error went through."""
+    return str(error).strip().splitlines()[-1]

@@ -1,0 +1,50 @@
+"""The server without its socket: an ASGI application over an engine, for a server that is somebody else's."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from fastapi import FastAPI
+
+from sglang_jax.config import ServerConfig
+from sglang_jax.engine.client import AsyncEngineClient
+from sglang_jax.engine.launch import launch_engine
+from sglang_jax.errors import EngineDeadError
+from sglang_jax.server.app import create_app, create_context
+
+
+class EmbeddedServer:
+    """An engine in a process of its own, and all routes of the server over it.
+
+    >>> server = await EmbeddedServer.start(model_path="demo")
+    >>> await server.app(scope, receive, send)
+    >>> await server.close()
+
+    `app` runs on the event loop that `start` ran on. `--host`, `--port` and what else is about a socket is left to
+    whoever has the socket; so is draining.
+    """
+
+    def __init__(self, client: AsyncEngineClient, app: FastAPI) -> None:
+        self._client = client
+        self.app = app
+
+    @classmethod
+    async def start(cls, config: ServerConfig | None = None, **options: object) -> Self:
+        """Starts the engine and waits until it serves.
+
+        **Arguments:** `config`: all options at once; or each by its name (see `ServerConfig`).
+
+        **Raises:** `ConfigError`, `CheckpointError`; `EngineDeadError` if it failed for another reason.
+        """
+        config = config or ServerConfig.model_validate(options)
+        client = await launch_engine(config)
+        return cls(client, create_app(create_context(client, config)))
+
+    def check(self) -> None:
+        """Raises `EngineDeadError` if the engine is gone; it does not come back, so the whole is to be started anew."""
+        if not self._client.alive:
+            raise EngineDeadError("the engine is gone")
+
+    async def close(self) -> None:
+        """Ends the engine; requests in flight fail."""
+        await self._client.close()

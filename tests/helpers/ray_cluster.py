@@ -1,0 +1,131 @@
+"""A Ray cluster of several node processes on this machine's loopback addresses, and engines for its actors."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import signal
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from helpers.engine_fakes import load_echo, load_tokenizer
+from ray.cluster_utils import Cluster
+
+from sglang_jax.batch.ray.answerer import Launch
+from sglang_jax.config import ServerConfig
+from sglang_jax.engine.client import AsyncEngineClient
+from sglang_jax.engine.launch import launch_core
+from sglang_jax.engine.types import GenerateInput, GenerateOutput
+
+FATAL = "kill the actor"
+"""A prompt that begins so ends the process which asks it, engine and all."""
+
+QUICK_TO_NOTICE = {"health_check_period_ms": 1000, "health_check_failure_threshold": 5}
+STORE_BYTES = 80 * 2**20
+
+
+class Nodes:
+    """Nodes, each with a loopback address of its own; the head has no CPU for engines to run on."""
+
+    def __init__(self) -> None:
+        self._addresses = (f"127.0.0.{last}" for last in itertools.count(2))
+        head = next(self._addresses)
+        self._cluster = Cluster(
+            initialize_head=True,
+            head_node_args={
+                "num_cpus": 1,
+                "include_dashboard": False,
+                "node_ip_address": head,
+                "object_store_memory": STORE_BYTES,
+                "_system_config": QUICK_TO_NOTICE,
+            },
+        )
+        self._nodes: dict[str, object] = {}
+        ray.init(address=self._cluster.address, _node_ip_address=head, log_to_driver=False, logging_level="WARNING")
+
+    @property
+    def address(self) -> str:
+        """Where other drivers find the cluster."""
+        return str(self._cluster.address)
+
+    def add(self, **resources: float) -> str:
+        """A further node's id."""
+        node = self._cluster.add_node(
+            node_ip_address=next(self._addresses), object_store_memory=STORE_BYTES, **resources
+        )
+        self._nodes[node.node_id] = node
+        return str(node.node_id)
+
+    def kill(self, node_id: str) -> None:
+        """Without a word, as when a machine loses its power."""
+        self._cluster.remove_node(self._nodes.pop(node_id), allow_graceful=False)
+
+    def clear(self) -> None:
+        """Removes all but the head, and waits until the cluster knows."""
+        for node_id in list(self._nodes):
+            self.kill(node_id)
+        while sum(node["Alive"] for node in ray.nodes()) > 1:
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        ray.shutdown()
+        self._cluster.shutdown()
+
+
+@contextmanager
+def cluster_of_nodes() -> Iterator[Nodes]:
+    nodes = Nodes()
+    try:
+        yield nodes
+    finally:
+        nodes.close()
+
+
+@dataclass(frozen=True)
+class Start:
+    """An engine's start, as it was noted where it happened."""
+
+    node_id: str
+    pid: int
+    devices: str
+
+
+def starts(folder: Path) -> list[Start]:
+    """The engines that were started, in any order."""
+    return [Start(**json.loads(path.read_text())) for path in folder.glob("*.json")]
+
+
+def launcher(folder: Path) -> Launch:
+    """Starts engines that echo prompts, their cores in processes of their own, and notes each start in a folder."""
+    return functools.partial(_launch, folder)
+
+
+async def _launch(folder: Path, config: ServerConfig) -> AsyncEngineClient:
+    start = Start(ray.get_runtime_context().get_node_id(), os.getpid(), os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    draft = folder / f"{uuid.uuid4()}.draft"
+    draft.write_text(json.dumps(start.__dict__))
+    draft.replace(draft.with_suffix(".json"))
+    client = await launch_core(config, in_process=False, load=load_echo, load_tokenizer=load_tokenizer)
+    return _Fatal(client)  # type: ignore[return-value]
+
+
+class _Fatal:
+    """A client, but for prompts that end its process."""
+
+    def __init__(self, client: AsyncEngineClient) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._client, name)
+
+    def generate(self, request: GenerateInput) -> AsyncGenerator[GenerateOutput, None]:
+        if isinstance(request.prompt, str) and request.prompt.startswith(FATAL):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self._client.generate(request)

@@ -1,0 +1,147 @@
+"""A run on a cluster whose engines, actors and nodes are lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from helpers.ray_cluster import FATAL, Nodes, launcher, starts
+
+from sglang_jax.batch.options import BatchConfig
+from sglang_jax.batch.ray.run import run_ray_batch
+from sglang_jax.batch.ray_options import RayOptions
+from sglang_jax.config import EngineConfig
+
+DEADLINE = 120.0
+SMALL = {"rows_per_batch": 8, "batches_per_replica": 4, "rows_per_file": 16}
+CORE_KILLER = 258
+"""Token with which a prompt ends the echo engine's process."""
+
+
+def plain_lines(count: int) -> list[str]:
+    return [
+        json.dumps({"custom_id": f"row {row}", "prompt": f"this is {row}!", "max_tokens": 40}) for row in range(count)
+    ]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def texts(answers: list[dict]) -> dict[str, str]:
+    return {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in answers}
+
+
+def test_rows_of_a_killed_node_are_answered_elsewhere(cluster: Nodes, tmp_path, started, output, read_output) -> None:
+    for _ in range(3):
+        cluster.add(num_cpus=2)
+    (tmp_path / "input.jsonl").write_text("\n".join(plain_lines(1500)))
+    killed: list[str] = []
+
+    def kill_a_busy_node() -> None:
+        until(lambda: output.is_dir() and len(list(output.iterdir())) >= 3)
+        victim = starts(started)[0].node_id
+        cluster.kill(victim)
+        killed.append(victim)
+
+    killer = threading.Thread(target=kill_a_busy_node)
+    killer.start()
+    status = run_ray_batch(
+        BatchConfig(input=tmp_path / "input.jsonl", output=output),
+        RayOptions(min_replicas=2, max_replicas=2, cpus_per_replica=2, **SMALL),
+        EngineConfig(model_path="echo:0.01"),
+        launch=launcher(started),
+    )
+    killer.join()
+    answers, errors = read_output()
+    assert (status, errors) == (0, [])
+    assert texts(answers) == {f"row {row}": f"this is {row}!" for row in range(1500)}
+    assert len(starts(started)) == 3  # the third engine took the place of the lost one
+    assert [start.node_id for start in starts(started)].count(killed[0]) == 1
+
+
+def test_rows_wait_for_an_engine_where_a_lost_node_leaves_no_room(
+    cluster: Nodes, tmp_path, started, output, read_output
+) -> None:
+    """Two nodes, an engine on each, one is lost: its batches begin again once the other engine is idle."""
+    for _ in range(2):
+        cluster.add(num_cpus=2)
+    (tmp_path / "input.jsonl").write_text("\n".join(plain_lines(600)))
+
+    def kill_a_busy_node() -> None:
+        until(lambda: output.is_dir() and len(list(output.iterdir())) >= 3)
+        cluster.kill(starts(started)[0].node_id)
+
+    killer = threading.Thread(target=kill_a_busy_node)
+    killer.start()
+    status = run_ray_batch(
+        BatchConfig(input=tmp_path / "input.jsonl", output=output),
+        RayOptions(min_replicas=2, cpus_per_replica=2, **SMALL),
+        EngineConfig(model_path="echo:0.01"),
+        launch=launcher(started),
+    )
+    killer.join()
+    answers, errors = read_output()
+    assert (status, errors) == (0, [])
+    assert texts(answers) == {f"row {row}": f"this is {row}!" for row in range(600)}
+
+
+def test_lines_that_end_engines_and_actors_fail_and_the_job_goes_on(
+    cluster: Nodes, tmp_path, started, output, read_output
+) -> None:
+    cluster.add(num_cpus=2)
+    lines = plain_lines(64)
+    lines[10] = json.dumps(
+        {"custom_id": "core", "url": "/generate", "body": {"input_ids": [CORE_KILLER], "sampling_params": {}}}
+    )
+    lines[40] = json.dumps({"custom_id": "actor", "prompt": FATAL})
+    (tmp_path / "input.jsonl").write_text("\n".join(lines))
+    status = run_ray_batch(
+        BatchConfig(input=tmp_path / "input.jsonl", output=output, max_retries=1),
+        RayOptions(rows_per_batch=4, batches_per_replica=2, rows_per_file=4, max_replicas=1),
+        EngineConfig(model_path="echo"),
+        launch=launcher(started),
+    )
+    answers, errors = read_output()
+    codes = {line["custom_id"]: line["error"]["code"] for line in errors}
+    assert status == 1
+    assert codes.pop("core") == "engine_dead"
+    assert codes.pop("actor") == "replica_lost"
+    assert set(codes.values()) <= {"replica_lost"}
+    neighbours = set(codes) - {"actor"}
+    assert neighbours <= {f"row {row}" for row in range(64)}
+    assert len(neighbours) <= 3 + 4, "more failed than were in work with the line that ended the actor"
+    whole = {f"row {row}": f"this is {row}!" for row in range(64) if row not in (10, 40)}
+    assert texts(answers) == {name: text for name, text in whole.items() if name not in neighbours}
+
+
+def test_a_killed_driver_goes_on_where_it_was(cluster: Nodes, tmp_path, started, output, read_output) -> None:
+    cluster.add(num_cpus=2)
+    (tmp_path / "input.jsonl").write_text("\n".join(plain_lines(600)))
+    command = [sys.executable, "-m", "helpers.ray_command", cluster.address, str(tmp_path / "input.jsonl"), str(output)]
+    driver = subprocess.Popen([*command, str(started)])
+    until(lambda: output.is_dir() and len(list(output.iterdir())) >= 5)
+    os.kill(driver.pid, signal.SIGKILL)
+    driver.wait()
+    # What was written for certain. A file that is not was noted as begun, and is removed by the next run.
+    noted = [path.name.removesuffix(".parquet") for path in Path(f"{output}.run/finished").iterdir()]
+    certain = {name: (output / f"{name}.jsonl").read_bytes() for name in noted if not name.endswith(".pending")}
+    assert certain
+    assert subprocess.run([*command, str(started)], check=False).returncode == 0
+    answers, errors = read_output()
+    assert errors == []
+    assert texts(answers) == {f"row {row}": f"this is {row}!" for row in range(600)}
+    assert {name: (output / f"{name}.jsonl").read_bytes() for name in certain} == certain
+    number_of_starts = len(starts(started))
+    assert subprocess.run([*command, str(started)], check=False).returncode == 0
+    assert len(starts(started)) == number_of_starts, "an engine was started for nothing"

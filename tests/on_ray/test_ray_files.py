@@ -1,0 +1,50 @@
+"""Files as rows, without a cluster."""
+
+from __future__ import annotations
+
+import io
+import random
+
+import pytest
+
+from sglang_jax.batch.lines import MAX_LINE_BYTES
+from sglang_jax.batch.ray import reading
+from sglang_jax.batch.ray.attempts import AttemptBook
+from sglang_jax.batch.ray.reading import blocks_of, read_lines
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lines_are_what_lies_between_line_feeds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(seed)
+    content = bytes(draw.choice(b"ab\n\n\r\x85\xe2\x80\xa8") for _ in range(draw.randrange(400)))
+    monkeypatch.setattr(reading, "READ_BYTES", draw.randrange(1, 50))
+    expected = content.removesuffix(b"\n").split(b"\n") if content else []
+    assert list(read_lines(io.BytesIO(content))) == expected
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line() -> None:
+    assert list(read_lines(io.BytesIO(b"\xef\xbb\xbf{}\n\xef\xbb\xbf"))) == [b"{}", b"\xef\xbb\xbf"]
+
+
+def test_a_line_that_is_too_long_is_none_and_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MAX_LINE_BYTES > reading.READ_BYTES
+    monkeypatch.setattr(reading, "MAX_LINE_BYTES", 20)
+    monkeypatch.setattr(reading, "READ_BYTES", 8)
+    content = b"a" * 20 + b"\n" + b"b" * 21 + b"\n" + b"c\n" + b"d" * 50
+    assert list(read_lines(io.BytesIO(content))) == [b"a" * 20, None, b"c", None]
+
+
+def test_blank_lines_count_and_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "BLOCK_BYTES", 3)
+    tables = list(blocks_of(100, iter([b"aa", b" ", b"bb", b"", None, b"c"])))
+    rows = [(row["number"], row["raw"]) for table in tables for row in table.to_pylist()]
+    assert rows == [(100, b"aa"), (102, b"bb"), (104, None), (105, b"c")]
+    assert len(tables) == 2
+
+
+def test_a_batch_that_was_answered_counts_as_new() -> None:
+    book = AttemptBook()
+    assert [book.begin("a"), book.begin("b"), book.begin("a"), book.begin("a")] == [1, 1, 2, 3]
+    book.finish("a")
+    assert book.under_way() == 1
+    assert book.begin("a") == 1

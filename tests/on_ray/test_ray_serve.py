@@ -1,0 +1,83 @@
+"""The example of Ray Serve: replicas of the server behind Ray Serve's door."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx2
+import openai
+import psutil
+import pytest
+from helpers.ray_cluster import Nodes
+from helpers.tiny_models import make_tiny_checkpoint
+
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "ray_serve.py"
+DEADLINE = 180.0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def engine_cores() -> list[psutil.Process]:
+    """Processes of engines beside an actor of Ray Serve. Others' processes may end while they are looked at."""
+    cores = []
+    for process in psutil.process_iter(["name", "cmdline"]):
+        if "ServeReplica:default:Replica" in " ".join(process.info["cmdline"] or []):
+            children = process.children() if process.is_running() else []
+            cores += [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    return cores
+
+
+@pytest.fixture
+def url(cluster: Nodes, tmp_path: Path) -> Iterator[str]:
+    cluster.add(num_cpus=4)
+    model = make_tiny_checkpoint(tmp_path / "model")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        door = subprocess.Popen(
+            [sys.executable, str(EXAMPLE), str(model), "2", str(port)],
+            env={**os.environ, "RAY_ADDRESS": cluster.address},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        until(lambda: "Ready: 2 replicas" in log.read_text() or door.poll() is not None)
+        assert door.poll() is None, log.read_text()
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        door.send_signal(2)
+        door.wait(DEADLINE)
+
+
+def answers(url: str) -> bool:
+    body = {"prompt": "one two", "max_tokens": 4, "temperature": 0}
+    return httpx2.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+
+
+def test_replicas_answer_and_one_whose_engine_dies_is_replaced(url: str) -> None:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    model = client.models.list().data[0].id
+    whole = client.completions.create(model=model, prompt="one two", max_tokens=12, temperature=0)
+    parts = list(client.completions.create(model=model, prompt="one two", max_tokens=12, temperature=0, stream=True))
+    assert len(parts) > 6
+    assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
+    with pytest.raises(openai.BadRequestError, match="temperature must be in"):
+        client.completions.create(model=model, prompt="one", temperature=-1)
+
+    before = {core.pid for core in engine_cores()}
+    assert len(before) == 2
+    psutil.Process(min(before)).kill()
+    until(lambda: len({core.pid for core in engine_cores()} - before) == 1 and all(answers(url) for _ in range(8)))
+    assert max(before) in {core.pid for core in engine_cores()}
