@@ -1,0 +1,89 @@
+"""What a run holds does not grow with its input."""
+
+from __future__ import annotations
+
+import asyncio
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from helpers.batch_driver import FakeReplica, answering, make_driver
+
+from sglang_jax.batch.journal import Journal, Sink
+from sglang_jax.batch.ordered import OrderedJournal, Spool
+from sglang_jax.batch.source import JsonLines, Record
+
+LINE = b'{"prompt": "%06d %s"}'
+WINDOW = 64
+
+
+def generated(count: int) -> Iterator[Record]:
+    """Lines in a scattered order of their keys, made as they are read."""
+    for number in range(count):
+        yield Record(number, LINE % (number * 7919 % 1000003, b"x" * 1000))
+
+
+def peak_of(folder: Path, count: int, *, ordered: bool) -> int:
+    """Most bytes allocated at once while a run answers so many lines."""
+    folder.mkdir()
+    slow = asyncio.Event()
+
+    async def hold_the_first(body: bytes) -> None:
+        """The first line is finished last, or, ordered, once no further one is asked."""
+        if body.startswith(b'{"prompt":"000000 '):
+            await slow.wait()
+            return
+        nonlocal asked
+        asked += 1
+        if asked >= (200 if ordered else count - 1):
+            slow.set()
+
+    async def run(sink: Sink) -> None:
+        driver = make_driver(
+            generated(count), sink, lambda engine: answering(before=hold_the_first), lookahead=WINDOW, max_ahead=256
+        )
+        await driver.run([FakeReplica(rows=4)])
+
+    asked = 0
+    with closing(Journal(folder / "out", folder / "err")) as journal:
+        (folder / "run").mkdir()
+        spool = Spool(folder / "run", journal)
+        sink: Sink = OrderedJournal(journal, spool) if ordered else journal
+        tracemalloc.start()
+        try:
+            asyncio.run(run(sink))
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert journal.num_written == count
+        spool.close()
+    return peak
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["as they come", "ordered"])
+def test_a_run_holds_no_more_of_a_large_input_than_of_a_small_one(tmp_path: Path, ordered: bool) -> None:
+    peak_of(tmp_path / "warm", 600, ordered=ordered)  # what is made once and kept
+    small = peak_of(tmp_path / "small", 1500, ordered=ordered)
+    large = peak_of(tmp_path / "large", 9000, ordered=ordered)
+    # 7500 lines more are 7.5 MB of input alone. The window of 64 lines, twice over for their keys, is 130 kB.
+    assert large < small + 100_000
+    assert large < 2_500_000
+
+
+def test_a_source_holds_no_more_than_it_reads_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    with path.open("wb") as file:
+        for _ in range(200):
+            file.write(b"y" * 99_999 + b"\n")
+        file.write(b"z" * 10_000_000)  # longer than a line may be here
+    tracemalloc.start()
+    try:
+        source = JsonLines(path, read_bytes=50_000, max_line_bytes=200_000)
+        count = sum(record.raw is not None for record in source.records(lambda number: False))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert count == 200
+    assert peak < 1_000_000
