@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from helpers.host_kernels import host_attention, host_operations
 from numpy.typing import NDArray
 
 from sglang_jax.checkpoint import open_checkpoint
@@ -14,6 +15,7 @@ from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.attention.native import NativeAttention
 from torch_backend.batch import ForwardBatch
 from torch_backend.kv_pages import KVPages
+from torch_backend.layers.shard import ModelShard
 from torch_backend.models import build_model
 from torch_backend.native_operations import NativeOperations
 from torch_backend.parallel import SINGLE, TensorParallel
@@ -23,7 +25,9 @@ ROWS = 4
 
 
 class TorchPagedModel:
-    """A loaded checkpoint, or a rank's part of it, and its pages: page 0 and `columns` pages for each of 4 rows."""
+    """A loaded checkpoint, or a rank's part of it, and its pages: page 0 and `columns` pages for each of 4 rows.
+
+    `host`: attention and fused operations are host kernels."""
 
     def __init__(
         self,
@@ -31,17 +35,21 @@ class TorchPagedModel:
         *,
         dtype: torch.dtype = torch.float32,
         attention: AttentionImplementation | None = None,
+        host: bool = False,
         parallel: TensorParallel = SINGLE,
         page_size: int = 4,
         columns: int = 16,
     ) -> None:
         checkpoint = open_checkpoint(str(folder))
         config = checkpoint.config
+        if host:
+            shard = ModelShard.of(config, parallel.rank, parallel.size)
+            attention = host_attention(dtype, config.head_dim, len(shard.heads) // len(shard.kv_heads))
         self.model = build_model(
             config,
             dtype=dtype,
             device=torch.device("cpu"),
-            operations=NativeOperations(),
+            operations=host_operations(dtype, config.head_dim) if host else NativeOperations(),
             attention=attention or NativeAttention(),
             parallel=parallel,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,27 +22,32 @@ from helpers.parity_cases import (
 from helpers.tiny_models import make_tiny_checkpoint
 from helpers.torch_paged_model import TorchPagedModel
 
-from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.attention.native import NativeAttention
 from torch_backend.attention.reference import ReferenceAttention
 
-ATTENTION = {"native": NativeAttention(), "reference": ReferenceAttention()}
+KERNELS = {
+    "numba": {"host": True},
+    "native": {"attention": NativeAttention()},
+    "reference": {"attention": ReferenceAttention()},
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("attention", ATTENTION.values(), ids=ATTENTION)
-def test_logits_equal_transformers(name: str, attention: AttentionImplementation, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", KERNELS.values(), ids=KERNELS)
+def test_logits_equal_transformers(name: str, kernels: dict[str, Any], tmp_path: Path) -> None:
     architecture, overrides = MODELS[name]
-    model = TorchPagedModel(make_tiny_checkpoint(tmp_path, architecture, **overrides), attention=attention)
+    model = TorchPagedModel(make_tiny_checkpoint(tmp_path, architecture, **overrides), **kernels)
     sequences = prompts()
     for tokens, logits in zip(sequences, model.run(sequences, STEPS), strict=True):
         assert len(logits) == len(tokens)
         assert np.abs(logits - transformers_logits(architecture, tokens, **overrides)).max() < TOLERANCE
 
 
+@pytest.mark.parametrize("host", [True, False], ids=["numba", "native"])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-def test_page_sizes(page_size: int, tmp_path: Path) -> None:
-    model = TorchPagedModel(make_tiny_checkpoint(tmp_path, "llama"), page_size=page_size, columns=64 // page_size)
+def test_page_sizes(page_size: int, host: bool, tmp_path: Path) -> None:
+    folder = make_tiny_checkpoint(tmp_path, "llama")
+    model = TorchPagedModel(folder, host=host, page_size=page_size, columns=64 // page_size)
     sequences = prompts()
     for tokens, logits in zip(sequences, model.run(sequences, STEPS), strict=True):
         assert np.abs(logits - transformers_logits("llama", tokens)).max() < TOLERANCE
@@ -68,21 +74,23 @@ class TestDynamicScaling:
         assert np.abs(logits - transformers_logits("llama", tokens, **DYNAMIC)).max() < TOLERANCE
 
 
+@pytest.mark.parametrize("host", [True, False], ids=["numba", "native"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-def test_bfloat16_is_as_close_to_float32_as_in_transformers(architecture: str, tmp_path: Path) -> None:
+def test_bfloat16_is_as_close_to_float32_as_in_transformers(architecture: str, host: bool, tmp_path: Path) -> None:
     folder = make_tiny_checkpoint(tmp_path, architecture, dtype="bfloat16")
     sequences = prompts()
-    found = TorchPagedModel(folder, dtype=torch.bfloat16).run(sequences, STEPS)
+    found = TorchPagedModel(folder, dtype=torch.bfloat16, host=host).run(sequences, STEPS)
     error, reference_error = bfloat16_errors(architecture, sequences, found)
     assert 0 < error < 1.2 * reference_error
 
 
+@pytest.mark.parametrize("host", [True, False], ids=["numba", "native"])
 @pytest.mark.parametrize("name", ["llama_biases", "mistral", "qwen2", "qwen3"])
-def test_greedy_tokens_are_those_of_the_jax_model(name: str, tmp_path: Path) -> None:
+def test_greedy_tokens_are_those_of_the_jax_model(name: str, host: bool, tmp_path: Path) -> None:
     """What the torch model decodes token by token is, after each prefix, the most likely token of the JAX model."""
     architecture, overrides = MODELS[name]
     folder = make_tiny_checkpoint(tmp_path, architecture, **overrides)
     prompt = prompts()[0][:16]
-    tokens = TorchPagedModel(folder).greedy(prompt, 32)
+    tokens = TorchPagedModel(folder, host=host).greedy(prompt, 32)
     (logits,) = PagedModel(folder).run([tokens], [{0: 48}])
     assert logits.argmax(-1)[15:47].tolist() == tokens[16:].tolist()
