@@ -57,6 +57,12 @@ class EvictionPolicy(StrEnum):
     FIFO = "fifo"
 
 
+class LoadBalanceMethod(StrEnum):
+    CACHE_AWARE = "cache_aware"
+    ROUND_ROBIN = "round_robin"
+    LEAST_LOADED = "least_loaded"
+
+
 class AttentionBackend(StrEnum):
     """`XLA` and `PALLAS` (TPU) are the JAX backend's; `NATIVE` (torch operations), `NUMBA` (CPU) and `TRITON` (GPU) the
     torch backend's."""
@@ -66,13 +72,13 @@ class AttentionBackend(StrEnum):
     XLA = "xla"
     PALLAS = "pallas"
     NATIVE = "native"
+    NUMBA = "numba"
     TRITON = "triton"
 
 
 class KVCacheDtype(StrEnum):
     AUTO = "auto"
     FLOAT8_E4M3 = "fp8_e4m3"
-    NUMBA = "numba"
 
 
 class SamplingDefaults(StrEnum):
@@ -151,6 +157,11 @@ class EngineConfig(BaseModel):
     dp_size: PositiveInt = Field(
         1, description="replicas of the model on this machine, each with devices of its own (data parallel)"
     )
+    load_balance_method: LoadBalanceMethod = Field(
+        LoadBalanceMethod.CACHE_AWARE,
+        description="which replica a request goes to: the one that has most of its prompt cached, the next one, or "
+        "the one with the least to do",
+    )
     nnodes: PositiveInt = Field(1, description="hosts that share the model, each started with the same command")
     node_rank: int = Field(0, ge=0, description="which of them this is; 0 has the scheduler and the server")
     dist_init_addr: str | None = Field(
@@ -224,6 +235,10 @@ class ServerConfig(EngineConfig):
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(30000, ge=0, le=65535, description="port to listen on")
     served_model_name: str | None = Field(None, description="name in /v1/models; default: model_path")
+    connect: str | None = Field(
+        None,
+        description="HOST:PORT,...: servers of the same model that are the replicas, instead of engines of this one's",
+    )
     api_key: str | None = Field(None, description="bearer token that every route but health asks for")
     chat_template: str | None = Field(None, description="a Jinja file, or the template; default: the tokenizer's")
     log_level: LogLevel = Field(LogLevel.INFO, description="least severe level logged")

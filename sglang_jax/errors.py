@@ -62,10 +62,25 @@ class NumericalError(RequestError):
 
 
 class EngineDeadError(RequestError):
-    """The engine process is gone; requests in flight are lost."""
+    """The engine process is gone; requests in flight are lost.
+
+    **Attributes:** `started`: whether the engine had begun the request, None if that is not known. If not, another
+    engine can take it as though nothing had happened.
+    """
 
     status = 500
     code = "engine_dead"
+
+    def __init__(self, message: str, *, started: bool | None = False) -> None:
+        super().__init__(message)
+        self.started = started
+
+
+class ReplicaLostError(EngineDeadError):
+    """The replica that ran the request is gone; others serve, and the same request may succeed."""
+
+    status = 503
+    code = "replica_lost"
 
 
 class CheckpointError(Exception):

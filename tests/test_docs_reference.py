@@ -55,6 +55,7 @@ DEFAULTS_IN_WORDS = frozenset(
         "compilation_cache_dir",
         "debug_memory",
         "served_model_name",
+        "connect",
         "api_key",
         "chat_template",
     }

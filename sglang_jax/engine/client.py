@@ -9,7 +9,6 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
@@ -19,12 +18,15 @@ from sglang_jax.engine import validation
 from sglang_jax.engine.channel import ClientChannel, Published, Ready, Stopped
 from sglang_jax.engine.detokenizer import OutputText
 from sglang_jax.engine.output import Completion, RequestOutputs, token_logprob
+from sglang_jax.engine.prompt_reader import PromptReader
 from sglang_jax.engine.types import (
     FinishKind,
     FinishReason,
     GenerateInput,
     GenerateOutput,
     ModelInfo,
+    ReplicaLoad,
+    ReplicaState,
     TextTokenizer,
 )
 from sglang_jax.errors import EngineDeadError, ParameterError
@@ -42,11 +44,6 @@ from sglang_jax.scheduler.messages import (
 )
 
 logger = logging.getLogger(__name__)
-
-LONG_TEXT = 1024
-"""Prompts of more characters are tokenized in a thread, so that the event loop goes on meanwhile."""
-
-TOKENIZER_THREADS = 2
 
 STOP_SECONDS = 5.0
 """How long a core that was told to stop at once may take."""
@@ -89,7 +86,7 @@ class AsyncEngineClient:
         self._ready = ready
         self._tokenizer = tokenizer
         self._resources = resources
-        self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+        self._reader = PromptReader(tokenizer)
         self._requests: dict[str, RequestOutputs] = {}
         self._completions: dict[int, Completion] = {}
         self._calls: dict[int, asyncio.Future[Reply]] = {}
@@ -117,6 +114,16 @@ class AsyncEngineClient:
         return self._ready.max_running_requests
 
     @property
+    def max_total_tokens(self) -> int:
+        """KV tokens that the engine's pool holds."""
+        return self._ready.max_total_tokens
+
+    @property
+    def foreign_load(self) -> int:
+        """See `ServingEngine.foreign_load`: nobody else speaks to this core."""
+        return 0
+
+    @property
     def alive(self) -> bool:
         """False once the engine is gone or was told to stop."""
         return self._end is None and not self._closing
@@ -132,7 +139,7 @@ class AsyncEngineClient:
         validation.check_input(request, self.model_info)
         outputs = self._register(request)
         try:
-            prompt = await self._token_ids(request)
+            prompt = await self._reader.token_ids(request.prompt, self.model_info.vocab_size)
             validation.check_length(request, len(prompt), self.model_info.context_length)
             self._check_alive()
             self._submit(request, prompt, outputs)
@@ -161,9 +168,25 @@ class AsyncEngineClient:
         return reply.ok
 
     async def state(self) -> dict[str, object]:
-        """See `EngineClient.state`."""
+        """The scheduler's and the runner's figures. Raises `EngineDeadError`."""
         reply = await self._call(GetState(next(self._numbers)))
         return dict(reply.state)
+
+    def loads(self) -> list[ReplicaLoad]:
+        """See `EngineClient.loads`."""
+        state = ReplicaState.SERVING if self.alive else ReplicaState.STOPPED
+        return [ReplicaLoad(index=0, state=state, max_running_requests=self.max_running_requests, stats=self._stats)]
+
+    async def states(self) -> list[dict[str, object]]:
+        """See `EngineClient.states`."""
+        return [await self.state()]
+
+    async def drain(self, index: int | None = None) -> None:
+        """See `EngineClient.drain`."""
+        raise ParameterError(
+            "there is one engine, which cannot be started again while it serves: dp_size must be 2 or more for that",
+            param="replica",
+        )
 
     async def ended(self) -> str:
         """Waits until the engine is gone; tells how it ended."""
@@ -186,7 +209,7 @@ class AsyncEngineClient:
             self._core.kill()
             await self._core.ended
         await self._over.wait()
-        self._threads.shutdown(wait=False)
+        self._reader.close()
         self._resources.close()
 
     def _receive(self, message: Published) -> None:
@@ -248,16 +271,6 @@ class AsyncEngineClient:
         outputs = RequestOutputs(request_id, stream=request.stream)
         self._requests[request_id] = outputs
         return outputs
-
-    async def _token_ids(self, request: GenerateInput) -> NDArray[np.int32]:
-        vocab_size = self.model_info.vocab_size
-        if not isinstance(request.prompt, str):
-            return validation.prompt_array(request.prompt, vocab_size)
-        if len(request.prompt) <= LONG_TEXT:
-            return validation.prompt_array(self._tokenizer.encode(request.prompt), vocab_size)
-        loop = asyncio.get_running_loop()
-        ids = await loop.run_in_executor(self._threads, self._tokenizer.encode, request.prompt)
-        return validation.prompt_array(ids, vocab_size)
 
     def _submit(self, request: GenerateInput, prompt: NDArray[np.int32], outputs: RequestOutputs) -> None:
         room = self.model_info.context_length - len(prompt)
@@ -326,6 +339,7 @@ class AsyncEngineClient:
         for started in step.started:
             if started.id in completions:
                 completions[started.id].cached_tokens = started.cached_tokens
+                completions[started.id].outputs.started = True
         for wire_id, entries in step.prompt_logprobs:
             if wire_id in completions:
                 completions[wire_id].add_prompt_logprobs(entries)

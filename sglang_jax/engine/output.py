@@ -145,6 +145,7 @@ class RequestOutputs:
         self.stream = stream
         self.completions: Sequence[Completion] = ()
         self.aborted = False
+        self.started = False
         self._news = asyncio.Event()
         self._lost: str | None = None
 
@@ -168,4 +169,4 @@ class RequestOutputs:
                     yield completion.take()
             waiting = [completion for completion in waiting if not completion.delivered]
             if self._lost is not None and waiting and all(completion.finish is None for completion in waiting):
-                raise EngineDeadError(self._lost)
+                raise EngineDeadError(self._lost, started=self.started)

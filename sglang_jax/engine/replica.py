@@ -7,9 +7,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -17,20 +16,11 @@ from sglang_jax.config import EngineConfig
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.launch import TokenizerLoader, launch_engine
 from sglang_jax.engine.placement import Placement, place_replicas
-from sglang_jax.engine.types import TextTokenizer
+from sglang_jax.engine.types import GenerateInput, GenerateOutput, ModelInfo, ReplicaState, TextTokenizer
 from sglang_jax.errors import CheckpointError, ConfigError, EngineDeadError
+from sglang_jax.scheduler.messages import SchedulerStats
 
 logger = logging.getLogger(__name__)
-
-
-class ReplicaState(StrEnum):
-    """`DEAD`: lost, and it will be started again; `STOPPED`: closed, or given up."""
-
-    STARTING = "starting"
-    SERVING = "serving"
-    DRAINING = "draining"
-    DEAD = "dead"
-    STOPPED = "stopped"
 
 
 class ReplicaEngine(Protocol):
@@ -45,7 +35,41 @@ class ReplicaEngine(Protocol):
         ...
 
 
-EngineT = TypeVar("EngineT", bound=ReplicaEngine)
+class ServingEngine(ReplicaEngine, Protocol):
+    """An engine that requests are sent to. Methods and errors are those of `EngineClient`."""
+
+    @property
+    def model_info(self) -> ModelInfo: ...
+
+    @property
+    def max_running_requests(self) -> int: ...
+
+    @property
+    def max_total_tokens(self) -> int:
+        """KV tokens that its pool holds."""
+        ...
+
+    @property
+    def foreign_load(self) -> int:
+        """Completions of other clients that it runs or that wait there."""
+        ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    @property
+    def stats(self) -> SchedulerStats: ...
+
+    def generate(self, request: GenerateInput) -> AsyncGenerator[GenerateOutput, None]: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    async def flush_cache(self) -> bool: ...
+
+    async def state(self) -> dict[str, object]: ...
+
+
+EngineT_co = TypeVar("EngineT_co", bound=ReplicaEngine, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,23 +92,23 @@ class Backoff:
         return 0.0 if failures <= 1 else float(min(self.first * 2 ** (failures - 2), self.most))
 
 
-class Replica(Generic[EngineT]):
+class Replica(Generic[EngineT_co]):
     """An engine that is there again after it was lost. All methods run on one event loop.
 
     **Arguments:**
 
     - `start`: starts the engine and waits until it serves; called again for each new one.
-    - `on_change`: called after each change of `state`.
+    - `on_change`: called with the index after each change of `state`.
     - `clock`, `sleep`: time, in seconds.
     """
 
     def __init__(
         self,
         index: int,
-        start: Callable[[], Awaitable[EngineT]],
+        start: Callable[[], Awaitable[EngineT_co]],
         *,
         backoff: Backoff | None = None,
-        on_change: Callable[[Replica[EngineT]], None] | None = None,
+        on_change: Callable[[int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -96,7 +120,7 @@ class Replica(Generic[EngineT]):
         self._clock = clock
         self._sleep = sleep
         self._state = ReplicaState.STARTING
-        self._client: EngineT | None = None
+        self._client: EngineT_co | None = None
         self._end = ""
         self._failures = 0
         self._changed = asyncio.Event()
@@ -108,7 +132,7 @@ class Replica(Generic[EngineT]):
         return self._state
 
     @property
-    def client(self) -> EngineT:
+    def client(self) -> EngineT_co:
         """The engine. Raises `EngineDeadError` while there is none, with the reason."""
         if self._client is None or self._state not in (ReplicaState.SERVING, ReplicaState.DRAINING):
             raise EngineDeadError(f"replica {self.index} is {self._state}: {self._end or 'no engine yet'}")
@@ -121,14 +145,15 @@ class Replica(Generic[EngineT]):
 
     async def start(self) -> None:
         """Starts the engine, and from then on keeps one running. Raises what the first start raises."""
-        self._take(await self._start())
+        self._client = await self._start()
+        self._set(ReplicaState.SERVING)
         self._keeper = asyncio.create_task(self._keep(), name=f"replica-{self.index}")
 
     def start_later(self) -> None:
         """As `start`, but tries until it succeeds, and does not wait for it."""
         self._keeper = asyncio.create_task(self._keep(), name=f"replica-{self.index}")
 
-    async def serving(self) -> EngineT:
+    async def serving(self) -> EngineT_co:
         """The engine, once it serves. Raises `EngineDeadError` if it was closed or given up."""
         while self._state is not ReplicaState.SERVING:
             if self._state is ReplicaState.STOPPED:
@@ -167,16 +192,18 @@ class Replica(Generic[EngineT]):
         """Nobody waits for this task: what fails here is logged here, and ends the replica."""
         try:
             while self._state is not ReplicaState.STOPPED:
-                if self._client is not None:
-                    await self._watch(self._client)
+                await self._watch()
                 await self._restart()
         except Exception as error:
             logger.exception("Replica %d is given up", self.index)
             self._end = f"{type(error).__name__}: {error}"
             self._set(ReplicaState.STOPPED)
 
-    async def _watch(self, client: EngineT) -> None:
-        """Returns once the engine has ended and its resources are given back."""
+    async def _watch(self) -> None:
+        """Returns once the engine, if there is one, has ended and its resources are given back."""
+        client = self._client
+        if client is None:
+            return
         begin = self._clock()
         reason = await client.ended()
         if self._state is ReplicaState.DRAINING:
@@ -198,7 +225,7 @@ class Replica(Generic[EngineT]):
         failed_starts = 0
         while self._client is None:
             try:
-                client = await self._start()
+                self._client = await self._start()
             except (EngineDeadError, ConfigError, CheckpointError, OSError) as error:
                 failed_starts += 1
                 self._end = f"it failed to start: {error}"
@@ -214,19 +241,15 @@ class Replica(Generic[EngineT]):
                 self._set(ReplicaState.STARTING)
             else:
                 self.restarts += 1
-                self._take(client)
+                self._set(ReplicaState.SERVING)
                 logger.info("Replica %d serves", self.index)
-
-    def _take(self, client: EngineT) -> None:
-        self._client = client
-        self._set(ReplicaState.SERVING)
 
     def _set(self, state: ReplicaState) -> None:
         self._state = state
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
         if self.on_change is not None:
-            self.on_change(self)
+            self.on_change(self.index)
 
 
 LaunchReplica = Callable[[EngineConfig, Placement], Awaitable[AsyncEngineClient]]
@@ -263,7 +286,7 @@ async def launch_replicas(
     return replicas
 
 
-async def close_replicas(replicas: list[Replica[EngineT]], *, drain: bool = False) -> None:
+async def close_replicas(replicas: Sequence[Replica[EngineT_co]], *, drain: bool = False) -> None:
     """Ends all of them at the same time."""
     await asyncio.gather(*(replica.close(drain=drain) for replica in replicas))
 

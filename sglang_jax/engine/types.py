@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sglang_jax.errors import RequestError
 from sglang_jax.sampling.defaults import GenerationDefaults
 from sglang_jax.sampling.params import SamplingParams
@@ -24,11 +27,12 @@ class GenerateInput:
     - `top_logprobs_num`: alternatives per position, at most `MAX_TOP_LOGPROBS`.
     - `extra_key`: cached KV is shared only between requests with the same one.
     - `priority`: higher goes first under the priority policy.
+    - `routing_key`: requests with the same one go to the same replica, as long as that serves.
     - `continues_text`: the output goes on where the prompt's text ends, so that a space at its front is kept. False
       where it is a text of its own, as the answer in a chat is: sentencepiece begins each text with a space.
     """
 
-    prompt: str | Sequence[int]
+    prompt: str | Sequence[int] | NDArray[np.int32]
     sampling: SamplingParams = SamplingParams()
     request_id: str | None = None
     stream: bool = False
@@ -37,6 +41,7 @@ class GenerateInput:
     top_logprobs_num: int = 0
     extra_key: str | None = None
     priority: int = 0
+    routing_key: str | None = None
     continues_text: bool = True
 
 
@@ -102,6 +107,36 @@ class ModelInfo:
     bos_token_id: int | None
     dtype: str
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+
+
+class ReplicaState(StrEnum):
+    """`DEAD`: lost, and it will be started again; `STOPPED`: closed, or given up."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"
+    DEAD = "dead"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaLoad:
+    """One replica, as operators see it. An engine without replicas is one.
+
+    - `address`: HOST:PORT of one that is a server of its own, else empty.
+    - `stats`: the newest snapshot of its scheduler; zeros while it has none.
+    - `in_flight`: completions that this process has given it.
+    - `restarts`: how often it was started again; `last_end`: why the last time, or why it failed to start.
+    """
+
+    index: int
+    state: ReplicaState
+    max_running_requests: int
+    stats: SchedulerStats
+    address: str = ""
+    in_flight: int = 0
+    restarts: int = 0
+    last_end: str = ""
 
 
 class StreamDecoder(Protocol):
@@ -180,6 +215,19 @@ class EngineClient(Protocol):
         """Empties the prefix cache; False, and nothing is done, while requests run or wait."""
         ...
 
-    async def state(self) -> dict[str, object]:
-        """The scheduler's and runner's figures, for `/server_info`. Raises `EngineDeadError`."""
+    async def states(self) -> list[dict[str, object]]:
+        """The scheduler's and runner's figures of each replica, for `/server_info`. Raises `EngineDeadError`."""
+        ...
+
+    async def drain(self, index: int | None = None) -> None:
+        """Lets one replica, or all in turn, finish what it has, and starts it anew. Raises `ParameterError` if that
+        cannot be done."""
+        ...
+
+    def loads(self) -> list[ReplicaLoad]:
+        """What each replica has to do. An engine without replicas is one."""
+        ...
+
+    async def close(self, *, drain: bool = False) -> None:
+        """Ends the engine, with `drain` once its requests have finished. May be called again without."""
         ...

@@ -50,7 +50,7 @@ def stop_token_ids(sampling: SamplingParams, info: ModelInfo) -> frozenset[int]:
     return frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else info.eos_token_ids)
 
 
-def prompt_array(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
+def prompt_array(token_ids: Sequence[int] | NDArray[np.int32], vocab_size: int) -> NDArray[np.int32]:
     """Token ids `[tokens]` of a prompt, checked. Raises `ParameterError`."""
     if isinstance(token_ids, (bytes, bytearray)) or not isinstance(token_ids, (Sequence, np.ndarray)):
         raise ParameterError(

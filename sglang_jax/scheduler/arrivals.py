@@ -93,6 +93,11 @@ class Arrivals:
     def _seed(self, sampling: SamplingParams) -> int:
         if sampling.seed is not None:
             return sampling.seed & _SEED_MASK
-        mixed = (self._random_seed + self._count * _GOLDEN) & (2**64 - 1)
-        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-        return (mixed ^ (mixed >> 31)) & _SEED_MASK
+        return arrival_seed(self._random_seed, self._count)
+
+
+def arrival_seed(random_seed: int, count: int) -> int:
+    """The seed of the `count`-th request, counted from 1, if it brings none."""
+    mixed = (random_seed + count * _GOLDEN) & (2**64 - 1)
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    return (mixed ^ (mixed >> 31)) & _SEED_MASK

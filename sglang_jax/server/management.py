@@ -105,9 +105,9 @@ def information_router(context: ServerContext) -> APIRouter:
     @router.get("/server_info")
     async def server_info() -> dict[str, Any]:
         """Every option but the API key, and the figures of the scheduler and the runner."""
-        state = await context.client.state()
+        states = await context.client.states()
         options = config.model_dump(mode="json", exclude={"api_key"})
-        return {**options, "version": version("sglang-jax"), "internal_states": [state]}
+        return {**options, "version": version("sglang-jax"), "internal_states": states}
 
     return router
 

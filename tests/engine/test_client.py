@@ -12,8 +12,9 @@ import pytest_asyncio
 from helpers.engine_fakes import CACHED_TOKENS, CONTEXT_LENGTH, EOS, load_echo, load_tokenizer
 
 from sglang_jax.config import EngineConfig
-from sglang_jax.engine.client import LONG_TEXT, AsyncEngineClient
+from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.launch import launch_core
+from sglang_jax.engine.prompt_reader import LONG_TEXT
 from sglang_jax.engine.types import FinishKind, GenerateInput, GenerateOutput, TokenLogprob
 from sglang_jax.errors import CapacityError, EngineDeadError, ParameterError, PromptTooLongError
 from sglang_jax.sampling.params import SamplingParams

@@ -19,12 +19,11 @@ from sglang_jax.engine.placement import Placement
 from sglang_jax.engine.replica import (
     Backoff,
     Replica,
-    ReplicaState,
     SharedTokenizer,
     close_replicas,
     launch_replicas,
 )
-from sglang_jax.engine.types import GenerateInput
+from sglang_jax.engine.types import GenerateInput, ReplicaState
 from sglang_jax.errors import CheckpointError, ConfigError, EngineDeadError
 from sglang_jax.sampling.params import SamplingParams
 
@@ -71,7 +70,8 @@ class Starts:
 
 def watched(starts: Starts, backoff: Backoff = AT_ONCE) -> tuple[Replica[ScriptedEngine], list[ReplicaState]]:
     states: list[ReplicaState] = []
-    return Replica(3, starts, backoff=backoff, on_change=lambda one: states.append(one.state)), states
+    replica = Replica(3, starts, backoff=backoff, on_change=lambda _: states.append(replica.state))
+    return replica, states
 
 
 async def test_a_lost_engine_is_replaced() -> None:

@@ -1,0 +1,106 @@
+"""What a replica probably has in its prefix cache, as far as it can be told from the requests that it was given."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sglang_jax.config import EvictionPolicy
+from sglang_jax.mem_cache.component import Component
+from sglang_jax.mem_cache.eviction import EvictionOrder
+from sglang_jax.mem_cache.ledger import Pages
+from sglang_jax.mem_cache.radix_tree import TOKEN_BYTES, Namespace, Node, RadixTree
+
+
+class PrefixMap:
+    """Prompts that went to one replica: the very tree that the replica keeps, without KV.
+
+    It holds as many tokens as the replica's pool and forgets what was used least recently, as the replica does. It is
+    wrong where the replica's pool is partly taken by running requests, and about outputs, which it does not see; it is
+    asked where to send a request, not what is cached.
+
+    **Arguments:** `page_size`: tokens of a page; `capacity`: tokens to remember.
+    """
+
+    def __init__(self, page_size: int, capacity: int) -> None:
+        self._pages = _CountedPages()
+        self._tree = RadixTree(page_size, (self._pages,))
+        self._capacity = max(capacity // page_size, 1)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it remembers."""
+        return self._pages.evictable * self._tree.page_size
+
+    def match(self, tokens: bytes, namespace: Namespace) -> int:
+        """How many tokens at the front of a prompt (int32 bytes) the replica has seen, in whole pages."""
+        return self._tree.peek(tokens, namespace)
+
+    def add(self, tokens: bytes, namespace: Namespace) -> None:
+        """A prompt goes to the replica. Of one that is longer than the capacity, the front is remembered."""
+        page_bytes = self._tree.page_size * TOKEN_BYTES
+        pages = min(len(tokens) // page_bytes, self._capacity)
+        if pages == 0:
+            return
+        run = np.zeros(pages, np.int32)
+        self._tree.insert(self._tree.root(namespace), tokens[: pages * page_bytes], (run,), 0)
+        self._pages.evict(self._pages.evictable - self._capacity)
+
+
+class _CountedPages(Component):
+    """Pages that are nothing but counted: all of them can go at any time, those of the least recently used leaf first.
+
+    A node needs no value: its key tells how many pages it has.
+    """
+
+    def __init__(self) -> None:
+        self._order = EvictionOrder(EvictionPolicy.LRU)
+        self._count = 0
+
+    def attach(self, tree: RadixTree) -> None:
+        self._tree = tree
+
+    def adopt(self, node: Node, pages: Pages, giver: int) -> None:
+        self._count += len(pages)
+
+    def split(self, upper: Node, lower: Node, pages: int) -> None:
+        """Nothing is held that could be divided."""
+
+    def accepts_boundary(self, node: Node, whole: bool) -> bool:
+        return True
+
+    def collect(self, node: Node) -> Pages:
+        return np.zeros(0, np.int32)
+
+    def lock(self, node: Node) -> None:
+        """Nothing depends on what is remembered."""
+
+    def unlock(self, node: Node) -> None:
+        """As `lock`."""
+
+    def touch(self, node: Node) -> None:
+        if node.children:
+            self._order.discard(node)
+        else:
+            self._order.add(node)
+
+    def evict(self, shortfall: int) -> int:
+        gone = 0
+        while gone < shortfall and (node := self._order.first()) is not None:
+            size = len(node.key) // self._tree.page_bytes
+            count = min(size, shortfall - gone)
+            gone += count
+            if count < size:
+                self._tree.trim_leaf(node, size - count)
+            else:
+                self._order.discard(node)
+                self._tree.remove_leaf(node)
+        self._count -= gone
+        return gone
+
+    @property
+    def evictable(self) -> int:
+        return self._count
+
+    @property
+    def protected(self) -> int:
+        return 0

@@ -1,0 +1,415 @@
+"""Several replicas behind one client: who gets what, and what becomes of it when a replica is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import pytest_asyncio
+from helpers.engine_fakes import CONTEXT_LENGTH, FAKE_VOCAB_SIZE
+from helpers.replica_fakes import ToldEngine, ToldReplicas, fake_replicas, shared_prefix_prompts
+
+from sglang_jax.config import EngineConfig, LoadBalanceMethod
+from sglang_jax.engine.replicated import MAX_REROUTES, ReplicatedClient
+from sglang_jax.engine.types import FinishKind, GenerateInput, GenerateOutput, ReplicaState
+from sglang_jax.errors import (
+    CapacityError,
+    EngineDeadError,
+    ParameterError,
+    PromptTooLongError,
+    QueueFullError,
+    ReplicaLostError,
+)
+from sglang_jax.sampling.params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Lets other tasks run until something is so."""
+    for _ in range(10_000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it does not come true")
+
+
+async def collect(client: ReplicatedClient, request: GenerateInput) -> list[GenerateOutput]:
+    return [output async for output in client.generate(request)]
+
+
+def ask(client: ReplicatedClient, prompt: str = "abc", **fields: object) -> asyncio.Task[list[GenerateOutput]]:
+    return asyncio.create_task(collect(client, GenerateInput(prompt=prompt, **fields)))
+
+
+@pytest.fixture
+def two() -> ToldReplicas:
+    return ToldReplicas(2)
+
+
+@pytest_asyncio.fixture
+async def client(two: ToldReplicas) -> AsyncIterator[ReplicatedClient]:
+    client = await two.client()
+    yield client
+    await client.close()
+
+
+def only(engine: ToldEngine) -> str:
+    (name,) = engine.asked
+    return name
+
+
+async def test_requests_are_shared_out_and_keep_their_names(two: ToldReplicas, client: ReplicatedClient) -> None:
+    tasks = [ask(client, request_id=f"mine-{number}") for number in range(4)]
+    await until(lambda: sum(len(two.engine(index).asked) for index in (0, 1)) == 4)
+    assert [load.in_flight for load in client.loads()] == [2, 2]
+    for index in (0, 1):
+        for request in two.engine(index).asked.values():
+            assert list(request.prompt) == [97, 98, 99]
+            assert request.request_id not in {f"mine-{number}" for number in range(4)}
+        two.engine(index).answer_all()
+    outputs = [output for task in tasks for output in await task]
+    assert [output.request_id for output in outputs] == [f"mine-{number}" for number in range(4)]
+    assert [load.in_flight for load in client.loads()] == [0, 0]
+
+
+async def test_bad_requests_reach_no_replica(two: ToldReplicas, client: ReplicatedClient) -> None:
+    for prompt, error in (("", ParameterError), ([-1], ParameterError), ([1] * CONTEXT_LENGTH, PromptTooLongError)):
+        with pytest.raises(error):
+            await collect(client, GenerateInput(prompt=prompt))
+    running = ask(client, request_id="a")
+    await until(lambda: bool(two.engine(0).asked))
+    with pytest.raises(ParameterError, match="request_id 'a' belongs to a request that still runs"):
+        await collect(client, GenerateInput(prompt="x", request_id="a"))
+    two.engine(0).answer_all()
+    await running
+    assert not two.engine(1).asked
+
+
+async def test_what_a_lost_replica_had_not_begun_goes_to_another(two: ToldReplicas, client: ReplicatedClient) -> None:
+    waiting = ask(client)
+    await until(lambda: bool(two.engine(0).asked))
+    two.gates[0].clear()
+    two.engine(0).die()
+    await until(lambda: bool(two.engine(1).asked))
+    two.engine(1).answer_all()
+    assert [output.text for output in await waiting] == ["done"]
+
+
+async def test_what_a_lost_replica_ran_fails_cleanly(two: ToldReplicas, client: ReplicatedClient) -> None:
+    running = ask(client)
+    await until(lambda: bool(two.engine(0).asked))
+    two.engine(0).started.add(only(two.engine(0)))
+    two.engine(0).die("killed by SIGKILL")
+    with pytest.raises(
+        ReplicaLostError, match=r"replica 0 was lost while it had the request \(killed by SIGKILL\)"
+    ) as lost:
+        await running
+    assert (lost.value.status, lost.value.code) == (503, "replica_lost")
+    assert not two.engine(1).asked
+
+
+async def test_what_has_given_an_output_is_not_begun_again(two: ToldReplicas, client: ReplicatedClient) -> None:
+    running = ask(client, sampling=SamplingParams(n=2))
+    await until(lambda: bool(two.engine(0).asked))
+    two.engine(0).answer(only(two.engine(0)), 1)
+    await asyncio.sleep(0)
+    two.engine(0).die()
+    with pytest.raises(ReplicaLostError):
+        await running
+
+
+async def test_what_kills_replicas_is_given_up(two: ToldReplicas, client: ReplicatedClient) -> None:
+    poison = ask(client)
+    killed = 0
+    while not poison.done():
+        await until(lambda: poison.done() or any(two.engine(index).asked for index in (0, 1)))
+        for index in (0, 1):
+            if two.engine(index).asked:
+                two.engine(index).die()
+                killed += 1
+                await asyncio.sleep(0)
+    with pytest.raises(ReplicaLostError):
+        await poison
+    assert killed == MAX_REROUTES + 1
+
+
+async def test_what_may_have_been_begun_is_tried_once_more(two: ToldReplicas, client: ReplicatedClient) -> None:
+    unsure = ask(client)
+    for index in (0, 1):
+        await until(lambda index=index: bool(two.engine(index).asked))
+        inbox = two.engine(index)._inbox[only(two.engine(index))]
+        inbox.put_nowait(EngineDeadError("the connection broke", started=None))
+    with pytest.raises(ReplicaLostError, match="replica 1 was lost"):
+        await unsure
+
+
+async def test_requests_wait_while_no_replica_serves(two: ToldReplicas, client: ReplicatedClient) -> None:
+    for index in (0, 1):
+        two.gates[index].clear()
+        two.engine(index).die()
+    assert not client.alive
+    waiting = [ask(client, request_id=name) for name in "ab"]
+    await until(lambda: client._waiting == 2)
+    client.abort("b")
+    assert [output.finish.kind for output in await waiting[1] if output.finish] == [FinishKind.ABORT]
+    two.gates[1].set()
+    await until(lambda: len(two.engines[1]) == 2 and bool(two.engine(1).asked))
+    two.engine(1).answer_all()
+    assert [output.text for output in await waiting[0]] == ["done"]
+
+
+async def test_few_enough_wait_while_no_replica_serves(two: ToldReplicas) -> None:
+    client = await two.client(max_waiting=1)
+    for index in (0, 1):
+        two.gates[index].clear()
+        two.engine(index).die()
+    waiting = ask(client)
+    await until(lambda: client._waiting == 1)
+    with pytest.raises(QueueFullError, match="no replica serves at the moment and 1 requests wait, the limit is 1"):
+        await collect(client, GenerateInput(prompt="x"))
+    await client.close()
+    with pytest.raises(EngineDeadError, match=r"no replica is left \(0: it was shut down; 1: it was shut down\)"):
+        await waiting
+
+
+async def test_no_replica_is_left(two: ToldReplicas, client: ReplicatedClient) -> None:
+    for index in (0, 1):
+        two.failures[index] = EngineDeadError("no such device")
+        two.engine(index).die()
+    with pytest.raises(EngineDeadError, match=r"no replica is left .*no such device"):
+        await collect(client, GenerateInput(prompt="x"))
+    assert [load.state for load in client.loads()] == [ReplicaState.STOPPED] * 2
+
+
+async def test_a_full_queue_sends_the_request_on(two: ToldReplicas, client: ReplicatedClient) -> None:
+    request = ask(client)
+    await until(lambda: bool(two.engine(0).asked))
+    two.engine(0).answer(only(two.engine(0)), error=QueueFullError("8 requests wait"))
+    await until(lambda: bool(two.engine(1).asked))
+    two.engine(1).answer(only(two.engine(1)), error=QueueFullError("8 requests wait"))
+    with pytest.raises(QueueFullError, match="the queues of all replicas that serve are full"):
+        await request
+
+
+async def test_other_errors_are_the_requests_own(two: ToldReplicas, client: ReplicatedClient) -> None:
+    request = ask(client)
+    await until(lambda: bool(two.engine(0).asked))
+    two.engine(0).answer(only(two.engine(0)), error=CapacityError("too large"))
+    (output,) = await request
+    assert output.finish is not None
+    assert isinstance(output.finish.error, CapacityError)
+    assert not two.engine(1).asked
+
+
+async def test_abort_reaches_the_replica_that_has_the_request(two: ToldReplicas, client: ReplicatedClient) -> None:
+    tasks = [ask(client, request_id=name) for name in "ab"]
+    await until(lambda: bool(two.engine(0).asked and two.engine(1).asked))
+    client.abort("b")
+    client.abort("nobody")
+    assert (two.engine(0).aborted, two.engine(1).aborted) == ([], [only(two.engine(1))])
+    client.abort_all()
+    assert two.engine(0).aborted == [only(two.engine(0))]
+    for index in (0, 1):
+        two.engine(index).answer_all()
+    await asyncio.gather(*tasks)
+
+
+async def test_an_aborted_request_is_not_given_to_another(two: ToldReplicas, client: ReplicatedClient) -> None:
+    task = ask(client, request_id="a", sampling=SamplingParams(n=2))
+    await until(lambda: bool(two.engine(0).asked))
+    client.abort("a")
+    two.engine(0).die()
+    outputs = await task
+    assert [(output.index, output.finish.kind) for output in outputs if output.finish] == [
+        (0, FinishKind.ABORT),
+        (1, FinishKind.ABORT),
+    ]
+    assert {(output.request_id, output.prompt_tokens) for output in outputs} == {("a", 3)}
+
+
+async def test_leaving_early_ends_the_request_at_its_replica(two: ToldReplicas, client: ReplicatedClient) -> None:
+    task = ask(client)
+    await until(lambda: bool(two.engine(0).asked))
+    task.cancel()
+    await asyncio.wait({task})
+    assert not two.engine(0).asked
+    assert [load.in_flight for load in client.loads()] == [0, 0]
+
+
+async def test_flush_is_for_all_and_only_when_idle(two: ToldReplicas, client: ReplicatedClient) -> None:
+    assert await client.flush_cache()
+    assert [two.engine(index).flushed for index in (0, 1)] == [1, 1]
+    two.engine(1).busy = True
+    assert not await client.flush_cache()
+    task = ask(client)
+    await until(lambda: bool(two.engine(0).asked))
+    assert not await client.flush_cache()
+    assert [two.engine(index).flushed for index in (0, 1)] == [2, 2]
+    two.engine(0).answer_all()
+    await task
+
+
+async def test_states_and_figures_of_all(two: ToldReplicas, client: ReplicatedClient) -> None:
+    two.gates[1].clear()
+    two.engine(1).die("killed")
+    await until(lambda: client.loads()[1].state is ReplicaState.STARTING)
+    assert await client.states() == [
+        {"replica": 0, "replica_state": "serving", "steps": 3},
+        {"replica": 1, "replica_state": "starting"},
+    ]
+    assert (client.stats.num_running, client.stats.prompt_tokens, client.stats.cached_tokens) == (1, 10, 4)
+    assert client.max_running_requests == 4
+    assert client.loads()[1].last_end == "killed"
+    two.gates[1].set()
+    await until(lambda: client.loads()[1].state is ReplicaState.SERVING)
+    assert (client.stats.num_running, client.stats.prompt_tokens, client.loads()[1].restarts) == (2, 20, 1)
+
+
+async def test_rolling_drain_refuses_nobody(two: ToldReplicas, client: ReplicatedClient) -> None:
+    running = [ask(client) for _ in range(2)]
+    await until(lambda: bool(two.engine(0).asked and two.engine(1).asked))
+    drain = asyncio.create_task(client.drain())
+    await until(lambda: two.replicas[0].state is ReplicaState.DRAINING)
+    with pytest.raises(ParameterError, match="a drain goes on already"):
+        await client.drain(1)
+    late = ask(client)
+    await until(lambda: len(two.engine(1).asked) == 2)
+    two.engine(0).answer_all()
+    await until(lambda: two.replicas[1].state is ReplicaState.DRAINING)
+    later = ask(client)
+    await until(lambda: bool(two.engine(0).asked))
+    two.engine(1).answer_all()
+    await drain
+    two.engine(0).answer_all()
+    for task in (*running, late, later):
+        assert [output.text for output in await task] == ["done"]
+    assert [len(engines) for engines in two.engines] == [2, 2]
+    with pytest.raises(ParameterError, match="replica must be from 0 to 1, got 2"):
+        await client.drain(2)
+
+
+async def test_drain_of_one_replica_that_is_all_there_is() -> None:
+    one = ToldReplicas(1)
+    client = await one.client()
+    one.gates[0].clear()
+    drain = asyncio.create_task(client.drain())
+    await until(lambda: one.replicas[0].state is ReplicaState.STARTING)
+    client._rolling = False
+    with pytest.raises(ParameterError, match="replica 0 is starting; only replicas that serve are drained"):
+        await client.drain(0)
+    waiting = ask(client)
+    await until(lambda: client._waiting == 1)
+    one.gates[0].set()
+    await drain
+    await until(lambda: bool(one.engine(0).asked))
+    one.engine(0).answer_all()
+    await waiting
+    await client.close()
+
+
+async def test_load_decides_and_counts_completions(two: ToldReplicas) -> None:
+    client = await two.client(LoadBalanceMethod.LEAST_LOADED)
+    tasks = [ask(client, sampling=SamplingParams(n=3))]
+    await until(lambda: bool(two.engine(0).asked))
+    tasks += [ask(client) for _ in range(3)]
+    await until(lambda: len(two.engine(1).asked) == 3)
+    two.engine(0).foreign_load = 5
+    tasks += [ask(client)]
+    await until(lambda: len(two.engine(1).asked) == 4)
+    for index in (0, 1):
+        two.engine(index).answer_all()
+    await asyncio.gather(*tasks)
+    await client.close()
+
+
+async def test_keys_stick_until_their_replica_is_gone(two: ToldReplicas, client: ReplicatedClient) -> None:
+    async def homes() -> dict[str, int]:
+        found = {}
+        for key in "abcdefgh":
+            task = ask(client, routing_key=key)
+            await until(lambda: any(engines[-1].asked for engines in two.engines))
+            found[key] = next(index for index in (0, 1) if two.engine(index).asked)
+            two.engine(found[key]).answer_all()
+            await task
+        return found
+
+    first = await homes()
+    assert set(first.values()) == {0, 1}
+    assert await homes() == first
+    two.gates[0].clear()
+    two.engine(0).die()
+    assert set((await homes()).values()) == {1}
+    two.gates[0].set()
+    await until(lambda: two.replicas[0].state is ReplicaState.SERVING)
+    assert await homes() == first
+
+
+def fake_config(**options: object) -> EngineConfig:
+    return EngineConfig(
+        **{"page_size": 4, "max_total_tokens": 2048, "max_running_requests": 8, "chunked_prefill_size": 64, **options}
+    )
+
+
+async def run_all(client: ReplicatedClient, requests: list[GenerateInput], at_once: int = 8) -> list[list[list[int]]]:
+    """Output ids of each request's completions."""
+    limit = asyncio.Semaphore(at_once)
+
+    async def run(request: GenerateInput) -> list[list[int]]:
+        async with limit:
+            return [output.output_ids for output in sorted(await collect(client, request), key=lambda one: one.index)]
+
+    return await asyncio.gather(*(run(request) for request in requests))
+
+
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, SamplingParams(temperature=1.0, max_new_tokens=12)], ids=["greedy", "drawn"]
+)
+async def test_outputs_are_those_of_one_replica(sampling: SamplingParams) -> None:
+    prompts = shared_prefix_prompts(6, 8, 24, 8, FAKE_VOCAB_SIZE - 1)
+    requests = [GenerateInput(prompt=prompt, sampling=sampling) for prompt in prompts]
+    answers = []
+    for count in (1, 3):
+        for method in LoadBalanceMethod:
+            client = await fake_replicas(count, method, fake_config(random_seed=7))
+            answers.append(await run_all(client, requests))
+            assert all(state["num_finished"] for state in await client.states())
+            await client.close()
+    assert all(answer == answers[0] for answer in answers)
+
+
+async def test_requests_without_a_seed_draw_what_one_engine_would() -> None:
+    """Whichever replica they go to, and though all replicas have the same seed."""
+    requests = [GenerateInput(prompt=[5, 6, 7], sampling=SamplingParams(max_new_tokens=12)) for _ in range(16)]
+    client = await fake_replicas(2, LoadBalanceMethod.ROUND_ROBIN, fake_config())
+    outputs = await run_all(client, requests)
+    assert len({tuple(ids) for (ids,) in outputs}) == len(requests)
+    await client.close()
+    single = await fake_replicas(1, LoadBalanceMethod.ROUND_ROBIN, fake_config())
+    engine = single._replicas[0].client
+    assert outputs == [[output.output_ids async for output in engine.generate(request)] for request in requests]
+    await single.close()
+
+
+async def hit_rate(method: LoadBalanceMethod, count: int, groups: int, each: int) -> float:
+    """Of a workload of groups that share 64 of 72 tokens, on replicas that each have room for half of the prefixes."""
+    pool = groups * 64 // count * 3 // 2
+    client = await fake_replicas(count, method, fake_config(max_total_tokens=pool))
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=4, ignore_eos=True)
+    prompts = shared_prefix_prompts(groups, each, 64, 8, FAKE_VOCAB_SIZE - 1)
+    await run_all(client, [GenerateInput(prompt=prompt, sampling=sampling) for prompt in prompts])
+    states = await client.states()
+    await client.close()
+    assert sum(int(str(state["prompt_tokens"])) for state in states) == groups * each * 72
+    return sum(int(str(state["cached_tokens"])) for state in states) / (groups * each * 72)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+async def test_cache_aware_routing_hits_half_as_often_again(count: int) -> None:
+    """50 groups of 10 prompts, whose prefixes fit the replicas' pools together, but not each pool."""
+    aware = await hit_rate(LoadBalanceMethod.CACHE_AWARE, count, 50, 10)
+    in_turn = await hit_rate(LoadBalanceMethod.ROUND_ROBIN, count, 50, 10)
+    print(f"{count} replicas: cache_aware {aware:.3f}, round_robin {in_turn:.3f}")
+    assert aware >= 1.5 * in_turn
+    assert aware > 0.7 * 0.9 * 64 / 72
