@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -28,14 +29,14 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.2)
 
 
-def engine_cores() -> list[psutil.Process]:
-    """Processes of engines beside an actor of Ray Serve. Others' processes may end while they are looked at."""
-    cores = []
-    for process in psutil.process_iter(["name", "cmdline"]):
-        if "ServeReplica:default:Replica" in " ".join(process.info["cmdline"] or []):
-            children = process.children() if process.is_running() else []
-            cores += [child for child in children if "spawn_main" in " ".join(child.cmdline())]
-    return cores
+def engine_cores() -> set[int]:
+    """Processes of engines beside an actor of Ray Serve."""
+    commands = {
+        process.pid: (process.info["ppid"], " ".join(process.info["cmdline"] or []))
+        for process in psutil.process_iter(["ppid", "cmdline"])
+    }
+    actors = {pid for pid, (_, command) in commands.items() if "ServeReplica:default:Replica" in command}
+    return {pid for pid, (parent, command) in commands.items() if parent in actors and "spawn_main" in command}
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def url(cluster: Nodes, tmp_path: Path) -> Iterator[str]:
         assert door.poll() is None, log.read_text()
         yield f"http://127.0.0.1:{port}"
     finally:
-        door.send_signal(2)
+        door.send_signal(signal.SIGINT)
         door.wait(DEADLINE)
 
 
@@ -76,8 +77,9 @@ def test_replicas_answer_and_one_whose_engine_dies_is_replaced(url: str) -> None
     with pytest.raises(openai.BadRequestError, match="temperature must be in"):
         client.completions.create(model=model, prompt="one", temperature=-1)
 
-    before = {core.pid for core in engine_cores()}
+    before = engine_cores()
     assert len(before) == 2
-    psutil.Process(min(before)).kill()
-    until(lambda: len({core.pid for core in engine_cores()} - before) == 1 and all(answers(url) for _ in range(8)))
-    assert max(before) in {core.pid for core in engine_cores()}
+    killed, kept = before
+    os.kill(killed, signal.SIGKILL)
+    until(lambda: len(engine_cores() - before) == 1 and all(answers(url) for _ in range(8)))
+    assert kept in engine_cores()

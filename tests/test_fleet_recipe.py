@@ -1,0 +1,56 @@
+"""The Kubernetes recipe of a fleet says what the code does, and its parts fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sglang_jax.cli.serve import serve
+
+RECIPE = Path(__file__).parent.parent / "docs" / "recipes" / "fleet-kubernetes.yaml"
+
+
+@pytest.fixture(scope="module")
+def parts() -> dict[tuple[str, str], dict[str, Any]]:
+    """Objects by kind and name."""
+    objects = list(yaml.safe_load_all(RECIPE.read_text()))
+    return {(part["kind"], part["metadata"]["name"]): part["spec"] for part in objects}
+
+
+def container(spec: dict[str, Any]) -> dict[str, Any]:
+    [only] = spec["template"]["spec"]["containers"]
+    return only
+
+
+def flags(spec: dict[str, Any]) -> dict[str, str]:
+    return dict(argument.split("=", 1) for argument in container(spec)["args"])
+
+
+def test_flags_are_those_of_the_server(parts) -> None:
+    known = {name for parameter in serve.params for name in parameter.opts}
+    for key in (("StatefulSet", "replica"), ("Deployment", "sglang-jax-door")):
+        assert container(parts[key])["command"] == ["python", "-m", "sglang_jax.launch_server"]
+        assert set(flags(parts[key])) <= known
+
+
+def test_the_door_knows_every_replica_by_its_name(parts) -> None:
+    replicas = parts["StatefulSet", "replica"]
+    door = flags(parts["Deployment", "sglang-jax-door"])
+    port = flags(replicas)["--port"]
+    service = replicas["serviceName"]
+    assert door["--connect"].split(",") == [f"replica-{n}.{service}:{port}" for n in range(replicas["replicas"])]
+    assert door["--model-path"] == flags(replicas)["--model-path"]
+
+
+def test_services_select_what_is_there(parts) -> None:
+    pods = {spec["template"]["metadata"]["labels"]["app"] for (kind, _), spec in parts.items() if kind != "Service"}
+    services = {name: spec for (kind, name), spec in parts.items() if kind == "Service"}
+    assert {spec["selector"]["app"] for spec in services.values()} == pods
+    assert parts["StatefulSet", "replica"]["serviceName"] in services
+    for (kind, _), spec in parts.items():
+        if kind != "Service":
+            assert spec["selector"]["matchLabels"] == spec["template"]["metadata"]["labels"]
+            assert {port["containerPort"] for port in container(spec)["ports"]} == {int(flags(spec)["--port"])}
