@@ -28,7 +28,8 @@ class ServerContext:
     """One engine behind HTTP.
 
     - `draining`: the server was told to stop; what is in flight finishes, nothing new starts.
-    - `in_flight`: HTTP requests that generate, by id, each with the ids of its prompts in the engine.
+    - `in_flight`: HTTP requests that generate, by id, each with the ids of its prompts in the engine; `in_engine` has
+      those of all prompts.
     """
 
     client: EngineClient
@@ -36,6 +37,7 @@ class ServerContext:
     metrics: ServerMetrics
     draining: bool = False
     in_flight: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    in_engine: set[str] = field(default_factory=set)
 
     @property
     def generation_defaults(self) -> GenerationDefaults:
@@ -66,7 +68,7 @@ class ServerContext:
                     async for item in outputs:
                         yield item
         finally:
-            del self.in_flight[request_id]
+            self.in_engine.difference_update(self.in_flight.pop(request_id))
 
     async def collect(
         self, request_id: str, prompts: Sequence[GenerateInput], field_names: Mapping[str, str] = ENGINE_NAMES
@@ -87,12 +89,12 @@ class ServerContext:
         if self.draining:
             raise ShuttingDownError("the server is shutting down and takes no new requests")
         ids = tuple(prompt.request_id or "" for prompt in prompts)
-        running = {engine_id for engine_ids in self.in_flight.values() for engine_id in engine_ids}
-        taken = [name for name in {request_id, *ids} if name in self.in_flight or name in running]
+        taken = [name for name in {request_id, *ids} if name in self.in_flight or name in self.in_engine]
         if taken or len(set(ids)) < len(ids):
             which = repr(taken[0]) if taken else "one that is given twice"
             raise ParameterError(f"rid must be unique among the requests in flight, got {which}", param="rid")
         self.in_flight[request_id] = ids
+        self.in_engine.update(ids)
 
     async def _observed(self, prompt: GenerateInput) -> AsyncGenerator[GenerateOutput, None]:
         with self.metrics.request(stream=prompt.stream) as timing:
