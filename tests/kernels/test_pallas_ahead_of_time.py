@@ -56,6 +56,7 @@ def test_every_form_compiles(chip: str) -> None:
 
 
 def test_blocks_that_do_not_fit_are_refused() -> None:
-    (outcome,) = compile_kernels("v6e", [Kernel(tokens=8192, rows=8, blocks=(4096, 64))])
+    """Two buffers for 4096 keys of 32 heads take 128 MiB."""
+    (outcome,) = compile_kernels("v6e", [Kernel(kv_heads=32, tokens=64, rows=8, blocks=(16, 64))])
     assert outcome.error is not None
     assert "vmem" in outcome.error
