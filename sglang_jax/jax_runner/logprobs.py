@@ -80,5 +80,10 @@ def prompt_logprobs(
         wanted = jnp.any(lax.dynamic_slice_in_dim(targets, start, block) >= 0)
         return lax.cond(wanted, compute, lambda _, unchanged: unchanged, start, results)
 
-    blocks = jnp.where(jnp.any(targets >= 0), (num_tokens + block - 1) // block, 0)
-    return lax.fori_loop(0, blocks, visit, Logprobs.empty(tokens, vocab_size))
+    nothing = Logprobs.empty(tokens, vocab_size)
+    # Around the loop, which may bring a copy of the whole head: on tpu7x the compiler gives it other tiles in there.
+    return lax.cond(
+        jnp.any(targets >= 0),
+        lambda: lax.fori_loop(0, (num_tokens + block - 1) // block, visit, nothing),
+        lambda: nothing,
+    )
