@@ -1,0 +1,132 @@
+"""Replicas that are killed under load: only what they ran fails."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import pytest
+from helpers.engine_fakes import FAKE_VOCAB_SIZE, load_tokenizer
+from helpers.sleeping_core import launch_sleeping
+
+from sglang_jax.config import Device, EngineConfig, LoadBalanceMethod
+from sglang_jax.engine.client import AsyncEngineClient
+from sglang_jax.engine.launch_replicated import replicated_client
+from sglang_jax.engine.placement import Placement
+from sglang_jax.engine.replica import Backoff, Replica
+from sglang_jax.engine.replicated import ReplicatedClient
+from sglang_jax.engine.types import GenerateInput, ReplicaState
+from sglang_jax.errors import ReplicaLostError
+from sglang_jax.runner.fake import Oracle
+from sglang_jax.sampling.params import SamplingParams
+
+ROWS = 4
+USERS = 24
+OUTPUT = 24
+
+
+@dataclass
+class Tally:
+    """What became of the requests. `failed`: those that failed, by the kill (its number) that came before."""
+
+    answered: int = 0
+    failed: dict[int, int] = field(default_factory=dict)
+    kills: int = 0
+
+
+def make_replicas(count: int) -> tuple[EngineConfig, list[Replica[AsyncEngineClient]], dict[int, int]]:
+    """Replicas in processes of their own, and the process id of each, which is asked for at every start."""
+    config = EngineConfig(
+        model_path="sleep:0.01",
+        page_size=4,
+        max_running_requests=ROWS,
+        load_balance_method=LoadBalanceMethod.LEAST_LOADED,
+    )
+    pids: dict[int, int] = {}
+
+    def start(index: int) -> Callable[[], Awaitable[AsyncEngineClient]]:
+        async def launch() -> AsyncEngineClient:
+            client = await launch_sleeping(config, Placement(name=f"replica {index}", device=Device.CPU))
+            pids[index] = int(client.model_info.architecture)
+            return client
+
+        return launch
+
+    backoff = Backoff(first=0.1, most=0.2)
+    return config, [Replica(index, start(index), backoff=backoff) for index in range(count)], pids
+
+
+async def use(client: ReplicatedClient, tally: Tally, seed: int, over: asyncio.Event) -> None:
+    """One user: request after request, each answer compared with what must come."""
+    rng = random.Random(seed)
+    oracle = Oracle(FAKE_VOCAB_SIZE)
+    while not over.is_set():
+        prompt = [rng.randrange(1, FAKE_VOCAB_SIZE) for _ in range(rng.randrange(4, 60))]
+        stream = rng.random() < 0.5
+        sampling = SamplingParams(max_new_tokens=rng.randrange(1, OUTPUT), ignore_eos=True, seed=rng.randrange(1000))
+        kills = tally.kills
+        try:
+            request = GenerateInput(prompt=prompt, sampling=sampling, stream=stream)
+            outputs = [one async for one in client.generate(request)]
+        except ReplicaLostError:
+            assert tally.kills > kills, "nothing was killed while it ran"
+            tally.failed[tally.kills] = tally.failed.get(tally.kills, 0) + 1
+        else:
+            assert outputs[-1].output_ids == oracle.output(prompt, sampling.seed or 0, sampling.max_new_tokens or 0)
+            tally.answered += 1
+
+
+async def kill_in_turn(client: ReplicatedClient, pids: dict[int, int], tally: Tally, every: float, end: float) -> None:
+    index = 0
+    while time.monotonic() + every < end:
+        await asyncio.sleep(every)
+        load = client.loads()[index]
+        if load.state is ReplicaState.SERVING:
+            assert load.in_flight > ROWS, "nothing waits there"
+            tally.kills += 1
+            os.kill(pids[index], signal.SIGKILL)
+        index = (index + 1) % len(client.loads())
+
+
+async def run(count: int, seconds: float, every: float) -> Tally:
+    config, replicas, pids = make_replicas(count)
+    await asyncio.gather(*(replica.start() for replica in replicas))
+    client = replicated_client(config, replicas, load_tokenizer(config))
+    tally, over = Tally(), asyncio.Event()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for user in range(USERS):
+                tasks.create_task(use(client, tally, user, over))
+            await kill_in_turn(client, pids, tally, every, time.monotonic() + seconds)
+            over.set()
+        assert sum(load.restarts for load in client.loads()) >= tally.kills - 1
+        assert all(load.in_flight == 0 for load in client.loads())
+    finally:
+        await client.close()
+    return tally
+
+
+def check(tally: Tally, kills: int) -> None:
+    assert tally.kills >= kills
+    assert tally.answered > 20 * tally.kills
+    # A replica runs `ROWS` requests, and may have told of the end of some that its scheduler has replaced already.
+    assert all(number <= ROWS for number in tally.failed.values()), tally.failed
+    assert sum(tally.failed.values()) > 0
+
+
+async def test_only_what_a_killed_replica_ran_fails() -> None:
+    tally = await run(2, seconds=9.0, every=2.5)
+    print(tally)
+    check(tally, 3)
+
+
+@pytest.mark.soak
+async def test_a_replica_killed_every_half_minute_for_ten_minutes() -> None:
+    tally = await run(2, seconds=600.0, every=30.0)
+    print(tally)
+    check(tally, 19)

@@ -1,0 +1,101 @@
+"""A scheduler over `FakeRunner` whose steps take time as a device's do: without the host's CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+
+from helpers.engine_fakes import FAKE_EOS, FAKE_VOCAB_SIZE, MODEL_INFO, load_tokenizer
+
+from sglang_jax.config import EngineConfig
+from sglang_jax.engine.channel import CoreChannel, Ready
+from sglang_jax.engine.client import AsyncEngineClient
+from sglang_jax.engine.launch import launch_core
+from sglang_jax.engine.placement import Placement
+from sglang_jax.runner.fake import FakeRunner
+from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec, StepPlan, StepResult
+from sglang_jax.runner.protocol import Runner, RunnerReport, StepHandle
+from sglang_jax.scheduler.loop import SchedulerLoop
+
+CONTEXT = 256
+
+
+class SleepingHandle:
+    """A step that is over at `end` (`time.monotonic()`)."""
+
+    def __init__(self, handle: StepHandle, end: float) -> None:
+        self._handle = handle
+        self._end = end
+
+    def result(self) -> StepResult:
+        time.sleep(max(0.0, self._end - time.monotonic()))
+        return self._handle.result()
+
+
+class SleepingRunner:
+    """Runs steps one after the other, each for the same time."""
+
+    def __init__(self, inner: Runner, seconds: float) -> None:
+        self._inner = inner
+        self._seconds = seconds
+        self._end = 0.0
+
+    @property
+    def spec(self) -> RunnerSpec:
+        return self._inner.spec
+
+    def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
+        self._inner.warm_up(progress)
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        self._end = max(self._end, time.monotonic()) + self._seconds
+        return SleepingHandle(self._inner.launch(plan), self._end)
+
+    def report(self) -> RunnerReport:
+        return self._inner.report()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class SleepingCore:
+    """`model_path` is `sleep:SECONDS` of a step; pool and rows as in the options. The model's architecture is the id of
+    the core's process."""
+
+    def __init__(self, config: EngineConfig, channel: CoreChannel) -> None:
+        pool = PoolSpec(PoolKind.FULL, (config.max_total_tokens or 4096) // config.page_size + 1, config.page_size)
+        spec = RunnerSpec((pool,), config.max_running_requests or 8, 256, CONTEXT, FAKE_VOCAB_SIZE)
+        runner = SleepingRunner(FakeRunner(spec), float(config.model_path.partition(":")[2]))
+        self._loop = SchedulerLoop(runner, (FAKE_EOS,), config, channel)
+        info = dataclasses.replace(
+            MODEL_INFO,
+            architecture=str(os.getpid()),
+            context_length=CONTEXT,
+            vocab_size=FAKE_VOCAB_SIZE,
+            eos_token_ids=(FAKE_EOS,),
+        )
+        tokens = (pool.num_pages - 1) * pool.page_size
+        self.ready = Ready(model_info=info, max_running_requests=spec.max_rows, max_total_tokens=tokens)
+
+    def run(self) -> None:
+        self._loop.run()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def load_sleeping(config: EngineConfig, channel: CoreChannel) -> SleepingCore:
+    return SleepingCore(config, channel)
+
+
+async def launch_sleeping(config: EngineConfig, placement: Placement) -> AsyncEngineClient:
+    """In a process of its own, anywhere on the machine: its steps take no CPU."""
+    return await launch_core(
+        config,
+        in_process=False,
+        load=load_sleeping,
+        load_tokenizer=load_tokenizer,
+        placement=dataclasses.replace(placement, cores=()),
+    )
