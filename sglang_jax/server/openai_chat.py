@@ -24,6 +24,10 @@ from sglang_jax.server.streaming import event, json_response, open_event_stream,
 
 FIELD_NAMES = {**ENGINE_NAMES, **OPENAI_NAMES, "prompt": "messages", "top_logprobs_num": "top_logprobs"}
 
+LONG_BODY = 2048
+"""Conversations of more bytes are tokenized in a thread, so that other requests stream meanwhile; for shorter ones the
+way there and back would take longer."""
+
 
 class AnswerMessage(msgspec.Struct, kw_only=True):
     """What the model said."""
@@ -163,8 +167,10 @@ def chat_router(context: ServerContext) -> APIRouter:
         context.check_model(body.model)
         body.check_logprobs()
         tokenizer = context.client.tokenizer
-        # In a thread: long conversations take a while, and other requests stream meanwhile.
-        token_ids = await asyncio.to_thread(chat_token_ids, tokenizer, body)
+        if len(await request.body()) <= LONG_BODY:
+            token_ids = chat_token_ids(tokenizer, body)
+        else:
+            token_ids = await asyncio.to_thread(chat_token_ids, tokenizer, body)
         form = ChatFormat(body, tokenizer, context.config.model_name, body.rid or new_id("chatcmpl"))
         prompt = form.input(token_ids, context.generation_defaults)
         if body.stream:
