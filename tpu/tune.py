@@ -143,7 +143,8 @@ def _on_device(every: tuple[Heads, ...]) -> Iterator[Comparison]:
 
 
 def _best_of_each(compared: Iterator[Comparison], unit: str) -> Iterator[Entry]:
-    """The cheapest choice of each shape and phase, once all of it are compared. Shows them.
+    """The cheapest choice of each shape and phase, one that spills only if all do, once all of it are compared. Shows
+    them.
 
     **Raises:** `ConfigError` if none compiles.
     """
@@ -163,16 +164,16 @@ def _best(group: list[Comparison], unit: str) -> Entry:
         f"{phase.value} on {shape.chip.value}: {shape.heads} heads, {shape.kv_heads} kv heads of {shape.head_dim}, "
         f"pages of {shape.page_size}, {shape.storage}"
     )
-    costs = [(comparison.cost, comparison) for comparison in group if comparison.cost is not None]
+    costs = [(comparison.spills, comparison.cost, comparison) for comparison in group if comparison.cost is not None]
     if not costs:
         raise ConfigError(f"no sizes of blocks compile for {what}")
-    _, best = min(costs, key=lambda each: each[0])
+    _, _, best = min(costs, key=lambda each: each[:2])
     factor = 1e6 if unit == "us" else 1.0
     lines = [
         [
             f"{comparison.entry.queries} x {comparison.entry.pages * shape.page_size}",
             "does not compile" if comparison.cost is None else f"{comparison.cost * factor:,.0f}",
-            "chosen" if comparison is best else "",
+            "chosen" if comparison is best else "spills" if comparison.spills else "",
         ]
         for comparison in group
     ]

@@ -28,7 +28,7 @@ from sglang_jax.kernels.ragged_paged_attention.pallas.prefill import PrefillBloc
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import VMEM_LIMITS, Chip, Shape, chip_of
 from sglang_jax.kernels.ragged_paged_attention.pallas.softmax import type_of_products
 from sglang_jax.kernels.ragged_paged_attention.pallas.table import Entry, Phase, Source
-from tpu.kernel_costs import DECODE_KERNEL, PREFILL_KERNEL, Step, decode_cost, prefill_cost
+from tpu.kernel_costs import DECODE_KERNEL, PREFILL_KERNEL, Cost, Step, decode_cost, prefill_cost
 from tpu.schedule import read_schedule
 from tpu.topologies import CHIPS, Generation, Topology
 
@@ -62,10 +62,15 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What one choice of sizes costs: cycles of the schedule, or seconds on a device; None if it does not compile."""
+    """What one choice of sizes costs: cycles of the schedule, or seconds on a device; None if it does not compile.
+
+    `spills`: the loop of decode stores registers that ran out, by the schedule. Decode waits for memory in any case: it
+    has nothing of fewer cycles that more traffic within the chip pays for.
+    """
 
     entry: Entry
     cost: float | None
+    spills: bool = False
 
 
 def compare_by_schedule(generation: Generation, every: tuple[Heads, ...], dumps: Path) -> Iterator[Comparison]:
@@ -84,7 +89,6 @@ def compare_by_schedule(generation: Generation, every: tuple[Heads, ...], dumps:
 
     for entry in choices(generation, every, Source.SCHEDULE):
         call = KernelCall(entry)
-        cost = 0.0
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             lowered = jax.jit(call.run).lower(*call.arguments(array, array, array))
         try:
@@ -92,11 +96,11 @@ def compare_by_schedule(generation: Generation, every: tuple[Heads, ...], dumps:
         except jax.errors.JaxRuntimeError:
             yield Comparison(entry, None)
             continue
-        for step in call.steps:
-            cost += call.cycles(dumps, step)
+        costs = [call.cost(dumps, step) for step in call.steps]
         shutil.rmtree(dumps)
         dumps.mkdir()
-        yield Comparison(entry, cost)
+        spills = entry.phase is Phase.DECODE and any(cost.spills for cost in costs)
+        yield Comparison(entry, sum(cost.cycles for cost in costs), spills)
 
 
 def compare_on_device(every: tuple[Heads, ...]) -> Iterator[Comparison]:
@@ -178,14 +182,14 @@ class KernelCall:
         page_size = self.entry.shape.page_size
         return 1 + max(sum(-(-length // page_size) for length in step.kv_lens) for step in self.steps)
 
-    def cycles(self, dumps: Path, step: Step) -> float:
+    def cost(self, dumps: Path, step: Step) -> Cost:
         """By the schedule that was dumped last."""
         entry = self.entry
         heads, page_size = entry.shape.heads, entry.shape.page_size
         if entry.phase is Phase.DECODE:
-            return decode_cost(read_schedule(dumps, DECODE_KERNEL), step, heads, entry.pages, page_size).cycles
+            return decode_cost(read_schedule(dumps, DECODE_KERNEL), step, heads, entry.pages, page_size)
         schedule = read_schedule(dumps, PREFILL_KERNEL)
-        return prefill_cost(schedule, step, heads, entry.queries, entry.pages, page_size).cycles
+        return prefill_cost(schedule, step, heads, entry.queries, entry.pages, page_size)
 
     def arrays(self, step: Step) -> tuple[jax.Array, ...]:
         """Of `run`: random numbers in pages in random order."""

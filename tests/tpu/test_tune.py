@@ -106,6 +106,19 @@ def test_the_cheapest_that_compiles_is_chosen(capsys: pytest.CaptureFixture[str]
         chosen(None, None)
 
 
+def test_one_that_spills_is_chosen_only_if_all_do(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = Shape.of(Chip.V6E, 4, 2, 128, 64, "bfloat16")
+    first, second = (Entry(shape, Phase.DECODE, 16, pages, Source.SCHEDULE) for pages in (8, 16))
+    mixed = [Comparison(first, 300.0), Comparison(second, 200.0, spills=True)]
+    assert list(_best_of_each(iter(mixed), "cycles")) == [first]
+    assert [line.split()[3:] for line in capsys.readouterr().out.splitlines()[2:]] == [
+        ["300", "chosen"],
+        ["200", "spills"],
+    ]
+    both = [Comparison(first, 300.0, spills=True), Comparison(second, 200.0, spills=True)]
+    assert list(_best_of_each(iter(both), "cycles")) == [second]
+
+
 def test_every_choice_has_whole_pages() -> None:
     every = (Heads(8, 2, 128, 512, "bfloat16"), Heads(8, 2, 64, 16, "int8"))
     found = list(choices(Generation.V5E, every, Source.SCHEDULE))
