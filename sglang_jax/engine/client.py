@@ -175,7 +175,15 @@ class AsyncEngineClient:
     def loads(self) -> list[ReplicaLoad]:
         """See `EngineClient.loads`."""
         state = ReplicaState.SERVING if self.alive else ReplicaState.STOPPED
-        return [ReplicaLoad(index=0, state=state, max_running_requests=self.max_running_requests, stats=self._stats)]
+        return [
+            ReplicaLoad(
+                index=0,
+                state=state,
+                max_running_requests=self.max_running_requests,
+                max_total_tokens=self.max_total_tokens,
+                stats=self._stats,
+            )
+        ]
 
     async def states(self) -> list[dict[str, object]]:
         """See `EngineClient.states`."""

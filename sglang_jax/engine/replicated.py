@@ -325,6 +325,7 @@ class ReplicatedClient:
             index=replica.index,
             state=replica.state,
             max_running_requests=0 if engine is None else engine.max_running_requests,
+            max_total_tokens=0 if engine is None else engine.max_total_tokens,
             stats=SchedulerStats() if engine is None else engine.stats,
             address=self._addresses[replica.index],
             in_flight=self._in_flight[replica.index],

@@ -123,6 +123,7 @@ class ReplicaState(StrEnum):
 class ReplicaLoad:
     """One replica, as operators see it. An engine without replicas is one.
 
+    - `max_running_requests`, `max_total_tokens`: rows and KV tokens that it has; 0 while it has no engine.
     - `address`: HOST:PORT of one that is a server of its own, else empty.
     - `stats`: the newest snapshot of its scheduler; zeros while it has none.
     - `in_flight`: completions that this process has given it.
@@ -132,6 +133,7 @@ class ReplicaLoad:
     index: int
     state: ReplicaState
     max_running_requests: int
+    max_total_tokens: int
     stats: SchedulerStats
     address: str = ""
     in_flight: int = 0

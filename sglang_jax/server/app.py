@@ -10,6 +10,7 @@ from sglang_jax.server import management
 from sglang_jax.server.auth import ApiKeyMiddleware
 from sglang_jax.server.context import ServerContext
 from sglang_jax.server.errors import install_error_handlers
+from sglang_jax.server.loads import loads_router
 from sglang_jax.server.metrics import ServerMetrics, metrics_router
 from sglang_jax.server.models import models_router
 from sglang_jax.server.native import native_router
@@ -33,6 +34,7 @@ def create_app(context: ServerContext) -> FastAPI:
         models_router(context),
         management.health_router(context),
         management.information_router(context),
+        loads_router(context.client),
         management.control_router(context),
         management.tokenizer_router(context),
         metrics_router(context.metrics),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from starlette.datastructures import Headers
 
 from sglang_jax.server.errors import UnsupportedParameterError, shown
 
@@ -118,7 +119,17 @@ TokenIds = Annotated[
 TokenId = Annotated[int, Field(strict=False)]
 """A token id as key of a JSON object, where it can only be a string of digits."""
 
+ROUTING_KEY_HEADERS = ("x-routing-key", "x-smg-routing-key")
+"""Headers that give the routing key of a request whose body has none; the second is that of SGLang's gateway."""
+
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+
+
+def routing_key(field: str | None, headers: Headers) -> str | None:
+    """The routing key of a request: its field, or else a header."""
+    if field:
+        return field
+    return next((headers[name] for name in ROUTING_KEY_HEADERS if headers.get(name)), None)
 
 
 def as_list(value: Item | list[Item] | None) -> list[Item]:

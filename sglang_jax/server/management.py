@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from sglang_jax.engine.types import GenerateInput
+from sglang_jax.engine.types import GenerateInput, ReplicaLoad
 from sglang_jax.errors import ParameterError, RequestError
 from sglang_jax.sampling import SamplingParams
 from sglang_jax.server.context import ServerContext, new_id
@@ -34,6 +34,12 @@ class AbortBody(Body):
     abort_all: bool | None = None
 
 
+class DrainBody(Body):
+    """`POST /drain_replica`. Without a number all replicas are drained, one after the other."""
+
+    replica: int | None = None
+
+
 class TokenizeBody(Body):
     """`POST /tokenize`."""
 
@@ -55,7 +61,7 @@ def health_router(context: ServerContext) -> APIRouter:
 
     def check() -> None:
         if not context.client.alive:
-            raise UnavailableError("the engine is gone; restart the server")
+            raise UnavailableError(_why_not_alive(context.client.loads()))
         if context.draining:
             raise ShuttingDownError("the server is shutting down")
 
@@ -83,6 +89,12 @@ def health_router(context: ServerContext) -> APIRouter:
         return {"status": "ok"}
 
     return router
+
+
+def _why_not_alive(loads: list[ReplicaLoad]) -> str:
+    if len(loads) == 1 and not loads[0].address:
+        return "the engine is gone; restart the server"
+    return "no replica serves: " + ", ".join(f"{load.index} is {load.state}" for load in loads)
 
 
 def information_router(context: ServerContext) -> APIRouter:
@@ -132,6 +144,13 @@ def control_router(context: ServerContext) -> APIRouter:
             context.abort(body.rid)
         else:
             raise ParameterError("one of rid and abort_all must be given", param="rid")
+        return {"success": True}
+
+    @router.post("/drain_replica")
+    async def drain_replica(body: DrainBody) -> dict[str, object]:
+        """Lets a replica finish what it has and starts it anew, or all in turn; answers when they serve again. Goes on
+        if the client leaves."""
+        await asyncio.shield(context.client.drain(body.replica))
         return {"success": True}
 
     return router

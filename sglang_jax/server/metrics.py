@@ -12,7 +12,10 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from sglang_jax.engine.types import EngineClient
+from sglang_jax.engine.types import EngineClient, ReplicaLoad, ReplicaState
+from sglang_jax.scheduler.messages import SchedulerStats
+
+ALIVE = (ReplicaState.SERVING, ReplicaState.DRAINING)
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.2, 0.4, 0.6, 1, 2, 4, 6, 10, 20, 40, 60, 100, 200, 400)
 TOKEN_LATENCY_BUCKETS = (0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.1, 0.2, 0.4, 0.8, 2, 5)
@@ -20,7 +23,8 @@ TOKEN_LATENCY_BUCKETS = (0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.02, 0.03, 0.
 
 
 class SchedulerCollector(Collector):
-    """Reads the scheduler's newest snapshot when somebody scrapes; costs nothing in between."""
+    """Reads the schedulers' newest snapshots when somebody scrapes; costs nothing in between. With replicas, the label
+    `dp_rank` has the number of each."""
 
     def __init__(self, client: EngineClient, model_name: str) -> None:
         self._client = client
@@ -28,8 +32,23 @@ class SchedulerCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """One family for each figure."""
-        stats = self._client.stats
-        gauges: dict[str, tuple[float, str]] = {
+        loads = self._client.loads()
+        # One engine that is no replica has no such label, as ever.
+        names = ["model_name"] if len(loads) == 1 and not loads[0].address else ["model_name", "dp_rank"]
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+        for load in loads:
+            labels = [self._model_name, str(load.index)][: len(names)]
+            for name, (value, text) in self._gauges(load).items():
+                gauge = families.setdefault(name, GaugeMetricFamily(f"sglang:{name}", text, labels=names))
+                gauge.add_metric(labels, value)
+            for name, (value, text) in self._counters(load.stats).items():
+                counter = families.setdefault(name, CounterMetricFamily(f"sglang:{name}", text, labels=names))
+                counter.add_metric(labels, value)
+        yield from families.values()
+
+    def _gauges(self, load: ReplicaLoad) -> dict[str, tuple[float, str]]:
+        stats = load.stats
+        return {
             "num_running_reqs": (stats.num_running, "Requests that hold a row."),
             "num_queue_reqs": (stats.num_waiting, "Requests that wait for one."),
             "num_used_tokens": (stats.num_used_tokens, "KV tokens that are neither free nor evictable."),
@@ -37,9 +56,11 @@ class SchedulerCollector(Collector):
             "token_usage": (stats.token_usage, "Used share of the KV pool."),
             "gen_throughput": (stats.gen_throughput, "Output tokens per second."),
             "cache_hit_rate": (stats.cache_hit_rate, "Share of prompt tokens found in the prefix cache."),
-            "engine_alive": (float(self._client.alive), "1 while the engine process runs."),
+            "engine_alive": (float(load.state in ALIVE), "1 while the engine process runs."),
         }
-        counters: dict[str, tuple[int, str]] = {
+
+    def _counters(self, stats: SchedulerStats) -> dict[str, tuple[int, str]]:
+        return {
             "prompt_tokens": (stats.prompt_tokens, "Prompt tokens of requests that got a row."),
             "generation_tokens": (stats.generation_tokens, "Output tokens."),
             "cached_tokens": (stats.cached_tokens, "Prompt tokens found in the prefix cache."),
@@ -48,14 +69,6 @@ class SchedulerCollector(Collector):
             "num_evicted_pages": (stats.num_evicted_pages, "Pages of cached prefixes given up for lack of room."),
             "compiles_after_warm_up": (stats.compiles_after_warm_up, "Programs compiled while serving."),
         }
-        for name, (value, text) in gauges.items():
-            gauge = GaugeMetricFamily(f"sglang:{name}", text, labels=["model_name"])
-            gauge.add_metric([self._model_name], value)
-            yield gauge
-        for name, (value, text) in counters.items():
-            counter = CounterMetricFamily(f"sglang:{name}", text, labels=["model_name"])
-            counter.add_metric([self._model_name], value)
-            yield counter
 
 
 class ServerMetrics:

@@ -80,7 +80,7 @@ def native_router(context: ServerContext) -> APIRouter:
         """Completes one prompt, or a batch of prompts."""
         begin = time.perf_counter()
         context.check_model(body.model)
-        call = native_request(body, context.generation_defaults)
+        call = native_request(body, context.generation_defaults, request.headers)
         form = NativeFormat(call, context.client.tokenizer, bool(body.return_text_in_logprobs), begin)
         if body.stream:
             return await open_event_stream(request, _events(context, form))

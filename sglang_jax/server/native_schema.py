@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeVar
 
+from starlette.datastructures import Headers
+
 from sglang_jax.engine.types import GenerateInput
 from sglang_jax.errors import ParameterError
 from sglang_jax.sampling import GenerationDefaults
 from sglang_jax.server.context import new_id, prompt_ids
-from sglang_jax.server.fields import Body, OneOrMany, Priority, TokenIds, as_list
+from sglang_jax.server.fields import Body, OneOrMany, Priority, TokenIds, as_list, routing_key
 from sglang_jax.server.sampling import NativeSampling, native_sampling
 
 Value = TypeVar("Value")
@@ -32,6 +34,8 @@ class GenerateBody(Body):
     rid: OneOrMany[str] | None = None
     priority: Priority | None = None
     extra_key: OneOrMany[str] | None = None
+    routing_key: OneOrMany[str] | None = None
+    continues_text: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ class NativeRequest:
     prompt_field: str
 
 
-def native_request(body: GenerateBody, defaults: GenerationDefaults) -> NativeRequest:
+def native_request(body: GenerateBody, defaults: GenerationDefaults, headers: Headers) -> NativeRequest:
     """`defaults`: for sampling fields that the body leaves out. Raises `ParameterError` naming the field."""
     field, prompts, batch = _prompts(body)
     count = len(prompts)
@@ -61,6 +65,7 @@ def native_request(body: GenerateBody, defaults: GenerationDefaults) -> NativeRe
     logprob_start = _spread("logprob_start_len", body.logprob_start_len, count, -1)
     top_logprobs = _spread("top_logprobs_num", body.top_logprobs_num, count, 0)
     extra_keys = _spread("extra_key", body.extra_key, count, "")
+    routing_keys = _spread("routing_key", body.routing_key, count, "")
     for number in range(count):
         if not return_logprob[number] and (top_logprobs[number] > 0 or logprob_start[number] >= 0):
             raise ParameterError(
@@ -77,6 +82,8 @@ def native_request(body: GenerateBody, defaults: GenerationDefaults) -> NativeRe
             top_logprobs_num=top_logprobs[number],
             extra_key=extra_keys[number] or None,
             priority=body.priority or 0,
+            routing_key=routing_key(routing_keys[number], headers),
+            continues_text=body.continues_text is not False,
         )
         for number in range(count)
     ]

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
+from starlette.datastructures import Headers
 
 from sglang_jax.engine.types import GenerateInput, GenerateOutput, TextTokenizer
 from sglang_jax.sampling import GenerationDefaults
 from sglang_jax.server.context import ENGINE_NAMES, ServerContext, new_id
+from sglang_jax.server.fields import routing_key
 from sglang_jax.server.json_body import JsonRoute
 from sglang_jax.server.logprobs import ChatLogprobs, chat_logprobs
 from sglang_jax.server.openai_schema import ChatBody, chat_token_ids
@@ -98,7 +100,7 @@ class ChatFormat:
     usage: UsageCount = field(default_factory=UsageCount)
     _begun: set[int] = field(default_factory=set)
 
-    def input(self, token_ids: list[int], defaults: GenerationDefaults) -> GenerateInput:
+    def input(self, token_ids: list[int], defaults: GenerationDefaults, headers: Headers) -> GenerateInput:
         """What the engine is asked. Raises `ParameterError`."""
         body = self.body
         return GenerateInput(
@@ -110,6 +112,7 @@ class ChatFormat:
             top_logprobs_num=body.top_logprobs or 0,
             extra_key=body.cache_namespace,
             priority=body.priority or 0,
+            routing_key=routing_key(body.routing_key, headers),
             continues_text=bool(body.continue_final_message),
         )
 
@@ -172,7 +175,7 @@ def chat_router(context: ServerContext) -> APIRouter:
         else:
             token_ids = await asyncio.to_thread(chat_token_ids, tokenizer, body)
         form = ChatFormat(body, tokenizer, context.config.model_name, body.rid or new_id("chatcmpl"))
-        prompt = form.input(token_ids, context.generation_defaults)
+        prompt = form.input(token_ids, context.generation_defaults, request.headers)
         if body.stream:
             return await open_event_stream(request, _events(context, form, prompt))
         [outputs] = await until_disconnect(request.receive, context.collect(form.request_id, [prompt], FIELD_NAMES))

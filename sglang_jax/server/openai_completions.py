@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
+from starlette.datastructures import Headers
 
 from sglang_jax.engine.types import GenerateInput, GenerateOutput, TextTokenizer, TokenLogprob
 from sglang_jax.sampling import GenerationDefaults
 from sglang_jax.server.context import ENGINE_NAMES, ServerContext, new_id, prompt_ids
+from sglang_jax.server.fields import routing_key
 from sglang_jax.server.json_body import JsonRoute
 from sglang_jax.server.logprobs import CompletionLogprobs, CompletionLogprobWriter
 from sglang_jax.server.openai_schema import COMPLETION_DEFAULT_MAX_TOKENS, CompletionBody
@@ -58,7 +60,7 @@ class CompletionFormat:
     usage: UsageCount = field(default_factory=UsageCount)
     _writers: dict[int, CompletionLogprobWriter] = field(default_factory=dict)
 
-    def inputs(self, defaults: GenerationDefaults) -> list[GenerateInput]:
+    def inputs(self, defaults: GenerationDefaults, headers: Headers) -> list[GenerateInput]:
         """What the engine is asked. Raises `ParameterError`."""
         body = self.body
         limit = COMPLETION_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -75,6 +77,7 @@ class CompletionFormat:
                 top_logprobs_num=body.logprobs or 0,
                 extra_key=body.cache_namespace,
                 priority=body.priority or 0,
+                routing_key=routing_key(body.routing_key, headers),
             )
             for prompt, engine_id in zip(self.prompts, prompt_ids(self.request_id, len(self.prompts)), strict=True)
         ]
@@ -135,7 +138,7 @@ def completions_router(context: ServerContext) -> APIRouter:
         body.check_best_of()
         request_id = body.rid or new_id("cmpl")
         form = CompletionFormat(body, body.prompts(), context.client.tokenizer, context.config.model_name, request_id)
-        inputs = form.inputs(context.generation_defaults)
+        inputs = form.inputs(context.generation_defaults, request.headers)
         if body.stream:
             return await open_event_stream(request, _events(context, form, inputs))
         outputs = await until_disconnect(request.receive, context.collect(request_id, inputs, FIELD_NAMES))

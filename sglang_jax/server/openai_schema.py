@@ -30,6 +30,7 @@ class OpenAIBody(OpenAISampling):
     rid: str | None = None
     priority: Priority | None = None
     extra_key: str | None = None
+    routing_key: str | None = None
     cache_salt: str | None = None
 
     @property

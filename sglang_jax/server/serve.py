@@ -15,13 +15,14 @@ import uvicorn
 from uvicorn.loops.auto import auto_loop_factory
 
 from sglang_jax.config import LogLevel, ServerConfig
-from sglang_jax.engine.client import AsyncEngineClient
-from sglang_jax.engine.launch import launch_engine
+from sglang_jax.engine.launch_replicated import launch_engines
 from sglang_jax.engine.process import LOG_FORMAT
+from sglang_jax.engine.types import EngineClient
 from sglang_jax.errors import ConfigError
 from sglang_jax.runner.backends import load_follower
 from sglang_jax.server.app import create_app, create_context
 from sglang_jax.server.context import ServerContext
+from sglang_jax.server.remote_replicas import connect_engines
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ KEEP_ALIVE_SECONDS = 75
 TERMINATED = 128 + signal.SIGTERM
 """Exit status after SIGTERM while the engine was still starting, as shells have it."""
 
-Launch = Callable[[ServerConfig], Awaitable[AsyncEngineClient]]
+Launch = Callable[[ServerConfig], Awaitable[EngineClient]]
 
 
 class DrainingServer(uvicorn.Server):
@@ -78,11 +79,19 @@ class DrainingServer(uvicorn.Server):
                 connection.transport.abort()
 
 
-def run(config: ServerConfig, launch: Launch = launch_engine) -> int:
+async def launch_or_connect(config: ServerConfig) -> EngineClient:
+    """The engines that the options ask for, of this server or of others. Raises `ConfigError`, `CheckpointError`,
+    `EngineDeadError`."""
+    if config.connect is not None:
+        return await connect_engines(config)
+    return await launch_engines(config)
+
+
+def run(config: ServerConfig, launch: Launch = launch_or_connect) -> int:
     """Serves until a signal ends it; a host of `node_rank` above 0 follows host 0 until that ends. The exit status: 0,
     or 1 if the engine died meanwhile.
 
-    **Raises:** `ConfigError` for an address that cannot be listened on, and what `launch_engine` raises.
+    **Raises:** `ConfigError` for an address that cannot be listened on, and what `launch_or_connect` raises.
     """
     begin = time.perf_counter()
     logging.basicConfig(level=config.log_level.upper(), format=LOG_FORMAT)

@@ -19,9 +19,10 @@ from sglang_jax.config import ServerConfig
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.core import CoreLoader
 from sglang_jax.engine.launch import TokenizerLoader, launch_core
+from sglang_jax.engine.types import EngineClient
 from sglang_jax.server.app import create_app, create_context
 from sglang_jax.server.context import ServerContext
-from sglang_jax.server.serve import bind
+from sglang_jax.server.serve import Launch, bind
 
 Result = TypeVar("Result")
 
@@ -36,7 +37,7 @@ class EchoServer:
     port: int
     http: httpx2.Client
     context: ServerContext
-    engine: AsyncEngineClient
+    engine: EngineClient
     loop: asyncio.AbstractEventLoop
 
     @property
@@ -49,14 +50,19 @@ class EchoServer:
 
     def seen(self) -> list[dict[str, Any]]:
         """The requests that reached the engine's core."""
-        return json.loads(str(self.await_(self.engine.state())["seen"]))
+        return json.loads(str(self.state()["seen"]))
+
+    def state(self) -> dict[str, Any]:
+        """The figures of the engine's core, which is one."""
+        (state,) = self.await_(self.engine.states())
+        return state
 
     def aborted(self) -> list[int]:
         """Ids of the requests that the core was told to abort."""
-        return json.loads(str(self.await_(self.engine.state())["aborted"]))
+        return json.loads(str(self.state()["aborted"]))
 
     def running(self) -> int:
-        return int(str(self.await_(self.engine.state())["running"]))
+        return int(str(self.state()["running"]))
 
     def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         """The events of a stream, which must end with [DONE]."""
@@ -95,9 +101,11 @@ def serve_echo(
     load_tokenizer: TokenizerLoader = load_tokenizer,
     *,
     in_process: bool = True,
+    launch: Launch | None = None,
     **options: Any,
 ) -> Iterator[EchoServer]:
-    """Runs a server for as long as the block lasts. `options` are those of `ServerConfig`."""
+    """Runs a server for as long as the block lasts, over the engine that `launch` makes if it is given. `options` are
+    those of `ServerConfig`."""
     config = ServerConfig(**{"model_path": "echo", **options})
     listener = bind("127.0.0.1", 0)
     ready = threading.Event()
@@ -106,7 +114,10 @@ def serve_echo(
     port = listener.getsockname()[1]
 
     async def main() -> None:
-        engine = await launch_core(config, in_process=in_process, load=load, load_tokenizer=load_tokenizer)
+        if launch is not None:
+            engine = await launch(config)
+        else:
+            engine = await launch_core(config, in_process=in_process, load=load, load_tokenizer=load_tokenizer)
         context = create_context(engine, config)
         server = uvicorn.Server(uvicorn.Config(create_app(context), lifespan="off", log_config=None, log_level="error"))
         servers.append(server)

@@ -1,0 +1,107 @@
+"""`GET /v1/loads`: what each replica has to do, in SGLang's words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+
+import msgspec
+from fastapi import APIRouter, Response
+
+from sglang_jax.engine.types import EngineClient, ReplicaLoad
+from sglang_jax.server.streaming import json_response
+
+
+class Load(msgspec.Struct, kw_only=True):
+    """One replica. Figures are those of its scheduler; `state`, `address`, `in_flight`, `restarts` and `last_end` are
+    what this server knows of it (see `ReplicaLoad`). `utilization` is the share of its rows that run."""
+
+    dp_rank: int
+    timestamp: str
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_used_tokens: int
+    max_total_num_tokens: int
+    token_usage: float
+    gen_throughput: float
+    cache_hit_rate: float
+    utilization: float
+    max_running_requests: int
+    state: str
+    address: str
+    in_flight: int
+    restarts: int
+    last_end: str
+
+
+class Aggregate(msgspec.Struct, kw_only=True):
+    """All replicas: sums, and means over them."""
+
+    total_running_reqs: int
+    total_waiting_reqs: int
+    total_reqs: int
+    avg_token_usage: float
+    avg_throughput: float
+    avg_utilization: float
+
+
+class Loads(msgspec.Struct, kw_only=True):
+    """The answer."""
+
+    timestamp: str
+    version: str
+    dp_rank_count: int
+    loads: list[Load]
+    aggregate: Aggregate
+
+
+def loads_router(client: EngineClient) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/v1/loads")
+    async def loads() -> Response:
+        """Running and waiting requests, memory and state of each replica."""
+        now = datetime.now(UTC).isoformat()
+        each = [_load(one, now) for one in client.loads()]
+        answer = Loads(
+            timestamp=now, version=version("sglang-jax"), dp_rank_count=len(each), loads=each, aggregate=_all(each)
+        )
+        return json_response(answer)
+
+    return router
+
+
+def _load(one: ReplicaLoad, now: str) -> Load:
+    stats = one.stats
+    return Load(
+        dp_rank=one.index,
+        timestamp=now,
+        num_running_reqs=stats.num_running,
+        num_waiting_reqs=stats.num_waiting,
+        num_used_tokens=stats.num_used_tokens,
+        max_total_num_tokens=stats.max_total_tokens or one.max_total_tokens,
+        token_usage=stats.token_usage,
+        gen_throughput=stats.gen_throughput,
+        cache_hit_rate=stats.cache_hit_rate,
+        utilization=stats.num_running / one.max_running_requests if one.max_running_requests else 0.0,
+        max_running_requests=one.max_running_requests,
+        state=one.state.value,
+        address=one.address,
+        in_flight=one.in_flight,
+        restarts=one.restarts,
+        last_end=one.last_end,
+    )
+
+
+def _all(loads: Sequence[Load]) -> Aggregate:
+    running = sum(load.num_running_reqs for load in loads)
+    waiting = sum(load.num_waiting_reqs for load in loads)
+    return Aggregate(
+        total_running_reqs=running,
+        total_waiting_reqs=waiting,
+        total_reqs=running + waiting,
+        avg_token_usage=sum(load.token_usage for load in loads) / len(loads),
+        avg_throughput=sum(load.gen_throughput for load in loads) / len(loads),
+        avg_utilization=sum(load.utilization for load in loads) / len(loads),
+    )

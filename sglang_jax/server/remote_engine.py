@@ -1,0 +1,376 @@
+"""A server elsewhere as a replica of this one, spoken to over its native routes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+import httpx2
+import msgspec
+
+from sglang_jax.engine.types import (
+    FinishKind,
+    FinishReason,
+    GenerateInput,
+    GenerateOutput,
+    ModelInfo,
+    TextTokenizer,
+    TokenLogprob,
+)
+from sglang_jax.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
+from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler.messages import SchedulerStats
+from sglang_jax.server.sampling import renamed_fields
+
+logger = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 5.0
+"""How long a connection may take to be made, and a server to answer what needs no model."""
+
+HEALTH_SECONDS = 1.0
+"""Between two looks at a server's health and load."""
+
+MISSED_LOOKS = 3
+"""Looks in a row without an answer after which a server counts as lost."""
+
+PROBE = "The quick brown fox jumps: 12.50 €, Übergröße, 東京\n\n  def f(x): return x"
+"""Text that tokenizers of different models cut differently."""
+
+GONE = frozenset({"shutting_down", "engine_dead", "unavailable"})
+"""Codes of errors that say that the server, not the request, is at an end."""
+
+_NATIVE_NAMES = {"rid": "request_id", "input_ids": "prompt"}
+"""Names of the native route, and the engine's."""
+
+
+class RemoteEngine:
+    """A `ServingEngine` on another machine. Made by `connect`; all methods run on one event loop.
+
+    What is not streamed is asked for in one piece. A connection that breaks before anything came back leaves open
+    whether the request was begun.
+    """
+
+    def __init__(self, address: str, http: httpx2.AsyncClient, model_info: ModelInfo) -> None:
+        self.address = address
+        self._http = http
+        self._model_info = model_info
+        self._stats = SchedulerStats()
+        self._rows = 0
+        self._tokens = 0
+        self._in_flight = 0
+        self._foreign_load = 0
+        self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._watch: asyncio.Task[None] | None = None
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def connect(cls, address: str, tokenizer: TextTokenizer, api_key: str | None) -> RemoteEngine:
+        """Connects to the server at HOST:PORT.
+
+        **Raises:** `EngineDeadError` if it does not answer or does not serve; `ConfigError` if its model has another
+        tokenizer.
+        """
+        http = httpx2.AsyncClient(
+            base_url=f"http://{address}",
+            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            timeout=httpx2.Timeout(None, connect=CONNECT_SECONDS),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
+        )
+        try:
+            await _get(http, "/health")
+            info = msgspec.convert(await _get(http, "/model_info"), ModelInfo, strict=False)
+            await _check_tokenizer(http, address, tokenizer)
+            engine = cls(address, http, info)
+            await engine._look()
+        except BaseException:
+            await http.aclose()
+            raise
+        engine._watch = asyncio.create_task(engine._keep_looking(), name=f"watch-{address}")
+        return engine
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """What the server says of its model."""
+        return self._model_info
+
+    @property
+    def max_running_requests(self) -> int:
+        """Rows of all its replicas."""
+        return self._rows
+
+    @property
+    def max_total_tokens(self) -> int:
+        """See `ServingEngine.max_total_tokens`."""
+        return self._tokens
+
+    @property
+    def foreign_load(self) -> int:
+        """See `ServingEngine.foreign_load`; as it was at the last look."""
+        return self._foreign_load
+
+    @property
+    def alive(self) -> bool:
+        """The server has not been lost."""
+        return not self._over.done()
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """What it said of its load at the last look."""
+        return self._stats
+
+    async def generate(self, request: GenerateInput) -> AsyncGenerator[GenerateOutput, None]:
+        """See `EngineClient.generate`. Leaving it closes the connection, which ends the request there."""
+        if not self.alive:
+            raise EngineDeadError(f"{self.address} is lost: {self._over.result()}")
+        body = _body(request, self._model_info.context_length)
+        self._in_flight += request.sampling.n
+        begun = False
+        try:
+            with renamed_fields(_NATIVE_NAMES):
+                async with aclosing(self._outputs(request, body)) as outputs:
+                    async for output in outputs:
+                        begun = True
+                        yield output
+        except httpx2.ConnectError as error:
+            self._lose(f"cannot connect: {error}")
+            raise EngineDeadError(f"cannot connect to {self.address}: {error}") from error
+        except httpx2.TransportError as error:
+            raise EngineDeadError(
+                f"the connection to {self.address} broke: {type(error).__name__} {error}", started=begun or None
+            ) from error
+        finally:
+            self._in_flight -= request.sampling.n
+
+    def abort(self, request_id: str) -> None:
+        """See `EngineClient.abort`."""
+        task = asyncio.get_running_loop().create_task(self._abort(request_id))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def flush_cache(self) -> bool:
+        """See `EngineClient.flush_cache`."""
+        response = await self._call("POST", "/flush_cache")
+        return response.status_code == 200
+
+    async def state(self) -> dict[str, object]:
+        """What the server says of itself, that of its only replica where it has one."""
+        response = await self._call("GET", "/server_info")
+        states = response.json()["internal_states"]
+        return dict(states[0]) if len(states) == 1 else {"replicas": states}
+
+    async def ended(self) -> str:
+        """See `ReplicaEngine.ended`."""
+        return await asyncio.shield(self._over)
+
+    async def close(self, *, drain: bool = False) -> None:
+        """Lets the server go; it runs on. Requests that it has end with their connections."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait({self._watch})
+        self._lose("it was let go")
+        await self._http.aclose()
+
+    async def _outputs(self, request: GenerateInput, body: dict[str, Any]) -> AsyncGenerator[GenerateOutput, None]:
+        if not request.stream:
+            response = await self._http.post("/generate", json=body)
+            if response.status_code != 200:
+                raise self._error(response)
+            answer = response.json()
+            for number, one in enumerate(answer if isinstance(answer, list) else [answer]):
+                yield _output(request, {"index": number, **one}, None)
+            return
+        before: dict[int, GenerateOutput] = {}
+        async with self._http.stream("POST", "/generate", json=body) as response:
+            if response.status_code != 200:
+                await response.aread()
+                raise self._error(response)
+            async for event in _events(response):
+                if "error" in event:
+                    raise self._as_raised(event["error"], 500)
+                output = _output(request, event, before.get(int(event.get("index", 0))))
+                before[output.index] = output
+                yield output
+            if len(before) < request.sampling.n or any(one.finish is None for one in before.values()):
+                raise httpx2.RemoteProtocolError("the stream ended before its last event")
+
+    def _error(self, response: httpx2.Response) -> RequestError:
+        try:
+            error = response.json()["error"]
+        except (ValueError, KeyError, TypeError):
+            error = {"message": f"{self.address} answered {response.status_code}: {response.text[:200]}"}
+        return self._as_raised(error, response.status_code)
+
+    def _as_raised(self, error: Mapping[str, Any], status: int) -> RequestError:
+        code, message = error.get("code"), str(error.get("message"))
+        if code in GONE:
+            # What a server that drains refuses was not begun; what an engine had when it died may have been.
+            if code != "engine_dead":
+                self._lose(message)
+            return EngineDeadError(f"{self.address}: {message}", started=None if code == "engine_dead" else False)
+        if code == QueueFullError.code:
+            return QueueFullError(message)
+        raised = RequestError(message, param=error.get("param"), code=code)
+        raised.status = status
+        return raised
+
+    async def _abort(self, request_id: str) -> None:
+        try:
+            await self._http.post("/abort_request", json={"rid": request_id}, timeout=CONNECT_SECONDS)
+        except httpx2.TransportError as error:
+            logger.warning("%s was not told to abort a request: %s", self.address, error)
+
+    async def _call(self, method: str, path: str) -> httpx2.Response:
+        try:
+            return await self._http.request(method, path, timeout=CONNECT_SECONDS)
+        except httpx2.TransportError as error:
+            raise EngineDeadError(f"{self.address} does not answer: {type(error).__name__} {error}") from error
+
+    async def _keep_looking(self) -> None:
+        missed = 0
+        while self.alive:
+            await asyncio.sleep(HEALTH_SECONDS)
+            try:
+                await self._look()
+                missed = 0
+            except EngineDeadError as error:
+                missed += 1
+                # A server that says that it is at an end is believed at once.
+                if error.started is False or missed == MISSED_LOOKS:
+                    self._lose(error.message)
+
+    async def _look(self) -> None:
+        mine = self._in_flight
+        await _get(self._http, "/health")
+        answer = await _get(self._http, "/v1/loads")
+        loads = [load for load in answer["loads"] if load["state"] in ("serving", "draining")]
+        self._rows = sum(load["max_running_requests"] for load in loads)
+        self._tokens = sum(load["max_total_num_tokens"] for load in loads)
+        self._stats = SchedulerStats(
+            num_running=sum(load["num_running_reqs"] for load in loads),
+            num_waiting=sum(load["num_waiting_reqs"] for load in loads),
+            num_used_tokens=sum(load["num_used_tokens"] for load in loads),
+            max_total_tokens=self._tokens,
+            gen_throughput=sum(load["gen_throughput"] for load in loads),
+        )
+        self._foreign_load = max(self._stats.num_running + self._stats.num_waiting - mine, 0)
+
+    def _lose(self, reason: str) -> None:
+        if not self._over.done():
+            self._over.set_result(reason)
+
+
+async def _get(http: httpx2.AsyncClient, path: str) -> Any:
+    """The JSON answer. Raises `EngineDeadError`: `started` is False for an answer that is an error, None for none."""
+    try:
+        response = await http.get(path, timeout=CONNECT_SECONDS)
+    except httpx2.TransportError as error:
+        raise EngineDeadError(
+            f"{http.base_url.netloc.decode()} does not answer: {type(error).__name__} {error}", started=None
+        ) from error
+    if response.status_code != 200:
+        raise EngineDeadError(
+            f"{http.base_url.netloc.decode()} answers {path} with {response.status_code}: {response.text[:200]}"
+        )
+    return response.json()
+
+
+async def _check_tokenizer(http: httpx2.AsyncClient, address: str, tokenizer: TextTokenizer) -> None:
+    response = await http.post("/tokenize", json={"prompt": PROBE}, timeout=CONNECT_SECONDS)
+    if response.status_code != 200:
+        raise EngineDeadError(f"{address} answers /tokenize with {response.status_code}: {response.text[:200]}")
+    theirs = response.json()["tokens"]
+    if theirs != tokenizer.encode(PROBE):
+        raise ConfigError(
+            f"{address} cuts text into other tokens than this server does: --model-path or --tokenizer-path must name "
+            "the model that is served there"
+        )
+
+
+def _body(request: GenerateInput, context_length: int) -> dict[str, Any]:
+    """What the native route is sent. Sampling fields are all given, so that the server's defaults do not matter."""
+    prompt = request.prompt
+    assert not isinstance(prompt, str)
+    ids = [int(token) for token in prompt]
+    body: dict[str, Any] = {
+        "input_ids": ids,
+        "sampling_params": _sampling(request.sampling, context_length - len(ids)),
+        "stream": request.stream,
+        "rid": request.request_id,
+        "priority": request.priority,
+        "continues_text": request.continues_text,
+        "return_logprob": request.return_logprob,
+    }
+    if request.return_logprob:
+        body |= {"logprob_start_len": request.logprob_start_len, "top_logprobs_num": request.top_logprobs_num}
+    if request.extra_key:
+        body["extra_key"] = request.extra_key
+    if request.routing_key:
+        body["routing_key"] = request.routing_key
+    return body
+
+
+def _sampling(sampling: SamplingParams, room: int) -> dict[str, Any]:
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()},
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+        "seed": sampling.seed,
+        "n": sampling.n,
+        "skip_special_tokens": sampling.skip_special_tokens,
+        "no_stop_trim": sampling.include_stop,
+        "max_new_tokens": room if sampling.max_new_tokens is None else sampling.max_new_tokens,
+        "min_new_tokens": sampling.min_new_tokens,
+    }
+
+
+async def _events(response: httpx2.Response) -> AsyncIterator[dict[str, Any]]:
+    async for line in response.aiter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield msgspec.json.decode(line.removeprefix("data: ").encode())
+
+
+def _output(request: GenerateInput, answer: Mapping[str, Any], before: GenerateOutput | None) -> GenerateOutput:
+    """An answer of the native route as the engine has it; what is new is what `before` did not have."""
+    meta = answer["meta_info"]
+    text, ids = answer["text"], answer["output_ids"]
+    logprobs = _logprobs(meta.get("output_token_logprobs"), meta.get("output_top_logprobs"))
+    prompt_logprobs = _logprobs(meta.get("input_token_logprobs"), meta.get("input_top_logprobs"))
+    return GenerateOutput(
+        request_id=request.request_id or "",
+        index=int(answer.get("index", 0)),
+        text=text,
+        delta_text=text[len(before.text) if before else 0 :],
+        output_ids=ids,
+        delta_ids=ids[len(before.output_ids) if before else 0 :],
+        prompt_tokens=meta["prompt_tokens"],
+        completion_tokens=meta["completion_tokens"],
+        cached_tokens=meta["cached_tokens"],
+        finish=_finish(meta["finish_reason"]),
+        logprobs=logprobs,
+        delta_logprobs=logprobs[len(before.logprobs) if before else 0 :],
+        prompt_logprobs=prompt_logprobs if request.return_logprob and request.logprob_start_len >= 0 else None,
+    )
+
+
+def _finish(reason: Mapping[str, Any] | None) -> FinishReason | None:
+    return None if reason is None else FinishReason(FinishKind(reason["type"]), reason.get("matched"))
+
+
+def _logprobs(tokens: list[Any] | None, top: list[Any] | None) -> list[TokenLogprob]:
+    """From SGLang's (logprob, id, text) entries."""
+    alternatives = top if top is not None else [None] * len(tokens or [])
+    return [
+        TokenLogprob(token_id, logprob, tuple((one[0], one[1]) for one in others or ()))
+        for (logprob, token_id, _), others in zip(tokens or [], alternatives, strict=True)
+    ]

@@ -1,0 +1,280 @@
+"""Servers elsewhere as replicas: what a client gets through the door is what the server itself would have said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers.echo_server import EchoServer, serve_echo, wait_for
+from helpers.engine_fakes import ByteTokenizer
+
+from sglang_jax.config import ServerConfig
+from sglang_jax.engine.types import EngineClient
+from sglang_jax.errors import ConfigError, EngineDeadError
+from sglang_jax.server import remote_engine
+from sglang_jax.server.remote_replicas import connect_engines, read_addresses
+
+
+async def connect(config: ServerConfig) -> EngineClient:
+    return await connect_engines(config, ByteTokenizer())
+
+
+@pytest.fixture(scope="module")
+def behind() -> Iterator[EchoServer]:
+    """A server that is somebody's replica."""
+    with serve_echo(served_model_name="echo-model") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def door(behind: EchoServer) -> Iterator[EchoServer]:
+    with serve_echo(launch=connect, connect=f"127.0.0.1:{behind.port}", served_model_name="echo-model") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def slow_pair() -> Iterator[tuple[EchoServer, EchoServer]]:
+    """A slow server, and a door before it."""
+    with (
+        serve_echo(model_path="echo:0.02") as behind,
+        serve_echo(launch=connect, connect=f"127.0.0.1:{behind.port}") as door,
+    ):
+        yield behind, door
+
+
+GENERATE: list[dict[str, Any]] = [
+    {"text": "Hello"},
+    {"input_ids": list(b"Hello"), "sampling_params": {"max_new_tokens": 3}},
+    {"text": "one, two", "sampling_params": {"stop": ","}},
+    {"text": "one, two", "sampling_params": {"stop": ["x", ","], "no_stop_trim": True}},
+    {"text": "one, two", "sampling_params": {"stop_token_ids": [ord(",")]}},
+    {"text": "héllo 東京", "sampling_params": {"n": 3, "seed": 5}},
+    {"text": ["one", "three"], "sampling_params": {"n": 2, "ignore_eos": True, "max_new_tokens": 9}},
+    {"text": "abc", "return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0},
+    {"text": "abc", "return_logprob": True, "logprob_start_len": 1, "return_text_in_logprobs": True},
+    {"text": "abc", "return_logprob": True, "top_logprobs_num": 3, "sampling_params": {"n": 2}},
+    {"text": "ab<", "sampling_params": {"skip_special_tokens": False}, "extra_key": "k", "priority": 3},
+]
+
+
+def settled(answer: Any) -> Any:
+    """Without what differs from call to call."""
+    if isinstance(answer, list):
+        return [settled(one) for one in answer]
+    answer = json.loads(json.dumps(answer))
+    for meta in [answer.get("meta_info", {})]:
+        meta.pop("e2e_latency", None)
+        meta.pop("id", None)
+    for name in ("id", "created"):
+        answer.pop(name, None)
+    return answer
+
+
+@pytest.mark.parametrize("body", GENERATE, ids=range(len(GENERATE)))
+def test_generate_through_the_door(behind: EchoServer, door: EchoServer, body: dict[str, Any]) -> None:
+    answers = [server.http.post("/generate", json=body).json() for server in (behind, door)]
+    assert "error" not in answers[0]
+    assert settled(answers[1]) == settled(answers[0])
+
+
+@pytest.mark.parametrize("body", GENERATE, ids=range(len(GENERATE)))
+def test_streams_through_the_door_end_alike(behind: EchoServer, door: EchoServer, body: dict[str, Any]) -> None:
+    ends = []
+    for server in (behind, door):
+        last: dict[int, Any] = {}
+        for event in server.events("/generate", body):
+            last[event.get("index", 0)] = settled(event)
+        ends.append(last)
+    assert ends[1] == ends[0]
+
+
+OPENAI: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": "abc", "logprobs": 2, "echo": True, "max_tokens": 9}),
+    ("/v1/completions", {"prompt": ["abc", "defg"], "n": 2, "max_tokens": 3}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a b c d"}], "stop": ["c"]}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), OPENAI)
+def test_openai_routes_through_the_door(behind: EchoServer, door: EchoServer, path: str, body: dict[str, Any]) -> None:
+    answers = [server.http.post(path, json=body).json() for server in (behind, door)]
+    assert "error" not in answers[0]
+    assert settled(answers[1]) == settled(answers[0])
+    joined = []
+    for server in (behind, door):
+        texts: dict[int, list[Any]] = {}
+        for event in server.events(path, body):
+            for choice in event["choices"]:
+                said = choice.get("text") or choice.get("delta", {}).get("content") or ""
+                before = texts.setdefault(choice["index"], ["", None, []])
+                before[0] += said
+                before[1] = choice["finish_reason"] or before[1]
+                before[2].append(choice.get("matched_stop"))
+        joined.append({index: (text, reason, matched[-1]) for index, (text, reason, matched) in texts.items()})
+    assert joined[1] == joined[0]
+
+
+def test_what_the_engine_is_asked_is_the_same(behind: EchoServer, door: EchoServer) -> None:
+    fields = {"max_new_tokens": 7, "seed": 11, "stop": ["zzz"], "logit_bias": {"5": 1.5}}
+    seen = []
+    for server in (behind, door):
+        body = {"text": "abc", "sampling_params": fields, "extra_key": "salt", "priority": 2}
+        assert server.http.post("/generate", json=body).status_code == 200
+        last = dict(behind.seen()[-1])
+        last.pop("id")
+        seen.append(last)
+    assert seen[1] == seen[0]
+
+
+def test_long_answers_have_the_rest_of_the_context(behind: EchoServer, door: EchoServer) -> None:
+    for server in (behind, door):
+        answer = server.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]})
+        assert answer.status_code == 200
+    first, second = behind.seen()[-2:]
+    assert first["max_new_tokens"] == second["max_new_tokens"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_of_the_engine_come_through(behind: EchoServer, door: EchoServer, stream: bool) -> None:
+    body = {"input_ids": [259, 1], "stream": stream}
+    answers = [server.http.post("/generate", json=body) for server in (behind, door)]
+    assert answers[0].status_code == answers[1].status_code == 500
+    assert answers[1].json() == answers[0].json()
+    assert answers[1].json()["error"]["code"] == "kv_capacity_exceeded"
+
+
+def test_errors_of_the_body_are_the_doors_own(behind: EchoServer, door: EchoServer) -> None:
+    seen = len(behind.seen())
+    for body in ({"text": ""}, {"input_ids": [99999]}, {"text": "a", "sampling_params": {"temperature": -1}}):
+        answers = [server.http.post("/generate", json=body) for server in (behind, door)]
+        assert answers[0].status_code == answers[1].status_code == 400
+        assert answers[1].json() == answers[0].json()
+    assert len(behind.seen()) == seen
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_leaving_the_door_ends_the_request_behind_it(slow_pair: tuple[EchoServer, EchoServer], stream: bool) -> None:
+    behind, door = slow_pair
+    aborted = len(behind.aborted())
+    body = {"text": "a" * 2000, "sampling_params": {"max_new_tokens": 2000}, "stream": stream}
+    connection = door.send("/generate", body)
+    wait_for(lambda: behind.running() == 1)
+    connection.close()
+    wait_for(lambda: behind.running() == 0)
+    assert len(behind.aborted()) == aborted + 1
+    wait_for(lambda: not door.context.in_flight)
+
+
+def test_abort_reaches_behind_the_door(slow_pair: tuple[EchoServer, EchoServer]) -> None:
+    behind, door = slow_pair
+    body = {"text": "a" * 2000, "sampling_params": {"max_new_tokens": 2000}, "rid": "mine", "stream": True}
+    with door.http.stream("POST", "/generate", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        assert door.http.post("/abort_request", json={"rid": "mine"}).status_code == 200
+        events = [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]
+    assert events[-1]["meta_info"]["finish_reason"]["type"] == "abort"
+    assert events[-1]["meta_info"]["completion_tokens"] > 0
+    assert behind.running() == 0
+
+
+def test_figures_flush_and_state(behind: EchoServer, door: EchoServer) -> None:
+    assert door.http.post("/flush_cache").status_code == 200
+    (load,) = door.http.get("/v1/loads").json()["loads"]
+    assert (load["state"], load["address"]) == ("serving", f"127.0.0.1:{behind.port}")
+    assert load["max_running_requests"] == behind.engine.loads()[0].max_running_requests
+    (state,) = door.http.get("/server_info").json()["internal_states"]
+    assert state["pid"] == behind.state()["pid"]
+    assert 'sglang:engine_alive{dp_rank="0",model_name="echo-model"} 1.0' in door.http.get("/metrics").text
+    refused = door.http.post("/drain_replica", json={"replica": 0})
+    assert refused.status_code == 400
+    assert "servers of their own" in refused.json()["error"]["message"]
+
+
+def test_a_server_that_goes_is_taken_out_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_engine, "HEALTH_SECONDS", 0.05)
+    with serve_echo() as first:
+        with serve_echo() as second:
+            addresses = f"127.0.0.1:{first.port},127.0.0.1:{second.port}"
+            door_of = serve_echo(launch=connect, connect=addresses, load_balance_method="round_robin")
+            door = door_of.__enter__()
+            try:
+                for _ in range(4):
+                    assert door.http.post("/generate", json={"text": "abc"}).json()["text"] == "abc"
+                assert (len(first.seen()), len(second.seen())) == (2, 2)
+                second.context.draining = True  # as after a first SIGTERM: it refuses what is new
+                for _ in range(4):
+                    assert door.http.post("/generate", json={"text": "abc"}).json()["text"] == "abc"
+                assert (len(first.seen()), len(second.seen())) == (6, 2)
+                wait_for(lambda: door.engine.loads()[1].state.value in ("dead", "starting"))
+                second.context.draining = False
+                wait_for(lambda: door.engine.loads()[1].state.value == "serving", 20)
+                assert door.engine.loads()[1].restarts == 1
+            except BaseException:
+                door_of.__exit__(None, None, None)
+                raise
+        try:
+            for _ in range(3):  # the second is gone, and its connections with it
+                assert door.http.post("/generate", json={"text": "abc"}).json()["text"] == "abc"
+            assert door.http.get("/health").status_code == 200
+        finally:
+            door_of.__exit__(None, None, None)
+
+
+def config(**options: Any) -> ServerConfig:
+    return ServerConfig(model_path="echo", **options)
+
+
+async def test_nobody_answers() -> None:
+    with pytest.raises(EngineDeadError, match=r"127\.0\.0\.1:9 does not answer"):
+        await connect(config(connect="127.0.0.1:9"))
+
+
+async def test_another_models_tokenizer_is_noticed(behind: EchoServer) -> None:
+    class Other(ByteTokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            return [*super().encode(text), 256]
+
+    with pytest.raises(ConfigError, match="cuts text into other tokens than this server does"):
+        await connect_engines(config(connect=f"127.0.0.1:{behind.port}"), Other())
+
+
+async def test_a_key_opens_servers_that_ask_for_one() -> None:
+    def serve() -> Any:
+        return serve_echo(api_key="secret")
+
+    with serve() as behind:
+        address = f"127.0.0.1:{behind.port}"
+        with pytest.raises(EngineDeadError, match="answers /model_info with 401"):
+            await connect(config(connect=address))
+        client = await connect(config(connect=address, api_key="secret"))
+        assert client.alive
+        await client.close()
+        assert not client.alive
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "got '' in it"),
+        ("host", "got 'host' in it"),
+        ("a:1,b:x", "got 'b:x' in it"),
+        ("a:70000", "got 'a:70000' in it"),
+        ("a:1,a:1", "names a server twice"),
+    ],
+)
+def test_addresses_that_cannot_be_read(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_addresses(text)
+
+
+def test_addresses() -> None:
+    assert read_addresses("a:1, b.example:2,[::1]:3") == ["a:1", "b.example:2", "[::1]:3"]
+
+
+async def test_engines_here_and_elsewhere_are_refused() -> None:
+    with pytest.raises(ConfigError, match="dp_size and nnodes must be 1, got 2 and 1"):
+        await connect(config(connect="a:1", dp_size=2))
