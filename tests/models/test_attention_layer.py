@@ -1,0 +1,83 @@
+"""What a layer asks of attention beside its shapes: a window, a soft cap, sinks, scales of stored keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers.attention_steps import softmax_attention
+from helpers.small_configs import small_config
+
+from sglang_jax.kernels.kv_storage import page_shape
+from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
+from sglang_jax.layers.attention import Attention
+from sglang_jax.layers.batch import ForwardBatch
+from sglang_jax.layers.parameter import Parameter
+from sglang_jax.layers.rotary import apply_rotary
+
+CONFIG = small_config(num_heads=4, num_kv_heads=2, head_dim=16)
+TOKENS, PAGE_SIZE = 12, 4
+
+
+def layer_with_weights(**options: Any) -> Attention:
+    layer = Attention(CONFIG, dtype=jnp.dtype("float32"), implementation=AttentionImplementation.XLA, **options)
+    rng = np.random.default_rng(1)
+    for parameter in jax.tree.leaves(nnx.state(layer), is_leaf=lambda node: isinstance(node, Parameter)):
+        parameter.set_value(jnp.asarray(rng.standard_normal(parameter.shape), jnp.float32))
+    return layer
+
+
+def batch() -> ForwardBatch:
+    """One sequence of all tokens, in pages 1 to 3."""
+    places = jnp.arange(TOKENS, dtype=jnp.int32)
+    return ForwardBatch(
+        tokens=places,
+        positions=places,
+        write_slots=PAGE_SIZE + places,
+        page_table=jnp.asarray([[1, 2, 3]], jnp.int32),
+        kv_lens=jnp.asarray([TOKENS], jnp.int32),
+        query_starts=jnp.asarray([0, TOKENS], jnp.int32),
+        num_decode=jnp.int32(0),
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 5}, {"soft_cap": 0.5}, {"sinks": True}, {"window": 3, "soft_cap": 2.0, "sinks": True}],
+    ids=str,
+)
+def test_options_of_a_layer_reach_its_attention(options: dict[str, Any]) -> None:
+    layer = layer_with_weights(**options)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((TOKENS, CONFIG.hidden_size)), jnp.float32)
+    angles = rng.uniform(0, 6, (TOKENS, CONFIG.head_dim // 2)).astype(np.float32)
+    rotary = (jnp.cos(angles), jnp.sin(angles))
+    pages = jnp.zeros(page_shape(4, 2, PAGE_SIZE, CONFIG.head_dim, tiled=False), jnp.float32)
+    found, _ = layer(x, batch(), rotary, pages)
+    fused = layer.qkv(x)
+    queries, keys = apply_rotary(fused[:, :, :2], *rotary), apply_rotary(fused[:, :, 2], *rotary)
+    sinks = np.asarray(layer.sinks[...]).reshape(2, 2) if layer.sinks is not None else None
+    attended = softmax_attention(
+        np.asarray(queries),
+        np.asarray(keys),
+        np.asarray(fused[:, :, 3]),
+        CONFIG.head_dim**-0.5,
+        window=options.get("window"),
+        soft_cap=options.get("soft_cap"),
+        sinks=sinks,
+    )
+    expected = layer.output(jnp.asarray(attended.reshape(TOKENS, 4, -1), jnp.float32))
+    np.testing.assert_allclose(found, expected, atol=1e-3 * np.abs(expected).max(), rtol=0)
+
+
+def test_only_8_bit_pages_have_scales() -> None:
+    assert layer_with_weights().kv_scales is None
+    assert layer_with_weights(kv_dtype=jnp.dtype("bfloat16")).kv_scales is None
+    for kind in ("int8", "float8_e4m3fn"):
+        scales = layer_with_weights(kv_dtype=jnp.dtype(kind)).kv_scales
+        assert scales is not None
+        assert scales.shape == (2, 2)
