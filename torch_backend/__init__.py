@@ -1,4 +1,7 @@
-"""The Torch backend: Triton kernels and CUDA graphs on CUDA, native torch on a CPU. Importing it imports no torch."""
+"""The Torch backend: Triton kernels and CUDA graphs on CUDA, torch and compiled kernels on a CPU.
+
+Importing it imports no torch.
+"""
 
 from __future__ import annotations
 

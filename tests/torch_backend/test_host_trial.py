@@ -1,0 +1,148 @@
+"""Host kernels are compiled once, tried before they are used, and done without only with a word in the log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numba.core.errors import TypingError
+
+from torch_backend import host_trial
+from torch_backend.attention.host import HostAttention
+from torch_backend.host_kernels import team
+from torch_backend.host_kernels.compiling import KernelCompiler
+from torch_backend.host_kernels.language import floats, load, store, take
+from torch_backend.host_kernels.operations import HostOperations
+from torch_backend.host_kernels.rms_norm import build_rms_norm
+from torch_backend.host_kernels.team import FIRST_FIELD, SLOT_COUNTER, Launcher
+from torch_backend.host_trial import HostForm, HostKernelsError, make_host_kernels
+
+FORM = HostForm(torch.float32, torch.float32, 16, 2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds the kernels of `FORM`, compiled here."""
+    folder = tmp_path_factory.mktemp("cache")
+    make_host_kernels(FORM, folder)
+    return folder
+
+
+def files(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_was_compiled_is_found_again(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = files(folder)
+    assert len([path for path in before if path.suffix == ".nbc"]) == 3
+    with caplog.at_level(logging.INFO, logger="torch_backend"):
+        kernels = make_host_kernels(FORM, folder)
+    assert isinstance(kernels.attention, HostAttention)
+    assert isinstance(kernels.operations, HostOperations)
+    assert files(folder) == before
+    (message,) = caplog.messages
+    assert message.startswith("Host kernels for torch.float32, ready after ")
+
+
+def test_another_form_is_compiled_beside_it(folder: Path) -> None:
+    before = files(folder)
+    make_host_kernels(HostForm(torch.float32, torch.float32, 16, 3), folder)
+    after = files(folder)
+    assert len([path for path in after.keys() - before.keys() if path.suffix == ".nbc"]) == 1
+    assert all(after[path] == time for path, time in before.items() if path.suffix == ".nbc")
+
+
+def test_a_change_of_any_file_of_the_kernels_compiles_them_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + (b"#" if path.name == "language.py" else b""))
+    assert KernelCompiler.keeping(folder).folder not in {path.parent.parent for path in files(folder)}
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.touch()
+    with caplog.at_level(logging.INFO, logger="torch_backend"):
+        compiler = KernelCompiler.keeping(in_the_way)
+    assert compiler.folder is None
+    (message,) = caplog.messages
+    assert message.startswith("Host kernels are compiled anew at each start: ")
+    assert str(in_the_way) in message
+    assert build_rms_norm(compiler, 4).address
+
+
+def test_without_numba(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_trial, "find_spec", lambda name: None)
+    with pytest.raises(HostKernelsError, match=r"numba, .*, is not installed: pip install 'sglang-jax\[torch\]'"):
+        make_host_kernels(FORM, folder)
+
+
+@pytest.mark.parametrize(
+    "error", [TypingError("no such type"), OSError("no room"), RuntimeError("LLVM ERROR")], ids=repr
+)
+def test_a_numba_that_cannot_compile(folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(compiler: KernelCompiler, kernel: Callable[[Any], None]) -> None:
+        raise error
+
+    monkeypatch.setattr(KernelCompiler, "__call__", fail)
+    with pytest.raises(HostKernelsError, match=f"numba cannot compile them \\(.*{error.args[0]}"):
+        make_host_kernels(FORM, folder)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "method", "what"),
+    [
+        (HostOperations, "add_rms_norm", "norm"),
+        (HostOperations, "rotate_and_write", "queries"),
+        (HostAttention, "attend", "attention"),
+    ],
+)
+@pytest.mark.parametrize("wrong", [1.01, float("nan")])
+def test_kernels_that_compute_wrongly_are_not_believed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kernels: type[object], method: str, what: str, wrong: float
+) -> None:
+    right = vars(kernels)[method]
+
+    def scaled(*arguments: object) -> object:
+        found = right(*arguments)
+        return tuple(part * wrong for part in found) if isinstance(found, tuple) else found * wrong
+
+    monkeypatch.setattr(kernels, method, scaled)
+    with pytest.raises(HostKernelsError, match=rf"wrong on this machine \({what}\)"):
+        make_host_kernels(FORM, folder)
+
+
+def test_a_torch_without_openmp_runs_them_on_one_thread(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    team.openmp_parallel.cache_clear()
+    monkeypatch.setattr(torch.backends.openmp, "is_available", lambda: False)
+    try:
+        with caplog.at_level(logging.INFO, logger="torch_backend"):
+            make_host_kernels(FORM, folder)
+    finally:
+        team.openmp_parallel.cache_clear()
+    assert caplog.messages[0] == "Host kernels run on one thread: this torch is built without OpenMP"
+    assert len([message for message in caplog.messages if "one thread" in message]) == 1
+
+
+def test_large_work_is_shared_by_torch_s_threads(folder: Path) -> None:
+    """Every thread that takes part marks its slot."""
+
+    def mark(work):  # type: ignore[no-untyped-def]
+        marks = floats(work[FIRST_FIELD])
+        slot = take(work, SLOT_COUNTER)
+        store(marks, slot, load(marks, slot) + np.float32(1))
+
+    launcher = Launcher(KernelCompiler.keeping(folder)(mark), "q")
+    marks = torch.zeros(4096)
+    alone, together = [1.0] + [0.0] * 4095, [1.0] * launcher.slots + [0.0] * (4096 - launcher.slots)
+    assert launcher.slots == torch.get_num_threads()
+    for elements, items, expected in ((100, 50, alone), (10**6, 1, alone), (10**6, 50, together), (100, 50, alone)):
+        marks.zero_()
+        launcher(elements, items, marks.data_ptr())
+        assert marks.tolist() == expected
