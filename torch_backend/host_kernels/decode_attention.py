@@ -7,8 +7,11 @@ thread does not grow with the length. A row's result does not depend on the othe
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+from numba import njit
 
 from torch_backend.host_kernels.compiling import CompiledKernel, KernelCompiler
 from torch_backend.host_kernels.language import elements, exponential, float_field, floats, integers, load, store, take
@@ -23,130 +26,145 @@ An item is a kv head of a row."""
 _BLOCK = 256
 """Keys whose scores are held at once."""
 
+# What follows is part of the kernel: it is copied into it, so that sizes are constants there.
+_part: Callable[[Any], Any] = njit(inline="always")
+
 
 def scratch_floats(head_dim: int, group: int) -> int:
-    """float32 words that each thread works in: scores, sums, queries, largest scores and sums of weights."""
+    """float32 words that each thread works in. For each query of a group: scores of a block; the sum of values so far;
+    the query times the scale; the largest score and the sum of weights so far."""
     return group * (_BLOCK + 2 * head_dim + 2)
 
 
 def build_decode_attention(compiler: KernelCompiler, width: int, head_dim: int, group: int) -> CompiledKernel:
     """For elements of `width` bytes, heads of `head_dim` and `group` query heads to a kv head."""
     head_bytes = head_dim * width
-    sums_at = group * _BLOCK
-    queries_at = sums_at + group * head_dim
-    largest_at = queries_at + group * head_dim
-    weights_at = largest_at + group
-    scratch_bytes = 4 * (weights_at + group)
-    block = _BLOCK
+    sums_at, queries_at = _BLOCK * group, (_BLOCK + head_dim) * group
+    largest_at, weights_at = (_BLOCK + 2 * head_dim) * group, (_BLOCK + 2 * head_dim + 1) * group
+    scratch_bytes = 4 * scratch_floats(head_dim, group)
 
     def kernel(work):
-        lens = integers(work[FIRST_FIELD + 5])
-        columns, kv_heads = work[FIRST_FIELD + 9], work[FIRST_FIELD + 10]
-        page_size, window = work[FIRST_FIELD + 11], work[FIRST_FIELD + 12]
+        lens, columns = integers(work[FIRST_FIELD + 5]), work[FIRST_FIELD + 9]
+        kv_heads, page_size, window = work[FIRST_FIELD + 10], work[FIRST_FIELD + 11], work[FIRST_FIELD + 12]
         scale, soft_cap = float_field(work, FIRST_FIELD + 13), float_field(work, FIRST_FIELD + 14)
         slot = take(work, SLOT_COUNTER)
         if slot >= work[FIRST_FIELD + 8]:
             return
-        scores = floats(work[FIRST_FIELD + 7] + slot * scratch_bytes)
+        scratch = work[FIRST_FIELD + 7] + slot * scratch_bytes
+        scores, sums, queries = floats(scratch), floats(scratch + 4 * sums_at), floats(scratch + 4 * queries_at)
+        largest, weights = floats(scratch + 4 * largest_at), floats(scratch + 4 * weights_at)
         while True:
             item = take(work, ITEM_COUNTER)
             if item >= work[ITEMS]:
                 return
             row, kv_head = item // kv_heads, item % kv_heads
+            pages = integers(work[FIRST_FIELD + 4] + row * columns * 4)
             length = load(lens, row)
             source = elements(work[FIRST_FIELD] + item * group * head_bytes, width)
-            output = elements(work[FIRST_FIELD + 3] + item * group * head_bytes, width)
-            if length == 0:
-                for i in range(group * head_dim):
-                    store(output, i, np.float32(0))
-                continue
-            pages = integers(work[FIRST_FIELD + 4] + row * columns * 4)
             for i in range(group * head_dim):
-                store(scores, queries_at + i, load(source, i) * scale)
-                store(scores, sums_at + i, np.float32(0))
-            for query in range(group):
-                # A sink is a key that has no value.
-                if work[FIRST_FIELD + 6] != 0:
-                    sink = load(floats(work[FIRST_FIELD + 6]), kv_head * group + query)
-                    store(scores, largest_at + query, sink)
-                    store(scores, weights_at + query, np.float32(1))
-                else:
-                    store(scores, largest_at + query, np.float32(-np.inf))
-                    store(scores, weights_at + query, np.float32(0))
+                store(queries, i, load(source, i) * scale)
+                store(sums, i, np.float32(0))
+            _begin(largest, weights, work[FIRST_FIELD + 6], kv_head, group)
             first = max(length - window, 0) if window > 0 else 0
             while first < length:
-                count = min(block, length - first)
-
+                count = min(_BLOCK, length - first)
                 done = 0
                 while done < count:
-                    column, offset = (first + done) // page_size, (first + done) % page_size
-                    run = min(page_size - offset, count - done)
-                    place = (load(pages, column) * kv_heads + kv_head) * page_size + offset
+                    place, run = _run(pages, first + done, count - done, kv_heads, kv_head, page_size)
                     keys = elements(work[FIRST_FIELD + 1] + place * head_bytes, width)
-                    for key in range(run):
-                        for query in range(group):
-                            score = np.float32(0)
-                            for i in range(head_dim):
-                                of_query = load(scores, queries_at + query * head_dim + i)
-                                score += of_query * load(keys, key * head_dim + i)
-                            store(scores, query * block + done + key, score)
+                    _score(scores, done, queries, keys, run, group, head_dim)
                     done += run
-
                 for query in range(group):
-                    start = query * block
-                    if soft_cap > 0:
-                        for i in range(start, start + count):
-                            store(scores, i, soft_cap * np.float32(math.tanh(load(scores, i) / soft_cap)))
-                    before = load(scores, largest_at + query)
-                    largest = before
-                    for i in range(start, start + count):
-                        largest = max(largest, load(scores, i))
-                    weights = np.float32(0)
-                    for i in range(start, start + count):
-                        weight = exponential(load(scores, i) - largest)
-                        store(scores, i, weight)
-                        weights += weight
-                    fading = exponential(before - largest)
-                    store(scores, largest_at + query, largest)
-                    store(scores, weights_at + query, load(scores, weights_at + query) * fading + weights)
-                    for i in range(sums_at + query * head_dim, sums_at + (query + 1) * head_dim):
-                        store(scores, i, load(scores, i) * fading)
-
+                    _weigh(scores, query, count, soft_cap, largest, weights, sums, head_dim)
                 done = 0
                 while done < count:
-                    column, offset = (first + done) // page_size, (first + done) % page_size
-                    run = min(page_size - offset, count - done)
-                    place = (load(pages, column) * kv_heads + kv_head) * page_size + offset
+                    place, run = _run(pages, first + done, count - done, kv_heads, kv_head, page_size)
                     values = elements(work[FIRST_FIELD + 2] + place * head_bytes, width)
-                    key = 0
-                    while key + 4 <= run:
-                        for query in range(group):
-                            at = query * block + done + key
-                            w0, w1, w2, w3 = (
-                                load(scores, at),
-                                load(scores, at + 1),
-                                load(scores, at + 2),
-                                load(scores, at + 3),
-                            )
-                            for i in range(head_dim):
-                                j = key * head_dim + i
-                                total = sums_at + query * head_dim + i
-                                near = w0 * load(values, j) + w1 * load(values, j + head_dim)
-                                far = w2 * load(values, j + 2 * head_dim) + w3 * load(values, j + 3 * head_dim)
-                                store(scores, total, load(scores, total) + (near + far))
-                        key += 4
-                    while key < run:
-                        for query in range(group):
-                            weight = load(scores, query * block + done + key)
-                            for i in range(head_dim):
-                                total = sums_at + query * head_dim + i
-                                store(scores, total, load(scores, total) + weight * load(values, key * head_dim + i))
-                        key += 1
+                    _add(sums, scores, done, values, run, group, head_dim)
                     done += run
                 first += count
+            output = elements(work[FIRST_FIELD + 3] + item * group * head_bytes, width)
             for query in range(group):
-                whole = np.float32(1) / load(scores, weights_at + query)
+                whole = np.float32(1) / load(weights, query) if length > 0 else np.float32(0)
                 for i in range(query * head_dim, (query + 1) * head_dim):
-                    store(output, i, load(scores, sums_at + i) * whole)
+                    store(output, i, load(sums, i) * whole)
 
     return compiler(kernel)
+
+
+@_part
+def _begin(largest, weights, sinks, kv_head, group):
+    """A sink is a key that has no value."""
+    for query in range(group):
+        if sinks != 0:
+            store(largest, query, load(floats(sinks), kv_head * group + query))
+            store(weights, query, np.float32(1))
+        else:
+            store(largest, query, np.float32(-np.inf))
+            store(weights, query, np.float32(0))
+
+
+@_part
+def _run(pages, key, most, kv_heads, kv_head, page_size):
+    """Where in the pages a key lies, in heads, and how many lie there in a row."""
+    offset = key % page_size
+    place = (load(pages, key // page_size) * kv_heads + kv_head) * page_size + offset
+    return place, min(page_size - offset, most)
+
+
+@_part
+def _score(scores, done, queries, keys, run, group, head_dim):
+    """Products of all queries and the keys of a run, the first of which is number `done` of the block."""
+    for key in range(run):
+        for query in range(group):
+            score = np.float32(0)
+            for i in range(head_dim):
+                score += load(queries, query * head_dim + i) * load(keys, key * head_dim + i)
+            store(scores, query * _BLOCK + done + key, score)
+
+
+@_part
+def _weigh(scores, query, count, soft_cap, largest, weights, sums, head_dim):
+    """Turns a query's scores of a block into weights, and scales what came before to the same largest score."""
+    start = query * _BLOCK
+    if soft_cap > 0:
+        for i in range(start, start + count):
+            store(scores, i, soft_cap * np.float32(math.tanh(load(scores, i) / soft_cap)))
+    before = load(largest, query)
+    top = before
+    for i in range(start, start + count):
+        top = max(top, load(scores, i))
+    total = np.float32(0)
+    for i in range(start, start + count):
+        weight = exponential(load(scores, i) - top)
+        store(scores, i, weight)
+        total += weight
+    fading = exponential(before - top)
+    store(largest, query, top)
+    store(weights, query, load(weights, query) * fading + total)
+    for i in range(query * head_dim, (query + 1) * head_dim):
+        store(sums, i, load(sums, i) * fading)
+
+
+@_part
+def _add(sums, scores, done, values, run, group, head_dim):
+    """Adds the values of a run times their weights; four at once, so that sums are read and written less often."""
+    key = 0
+    while key + 4 <= run:
+        for query in range(group):
+            at = query * _BLOCK + done + key
+            first, second = load(scores, at), load(scores, at + 1)
+            third, fourth = load(scores, at + 2), load(scores, at + 3)
+            for i in range(head_dim):
+                value = key * head_dim + i
+                near = first * load(values, value) + second * load(values, value + head_dim)
+                far = third * load(values, value + 2 * head_dim) + fourth * load(values, value + 3 * head_dim)
+                store(sums, query * head_dim + i, load(sums, query * head_dim + i) + (near + far))
+        key += 4
+    while key < run:
+        for query in range(group):
+            weight = load(scores, query * _BLOCK + done + key)
+            for i in range(head_dim):
+                value = weight * load(values, key * head_dim + i)
+                store(sums, query * head_dim + i, load(sums, query * head_dim + i) + value)
+        key += 1
