@@ -25,7 +25,7 @@ from sglang_jax.cli.main import cli
 from sglang_jax.cli.options import flag_name
 from sglang_jax.config import EngineConfig, ServerConfig
 from sglang_jax.engine.engine import RequestOptions
-from sglang_jax.engine.types import FinishKind, GenerateOutput, TokenLogprob
+from sglang_jax.engine.types import FinishKind, GenerateOutput, ReplicaLoad, ReplicaState, TokenLogprob
 from sglang_jax.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
 from sglang_jax.scheduler.messages import SchedulerStats
 from sglang_jax.server import errors as server_errors
@@ -65,7 +65,10 @@ DEFAULTS_IN_WORDS = frozenset(
 
 @pytest.fixture(scope="module")
 def context() -> ServerContext:
-    client = SimpleNamespace(model_info=MODEL_INFO, stats=SchedulerStats(), alive=True)
+    load = ReplicaLoad(
+        index=0, state=ReplicaState.SERVING, max_running_requests=1, max_total_tokens=1, stats=SchedulerStats()
+    )
+    client = SimpleNamespace(model_info=MODEL_INFO, loads=lambda: [load], alive=True)
     return create_context(client, ServerConfig())
 
 

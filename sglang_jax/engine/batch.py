@@ -7,8 +7,7 @@ import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 
-from sglang_jax.engine.client import AsyncEngineClient
-from sglang_jax.engine.types import GenerateInput, GenerateOutput
+from sglang_jax.engine.types import EngineClient, GenerateInput, GenerateOutput
 
 FLIGHTS_PER_ROW = 4
 """Completions in flight for each row of the runner: enough that the scheduler can choose whom to admit."""
@@ -18,7 +17,7 @@ FLIGHTS_PER_ROW = 4
 class Batch:
     """Requests, and how many completions may be in flight at once."""
 
-    client: AsyncEngineClient
+    client: EngineClient
     requests: Sequence[GenerateInput]
     max_in_flight: int
 

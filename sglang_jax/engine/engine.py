@@ -15,23 +15,24 @@ from pydantic import ValidationError
 
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.batch import FLIGHTS_PER_ROW, Batch
-from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.item_stream import BatchResult, Item, ItemStream, StreamLimits
 from sglang_jax.engine.items import ItemConverter, RequestOptions, Sampling, complete_sampling
 from sglang_jax.engine.launch import launch_engine
+from sglang_jax.engine.launch_replicated import launch_engines
 from sglang_jax.engine.loop_thread import LoopThread
-from sglang_jax.engine.types import GenerateInput, GenerateOutput, ModelInfo, TextTokenizer
+from sglang_jax.engine.types import EngineClient, GenerateInput, GenerateOutput, ModelInfo, TextTokenizer
 from sglang_jax.errors import ConfigError, EngineDeadError, ParameterError
 from sglang_jax.sampling import GenerationDefaults, SamplingParams
 from sglang_jax.scheduler.messages import SchedulerStats
 
 Prompt = str | Sequence[int]
 DEFAULT_LOOKAHEAD = 1024
-Launcher = Callable[[EngineConfig], Awaitable[AsyncEngineClient]]
+Launcher = Callable[[EngineConfig], Awaitable[EngineClient]]
 
 
-async def _launch_in_process(config: EngineConfig) -> AsyncEngineClient:
-    return await launch_engine(config, in_process=True)
+async def _launch(config: EngineConfig) -> EngineClient:
+    """In this process; replicas in processes of their own."""
+    return await (launch_engine(config, in_process=True) if config.dp_size == 1 else launch_engines(config))
 
 
 class Engine:
@@ -41,7 +42,8 @@ class Engine:
     ...     output = engine.generate("The capital of France is", SamplingParams(temperature=0))
 
     It runs in threads of its own, so it may be used from any thread, in a plain script, or beside a running event loop
-    (in a notebook). It is shut down by `shutdown`, at the end of a `with` block, when it is collected, or at exit.
+    (in a notebook). With `dp_size` above 1 its replicas are processes, so a script must keep what it does under
+    `if __name__ == "__main__":`, as `multiprocessing` asks. It is shut down by `shutdown`, at the end of a `with` block, when it is collected, or at exit.
 
     **Arguments:**
 
@@ -51,9 +53,7 @@ class Engine:
     **Raises:** `ConfigError` for options that it cannot run with, `CheckpointError` for a model that cannot be loaded.
     """
 
-    def __init__(
-        self, config: EngineConfig | None = None, *, launch: Launcher = _launch_in_process, **options: Any
-    ) -> None:
+    def __init__(self, config: EngineConfig | None = None, *, launch: Launcher = _launch, **options: Any) -> None:
         self.config = _engine_config(config, options)
         self._loop = LoopThread("sglang-jax-client")
         try:
@@ -227,9 +227,10 @@ class Engine:
         return self._loop.run(self._client.flush_cache())
 
     def state(self) -> dict[str, object]:
-        """The scheduler's and the runner's figures."""
+        """The scheduler's and the runner's figures; with replicas, a list of those of each, as `replicas`."""
         self._check_open()
-        return self._loop.run(self._client.state())
+        states = self._loop.run(self._client.states())
+        return states[0] if self.config.dp_size == 1 else {"replicas": states}
 
     def shutdown(self) -> None:
         """Ends the engine; requests in flight fail with `EngineDeadError`. Further calls do nothing."""
@@ -305,11 +306,11 @@ def _sampling_of_each(
     return [complete_sampling(params, defaults) for params in sampling]
 
 
-async def _awaited(client: Awaitable[AsyncEngineClient]) -> AsyncEngineClient:
+async def _awaited(client: Awaitable[EngineClient]) -> EngineClient:
     return await client
 
 
-def _shut_down(loop: LoopThread, client: AsyncEngineClient) -> None:
+def _shut_down(loop: LoopThread, client: EngineClient) -> None:
     if loop.is_current:  # collected on the loop's own thread, which cannot wait for itself
         threading.Thread(target=_shut_down, args=(loop, client), name="sglang-jax-shutdown").start()
         return

@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.lookahead import Lookahead
 from sglang_jax.engine.loop_thread import LoopThread
-from sglang_jax.engine.types import GenerateInput, GenerateOutput
+from sglang_jax.engine.types import EngineClient, GenerateInput, GenerateOutput
 from sglang_jax.errors import EngineDeadError, RequestError
 
 Item = str | Sequence[int] | Mapping[str, Any]
@@ -82,7 +81,7 @@ class ItemStream:
     def __init__(
         self,
         loop: LoopThread,
-        client: AsyncEngineClient,
+        client: EngineClient,
         convert: Callable[[Item], GenerateInput],
         limits: StreamLimits,
         *,

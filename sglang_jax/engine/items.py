@@ -25,6 +25,7 @@ class RequestOptions(TypedDict, total=False):
     top_logprobs_num: int
     extra_key: str | None
     priority: int
+    routing_key: str | None
     continues_text: bool
 
 

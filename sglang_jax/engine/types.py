@@ -190,6 +190,11 @@ class EngineClient(Protocol):
     def model_info(self) -> ModelInfo: ...
 
     @property
+    def max_running_requests(self) -> int:
+        """Most completions that it runs at once."""
+        ...
+
+    @property
     def alive(self) -> bool:
         """False once the engine process is gone."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import pytest
 from helpers.echo_server import EchoServer, serve_echo, wait_for
 from helpers.engine_fakes import ByteTokenizer
+from starlette.datastructures import Headers
 
 from sglang_jax.config import ServerConfig
-from sglang_jax.engine.types import EngineClient
+from sglang_jax.engine.types import EngineClient, GenerateInput
 from sglang_jax.errors import ConfigError, EngineDeadError
+from sglang_jax.sampling import GenerationDefaults, SamplingParams
 from sglang_jax.server import remote_engine
+from sglang_jax.server.native_schema import GenerateBody, native_request
 from sglang_jax.server.remote_replicas import connect_engines, read_addresses
 
 
@@ -278,3 +282,59 @@ def test_addresses() -> None:
 async def test_engines_here_and_elsewhere_are_refused() -> None:
     with pytest.raises(ConfigError, match="dp_size and nnodes must be 1, got 2 and 1"):
         await connect(config(connect="a:1", dp_size=2))
+
+
+SAMPLINGS = [
+    SamplingParams(),
+    SamplingParams(
+        max_new_tokens=7,
+        min_new_tokens=2,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=5,
+        min_p=0.1,
+        frequency_penalty=0.5,
+        presence_penalty=-0.5,
+        repetition_penalty=1.5,
+        logit_bias={5: 1.5, 7: -2.0},
+        stop=("a", "bc"),
+        stop_token_ids=(3, 4),
+        ignore_eos=True,
+        seed=2**62 + 1,
+        n=3,
+        skip_special_tokens=False,
+        include_stop=True,
+    ),
+]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_a_request_arrives_as_it_was_sent(sampling: SamplingParams) -> None:
+    """Whatever the other server's own defaults are."""
+    sent = GenerateInput(
+        prompt=[1, 2, 3],
+        sampling=sampling,
+        request_id="x",
+        stream=True,
+        return_logprob=True,
+        logprob_start_len=1,
+        top_logprobs_num=4,
+        extra_key="salt",
+        priority=-3,
+        routing_key="key",
+        continues_text=False,
+    )
+    body = json.loads(json.dumps(remote_engine._body(sent, 100)))
+    defaults = GenerationDefaults(temperature=0.3, top_p=0.2, top_k=3, min_p=0.5, repetition_penalty=2.0)
+    (arrived,) = native_request(GenerateBody(**body), defaults, Headers()).prompts
+    sampling = dataclasses.replace(arrived.sampling, stop_token_ids=tuple(arrived.sampling.stop_token_ids))
+    assert dataclasses.replace(arrived, sampling=sampling) == sent
+
+
+def test_every_sampling_field_is_tried() -> None:
+    for field in dataclasses.fields(SamplingParams):
+        assert len({str(vars_of(one)[field.name]) for one in SAMPLINGS}) == 2, field.name
+
+
+def vars_of(sampling: SamplingParams) -> dict[str, Any]:
+    return {field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)}
