@@ -109,7 +109,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepOutputs(msgspec.Struct, tag="step", frozen=True, kw_only=True):
-    """What one step gave.
+    """What one step gave, or who starts with the step that is launched next (`started` alone).
 
     - `ids` (int64 bytes) and `tokens` (int32 bytes): the streaming requests that drew a token, and the tokens. A
       request's last token is here too, before its `Finished`.

@@ -167,6 +167,7 @@ class Scheduler:
             if planned is None:
                 return None
             self._next_step += 1
+            self._announce(planned)
             handle = self._runner.launch(planned.plan)
             self._note_chunks(planned)
             self.log.launched(planned)
@@ -186,14 +187,19 @@ class Scheduler:
             )
             self._end(request, "error", insert=False, error=error)
 
+    def _announce(self, planned: Planned) -> None:
+        """Tells who starts, before the step that may be the engine's last: what it ran can be told from what waited."""
+        first_time = [request for request in planned.newcomers if request.cached_tokens is None]
+        for request in first_time:
+            request.cached_tokens = request.record.kv_committed_len
+            self._publisher.started(request)
+            self.log.started(request)
+        if first_time:
+            self._publisher.flush()
+
     def _note_chunks(self, planned: Planned) -> None:
         """A launched chunk's KV is as good as written: share it, and let whole prompts draw from the next step on."""
         joining = []
-        for request in planned.newcomers:
-            if request.cached_tokens is None:
-                request.cached_tokens = request.record.kv_committed_len
-                self._publisher.started(request)
-                self.log.started(request)
         for chunk in planned.chunks:
             request, end = chunk.request, chunk.start + chunk.length
             self.cache.lengths.kv_committed[request.row] = end
