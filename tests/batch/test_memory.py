@@ -87,3 +87,40 @@ def test_a_source_holds_no_more_than_it_reads_at_once(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert count == 200
     assert peak < 1_000_000
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["as they come", "ordered"])
+async def test_reading_waits_for_answers(tmp_path: Path, ordered: bool) -> None:
+    """All answers are held back, or in order the first one alone, for as long as anything is read."""
+    read = stalled_at = 0
+    let_go = asyncio.Event()
+
+    def counted() -> Iterator[Record]:
+        nonlocal read
+        for record in generated(5000):
+            read += 1
+            yield record
+
+    async def hold(body: bytes) -> None:
+        if not ordered or body.startswith(b'{"prompt":"000000 '):
+            await let_go.wait()
+
+    async def let_go_once_nothing_is_read() -> None:
+        nonlocal stalled_at
+        while stalled_at != read or not read:
+            stalled_at = read
+            await asyncio.sleep(0.2)
+        let_go.set()
+
+    with closing(Journal(tmp_path / "out", tmp_path / "err")) as journal:
+        (tmp_path / "run").mkdir()
+        spool = Spool(tmp_path / "run", journal)
+        sink: Sink = OrderedJournal(journal, spool) if ordered else journal
+        driver = make_driver(counted(), sink, lambda engine: answering(before=hold), lookahead=WINDOW, max_ahead=256)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(driver.run([FakeReplica(rows=4)]))
+            tasks.create_task(let_go_once_nothing_is_read())
+        spool.close()
+        assert journal.num_written == 5000
+    # What the engine has, the window, and what was read at once when there was room for one more.
+    assert 16 < stalled_at <= (256 + WINDOW if ordered else 16 + 2 * WINDOW)

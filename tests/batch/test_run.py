@@ -171,7 +171,7 @@ def refusal(run: Run, capsys: pytest.CaptureFixture[str], *arguments: str, **opt
 @pytest.mark.parametrize("change", ["grown", "shrunk", "begin", "middle", "end"])
 def test_another_input_is_refused(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str) -> None:
     path = tmp_path / "in.jsonl"
-    write(path, *[{"prompt": f"p{number}", "max_tokens": 1, "metadata": {"x": "y" * 800}} for number in range(300)])
+    write(path, *[{"prompt": f"p{number}", "max_tokens": 1} for number in range(300)])
     assert run() == 0
     content = path.read_text()
     place = {"begin": 13, "middle": content.index("p150"), "end": content.index("p299")}.get(change, 0)

@@ -86,7 +86,7 @@ class CommandForks:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "AUDIT": str(audit)},
+            env={**os.environ, "AUDIT": str(audit), "PYTHONPATH": str(Path(__file__).parent.parent.parent)},
         )
 
     def start(self, arguments: Sequence[str], log: Path) -> int:
