@@ -21,7 +21,7 @@ from sglang_jax.engine.placement import Placement
 from sglang_jax.engine.replica import Backoff, Replica
 from sglang_jax.engine.replicated import ReplicatedClient
 from sglang_jax.engine.types import GenerateInput, ReplicaState
-from sglang_jax.errors import ReplicaLostError
+from sglang_jax.errors import EngineDeadError, ReplicaLostError
 from sglang_jax.runner.fake import Oracle
 from sglang_jax.sampling.params import SamplingParams
 
@@ -123,6 +123,25 @@ async def test_only_what_a_killed_replica_ran_fails() -> None:
     tally = await run(2, seconds=9.0, every=2.5)
     print(tally)
     check(tally, 3)
+
+
+async def test_a_lost_engine_says_what_it_had_begun() -> None:
+    """Also of requests that nothing came back from yet, as they do not stream."""
+    config = EngineConfig(model_path="sleep:0.01", page_size=4, max_running_requests=1)
+    client = await launch_sleeping(config, Placement(name="replica 0", device=Device.CPU))
+    sampling = SamplingParams(max_new_tokens=200, ignore_eos=True)
+
+    async def ask(prompt: list[int]) -> bool | None:
+        with pytest.raises(EngineDeadError) as lost:
+            await anext(client.generate(GenerateInput(prompt=prompt, sampling=sampling)))
+        return lost.value.started
+
+    tasks = [asyncio.create_task(ask([1 + number] * 4)) for number in range(3)]
+    while (client.stats.num_running, client.stats.num_waiting) != (1, 2):
+        await asyncio.sleep(0.01)
+    os.kill(int(client.model_info.architecture), signal.SIGKILL)
+    assert await asyncio.gather(*tasks) == [True, False, False]
+    await client.close()
 
 
 @pytest.mark.soak
