@@ -73,6 +73,8 @@ class Figures:
         if self.before:
             parts[0] += f" ({self.before} by earlier runs)"
         parts.append(f"{self.lines_failed} in the error file")
+        if not self.finished:
+            return ", ".join(parts)
         parts.append(
             f"{self.output_tokens} output tokens in {self.seconds:.1f} s ({self.output_tokens_per_second:.1f}/s)"
         )

@@ -130,10 +130,16 @@ def test_what_fails_is_in_the_error_file_and_stops_nobody(
     assert "bad.jsonl" in told
 
 
-def test_lines_of_a_removed_error_file_are_tried_again(run: Run, tmp_path: Path) -> None:
+def test_lines_of_a_removed_error_file_are_tried_again(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(tmp_path / "in.jsonl", {"prompt": "one"}, "nonsense", {"prompt": "two"})
     assert run() == 1
     before = (tmp_path / "out.jsonl").read_text()
+    capsys.readouterr()
+    assert run() == 1
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == "3 lines done (3 by earlier runs), 1 in the error file"
     (tmp_path / "out.jsonl.errors.jsonl").unlink()
     assert run() == 1
     assert (tmp_path / "out.jsonl").read_text() == before
