@@ -29,7 +29,7 @@ def select_devices(wanted: Device, count: int) -> list[jax.Device]:
         seen = ", ".join(sorted({device.platform for device in jax.devices()}))
         raise ConfigError(
             f"device {wanted.value} was asked for, but JAX sees only: {seen}. "
-            f"Install JAX for {wanted.value}, or choose --device auto"
+            f"Install JAX for {wanted.value}, or choose another --device"
         ) from error
     if count > len(devices):
         raise ConfigError(
