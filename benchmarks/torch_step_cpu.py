@@ -16,8 +16,8 @@ Of these the matrix products and the logits alone, in a loop, take 12.5, 12.8 an
 the kernels, us: norm 2; decode attention of 128 keys, 3 kv heads of 3 queries: 10 a row and 3 a call on one thread, 6 a
 row on two.
 
-What was chosen by measurement before (torch 2.13, a core with amx_bf16, processor time of one thread beside other work);
-the operations are torch's own, `--attention native`:
+What was chosen by measurement among torch's own operations, which `--attention native` still runs (torch 2.13, a core
+with amx_bf16, processor time of one thread beside other work):
 
 All matrix products of the layers, bfloat16, ms          rows 1      8     32    512
   plain matrices                                           25.3   29.9   36.7  116.0
