@@ -27,6 +27,11 @@ class RayOptions(BaseModel):
     cpus_per_replica: PositiveFloat = Field(
         1.0, description="with --engine ray: CPU cores that each engine reserves, beside tp_size GPUs or TPU chips"
     )
+    tpu_slice: str | None = Field(
+        None,
+        pattern="^[a-z0-9]+:[0-9]+(x[0-9]+)+$",
+        description="with --engine ray: slice of TPUs for an engine with --nnodes, VERSION:TOPOLOGY such as v6e:4x4",
+    )
     rows_per_batch: PositiveInt = Field(
         32, description="with --engine ray: lines that are sent to an engine together, and sent again if it is lost"
     )

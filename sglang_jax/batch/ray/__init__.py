@@ -12,6 +12,7 @@ the extra `ray`.
 """
 
 from sglang_jax.batch.ray.actors import ANSWER_COLUMNS, REQUEST_COLUMNS, Answering, AnswerRows
+from sglang_jax.batch.ray.answerer import Asking
 from sglang_jax.batch.ray.attempts import Attempts, SharedAttempts
 from sglang_jax.batch.ray.pipeline import answer_rows, pool_of_engines
 from sglang_jax.batch.ray_options import RayOptions
@@ -21,6 +22,7 @@ __all__ = [
     "REQUEST_COLUMNS",
     "AnswerRows",
     "Answering",
+    "Asking",
     "Attempts",
     "RayOptions",
     "SharedAttempts",

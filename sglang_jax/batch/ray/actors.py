@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -21,8 +21,9 @@ from sglang_jax.batch.answers import Answer, failed
 from sglang_jax.batch.journal import Kind
 from sglang_jax.batch.lines import MAX_LINE_BYTES, BadLine, Line, parse_defaults, parse_line
 from sglang_jax.batch.parquet import first_text, row_as_json
-from sglang_jax.batch.ray.answerer import Answerer, Launch
+from sglang_jax.batch.ray.answerer import Answerer, Asking, Launch, LineEngine
 from sglang_jax.batch.ray.attempts import Attempts
+from sglang_jax.batch.ray.group import GroupPlacement, HostGroup
 from sglang_jax.batch.ray.reading import LINE_BITS
 from sglang_jax.batch.ray.writing import ANSWERS
 from sglang_jax.config import ServerConfig
@@ -54,19 +55,18 @@ class Answering:
     """How rows are answered: what an actor is made with.
 
     - `config`: the engine's options; it is made in the actor, on the actor's devices.
-    - `max_retries`: how often a row is asked again after its engine was lost, and how often a batch is begun again
-      after its actor or its node was lost. Then it fails.
+    - `asking`: how rows are asked. Its `max_retries` is also how often a batch is begun again after its actor or its
+      node was lost. Then it fails.
     - `defaults`: a JSON object of body fields for rows that leave them out.
-    - `lookahead`, `reorder`: see `Answerer`.
     - `launch`: starts the engine; for tests and other cores.
+    - `group`: where an engine over several hosts is placed; `answer_rows` sees to it.
     """
 
     config: ServerConfig
-    max_retries: int = 3
+    asking: Asking = field(default_factory=Asking)
     defaults: str | None = None
-    lookahead: int = 4096
-    reorder: bool = True
     launch: Launch = launch_engine
+    group: GroupPlacement | None = None
 
 
 class _Engine:
@@ -75,14 +75,12 @@ class _Engine:
     def __init__(self, answering: Answering, attempts: Attempts) -> None:
         logging.basicConfig(level=answering.config.log_level.upper(), format=LOG_FORMAT)
         self.defaults: Mapping[str, Raw] = {} if answering.defaults is None else parse_defaults(answering.defaults)
-        self._max_retries = answering.max_retries
+        self._max_retries = answering.asking.max_retries
         self._attempts = attempts
-        self._answerer = Answerer(
-            answering.config,
-            max_retries=answering.max_retries,
-            lookahead=answering.lookahead,
-            reorder=answering.reorder,
-            launch=answering.launch,
+        self._engine: LineEngine = (
+            Answerer(answering.config, answering.asking, launch=answering.launch)
+            if answering.group is None
+            else HostGroup(answering.config, answering.asking, answering.launch, answering.group)
         )
 
     def answer(self, lines: Sequence[Line | BadLine], key: bytes) -> list[Answer]:
@@ -95,7 +93,7 @@ class _Engine:
                 message = f"the actor or its node was lost each of the {attempt - 1} times that this batch was begun"
                 return [failed(line, "replica_lost", message) for line in lines]
             with _leaving_without_engine():
-                return self._answerer.answer(lines)
+                return self._engine.answer(lines)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from starlette.types import ASGIApp
 
@@ -17,7 +18,7 @@ from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.launch import launch_engine
 from sglang_jax.engine.lookahead import Lookahead
 from sglang_jax.engine.loop_thread import LoopThread
-from sglang_jax.engine.replica import Replica
+from sglang_jax.engine.replica import Backoff, Replica
 from sglang_jax.server.app import create_app, create_context
 
 WINDOW_BYTES = 256 * 2**20
@@ -34,16 +35,39 @@ class _Served:
     app: ASGIApp
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asking:
+    """How lines are asked.
+
+    - `max_retries`: see `Desk`.
+    - `lookahead`: most lines that wait for the engine, among which those that begin alike are asked together.
+    - `reorder`: False asks in the order in which lines come.
+    """
+
+    max_retries: int = 3
+    lookahead: int = 4096
+    reorder: bool = True
+
+
+class LineEngine(Protocol):
+    """Answers lines."""
+
+    def answer(self, lines: Sequence[Line | BadLine]) -> list[Answer]:
+        """The lines' answers, in their order. For many threads at once; no two lines in work may have one number.
+
+        **Raises:** `EngineDeadError` if the engine is lost for good.
+        """
+        ...
+
+
 class Answerer:
     """Has an engine answer lines. The engine's core is a process of its own; when it is lost it is started again, and
     the lines that it had are asked again.
 
     **Arguments:**
 
-    - `max_retries`: see `Desk`.
-    - `lookahead`: most lines that wait for the engine, among which those that begin alike are asked together.
-    - `reorder`: False asks in the order in which lines come.
     - `launch`: starts the engine; for tests and other cores.
+    - `backoff`: how it is started again.
 
     **Raises:** `ConfigError`, `CheckpointError`, `EngineDeadError` if the engine does not start.
     """
@@ -51,20 +75,19 @@ class Answerer:
     def __init__(
         self,
         config: ServerConfig,
+        asking: Asking,
         *,
-        max_retries: int,
-        lookahead: int,
-        reorder: bool = True,
         launch: Launch = launch_engine,
+        backoff: Backoff | None = None,
     ) -> None:
         self._config = config
-        self._desk = Desk(Lookahead(lookahead, WINDOW_BYTES, reorder=reorder), max_retries)
+        self._desk = Desk(Lookahead(asking.lookahead, WINDOW_BYTES, reorder=asking.reorder), asking.max_retries)
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._served_now: _Served | None = None
         self._workers: list[asyncio.Task[None]] = []
         self._end: BaseException | None = None
         self._loop = LoopThread("sglang-jax-batch")
-        self._replica: Replica[AsyncEngineClient] = Replica(0, lambda: launch(config))
+        self._replica: Replica[AsyncEngineClient] = Replica(0, lambda: launch(config), backoff=backoff)
         try:
             self._loop.run(self._start())
         except BaseException:
@@ -72,10 +95,7 @@ class Answerer:
             raise
 
     def answer(self, lines: Sequence[Line | BadLine]) -> list[Answer]:
-        """The lines' answers, in their order. For many threads at once; no two lines in work may have one number.
-
-        **Raises:** `EngineDeadError` if the engine was lost and could not be started again.
-        """
+        """See `LineEngine`."""
         return self._loop.run(self._answer_all(lines))
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -10,6 +11,7 @@ from ray.data import ActorPoolStrategy, Dataset
 
 from sglang_jax.batch.ray.actors import Answering, AnswerLines, AnswerRows
 from sglang_jax.batch.ray.attempts import SharedAttempts
+from sglang_jax.batch.ray.group import GroupPlacement
 from sglang_jax.batch.ray.reading import RequestFiles
 from sglang_jax.batch.ray_options import RayOptions
 from sglang_jax.config import Device, EngineConfig
@@ -32,13 +34,17 @@ def answer_rows(
 
     **Arguments:** `columns`: further columns that are fields of a row's body, such as `max_tokens`.
 
-    **Raises:** `ConfigError` for an engine over several hosts.
+    **Raises:** `ConfigError` for devices that cannot be divided among hosts, or hosts that cannot be placed.
     """
     options = options or RayOptions()
     dataset = _in_batches(dataset, options)
     return dataset.map_batches(
         AnswerRows,
-        fn_constructor_kwargs={"answering": answering, "attempts": SharedAttempts(), "columns": tuple(columns)},
+        fn_constructor_kwargs={
+            "answering": _placed(answering, options),
+            "attempts": SharedAttempts(),
+            "columns": tuple(columns),
+        },
         **pool_of_engines(answering.config, options),
     )
 
@@ -48,7 +54,11 @@ def answer_files(requests: RequestFiles, answering: Answering, options: RayOptio
     dataset = _in_batches(ray.data.read_datasource(requests), options)
     return dataset.map_batches(
         AnswerLines,
-        fn_constructor_kwargs={"answering": answering, "attempts": SharedAttempts(), "files": tuple(names)},
+        fn_constructor_kwargs={
+            "answering": _placed(answering, options),
+            "attempts": SharedAttempts(),
+            "files": tuple(names),
+        },
         **pool_of_engines(answering.config, options),
     )
 
@@ -68,7 +78,7 @@ def pool_of_engines(config: EngineConfig, options: RayOptions) -> dict[str, Any]
     its end. Actors that are lost are started again where there is room, and their batches begun again, as Ray Data has
     it by default; `Attempts` limits that.
 
-    **Raises:** `ConfigError` for an engine over several hosts.
+    **Raises:** `ConfigError` for devices that cannot be divided among hosts, or hosts that cannot be placed.
     """
     return {
         "batch_size": options.rows_per_batch,
@@ -86,21 +96,52 @@ def pool_of_engines(config: EngineConfig, options: RayOptions) -> dict[str, Any]
 
 
 def replica_resources(config: EngineConfig, options: RayOptions) -> dict[str, Any]:
-    """What an engine reserves, all of it on one node: a tensor-parallel group's devices lie together.
-
-    With `device` auto, an engine runs on what the cluster has: TPUs, or else GPUs, or else CPUs.
-
-    **Raises:** `ConfigError` for an engine over several hosts.
-    """
+    """What an actor reserves, all of it on one node: a tensor-parallel group's devices lie together. Over several
+    hosts it reserves nothing, as the actors of its `HostGroup` do."""
     if config.nnodes > 1:
-        raise ConfigError(f"nnodes must be 1 with --engine ray, got {config.nnodes}: an engine lies on one node")
-    resources: dict[str, Any] = {"num_cpus": options.cpus_per_replica}
-    match _device(config.device):
-        case Device.CUDA:
-            resources["num_gpus"] = config.tp_size
-        case Device.TPU:
-            resources["resources"] = {"TPU": config.tp_size}
-    return resources
+        return {"num_cpus": 0}
+    needs = host_resources(config, options)
+    resources: dict[str, Any] = {"num_cpus": needs.pop("CPU")}
+    if "GPU" in needs:
+        resources["num_gpus"] = needs.pop("GPU")
+    return resources | ({"resources": needs} if needs else {})
+
+
+def host_resources(config: EngineConfig, options: RayOptions) -> dict[str, float]:
+    """What an engine takes of each of its hosts, by Ray's names. With `device` auto it runs on what the cluster has:
+    TPUs, or else GPUs, or else CPUs.
+
+    **Raises:** `ConfigError` for devices that cannot be divided among the hosts.
+    """
+    if config.tp_size % config.nnodes:
+        raise ConfigError(f"tp_size ({config.tp_size}) must be a multiple of nnodes ({config.nnodes})")
+    needs: dict[str, float] = {"CPU": options.cpus_per_replica}
+    device = _device(config.device)
+    if device is not Device.CPU:
+        needs["GPU" if device is Device.CUDA else "TPU"] = config.tp_size // config.nnodes
+    return needs
+
+
+def _placed(answering: Answering, options: RayOptions) -> Answering:
+    """With the placement of an engine over several hosts. Raises `ConfigError`."""
+    config = answering.config
+    if config.nnodes == 1:
+        return answering
+    if options.max_replicas is None:
+        raise ConfigError(f"nnodes {config.nnodes} needs max_replicas: groups of hosts have no other limit")
+    needs = host_resources(config, options)
+    if "TPU" in needs and options.tpu_slice is None:
+        raise ConfigError(f"nnodes {config.nnodes} on TPUs needs tpu_slice, such as v6e:4x4: hosts of one slice")
+    version, _, topology = (options.tpu_slice or "").partition(":")
+    return replace(
+        answering,
+        group=GroupPlacement(
+            hosts=config.nnodes,
+            bundle=needs,
+            calls=options.batches_per_replica + QUEUED_BATCHES,
+            tpu_slice=(version, topology) if "TPU" in needs else None,
+        ),
+    )
 
 
 def _device(wanted: Device) -> Device:

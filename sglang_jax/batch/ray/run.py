@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import PurePosixPath
-from typing import Any
 
 import click
 import msgspec
@@ -22,8 +21,8 @@ from ray.exceptions import RayError
 
 from sglang_jax.batch.options import BatchConfig
 from sglang_jax.batch.ray.actors import Answering
-from sglang_jax.batch.ray.answerer import Launch
-from sglang_jax.batch.ray.pipeline import answer_files, replica_resources
+from sglang_jax.batch.ray.answerer import Asking, Launch
+from sglang_jax.batch.ray.pipeline import answer_files, host_resources
 from sglang_jax.batch.ray.reading import RequestFiles
 from sglang_jax.batch.ray.writing import ERRORS_ENDING, AnswerFiles, Written
 from sglang_jax.batch.ray_options import RayOptions
@@ -57,10 +56,8 @@ def run_ray_batch(batch: BatchConfig, options: RayOptions, engine: EngineConfig,
     _refuse(batch, engine)
     answering = Answering(
         config=config,
-        max_retries=batch.max_retries,
+        asking=Asking(max_retries=batch.max_retries, lookahead=batch.lookahead, reorder=not batch.no_reorder),
         defaults=batch.defaults,
-        lookahead=batch.lookahead,
-        reorder=not batch.no_reorder,
         launch=launch,
     )
     connected = ray.is_initialized()
@@ -103,7 +100,7 @@ def _answer(batch: BatchConfig, options: RayOptions, answering: Answering) -> in
     if output.claim(identity, shaping_options(batch, answering.config)):
         click.echo("All lines were answered before.", err=True)
     else:
-        _say_if_no_room(replica_resources(answering.config, options))
+        _say_if_no_room(host_resources(answering.config, options))
         DataContext.get_current().enable_progress_bars = sys.stderr.isatty()
         begin = time.monotonic()
         written = output.write(answer_files(requests, answering, options, _short_names(list(requests.files))))
@@ -197,12 +194,11 @@ class _OutputFolder:
             file.write(content)
 
 
-def _say_if_no_room(wanted: Mapping[str, Any]) -> None:
+def _say_if_no_room(needs: Mapping[str, float]) -> None:
     """Ray waits for a node that an engine fits on, for as long as it takes: a cluster may grow."""
-    needs = {"CPU": wanted["num_cpus"], "GPU": wanted.get("num_gpus", 0), **wanted.get("resources", {})}
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if not any(all(node.get(name, 0) >= amount for name, amount in needs.items()) for node in nodes):
-        told = ", ".join(f"{amount:g} {name}" for name, amount in needs.items() if amount)
+        told = ", ".join(f"{amount:g} {name}" for name, amount in needs.items())
         click.echo(f"No node of the cluster has {told}, as an engine needs: waiting for one.", err=True)
 
 
