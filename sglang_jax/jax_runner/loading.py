@@ -196,3 +196,5 @@ def _load(model: Transformer, checkpoint: Checkpoint, parallel: TensorParallel, 
     else:
         load_weights(model, checkpoint.reader, checkpoint.config, mesh, kv_copies=parallel.kv_copies)
     set_kv_scales(model, mesh)
+    if parallel.size == 1:
+        model.arrange()

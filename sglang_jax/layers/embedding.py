@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sglang_jax.layers.parameter import matmul, parameter
+from sglang_jax.layers.parameter import matmul, matmul_outputs_first, parameter, put_outputs_first
 from sglang_jax.layers.sharding import Axis
 
 
@@ -22,11 +22,17 @@ class Embedding(nnx.Module):
 
 
 class Head(nnx.Module):
-    """Logits by a matrix `[hidden, vocab]` of its own."""
+    """Logits by a matrix of its own: `[hidden, vocab]`, or `[vocab, hidden]` once changed to it."""
 
     def __init__(self, hidden_size: int, vocab_size: int, dtype: jnp.dtype) -> None:
         self.kernel = parameter([(Axis.HIDDEN, hidden_size), (Axis.VOCABULARY, vocab_size)], dtype)
+        self.outputs_first = False
+
+    def put_outputs_first(self) -> None:
+        """Changes the matrix, once loaded, to `[vocab, hidden]`."""
+        put_outputs_first(self.kernel, 1)
+        self.outputs_first = True
 
     def __call__(self, hidden: jax.Array) -> jax.Array:
         """`[T, hidden]` → float32 `[T, vocab]`."""
-        return matmul(hidden, self.kernel[...])
+        return (matmul_outputs_first if self.outputs_first else matmul)(hidden, self.kernel[...])

@@ -1,4 +1,4 @@
-"""Linear layers: kernels are [in, out], and either side may have several axes."""
+"""Linear layers: kernels are [in, out], or [out, in] once changed to it, and either side may have several axes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sglang_jax.layers.parameter import Sizes, matmul, parameter
+from sglang_jax.layers.parameter import Sizes, matmul, matmul_outputs_first, parameter, put_outputs_first
 
 
 class Linear(nnx.Module):
@@ -19,9 +19,16 @@ class Linear(nnx.Module):
     def __init__(self, inputs: Sizes, outputs: Sizes, *, bias: bool, dtype: jnp.dtype) -> None:
         self.kernel = parameter([*inputs, *outputs], dtype)
         self.bias = parameter(outputs, dtype) if bias else None
+        self.inputs = len(inputs)
+        self.outputs_first = False
+
+    def put_outputs_first(self) -> None:
+        """Changes the kernel, once loaded, to `[*outputs, *inputs]`."""
+        put_outputs_first(self.kernel, self.inputs)
+        self.outputs_first = True
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        product = matmul(x, self.kernel[...])
+        product = (matmul_outputs_first if self.outputs_first else matmul)(x, self.kernel[...])
         if self.bias is not None:
             product = product + self.bias[...].astype(jnp.float32)
         return product.astype(x.dtype)

@@ -2,6 +2,7 @@
 
 model = build_model(config, dtype=jnp.bfloat16, attention=AttentionImplementation.XLA)   # shapes only
 load_weights(model, reader, config, mesh)                # sglang_jax.jax_runner.weights
+model.arrange()                                          # into the form that the platform computes with
 kv_caches = allocate(kv_cache_spec(config, jnp.bfloat16, num_pages, page_size), mesh)
 graph, state = nnx.split(model)                          # inside a jitted function: model = nnx.merge(graph, state)
 hidden, kv_caches = model(batch, kv_caches)              # [T, hidden_size]; donate kv_caches

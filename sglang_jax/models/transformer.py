@@ -16,7 +16,7 @@ from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.embedding import Embedding, Head
 from sglang_jax.layers.feed_forward import FeedForward
 from sglang_jax.layers.norm import RMSNorm
-from sglang_jax.layers.parameter import matmul
+from sglang_jax.layers.parameter import matmul, matmul_outputs_first
 from sglang_jax.layers.platform import PlatformForm
 from sglang_jax.layers.rotary import rotary_tables
 from sglang_jax.layers.sharding import Axis
@@ -42,6 +42,11 @@ class DecoderLayer(nnx.Module):
         x, kv_pages = self.attention(x, batch, rotary, kv_pages)
         x, residual = self.feed_forward_norm.add(x, residual)
         return self.feed_forward(x), residual, kv_pages
+
+    def put_outputs_first(self) -> None:
+        """Every matrix, once loaded, as `[out, in]`."""
+        for linear in (self.attention.qkv, self.attention.output, self.feed_forward.gate_up, self.feed_forward.down):
+            linear.put_outputs_first()
 
 
 @partial(jax.jit, static_argnums=0)
@@ -86,6 +91,28 @@ class Transformer(nnx.Module):
         own_head = form.own_head_for_tied_embeddings or not config.tie_word_embeddings
         self.head = Head(config.hidden_size, config.vocab_size, dtype) if own_head else None
         self.rotary = RotaryScaling(config.rope, config.head_dim, config.max_position)
+        self.tied = config.tie_word_embeddings
+        self.form = form
+        self.outputs_first = False
+
+    def arrange(self) -> None:
+        """Changes weights, once loaded to one device, to the form that its platform computes with.
+
+        Until then, and on several devices, they are in the form of every platform, in which they are loaded and stored.
+        """
+        if self.form.outputs_first:
+            self.put_outputs_first()
+
+    def put_outputs_first(self) -> None:
+        """Every matrix as `[out, in]`: see `PlatformForm`. Tied embeddings are in this form already, so that an own
+        head is given up."""
+        self.outputs_first = True
+        for layer in self.layers:
+            layer.put_outputs_first()
+        if self.tied:
+            self.head = None
+        elif self.head is not None:
+            self.head.put_outputs_first()
 
     def __call__(self, batch: ForwardBatch, kv_caches: KVCaches) -> tuple[jax.Array, KVCaches]:
         """Hidden states `[T, hidden]` after the final norm, and the caches with the step's keys and values."""
@@ -103,4 +130,5 @@ class Transformer(nnx.Module):
         """float32 `[m, vocab]` of hidden states `[m, hidden]`."""
         if self.head is not None:
             return self.head(hidden)
-        return matmul(hidden, self.embedding.table[...].T)
+        table = self.embedding.table[...]
+        return matmul_outputs_first(hidden, table) if self.outputs_first else matmul(hidden, table.T)

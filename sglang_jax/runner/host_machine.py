@@ -35,10 +35,16 @@ def available_host_memory() -> int:
 
 def cpu_multiplies_bfloat16() -> bool:
     """The CPU has instructions for products of bfloat16; without them bfloat16 is slower than float32."""
-    if not _CPU_FEATURES.exists():
-        return False
-    features = _CPU_FEATURES.read_text().split()
-    return any(feature in features for feature in _BFLOAT16_FEATURES)
+    return any(feature in _cpu_features() for feature in _BFLOAT16_FEATURES)
+
+
+def cpu_multiplies_bfloat16_tiles() -> bool:
+    """The CPU has instructions for products of whole tiles of bfloat16 (AMX)."""
+    return "amx_bf16" in _cpu_features()
+
+
+def _cpu_features() -> frozenset[str]:
+    return frozenset(_CPU_FEATURES.read_text().split()) if _CPU_FEATURES.exists() else frozenset()
 
 
 def cpu_cores() -> list[int]:

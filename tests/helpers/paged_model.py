@@ -42,6 +42,8 @@ class PagedModel:
         model = build_model(checkpoint.config, dtype=jnp.dtype(dtype), attention=attention, kv_dtype=stored)
         load_weights(model, checkpoint.reader, checkpoint.config, mesh)
         set_kv_scales(model, mesh)
+        if mesh.size == 1:
+            model.arrange()
         graph, self.state = nnx.split(model)
         spec = kv_cache_spec(checkpoint.config, stored, 1 + ROWS * columns, page_size)
         poison = to_storage(jnp.full(spec.shape, jnp.nan), spec.storage)

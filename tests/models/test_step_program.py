@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,11 @@ from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.errors import CheckpointError
 from sglang_jax.jax_runner.weights import load_weights
 from sglang_jax.layers.batch import ForwardBatch
-from sglang_jax.layers.parameter import matmul
+from sglang_jax.layers.parameter import matmul, matmul_outputs_first
+from sglang_jax.layers.platform import PlatformForm
 from sglang_jax.layers.sharding import make_mesh
 from sglang_jax.models import AttentionImplementation, allocate, build_model, kv_bytes_per_token, kv_cache_spec
+from sglang_jax.runner import host_machine
 
 MIB = 2**20
 PAGE_SIZE = 16
@@ -50,9 +53,13 @@ def batch_shapes(tokens: int, rows: int) -> ForwardBatch:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("outputs_first", [True, False])
 @pytest.mark.parametrize(("tokens", "rows"), [(2, 2), (8, 8), (64, 8)])
-def test_neither_caches_nor_weights_are_copied(dtype: str, tokens: int, rows: int) -> None:
+def test_neither_caches_nor_weights_are_copied(dtype: str, outputs_first: bool, tokens: int, rows: int) -> None:
     model = build_model(CONFIG, dtype=jnp.dtype(dtype), attention=AttentionImplementation.XLA, platform="cpu")
+    load_weights(model, DummyReader(CONFIG, seed=0), CONFIG, make_mesh(jax.devices()[:1]))
+    if outputs_first:
+        model.put_outputs_first()
     graph, state = nnx.split(model)
     spec = kv_cache_spec(CONFIG, jnp.dtype(dtype), NUM_PAGES, PAGE_SIZE, platform="cpu")
     kv_caches = (jax.ShapeDtypeStruct(spec.shape, spec.storage),) * spec.num_layers
@@ -91,6 +98,55 @@ def test_one_bfloat16_row_is_multiplied_like_many() -> None:
         assert product.shape == (rows, 2, 24)
         assert product.dtype == jnp.float32
         np.testing.assert_allclose(product, expected[:rows], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("rows", [1, 2, 32, 33, 70])
+def test_products_by_outputs_are_the_same_numbers(dtype: str, rows: int) -> None:
+    rng = np.random.default_rng(rows)
+    x = jnp.asarray(rng.standard_normal((rows, 3, 32)), dtype)
+    kernel = jnp.asarray(rng.standard_normal((2, 24, 3, 32)), dtype)
+    expected = np.einsum("tij,abij->tab", np.asarray(x, np.float64), np.asarray(kernel, np.float64))
+    product = jax.jit(matmul_outputs_first)(x, kernel)
+    assert product.dtype == jnp.float32
+    np.testing.assert_allclose(product, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [2, 32])
+def test_weights_of_few_rows_are_the_left_side(rows: int) -> None:
+    """The side that XLA's CPU backend reads as it lies; a simplification of the program must not exchange them."""
+    shapes = jax.ShapeDtypeStruct((rows, 64), jnp.bfloat16), jax.ShapeDtypeStruct((256, 64), jnp.bfloat16)
+    compiled = jax.jit(matmul_outputs_first).lower(*shapes).compile().as_text()
+    assert f"f32[256,{rows}]" in compiled
+    assert "bf16[64,256]" not in compiled
+
+
+def test_matrices_with_outputs_first_are_the_checkpoints_and_give_the_same_numbers() -> None:
+    for tied in (True, False):
+        config = replace(CONFIG, tie_word_embeddings=tied, attention_bias=True, num_layers=1)
+        model = build_model(config, dtype=jnp.dtype("float32"), attention=AttentionImplementation.XLA, platform="cpu")
+        reader = DummyReader(config, seed=0)
+        load_weights(model, reader, config, make_mesh(jax.devices()[:1]))
+        hidden = jnp.asarray(np.random.default_rng(0).standard_normal((3, config.hidden_size)), jnp.float32)
+        projected, logits = model.layers[0].attention.qkv(hidden), model.logits(hidden)
+        model.put_outputs_first()
+        np.testing.assert_allclose(model.layers[0].attention.qkv(hidden), projected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(model.logits(hidden), logits, rtol=1e-5, atol=1e-5)
+        down = model.layers[0].feed_forward.down.kernel
+        np.testing.assert_array_equal(down.get_value(), reader.read("model.layers.0.mlp.down_proj.weight", ()))
+        assert [str(axis) for axis in down.axes] == ["hidden", "intermediate"]
+        assert (model.head is None) is tied
+
+
+@pytest.mark.parametrize(("features", "expected"), [("flags : fpu amx_bf16", True), ("flags : avx512_bf16", False)])
+def test_outputs_come_first_on_a_cpu_with_tiles_alone(
+    features: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text(features + "\n")
+    monkeypatch.setattr(host_machine, "_CPU_FEATURES", tmp_path / "cpuinfo")
+    assert PlatformForm.of("cpu").outputs_first is expected
+    assert not PlatformForm.of("tpu").outputs_first
+    assert not PlatformForm.of("gpu").outputs_first
 
 
 def test_other_types_are_refused() -> None:
