@@ -13,7 +13,7 @@ Whole steps, bfloat16, 2 cores with amx_bf16, median ms, torch's operations and 
   prompts of 64 tokens            43.5 > 29.6  126.3 > 110    427 > 355
 
 Of these the matrix products and the logits alone, in a loop, take 12.5, 12.8 and 17.5 ms of the decode steps. Calls of
-the kernels, us: norm 2; decode attention of 128 keys, 3 kv heads of 3 queries: 10 a row and 3 a call on one thread, 6 a
+the kernels, us: decode attention of 128 keys, 3 kv heads of 3 queries: 10 a row and 3 a call on one thread, 6 a
 row on two.
 
 What was chosen by measurement among torch's own operations, which `--attention native` still runs (torch 2.13, a core
