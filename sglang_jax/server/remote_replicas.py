@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from functools import partial
 
 from sglang_jax.config import ServerConfig
@@ -25,6 +26,7 @@ async def connect_engines(config: ServerConfig, tokenizer: TextTokenizer | None 
     **Raises:** `ConfigError` for a list that cannot be read, options that start engines here, or a server with another
     tokenizer; `CheckpointError` for a tokenizer that cannot be loaded; `EngineDeadError` if no server answers.
     """
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it has a line for each request, at INFO
     addresses = read_addresses(config.connect or "")
     if config.dp_size > 1 or config.nnodes > 1:
         raise ConfigError(

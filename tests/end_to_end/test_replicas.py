@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
@@ -75,48 +77,55 @@ def test_outputs_are_those_of_one_replica(checkpoint: Path, backend: str) -> Non
     assert outputs(checkpoint, backend, 2) == outputs(checkpoint, backend, 1)
 
 
-@pytest.mark.slow
-def test_the_server_starts_replicas_and_brings_them_back(checkpoint: Path) -> None:
-    command = [sys.executable, "-m", "sglang_jax.launch_server", "--model-path", str(checkpoint), "--port", "0"]
-    command += [
-        "--dp-size",
-        "2",
-        "--device",
-        "cpu",
-        "--backend",
-        "torch",
-        "--skip-warmup",
-        "--max-total-tokens",
-        "1024",
-    ]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@contextmanager
+def server(checkpoint: Path, log: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], httpx2.Client]]:
+    """A server of the small model by the command that users know, and a client of it."""
+    command = [sys.executable, "-m", "sglang_jax.launch_server", "--model-path", str(checkpoint), "--port", "0", *flags]
+    with log.open("w") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
     try:
-        assert server.stdout is not None
-        address = re.search(r"http://[\d.]+:\d+", server.stdout.readline() + server.stdout.readline())
+        assert process.stdout is not None
+        address = re.search(r"http://[\d.]+:\d+", process.stdout.readline() + process.stdout.readline())
         assert address is not None
         with httpx2.Client(base_url=address[0], timeout=60) as http:
-            body = {"prompt": "the quick brown fox", "max_tokens": 8, "temperature": 0}
-            first = http.post("/v1/completions", json=body).json()["choices"]
-            children = _cores(server.pid)
-            assert len(children) == 2
-            assert sorted(core for pid in children for core in os.sched_getaffinity(pid)) == sorted(
-                os.sched_getaffinity(0)
-            )
+            yield process, http
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """Ends a server as operators do."""
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 0
+
+
+@pytest.mark.slow
+def test_the_server_starts_replicas_and_brings_them_back_also_behind_another(checkpoint: Path, tmp_path: Path) -> None:
+    body = {"prompt": "the quick brown fox", "max_tokens": 8, "temperature": 0}
+    flags = ["--dp-size", "2", "--device", "cpu", "--backend", "torch", "--skip-warmup", "--max-total-tokens", "1024"]
+    with server(checkpoint, tmp_path / "behind", *flags) as (behind, http):
+        first = http.post("/v1/completions", json=body).json()["choices"]
+        children = _cores(behind.pid)
+        assert len(children) == 2
+        cores = sorted(core for pid in children for core in os.sched_getaffinity(pid))
+        assert cores == sorted(os.sched_getaffinity(0))
+        address = http.base_url.netloc.decode()
+        with server(checkpoint, tmp_path / "door", "--connect", address) as (door, outside):
+            assert _cores(door.pid) == []
+            assert outside.post("/v1/completions", json=body).json()["choices"] == first
             os.kill(children[0], signal.SIGKILL)
             end = time.monotonic() + 60
             while sum(load["restarts"] for load in http.get("/v1/loads").json()["loads"]) == 0:
-                assert http.post("/v1/completions", json=body).json()["choices"] == first
+                assert outside.post("/v1/completions", json=body).json()["choices"] == first
                 assert time.monotonic() < end
             assert [load["state"] for load in http.get("/v1/loads").json()["loads"]] == ["serving"] * 2
-            assert http.post("/v1/completions", json=body).json()["choices"] == first
-        server.send_signal(signal.SIGTERM)
-        _, said = server.communicate(timeout=30)
-        assert server.returncode == 0
-        assert "replica 1: CPU cores" in said
-        assert re.search(r"Replica \d is lost \(the engine is lost: the engine process was killed by SIGKILL", said)
-    finally:
-        server.kill()
-        server.communicate()
+            assert outside.post("/v1/completions", json=body).json()["choices"] == first
+            stop(door)
+        stop(behind)
+    said = (tmp_path / "behind").read_text()
+    assert "replica 1: CPU cores" in said
+    assert re.search(r"Replica \d is lost \(the engine is lost: the engine process was killed by SIGKILL", said)
 
 
 def _cores(parent: int) -> list[int]:

@@ -60,7 +60,7 @@ def test_a_machine_without_a_gpu_has_its_cpu(gpus: Callable[..., None], wanted: 
 
 def test_a_gpu_that_is_not_there_is_an_error_that_says_what_to_do(gpus: Callable[..., None]) -> None:
     gpus()
-    with pytest.raises(ConfigError, match=r"device cuda was asked for, but torch \S+ sees no CUDA GPU.*--device auto"):
+    with pytest.raises(ConfigError, match=r"device cuda was asked for, but torch \S+ sees no CUDA GPU.*--device cpu"):
         select_device(Device.CUDA)
 
 
