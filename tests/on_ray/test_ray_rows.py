@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -140,3 +143,14 @@ def test_what_cannot_be_read_or_started_is_told(node: str, tmp_path: Path, start
             EngineConfig(model_path="missing"),
             launch=launcher(started),
         )
+
+
+def test_a_cluster_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
+    """In a process of its own: this one is connected."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    command = [sys.executable, "-m", "sglang_jax", "batch", "--engine", "ray", "--address", f"127.0.0.1:{port}"]
+    files = ["--input", str(tmp_path / "input.jsonl"), "--output", str(tmp_path / "answers")]
+    ended = subprocess.run([*command, *files], capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == 2
+    assert f"Error: cannot connect to Ray at 127.0.0.1:{port}: [Errno 111] Connection refused" in ended.stderr

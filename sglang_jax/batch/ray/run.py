@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import posixpath
+import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -37,6 +38,8 @@ from sglang_jax.errors import BatchError
 logger = logging.getLogger(__name__)
 
 PROTOCOL = "://"
+
+SECONDS_TO_CONNECT = 10.0
 
 CHECKPOINT_ACTOR_BYTES = 256 * 2**20
 """Memory that Ray reserves at least for knowing which lines are finished; it takes 8 bytes a line."""
@@ -88,9 +91,18 @@ def _connect(options: RayOptions) -> None:
     """Raises `BatchError`. A cluster that is started here reports its use to nobody, unless the environment says so."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
+        if options.address is not None:
+            _knock(options.address)
         ray.init(address=options.address, log_to_driver=False, logging_level=logging.WARNING)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise BatchError(f"cannot connect to Ray at {options.address or 'RAY_ADDRESS'}: {error}") from error
+
+
+def _knock(address: str) -> None:
+    """Raises `OSError` if nobody listens at HOST:PORT: Ray itself tries that for minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdigit() and PROTOCOL not in address:
+        socket.create_connection((host, int(port)), SECONDS_TO_CONNECT).close()
 
 
 def _answer(batch: BatchConfig, options: RayOptions, answering: Answering) -> int:
