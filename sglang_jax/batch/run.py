@@ -86,7 +86,7 @@ def run_batch(batch: BatchConfig, engine: EngineConfig, launch: Launch = launch_
         load_follower(config)(config)
         return ALL_ANSWERED
     _check_files(batch)
-    defaults = _defaults(batch)
+    defaults = body_defaults(batch)
     with RunFolder(batch.output_path) as folder, ExitStack() as stack:
         folder.claim([batch.output_path, batch.errors], identify(batch.input_path), shaping_options(batch, config))
         files = _OutputFiles(batch.output_path, folder.path)
@@ -179,7 +179,8 @@ def _check_files(batch: BatchConfig) -> None:
         raise BatchError(f"--error-file {batch.errors} is always written as JSON lines, so give it another name")
 
 
-def _defaults(batch: BatchConfig) -> dict[str, Raw]:
+def body_defaults(batch: BatchConfig) -> dict[str, Raw]:
+    """The fields of `--defaults`. Raises `BatchError`."""
     if batch.defaults is None:
         return {}
     try:

@@ -124,6 +124,7 @@ def test_a_run_goes_on_with_the_same_input_and_options_only(
     [
         ({"ordered": True}, "--ordered has no meaning with --engine ray"),
         ({"error_file": "errors.jsonl"}, "--error-file has no meaning with --engine ray"),
+        ({"defaults": '{"stream": true}'}, "--defaults .* must hold fields that lines may share"),
     ],
 )
 def test_options_that_do_not_go_with_ray_are_refused(cluster: Nodes, tmp_path, started, options, message) -> None:

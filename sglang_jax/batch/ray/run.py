@@ -27,7 +27,7 @@ from sglang_jax.batch.ray.pipeline import answer_files, host_resources
 from sglang_jax.batch.ray.reading import RequestFiles
 from sglang_jax.batch.ray.writing import ERRORS_ENDING, AnswerFiles, Written
 from sglang_jax.batch.ray_options import RayOptions
-from sglang_jax.batch.run import ALL_ANSWERED, INTERRUPTED, SOME_FAILED, server_config, shaping_options
+from sglang_jax.batch.run import ALL_ANSWERED, INTERRUPTED, SOME_FAILED, body_defaults, server_config, shaping_options
 from sglang_jax.batch.run_folder import VERSION, InputIdentity, Manifest, OptionValue, check_same, read_manifest
 from sglang_jax.batch.source import FileFormat
 from sglang_jax.config import EngineConfig
@@ -57,6 +57,7 @@ def run_ray_batch(batch: BatchConfig, options: RayOptions, engine: EngineConfig,
     logging.basicConfig(level=batch.log_level.upper(), format=LOG_FORMAT)
     config = server_config(batch, engine)
     _refuse(batch, engine)
+    body_defaults(batch)  # here, so that bad ones are told before anything is started
     answering = Answering(
         config=config,
         asking=Asking(max_retries=batch.max_retries, lookahead=batch.lookahead, reorder=not batch.no_reorder),
