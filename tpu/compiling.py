@@ -5,7 +5,6 @@ The programs are the runner's own (`jax_runner.programs`), built from shapes: no
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +35,7 @@ from sglang_jax.models import build_model, kv_cache_spec
 from sglang_jax.models.kv_cache import KVCacheSpec
 from sglang_jax.runner.sizing import choose_sizes
 from tpu.figures import Deployment, Message, ProgramFailure, ProgramFigures, Request, Selection
-from tpu.hlo import find_collectives, find_kernels
+from tpu.hlo import find_collectives, find_kernels, take_text
 from tpu.topologies import Topology
 
 _PLATFORM = "tpu"
@@ -147,7 +146,7 @@ def _compile(
         return ProgramFailure(name, time.monotonic() - start, _first_line(error))
     seconds = time.monotonic() - start
     memory, costs = program.memory_analysis(), program.cost_analysis()
-    text = _take_text(dumps)
+    text = take_text(dumps)
     return ProgramFigures(
         name=name,
         tokens=bucket.tokens if bucket else 0,
@@ -163,16 +162,6 @@ def _compile(
         collectives=None if text is None else find_collectives(text),
         kernels=None if text is None else find_kernels(text),
     )
-
-
-def _take_text(dumps: Path) -> str | None:
-    """The text of the module compiled last, as it was after all passes. `Compiled.as_text` would be the plain way, but
-    fails on modules with some asynchronous operations (libtpu 0.0.51)."""
-    found = sorted(dumps.glob("*.after_codegen.txt"), key=lambda file: file.stat().st_size)
-    text = found[-1].read_text(errors="replace") if found else None
-    shutil.rmtree(dumps)
-    dumps.mkdir()
-    return text
 
 
 def _first_line(error: BaseException) -> str:

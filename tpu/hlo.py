@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 _COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
 _INSTRUCTION = re.compile(
@@ -61,6 +63,16 @@ class Kernel:
     vmem: int
     flops: int | None
     bytes: int | None
+
+
+def take_text(dumps: Path) -> str | None:
+    """The text of the module compiled last, as it was after all passes. `Compiled.as_text` would be the plain way, but
+    fails on modules with some asynchronous operations (libtpu 0.0.51)."""
+    found = sorted(dumps.glob("*.after_codegen.txt"), key=lambda file: file.stat().st_size)
+    text = found[-1].read_text(errors="replace") if found else None
+    shutil.rmtree(dumps)
+    dumps.mkdir()
+    return text
 
 
 def find_collectives(text: str) -> tuple[Collective, ...]:
