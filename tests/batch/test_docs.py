@@ -20,6 +20,7 @@ PAGE = (Path(__file__).parent.parent.parent / "docs/batch.md").read_text()
 def test_the_options_are_those_of_the_command() -> None:
     table = PAGE.partition("\n## Options\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(--[a-z-]+)` \| (.*?) \|", table, re.MULTILINE)
+    assert rows.pop(0) == ("--engine", "`local`")  # which of the two kinds of run it is, said by the command itself
     assert [flag for flag, _ in rows] == [flag_name(name) for name in BatchConfig.model_fields]
     for flag, default in rows:
         value = BatchConfig.model_fields[flag.strip("-").replace("-", "_")].default

@@ -67,8 +67,9 @@ def test_a_run_holds_no_more_of_a_large_input_than_of_a_small_one(tmp_path: Path
     peak_of(tmp_path / "warm", 600, ordered=ordered)  # what is made once and kept
     small = peak_of(tmp_path / "small", 1500, ordered=ordered)
     large = peak_of(tmp_path / "large", 9000, ordered=ordered)
-    # 7500 lines more are 7.5 MB of input alone. The window of 64 lines, twice over for their keys, is 130 kB.
-    assert large < small + 100_000
+    # 7500 lines more are 7.5 MB of input alone. How full the window was at most, and how far the reading ahead, differs
+    # from run to run: in order that is 320 lines, twice over for their keys.
+    assert large < small + 1_000_000
     assert large < 2_500_000
 
 
