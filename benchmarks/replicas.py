@@ -1,10 +1,10 @@
 """What replicas give, and what choosing among them costs.
 
-    python benchmarks/replicas.py [routing] [sleep] [model] [--model-path M] [--json FILE]
+    python benchmarks/replicas.py [routing] [sleep] [model] [--step-ms 25] [--model-path M] [--json FOLDER]
 
 - `routing`: microseconds to choose a replica, and to remember the choice, with maps of 100,000 tokens for each.
-- `sleep`: output tokens per second of 1, 2 and 4 replicas whose steps take 10 ms without the host's CPU, as a device's
-  do: the scheduler, the wire and the door are the real ones. Each replica has 16 rows.
+- `sleep`: output tokens per second of 1, 2 and 4 replicas whose steps take `--step-ms` without the host's CPU, as a
+  device's do: the scheduler, the wire and the door are the real ones. Each replica has 16 rows.
 - `model`: output tokens per second of a model on this machine's CPU: one engine with one core, one with two, and two
   replicas with a core each.
 
@@ -155,6 +155,7 @@ def main() -> None:
     """Runs what was named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="routing|sleep|model")
+    parser.add_argument("--step-ms", type=float, default=25.0)
     parser.add_argument("--model-path", default="demo")
     parser.add_argument("--json", type=Path, help="folder for one JSON file of each part")
     arguments = parser.parse_args()
@@ -168,7 +169,11 @@ def main() -> None:
                 ]
                 report("Choosing a replica", rows, file)
             case "sleep":
-                report("Replicas whose steps sleep", asyncio.run(measure_sleeping([1, 2, 4], 0.01)), file)
+                report(
+                    "Replicas whose steps sleep",
+                    asyncio.run(measure_sleeping([1, 2, 4], arguments.step_ms / 1e3)),
+                    file,
+                )
             case "model":
                 report("Replicas on CPU cores", asyncio.run(measure_model(arguments.model_path)), file)
             case _:

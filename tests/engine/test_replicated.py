@@ -392,6 +392,26 @@ async def test_requests_without_a_seed_draw_what_one_engine_would() -> None:
     await single.close()
 
 
+async def most_steps(count: int, method: LoadBalanceMethod) -> int:
+    """Steps of the replica that ran most, for the same work: what it would take on devices. All requests are there from
+    the beginning, so that no step waits for the host."""
+    client = await fake_replicas(count, method, fake_config(max_total_tokens=4096))
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True)
+    prompts = shared_prefix_prompts(64, 8, 16, 8, FAKE_VOCAB_SIZE - 1)
+    requests = [GenerateInput(prompt=prompt, sampling=sampling) for prompt in prompts]
+    await run_all(client, requests, at_once=len(requests))
+    states = await client.states()
+    await client.close()
+    return max(int(str(state["steps"])) for state in states)
+
+
+@pytest.mark.parametrize("method", [LoadBalanceMethod.ROUND_ROBIN, LoadBalanceMethod.LEAST_LOADED])
+async def test_two_replicas_take_half_the_steps(method: LoadBalanceMethod) -> None:
+    one, two = await most_steps(1, method), await most_steps(2, method)
+    print(f"{method}: {one} steps, {two} with two replicas")
+    assert one >= 1.85 * two
+
+
 async def hit_rate(method: LoadBalanceMethod, count: int, groups: int, each: int) -> float:
     """Of a workload of groups that share 64 of 72 tokens, on replicas that each have room for half of the prefixes."""
     pool = groups * 64 // count * 3 // 2

@@ -12,6 +12,7 @@ from helpers.engine_fakes import MODEL_INFO, load_fake_model, load_tokenizer
 from sglang_jax.config import EngineConfig, LoadBalanceMethod
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.launch import launch_core
+from sglang_jax.engine.launch_replicated import replicated_client
 from sglang_jax.engine.replica import Backoff, Replica
 from sglang_jax.engine.replicated import ReplicatedClient
 from sglang_jax.engine.routing import Balance, create_policy
@@ -153,9 +154,7 @@ class ToldReplicas:
         return ReplicatedClient(self.replicas, load_tokenizer(EngineConfig()), policy, max_waiting=max_waiting)
 
 
-async def fake_replicas(
-    count: int, method: LoadBalanceMethod, config: EngineConfig, *, balance: Balance | None = None
-) -> ReplicatedClient:
+async def fake_replicas(count: int, method: LoadBalanceMethod, config: EngineConfig) -> ReplicatedClient:
     """Real schedulers over `FakeRunner`, each in a thread of this process."""
 
     async def start() -> AsyncEngineClient:
@@ -163,8 +162,8 @@ async def fake_replicas(
 
     replicas = [Replica(index, start, backoff=AT_ONCE) for index in range(count)]
     await asyncio.gather(*(replica.start() for replica in replicas))
-    policy = create_policy(method, config.page_size, balance or Balance())
-    return ReplicatedClient(replicas, load_tokenizer(config), policy, random_seed=config.random_seed)
+    options = config.model_copy(update={"load_balance_method": method})
+    return replicated_client(options, replicas, load_tokenizer(config))
 
 
 def shared_prefix_prompts(
