@@ -116,7 +116,7 @@ def _object(raw: bytes | Raw, what: str) -> Fields:
 def _told(error: Exception, raw: bytes | Raw = b"") -> str:
     if _HALF_OF_A_PAIR.search(raw):  # the parser calls that truncated
         return "a string holds half a surrogate pair"
-    text = str(error)
+    text = str(error).removeprefix("JSON is malformed: ")
     return text[:1].lower() + text[1:]
 
 
