@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 import json
@@ -10,7 +11,7 @@ import signal
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,9 @@ from sglang_jax.engine.types import GenerateInput, GenerateOutput
 
 FATAL = "kill the actor"
 """A prompt that begins so ends the process which asks it, engine and all."""
+
+PATIENT = "for two engines: "
+"""A prompt that begins so is asked once two engines were started."""
 
 QUICK_TO_NOTICE = {"health_check_period_ms": 1000, "health_check_failure_threshold": 5}
 STORE_BYTES = 80 * 2**20
@@ -113,19 +117,24 @@ async def _launch(folder: Path, config: ServerConfig) -> AsyncEngineClient:
     draft.write_text(json.dumps(start.__dict__))
     draft.replace(draft.with_suffix(".json"))
     client = await launch_core(config, in_process=False, load=load_echo, load_tokenizer=load_tokenizer)
-    return _Fatal(client)  # type: ignore[return-value]
+    return _Client(client, folder)  # type: ignore[return-value]
 
 
-class _Fatal:
-    """A client, but for prompts that end its process."""
+class _Client:
+    """A client, but for `FATAL` and `PATIENT` prompts."""
 
-    def __init__(self, client: AsyncEngineClient) -> None:
+    def __init__(self, client: AsyncEngineClient, folder: Path) -> None:
         self._client = client
+        self._folder = folder
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._client, name)
 
-    def generate(self, request: GenerateInput) -> AsyncGenerator[GenerateOutput, None]:
-        if isinstance(request.prompt, str) and request.prompt.startswith(FATAL):
+    async def generate(self, request: GenerateInput) -> AsyncGenerator[GenerateOutput, None]:
+        if str(request.prompt).startswith(FATAL):
             os.kill(os.getpid(), signal.SIGKILL)
-        return self._client.generate(request)
+        while str(request.prompt).startswith(PATIENT) and len(starts(self._folder)) < 2:
+            await asyncio.sleep(0.05)
+        async with aclosing(self._client.generate(request)) as outputs:
+            async for output in outputs:
+                yield output

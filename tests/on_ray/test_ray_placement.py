@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from helpers.ray_cluster import Nodes, launcher, starts
+from helpers.ray_cluster import PATIENT, Nodes, launcher, starts
 from helpers.tiny_models import make_tiny_checkpoint
 
 from sglang_jax.batch.options import BatchConfig
@@ -37,16 +37,18 @@ def test_a_tensor_parallel_group_has_the_gpus_of_one_node(
 
 
 def test_the_pool_grows_to_its_limit(cluster: Nodes, tmp_path: Path, started: Path, output: Path, read_output) -> None:
+    """The first engine is busy until there is a second one."""
     cluster.add(num_cpus=4)
-    (tmp_path / "input.jsonl").write_text("\n".join(json.dumps({"prompt": f"prompt {row}"}) for row in range(600)))
+    prompts = [f"{PATIENT}{row}" for row in range(100)]
+    (tmp_path / "input.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
     status = run_ray_batch(
         BatchConfig(input=tmp_path / "input.jsonl", output=output),
-        RayOptions(min_replicas=1, max_replicas=2, rows_per_batch=4, batches_per_replica=2),
-        EngineConfig(model_path="echo:0.02"),
+        RayOptions(min_replicas=1, max_replicas=2, rows_per_batch=4, batches_per_replica=4),
+        EngineConfig(model_path="echo"),
         launch=launcher(started),
     )
     assert status == 0
-    assert len(read_output()[0]) == 600
+    assert len(read_output()[0]) == 100
     assert len(starts(started)) == 2
 
 
