@@ -98,7 +98,7 @@ def test_defaults_that_are_none(text: str, words: str) -> None:
     ("line", "code", "words"),
     [
         (b"", "malformed_json", ["not valid JSON"]),
-        (b"nonsense", "malformed_json", ["the line is not valid JSON: invalid character (byte 0)"]),
+        (b"nonsense", "malformed_json", ["the line is not valid JSON: invalid character (byte 4)"]),
         (b'{"prompt": "x"', "malformed_json", ["truncated"]),
         (b'{"prompt": "x"} {"prompt": "y"}', "malformed_json", ["trailing"]),
         (b'{"prompt": NaN}', "malformed_json", ["not valid JSON"]),
