@@ -43,8 +43,8 @@ class Engine:
 
     It runs in threads of its own, so it may be used from any thread, in a plain script, or beside a running event loop
     (in a notebook). With `dp_size` above 1 its replicas are processes, so a script must keep what it does under
-    `if __name__ == "__main__":`, as `multiprocessing` asks. It is shut down by `shutdown`, at the end of a `with` block,
-    when it is collected, or at exit.
+    `if __name__ == "__main__":`, as `multiprocessing` asks. It is shut down by `shutdown`, at the end of a `with`
+    block, when it is collected, or at exit.
 
     **Arguments:**
 
