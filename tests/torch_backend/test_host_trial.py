@@ -14,6 +14,8 @@ from numba.core.errors import TypingError
 
 from torch_backend import host_trial
 from torch_backend.attention.host import HostAttention
+from torch_backend.attention.interface import AttentionOptions
+from torch_backend.batch import ForwardBatch
 from torch_backend.host_kernels import team
 from torch_backend.host_kernels.compiling import KernelCompiler
 from torch_backend.host_kernels.language import floats, load, store, take
@@ -21,6 +23,8 @@ from torch_backend.host_kernels.operations import HostOperations
 from torch_backend.host_kernels.rms_norm import build_rms_norm
 from torch_backend.host_kernels.team import FIRST_FIELD, SLOT_COUNTER, Launcher
 from torch_backend.host_trial import HostForm, HostKernelsError, make_host_kernels
+from torch_backend.kv_pages import KVPages
+from torch_backend.operations import Rotation
 
 FORM = HostForm(torch.float32, torch.float32, 16, 2)
 
@@ -47,6 +51,30 @@ def test_what_was_compiled_is_found_again(folder: Path, caplog: pytest.LogCaptur
     assert files(folder) == before
     (message,) = caplog.messages
     assert message.startswith("Host kernels for torch.float32, ready after ")
+
+
+def test_pages_that_are_not_contiguous_are_refused(folder: Path) -> None:
+    """Their address alone says nothing of where a slot lies, and a copy would take what is written."""
+    kernels = make_host_kernels(FORM, folder)
+    whole = torch.zeros(3, 2, 4, 16)
+    scattered = torch.zeros(3, 4, 2, 16).transpose(1, 2)
+    rotation = Rotation(torch.ones(1, 8), torch.zeros(1, 8))
+    for kv in (KVPages(scattered, whole), KVPages(whole, scattered)):
+        with pytest.raises(ValueError, match="pages must be contiguous"):
+            kernels.operations.rotate_and_write(torch.ones(1, 8 * 16), rotation, None, kv, torch.tensor([5]))
+        batch = ForwardBatch(
+            tokens=torch.zeros(1, dtype=torch.int32),
+            positions=torch.zeros(1, dtype=torch.int32),
+            write_slots=torch.tensor([4]),
+            page_table=torch.ones(1, 1, dtype=torch.int32),
+            kv_lens=torch.ones(1, dtype=torch.int32),
+            query_starts=torch.arange(2, dtype=torch.int32),
+            num_decode=1,
+        )
+        with pytest.raises(ValueError, match="pages must be contiguous"):
+            kernels.attention.prepare(batch)(torch.ones(1, 4, 16), kv, AttentionOptions(scale=0.25))
+    assert not whole.any()
+    assert not scattered.any()
 
 
 def test_another_form_is_compiled_beside_it(folder: Path) -> None:

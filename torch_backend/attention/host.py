@@ -38,6 +38,8 @@ class HostAttention:
         form = queries.dtype, head_dim, queries.shape[1] // kv_heads
         if form != self._form or kv.keys.dtype is not queries.dtype:
             raise TypeError(f"host attention made for {self._form} was given {form} and pages of {kv.keys.dtype}")
+        if not (kv.keys.is_contiguous() and kv.values.is_contiguous()):
+            raise ValueError("pages must be contiguous: host attention reads them by their address")
         queries = queries.contiguous()
         output = torch.empty_like(queries)
         sinks = None if options.sinks is None else options.sinks.float().contiguous()

@@ -56,6 +56,8 @@ class HostOperations:
         write_slots: torch.Tensor,
     ) -> torch.Tensor:
         """See `Operations`. The pages are of the type of `qkv`."""
+        if not (kv.keys.is_contiguous() and kv.values.is_contiguous()):
+            raise ValueError("pages must be contiguous: what is written to a copy of them would be lost")
         qkv, keys, values = self._own(qkv), self._own(kv.keys), self._own(kv.values)
         _, kv_heads, page_size, head_dim = keys.shape
         tokens, size = qkv.shape
