@@ -91,7 +91,7 @@ def load_text_tokenizer(config: EngineConfig) -> TextTokenizer:
 
 
 def warm_up(runner: Runner) -> None:
-    """Builds the runner's programs behind a progress bar."""
+    """Builds the runner's programs, and runs them, behind a progress bar."""
     with tqdm(desc="Warming up", unit="program") as bar:
 
         def progress(done: int, total: int, what: str) -> None:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
 from sglang_jax.jax_runner.compiles import CompileCounter
 from sglang_jax.jax_runner.logprobs import Logprobs
+from sglang_jax.jax_runner.practice import practice_plan
 from sglang_jax.jax_runner.programs import DELTA_BLOCK, Programs
 from sglang_jax.jax_runner.sampling_state import SamplingState
 from sglang_jax.jax_runner.step import DeviceState, KVCaches, ModelFunctions, StepOutputs, Weights
@@ -103,8 +104,20 @@ class JaxRunner:
         return self._spec
 
     def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
-        """Builds every program; `progress(done, total, what)` is called as they are built."""
-        self._programs.build_all(progress)
+        """Builds every program, and runs those of steps; `progress(done, total, what)` is called after each.
+
+        Programs run in one order, the same in every process of a group.
+        """
+        steps = list(self._buckets)
+        programs = len(self._programs.builders())
+        total = programs + len(steps)
+        self._programs.build_all(lambda done, _, what: progress(done, total, what))
+        for done, bucket in enumerate(steps, programs + 1):
+            plan = practice_plan(bucket, self._programs.dump_row, self._spec.max_context)
+            packed = self._programs.layouts[bucket].pack(plan, plan.page_deltas[0])
+            self._state, outputs = self._programs.step(bucket, self._state, packed)
+            outputs.tokens.block_until_ready()
+            progress(done, total, f"running {bucket}")
         self._compiles_in_warm_up = self._counter.count
 
     def launch(self, plan: StepPlan) -> JaxStep:

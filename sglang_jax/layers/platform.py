@@ -24,12 +24,16 @@ class PlatformForm:
       `layers.parameter.matmul_outputs_first`. For a CPU with AMX: all products of a decode step of SmolLM2-135M take
       10.5 ms in place of 27 at two rows, and 27 in place of 35 at 32. Without it, measured beside
       other work, neither form was plainly faster, and the plain one reached 0.8 of memory's speed on an AMD EPYC.
+    - `computes_again_for_each_reader`: the compiler makes cheap and dear elementwise operations alike part of every
+      loop that reads them, and drops optimization barriers before it does. XLA's CPU backend took sines and cosines
+      anew in each layer, a sixth of the time of a prefill step.
     """
 
     kv_as_bits: bool
     tiled_kv_pages: bool
     own_head_for_tied_embeddings: bool
     outputs_first: bool
+    computes_again_for_each_reader: bool
 
     @classmethod
     def of(cls, platform: str) -> PlatformForm:
@@ -40,6 +44,7 @@ class PlatformForm:
             tiled_kv_pages=platform == "tpu",
             own_head_for_tied_embeddings=on_cpu,
             outputs_first=on_cpu and cpu_multiplies_bfloat16_tiles(),
+            computes_again_for_each_reader=on_cpu,
         )
 
     def kv_storage(self, dtype: jnp.dtype) -> jnp.dtype:

@@ -21,6 +21,16 @@ def rotary_tables(scaling: RotaryScaling, positions: jax.Array) -> tuple[jax.Arr
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
+def rotary_tables_once(scaling: RotaryScaling, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`rotary_tables` behind a branch, which a compiler that computes again for each reader leaves whole.
+
+    It is always taken, which the compiler cannot know: no position is negative.
+    """
+    found = jax.eval_shape(lambda: rotary_tables(scaling, positions))
+    nothing = jax.tree.map(lambda table: jnp.zeros(table.shape, table.dtype), found)
+    return jax.lax.cond(positions[0] >= 0, lambda: rotary_tables(scaling, positions), lambda: nothing)
+
+
 def _multipliers(stretch: DynamicStretch, positions: jax.Array) -> jax.Array:
     """`[T, head_dim / 2]`: 1 in the original context."""
     excess = jnp.maximum(positions + 1 - stretch.original_max_position, 0).astype(jnp.float32)

@@ -18,7 +18,7 @@ from sglang_jax.layers.feed_forward import FeedForward
 from sglang_jax.layers.norm import RMSNorm
 from sglang_jax.layers.parameter import matmul, matmul_outputs_first
 from sglang_jax.layers.platform import PlatformForm
-from sglang_jax.layers.rotary import rotary_tables
+from sglang_jax.layers.rotary import rotary_tables, rotary_tables_once
 from sglang_jax.layers.sharding import Axis
 from sglang_jax.models.kv_cache import KVCaches
 
@@ -118,7 +118,8 @@ class Transformer(nnx.Module):
         """Hidden states `[T, hidden]` after the final norm, and the caches with the step's keys and values."""
         residual = self.embedding(batch.tokens)
         x = jnp.zeros_like(residual)
-        rotary = rotary_tables(self.rotary, batch.positions)
+        tables = rotary_tables_once if self.form.computes_again_for_each_reader else rotary_tables
+        rotary = tables(self.rotary, batch.positions)
         written = []
         for layer, kv_pages in zip(self.layers, kv_caches, strict=True):
             x, residual, kv_pages = _run_layer(*nnx.split(layer), x, residual, batch, rotary, kv_pages)

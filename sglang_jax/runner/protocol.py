@@ -44,7 +44,7 @@ class Runner(Protocol):
     def spec(self) -> RunnerSpec: ...
 
     def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
-        """Builds every program; `progress(done, total, what)` is called as they are built."""
+        """Builds every program, and runs steps; `progress(done, total, what)` is called as they are done."""
         ...
 
     def launch(self, plan: StepPlan) -> StepHandle:

@@ -72,6 +72,17 @@ def test_edges_of_blocks(implementation: AttentionImplementation, length: int) -
     check(implementation, Case((length, 3), (1, 1), 2, 2, rows=2, kv_heads=1, page_size=16))
 
 
+@pytest.mark.parametrize(("page_size", "columns"), [(16, 45), (24, 30), (128, 6), (512, 2)])
+@pytest.mark.parametrize("window", [None, 30, 200, 400])
+def test_keys_that_every_query_sees(window: int | None, page_size: int, columns: int) -> None:
+    """Chunks behind so many keys that blocks between the oldest and the newest need no mask, and the edges of that."""
+    first_keys = (255, 256, 257, 319, 320, 639)
+    for first in first_keys:
+        kv_lens = (first + 1, first + 70, first + 2)
+        case = Case(kv_lens, (1, 70, 2), 1, 80, rows=4, page_size=page_size, columns=columns, window=window)
+        check(AttentionImplementation.XLA, replace(case, group=1, kv_heads=1))
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("seed", range(8))
 def test_random_steps(implementation: AttentionImplementation, seed: int) -> None:

@@ -100,6 +100,17 @@ def test_one_bfloat16_row_is_multiplied_like_many() -> None:
         np.testing.assert_allclose(product, expected[:rows], rtol=1e-5, atol=1e-4)
 
 
+def test_sines_and_cosines_are_taken_once_a_step_and_not_in_every_layer() -> None:
+    model = build_model(CONFIG, dtype=jnp.dtype("bfloat16"), attention=AttentionImplementation.XLA, platform="cpu")
+    load_weights(model, DummyReader(CONFIG, seed=0), CONFIG, make_mesh(jax.devices()[:1]))
+    graph, state = nnx.split(model)
+    spec = kv_cache_spec(CONFIG, jnp.dtype("bfloat16"), NUM_PAGES, PAGE_SIZE, platform="cpu")
+    kv_caches = (jax.ShapeDtypeStruct(spec.shape, spec.storage),) * spec.num_layers
+    step = jax.jit(lambda state, kv, batch: nnx.merge(graph, state)(batch, kv))
+    compiled = step.lower(state, kv_caches, batch_shapes(64, 8)).compile().as_text()
+    assert (compiled.count(" cosine("), compiled.count(" sine(")) == (1, 1)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("rows", [1, 2, 32, 33, 70])
 def test_products_by_outputs_are_the_same_numbers(dtype: str, rows: int) -> None:
