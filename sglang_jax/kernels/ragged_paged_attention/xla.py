@@ -55,8 +55,8 @@ class _Softmax(NamedTuple):
         visible: jax.Array | None,
         soft_cap: float | None,
     ) -> _Softmax:
-        """Takes in a block of keys: queries `[..., q, d]`, keys and values `[..., k, d]`, visible `[..., q, k]`; None if
-        every query sees every key."""
+        """Takes in a block of keys: queries `[..., q, d]`, keys and values `[..., k, d]`, visible `[..., q, k]`, which is
+        None if every query sees every key."""
         scores = _products(queries, keys)
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
