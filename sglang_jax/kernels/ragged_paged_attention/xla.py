@@ -55,7 +55,7 @@ class _Softmax(NamedTuple):
         visible: jax.Array | None,
         soft_cap: float | None,
     ) -> _Softmax:
-        """Takes in a block of keys: queries `[..., q, d]`, keys and values `[..., k, d]`, visible `[..., q, k]`, which is
+        """Takes in a block of keys: queries `[..., q, d]`, keys and values `[..., k, d]`, visible `[..., q, k]`, or
         None if every query sees every key."""
         scores = _products(queries, keys)
         if soft_cap is not None:
