@@ -69,7 +69,7 @@ class Figures:
 
     def summary(self) -> str:
         """One line about the whole run."""
-        parts = [f"{self.lines_done} lines done"]
+        parts = [f"{count_lines(self.lines_done)} done"]
         if self.before:
             parts[0] += f" ({self.before} by earlier runs)"
         parts.append(f"{self.lines_failed} in the error file")
@@ -82,6 +82,11 @@ class Figures:
             hit = 100 * self.cached_tokens / self.prompt_tokens
             parts.append(f"{self.prompt_tokens} prompt tokens, {hit:.1f} % of them from the prefix cache")
         return ", ".join(parts)
+
+
+def count_lines(count: int) -> str:
+    """As a message has it."""
+    return "1 line" if count == 1 else f"{count} lines"
 
 
 class Progress:

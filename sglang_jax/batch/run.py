@@ -23,7 +23,7 @@ from sglang_jax.batch.line_set import LineSet
 from sglang_jax.batch.lines import parse_defaults
 from sglang_jax.batch.options import BatchConfig
 from sglang_jax.batch.ordered import OrderedJournal, Spool
-from sglang_jax.batch.progress import Figures, Progress
+from sglang_jax.batch.progress import Figures, Progress, count_lines
 from sglang_jax.batch.run_folder import OptionValue, RunFolder, identify
 from sglang_jax.batch.source import FileFormat, Record, Source, open_source, require_pyarrow
 from sglang_jax.config import EngineConfig, ServerConfig
@@ -107,7 +107,7 @@ def run_batch(batch: BatchConfig, engine: EngineConfig, launch: Launch = launch_
         files.finish()
     click.echo(figures.summary(), err=True)
     if figures.lines_failed:
-        click.echo(f"{figures.lines_failed} lines failed: {batch.errors} says why", err=True)
+        click.echo(f"{count_lines(figures.lines_failed)} failed: {batch.errors} says why", err=True)
         return SOME_FAILED
     return ALL_ANSWERED
 

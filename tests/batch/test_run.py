@@ -140,6 +140,7 @@ def test_lines_of_a_removed_error_file_are_tried_again(
     assert run() == 1
     told = capsys.readouterr().err.splitlines()
     assert told[0] == "3 lines done (3 by earlier runs), 1 in the error file"
+    assert told[1].startswith("1 line failed: ")
     (tmp_path / "out.jsonl.errors.jsonl").unlink()
     assert run() == 1
     assert (tmp_path / "out.jsonl").read_text() == before
