@@ -67,7 +67,6 @@ def test_the_best_by_the_schedule_is_written(model: Path, tmp_path: Path) -> Non
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,
         text=True,
-        timeout=250,
         check=False,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
