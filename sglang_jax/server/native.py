@@ -1,4 +1,4 @@
-"""`POST /generate`: SGLang's native route. A stream repeats all text so far in each event."""
+"""`POST /generate`: SGLang's native route. Events of a stream repeat all text so far, unless asked for what is new."""
 
 from __future__ import annotations
 
@@ -21,6 +21,16 @@ Entry = tuple[float | None, int, str | None]
 
 
 @dataclass(frozen=True, slots=True)
+class _Part:
+    """What is told of a completion: all of it, or what is new."""
+
+    text: str
+    output_ids: list[int]
+    logprobs: list[TokenLogprob]
+    with_prompt: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class NativeFormat:
     """How one call's outputs are written. `begin` is `time.perf_counter()` of its arrival."""
 
@@ -31,6 +41,13 @@ class NativeFormat:
 
     def answer(self, number: int, output: GenerateOutput) -> dict[str, object]:
         """The whole state of one completion of prompt `number`."""
+        return self._write(number, output, _Part(output.text, output.output_ids, output.logprobs))
+
+    def addition(self, number: int, output: GenerateOutput, first: bool) -> dict[str, object]:
+        """What is new of a completion since its last output; logprobs of its prompt are new in the first."""
+        return self._write(number, output, _Part(output.delta_text, output.delta_ids, output.delta_logprobs, first))
+
+    def _write(self, number: int, output: GenerateOutput, part: _Part) -> dict[str, object]:
         prompt = self.request.prompts[number]
         meta: dict[str, object] = {
             "id": prompt.request_id,
@@ -41,13 +58,13 @@ class NativeFormat:
             "e2e_latency": time.perf_counter() - self.begin,
         }
         if prompt.return_logprob:
-            positions = output.prompt_logprobs or []
+            positions = (output.prompt_logprobs or []) if part.with_prompt else []
             meta["input_token_logprobs"] = [self._entry(one) for one in positions]
-            meta["output_token_logprobs"] = [self._entry(one) for one in output.logprobs]
+            meta["output_token_logprobs"] = [self._entry(one) for one in part.logprobs]
             if prompt.top_logprobs_num:
                 meta["input_top_logprobs"] = [self._top(one) for one in positions]
-                meta["output_top_logprobs"] = [self._top(one) for one in output.logprobs]
-        return {"text": output.text, "output_ids": output.output_ids, "meta_info": meta}
+                meta["output_top_logprobs"] = [self._top(one) for one in part.logprobs]
+        return {"text": part.text, "output_ids": part.output_ids, "meta_info": meta}
 
     def _entry(self, one: TokenLogprob) -> Entry:
         return (reported(one.logprob), one.token_id, self._text(one.token_id))
@@ -83,7 +100,7 @@ def native_router(context: ServerContext) -> APIRouter:
         call = native_request(body, context.generation_defaults, request.headers)
         form = NativeFormat(call, context.client.tokenizer, bool(body.return_text_in_logprobs), begin)
         if body.stream:
-            return await open_event_stream(request, _events(context, form))
+            return await open_event_stream(request, _events(context, form, bool(body.incremental_output)))
         names = {**ENGINE_NAMES, "prompt": call.prompt_field}
         work = context.collect(call.request_id, call.prompts, names)
         outputs = await until_disconnect(request.receive, work)
@@ -93,10 +110,13 @@ def native_router(context: ServerContext) -> APIRouter:
     return router
 
 
-async def _events(context: ServerContext, form: NativeFormat) -> AsyncGenerator[bytes, None]:
+async def _events(context: ServerContext, form: NativeFormat, incremental: bool) -> AsyncGenerator[bytes, None]:
     call = form.request
     names = {**ENGINE_NAMES, "prompt": call.prompt_field}
     async with aclosing(context.generate(call.request_id, call.prompts, names)) as outputs:
+        begun: set[int] = set()
         async for number, output in outputs:
-            answer = form.answer(number, output)
-            yield event(answer if call.single else {"index": call.first_index[number] + output.index, **answer})
+            index = call.first_index[number] + output.index
+            answer = form.addition(number, output, index not in begun) if incremental else form.answer(number, output)
+            begun.add(index)
+            yield event(answer if call.single else {"index": index, **answer})

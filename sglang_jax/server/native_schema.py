@@ -31,6 +31,7 @@ class GenerateBody(Body):
     top_logprobs_num: OneOrMany[int] | None = None
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
+    incremental_output: bool | None = None
     rid: OneOrMany[str] | None = None
     priority: Priority | None = None
     extra_key: OneOrMany[str] | None = None
@@ -66,6 +67,8 @@ def native_request(body: GenerateBody, defaults: GenerationDefaults, headers: He
     top_logprobs = _spread("top_logprobs_num", body.top_logprobs_num, count, 0)
     extra_keys = _spread("extra_key", body.extra_key, count, "")
     routing_keys = _spread("routing_key", body.routing_key, count, "")
+    if body.incremental_output and not body.stream:
+        raise ParameterError("incremental_output needs stream to be true", param="incremental_output")
     for number in range(count):
         if not return_logprob[number] and (top_logprobs[number] > 0 or logprob_start[number] >= 0):
             raise ParameterError(

@@ -298,6 +298,7 @@ def _body(request: GenerateInput, context_length: int) -> dict[str, Any]:
         "input_ids": ids,
         "sampling_params": _sampling(request.sampling, context_length - len(ids)),
         "stream": request.stream,
+        "incremental_output": request.stream,
         "rid": request.request_id,
         "priority": request.priority,
         "continues_text": request.continues_text,
@@ -341,25 +342,29 @@ async def _events(response: httpx2.Response) -> AsyncIterator[dict[str, Any]]:
 
 
 def _output(request: GenerateInput, answer: Mapping[str, Any], before: GenerateOutput | None) -> GenerateOutput:
-    """An answer of the native route as the engine has it; what is new is what `before` did not have."""
+    """An answer of the native route as the engine has it: what is new since `before`, or all of it if that is None."""
     meta = answer["meta_info"]
     text, ids = answer["text"], answer["output_ids"]
     logprobs = _logprobs(meta.get("output_token_logprobs"), meta.get("output_top_logprobs"))
-    prompt_logprobs = _logprobs(meta.get("input_token_logprobs"), meta.get("input_top_logprobs"))
+    prompt_logprobs: list[TokenLogprob] | None = None
+    if before is not None:
+        prompt_logprobs = before.prompt_logprobs
+    elif request.return_logprob and request.logprob_start_len >= 0:
+        prompt_logprobs = _logprobs(meta.get("input_token_logprobs"), meta.get("input_top_logprobs"))
     return GenerateOutput(
         request_id=request.request_id or "",
         index=int(answer.get("index", 0)),
-        text=text,
-        delta_text=text[len(before.text) if before else 0 :],
-        output_ids=ids,
-        delta_ids=ids[len(before.output_ids) if before else 0 :],
+        text=before.text + text if before else text,
+        delta_text=text,
+        output_ids=before.output_ids + ids if before else ids,
+        delta_ids=ids,
         prompt_tokens=meta["prompt_tokens"],
         completion_tokens=meta["completion_tokens"],
         cached_tokens=meta["cached_tokens"],
         finish=_finish(meta["finish_reason"]),
-        logprobs=logprobs,
-        delta_logprobs=logprobs[len(before.logprobs) if before else 0 :],
-        prompt_logprobs=prompt_logprobs if request.return_logprob and request.logprob_start_len >= 0 else None,
+        logprobs=before.logprobs + logprobs if before else logprobs,
+        delta_logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
 
 

@@ -124,6 +124,33 @@ def test_a_batch_streams_with_an_index(server: EchoServer) -> None:
     assert last == {0: "ab", 1: "ab", 2: "cd"}
 
 
+LOGPROBS = ("input_token_logprobs", "output_token_logprobs", "input_top_logprobs", "output_top_logprobs")
+
+
+def test_an_incremental_stream_says_everything_once(server: EchoServer) -> None:
+    body = {"text": ["häß", "cd"], "sampling_params": [{"n": 2}, {"n": 1}], "return_logprob": True}
+    body |= {"logprob_start_len": 0, "top_logprobs_num": 2}
+    together: dict[int, Any] = {}
+    events = server.events("/generate", {**body, "incremental_output": True})
+    assert len(events) > 6
+    for event in events:
+        before = together.setdefault(event["index"], {**event, "text": "", "output_ids": [], "logprobs": {}})
+        before |= {"text": before["text"] + event["text"], "output_ids": before["output_ids"] + event["output_ids"]}
+        for name in LOGPROBS:
+            before["logprobs"].setdefault(name, []).extend(event["meta_info"][name])
+        assert len(event["meta_info"]["output_token_logprobs"]) == len(event["output_ids"])
+    for index, whole in enumerate(generate(server, **body)):
+        found = together[index]
+        assert (found["text"], found["output_ids"]) == (whole["text"], whole["output_ids"])
+        assert found["logprobs"] == {name: whole["meta_info"][name] for name in LOGPROBS}
+
+
+def test_incremental_output_is_a_streams(server: EchoServer) -> None:
+    response = server.http.post("/generate", json={"text": "a", "incremental_output": True})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == "incremental_output needs stream to be true"
+
+
 def test_one_prompt_with_several_completions_is_a_list(server: EchoServer) -> None:
     answers = generate(server, text="ab", sampling_params={"n": 3, "max_new_tokens": 1})
     assert [answer["text"] for answer in answers] == ["a"] * 3
