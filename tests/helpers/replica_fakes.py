@@ -177,3 +177,7 @@ def shared_prefix_prompts(
         for group, _ in itertools.product(range(groups), range(each))
     ]
     return [prompts[place] for place in rng.permutation(len(prompts)).tolist()]
+
+
+async def collect(client: ReplicatedClient, request: GenerateInput) -> list[GenerateOutput]:
+    return [output async for output in client.generate(request)]
