@@ -79,6 +79,7 @@ class AttentionBackend(StrEnum):
 class KVCacheDtype(StrEnum):
     AUTO = "auto"
     FLOAT8_E4M3 = "fp8_e4m3"
+    INT8 = "int8"
 
 
 class SamplingDefaults(StrEnum):
@@ -151,7 +152,8 @@ class EngineConfig(BaseModel):
     device: Device = Field(Device.AUTO, description="where it runs")
     dtype: Dtype = Field(Dtype.AUTO, description="type of weights and activations; auto: measured best for the device")
     kv_cache_dtype: KVCacheDtype = Field(
-        KVCacheDtype.AUTO, description="type of keys and values in the cache; auto: that of the activations"
+        KVCacheDtype.AUTO,
+        description="type of keys and values in the cache; auto: that of the activations; int8: JAX alone",
     )
     tp_size: PositiveInt = Field(1, description="devices that each layer is spread over (tensor parallel)")
     dp_size: PositiveInt = Field(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from sglang_jax.config import KVCacheDtype
 from sglang_jax.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,6 +29,11 @@ def create_runner(config: EngineConfig, checkpoint: Checkpoint) -> Runner:
         )
     if config.nnodes > 1:
         raise ConfigError(f"the Torch backend runs on one host, nnodes must be 1, got {config.nnodes}")
+    if config.kv_cache_dtype is KVCacheDtype.INT8:
+        raise ConfigError(
+            "kv_cache_dtype int8 is the JAX backend's: the torch backend stores auto and fp8_e4m3 (or choose "
+            "--backend jax)"
+        )
     if config.tp_size > 1:
         from torch_backend.leader import launch_group
 

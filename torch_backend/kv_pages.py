@@ -29,15 +29,25 @@ class KVPages:
 
     @classmethod
     def allocate(
-        cls, num_pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        cls,
+        num_pages: int,
+        kv_heads: int,
+        page_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        scales: torch.Tensor | None = None,
     ) -> KVPages:
-        """Zeroed pages; float8 ones with scales of 1."""
+        """Zeroed pages; float8 ones with `scales` float32 `[kv_heads, 2]`, of keys (0) and values (1), or with 1."""
         shape = (num_pages, kv_heads, page_size, head_dim)
         keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         if dtype != torch.float8_e4m3fn:
             return cls(keys, values)
-        key_scale, value_scale = (torch.ones(kv_heads, dtype=torch.float32, device=device) for _ in range(2))
-        return cls(keys, values, key_scale, value_scale)
+        if scales is None:
+            scales = torch.ones((kv_heads, 2), dtype=torch.float32, device=device)
+        # Kernels read the scales of one side as they lie.
+        return cls(keys, values, scales[:, 0].contiguous(), scales[:, 1].contiguous())
 
 
 def kv_bytes_per_token(num_layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from sglang_jax.checkpoint import Checkpoint, ModelConfig
 from sglang_jax.config import EngineConfig, KVCacheDtype
 from sglang_jax.errors import CheckpointError
+from sglang_jax.runner.kv_scales import scales_of_checkpoint
 from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec
 from sglang_jax.runner.sizing import Memory, Sizes, choose_sizes
 from torch_backend.batch import ForwardBatch
@@ -96,8 +99,9 @@ def _load_on(
     )
     bytes_of_weights = weight_bytes(model)
     sizes, page_bytes = _sizes(config, checkpoint.config, model, device, kv_dtype, bytes_of_weights, parallel)
+    kv_scales = scales_of_checkpoint(checkpoint, config.kv_cache_dtype)
     load_weights(model, checkpoint.reader, checkpoint.config, parallel)
-    kv = _allocate(checkpoint.config, model, sizes.num_pages, config.page_size, kv_dtype, device)
+    kv = _allocate(checkpoint.config, model, sizes.num_pages, config.page_size, kv_dtype, device, kv_scales)
     spec = RunnerSpec(
         pools=(PoolSpec(PoolKind.FULL, sizes.num_pages, config.page_size),),
         max_rows=sizes.max_rows,
@@ -164,12 +168,28 @@ def _sizes(
 
 
 def _allocate(
-    config: ModelConfig, model: Transformer, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    config: ModelConfig,
+    model: Transformer,
+    num_pages: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    scales: NDArray[np.float32] | None,
 ) -> list[KVPages]:
-    kv_heads = len(model.shard.kv_heads)
+    """Pages of every layer; `scales` are of all kv heads, `[layers, kv_heads, 2]`."""
+    heads = model.shard.kv_heads
+    mine = None if scales is None else torch.from_numpy(scales[:, heads.start : heads.stop]).to(device)
     return [
-        KVPages.allocate(num_pages, kv_heads, page_size, config.head_dim, dtype, device)
-        for _ in range(config.num_layers)
+        KVPages.allocate(
+            num_pages,
+            len(heads),
+            page_size,
+            config.head_dim,
+            dtype,
+            device,
+            scales=None if mine is None else mine[layer],
+        )
+        for layer in range(config.num_layers)
     ]
 
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from sglang_jax.kernels.ragged_paged_attention.pallas.table import Entry
     from tpu.tuning import Comparison, Heads
 
+_STORAGE = {KVCacheDtype.FLOAT8_E4M3: "float8_e4m3fn", KVCacheDtype.INT8: "int8"}
+
 
 class By(StrEnum):
     """How sizes are compared; `AUTO` is on the device where there is a TPU."""
@@ -99,7 +101,7 @@ def tune(
         raise click.UsageError("--chip is of --by schedule: on a device the chip is the one that is there")
     if not on_device and chip is None:
         raise click.UsageError("--by schedule needs --chip")
-    storage = dtype if kv_cache_dtype == KVCacheDtype.AUTO.value else "float8_e4m3fn"
+    storage = _STORAGE.get(KVCacheDtype(kv_cache_dtype), dtype)
     every = _heads(_model_config(model), sizes, page_sizes, storage)
     # Here, as it imports JAX.
     from sglang_jax.kernels.ragged_paged_attention.pallas.table import TABLE, read_table, write_table

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_jax.checkpoint.hf_quantization import kv_scales_made_for, refuse_quantised_weights
 from sglang_jax.checkpoint.hf_rope import extended_context, rope_from_hf, rope_to_hf
 from sglang_jax.checkpoint.json_fields import JsonFields
 from sglang_jax.checkpoint.model_config import Architecture, ModelConfig
+from sglang_jax.config import KVCacheDtype
 from sglang_jax.errors import CheckpointError
 from sglang_jax.sampling.defaults import GenerationDefaults
 
@@ -47,6 +49,11 @@ def load_hf_config(folder: Path) -> ModelConfig:
     """
     fields = JsonFields.read(folder / CONFIG_FILE)
     return model_config_from_hf(fields, _generation_fields(folder))
+
+
+def load_kv_scales_made_for(folder: Path) -> KVCacheDtype | None:
+    """See `kv_scales_made_for`."""
+    return kv_scales_made_for(JsonFields.read(folder / CONFIG_FILE))
 
 
 def load_generation_defaults(folder: Path) -> GenerationDefaults:
@@ -122,13 +129,7 @@ def _refuse_unsupported(fields: JsonFields) -> None:
     activation = fields.string("hidden_act") or "silu"
     if activation != "silu":
         raise CheckpointError(f"{fields.file}: hidden_act {activation!r} is not supported; supported: silu")
-    quantization = fields.values.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise CheckpointError(
-            f"{fields.file}: weights quantised by {method!r} are not supported; give a checkpoint in bfloat16, "
-            "float16 or float32, or a GGUF file"
-        )
+    refuse_quantised_weights(fields)
 
 
 def _kv_heads(fields: JsonFields, family: _Family, heads: int) -> int:

@@ -8,8 +8,11 @@ from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.checkpoint.gguf_config import gguf_model_config
 from sglang_jax.checkpoint.gguf_file import open_gguf
 from sglang_jax.checkpoint.gguf_reader import GgufReader
-from sglang_jax.checkpoint.hf_config import load_generation_defaults, load_hf_config
+from sglang_jax.checkpoint.hf_config import load_generation_defaults, load_hf_config, load_kv_scales_made_for
+from sglang_jax.checkpoint.kv_scale_names import KVScaleNames
+from sglang_jax.checkpoint.kv_scales import KVScales, read_kv_scales
 from sglang_jax.checkpoint.model_config import ModelConfig
+from sglang_jax.checkpoint.orbax_marker import read_orbax_kv_scales
 from sglang_jax.checkpoint.reader import TensorReader
 from sglang_jax.checkpoint.resolve import ModelSource, SourceKind, resolve_model
 from sglang_jax.checkpoint.safetensors_reader import SafetensorsReader
@@ -34,6 +37,26 @@ class Checkpoint:
     def tokenizer_source(self) -> ModelSource:
         """What `load_tokenizer` takes: every format keeps its tokenizer beside the weights."""
         return self.source
+
+    @property
+    def has_kv_scales(self) -> bool:
+        """Whether it brings scales of keys and values for a cache of 8 bits."""
+        if self.reader is None:
+            return read_orbax_kv_scales(self.source.path, self.config) is not None
+        return bool(KVScaleNames.find(self.reader.names(), self.config.num_layers).of)
+
+    def kv_scales(self) -> KVScales | None:
+        """The scales that it brings, read now; None if it has none.
+
+        **Raises:** `CheckpointError` for ones that cannot be used.
+        """
+        if self.reader is None:
+            return read_orbax_kv_scales(self.source.path, self.config)
+        if not self.has_kv_scales:
+            return None
+        names = KVScaleNames.find(self.reader.names(), self.config.num_layers)
+        # A GGUF file's tensors have other names: here is a folder.
+        return read_kv_scales(self.reader, names, self.config, load_kv_scales_made_for(self.source.path))
 
 
 def open_checkpoint(model_path: str, load_format: LoadFormat = LoadFormat.AUTO, *, seed: int = 0) -> Checkpoint:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sglang_jax.checkpoint.kv_scale_names import KVScaleNames
 from sglang_jax.checkpoint.model_config import ModelConfig
 from sglang_jax.checkpoint.reader import TensorReader
 from sglang_jax.errors import CheckpointError
@@ -55,7 +56,8 @@ def _layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def check_tensors(reader: TensorReader, config: ModelConfig) -> None:
     """Compares what a checkpoint holds with what its config calls for; reads no values.
 
-    An output matrix beside tied embeddings and stored rotary frequencies are let pass.
+    An output matrix beside tied embeddings, stored rotary frequencies, and scales of keys and values are let pass; of
+    scales there must be none, or all (see `KVScaleNames.faults`).
 
     **Raises:** `CheckpointError` naming every missing, every extra and every misshapen tensor.
     """
@@ -63,11 +65,14 @@ def check_tensors(reader: TensorReader, config: ModelConfig) -> None:
     present = {name for name in reader.names() if not name.endswith(_HARMLESS_SUFFIX)}
     if config.tie_word_embeddings:
         present.discard(LM_HEAD)
+    kv_scales = KVScaleNames.find(present, config.num_layers)
+    present -= kv_scales.all()
     faults = [f"missing: {name} {shape}" for name, shape in expected.items() if name not in present]
     faults += [f"extra: {name} {reader.shape(name)}" for name in sorted(present - expected.keys())]
     for name, shape in expected.items():
         if name in present and reader.shape(name) != shape:
             faults.append(f"misshapen: {name} is {reader.shape(name)}, the config calls for {shape}")
+    faults += kv_scales.faults(reader, config)
     if faults:
         raise CheckpointError(
             f"the tensors do not fit a {config.architecture} model of {config.num_layers} layers "

@@ -76,7 +76,7 @@ def convert(config: ConvertConfig) -> int:
         generation_config = checkpoint.source.path / GENERATION_CONFIG_FILE
         if generation_config.is_file():
             shutil.copy(generation_config, beside)
-        save_orbax(config.output, checkpoint.config, model, sorted(beside.iterdir()))
+        save_orbax(config.output, checkpoint.config, model, sorted(beside.iterdir()), checkpoint.kv_scales())
     click.echo(f"{checkpoint.source.path} is now {config.output} in {dtype.value}: serve it with --model-path")
     return 0
 

@@ -12,17 +12,20 @@ import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
+from numpy.typing import NDArray
 
+from sglang_jax.checkpoint.kv_scales import LARGEST_STORED
 from sglang_jax.checkpoint.opening import Checkpoint
 from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.compiles import use_compilation_cache
 from sglang_jax.jax_runner.devices import available_memory, select_devices, select_dtype
+from sglang_jax.jax_runner.kv_scales import LENGTH, ROWS, calibrate_kv_scales, set_kv_scales
 from sglang_jax.jax_runner.orbax_checkpoint import restore_orbax
 from sglang_jax.jax_runner.parallel import TensorParallel
 from sglang_jax.jax_runner.runner import JaxRunner
 from sglang_jax.jax_runner.step import KVCaches, ModelFunctions, Weights
-from sglang_jax.jax_runner.weights import load_weights, set_kv_scales
+from sglang_jax.jax_runner.weights import load_weights
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import chip_of
 from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.parameter import Parameter
@@ -35,6 +38,7 @@ from sglang_jax.models import (
     kv_bytes_per_token,
     kv_cache_spec,
 )
+from sglang_jax.runner.kv_scales import scales_of_checkpoint
 from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec
 from sglang_jax.runner.sizing import Memory, Sizes, choose_sizes
 
@@ -44,6 +48,10 @@ _ATTENTION = {
     AttentionBackend.XLA: AttentionImplementation.XLA,
     AttentionBackend.PALLAS: AttentionImplementation.PALLAS,
     AttentionBackend.REFERENCE: AttentionImplementation.REFERENCE,
+}
+_KV_DTYPES = {
+    KVCacheDtype.FLOAT8_E4M3: jnp.dtype(jnp.float8_e4m3fn),
+    KVCacheDtype.INT8: jnp.dtype(jnp.int8),
 }
 
 
@@ -64,7 +72,9 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     platform = device.platform
     model = build_model(parallel.config, dtype=dtype, attention=attention, platform=platform, kv_dtype=kv_dtype)
     sizes = _sizes(config, parallel, model, devices, kv_dtype)
+    kv_scales = scales_of_checkpoint(checkpoint, config.kv_cache_dtype)
     _load(model, checkpoint, parallel, mesh)
+    _give_kv_scales(config, model, kv_scales, parallel, mesh, dtype)
     functions, weights = split_model(model)
     kv = allocate(kv_cache_spec(parallel.config, kv_dtype, sizes.num_pages, config.page_size, platform=platform), mesh)
     details = {
@@ -101,7 +111,7 @@ def choose_attention(config: EngineConfig, device: jax.Device) -> AttentionImple
 
 def kv_dtype_of(config: EngineConfig, dtype: jnp.dtype) -> jnp.dtype:
     """The type of keys and values in the cache; `dtype` is that of activations."""
-    return dtype if config.kv_cache_dtype is KVCacheDtype.AUTO else jnp.dtype(jnp.float8_e4m3fn)
+    return _KV_DTYPES.get(config.kv_cache_dtype, dtype)
 
 
 def split_model(model: Transformer) -> tuple[ModelFunctions, Weights]:
@@ -195,6 +205,33 @@ def _load(model: Transformer, checkpoint: Checkpoint, parallel: TensorParallel, 
         restore_orbax(checkpoint.source.path, model, checkpoint.config, mesh)
     else:
         load_weights(model, checkpoint.reader, checkpoint.config, mesh, kv_copies=parallel.kv_copies)
-    set_kv_scales(model, mesh)
     if parallel.size == 1:
         model.arrange()
+
+
+def _give_kv_scales(
+    config: EngineConfig,
+    model: Transformer,
+    numbers: NDArray[np.float32] | None,
+    parallel: TensorParallel,
+    mesh: Mesh,
+    dtype: jnp.dtype,
+) -> None:
+    """Scales for a cache of 8 bits: the checkpoint's `numbers`. Without these float8 has scales of 1; integers, whose
+    steps are the same everywhere, need ones that fit."""
+    if numbers is not None or config.kv_cache_dtype is not KVCacheDtype.INT8:
+        set_kv_scales(model, mesh, numbers, kv_copies=parallel.kv_copies)
+        return
+    calibrate_kv_scales(
+        model,
+        parallel,
+        mesh,
+        dtype=dtype,
+        platform=mesh.devices.flat[0].platform,
+        page_size=config.page_size,
+        largest_stored=LARGEST_STORED[KVCacheDtype.INT8],
+    )
+    logger.info(
+        "Keys and values are stored in int8 by scales calibrated over %d tokens: the checkpoint brings none",
+        ROWS * LENGTH,
+    )

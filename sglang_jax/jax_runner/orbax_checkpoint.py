@@ -1,8 +1,8 @@
 """Checkpoints written by Orbax: the model's own layout, restored straight to the devices that use it.
 
-A folder holds `weights/` (Orbax), `sglang_jax_orbax.json` (format version and `ModelConfig`), and the tokenizer's and
-config files of the checkpoint it was made from. Weights are those of every platform: forms that one platform
-adds (an own head for tied embeddings) are made again after restoring.
+A folder holds `weights/` (Orbax), `sglang_jax_orbax.json` (format version, `ModelConfig`, scales of keys and values if
+there are any), and the tokenizer's and config files of the checkpoint it was made from. Weights are those of every
+platform: forms that one platform adds (an own head for tied embeddings) are made again after restoring.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh
 
+from sglang_jax.checkpoint.kv_scales import KVScales
 from sglang_jax.checkpoint.model_config import Architecture, ModelConfig, RopeConfig, RopeKind
+from sglang_jax.checkpoint.orbax_marker import KV_SCALES
 from sglang_jax.checkpoint.resolve import ORBAX_MARKER
 from sglang_jax.errors import CheckpointError
 from sglang_jax.layers.parameter import Parameter
@@ -31,8 +33,15 @@ FORMAT_VERSION = 1
 _WEIGHTS = "weights"
 
 
-def save_orbax(folder: Path, config: ModelConfig, model: Transformer, files: Sequence[Path] = ()) -> None:
-    """Writes a model with its weights to `folder`, which may exist, and copies `files` beside them.
+def save_orbax(
+    folder: Path,
+    config: ModelConfig,
+    model: Transformer,
+    files: Sequence[Path] = (),
+    kv_scales: KVScales | None = None,
+) -> None:
+    """Writes a model with its weights to `folder`, which may exist, and copies `files` beside them. `kv_scales` are
+    the scales of keys and values that the checkpoint brought.
 
     **Raises:** `CheckpointError` if the folder holds such weights already.
     """
@@ -47,6 +56,8 @@ def save_orbax(folder: Path, config: ModelConfig, model: Transformer, files: Seq
         shutil.copyfile(file, folder / file.name)
     # The marker comes last: a folder that has it is whole.
     marker = {"format_version": FORMAT_VERSION, "model_config": asdict(config)}
+    if kv_scales is not None:
+        marker[KV_SCALES] = kv_scales.to_json()
     (folder / ORBAX_MARKER).write_text(json.dumps(marker, indent=2) + "\n")
 
 

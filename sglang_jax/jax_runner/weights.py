@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -34,19 +33,13 @@ def load_weights(
     `kv_copies` as many kv heads has each of the checkpoint's that many times, and one with a larger vocabulary has
     zeros past the checkpoint's.
 
+    Scales of keys and values are not among them: see `kv_scales`.
+
     **Raises:** `CheckpointError` naming tensors that are missing, extra or misshapen.
     """
     check_tensors(reader, config)
     for parameter, read in _sources(model, _Source(reader, config, kv_copies)):
         _place(parameter, read, mesh)
-
-
-def set_kv_scales(model: Transformer, mesh: Mesh) -> None:
-    """Stores keys and values of 8 bits at a scale of 1: checkpoints do not say what theirs would be."""
-    for layer in model.layers:
-        scales = layer.attention.kv_scales
-        if scales is not None:
-            scales.set_value(jnp.ones(scales.shape, scales.dtype, device=named_sharding(mesh, scales.axes)))
 
 
 def _place(parameter: Parameter, read: ReadPart, mesh: Mesh) -> None:

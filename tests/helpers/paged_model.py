@@ -12,7 +12,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from sglang_jax.checkpoint import open_checkpoint
-from sglang_jax.jax_runner.weights import load_weights, set_kv_scales
+from sglang_jax.jax_runner.kv_scales import set_kv_scales
+from sglang_jax.jax_runner.weights import load_weights
 from sglang_jax.kernels.kv_storage import to_storage
 from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.sharding import make_mesh

@@ -104,11 +104,14 @@ def test_spec_and_report_say_what_was_asked_for(folder: Path) -> None:
     runner.close()
 
 
-def test_keys_and_values_in_float8_take_a_byte_each(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "name"), [(KVCacheDtype.FLOAT8_E4M3, "float8_e4m3fn"), (KVCacheDtype.INT8, "int8")]
+)
+def test_keys_and_values_of_8_bits_take_a_byte_each(folder: Path, kv_cache_dtype: KVCacheDtype, name: str) -> None:
     """And the logprobs are nearly those of exact ones."""
     found = []
-    for kv_cache_dtype in KVCacheDtype:
-        runner = make_runner(options(folder, kv_cache_dtype=kv_cache_dtype))
+    for kind in (KVCacheDtype.AUTO, kv_cache_dtype):
+        runner = make_runner(options(folder, kv_cache_dtype=kind))
         report = runner.report()
         driver = PlanDriver(runner)
         request = driver.admit(PROMPT)
@@ -117,7 +120,7 @@ def test_keys_and_values_in_float8_take_a_byte_each(folder: Path) -> None:
         found.append((report.kv_bytes, report.details["kv_cache_dtype"], request.prompt_logprobs[0].logprobs))
         runner.close()
     (exact_bytes, exact_name, exact), (rounded_bytes, rounded_name, rounded) = found
-    assert (exact_name, rounded_name) == ("float32", "float8_e4m3fn")
+    assert (exact_name, rounded_name) == ("float32", name)
     assert exact_bytes == 4 * rounded_bytes
     assert 1e-5 < np.abs(rounded - exact).max() < 0.2 * exact.std()
 

@@ -1,0 +1,108 @@
+"""Which tensors of a checkpoint are scales of its keys and values, by the names that quantisers give them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+from sglang_jax.checkpoint.model_config import ModelConfig
+from sglang_jax.checkpoint.reader import TensorReader
+
+
+class Side(IntEnum):
+    KEYS = 0
+    VALUES = 1
+
+
+_SPELLINGS = (
+    ("self_attn.k_scale", "self_attn.v_scale"),  # compressed-tensors
+    ("self_attn.attn.k_scale", "self_attn.attn.v_scale"),
+    ("attn.k_scale", "attn.v_scale"),
+    ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"),  # ModelOpt
+    ("self_attn.qkv_proj.k_scale", "self_attn.qkv_proj.v_scale"),
+    ("self_attn.k_proj.output_scale", "self_attn.v_proj.output_scale"),  # AutoFP8, Quark
+    ("self_attn.kv_scale", "self_attn.kv_scale"),  # one for both: the first versions of AutoFP8
+    ("self_attn.attn.kv_scale", "self_attn.attn.kv_scale"),
+)
+_OF_QUERIES = frozenset(
+    {
+        "self_attn.q_scale",
+        "self_attn.attn.q_scale",
+        "self_attn.q_proj.q_scale",
+        "self_attn.q_proj.output_scale",
+        "self_attn.prob_output_scale",
+        "self_attn.attn.prob_scale",
+    }
+)
+"""Scales of queries and probabilities, which some write beside: neither is ever rounded to 8 bits here."""
+
+_NAME = re.compile(r"model\.layers\.(0|[1-9]\d*)\.(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class KVScaleNames:
+    """The scales that a checkpoint has.
+
+    - `of`: their names by layer and side; more than one is a fault.
+    - `unused`: those of queries and probabilities.
+    """
+
+    of: Mapping[tuple[int, Side], tuple[str, ...]]
+    unused: frozenset[str]
+
+    @classmethod
+    def find(cls, names: Iterable[str], num_layers: int) -> KVScaleNames:
+        """Of layers past `num_layers` none is a scale that is known."""
+        of: dict[tuple[int, Side], tuple[str, ...]] = {}
+        unused = set()
+        for name in sorted(names):
+            matched = _NAME.fullmatch(name)
+            if matched is None or int(matched[1]) >= num_layers:
+                continue
+            if matched[2] in _OF_QUERIES:
+                unused.add(name)
+            for spelling in _SPELLINGS:
+                for side in Side:
+                    if spelling[side] == matched[2]:
+                        place = (int(matched[1]), side)
+                        of[place] = (*of.get(place, ()), name)
+        return cls(of, frozenset(unused))
+
+    def all(self) -> frozenset[str]:
+        """Every tensor that is a scale, used or not."""
+        return self.unused.union(*self.of.values())
+
+    def faults(self, reader: TensorReader, config: ModelConfig) -> list[str]:
+        """What is wrong, a line for each tensor, where a checkpoint has any scale: layers or sides without one, two
+        for the same, shapes that are neither one number nor one for each kv head."""
+        if not self.of:
+            return []
+        faults = []
+        for place in ((layer, side) for layer in range(config.num_layers) for side in Side):
+            names = self.of.get(place, ())
+            if not names:
+                faults.append(f"missing: {self._expected(*place)} (other scales of keys and values are there)")
+            if len(names) > 1:
+                faults.append(f"extra: {' and '.join(names)} are scales of the same {place[1].name.lower()}")
+        for name in sorted({name for names in self.of.values() for name in names}):
+            if not is_scale_shape(reader.shape(name), config.num_kv_heads):
+                faults.append(
+                    f"misshapen: {name} is {reader.shape(name)}, it must be one number, or one for each of "
+                    f"{config.num_kv_heads} kv heads"
+                )
+        return faults
+
+    def _expected(self, layer: int, side: Side) -> str:
+        """The name of a scale that is not there, spelt as one that is."""
+        matched = _NAME.fullmatch(next(iter(self.of.values()))[0])
+        assert matched is not None
+        spelling = next(spelling for spelling in _SPELLINGS if matched[2] in spelling)
+        return f"model.layers.{layer}.{spelling[side]}"
+
+
+def is_scale_shape(shape: tuple[int, ...], kv_heads: int) -> bool:
+    """One number or one for each kv head, whatever the axes of length 1: `()`, `(1,)`, `(kv_heads,)`,
+    `(kv_heads, 1, 1)`."""
+    return [length for length in shape if length != 1] in ([], [kv_heads])

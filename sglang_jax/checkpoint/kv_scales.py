@@ -1,0 +1,78 @@
+"""Scales of keys and values that a checkpoint brings for a cache of 8 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_jax.checkpoint.kv_scale_names import KVScaleNames
+from sglang_jax.checkpoint.model_config import ModelConfig
+from sglang_jax.checkpoint.reader import TensorReader
+from sglang_jax.config import KVCacheDtype
+from sglang_jax.errors import CheckpointError
+
+LARGEST_STORED = {KVCacheDtype.FLOAT8_E4M3: 448.0, KVCacheDtype.INT8: 127.0}
+"""The largest number of each type of 8 bits: what is beyond it times the scale saturates."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVScales:
+    """What stored keys and values are to be multiplied by.
+
+    - `numbers`: float32 `[layers, kv_heads, 2]`, of keys (0) and values (1).
+    - `made_for`: the type whose largest number they take the place of; None where the checkpoint does not say.
+    """
+
+    numbers: NDArray[np.float32]
+    made_for: KVCacheDtype | None
+
+    def of(self, dtype: KVCacheDtype) -> NDArray[np.float32]:
+        """Scales for a cache of `dtype`: `numbers`, or, where these were made for another type, scales that cover the
+        same range."""
+        if self.made_for in (None, dtype):
+            return self.numbers
+        assert self.made_for is not None
+        return self.numbers * np.float32(LARGEST_STORED[self.made_for] / LARGEST_STORED[dtype])
+
+    def to_json(self) -> dict[str, Any]:
+        """For files of JSON: every float32 is told exactly."""
+        return {"made_for": self.made_for, "numbers": self.numbers.tolist()}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any], config: ModelConfig) -> KVScales:
+        """Raises `ValueError`, `KeyError` or `TypeError` for what `to_json` did not write for such a model."""
+        made_for = None if fields["made_for"] is None else KVCacheDtype(fields["made_for"])
+        numbers = np.array(fields["numbers"], np.float32)
+        if numbers.shape != (config.num_layers, config.num_kv_heads, 2) or not _usable(numbers).all():
+            raise ValueError(f"scales of keys and values of shape {numbers.shape}, or ones that are not positive")
+        return cls(numbers, made_for)
+
+
+def read_kv_scales(
+    reader: TensorReader, names: KVScaleNames, config: ModelConfig, made_for: KVCacheDtype | None
+) -> KVScales:
+    """The scales of a checkpoint whose tensors `check_tensors` found right; one number is that of every kv head.
+
+    **Raises:** `CheckpointError` naming every tensor with a number that is not positive and finite.
+    """
+    numbers = np.empty((config.num_layers, config.num_kv_heads, 2), np.float32)
+    faults: dict[str, str] = {}
+    for (layer, side), (name, *_) in names.of.items():
+        found = np.asarray(reader.read(name), np.float32).reshape(-1)
+        if not _usable(found).all():
+            faults[name] = f"{name}: {', '.join(f'{number:g}' for number in found[~_usable(found)])}"
+        numbers[layer, :, side] = found
+    if faults:
+        raise CheckpointError(
+            "scales of keys and values must be positive and finite; these are not:\n  " + "\n  ".join(faults.values())
+        )
+    return KVScales(numbers, made_for)
+
+
+def _usable(numbers: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """Positive and finite; devices take numbers below the smallest normal one for 0."""
+    usable: NDArray[np.bool_] = (numbers >= np.finfo(np.float32).tiny) & np.isfinite(numbers)
+    return usable
