@@ -10,7 +10,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from pathlib import Path
 import ray
 from helpers.engine_fakes import load_echo, load_tokenizer
 from ray.cluster_utils import Cluster
+from ray.util import placement_group_table
 
 from sglang_jax.batch.ray.answerer import Launch
 from sglang_jax.config import ServerConfig
@@ -33,6 +34,8 @@ PATIENT = "for two engines: "
 
 QUICK_TO_NOTICE = {"health_check_period_ms": 1000, "health_check_failure_threshold": 5}
 STORE_BYTES = 80 * 2**20
+SECONDS_TO_GIVE_BACK = 20.0
+SECONDS_OF_PATIENCE = 120.0
 
 
 class Nodes:
@@ -78,9 +81,26 @@ class Nodes:
         while sum(node["Alive"] for node in ray.nodes()) > 1:
             time.sleep(0.1)
 
+    def groups_come_and_gone(self) -> bool:
+        """Waits a while until every placement group was given back. False if one was not."""
+        deadline = time.monotonic() + SECONDS_TO_GIVE_BACK
+        while any(group["state"] != "REMOVED" for group in placement_group_table().values()):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+        return True
+
     def close(self) -> None:
         ray.shutdown()
         self._cluster.shutdown()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Fails if it takes too long."""
+    deadline = time.monotonic() + SECONDS_OF_PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @contextmanager
@@ -118,6 +138,12 @@ async def _launch(folder: Path, config: ServerConfig) -> AsyncEngineClient:
     draft.replace(draft.with_suffix(".json"))
     client = await launch_core(config, in_process=False, load=load_echo, load_tokenizer=load_tokenizer)
     return _Client(client, folder)  # type: ignore[return-value]
+
+
+async def launch_and_die(config: ServerConfig) -> AsyncEngineClient:
+    """Ends the process that starts an engine, as when it takes more memory than there is."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
 
 
 class _Client:

@@ -25,7 +25,9 @@ def whole_cluster() -> Iterator[Nodes]:
 def cluster(whole_cluster: Nodes) -> Iterator[Nodes]:
     """The head alone; a test adds the nodes that it needs."""
     yield whole_cluster
+    given_back = whole_cluster.groups_come_and_gone()
     whole_cluster.clear()
+    assert given_back, "a placement group is left, which would take the next test's nodes"
 
 
 @pytest.fixture

@@ -8,18 +8,17 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-from helpers.ray_cluster import FATAL, Nodes, launcher, starts
+import pytest
+from helpers.ray_cluster import FATAL, Nodes, launch_and_die, launcher, starts, until
 
 from sglang_jax.batch.options import BatchConfig
 from sglang_jax.batch.ray.run import run_ray_batch
 from sglang_jax.batch.ray_options import RayOptions
 from sglang_jax.config import EngineConfig
+from sglang_jax.errors import BatchError
 
-DEADLINE = 120.0
 SMALL = {"rows_per_batch": 8, "batches_per_replica": 4, "rows_per_file": 16}
 CORE_KILLER = 258
 """Token with which a prompt ends the echo engine's process."""
@@ -29,13 +28,6 @@ def plain_lines(count: int) -> list[str]:
     return [
         json.dumps({"custom_id": f"row {row}", "prompt": f"this is {row}!", "max_tokens": 40}) for row in range(count)
     ]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def texts(answers: list[dict]) -> dict[str, str]:
@@ -123,6 +115,18 @@ def test_lines_that_end_engines_and_actors_fail_and_the_job_goes_on(
     assert len(neighbours) <= 3 + 4, "more failed than were in work with the line that ended the actor"
     whole = {f"row {row}": f"this is {row}!" for row in range(64) if row not in (10, 40)}
     assert texts(answers) == {name: text for name, text in whole.items() if name not in neighbours}
+
+
+def test_an_actor_that_is_always_lost_while_its_engine_starts_ends_the_run(cluster: Nodes, tmp_path, output) -> None:
+    cluster.add(num_cpus=2)
+    (tmp_path / "input.jsonl").write_text("\n".join(plain_lines(8)))
+    with pytest.raises(BatchError, match="the actor or a node was lost each of the 5 times an engine started"):
+        run_ray_batch(
+            BatchConfig(input=tmp_path / "input.jsonl", output=output),
+            RayOptions(max_replicas=1),
+            EngineConfig(model_path="echo"),
+            launch=launch_and_die,
+        )
 
 
 def test_a_killed_driver_goes_on_where_it_was(cluster: Nodes, tmp_path, started, output, read_output) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import io
 import random
+from pathlib import Path
 
+import pyarrow as pa
 import pytest
+from ray.data._internal.execution.interfaces import TaskContext
 
 from sglang_jax.batch.lines import MAX_LINE_BYTES
 from sglang_jax.batch.ray import reading
 from sglang_jax.batch.ray.attempts import AttemptBook
 from sglang_jax.batch.ray.reading import blocks_of, read_lines
+from sglang_jax.batch.ray.writing import ANSWERS, ERRORS_ENDING, AnswerFiles
+from sglang_jax.batch.source import FileFormat
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -48,3 +53,25 @@ def test_a_batch_that_was_answered_counts_as_new() -> None:
     book.finish("a")
     assert book.under_way() == 1
     assert book.begin("a") == 1
+
+
+def test_a_batch_may_be_answered_twice() -> None:
+    """By an actor on a node that was only thought lost, and by the one in its place."""
+    book = AttemptBook()
+    assert [book.begin("a"), book.begin("a")] == [1, 2]
+    book.finish("a")
+    book.finish("a")
+    assert (book.under_way(), book.finished()) == (0, 2)
+
+
+def test_a_task_that_writes_again_leaves_no_line_twice(tmp_path: Path) -> None:
+    """A line that failed, as its actor was lost, is answered when the task's node is lost too."""
+    files = AnswerFiles(str(tmp_path), FileFormat.JSONL, rows_per_file=1)
+    task = TaskContext(3, "write", kwargs={"write_uuid": "run"})
+    for failing in ({1}, set(), {0, 1}, {0}, set()):
+        columns = [[0, 1], [number in failing for number in (0, 1)], [1, 1], [1, 1], [b"zero\n", b"one\n"]]
+        written = files.write([pa.table(columns, schema=ANSWERS)], task)
+        assert (written.num_answered, written.num_failed) == (2 - len(failing), len(failing))
+        lines = {path.name.endswith(ERRORS_ENDING): path.read_text().split() for path in tmp_path.iterdir()}
+        assert lines.get(True, []) == [("zero", "one")[number] for number in sorted(failing)]
+        assert lines.get(False, []) == [("zero", "one")[number] for number in (0, 1) if number not in failing]

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import ray
-from helpers.ray_cluster import PATIENT, Nodes, launcher, starts
+from helpers.ray_cluster import PATIENT, Nodes, launcher, starts, until
 from helpers.tiny_models import make_tiny_checkpoint
+from ray import PlacementGroupID
+from ray.util import placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup
 
 from sglang_jax.batch.options import BatchConfig
-from sglang_jax.batch.ray import Answering, answer_rows
-from sglang_jax.batch.ray.group import GroupPlacement, in_order, start_host
+from sglang_jax.batch.ray import Answering, SharedAttempts, answer_rows, places
+from sglang_jax.batch.ray.group import WORKER_LABEL, in_order, start_host
 from sglang_jax.batch.ray.pipeline import replica_resources
+from sglang_jax.batch.ray.places import GroupPlacement
 from sglang_jax.batch.ray.run import run_ray_batch
+from sglang_jax.batch.ray.waiting import telling_what_is_awaited
 from sglang_jax.batch.ray_options import RayOptions
 from sglang_jax.config import Backend, Device, Dtype, EngineConfig, ServerConfig
 from sglang_jax.errors import ConfigError
+
+SLICE_LABEL = "ray.io/tpu-slice-name"
 
 
 def test_a_tensor_parallel_group_has_the_gpus_of_one_node(
@@ -63,25 +74,28 @@ def test_engines_run_on_what_the_cluster_has(cluster: Nodes) -> None:
     assert replica_resources(config.model_copy(update={"device": Device.CPU}), options) == {"num_cpus": 4}
 
 
-def test_an_engine_over_two_hosts_has_a_node_each(cluster: Nodes, tmp_path: Path, output: Path, read_output) -> None:
-    """Two processes of JAX, one model. Alone it says the same."""
-    for _ in range(2):
-        cluster.add(num_cpus=2)
-    model = make_tiny_checkpoint(tmp_path / "model")
-    body = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
-    (tmp_path / "input.jsonl").write_text(
-        "\n".join(json.dumps({"prompt": prompt, **body}) for prompt in ("one", "two three", "four five six"))
-    )
-    alone = EngineConfig(
-        model_path=str(model),
+def tiny_engine(folder: Path) -> EngineConfig:
+    return EngineConfig(
+        model_path=str(make_tiny_checkpoint(folder / "model")),
         backend=Backend.JAX,
         device=Device.CPU,
         dtype=Dtype.FLOAT32,
         skip_warmup=True,
         max_total_tokens=512,
         max_running_requests=4,
-        compilation_cache_dir=tmp_path / "compiled",
+        compilation_cache_dir=folder / "compiled",
     )
+
+
+def test_an_engine_over_two_hosts_has_a_node_each(cluster: Nodes, tmp_path: Path, output: Path) -> None:
+    """Two processes of JAX, one model. Alone it says the same."""
+    for _ in range(2):
+        cluster.add(num_cpus=2)
+    body = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    (tmp_path / "input.jsonl").write_text(
+        "\n".join(json.dumps({"prompt": prompt, **body}) for prompt in ("one", "two three", "four five six"))
+    )
+    alone = tiny_engine(tmp_path)
     both = alone.model_copy(update={"nnodes": 2, "tp_size": 2})
     texts = []
     for name, config in (("alone", alone), ("both", both)):
@@ -94,27 +108,107 @@ def test_an_engine_over_two_hosts_has_a_node_each(cluster: Nodes, tmp_path: Path
     assert len(texts[0]) == 3
 
 
-def test_hosts_of_a_group_are_those_of_one_tpu_slice_in_its_order(cluster: Nodes) -> None:
-    """The hosts of two slices, as Ray describes them; there are no chips."""
+def test_an_engine_over_two_hosts_that_loses_one_is_started_on_those_that_are_there(
+    cluster: Nodes, tmp_path: Path, output: Path, read_output
+) -> None:
+    """There are three nodes, so that it can start again only if it holds none of those that it had."""
+    for _ in range(3):
+        cluster.add(num_cpus=2)
+    body = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    (tmp_path / "input.jsonl").write_text("\n".join(json.dumps({"prompt": f"p{row}", **body}) for row in range(100)))
+
+    def kill_a_host() -> None:
+        until(lambda: output.is_dir() and len(list(output.iterdir())) >= 1)
+        [group] = [group for group in placement_group_table().values() if group["state"] == "CREATED"]
+        cluster.kill(group["bundles_to_node_id"][1])
+
+    killer = threading.Thread(target=kill_a_host)
+    killer.start()
+    status = run_ray_batch(
+        BatchConfig(input=tmp_path / "input.jsonl", output=output),
+        RayOptions(max_replicas=1, cpus_per_replica=2, rows_per_batch=4, batches_per_replica=2, rows_per_file=4),
+        tiny_engine(tmp_path).model_copy(update={"nnodes": 2, "tp_size": 2}),
+    )
+    killer.join()
+    answers, errors = read_output()
+    assert (status, errors) == (0, [])
+    assert len(answers) == 100
+
+
+def add_slices(cluster: Nodes) -> None:
+    """The hosts of two slices of TPUs, as Ray describes them; there are no chips."""
     for name in ("first", "second"):
         for worker in reversed(range(2)):
             head = {"TPU-v6e-8-head": 1} if worker == 0 else {}
             labels = {
-                "ray.io/tpu-slice-name": name,
-                "ray.io/tpu-worker-id": str(worker),
+                SLICE_LABEL: name,
+                WORKER_LABEL: str(worker),
                 "ray.io/tpu-pod-type": "v6e-8",
                 "ray.io/tpu-topology": "2x4",
             }
             machine = {"TPU_NAME": name, "TPU_WORKER_ID": str(worker), "TPU_ACCELERATOR_TYPE": "v6e-8"}
             resources = {"TPU": 4, **head}
             cluster.add(num_cpus=2, resources=resources, labels=labels, env_vars=machine | {"TPU_TOPOLOGY": "2x4"})
-    placement = GroupPlacement(hosts=2, bundle={"CPU": 1, "TPU": 4}, calls=1, tpu_slice=("v6e", "2x4"))
-    group = placement.reserve()
-    hosts = [start_host(group, number, placement) for number in range(2)]
-    where = [ray.get(host.address.remote()).partition(":")[0] for host in in_order(hosts)]
+
+
+@contextmanager
+def reserved(placement: GroupPlacement) -> Iterator[PlacementGroup]:
+    """All that is reserved is given back."""
+    before = set(placement_group_table())
+    yield placement.reserve()
+    for one in set(placement_group_table()) - before:
+        remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(one))))
+
+
+def labels_of(group: PlacementGroup) -> list[dict[str, str]]:
+    """Those of the nodes that it has, in any order."""
+    of_node = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
+    return [of_node[node_id] for node_id in placement_group_table(group)["bundles_to_node_id"].values()]
+
+
+ONE_SLICE = GroupPlacement(hosts=2, bundle={"CPU": 1, "TPU": 4}, calls=1, tpu_slice=("v6e", "2x4"))
+
+
+def test_hosts_of_a_group_are_those_of_one_tpu_slice_in_its_order(cluster: Nodes) -> None:
+    add_slices(cluster)
+    with reserved(ONE_SLICE) as group:
+        hosts = [start_host(group, number, ONE_SLICE) for number in range(2)]
+        where = [ray.get(host.address.remote()).partition(":")[0] for host in in_order(hosts)]
     labels = {node["NodeManagerAddress"]: node["Labels"] for node in ray.nodes() if node["Alive"]}
-    slices = [(labels[address]["ray.io/tpu-slice-name"], labels[address]["ray.io/tpu-worker-id"]) for address in where]
+    slices = [(labels[address][SLICE_LABEL], labels[address][WORKER_LABEL]) for address in where]
     assert slices in ([("first", "0"), ("first", "1")], [("second", "0"), ("second", "1")])
+
+
+def test_a_tpu_slice_that_is_in_use_in_part_is_not_waited_for(cluster: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first host is free, by which Ray chooses slices."""
+    monkeypatch.setattr(places, "SECONDS_A_TURN", 1.0)
+    add_slices(cluster)
+    for used, free in (("first", "second"), ("second", "first")):
+        another = placement_group([{"CPU": 2}], bundle_label_selector=[{SLICE_LABEL: used, WORKER_LABEL: "1"}])
+        ray.get(another.ready())
+        with reserved(ONE_SLICE) as group:
+            assert [labels[SLICE_LABEL] for labels in labels_of(group)] == [free, free]
+        remove_placement_group(another)
+        assert cluster.groups_come_and_gone()
+
+
+def test_a_run_without_an_engine_says_so_now_and_then(cluster: Nodes) -> None:
+    told: list[str] = []
+    attempts = SharedAttempts()
+    with telling_what_is_awaited(attempts, {"CPU": 3, "GPU": 1}, 1, told.append, seconds_between=0.1):
+        until(lambda: len(told) >= 3)
+        node = cluster.add(num_cpus=3, num_gpus=1)
+        until(lambda: "It is starting, or its nodes are in use by others" in told[-1])
+        with attempts.of("start"):
+            pass
+        cluster.kill(node)
+        until(lambda: told[-1].startswith("Again without an engine"))
+    assert told[0] == "No node of the cluster has 3 CPU, 1 GPU, as an engine needs: waiting for one."
+    assert re.fullmatch(r"Still without an engine after \d+ s\. No node .* has 3 CPU, 1 GPU, .*", told[1])
+    told.clear()
+    with telling_what_is_awaited(attempts, {"CPU": 3}, 2, told.append):
+        pass
+    assert told == ["1 nodes of the cluster have 3 CPU, and an engine needs 2 of them: waiting for them."]
 
 
 @pytest.mark.parametrize(
@@ -123,6 +217,16 @@ def test_hosts_of_a_group_are_those_of_one_tpu_slice_in_its_order(cluster: Nodes
         ({"nnodes": 2, "tp_size": 2}, {}, "nnodes 2 needs max_replicas"),
         ({"nnodes": 2, "tp_size": 3}, {"max_replicas": 1}, r"tp_size \(3\) must be a multiple of nnodes \(2\)"),
         ({"nnodes": 2, "tp_size": 8, "device": Device.TPU}, {"max_replicas": 1}, "needs tpu_slice, such as v6e:4x4"),
+        (
+            {"nnodes": 2, "tp_size": 8, "device": Device.TPU},
+            {"max_replicas": 1, "tpu_slice": "v6e:4x4"},
+            r"tpu_slice v6e:4x4 has 16 chips, all of which .*: nnodes 2 with 4 each \(tp_size 8\) are 8",
+        ),
+        (
+            {"nnodes": 2, "tp_size": 8, "device": Device.TPU},
+            {"max_replicas": 1, "tpu_slice": "v9z:2x4"},
+            "tpu_slice v9z:2x4, with 4 of its chips on each host: .*v9z",
+        ),
     ],
 )
 def test_groups_that_cannot_be_placed_are_refused(cluster: Nodes, config, options, message) -> None:

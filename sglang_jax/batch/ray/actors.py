@@ -10,12 +10,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import pyarrow as pa
 import ray
 from msgspec import Raw
+from ray.exceptions import RayActorError
 
 from sglang_jax.batch.answers import Answer, failed
 from sglang_jax.batch.journal import Kind
@@ -23,7 +24,8 @@ from sglang_jax.batch.lines import MAX_LINE_BYTES, BadLine, Line, parse_defaults
 from sglang_jax.batch.parquet import first_text, row_as_json
 from sglang_jax.batch.ray.answerer import Answerer, Asking, Launch, LineEngine
 from sglang_jax.batch.ray.attempts import Attempts
-from sglang_jax.batch.ray.group import GroupPlacement, HostGroup
+from sglang_jax.batch.ray.group import HostGroup
+from sglang_jax.batch.ray.places import GroupPlacement
 from sglang_jax.batch.ray.reading import LINE_BITS
 from sglang_jax.batch.ray.writing import ANSWERS
 from sglang_jax.config import ServerConfig
@@ -32,6 +34,9 @@ from sglang_jax.engine.process import LOG_FORMAT
 from sglang_jax.errors import EngineDeadError
 
 logger = logging.getLogger(__name__)
+
+MOST_STARTS = 5
+"""How often in a row an actor may be lost while its engine starts. Ray would start it again for ever."""
 
 REQUEST_COLUMNS = ("custom_id", "method", "url", "body", "prompt", "messages")
 """Columns that make a request of a row: those of a line of the input format."""
@@ -77,11 +82,11 @@ class _Engine:
         self.defaults: Mapping[str, Raw] = {} if answering.defaults is None else parse_defaults(answering.defaults)
         self._max_retries = answering.asking.max_retries
         self._attempts = attempts
-        self._engine: LineEngine = (
-            Answerer(answering.config, answering.asking, launch=answering.launch)
-            if answering.group is None
-            else HostGroup(answering.config, answering.asking, answering.launch, answering.group)
-        )
+        this = ray.get_runtime_context().get_actor_id()
+        with attempts.of(f"start of {this}") as attempt:
+            if attempt > MOST_STARTS:
+                raise EngineDeadError(f"the actor or a node was lost each of the {MOST_STARTS} times an engine started")
+            self._engine = _start_engine(answering)
 
     def answer(self, lines: Sequence[Line | BadLine], key: bytes) -> list[Answer]:
         """The answers of a batch, in order. `key` tells it from other batches of the same task."""
@@ -96,17 +101,31 @@ class _Engine:
                 return self._engine.answer(lines)
 
 
+def _start_engine(answering: Answering) -> LineEngine:
+    if answering.group is None:
+        return Answerer(answering.config, answering.asking, launch=answering.launch)
+    try:
+        return HostGroup(answering.config, answering.asking, answering.launch, answering.group)
+    except RayActorError as error:
+        _leave(f"a host was lost while the engine started: {error}")
+
+
 @contextmanager
 def _leaving_without_engine() -> Iterator[None]:
-    """An actor whose engine cannot be started again is of no use: it ends, so that Ray starts another, which may be
-    elsewhere, and gives it the rows. Leaving through Ray would be for good, and an error would end the job."""
+    """An actor whose engine cannot be started again is of no use: it ends."""
     try:
         yield
     except EngineDeadError as error:
-        logger.critical("This actor ends, as its engine is given up: %s", error)
-        logging.shutdown()
-        sys.stderr.flush()
-        os._exit(1)
+        _leave(f"its engine is given up: {error}")
+
+
+def _leave(reason: str) -> NoReturn:
+    """Ends this process, so that Ray starts the actor again, which may be elsewhere, and gives it the rows. Leaving
+    through Ray would be for good, and an error would end the job."""
+    logger.critical("This actor ends: %s", reason)
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 class AnswerLines:

@@ -1,4 +1,4 @@
-"""How often a batch of rows was begun: counted where neither a killed actor nor a killed node loses the count."""
+"""How often work was begun, a batch of rows or an engine's start: counted where no killed actor or node loses it."""
 
 from __future__ import annotations
 
@@ -13,31 +13,38 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 
 class AttemptBook:
-    """Batches that were begun and not finished, with how often. It holds no more than what is under way."""
+    """Work that was begun and not finished, with how often. It holds no more than what is under way."""
 
     def __init__(self) -> None:
         self._begun: Counter[str] = Counter()
+        self._finished = 0
 
     def begin(self, key: str) -> int:
-        """A batch is begun; for which time, from 1."""
+        """A piece of work is begun; for which time, from 1."""
         self._begun[key] += 1
         return self._begun[key]
 
     def finish(self, key: str) -> None:
-        """A batch is answered. If its answers are lost later, with the node that holds them, it counts as new."""
-        del self._begun[key]
+        """It is done. If its answers are lost later, with the node that holds them, it counts as new. It may be done
+        twice: by an actor on a node that was only thought lost, and by its successor."""
+        self._begun.pop(key, None)
+        self._finished += 1
 
     def under_way(self) -> int:
-        """How many batches are begun and not finished."""
+        """How much is begun and not finished."""
         return len(self._begun)
+
+    def finished(self) -> int:
+        """How much is done."""
+        return self._finished
 
 
 class Attempts(Protocol):
-    """Counts how often a batch was begun."""
+    """Counts how often work was begun."""
 
     @contextmanager
     def of(self, key: str) -> Iterator[int]:
-        """Around the work on a batch: for which time it is begun, from 1. Left by an error, it stays begun."""
+        """Around the work: for which time it is begun, from 1. Left by an error, it stays begun."""
         ...
 
 
@@ -55,7 +62,7 @@ class SharedAttempts:
         yield ray.get(self._book.begin.remote(key))
         ray.get(self._book.finish.remote(key))
 
-    def under_way(self) -> int:
+    def finished(self) -> int:
         """See `AttemptBook`."""
-        number: int = ray.get(self._book.under_way.remote())
+        number: int = ray.get(self._book.finished.remote())
         return number

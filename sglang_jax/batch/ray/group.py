@@ -1,93 +1,118 @@
-"""An engine over several hosts: an actor on each, placed all at once or not at all."""
+"""An engine over several hosts: an actor on each, and one that holds them."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import socket
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import ray
+from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
-from ray.util import get_node_ip_address, placement_group
+from ray.util import get_node_ip_address
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from ray.util.tpu import SlicePlacementGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from sglang_jax.batch.answers import Answer
 from sglang_jax.batch.lines import BadLine, Line
 from sglang_jax.batch.ray.answerer import Answerer, Asking, Launch
+from sglang_jax.batch.ray.places import GroupPlacement
 from sglang_jax.config import EngineConfig, ServerConfig
 from sglang_jax.engine.client import AsyncEngineClient
+from sglang_jax.engine.process import LOG_FORMAT
 from sglang_jax.engine.replica import Backoff
 from sglang_jax.errors import EngineDeadError
 from sglang_jax.runner.backends import load_follower
+
+logger = logging.getLogger(__name__)
 
 WORKER_LABEL = "ray.io/tpu-worker-id"
 """Which host of its TPU slice a node is, as Ray labels it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupPlacement:
-    """What an engine over several hosts reserves.
-
-    - `hosts`: how many nodes; `bundle`: what of each.
-    - `tpu_slice`: the version and topology of the TPU slice that they are to be, such as `("v6e", "4x4")`.
-    - `calls`: batches that it works on at once.
-    """
-
-    hosts: int
-    bundle: dict[str, float]
-    calls: int
-    tpu_slice: tuple[str, str] | None = None
-
-    def reserve(self) -> PlacementGroup:
-        """Waits until there are nodes with room, all of them unlike. Held until the calling actor ends."""
-        if self.tpu_slice is None:
-            group = placement_group([self.bundle] * self.hosts, strategy="STRICT_SPREAD")
-        else:
-            version, topology = self.tpu_slice
-            resources = {name: amount for name, amount in self.bundle.items() if name != "TPU"}
-            group = SlicePlacementGroup(
-                topology,
-                version,
-                resources_per_bundle=resources,
-                strategy="STRICT_SPREAD",
-                chips_per_vm=int(self.bundle["TPU"]),
-                head_reservation_timeout_s=None,
-            ).placement_group
-        ray.get(group.ready())
-        return group
-
-
 class HostGroup:
-    """Has an engine over several hosts answer lines. It is lost as a whole when any of them is.
+    """Has an engine over several hosts answer lines. It is lost as a whole when any of them is, and it ends with the
+    process that made it, however that ends.
 
-    **Raises:** what the engine's start raises on any host.
+    **Raises:** what the engine's start raises on any host; `RayActorError` if a host is lost meanwhile.
     """
 
     def __init__(self, config: ServerConfig, asking: Asking, launch: Launch, placement: GroupPlacement) -> None:
-        group = placement.reserve()
-        hosts = in_order([start_host(group, number, placement) for number in range(placement.hosts)])
-        self._leader = hosts[0]
-        update = {"dist_init_addr": ray.get(self._leader.address.remote())}
-        configs = [config.model_copy(update={**update, "node_rank": rank}) for rank in range(placement.hosts)]
-        leading = self._leader.lead.remote(configs[0], asking, launch)
-        self._following = [
-            host.follow.remote(EngineConfig(**one.model_dump(include=set(EngineConfig.model_fields))))
-            for host, one in zip(hosts[1:], configs[1:], strict=True)
-        ]
-        [first], _ = ray.wait([leading, *self._following])
-        ray.get(first)  # raises what it ended with; a host that follows does not end before the leader
-        assert first == leading, "a host ended while the engine started"
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        self._presence = ray.remote(Presence).options(num_cpus=0, scheduling_strategy=here).remote()
+        ray.get(self._presence.begin.remote())  # whoever waits for its end must find it
+        keeper = (
+            ray.remote(GroupKeeper)
+            .options(num_cpus=0, scheduling_strategy=here, lifetime="detached")
+            .remote(placement, self._presence)
+        )
+        self._leader: ActorHandle = ray.get(keeper.start.remote(config, asking, launch))
 
     def answer(self, lines: Sequence[Line | BadLine]) -> list[Answer]:
         """See `Answerer`."""
         try:
             answers: list[Answer] = ray.get(self._leader.answer.remote(lines))
         except RayActorError as error:
-            raise EngineDeadError(f"the engine's first host is lost: {error}") from error
+            raise EngineDeadError(f"a host of the engine is lost: {error}") from error
         return answers
+
+
+class Presence:
+    """An actor that is there as long as whoever made it."""
+
+    def begin(self) -> None:
+        """It is there."""
+
+    async def stay(self) -> None:
+        """Does not end by itself."""
+        await asyncio.Event().wait()
+
+
+class GroupKeeper:
+    """The actor that holds the hosts of an engine, and ends with the first of them, or with whose engine it is.
+
+    Ray would give back what the engine's user reserves only at the end of the job: also what it reserved in a former
+    life, so that it would wait for itself once it is started again. What a detached actor reserves goes with that
+    actor, so this is one. The hosts' actors, which are its own, go with it too; none of their calls keeps the user from
+    leaving.
+    """
+
+    def __init__(self, placement: GroupPlacement, user: ActorHandle) -> None:
+        logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+        self._placement = placement
+        self._end_after([user.stay.remote()], "whose engine it is has ended")
+
+    def start(self, config: ServerConfig, asking: Asking, launch: Launch) -> ActorHandle:
+        """Reserves hosts and starts the engine. Returns the `Host` that answers. Raises what any host raises."""
+        placement = self._placement
+        group = placement.reserve()
+        hosts = in_order([start_host(group, number, placement) for number in range(placement.hosts)])
+        update = {"dist_init_addr": ray.get(hosts[0].address.remote())}
+        configs = [config.model_copy(update={**update, "node_rank": rank}) for rank in range(placement.hosts)]
+        leading = hosts[0].lead.remote(configs[0], asking, launch)
+        following = [
+            host.follow.remote(EngineConfig(**one.model_dump(include=set(EngineConfig.model_fields))))
+            for host, one in zip(hosts[1:], configs[1:], strict=True)
+        ]
+        [first], _ = ray.wait([leading, *following])
+        ray.get(first)  # raises what it ended with; a host that follows does not end before the leader
+        assert first == leading, "a host ended while the engine started"
+        self._end_after(following, "a host of the engine has ended")
+        return hosts[0]
+
+    def _end_after(self, calls: list[ObjectRef], reason: str) -> None:
+        """Ends this actor when one of the calls ends, as each does at the latest with the actor that it is made to."""
+        this = ray.get_runtime_context().current_actor
+
+        def wait() -> None:
+            ray.wait(calls)
+            logger.info("The hosts are given back: %s", reason)
+            ray.kill(this)
+
+        threading.Thread(target=wait, daemon=True, name=reason).start()
 
 
 class Host:

@@ -8,10 +8,11 @@ from typing import Any
 
 import ray
 from ray.data import ActorPoolStrategy, Dataset
+from ray.util.tpu import get_tpu_worker_resources
 
 from sglang_jax.batch.ray.actors import Answering, AnswerLines, AnswerRows
-from sglang_jax.batch.ray.attempts import SharedAttempts
-from sglang_jax.batch.ray.group import GroupPlacement
+from sglang_jax.batch.ray.attempts import Attempts, SharedAttempts
+from sglang_jax.batch.ray.places import GroupPlacement
 from sglang_jax.batch.ray.reading import RequestFiles
 from sglang_jax.batch.ray_options import RayOptions
 from sglang_jax.config import Device, EngineConfig
@@ -49,14 +50,16 @@ def answer_rows(
     )
 
 
-def answer_files(requests: RequestFiles, answering: Answering, options: RayOptions, names: Sequence[str]) -> Dataset:
+def answer_files(
+    requests: RequestFiles, answering: Answering, options: RayOptions, names: Sequence[str], attempts: Attempts
+) -> Dataset:
     """A dataset of answers to the lines of files. `names`: see `AnswerLines`. Raises `ConfigError`."""
     dataset = _in_batches(ray.data.read_datasource(requests), options)
     return dataset.map_batches(
         AnswerLines,
         fn_constructor_kwargs={
             "answering": _placed(answering, options),
-            "attempts": SharedAttempts(),
+            "attempts": attempts,
             "files": tuple(names),
         },
         **pool_of_engines(answering.config, options),
@@ -132,16 +135,32 @@ def _placed(answering: Answering, options: RayOptions) -> Answering:
     needs = host_resources(config, options)
     if "TPU" in needs and options.tpu_slice is None:
         raise ConfigError(f"nnodes {config.nnodes} on TPUs needs tpu_slice, such as v6e:4x4: hosts of one slice")
-    version, _, topology = (options.tpu_slice or "").partition(":")
+    on_tpus = "TPU" in needs
     return replace(
         answering,
         group=GroupPlacement(
             hosts=config.nnodes,
             bundle=needs,
             calls=options.batches_per_replica + QUEUED_BATCHES,
-            tpu_slice=(version, topology) if "TPU" in needs else None,
+            tpu_slice=_slice(options.tpu_slice, config) if on_tpus and options.tpu_slice is not None else None,
         ),
     )
+
+
+def _slice(named: str, config: EngineConfig) -> tuple[str, str]:
+    """Its version and topology. Raises `ConfigError` if the engine would not take the whole of it."""
+    version, _, topology = named.partition(":")
+    chips = config.tp_size // config.nnodes
+    try:
+        hosts, _ = get_tpu_worker_resources(topology, version, {"TPU": chips}, chips_per_vm=chips)
+    except ValueError as error:
+        raise ConfigError(f"tpu_slice {named}, with {chips} of its chips on each host: {error}") from error
+    if hosts != config.nnodes:
+        raise ConfigError(
+            f"tpu_slice {named} has {hosts * chips} chips, all of which the engine must take: nnodes {config.nnodes} "
+            f"with {chips} each (tp_size {config.tp_size}) are {config.tp_size}"
+        )
+    return version, topology
 
 
 def _device(wanted: Device) -> Device:

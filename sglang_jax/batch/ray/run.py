@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import PurePosixPath
 
 import click
@@ -23,8 +24,10 @@ from ray.exceptions import RayError
 from sglang_jax.batch.options import BatchConfig
 from sglang_jax.batch.ray.actors import Answering
 from sglang_jax.batch.ray.answerer import Asking, Launch
+from sglang_jax.batch.ray.attempts import SharedAttempts
 from sglang_jax.batch.ray.pipeline import answer_files, host_resources
 from sglang_jax.batch.ray.reading import RequestFiles
+from sglang_jax.batch.ray.waiting import telling_what_is_awaited
 from sglang_jax.batch.ray.writing import ERRORS_ENDING, AnswerFiles, Written
 from sglang_jax.batch.ray_options import RayOptions
 from sglang_jax.batch.run import ALL_ANSWERED, INTERRUPTED, SOME_FAILED, body_defaults, server_config, shaping_options
@@ -113,10 +116,14 @@ def _answer(batch: BatchConfig, options: RayOptions, answering: Answering) -> in
     if output.claim(identity, shaping_options(batch, answering.config)):
         click.echo("All lines were answered before.", err=True)
     else:
-        _say_if_no_room(host_resources(answering.config, options))
         DataContext.get_current().enable_progress_bars = sys.stderr.isatty()
         begin = time.monotonic()
-        written = output.write(answer_files(requests, answering, options, _short_names(list(requests.files))))
+        attempts = SharedAttempts()
+        names = _short_names(list(requests.files))
+        answers = answer_files(requests, answering, options, names, attempts)
+        needs = host_resources(answering.config, options)
+        with telling_what_is_awaited(attempts, needs, answering.config.nnodes, partial(click.echo, err=True)):
+            written = output.write(answers)
         click.echo(_summary(written, time.monotonic() - begin), err=True)
     if output.has_errors():
         click.echo(f"Some lines failed: {batch.output}/*{ERRORS_ENDING} say why", err=True)
@@ -205,14 +212,6 @@ class _OutputFolder:
         self._files.create_dir(self._run, recursive=True)
         with self._files.open_output_stream(path) as file:
             file.write(content)
-
-
-def _say_if_no_room(needs: Mapping[str, float]) -> None:
-    """Ray waits for a node that an engine fits on, for as long as it takes: a cluster may grow."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if not any(all(node.get(name, 0) >= amount for name, amount in needs.items()) for node in nodes):
-        told = ", ".join(f"{amount:g} {name}" for name, amount in needs.items())
-        click.echo(f"No node of the cluster has {told}, as an engine needs: waiting for one.", err=True)
 
 
 def _summary(written: Written, seconds: float) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from pyarrow.fs import FileType
 from ray.data._internal.execution.interfaces import TaskContext
 from ray.data.block import Block, BlockAccessor
 from ray.data.datasource import BlockBasedFileDatasink, WriteResult
@@ -67,10 +68,15 @@ class AnswerFiles(BlockBasedFileDatasink):  # type: ignore[misc]  # Ray has no t
         path = posixpath.join(self.path, name)
         answered = table.filter(pc.invert(table["failed"]))
         failed = table.filter(table["failed"])
+        failed_path = path.removesuffix(f".{self._answer_format}") + ERRORS_ENDING
         if answered.num_rows:
             self._write_answers(path, answered["line"])
+        else:
+            self._remove(path)
         if failed.num_rows:
-            self._write_lines(path.removesuffix(f".{self._answer_format}") + ERRORS_ENDING, failed["line"])
+            self._write_lines(failed_path, failed["line"])
+        else:
+            self._remove(failed_path)
         tokens = (pc.sum(table[name], min_count=0).as_py() for name in ("prompt_tokens", "output_tokens"))
         return Written(answered.num_rows, failed.num_rows, *tokens)
 
@@ -86,6 +92,11 @@ class AnswerFiles(BlockBasedFileDatasink):  # type: ignore[misc]  # Ray has no t
         rows = pa.Table.from_pylist([row_of_line(line.as_py()) for line in lines], SCHEMA)
         with self.open_output_stream(path) as file:
             pq.write_table(rows, file)
+
+    def _remove(self, path: str) -> None:
+        """Lines that failed, or were answered, when this task ran before may not do so again."""
+        if self.filesystem.get_file_info(path).type is FileType.File:
+            self.filesystem.delete_file(path)
 
     def _write_lines(self, path: str, lines: pa.ChunkedArray) -> None:
         with self.open_output_stream(path) as file:
