@@ -34,7 +34,7 @@ def scales_of_checkpoint(checkpoint: Checkpoint, dtype: KVCacheDtype) -> NDArray
         logger.info("Keys and values are stored in %s by the checkpoint's scales", dtype)
     else:
         logger.info(
-            "Keys and values are stored in %s: the checkpoint's scales are for %s, and are made to cover the same range",
+            "Keys and values are stored in %s: the checkpoint's scales, of %s, are made to cover the same range",
             dtype,
             found.made_for,
         )
