@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 LAYERS, KV_HEADS, HEAD_DIM, GROUP = 2, 4, 8, 2
 KEY_SIZES = np.array([1.0, 100.0, 0.1, 10.0])
 VALUE_SIZES = np.array([10.0, 0.1, 100.0, 1.0])
-"""What the keys and values of each kv head are made larger by."""
+"""What the keys and values of each kv head are made larger by; of the second layer, those of its last head first."""
 
 LARGEST_STORED = {"fp8_e4m3": 448.0, "int8": 127.0}
 
@@ -37,12 +37,9 @@ def make_uneven_checkpoint(folder: Path) -> Path:
     tensors = load_file(folder / "model.safetensors")
     for layer in range(LAYERS):
         attention = f"model.layers.{layer}.self_attn"
-        for name, sizes, axis in (
-            ("q_proj", 1 / KEY_SIZES, 0),
-            ("k_proj", KEY_SIZES, 0),
-            ("v_proj", VALUE_SIZES, 0),
-            ("o_proj", 1 / VALUE_SIZES, 1),
-        ):
+        keys, values = np.roll(KEY_SIZES, layer), np.roll(VALUE_SIZES, layer)
+        changes = (("q_proj", 1 / keys, 0), ("k_proj", keys, 0), ("v_proj", values, 0), ("o_proj", 1 / values, 1))
+        for name, sizes, axis in changes:
             tensors[f"{attention}.{name}.weight"] = scaled(tensors[f"{attention}.{name}.weight"], sizes, axis)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

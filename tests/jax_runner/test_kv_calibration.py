@@ -1,0 +1,177 @@
+"""Scales for int8 that are calibrated on the model, against transformers, on one device and on several."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from helpers.kv_scale_checkpoints import (
+    KV_HEADS,
+    LAYERS,
+    add_tensors,
+    make_uneven_checkpoint,
+    scale_tensors,
+)
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+
+from sglang_jax.checkpoint import Checkpoint, open_checkpoint
+from sglang_jax.checkpoint.reader import Array, Index
+from sglang_jax.errors import ConfigError
+from sglang_jax.jax_runner.kv_scales import LENGTH, MARGIN, ROWS, calibrate_kv_scales, calibration_batch
+from sglang_jax.jax_runner.parallel import TensorParallel
+from sglang_jax.jax_runner.weights import load_weights
+from sglang_jax.layers.sharding import make_mesh
+from sglang_jax.models import AttentionImplementation, build_model
+
+ROOT = Path(__file__).parents[2]
+VOCABULARY = 384
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_uneven_checkpoint(tmp_path_factory.mktemp("uneven"))
+
+
+class Replaced:
+    """A checkpoint's reader, with other numbers in one tensor."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str, rows: slice, number: float) -> None:
+        assert checkpoint.reader is not None
+        self._reader = checkpoint.reader
+        self._name = name
+        self._value = np.array(self._reader.read(name))
+        self._value[rows] = number
+
+    def names(self) -> frozenset[str]:
+        return self._reader.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._reader.shape(name)
+
+    def read(self, name: str, index: Index | None = None) -> Array:
+        return self._value[index or ()] if name == self._name else self._reader.read(name, index)
+
+
+def calibrated(
+    folder: Path, devices: int = 1, *, page_size: int = 16, dtype: str = "float32", change: Sequence[Any] = ()
+) -> NDArray[np.float32]:
+    """Scales `[layers, kv_heads, 2]` of the model's kv heads; `change`: what `Replaced` takes."""
+    checkpoint = open_checkpoint(str(folder))
+    reader = Replaced(checkpoint, *change) if change else checkpoint.reader
+    assert reader is not None
+    parallel = TensorParallel.of(checkpoint.config, devices)
+    mesh = make_mesh(jax.devices()[:devices])
+    kind = jnp.dtype(dtype)
+    attention = AttentionImplementation.XLA
+    model = build_model(parallel.config, dtype=kind, attention=attention, kv_dtype=jnp.dtype(jnp.int8))
+    load_weights(model, reader, checkpoint.config, mesh, kv_copies=parallel.kv_copies)
+    if devices == 1:
+        model.arrange()
+    calibrate_kv_scales(model, parallel, mesh, dtype=kind, platform="cpu", page_size=page_size, largest_stored=127.0)
+    found = [layer.attention.kv_scales.get_value() for layer in model.layers]
+    assert all(scales.dtype == jnp.float32 for scales in found)
+    return np.stack([np.asarray(scales) for scales in found])
+
+
+@torch.inference_mode()
+def largest_in_transformers(folder: Path) -> NDArray[np.float32]:
+    """`[layers, kv_heads, 2]`: the longest pair of a key, before it is rotated, and the largest value."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    projected: dict[str, torch.Tensor] = {}
+    for layer in range(LAYERS):
+        for name in ("k_proj", "v_proj"):
+            module = getattr(model.model.layers[layer].self_attn, name)
+            module.register_forward_hook(
+                lambda _, __, out, name=f"{layer}{name}": projected.update({name: out.unflatten(-1, (KV_HEADS, -1))})
+            )
+    model(torch.from_numpy(calibration_batch(VOCABULARY, LENGTH, 16).tokens.reshape(ROWS, LENGTH)).long())
+    found = np.empty((LAYERS, KV_HEADS, 2), np.float32)
+    for layer in range(LAYERS):
+        keys = projected[f"{layer}k_proj"].unflatten(-1, (2, -1))
+        found[layer, :, 0] = keys.norm(dim=-2).amax((0, 1, 3))
+        found[layer, :, 1] = projected[f"{layer}v_proj"].abs().amax((0, 1, 3))
+    return found
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 128])
+def test_scales_are_those_of_the_largest_keys_and_values(folder: Path, page_size: int) -> None:
+    """Keys are compared before their rotation: after it, their pairs must be as long."""
+    expected = largest_in_transformers(folder) * (MARGIN / 127)
+    np.testing.assert_allclose(calibrated(folder, page_size=page_size), expected, rtol=1e-5)
+
+
+def test_bfloat16_comes_to_nearly_the_same(folder: Path) -> None:
+    np.testing.assert_allclose(calibrated(folder, dtype="bfloat16"), calibrated(folder), rtol=0.05)
+
+
+def test_a_head_of_zeros_has_a_scale_that_divides(folder: Path) -> None:
+    zeros = ("model.layers.1.self_attn.v_proj.weight", slice(8, 16), 0.0)
+    found, before = calibrated(folder, change=zeros), calibrated(folder)
+    assert found[1, 1, 1] == 1.0
+    before[1, 1, 1] = 1.0
+    np.testing.assert_allclose(found, before, rtol=1e-5)
+
+
+def test_keys_that_are_not_finite_are_an_error(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="those of layers 1 are not finite"):
+        calibrated(folder, change=("model.layers.1.self_attn.k_proj.weight", slice(3, 4), np.inf))
+
+
+_PROGRAM = """
+import sys
+from pathlib import Path
+import numpy as np
+from helpers.plan_driver import PlanDriver
+from jax_runner.test_kv_calibration import calibrated
+from runner.test_kv_scales import logprobs_of, options, TOKENS
+from sglang_jax.checkpoint import open_checkpoint
+from sglang_jax.config import Backend
+from sglang_jax.jax_runner import create_runner
+
+plain, scaled = map(Path, sys.argv[1:])
+
+def generated(folder, tp_size):
+    config = options(Backend.JAX, folder, "int8", tp_size=tp_size)
+    runner = create_runner(config, open_checkpoint(config.model_path))
+    driver = PlanDriver(runner)
+    return driver.generate(driver.admit(TOKENS), 12, chunk=32)
+
+alone, expected = calibrated(plain), generated(scaled, 1)
+np.testing.assert_allclose(calibrated(plain, 2), alone, rtol=1e-5)
+for devices in (2, 8):
+    assert generated(scaled, devices) == expected, devices
+"""
+
+
+@pytest.mark.slow
+def test_two_and_eight_devices_say_what_one_does(folder: Path, tmp_path: Path) -> None:
+    """With calibrated scales, and with a checkpoint's; of eight devices two have each kv head."""
+    scaled = tmp_path / "scaled"
+    shutil.copytree(folder, scaled)
+    add_tensors(scaled, scale_tensors(calibrated(folder)))
+    paths = [str(ROOT), str(ROOT / "tests")]
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+    finished = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, folder, scaled],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr[-4000:]
