@@ -208,7 +208,7 @@ def test_a_run_without_an_engine_says_so_now_and_then(cluster: Nodes) -> None:
     told.clear()
     with telling_what_is_awaited(attempts, {"CPU": 3}, 2, told.append):
         pass
-    assert told == ["1 nodes of the cluster have 3 CPU, and an engine needs 2 of them: waiting for them."]
+    assert told == ["An engine needs 2 nodes with 3 CPU, and the cluster has 0: waiting for them."]
 
 
 @pytest.mark.parametrize(

@@ -65,4 +65,4 @@ def _lack(needs: Mapping[str, float], hosts: int) -> str:
     told = ", ".join(f"{amount:g} {name}" for name, amount in needs.items())
     if hosts == 1:
         return f"No node of the cluster has {told}, as an engine needs"
-    return f"{nodes_with(needs)} nodes of the cluster have {told}, and an engine needs {hosts} of them"
+    return f"An engine needs {hosts} nodes with {told}, and the cluster has {nodes_with(needs)}"
