@@ -32,10 +32,17 @@ def interpreter(mode: CopyMode) -> Iterator[None]:
 
 
 class Interpreted:
-    """A function with its first and static arguments, in the interpreter: compiled once for each mode and shape."""
+    """A function with its first and static arguments, in the interpreter: compiled once for each mode and shape.
+
+    The machine's code is not optimised: such a program is some thousand callbacks, and takes longer to compile than to
+    run.
+    """
 
     def __init__(self, function: Callable[..., Any], *first: Any, **static: Any) -> None:
-        self._compiled = {mode: jax.jit(partial(function, *first, **static)) for mode in CopyMode}
+        options = {"xla_backend_optimization_level": 0}
+        self._compiled = {
+            mode: jax.jit(partial(function, *first, **static), compiler_options=options) for mode in CopyMode
+        }
 
     def run(self, mode: CopyMode, *args: Any, **kwargs: Any) -> tuple[Any, bool]:
         """The result, and whether there was a race."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,42 +100,37 @@ def test_short_chunks_in_a_wide_block_of_queries(monkeypatch: pytest.MonkeyPatch
     check(case, CopyMode.EAGER)
 
 
-HEADS = {
-    "multi-query": (1, 8, 96, 64),
-    "three per kv head, packed": (1, 3, 64, 16),
-    "one per kv head": (3, 1, 80, 32),
-    "four per kv head, wide": (1, 4, 256, 128),
-}
-
-
-@pytest.mark.parametrize(("shape", "mode"), list(zip(HEADS.values(), MODES * 2, strict=True)), ids=HEADS)
-def test_heads_and_pages(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int, int], mode: CopyMode) -> None:
-    """Heads that fill two passes of four, and those that fill none."""
-    monkeypatch.setattr(prefill, "HEADS_TOGETHER", HEADS_TOGETHER)
-    kv_heads, group, head_dim, page_size = shape
-    case = mixed((page_size + 1, 140, 20), (1, 1, 20), 2)
-    check(replace(case, kv_heads=kv_heads, group=group, head_dim=head_dim, page_size=page_size), mode)
-
-
 LONG = mixed((9, 320, 300, 20), (1, 1, 20, 9), 2)
-OPTIONS = {
+BFLOAT16 = {"storage": "bfloat16", "query_type": "bfloat16"}
+
+
+def heads(kv_heads: int, group: int, head_dim: int, page_size: int, **fields: Any) -> Case:
+    shape = {"kv_heads": kv_heads, "group": group, "head_dim": head_dim, "page_size": page_size}
+    return replace(mixed((page_size + 1, 140, 20), (1, 1, 20), 2), **shape, **fields)
+
+
+FORMS = {
     "a window": replace(LONG, window=70),
     "a window shorter than a page, sinks": replace(LONG, window=5, sinks=True),
-    "a soft cap, sinks": replace(LONG, soft_cap=0.7, sinks=True),
-    "bfloat16, packed": replace(LONG, storage="bfloat16", query_type="bfloat16", head_dim=64),
-    "int8": replace(LONG, storage="int8", query_type="bfloat16", page_size=32),
-    "float8, a window, sinks": replace(LONG, storage="float8_e4m3fn", query_type="bfloat16", window=70, sinks=True),
+    "float8, a window, sinks": replace(LONG, **BFLOAT16 | {"storage": "float8_e4m3fn"}, window=70, sinks=True),
+    "multi-query, a soft cap, sinks": heads(1, 8, 96, 64, soft_cap=0.7, sinks=True),
+    "three per kv head, packed": heads(1, 3, 64, 16, **BFLOAT16),
+    "one per kv head, int8": heads(3, 1, 80, 32, **BFLOAT16 | {"storage": "int8"}),
+    "four per kv head, wide": heads(1, 4, 256, 128),
 }
 
 
-@pytest.mark.parametrize(("case", "mode"), list(zip(OPTIONS.values(), MODES * 3, strict=True)), ids=OPTIONS)
-def test_options(case: Case, mode: CopyMode) -> None:
+@pytest.mark.parametrize(("case", "mode"), list(zip(FORMS.values(), MODES * 4, strict=False)), ids=FORMS)
+def test_forms(monkeypatch: pytest.MonkeyPatch, case: Case, mode: CopyMode) -> None:
+    """Options, types and heads, each of which is a program; heads that fill two passes of four, and that fill none."""
+    if case.group != LONG.group:
+        monkeypatch.setattr(prefill, "HEADS_TOGETHER", HEADS_TOGETHER)
     check(case, mode)
 
 
 def test_pages_outside_the_window_are_not_read() -> None:
     """Their columns of the page table name pages that do not exist."""
-    case = replace(LONG, window=70)
+    case = FORMS["a window"]
     step = make_step(case)
     table = np.array(step.batch.page_table)
     first_keys = [max(length - count + 1 - 70, 0) for length, count in zip(case.kv_lens, case.query_lens, strict=True)]
@@ -160,7 +156,7 @@ def test_a_row_does_not_depend_on_its_company() -> None:
 @pytest.mark.parametrize("case", [decode(40, 200, 7), mixed((40, 200), (20, 13), 0)], ids=["decode", "prefill"])
 def test_a_missing_wait_is_found(monkeypatch: pytest.MonkeyPatch, wait: str, case: Case) -> None:
     monkeypatch.setattr(PageFetcher, wait, lambda *_: None)
-    step = make_step(replace(case, kv_heads=1))
+    step = make_step(replace(case, kv_heads=1, group=1))
     attention = Interpreted(ragged_paged_attention, AttentionImplementation.PALLAS, scale=step.scale)
     _, raced = attend(step, CopyMode.EAGER, attention)
     assert raced

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from helpers.tpu_interpreter import CopyMode, Interpreted
 
+from sglang_jax.kernels import kv_write
 from sglang_jax.kernels.kv_storage import from_storage, page_shape, write_kv
 from sglang_jax.kernels.kv_write import write_kv_on_tpu
 
@@ -24,9 +25,10 @@ SLOTS = {
         0,
     ],
     "nothing": [0, 0, 0],
-    "more than a program takes": [*range(32 + 5, 5 * 32 + 20), *range(7 * 32 + 7, 7 * 32 + 16)],
+    "more than a program takes": [*range(32 + 5, 3 * 32 + 20), *range(7 * 32 + 7, 7 * 32 + 16)],
 }
 LONGEST = max(len(slots) for slots in SLOTS.values())
+OF_A_PROGRAM = 64
 
 FORMS = {
     "float32": ("float32", 64),
@@ -38,8 +40,10 @@ CASES = [("bfloat16", CopyMode.ON_WAIT), *zip(FORMS, [CopyMode.ON_WAIT, CopyMode
 
 
 @pytest.mark.parametrize(("form", "mode"), CASES, ids=str)
-def test_pages_after_a_write(form: str, mode: CopyMode) -> None:
+def test_pages_after_a_write(monkeypatch: pytest.MonkeyPatch, form: str, mode: CopyMode) -> None:
     """Those that a plain scatter leaves, but for page 0; every case is one more run of the same program."""
+    monkeypatch.setattr(kv_write, "_TOKENS_PER_PROGRAM", OF_A_PROGRAM)
+    assert sorted(len(slots) > OF_A_PROGRAM for slots in SLOTS.values()) == [False, False, False, True]
     storage, head_dim = FORMS[form]
     rng = np.random.default_rng(0)
     shape = page_shape(PAGES, 2, PAGE_SIZE, head_dim, tiled=True)
