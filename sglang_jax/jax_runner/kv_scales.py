@@ -12,6 +12,7 @@ What was seen stands for what was not with a margin (`MARGIN`); what is larger s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -74,25 +75,9 @@ def calibrate_kv_scales(
     **Raises:** `ConfigError` naming the layers whose keys or values are not finite.
     """
     length = min(LENGTH, parallel.config.max_position)
-    pages = -(-length // page_size)
-    spec = kv_cache_spec(parallel.config, dtype, 1 + ROWS * pages, page_size, platform=platform)
-    layers = _parameters(model)
-    for layer in model.layers:
-        layer.attention.kv_scales = None
-    graph, state = nnx.split(model)
-    for layer, parameter in zip(model.layers, layers, strict=True):
-        layer.attention.kv_scales = parameter
-
-    def run(state: nnx.State, kv_caches: KVCaches, batch: ForwardBatch) -> tuple[list[jax.Array], jax.Array]:
-        calibrated: Transformer = nnx.merge(graph, state)
-        _, kv_caches = calibrated(batch, kv_caches)
-        largest = [_largest(cache, batch.page_table, parallel.config.head_dim) for cache in kv_caches]
-        finite = jnp.stack([jnp.isfinite(each).all() for each in largest])
-        # A head whose values are all 0 stores zeros, over whatever.
-        return [jnp.where(each > 0, each * (MARGIN / largest_stored), 1.0) for each in largest], finite
-
-    heads = named_sharding(mesh, (Axis.KV_HEADS, Axis.KEY_OR_VALUE))
-    program = jax.jit(run, out_shardings=([heads] * len(layers), NamedSharding(mesh, PartitionSpec())))
+    pages = 1 + ROWS * -(-length // page_size)
+    spec = kv_cache_spec(parallel.config, dtype, pages, page_size, platform=platform)
+    program, state = calibration_program(model, mesh, parallel.config.head_dim, largest_stored)
     batch = calibration_batch(parallel.vocab_size, length, page_size)
     # Kernels ask for the mesh.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -103,8 +88,32 @@ def calibrate_kv_scales(
             f"scales of keys and values cannot be calibrated: those of layers {', '.join(map(str, broken))} are not "
             "finite; choose another --kv-cache-dtype, or check the weights"
         )
-    for parameter, found in zip(layers, scales, strict=True):
+    for parameter, found in zip(_parameters(model), scales, strict=True):
         parameter.set_value(found)
+
+
+def calibration_program(
+    model: Transformer, mesh: Mesh, head_dim: int, largest_stored: float
+) -> tuple[Callable[..., tuple[list[jax.Array], jax.Array]], nnx.State]:
+    """A jitted function of a model's state, of empty pages and of a batch, and that state: gives the scales of each
+    layer, `[kv_heads, 2]` where its heads lie, and on every device whether what each layer saw was finite."""
+    layers = _parameters(model)
+    for layer in model.layers:
+        layer.attention.kv_scales = None
+    graph, state = nnx.split(model)
+    for layer, parameter in zip(model.layers, layers, strict=True):
+        layer.attention.kv_scales = parameter
+
+    def run(state: nnx.State, kv_caches: KVCaches, batch: ForwardBatch) -> tuple[list[jax.Array], jax.Array]:
+        calibrated: Transformer = nnx.merge(graph, state)
+        _, kv_caches = calibrated(batch, kv_caches)
+        largest = [_largest(cache, batch.page_table, head_dim) for cache in kv_caches]
+        finite = jnp.stack([jnp.isfinite(each).all() for each in largest])
+        # A head whose values are all 0 stores zeros, over whatever.
+        return [jnp.where(each > 0, each * (MARGIN / largest_stored), 1.0) for each in largest], finite
+
+    heads = named_sharding(mesh, (Axis.KV_HEADS, Axis.KEY_OR_VALUE))
+    return jax.jit(run, out_shardings=([heads] * len(layers), NamedSharding(mesh, PartitionSpec()))), state
 
 
 def calibration_batch(vocab_size: int, length: int, page_size: int) -> ForwardBatch:

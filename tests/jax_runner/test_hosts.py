@@ -150,6 +150,21 @@ def test_hosts_together_say_what_one_says_and_end_together(hosts: Hosts) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_hosts_calibrate_scales_of_keys_and_values_as_one_does(folder: Path, cache: Path) -> None:
+    int8 = {"kv_cache_dtype": "int8"}
+    with Engine(config=EngineConfig(**options(folder, cache) | int8)) as engine:
+        alone = engine.generate(PROMPT, SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True))
+    assert not isinstance(alone, list)
+    hosts = Hosts(folder, cache, 2, dict.fromkeys(range(2), int8))
+    try:
+        hosts.start()
+        assert hosts.generate() == alone.output_ids
+    finally:
+        hosts.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("hosts", [2], indirect=True)
 @pytest.mark.parametrize("lost", [0, 1], ids=["the leader", "a follower"])
 def test_a_lost_host_ends_every_other(hosts: Hosts, lost: int) -> None:
