@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -9,15 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.kv_scale_checkpoints import add_tensors, scale_tensors
 from helpers.tiny_models import make_tiny_checkpoint
 from orbax.checkpoint import StandardCheckpointer
 
-from sglang_jax.checkpoint import Checkpoint, SourceKind, load_tokenizer, open_checkpoint
+from sglang_jax.checkpoint import ORBAX_MARKER, Checkpoint, SourceKind, load_tokenizer, open_checkpoint
 from sglang_jax.cli.convert import convert
 from sglang_jax.cli.main import run
-from sglang_jax.config import Dtype, EngineConfig
+from sglang_jax.config import Dtype, EngineConfig, KVCacheDtype
 from sglang_jax.engine.engine import Engine
 from sglang_jax.engine.types import GenerateOutput
+from sglang_jax.errors import CheckpointError
 from sglang_jax.jax_runner.orbax_checkpoint import restore_orbax
 from sglang_jax.jax_runner.weights import load_weights
 from sglang_jax.layers.sharding import make_mesh
@@ -57,6 +61,29 @@ def test_the_converted_checkpoint_is_the_same_model(original: Path, tmp_path: Pa
         np.testing.assert_array_equal(found[name], array, err_msg=name)
     text = "the capital of france is paris."
     assert load_tokenizer(after.tokenizer_source).encode(text) == load_tokenizer(before.tokenizer_source).encode(text)
+
+
+def test_scales_of_keys_and_values_come_along(original: Path, tmp_path: Path) -> None:
+    given = np.random.default_rng(0).uniform(1e-9, 1e3, (2, 2, 2)).astype(np.float32)
+    scheme = {"type": "int", "num_bits": 8, "symmetric": True, "dynamic": False}
+    folder, output = Path(shutil.copytree(original, tmp_path / "scaled")), tmp_path / "converted"
+    add_tensors(folder, scale_tensors(given), scheme=scheme)
+    assert run(convert, "convert", ["--model-path", str(folder), "--to", "orbax", "--output", str(output)]) == 0
+    converted = open_checkpoint(str(output))
+    assert converted.has_kv_scales
+    scales = converted.kv_scales()
+    assert scales is not None
+    assert scales.made_for is KVCacheDtype.INT8
+    np.testing.assert_array_equal(scales.numbers, given)
+    marker = output / ORBAX_MARKER
+    for wrong in ([[[1.0, 2.0]]], np.zeros((2, 2, 2)).tolist()):
+        marker.write_text(
+            json.dumps(json.loads(marker.read_text()) | {"kv_scales": {"made_for": None, "numbers": wrong}})
+        )
+        with pytest.raises(
+            CheckpointError, match=r"sglang_jax_orbax\.json cannot be read: .*scales of keys and values"
+        ):
+            converted.kv_scales()
 
 
 def test_the_engine_generates_the_same_from_it(original: Path, tmp_path: Path) -> None:
