@@ -155,6 +155,7 @@ for devices in (2, 8):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_two_and_eight_devices_say_what_one_does(folder: Path, tmp_path: Path) -> None:
     """With calibrated scales, and with a checkpoint's; of eight devices two have each kv head."""
     scaled = tmp_path / "scaled"
@@ -171,7 +172,7 @@ def test_two_and_eight_devices_say_what_one_does(folder: Path, tmp_path: Path) -
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=580,
         check=False,
     )
     assert finished.returncode == 0, finished.stderr[-4000:]
