@@ -4,20 +4,22 @@
                                     [--reference-python PYTHON | --no-reference]
 
 Prompts of 64 tokens, 64 output tokens, greedy. "output tok/s" counts the whole of a batch, prefill included;
-"decode tok/s" from the first token on. transformers runs in a process of its own (`--reference-python` names an
+"decode tok/s" from the first token on. transformers runs in processes of its own (`--reference-python` names an
 interpreter that has torch and transformers, this one by default), in float32 and bfloat16; the better one is quoted.
+It and the engine take turns, batch by batch, since machines drift: "ratio" is the median over the turns.
 The memory bound of batch 1 is the bandwidth at which this machine reads a large array, over the bytes of the weights.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -39,39 +41,72 @@ def prompts(batch: int, run: int) -> list[list[int]]:
     return random.integers(100, 40_000, (batch, PROMPT)).tolist()
 
 
-def measure_engine(engine: Engine, batch: int) -> dict[str, float]:
-    """Medians over `REPEATS` batches."""
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Output tokens per second of one batch: of all of its time, and of the time after its first tokens."""
+
+    whole: float
+    decode: float
+
+
+def measure_engine(engine: Engine, batch: int, run: int) -> Rates:
+    """One batch by the engine."""
     params = SamplingParams(temperature=0.0, max_new_tokens=OUTPUT, ignore_eos=True)
-    whole, decode = [], []
+    start = time.perf_counter()
+    first: float | None = None
+    tokens = after_first = 0
+    for output in engine.generate(prompts(batch, run), params, stream=True):
+        now = time.perf_counter()
+        tokens += len(output.delta_ids)
+        if first is not None:
+            after_first += len(output.delta_ids)
+        elif tokens >= batch:
+            first = now
+    end = time.perf_counter()
+    assert tokens == batch * OUTPUT
+    assert first is not None
+    return Rates(tokens / (end - start), after_first / (end - first))
+
+
+class Reference:
+    """transformers in a process of its own, which waits while it is not asked."""
+
+    def __init__(self, python: str, dtype: str) -> None:
+        script = Path(__file__).with_name("decode_transformers.py")
+        command = [python, str(script), "--dtype", dtype]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def rate(self, batch: int) -> float:
+        """Output tokens per second of one batch."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(batch, file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"transformers ended with status {self._process.wait()}")
+        return float(answer)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+def measure(engine: Engine, references: Sequence[Reference], batch: int) -> dict[str, float]:
+    """Medians over `REPEATS` turns, after one that does not count."""
+    turns = []
     for run in range(REPEATS + 1):
-        start = time.perf_counter()
-        first: float | None = None
-        tokens = after_first = 0
-        for output in engine.generate(prompts(batch, run), params, stream=True):
-            now = time.perf_counter()
-            tokens += len(output.delta_ids)
-            if first is not None:
-                after_first += len(output.delta_ids)
-            elif tokens >= batch:
-                first = now
-        assert tokens == batch * OUTPUT
-        assert first is not None
-        if run:
-            whole.append(tokens / (time.perf_counter() - start))
-            decode.append(after_first / (time.perf_counter() - first))
-    return {"output tok/s": statistics.median(whole), "decode tok/s": statistics.median(decode)}
-
-
-def measure_reference(python: str, batches: list[int]) -> dict[int, float]:
-    """The best of transformers' dtypes, output tokens per second for each batch."""
-    script = Path(__file__).with_name("decode_transformers.py")
-    best = dict.fromkeys(batches, 0.0)
-    for dtype in ("float32", "bfloat16"):
-        command = [python, str(script), "--dtype", dtype, "--batch", *map(str, batches)]
-        run = subprocess.run(command, check=True, capture_output=True, text=True)
-        for batch, rate in json.loads(run.stdout.splitlines()[-1]).items():
-            best[int(batch)] = max(best[int(batch)], rate)
-    return best
+        turns.append((measure_engine(engine, batch, run), [reference.rate(batch) for reference in references]))
+    ours = [rates for rates, _ in turns[1:]]
+    row: dict[str, float] = {
+        "output tok/s": statistics.median(rates.whole for rates in ours),
+        "decode tok/s": statistics.median(rates.decode for rates in ours),
+    }
+    if references:
+        by_dtype = zip(*(theirs for _, theirs in turns[1:]), strict=True)
+        best = max(by_dtype, key=statistics.median)
+        row["transformers tok/s"] = statistics.median(best)
+        row["ratio"] = statistics.median(rates.whole / theirs for rates, theirs in zip(ours, best, strict=True))
+    return row
 
 
 def read_bandwidth(backend: str) -> float:
@@ -119,20 +154,21 @@ def main() -> None:
         context_length=1024,
         debug_memory=False,
     )
-    with Engine(config=config) as engine:
-        rows = [{"batch": batch, **measure_engine(engine, batch)} for batch in arguments.batch]
+    with ExitStack() as stack:
+        references: list[Reference] = []
+        for dtype in () if arguments.no_reference else ("float32", "bfloat16"):
+            references.append(Reference(arguments.reference_python, dtype))
+            stack.callback(references[-1].close)
+        engine = stack.enter_context(Engine(config=config))
+        rows = [{"batch": batch, **measure(engine, references, batch)} for batch in arguments.batch]
         compiles = engine.stats.compiles_after_warm_up
         state = engine.state()
         weight_bytes, backend = int(state["weight_bytes"]), str(state["backend"])
     assert compiles == 0, f"{compiles} programs were compiled after warm-up"
-    reference = {} if arguments.no_reference else measure_reference(arguments.reference_python, arguments.batch)
     bound = read_bandwidth(backend) / weight_bytes
     for row in rows:
         batch = int(row["batch"])
         row["target"] = TARGETS[backend].get(batch, "")
-        if batch in reference:
-            row["transformers tok/s"] = reference[batch]
-            row["ratio"] = row["output tok/s"] / reference[batch]
         if batch == 1:
             row["bound tok/s"] = bound
             row["share of bound"] = row["decode tok/s"] / bound

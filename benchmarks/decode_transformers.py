@@ -1,13 +1,13 @@
 """transformers' `generate` on the embedded model: the reference of decode_cpu.py, which runs it.
 
-Prints one JSON object: batch to output tokens per second (median).
+Reads batch sizes from standard input, a line each, and answers each with a line: the output tokens per second of that
+batch, run once.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
+import sys
 import time
 
 import numpy as np
@@ -18,7 +18,6 @@ from sglang_jax.checkpoint import open_checkpoint
 
 PROMPT = 64
 OUTPUT = 64
-REPEATS = 3
 
 
 def load(dtype: torch.dtype) -> LlamaForCausalLM:
@@ -46,25 +45,25 @@ def load(dtype: torch.dtype) -> LlamaForCausalLM:
     return model.to(dtype).eval()
 
 
+def rate(model: LlamaForCausalLM, batch: int) -> float:
+    """Output tokens per second of one batch, prefill included."""
+    ids = torch.randint(100, 40_000, (batch, PROMPT))
+    start = time.perf_counter()
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=OUTPUT, min_new_tokens=OUTPUT, do_sample=False
+    )
+    seconds = time.perf_counter() - start
+    assert output.shape[1] == PROMPT + OUTPUT
+    return batch * OUTPUT / seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     arguments = parser.parse_args()
     model = load(torch.bfloat16 if arguments.dtype == "bfloat16" else torch.float32)
-    rates = {}
-    for batch in arguments.batch:
-        times = []
-        for _ in range(REPEATS + 1):
-            ids = torch.randint(100, 40_000, (batch, PROMPT))
-            start = time.perf_counter()
-            output = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=OUTPUT, min_new_tokens=OUTPUT, do_sample=False
-            )
-            times.append(time.perf_counter() - start)
-            assert output.shape[1] == PROMPT + OUTPUT
-        rates[batch] = batch * OUTPUT / statistics.median(times[1:])
-    print(json.dumps(rates))
+    for line in sys.stdin:
+        print(rate(model, int(line)), flush=True)
 
 
 if __name__ == "__main__":
