@@ -12,8 +12,10 @@ What followers say is plain text.
 
 from __future__ import annotations
 
+import os
 import pickle
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -222,12 +224,21 @@ class _Link:
                     take(data)
         except (EOFError, OSError):
             return "its connection closed"
+        finally:
+            self._closed.set()
+            with self._sending:
+                self._connection.close()
         return f"no sign of life for {LOST_AFTER_SECONDS:.0f} s"
 
     def close(self) -> None:
+        """Ends the connection, which whoever listens then closes: closed under a reader, its number could be another
+        file's by the time that it is read."""
         self._closed.set()
         with self._sending:
-            self._connection.close()
+            if self._connection.closed:
+                return
+            with socket.socket(fileno=os.dup(self._connection.fileno())) as both_ways, suppress(OSError):
+                both_ways.shutdown(socket.SHUT_RDWR)  # raises where the other side has ended
 
     def _say_alive(self) -> None:
         while not self._closed.wait(ALIVE_EVERY_SECONDS):

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing.connection import Client
+from multiprocessing.connection import Client, Pipe
 
 import numpy as np
 import pytest
@@ -133,6 +133,24 @@ def test_a_follower_that_fails_says_why(group: Group) -> None:
     assert group.lost.get(timeout=5) == ("leader", "host 1 gave up: no such file: häger")
     with pytest.raises(RuntimeError, match="host 1 gave up: no such file"):
         group.followers.check()
+
+
+def test_a_connection_is_not_closed_under_its_reader() -> None:
+    mine, theirs = Pipe()
+    link = remote_group._Link(mine, "host 1")
+    closed_inside: list[bool] = []
+
+    def take(data: bytes) -> None:
+        link.close()
+        closed_inside.append(mine.closed)
+
+    theirs.send_bytes(b"anything")
+    assert link.listen(take) == "its connection closed"
+    assert (closed_inside, mine.closed) == ([False], True)
+    link.close()
+    with pytest.raises(OSError, match="closed"):
+        link.say(b"more")
+    theirs.close()
 
 
 def test_silence_is_a_loss_though_nothing_closed() -> None:
