@@ -35,10 +35,13 @@ class Batch:
         await self._run_all(run_one)
         return [output for outputs in results for output in outputs]
 
-    async def stream(self) -> AsyncGenerator[GenerateOutput, None]:
-        """Outputs of all requests as they grow. `index` is the place that the completion has in what `run` returns."""
-        # One place: whoever cannot put its output here lets its request gather more.
-        ready: asyncio.Queue[GenerateOutput | Exception | None] = asyncio.Queue(maxsize=1)
+    async def stream(self) -> AsyncGenerator[list[GenerateOutput], None]:
+        """Outputs of all requests as they grow: each time all that are ready, of which there is at least one.
+
+        An output's `index` is the place that its completion has in what `run` returns.
+        """
+        # A place for each worker: whoever cannot put its output here lets its request gather more.
+        ready: asyncio.Queue[GenerateOutput | Exception | None] = asyncio.Queue(maxsize=self._num_workers())
 
         async def run_one(position: int, offset: int) -> None:
             async for output in self._outputs(position, offset):
@@ -54,10 +57,18 @@ class Batch:
 
         producer = asyncio.create_task(produce())
         try:
-            while (item := await ready.get()) is not None:
-                if isinstance(item, Exception):
-                    raise item
-                yield item
+            while True:
+                items = [await ready.get()]
+                while not ready.empty():
+                    items.append(ready.get_nowait())
+                outputs = [item for item in items if isinstance(item, GenerateOutput)]
+                if outputs:
+                    yield outputs
+                match items[-1]:
+                    case None:
+                        return
+                    case Exception() as error:
+                        raise error
         finally:
             producer.cancel()
             await asyncio.wait({producer})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
@@ -44,22 +44,26 @@ class LoopThread:
         """Like `run`, for a caller on another event loop."""
         return await asyncio.wrap_future(self.submit(coroutine))
 
-    def iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
-        """What an asynchronous generator yields. Leaving the iteration early closes it."""
-        iteration = _Iteration(items)
+    def iterate(self, groups: AsyncGenerator[Sequence[T], None]) -> Iterator[T]:
+        """The items of the groups that an asynchronous generator yields. Leaving the iteration early closes it.
+
+        Groups, since threads take turns for each of them.
+        """
+        iteration = _Iteration(groups)
         try:
-            while (item := self.run(iteration.next())) is not None:
-                yield item
+            while (group := self.run(iteration.next())) is not None:
+                yield from group
         finally:
             with suppress(EngineDeadError):  # then the loop closed it
                 self.run(iteration.close())
 
-    async def iterate_async(self, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    async def iterate_async(self, groups: AsyncGenerator[Sequence[T], None]) -> AsyncGenerator[T, None]:
         """Like `iterate`, for a caller on another event loop."""
-        iteration = _Iteration(items)
+        iteration = _Iteration(groups)
         try:
-            while (item := await self.run_async(iteration.next())) is not None:
-                yield item
+            while (group := await self.run_async(iteration.next())) is not None:
+                for item in group:
+                    yield item
         finally:
             with suppress(EngineDeadError):
                 await self.run_async(iteration.close())

@@ -6,7 +6,9 @@ Everything is an array indexed by row: a new mix of sampling parameters compiles
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,7 @@ from sglang_jax.runner.row_updates import ONE_OUTPUT
 
 _INFINITY_BITS = 0x7F800000
 _LEAST_TEMPERATURE = np.float32(1e-20)
+_LARGEST_BLOCK, _LEAST_BLOCK = 256, 16
 
 
 def sample(
@@ -40,31 +43,81 @@ def sample(
     """
     finite = jnp.isfinite(jnp.max(logits, axis=-1)) & jnp.isfinite(jnp.min(logits, axis=-1))
     own = state.select(rows)
-    logits = _add_bias(logits, own, active)
-    logits = _mask_stop_ids(logits, own, kv_lens, active)
-    logits = _penalise(logits, own, rows, active)
-    # Read by several reductions: without the barrier each would compute the whole chain again.
-    logits = lax.optimization_barrier(logits)
-    greedy_tokens = first_argmax(logits)
-    random = active & (own.temperature > 0.0)
+    asked = _Asked.of(own, kv_lens, active, logits.shape[1])
+    # Around all the rest: whatever may change logits has them copied first, needed or not.
     tokens = lax.cond(
-        jnp.any(random),
-        lambda: jnp.where(random, _draw(logits, own, kv_lens, random), greedy_tokens),
-        lambda: greedy_tokens,
+        jnp.any(asked.biased | asked.masked | asked.penalised | asked.random),
+        lambda: _adjust_and_draw(logits, own, asked, rows, kv_lens),
+        lambda: first_argmax(logits),
     )
     # Beyond the vocabulary: finite logits that overflowed under a bias or a penalty.
     return jnp.where(finite & (tokens < logits.shape[1]), tokens, INVALID_TOKEN)
 
 
+class _Asked(NamedTuple):
+    """Which active lines of logits ask for what: bool `[n]` each."""
+
+    biased: jax.Array
+    masked: jax.Array
+    """Too short yet to stop."""
+    penalised: jax.Array
+    random: jax.Array
+
+    @classmethod
+    def of(cls, own: SamplingState, kv_lens: jax.Array, active: jax.Array, vocab_size: int) -> _Asked:
+        return cls(
+            biased=active & (own.bias_ids[:, 0] < vocab_size),
+            masked=active & (kv_lens - own.prompt_len < own.min_new_tokens),
+            penalised=active & own.penalised,
+            random=active & (own.temperature > 0.0),
+        )
+
+
+def _adjust_and_draw(
+    logits: jax.Array, own: SamplingState, asked: _Asked, rows: jax.Array, kv_lens: jax.Array
+) -> jax.Array:
+    logits = _add_bias(logits, own, asked.biased)
+    logits = _mask_stop_ids(logits, own, asked.masked)
+    logits = _penalise(logits, own, rows, asked.penalised)
+    # Read by several reductions: without the barrier each would compute the whole chain again.
+    logits = lax.optimization_barrier(logits)
+    greedy_tokens = first_argmax(logits)
+    return lax.cond(
+        jnp.any(asked.random),
+        lambda: jnp.where(asked.random, _draw(logits, own, kv_lens, asked.random), greedy_tokens),
+        lambda: greedy_tokens,
+    )
+
+
 def first_argmax(values: jax.Array) -> jax.Array:
     """Index of the largest value of each row `[n, vocab]`, the lowest of equals: int32 `[n]`.
 
-    Two plain reductions, which XLA vectorises on the CPU; `jnp.argmax` is one over pairs, which it does not (7 times
-    slower at 32 x 49152). A row with a NaN gives an index outside the vocabulary.
+    A row with a NaN gives an index outside the vocabulary.
     """
+    return lax.platform_dependent(values, cpu=_first_argmax_by_blocks, default=_first_argmax)
+
+
+def _first_argmax(values: jax.Array) -> jax.Array:
+    """By two plain reductions, which compilers vectorise; `jnp.argmax` is one over pairs."""
     largest = jnp.max(values, axis=-1, keepdims=True)
-    token_ids = lax.broadcasted_iota(jnp.int32, values.shape, 1)
-    return jnp.min(jnp.where(values == largest, token_ids, values.shape[1]), axis=-1)
+    places = lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
+    return jnp.min(jnp.where(values == largest, places, values.shape[-1]), axis=-1)
+
+
+def _first_argmax_by_blocks(values: jax.Array) -> jax.Array:
+    """Reads the values once: XLA's CPU backend would write a second reduction's operands out first.
+
+    Finds each block's largest value, the first block that holds the row's largest, and the place in that block. A
+    vocabulary without a block size that divides it is one block.
+    """
+    rows, vocab_size = values.shape
+    block_size = math.gcd(vocab_size, _LARGEST_BLOCK)
+    if block_size < _LEAST_BLOCK:
+        return _first_argmax(values)
+    blocks = values.reshape(rows, vocab_size // block_size, block_size)
+    block = _first_argmax(jnp.max(blocks, axis=-1))
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1, mode="clip")[:, 0]
+    return block * block_size + _first_argmax(inside)
 
 
 def _when(predicate: jax.Array, change: Callable[[jax.Array], jax.Array], values: jax.Array) -> jax.Array:
@@ -72,24 +125,19 @@ def _when(predicate: jax.Array, change: Callable[[jax.Array], jax.Array], values
     return lax.cond(predicate, change, lambda unchanged: unchanged, values)
 
 
-def _add_bias(logits: jax.Array, own: SamplingState, active: jax.Array) -> jax.Array:
+def _add_bias(logits: jax.Array, own: SamplingState, biased: jax.Array) -> jax.Array:
     lines = jnp.arange(logits.shape[0])[:, None]
-    return _when(
-        jnp.any(active & (own.bias_ids[:, 0] < logits.shape[1])),
-        lambda x: x.at[lines, own.bias_ids].add(own.bias_values, mode="drop"),
-        logits,
-    )
+    # A line that is not active has what it asks for added as well: its token means nothing.
+    return _when(jnp.any(biased), lambda x: x.at[lines, own.bias_ids].add(own.bias_values, mode="drop"), logits)
 
 
-def _mask_stop_ids(logits: jax.Array, own: SamplingState, kv_lens: jax.Array, active: jax.Array) -> jax.Array:
-    vocab_size = logits.shape[1]
+def _mask_stop_ids(logits: jax.Array, own: SamplingState, masked: jax.Array) -> jax.Array:
     lines = jnp.arange(logits.shape[0])[:, None]
-    masked = active & (kv_lens - own.prompt_len < own.min_new_tokens)
-    stop_ids = jnp.where(masked[:, None], own.stop_ids, vocab_size)
+    stop_ids = jnp.where(masked[:, None], own.stop_ids, logits.shape[1])
     return _when(jnp.any(masked), lambda x: x.at[lines, stop_ids].set(-jnp.inf, mode="drop"), logits)
 
 
-def _penalise(logits: jax.Array, own: SamplingState, rows: jax.Array, active: jax.Array) -> jax.Array:
+def _penalise(logits: jax.Array, own: SamplingState, rows: jax.Array, penalised: jax.Array) -> jax.Array:
     """Repetition penalty of CTRL (Keskar et al. 2019), then OpenAI's frequency and presence penalties."""
 
     def penalise(x: jax.Array) -> jax.Array:
@@ -100,7 +148,7 @@ def _penalise(logits: jax.Array, own: SamplingState, rows: jax.Array, active: ja
         x = x - own.frequency_penalty[:, None] * outputs
         return x - jnp.where(outputs > 0, own.presence_penalty[:, None], 0.0)
 
-    return _when(jnp.any(active & own.penalised), penalise, logits)
+    return _when(jnp.any(penalised), penalise, logits)
 
 
 def _draw(logits: jax.Array, own: SamplingState, kv_lens: jax.Array, random: jax.Array) -> jax.Array:
