@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from helpers.samplers import SAMPLERS, Case
 from jax.extend.random import threefry_2x32 as jax_threefry_2x32
 from scipy import stats
@@ -40,5 +41,24 @@ def test_a_logit_of_minus_infinity_spoils_its_row() -> None:
     assert SAMPLERS["jax"].draw([Case(logits, SamplingParams())]) == [INVALID_TOKEN]
 
 
-def test_first_argmax_takes_the_lowest_of_equals() -> None:
-    assert first_argmax(np.array([[1.0, 3.0, 3.0], [-np.inf, -np.inf, -2.0]])).tolist() == [1, 2]
+@pytest.mark.parametrize("vocab_size", [37, 80, 7 * 256, 49_152])  # without blocks, and with blocks of 16 and 256
+def test_first_argmax_takes_the_lowest_of_equals(vocab_size: int) -> None:
+    rng = np.random.default_rng(vocab_size)
+    values = np.stack(
+        [
+            rng.integers(0, 4, vocab_size),
+            rng.integers(0, vocab_size, vocab_size),
+            rng.standard_normal(vocab_size),
+            np.full(vocab_size, -np.inf),
+            np.where(np.arange(vocab_size) % 19 == 18, np.inf, 0.0),
+        ]
+    ).astype(np.float32)
+    assert first_argmax(values).tolist() == values.argmax(axis=1).tolist()
+
+
+@pytest.mark.parametrize("vocab_size", [37, 7 * 256])
+@pytest.mark.parametrize("place", [0, 20, -1])
+def test_first_argmax_of_a_row_with_a_nan_is_no_token(vocab_size: int, place: int) -> None:
+    values = np.arange(vocab_size, dtype=np.float32)[None]
+    values[0, place] = np.nan
+    assert first_argmax(values)[0] >= vocab_size

@@ -183,6 +183,25 @@ def test_the_last_token_of_the_vocabulary_is_a_token_like_any_other(kind: Kind) 
     assert kind.draw([Case(logits, SamplingParams(temperature=0.0, logit_bias={3: 0.5, last: -1.0}))]) == [3]
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"frequency_penalty": 0.75},
+        {"presence_penalty": 0.75},
+        {"repetition_penalty": 2.0},
+        {"logit_bias": {9: -0.75}},
+        {"min_new_tokens": 8},
+    ],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_a_greedy_request_alone_gets_the_one_thing_it_asks_for(kind: Kind, asked: dict[str, float]) -> None:
+    logits = np.zeros(VOCAB, np.float32)
+    logits[[4, 9]] = 1.5, 2.0
+    sampling = SamplingParams(temperature=0.0, **asked)
+    assert kind.draw([Case(logits, GREEDY, output=[9], stop_ids=[9])]) == [9]
+    assert kind.draw([Case(logits, sampling, output=[9], stop_ids=[9])]) == [4]
+
+
 def test_tiny_temperature_is_greedy_and_stays_finite(kind: Kind) -> None:
     logits = np.random.default_rng(1).normal(0, 30, VOCAB).astype(np.float32)
     assert kind.draw([Case(logits, SamplingParams(temperature=1e-40))]) == [int(logits.argmax())]
