@@ -24,4 +24,4 @@ class FeedForward(nnx.Module):
         """`[T, hidden]` → `[T, hidden]`."""
         gate_up = self.gate_up(x)
         gate, up = gate_up[:, 0], gate_up[:, 1]
-        return self.down(jax.nn.silu(gate.astype(jnp.float32)).astype(x.dtype) * up)
+        return self.down(jax.nn.silu(gate.astype(jnp.float32)).astype(x.dtype) * up, of_outputs=True)

@@ -10,7 +10,9 @@ from sglang_jax.layers.parameter import Sizes, matmul, matmul_outputs_first, par
 
 
 class Linear(nnx.Module):
-    """`x [T, *inputs]` → `[T, *outputs]`, rounded to the type of the weights once, after the bias.
+    """`x [T, *inputs]` → `[T, *outputs]` of x's type, rounded to it once, after the bias.
+
+    The product rounds x to the type of the weights.
 
     Several output axes make one product of several matrices: (gate or up, intermediate), or
     (kv head, its queries + key + value, head_dim), laid out so that a cut along one axis is a tensor-parallel shard.
@@ -27,8 +29,14 @@ class Linear(nnx.Module):
         put_outputs_first(self.kernel, self.inputs)
         self.outputs_first = True
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        product = (matmul_outputs_first if self.outputs_first else matmul)(x, self.kernel[...])
+    def __call__(self, x: jax.Array, *, of_outputs: bool = False) -> jax.Array:
+        """`of_outputs`: see `matmul_outputs_first`."""
+        kernel = self.kernel[...]
+        rounded = x.astype(kernel.dtype)
+        if self.outputs_first:
+            product = matmul_outputs_first(rounded, kernel, of_outputs=of_outputs)
+        else:
+            product = matmul(rounded, kernel)
         if self.bias is not None:
             product = product + self.bias[...].astype(jnp.float32)
         return product.astype(x.dtype)

@@ -49,12 +49,15 @@ def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return jnp.tensordot(x, kernel, axes=inputs, preferred_element_type=jnp.float32)[:rows]
 
 
-def matmul_outputs_first(x: jax.Array, kernel: jax.Array) -> jax.Array:
+def matmul_outputs_first(x: jax.Array, kernel: jax.Array, *, of_outputs: bool = False) -> jax.Array:
     """`matmul` by a kernel `[*out, *in]`, in the form that XLA's CPU backend reads at the speed of memory.
 
     That backend packs the right side of every product into its kernels' order first, and reads the left side as it
     lies. A step of few rows reads each weight once, so that packing weights costs more than the product: the weights
     are on the left. Of many rows packing costs little, and the kernels like more rows on the left.
+
+    `of_outputs`: x comes, element by element, from another such product. With weights on the left that lies in memory
+    as `[out, T]`, and what comes of it is left so: of 32 rows, reading it the other way takes twice the time.
     """
     inputs = x.ndim - 1
     rows, outputs = x.shape[0], kernel.shape[: kernel.ndim - inputs]
@@ -63,7 +66,10 @@ def matmul_outputs_first(x: jax.Array, kernel: jax.Array) -> jax.Array:
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     if rows < _LEAST_ROWS and x.dtype != jnp.float32:
         x = jnp.pad(x, ((0, _LEAST_ROWS - rows), (0, 0)))
-    left, right = (x, kernel) if rows > _MOST_ROWS_ON_THE_RIGHT else (kernel, x)
+    if x.shape[0] > _MOST_ROWS_ON_THE_RIGHT:
+        left, right = x, kernel
+    else:
+        left, right = kernel, jax.lax.optimization_barrier(x.T).T if of_outputs else x
     product = jax.lax.dot_general(
         left, right, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
     )

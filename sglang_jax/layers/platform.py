@@ -24,6 +24,9 @@ class PlatformForm:
       `layers.parameter.matmul_outputs_first`. For a CPU with AMX: all products of a decode step of SmolLM2-135M take
       10.5 ms in place of 27 at two rows, and 27 in place of 35 at 32. Without it, measured beside
       other work, neither form was plainly faster, and the plain one reached 0.8 of memory's speed on an AMD EPYC.
+    - `wide_activations`: what lies between products is float32, and rounded to the weights' type where a product or the
+      cache takes it. XLA's CPU backend computes bfloat16 in float32 and rounds after each operation, and each reshape
+      between them: half the time of a gated feed-forward layer's elementwise part.
     - `computes_again_for_each_reader`: the compiler makes cheap and dear elementwise operations alike part of every
       loop that reads them, and drops optimization barriers before it does. XLA's CPU backend took sines and cosines
       anew in each layer, a sixth of the time of a prefill step; libtpu 0.0.51 takes them once, in one loop that
@@ -34,6 +37,7 @@ class PlatformForm:
     tiled_kv_pages: bool
     own_head_for_tied_embeddings: bool
     outputs_first: bool
+    wide_activations: bool
     computes_again_for_each_reader: bool
 
     @classmethod
@@ -45,6 +49,7 @@ class PlatformForm:
             tiled_kv_pages=platform == "tpu",
             own_head_for_tied_embeddings=on_cpu,
             outputs_first=on_cpu and cpu_multiplies_bfloat16_tiles(),
+            wide_activations=on_cpu,
             computes_again_for_each_reader=on_cpu,
         )
 

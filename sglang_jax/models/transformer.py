@@ -117,6 +117,8 @@ class Transformer(nnx.Module):
     def __call__(self, batch: ForwardBatch, kv_caches: KVCaches) -> tuple[jax.Array, KVCaches]:
         """Hidden states `[T, hidden]` after the final norm, and the caches with the step's keys and values."""
         residual = self.embedding(batch.tokens)
+        if self.form.wide_activations:
+            residual = residual.astype(jnp.float32)
         x = jnp.zeros_like(residual)
         tables = rotary_tables_once if self.form.computes_again_for_each_reader else rotary_tables
         rotary = tables(self.rotary, batch.positions)
@@ -129,7 +131,8 @@ class Transformer(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 `[m, vocab]` of hidden states `[m, hidden]`."""
+        table = self.embedding.table[...]
+        hidden = hidden.astype(table.dtype)
         if self.head is not None:
             return self.head(hidden)
-        table = self.embedding.table[...]
         return matmul_outputs_first(hidden, table) if self.outputs_first else matmul(hidden, table.T)
