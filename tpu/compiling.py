@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sglang_jax.config import Dtype
+from sglang_jax.checkpoint.kv_scales import LARGEST_STORED
+from sglang_jax.config import Dtype, KVCacheDtype
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
+from sglang_jax.jax_runner.kv_scales import calibration_inputs, calibration_program
 from sglang_jax.jax_runner.loading import (
     choose_attention,
     kv_dtype_of,
@@ -30,8 +33,9 @@ from sglang_jax.jax_runner.parallel import TensorParallel
 from sglang_jax.jax_runner.programs import Executable, Programs
 from sglang_jax.jax_runner.runner import empty_rows
 from sglang_jax.jax_runner.step import DeviceState, KVCaches
+from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import KV_AXES, make_mesh, named_sharding
-from sglang_jax.models import build_model, kv_cache_spec
+from sglang_jax.models import Transformer, build_model, kv_cache_spec
 from sglang_jax.models.kv_cache import KVCacheSpec
 from sglang_jax.runner.sizing import choose_sizes
 from tpu.figures import Deployment, Message, ProgramFailure, ProgramFigures, Request, Selection
@@ -39,6 +43,11 @@ from tpu.hlo import find_collectives, find_kernels, take_text
 from tpu.topologies import Topology
 
 _PLATFORM = "tpu"
+CALIBRATION = "calibrate scales"
+"""The program that a server with an int8 cache runs once, if the checkpoint brings no scales of keys and values."""
+
+T = TypeVar("T")
+Builders = dict[str, Callable[[], Executable]]
 
 
 def compile_all(request: Request, dumps: Path, send: Callable[[Message], None]) -> None:
@@ -50,10 +59,9 @@ def compile_all(request: Request, dumps: Path, send: Callable[[Message], None]) 
     """
     devices = _devices(request.topology, request.options.tp_size)
     mesh = make_mesh(devices[: request.options.tp_size])
-    deployment, programs, buckets = _deploy(request, mesh, len(devices))
+    deployment, builders, buckets = _deploy(request, mesh, len(devices))
     send(deployment)
     by_name = {str(bucket): bucket for bucket in buckets}
-    builders = programs.builders()
     for name in deployment.programs:
         send(_compile(name, by_name.get(name), builders[name], dumps))
 
@@ -68,7 +76,7 @@ def _devices(topology: Topology, count: int) -> list[jax.Device]:
     return devices
 
 
-def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Programs, Buckets]:
+def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Builders, Buckets]:
     options, topology = request.options, request.topology
     parallel = TensorParallel.of(request.model, options.tp_size)
     dtype = jnp.dtype(jnp.bfloat16 if options.dtype is Dtype.AUTO else options.dtype.value)
@@ -85,17 +93,16 @@ def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Pro
         jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=named_sharding(mesh, parameter.axes))
         for weight, parameter in zip(weights, parameters(model), strict=True)
     ]
-    whole = NamedSharding(mesh, PartitionSpec())
-    rows = jax.tree.map(
-        lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=whole),
-        jax.eval_shape(lambda: empty_rows(spec, None)),
-    )
+    rows = _whole(jax.eval_shape(lambda: empty_rows(spec, None)), mesh)
     kv = _abstract_kv(
         kv_cache_spec(parallel.config, kv_dtype, sizes.num_pages, options.page_size, platform=_PLATFORM), mesh
     )
     buckets = Buckets.ladder(spec.max_rows, spec.token_budget, options.page_size)
     programs = Programs(functions, placed, DeviceState(kv, *rows), buckets, options.page_size, mesh)
-    names = list(programs.builders())
+    builders = programs.builders()
+    if options.kv_cache_dtype is KVCacheDtype.INT8:
+        builders[CALIBRATION] = partial(_build_calibration, model, parallel, mesh, dtype, options.page_size)
+    names = list(builders)
     deployment = Deployment(
         config=request.model,
         device_kind=mesh.devices.flat[0].device_kind,
@@ -114,7 +121,32 @@ def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Pro
         programs=tuple(_selected(names, buckets, request.selection)),
         all_programs=len(names),
     )
-    return deployment, programs, buckets
+    return deployment, builders, buckets
+
+
+def _build_calibration(
+    model: Transformer, parallel: TensorParallel, mesh: Mesh, dtype: jnp.dtype, page_size: int
+) -> Executable:
+    program, state = calibration_program(model, mesh, parallel.config.head_dim, LARGEST_STORED[KVCacheDtype.INT8])
+    placed = jax.tree.map(
+        lambda weight: weight.replace(
+            jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=named_sharding(mesh, weight.axes))
+        ),
+        state,
+        is_leaf=lambda node: isinstance(node, Parameter),
+    )
+    spec, batch = calibration_inputs(parallel, dtype, page_size, _PLATFORM)
+    # Kernels ask for the mesh.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        compiled: Executable = program.lower(placed, _abstract_kv(spec, mesh), _whole(batch, mesh)).compile()
+    return compiled
+
+
+def _whole(arrays: T, mesh: Mesh) -> T:
+    """The shapes of arrays that every device has all of."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    shape = partial(jax.ShapeDtypeStruct, sharding=everywhere)
+    return cast(T, jax.tree.map(lambda array: shape(array.shape, array.dtype), arrays))
 
 
 def _abstract_kv(spec: KVCacheSpec, mesh: Mesh) -> KVCaches:

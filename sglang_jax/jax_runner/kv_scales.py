@@ -12,7 +12,6 @@ What was seen stands for what was not with a margin (`MARGIN`); what is larger s
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -29,6 +28,7 @@ from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import Axis, named_sharding
 from sglang_jax.models import KVCaches, Transformer, allocate, kv_cache_spec
+from sglang_jax.models.kv_cache import KVCacheSpec
 
 MARGIN = 1.25
 """Of SmolLM2-135M, 50 chat prompts and 4,096 tokens of prose reach 1.17 times (keys) and 1.22 times (values) what
@@ -74,11 +74,8 @@ def calibrate_kv_scales(
 
     **Raises:** `ConfigError` naming the layers whose keys or values are not finite.
     """
-    length = min(LENGTH, parallel.config.max_position)
-    pages = 1 + ROWS * -(-length // page_size)
-    spec = kv_cache_spec(parallel.config, dtype, pages, page_size, platform=platform)
     program, state = calibration_program(model, mesh, parallel.config.head_dim, largest_stored)
-    batch = calibration_batch(parallel.vocab_size, length, page_size)
+    spec, batch = calibration_inputs(parallel, dtype, page_size, platform)
     # Kernels ask for the mesh.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         scales, finite = program(state, allocate(spec, mesh), batch)
@@ -94,7 +91,7 @@ def calibrate_kv_scales(
 
 def calibration_program(
     model: Transformer, mesh: Mesh, head_dim: int, largest_stored: float
-) -> tuple[Callable[..., tuple[list[jax.Array], jax.Array]], nnx.State]:
+) -> tuple[jax.stages.Wrapped, nnx.State]:
     """A jitted function of a model's state, of empty pages and of a batch, and that state: gives the scales of each
     layer, `[kv_heads, 2]` where its heads lie, and on every device whether what each layer saw was finite."""
     layers = _parameters(model)
@@ -114,6 +111,16 @@ def calibration_program(
 
     heads = named_sharding(mesh, (Axis.KV_HEADS, Axis.KEY_OR_VALUE))
     return jax.jit(run, out_shardings=([heads] * len(layers), NamedSharding(mesh, PartitionSpec()))), state
+
+
+def calibration_inputs(
+    parallel: TensorParallel, dtype: jnp.dtype, page_size: int, platform: str
+) -> tuple[KVCacheSpec, ForwardBatch]:
+    """The pages that the program of a calibration takes, and its batch."""
+    length = min(LENGTH, parallel.config.max_position)
+    pages = 1 + ROWS * -(-length // page_size)
+    spec = kv_cache_spec(parallel.config, dtype, pages, page_size, platform=platform)
+    return spec, calibration_batch(parallel.vocab_size, length, page_size)
 
 
 def calibration_batch(vocab_size: int, length: int, page_size: int) -> ForwardBatch:

@@ -118,6 +118,23 @@ def test_a_model_on_one_chip(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_what_finds_scales_for_an_int8_cache_is_compiled_as_well(model: Path, tmp_path: Path) -> None:
+    slice_ = ("--topology", "v6e:2x2", "--tp", "4")
+    answer = check(
+        "--model", str(model), *slice_, "--kv-cache-dtype", "int8", *SMALL, figures=tmp_path / "figures.json"
+    )
+    assert answer.status == 0, answer.text + answer.error
+    programs = {program["name"]: program for program in answer.figures["programs"]}
+    calibration = programs["calibrate scales"]
+    weights, pages = answer.figures["deployment"]["weights"], 9 * 64 * 2 * 2 * 128 * 2
+    # Its pages are of the model's own type, as many as 512 tokens take. The head, and what the last layer does with
+    # what it wrote, are not needed.
+    assert weights / 2 < calibration["arguments"] - pages < weights
+    kernels = {kernel["name"]: kernel["count"] for kernel in calibration["kernels"]}
+    assert kernels == {"kv_write": 2, "paged_attention_decode": 1, "paged_attention_prefill": 1}
+
+
+@pytest.mark.slow
 def test_a_model_on_four_chips(model: Path, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     slice_ = ("--topology", "v6e:2x2", "--tp", "4")
