@@ -23,7 +23,7 @@ from sglang_jax.runner.row_updates import ONE_OUTPUT
 _INFINITY_BITS = 0x7F800000
 _LEAST_TEMPERATURE = np.float32(1e-20)
 _LARGEST_BLOCK, _LEAST_BLOCK = 256, 16
-"""Tokens of a block of `first_argmax`: below the least, finding a row's block takes as long as finding its token."""
+"""Tokens of a block of `first_argmax`. With fewer, the largest values of all blocks would be nearly a vocabulary."""
 
 
 def sample(
@@ -109,7 +109,7 @@ def _first_argmax_by_blocks(values: jax.Array) -> jax.Array:
     """Reads the values once: XLA's CPU backend would write a second reduction's operands out first.
 
     Finds each block's largest value, the first block that holds the row's largest, and the place in that block. A
-    vocabulary without a block size that divides it is one block.
+    vocabulary that no block size divides goes through the plain reductions.
     """
     rows, vocab_size = values.shape
     block_size = math.gcd(vocab_size, _LARGEST_BLOCK)
