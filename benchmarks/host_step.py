@@ -12,7 +12,7 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -23,7 +23,7 @@ from sglang_jax.config import EngineConfig
 from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec, StepPlan, StepResult
 from sglang_jax.runner.protocol import RunnerReport
 from sglang_jax.sampling.params import SamplingParams
-from sglang_jax.scheduler.messages import NewRequest, Outbound
+from sglang_jax.scheduler.messages import Inbound, NewRequest, Outbound
 from sglang_jax.scheduler.scheduler import Scheduler
 
 STEPS = 1200
@@ -68,8 +68,8 @@ class EncodingChannel:
         self._encoder = msgspec.msgpack.Encoder()
         self.sent_bytes = 0
 
-    def receive(self, block: bool) -> list[object]:
-        return []
+    def receive(self, block: bool) -> Iterator[Inbound]:
+        return iter(())
 
     def send(self, message: Outbound) -> None:
         self.sent_bytes += len(self._encoder.encode(message))

@@ -44,7 +44,7 @@ def build(page_size: int, numbers: random.Random) -> tuple[KVCache, list[np.ndar
 
 def compute(cache: KVCache, prompt: np.ndarray) -> None:
     """Runs a prompt through its whole life, as the scheduler would."""
-    record = cache.open_row(prompt.tobytes(), len(prompt) - 1, None)
+    record = cache.open_row(cache.probe(prompt.tobytes(), len(prompt) - 1, None))
     assert cache.extend_row(record, len(prompt))
     cache.lengths.kv_committed[record.row] = len(prompt)
     cache.release_kv_cache(record, prompt.tobytes(), insert=True)
@@ -61,18 +61,18 @@ def measure(page_size: int) -> dict[str, object]:
     numbers = random.Random(1)
     cache, prompts = build(page_size, numbers)
     nodes = cache.tree.num_nodes
-    depth = statistics.mean(len(list(cache.tree.match(p.tobytes(), None).node.path())) for p in prompts[-200:])
+    depth = statistics.mean(len(list(cache.tree.probe(p.tobytes(), None).node.path())) for p in prompts[-200:])
     matches, inserts = [], []
     for _ in range(REPEATS):
         tokens = numbers.choice(prompts).tobytes()
-        matches.append(timed(lambda tokens=tokens: cache.tree.match(tokens, None)))
+        matches.append(timed(lambda tokens=tokens: cache.tree.claim(cache.tree.probe(tokens, None))))
         fresh = np.frombuffer(tokens, np.int32).copy()
         fresh[numbers.randrange(PROMPT // 2, PROMPT) :] = 50_001
-        record = cache.open_row(fresh.tobytes(), PROMPT - 1, None)
+        record = cache.open_row(cache.probe(fresh.tobytes(), PROMPT - 1, None))
         assert cache.extend_row(record, PROMPT)
         cache.lengths.kv_committed[record.row] = PROMPT
         data = fresh.tobytes()
-        inserts.append(timed(lambda record=record, data=data: cache.cache_prefix(record, data, None)))
+        inserts.append(timed(lambda record=record, data=data: cache.cache_prefix(record, data, PROMPT, None)))
         cache.release_kv_cache(record, b"", insert=False)
     count = 2000
     eviction = timed(lambda: [cache.full.evict(1) for _ in range(count)] and None) / count

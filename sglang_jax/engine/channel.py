@@ -8,7 +8,7 @@ is bounded by the requests in flight.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -81,14 +81,13 @@ class CoreChannel:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Inbound] = msgspec.msgpack.Decoder(Inbound)
 
-    def receive(self, block: bool) -> list[Inbound]:
-        """All messages that wait, in the order of sending; with `block`, sleeps until there is at least one."""
+    def receive(self, block: bool) -> Iterator[Inbound]:
+        """Messages that wait, in the order of sending; with `block`, sleeps until there is at least one. Those that are
+        not asked for stay for the next call."""
         if block:
             self._socket.poll()
-        messages: list[Inbound] = []
         while _has_message(self._socket):
-            messages.append(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
-        return messages
+            yield self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
 
     def send(self, message: Published) -> None:
         """Queues a message and returns at once."""

@@ -33,7 +33,7 @@ class PrefixMap:
 
     def match(self, tokens: bytes, namespace: Namespace) -> int:
         """How many tokens at the front of a prompt (int32 bytes) the replica has seen, in whole pages."""
-        return self._tree.peek(tokens, namespace)
+        return self._tree.probe(tokens, namespace).length
 
     def add(self, tokens: bytes, namespace: Namespace) -> None:
         """A prompt goes to the replica. Of one that is longer than the capacity, the front is remembered."""
@@ -76,6 +76,16 @@ class _CountedPages(Component):
 
     def unlock(self, node: Node) -> None:
         """As `lock`."""
+
+    def extend_lock(self, held: Node, node: Node) -> None:
+        """As `lock`."""
+
+    def lockable(self, node: Node, pages: int) -> int:
+        return 0
+
+    def bury(self, node: Node) -> None:
+        self._order.discard(node)
+        self._count -= len(node.key) // self._tree.page_bytes
 
     def touch(self, node: Node) -> None:
         if node.children:

@@ -47,6 +47,19 @@ class Component(ABC):
         """Takes one `lock` of this very node back."""
 
     @abstractmethod
+    def extend_lock(self, held: Node, node: Node) -> None:
+        """A lock on `held` becomes one on `node`, which is `held` or below it."""
+
+    @abstractmethod
+    def lockable(self, node: Node, pages: int) -> int:
+        """Evictable pages that a lock on the first `pages` pages of `node`, and on all above it, would protect."""
+
+    @abstractmethod
+    def bury(self, node: Node) -> None:
+        """The tree cut the node off: no match will reach it. What no lock keeps is freed now, the rest when its last
+        lock goes."""
+
+    @abstractmethod
     def touch(self, node: Node) -> None:
         """The node's recency changed, or it lost a child."""
 

@@ -27,7 +27,7 @@ class FullKV(Component):
 
     - A split divides the pages; both halves keep the number of locks.
     - A match may end at any page.
-    - A lock covers every node up to the root.
+    - A lock covers every node up to the root; so a node without locks has none below it either.
     - Unlocked leaves are evicted by the policy, from their tail, and only as many pages as are short.
     """
 
@@ -78,24 +78,55 @@ class FullKV(Component):
         return np.concatenate(runs) if runs else np.zeros(0, np.int32)
 
     def lock(self, node: Node) -> None:
-        for ancestor in node.path():
-            value = self.held(ancestor)
-            if value.locks == 0:
-                self._evictable -= len(value.pages)
-                self._protected += len(value.pages)
-                self.order.discard(ancestor)
-            value.locks += 1
+        while node.parent is not None:
+            self._lock_one(node)
+            node = node.parent
+
+    def _lock_one(self, node: Node) -> None:
+        value: FullPages = node.values[self._index]  # type: ignore[assignment]
+        if value.locks == 0:
+            self._evictable -= len(value.pages)
+            self._protected += len(value.pages)
+            self.order.discard(node)
+        value.locks += 1
+
+    def extend_lock(self, held: Node, node: Node) -> None:
+        ancestor = node
+        while ancestor is not held:
+            assert ancestor.parent is not None, f"tree node {node.id} is not below node {held.id}"
+            self._lock_one(ancestor)
+            ancestor = ancestor.parent
 
     def unlock(self, node: Node) -> None:
-        for ancestor in node.path():
-            value = self.held(ancestor)
+        index = self._index
+        while node.parent is not None:
+            value: FullPages = node.values[index]  # type: ignore[assignment]
             if value.locks <= 0:
-                raise RuntimeError(f"tree node {ancestor.id} was unlocked more often than locked")
+                raise RuntimeError(f"tree node {node.id} was unlocked more often than locked")
             value.locks -= 1
             if value.locks == 0:
-                self._evictable += len(value.pages)
                 self._protected -= len(value.pages)
-                self.touch(ancestor)
+                if node.dead:
+                    self.pool.free(value.pages, node_owner(node.id))
+                else:
+                    self._evictable += len(value.pages)
+                    self.touch(node)
+            node = node.parent
+
+    def lockable(self, node: Node, pages: int) -> int:
+        total = 0
+        while node.parent is not None and self.held(node).locks == 0:
+            total += pages
+            node = node.parent
+            pages = len(node.key) // self._tree.page_bytes
+        return total
+
+    def bury(self, node: Node) -> None:
+        value = self.held(node)
+        self.order.discard(node)
+        if value.locks == 0:
+            self._evictable -= len(value.pages)
+            self.pool.free(value.pages, node_owner(node.id))
 
     def touch(self, node: Node) -> None:
         if not node.children and self.held(node).locks == 0:
@@ -105,11 +136,14 @@ class FullKV(Component):
 
     def evict(self, shortfall: int) -> int:
         freed = 0
+        runs: list[Pages] = []
+        owners: list[int] = []
         while freed < shortfall and (node := self.order.first()) is not None:
             value = self.held(node)
             count = min(len(value.pages), shortfall - freed)
             keep = len(value.pages) - count
-            self.pool.free(value.pages[keep:], node_owner(node.id))
+            runs.append(value.pages[keep:])
+            owners.append(node_owner(node.id))
             self._evictable -= count
             freed += count
             if keep:
@@ -118,4 +152,6 @@ class FullKV(Component):
             else:
                 self.order.discard(node)
                 self._tree.remove_leaf(node)
+        if runs:
+            self.pool.free(np.concatenate(runs), np.repeat(owners, [len(run) for run in runs]))
         return freed

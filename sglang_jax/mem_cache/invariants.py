@@ -51,6 +51,17 @@ def check_conservation(cache: KVCache) -> None:
         raise InvariantError(f"pages do not add up: {balance}")
 
 
+def idle_fault(cache: KVCache) -> str:
+    """What is wrong with the books while no request has a row and no step is in flight; empty if nothing is. O(1)."""
+    free, evictable, total = cache.pool.num_free, cache.full.evictable, cache.pool.total
+    if free + evictable == total and not cache.open_rows and cache.all_rows_free:
+        return ""
+    return (
+        f"{free} pages free and {evictable} evictable of {total}, {cache.full.protected} protected, "
+        f"{cache.retired_pages} retired, rows in use: {sorted(cache.open_rows)}"
+    )
+
+
 def check_everything(cache: KVCache) -> None:
     """Recounts locks, totals and owners from the tree and the rows, trusting no running total.
 
@@ -58,21 +69,31 @@ def check_everything(cache: KVCache) -> None:
     """
     check_conservation(cache)
     locks = Counter(ancestor.id for record in cache.open_rows.values() for ancestor in record.receipt.path())
-    _check_nodes(cache, cache.full, locks)
+    dead = _dead_nodes(cache)
+    _check_nodes(cache, cache.full, locks, dead)
     for record in cache.open_rows.values():
         _check_record(cache, record)
-    _check_single_owner(cache)
+    _check_single_owner(cache, dead)
+
+
+def _dead_nodes(cache: KVCache) -> list[Node]:
+    """Nodes that were cut off and that some row still depends on."""
+    paths = (record.receipt.path() for record in cache.open_rows.values())
+    return list({node.id: node for path in paths for node in path if node.dead}.values())
 
 
 def _owned_pages(cache: KVCache, record: RowKV) -> int:
     return cache.pages_for(record.kv_allocated_len) - record.cache_protected_len // cache.page_size
 
 
-def _check_nodes(cache: KVCache, full: FullKV, locks: Counter[int]) -> None:
-    evictable = protected = count = 0
+def _check_nodes(cache: KVCache, full: FullKV, locks: Counter[int], dead: list[Node]) -> None:
+    evictable = count = 0
+    protected = sum(len(full.held(node).pages) for node in dead)
     for node in cache.tree.nodes():
         held = full.held(node)
         count += 1
+        _require(not node.dead, f"node {node.id} was cut off and can be reached")
+        _require(not node.proven or _is_proven(node.parent), f"node {node.id}: proven alone")
         _require(len(held.pages) * cache.tree.page_bytes == len(node.key), f"node {node.id}: key and pages differ")
         _require(held.locks == locks[node.id], f"node {node.id}: {held.locks} locks, {locks[node.id]} requests")
         _require(_is_linked(cache, node), f"node {node.id} is not its parent's child")
@@ -84,6 +105,11 @@ def _check_nodes(cache: KVCache, full: FullKV, locks: Counter[int]) -> None:
             evictable += len(held.pages)
     _require((evictable, protected) == (full.evictable, full.protected), "evictable or protected pages miscounted")
     _require(count == cache.tree.num_nodes, f"{count} nodes, counted as {cache.tree.num_nodes}")
+
+
+def _is_proven(node: Node | None) -> bool:
+    """Of a node, or of the empty prefix."""
+    return node is None or node.parent is None or node.proven
 
 
 def _is_linked(cache: KVCache, node: Node) -> bool:
@@ -100,14 +126,17 @@ def _check_record(cache: KVCache, record: RowKV) -> None:
     name = f"row {record.row}"
     _require(0 <= protected <= committed <= allocated, f"{name}: lengths {protected}, {committed}, {allocated}")
     _require(protected % cache.page_size == 0, f"{name}: cache_protected_len {protected} is not page aligned")
+    _require(record.receipt.namespace == record.namespace, f"{name}: depends on a prefix of another namespace")
+    rest = cache.table.pages[record.row, cache.pages_for(allocated) :]
+    _require(not rest.any(), f"{name}: the table names pages beyond {allocated} tokens")
     shared = cache.full.collect(record.receipt)
     row = cache.table.run(record.row, 0, protected // cache.page_size)
     _require(np.array_equal(shared, row), f"{name}: the table differs from the tree within [0, {protected})")
 
 
-def _check_single_owner(cache: KVCache) -> None:
+def _check_single_owner(cache: KVCache, dead: list[Node]) -> None:
     owned = [cache.pool.free_pages(), *cache.retired]
-    owned += [cache.full.held(node).pages for node in cache.tree.nodes()]
+    owned += [cache.full.held(node).pages for node in (*cache.tree.nodes(), *dead)]
     for record in cache.open_rows.values():
         first = record.cache_protected_len // cache.page_size
         owned.append(cache.table.run(record.row, first, cache.pages_for(record.kv_allocated_len)))

@@ -17,7 +17,7 @@ from sglang_jax.mem_cache.full_kv import FullKV
 from sglang_jax.mem_cache.ledger import RETIRED, PageLedger, Pages, request_owner, request_owners
 from sglang_jax.mem_cache.page_pool import PagePool
 from sglang_jax.mem_cache.page_table import PageTable
-from sglang_jax.mem_cache.radix_tree import TOKEN_BYTES, Namespace, Node, RadixTree
+from sglang_jax.mem_cache.radix_tree import TOKEN_BYTES, Namespace, Node, Probe, RadixTree
 from sglang_jax.runner.plan import Int32, PageDeltas, PoolSpec
 
 
@@ -38,13 +38,16 @@ class RowLengths:
 class RowKV:
     """One request's ownership record: its row, and the node it locks (the lock receipt).
 
-    The lengths live in the arrays of `RowLengths`, so that a decode batch advances them at once.
+    The lengths live in the arrays of `RowLengths`, so that a decode batch advances them at once. `serial` tells records
+    of the same row apart; `proven`: what was drawn from this row's KV was finite.
     """
 
     row: int
     namespace: Namespace
     receipt: Node
     lengths: RowLengths
+    serial: int = 0
+    proven: bool = False
 
     @property
     def cache_protected_len(self) -> int:
@@ -90,11 +93,17 @@ class KVCache:
         self.open_rows: dict[int, RowKV] = {}
         self.num_evicted = 0
         self._free_rows = list(range(max_rows - 1, -1, -1))
+        self._serial = 0
         self._retired: deque[tuple[int, Pages]] = deque()
 
     @property
     def num_free_rows(self) -> int:
         return len(self._free_rows)
+
+    @property
+    def all_rows_free(self) -> bool:
+        """No request has a row."""
+        return len(self._free_rows) == len(self.table.pages)
 
     @property
     def available_pages(self) -> int:
@@ -115,35 +124,57 @@ class KVCache:
         """Pages that hold this many tokens."""
         return -(-tokens // self.page_size)
 
-    def peek(self, tokens: bytes, limit: int, namespace: Namespace) -> int:
-        """Tokens of a prompt (int32 bytes), at most `limit`, whose KV is cached. Changes nothing."""
-        return self.tree.peek(self._matchable(tokens, limit), namespace) if self.reuse else 0
-
-    def open_row(self, tokens: bytes, limit: int, namespace: Namespace) -> RowKV:
-        """Gives a request a row that starts with the cached prefix of its prompt, locked.
+    def probe(self, tokens: bytes, limit: int, namespace: Namespace) -> Probe:
+        """Where the cached prefix of a prompt (int32 bytes) ends. Changes nothing.
 
         `limit`: most tokens that may be matched: one less than the prompt (a token must run to give logits), less where
-        prompt logprobs are wanted. A row must be free.
+        prompt logprobs are wanted.
         """
-        match = self.tree.match(self._matchable(tokens, limit) if self.reuse else b"", namespace)
-        self.tree.lock(match.node)
-        record = RowKV(self._free_rows.pop(), namespace, match.node, self.lengths)
-        for column in (self.lengths.cache_protected, self.lengths.kv_committed, self.lengths.kv_allocated):
-            column[record.row] = match.length
-        if match.length:
-            self.table.write_run(record.row, 0, self.full.collect(match.node))
+        return self.tree.probe(self._matchable(tokens, limit) if self.reuse else b"", namespace)
+
+    def peek(self, tokens: bytes, limit: int, namespace: Namespace) -> int:
+        """Tokens of a prompt (int32 bytes), at most `limit`, whose KV is cached. Changes nothing."""
+        return self.probe(tokens, limit, namespace).length
+
+    def available_beside(self, probe: Probe) -> int:
+        """Pages that could be handed out once a request holds the prefix that was probed."""
+        return self.available_pages - self.full.lockable(probe.node, probe.covered)
+
+    def open_row(self, probe: Probe) -> RowKV:
+        """Gives a request a row that starts with the prefix that was just probed, locked. A row must be free."""
+        node = self.tree.claim(probe)
+        self.tree.lock(node)
+        self._serial += 1
+        record = RowKV(self._free_rows.pop(), node.namespace, node, self.lengths, self._serial)
+        if probe.length:
+            row = record.row
+            self.lengths.cache_protected[row] = probe.length
+            self.lengths.kv_committed[row] = probe.length
+            self.lengths.kv_allocated[row] = probe.length
+            self.table.write_run(row, 0, self.full.collect(node))
         self.open_rows[record.row] = record
         return record
 
     def extend_row(self, record: RowKV, length: int) -> bool:
-        """Allocates up to `length` tokens for a row; False, and nothing is taken, if pages are short."""
-        first, last = self.pages_for(record.kv_allocated_len), self.pages_for(length)
-        if last > first:
-            pages = self._take(last - first, request_owner(record.row))
+        """`extend_rows` for one."""
+        return self.extend_rows(np.array([record.row], np.int32), np.array([length], np.int32))
+
+    def extend_rows(self, rows: Int32, lengths: Int32) -> bool:
+        """Allocates up to `lengths` `[rows]` tokens for `rows` `[rows]`, each named once; False, and nothing is taken,
+        if pages are short."""
+        size = np.int32(self.page_size)
+        first = -(-self.lengths.kv_allocated[rows] // size)
+        counts = -(-lengths // size) - first
+        total = int(counts.sum())
+        if total:
+            repeated = np.repeat(rows, counts)
+            pages = self._take(total, request_owners(repeated))
             if pages is None:
                 return False
-            self.table.write_run(record.row, first, pages)
-        self.lengths.kv_allocated[record.row] = length
+            starts = np.cumsum(counts) - counts
+            columns = np.arange(total, dtype=np.int32) + np.repeat(first - starts, counts).astype(np.int32)
+            self.table.write(repeated, columns, pages)
+        self.lengths.kv_allocated[rows] = lengths
         return True
 
     def extend_decode(self, rows: Int32) -> Int32 | None:
@@ -163,35 +194,58 @@ class KVCache:
         self.lengths.kv_allocated[rows] = lengths
         return lengths
 
-    def pages_short(self, rows: Int32) -> int:
-        """Pages that `extend_decode(rows)` lacks, after eviction."""
-        crossing = (self.lengths.kv_allocated[rows] & (self.page_size - 1)) == 0
-        return int(np.count_nonzero(crossing)) - self.available_pages
-
-    def cache_prefix(self, record: RowKV, tokens: bytes, step: int | None) -> None:
-        """Puts what a running request has computed, `tokens` (int32 bytes), in the tree up to the page floor.
+    def cache_prefix(self, record: RowKV, tokens: bytes, length: int, step: int | None) -> None:
+        """Puts the first `length` of a request's tokens (int32 bytes), which it has computed, in the tree up to the
+        page floor.
 
         Where the tree has the same prefix from someone else, the row is re-pointed at that copy and the request's own
-        pages retire: they are free once `step`, the last one that may touch them, has finished (None: at once).
+        pages retire: they are free once `step`, the last one that may touch them, has finished (None: at once). What
+        follows a dead prefix stays the request's own.
         """
-        length = len(tokens) // TOKEN_BYTES // self.page_size * self.page_size
+        length = length // self.page_size * self.page_size
         protected = record.cache_protected_len
-        if not self.reuse or length <= protected:
+        receipt = record.receipt
+        if not self.reuse or length <= protected or receipt.dead:
             return
+        row = record.row
         first, last = protected // self.page_size, length // self.page_size
-        own = self.table.run(record.row, first, last)
-        owner = request_owner(record.row)
+        own = self.table.run(row, first, last)
+        owner = request_owner(row)
         run = tokens[protected * TOKEN_BYTES : length * TOKEN_BYTES]
-        added = self.tree.insert(record.receipt, run, (own,), owner)
-        self.tree.lock(added.node)
-        self.tree.unlock(record.receipt)
+        added = self.tree.insert(receipt, run, (own,), owner, record.serial)
+        if receipt.parent is None:
+            self.tree.lock(added.node)
+        else:
+            self.tree.extend_lock(receipt, added.node)
         record.receipt = added.node
-        duplicates = own[: added.already_there // self.page_size]
-        if len(duplicates):
+        if added.already_there:
+            duplicates = own[: added.already_there // self.page_size]
             theirs = self.full.collect(added.node)[first : first + len(duplicates)]
-            self.table.write_run(record.row, first, theirs)
+            self.table.write_run(row, first, theirs)
             self._retire(duplicates, owner, step)
-        self.lengths.cache_protected[record.row] = length
+        self.lengths.cache_protected[row] = length
+        if record.proven:
+            self.tree.prove(added.node)
+
+    def prove(self, record: RowKV) -> None:
+        """A row drew something finite: all that it has read, and what it will still add, is fit to be shared."""
+        record.proven = True
+        self.tree.prove(record.receipt)
+
+    def distrust(self, record: RowKV) -> None:
+        """A row drew something that is not finite: nothing that it computed, or read unproven, is matched again. Who
+        depends on such KV keeps it until it lets go."""
+        top = None
+        for node in record.receipt.path():
+            if not node.dead and (node.writer == record.serial or not node.proven):
+                top = node
+        if top is not None:
+            self.tree.cut(top)
+
+    @staticmethod
+    def borrowed_trouble(record: RowKV) -> bool:
+        """True where a row reads KV that somebody else computed and that was cut off since."""
+        return any(node.dead and node.writer != record.serial for node in record.receipt.path())
 
     def release_kv_cache(self, record: RowKV, tokens: bytes, *, insert: bool) -> None:
         """The one way a request gives its KV up: finish, retract, abort and close all end here.
@@ -200,18 +254,16 @@ class KVCache:
         step in flight may use the row.
         """
         if insert:
-            self.cache_prefix(record, tokens[: record.kv_committed_len * TOKEN_BYTES], None)
+            self.cache_prefix(record, tokens, record.kv_committed_len, None)
         first = record.cache_protected_len // self.page_size
-        committed = max(first, self.pages_for(record.kv_committed_len))
         allocated = self.pages_for(record.kv_allocated_len)
-        owner = request_owner(record.row)
-        self.pool.free(self.table.run(record.row, first, committed), owner)
+        if allocated > first:
+            self.pool.free(self.table.run(record.row, first, allocated), request_owner(record.row))
         self.tree.unlock(record.receipt)
-        self.pool.free(self.table.run(record.row, committed, allocated), owner)
-        self._free_row(record.row)
+        self._free_row(record.row, allocated)
 
     def settle(self, step: int) -> None:
-        """Step `step` has finished: pages retired until then are free."""
+        """Step `step` has finished: what was retired until then is free."""
         while self._retired and self._retired[0][0] <= step:
             self.pool.free(self._retired.popleft()[1], RETIRED)
 
@@ -242,9 +294,9 @@ class KVCache:
             self.pool.ledger.move(pages, owner, RETIRED)
         self._retired.append((step, pages))
 
-    def _free_row(self, row: int) -> None:
+    def _free_row(self, row: int, columns: int) -> None:
         for column in (self.lengths.cache_protected, self.lengths.kv_committed, self.lengths.kv_allocated):
             column[row] = 0
-        self.table.clear(row)
+        self.table.clear(row, columns)
         del self.open_rows[row]
         self._free_rows.append(row)

@@ -21,6 +21,7 @@ class PageTable:
     def __init__(self, rows: int, max_pages: int) -> None:
         self.pages: NDArray[np.int32] = np.zeros((rows, max_pages), np.int32)
         self._changed: list[Int32] = []
+        self._stamps: Int32 = np.zeros(rows * max_pages, np.int32)
 
     def write(self, rows: Int32, columns: Int32, pages: Pages) -> None:
         """Sets `pages[i]` at `(rows[i], columns[i])`."""
@@ -37,18 +38,25 @@ class PageTable:
         """Pages of columns `[first, last)` of a row, a copy."""
         return self.pages[row, first:last].copy()
 
-    def clear(self, row: int) -> None:
-        """Forgets a row. The runner is not told: a row that is not in a plan is not read."""
-        self.pages[row] = 0
+    def clear(self, row: int, columns: int) -> None:
+        """Forgets a row, of which the first `columns` columns are in use. The runner is not told: a row that is not in
+        a plan is not read."""
+        self.pages[row, :columns] = 0
 
     def take_deltas(self) -> PageDeltas:
         """The entries written since the last call, each once, with their newest values; none of rows freed since."""
         if not self._changed:
             return NO_DELTAS
-        flat = self._changed[0] if len(self._changed) == 1 else np.unique(np.concatenate(self._changed))
+        flat = self._changed[0] if len(self._changed) == 1 else self._each_once(np.concatenate(self._changed))
         self._changed.clear()
         pages = self.pages.reshape(-1)[flat]
         if not pages.all():
             flat, pages = flat[pages > 0], pages[pages > 0]
         rows, columns = np.divmod(flat, np.int32(self.pages.shape[1]))
         return PageDeltas(rows, columns, pages)
+
+    def _each_once(self, flat: Int32) -> Int32:
+        """The entries `[written]` without repetitions, in time that follows their number alone: no sort."""
+        order = np.arange(len(flat), dtype=np.int32)
+        self._stamps[flat] = order
+        return flat[self._stamps[flat] == order]

@@ -21,11 +21,31 @@ Namespace = str | None
 
 
 class Node:
-    """A run of pages. `values[i]` belongs to the tree's i-th component; a root has an empty key."""
+    """A run of pages. `values[i]` belongs to the tree's i-th component; a root has an empty key.
 
-    __slots__ = ("children", "created", "hits", "id", "key", "last_access", "namespace", "parent", "values")
+    - `writer`: serial of the record that computed it.
+    - `proven`: something was drawn from it and was finite. Whatever is above a proven node is proven.
+    - `dead`: cut off. No match reaches it or anything below it; it lasts as long as its locks.
+    """
 
-    def __init__(self, node_id: int, key: bytes, parent: Node | None, namespace: Namespace, now: int) -> None:
+    __slots__ = (
+        "children",
+        "created",
+        "dead",
+        "hits",
+        "id",
+        "key",
+        "last_access",
+        "namespace",
+        "parent",
+        "proven",
+        "values",
+        "writer",
+    )
+
+    def __init__(
+        self, node_id: int, key: bytes, parent: Node | None, namespace: Namespace, now: int, writer: int = 0
+    ) -> None:
         self.id = node_id
         self.key = key
         self.parent = parent
@@ -35,6 +55,9 @@ class Node:
         self.created = now
         self.last_access = now
         self.hits = 0
+        self.writer = writer
+        self.proven = False
+        self.dead = False
 
     def path(self) -> Iterator[Node]:
         """This node, its parent, and so on, without the root."""
@@ -44,11 +67,14 @@ class Node:
             node = node.parent
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
-    """The deepest node that holds a prefix, and the prefix's length in tokens (whole pages)."""
+@dataclass(slots=True)
+class Probe:
+    """Where the longest cached prefix ends, found without a change: after `covered` pages of `node`, or at its end
+    (`whole`). `length`: the prefix in tokens, whole pages. Good until the tree changes."""
 
     node: Node
+    covered: int
+    whole: bool
     length: int
 
 
@@ -63,8 +89,8 @@ class Insertion:
 class RadixTree:
     """Keys, splits, matches and recency.
 
-    `peek` reads only; `match` splits nodes so that it ends at a node's end and refreshes recency. Time is a counter,
-    not a clock, so that order is exact.
+    `probe` reads only; `claim` splits the node in which a probe ended, so that the prefix ends at a node's end, and
+    refreshes recency. Time is a counter, not a clock, so that order is exact.
     """
 
     def __init__(self, page_size: int, components: tuple[Component, ...]) -> None:
@@ -78,53 +104,50 @@ class RadixTree:
         for component in components:
             component.attach(self)
 
-    def peek(self, tokens: bytes, namespace: Namespace) -> int:
-        """Tokens of the longest cached prefix, in whole pages. Changes nothing."""
-        node = self.roots.get(namespace)
-        if node is None:
-            return 0
-        accepted = 0
-        for reached, end, whole in self._walk(node, tokens):
-            if all(component.accepts_boundary(reached, whole) for component in self.components):
-                accepted = end
-        return accepted // TOKEN_BYTES
-
-    def match(self, tokens: bytes, namespace: Namespace) -> Match:
-        """The longest cached prefix at which every component lets a request start."""
-        self._now += 1
-        root = self.roots.get(namespace) or self.root(namespace)
-        best = Match(root, 0)
-        visited: list[Node] = []
-        covered = 0
-        for node, end, whole in self._walk(root, tokens):
-            reached = node if whole else self._split(node, end - covered)
-            visited.append(reached)
-            covered = end
-            if all(component.accepts_boundary(reached, True) for component in self.components):
-                best = Match(reached, end // TOKEN_BYTES)
-        for node in visited:
-            node.last_access = self._now
-            node.hits += 1
-        if visited:
-            self._touch(visited[-1])
+    def probe(self, tokens: bytes, namespace: Namespace) -> Probe:
+        """The longest cached prefix at which every component lets a request start. Changes nothing."""
+        root = self.roots.get(namespace)
+        if root is None:
+            return Probe(self.root(namespace), 0, True, 0)
+        best = Probe(root, 0, True, 0)
+        for node, start, end, whole in self._walk(root, tokens):
+            if all(component.accepts_boundary(node, whole) for component in self.components):
+                best = Probe(node, (end - start) // self.page_bytes, whole, end // TOKEN_BYTES)
         return best
 
-    def insert(self, below: Node, tokens: bytes, pages: tuple[Pages, ...], giver: int) -> Insertion:
-        """Adds the run `tokens` (whole pages) after the prefix that ends at `below`.
+    def claim(self, probe: Probe) -> Node:
+        """The node at whose end a probe's prefix ends; a request starts there."""
+        self._now += 1
+        node = probe.node
+        if not probe.whole:
+            node = self._split(node, probe.covered * self.page_bytes)
+        ancestor = node
+        while ancestor.parent is not None:
+            ancestor.last_access = self._now
+            ancestor.hits += 1
+            ancestor = ancestor.parent
+        self._touch(node)
+        return node
 
-        The part that is there already is left alone. What is new becomes one leaf whose components adopt the rest of
-        `pages` (one array per component, `[pages of the run]`) from the owner with code `giver`.
+    def insert(
+        self, below: Node, tokens: bytes, pages: tuple[Pages, ...], giver: int, writer: int = 0
+    ) -> Insertion:
+        """Adds the run `tokens` (whole pages) after the prefix that ends at `below`, which is not dead.
+
+        The part that is there already is left alone. What is new becomes one leaf, computed by `writer`, whose
+        components adopt the rest of `pages` (one array per component, `[pages of the run]`) from the owner with code
+        `giver`.
         """
         self._now += 1
         if below.parent is None:
             below = self._root(below.namespace)  # an empty root may have been dropped since it was matched
         node, there = below, 0
-        for reached, end, whole in self._walk(below, tokens):
-            node = reached if whole else self._split(reached, end - there)
+        for reached, start, end, whole in self._walk(below, tokens):
+            node = reached if whole else self._split(reached, end - start)
             node.last_access = self._now
             there = end
         if there < len(tokens):
-            node = self._add_leaf(node, tokens[there:])
+            node = self._add_leaf(node, tokens[there:] if there else tokens, writer)
             first = there // self.page_bytes
             for component, run in zip(self.components, pages, strict=True):
                 component.adopt(node, run[first:], giver)
@@ -136,10 +159,37 @@ class RadixTree:
         for component in self.components:
             component.lock(node)
 
+    def extend_lock(self, held: Node, node: Node) -> None:
+        """Who depends on `held` depends on `node` from now on, which is `held` or below it."""
+        for component in self.components:
+            component.extend_lock(held, node)
+
     def unlock(self, node: Node) -> None:
         """Takes one `lock` of this node back."""
         for component in self.components:
             component.unlock(node)
+
+    def prove(self, node: Node) -> None:
+        """What was drawn from the prefix that ends at `node` was finite."""
+        while not node.proven and node.parent is not None:
+            node.proven = True
+            node = node.parent
+
+    def cut(self, node: Node) -> None:
+        """No match reaches this node or anything below it from now on; what nobody depends on is freed at once."""
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.key[: self.page_bytes]]
+        self._drop_empty_root(parent)
+        self._touch(parent)
+        lost = [node]
+        for each in lost:
+            lost.extend(each.children.values())
+        for each in lost:
+            each.dead = True
+            self.num_nodes -= 1
+            for component in self.components:
+                component.bury(each)
 
     def remove_leaf(self, node: Node) -> None:
         """Takes a childless node out; called by a component once nothing is held there."""
@@ -149,8 +199,7 @@ class RadixTree:
         del parent.children[node.key[: self.page_bytes]]
         self.num_nodes -= 1
         self._touch(parent)
-        if parent.parent is None and not parent.children:
-            del self.roots[parent.namespace]
+        self._drop_empty_root(parent)
 
     def trim_leaf(self, node: Node, pages: int) -> None:
         """Shortens a leaf's key to its first `pages` (at least one) pages."""
@@ -171,8 +220,13 @@ class RadixTree:
         """Where the empty prefix ends."""
         return Node(0, b"", None, namespace, 0)
 
-    def _walk(self, node: Node, tokens: bytes) -> Iterator[tuple[Node, int, bool]]:
-        """Nodes below `node` along `tokens`: (node, bytes of `tokens` covered at its end, whether all of its key is).
+    def _drop_empty_root(self, node: Node) -> None:
+        if node.parent is None and not node.children and self.roots.get(node.namespace) is node:
+            del self.roots[node.namespace]
+
+    def _walk(self, node: Node, tokens: bytes) -> Iterator[tuple[Node, int, int, bool]]:
+        """Nodes below `node` along `tokens`: (node, bytes of `tokens` covered before it, and at its end, whether all
+        of its key is).
 
         A partly covered node comes last, and only if at least one of its pages is covered.
         """
@@ -183,10 +237,10 @@ class RadixTree:
                 return
             if tokens.startswith(child.key, position):
                 node = child
-                position += len(child.key)
-                yield child, position, True
+                start, position = position, position + len(child.key)
+                yield child, start, position, True
             else:
-                yield child, position + self._common(child.key, tokens, position), False
+                yield child, position, position + self._common(child.key, tokens, position), False
                 return
 
     def _common(self, key: bytes, tokens: bytes, position: int) -> int:
@@ -203,8 +257,9 @@ class RadixTree:
         parent = lower.parent
         assert parent is not None
         assert 0 < size < len(lower.key)
-        upper = self._new_node(lower.key[:size], parent, lower.namespace)
+        upper = self._new_node(lower.key[:size], parent, lower.namespace, lower.writer)
         upper.created, upper.hits, upper.last_access = lower.created, lower.hits, lower.last_access
+        upper.proven = lower.proven
         parent.children[upper.key[: self.page_bytes]] = upper
         lower.key = lower.key[size:]
         lower.parent = upper
@@ -213,14 +268,14 @@ class RadixTree:
             component.split(upper, lower, size // self.page_bytes)
         return upper
 
-    def _add_leaf(self, parent: Node, key: bytes) -> Node:
-        leaf = self._new_node(key, parent, parent.namespace)
+    def _add_leaf(self, parent: Node, key: bytes, writer: int) -> Node:
+        leaf = self._new_node(key, parent, parent.namespace, writer)
         parent.children[key[: self.page_bytes]] = leaf
         self._touch(parent)
         return leaf
 
-    def _new_node(self, key: bytes, parent: Node, namespace: Namespace) -> Node:
-        node = Node(self._next_id, key, parent, namespace, self._now)
+    def _new_node(self, key: bytes, parent: Node, namespace: Namespace, writer: int) -> Node:
+        node = Node(self._next_id, key, parent, namespace, self._now, writer)
         self._next_id += 1
         self.num_nodes += 1
         return node

@@ -1,4 +1,4 @@
-"""Gives rows to waiting requests, as far as rows, pages and the reserve allow."""
+"""Gives rows to waiting requests, as far as rows, pages, the reserve and the step's tokens allow."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from sglang_jax.mem_cache.kv_cache import KVCache
+from sglang_jax.mem_cache.radix_tree import TOKEN_BYTES, Namespace, Node, Probe
+from sglang_jax.scheduler.chunking import PrefillWork
 from sglang_jax.scheduler.request import Request, RequestState
 from sglang_jax.scheduler.request_table import RequestTable
 from sglang_jax.scheduler.reserve import CLIP, NewTokenReserve
@@ -15,17 +17,46 @@ from sglang_jax.scheduler.waiting_queue import WaitingQueue
 MAX_SHARERS_PASSED = 64
 """Requests that may be passed over in one step because a prefix of theirs is being computed."""
 
+SHARER_LOOKS = 4
+"""A request waits for a prefix that is being computed for this many looks in which it does not grow."""
+
 RETRY_STEPS = 8
 """A refused request is tried again after this many steps even if nothing was released: the reserve decays."""
 
+AGED_TURN = 8
+"""Of so many rows given while the oldest request waits, the last goes to it."""
+
+BACKFILL_SEATS = 32
+BACKFILL_STEPS = 256
+"""So many requests, and for so many steps, may be given room past one that does not fit; then room is kept for it."""
+
+MAX_REFUSALS = 8
+"""Requests that do not fit of which one look at the queue takes note."""
+
+LEAST_WORK_LOOKS = 8
+"""Requests with the least work that are looked at in a step whose tokens are all spoken for."""
+
+Offer = tuple[Namespace, int, bytes]
+"""A page that is about to be computed: where in the tree it will hang, and its tokens."""
+
 
 class Admission:
-    """Takes requests from the queue in its order and stops at the first that does not fit, so that none starves. Those
-    that could not fit even alone are refused on the way.
+    """Takes requests from the queue in its order, while the step has tokens for them; once it has none, those that have
+    less work than the prompts under way, as a chunk of theirs goes first. Those that could not fit even alone are
+    refused.
 
-    A request whose prompt begins like one that is being computed is passed over until that prefix is in the tree:
+    Nobody starves. While the oldest request waits, every `AGED_TURN`-th row is its own. One that does not fit lets
+    others into room that it cannot use, for a bounded number of them and of steps; then room is kept for it.
+
+    A request whose prompt goes on like one that is being computed is passed over until that prefix is in the tree:
     computing it once and waiting a step is cheaper than computing it twice.
+
+    **Arguments:** `reclaim` releases some rows of requests that are over; False if there are none to be had.
     """
+
+    aged_turn = AGED_TURN
+    backfill_seats = BACKFILL_SEATS
+    backfill_steps = BACKFILL_STEPS
 
     def __init__(
         self,
@@ -35,6 +66,7 @@ class Admission:
         prefilling: list[Request],
         reserve: NewTokenReserve,
         refuse: Callable[[Request], None],
+        reclaim: Callable[[], bool],
     ) -> None:
         self._cache = cache
         self._table = table
@@ -42,86 +74,210 @@ class Admission:
         self._prefilling = prefilling
         self._reserve = reserve
         self._refuse = refuse
+        self._reclaim = reclaim
         self._retry_in = 0
+        self._younger_seats = 0
 
     def retry(self) -> None:
         """Something was released, cached or queued: look at the queue again."""
         self._retry_in = 0
 
-    def admit(self, allowance: int) -> Iterator[Request]:
-        """Requests that got a row, one by one; stop asking when the step is full.
-
-        Each is in PREFILL and among `prefilling` when it is handed out.
-        """
-        if not self._queue or allowance <= 0 or not self._cache.num_free_rows:
-            return
-        if self._retry_in > 0:
-            self._retry_in -= 1
-            return
-        passed = 0
-        for request in self._queue.first(self._cache.num_free_rows + MAX_SHARERS_PASSED):
-            if not self._cache.num_free_rows:
-                return
-            if self._cache.pages_for(request.prefill_len) > self._cache.pool.total:
-                self._refuse(request)
-            elif self._should_wait(request):
-                passed += 1
-                if passed == MAX_SHARERS_PASSED:
-                    return
-            elif self._seat(request):
-                yield request
-            else:
-                self._retry_in = RETRY_STEPS
-                return
-
     def cached_prefix(self, request: Request) -> int:
         """Tokens of a waiting request that the tree holds."""
         return self._cache.peek(request.tokens, request.match_limit, request.namespace)
 
-    def _seat(self, request: Request) -> bool:
-        alone = not self._cache.open_rows
-        record = self._cache.open_row(request.tokens, request.match_limit, request.namespace)
-        request.kv = record
-        needed = self._cache.pages_for(request.prefill_len) - record.kv_allocated_len // self._cache.page_size
-        if needed + (0 if alone else self._reserved_pages(request)) > self._cache.available_pages:
-            self._cache.release_kv_cache(record, b"", insert=False)
-            request.kv = None
-            return False
+    def admit(self, allowance: int, step: int) -> None:
+        """Seats requests: each then has a row, is in PREFILL, and stands at the end of `prefilling`.
+
+        `allowance`: prompt tokens that the step may compute; `step`: its number.
+        """
+        if not self._queue or allowance <= 0:
+            return
+        if self._retry_in > 0:
+            self._retry_in -= 1
+            return
+        if not self._cache.num_free_rows and not self._reclaim():
+            return
+        look = _Look(self._cache, self._table, self._prefilling, self._reserve, step, allowance)
+        for request in self._candidates(look):
+            if not self._cache.num_free_rows and not self._reclaim():
+                break
+            if not self._consider(request, look):
+                break
+        if look.seated:
+            self._table.seat(look.seated)
+            self._prefilling += look.seated
+        else:
+            self._retry_in = RETRY_STEPS
+
+    def _candidates(self, look: _Look) -> Iterator[Request]:
+        """Waiting requests in the order in which to look at them; the oldest comes whenever it is its turn."""
+        queue = self._queue
+        tried: set[int] = set()
+        reach = self._cache.num_free_rows + len(self._cache.open_rows) + MAX_SHARERS_PASSED
+        for request in self._by_order(look, reach):
+            if self._younger_seats >= self.aged_turn - 1 and queue:
+                oldest = queue.oldest()
+                if oldest.id not in tried:
+                    tried.add(oldest.id)
+                    look.aged = oldest
+                    yield oldest
+            if request.kv is None and request.id not in tried and request.state is not RequestState.FINISHED:
+                tried.add(request.id)
+                yield request
+
+    def _by_order(self, look: _Look, reach: int) -> Iterator[Request]:
+        """By policy while the step has tokens that nobody has claimed; then those with less work than who has."""
+        if not look.spoken_for:
+            for request in self._queue.first(reach):
+                yield request
+                if look.spoken_for:
+                    break
+            else:
+                return
+        for request in self._queue.front(LEAST_WORK_LOOKS // 2):
+            self._queue.set_work(request, request.prefill_len - self.cached_prefix(request))
+        for request in self._queue.least_work(LEAST_WORK_LOOKS):
+            if look.work.ahead_of(request, request.waiting.work) >= look.allowance:
+                break
+            yield request
+        if self._younger_seats >= self.aged_turn - 1 and self._queue:
+            yield self._queue.oldest()
+
+    def _consider(self, request: Request, look: _Look) -> bool:
+        """Seats a request, passes it over or refuses it; False where the look at the queue is over."""
+        if self._cache.pages_for(request.prefill_len) > self._cache.pool.total:
+            self._refuse(request)
+            return True
+        probe = self._cache.probe(request.tokens, request.match_limit, request.namespace)
+        if request is not look.aged and self._should_wait(request, probe, look):
+            look.passed += 1
+            return look.passed < MAX_SHARERS_PASSED
+        while not look.fits(request, probe):
+            if not self._reclaim():
+                return self._note_refusal(request, look)
+            look.count_anew()
+            probe = self._cache.probe(request.tokens, request.match_limit, request.namespace)
+        self._seat(request, probe, look)
+        for refused in look.refused:
+            refused.waiting.passed += 1
+        return not any(self._keeps_room(refused, look.step) for refused in look.refused)
+
+    def _seat(self, request: Request, probe: Probe, look: _Look) -> None:
+        oldest = self._queue.oldest()
         self._queue.remove(request)
+        self._younger_seats = 0 if request is oldest else self._younger_seats + 1
+        request.kv = self._cache.open_row(probe)
         request.move_to(RequestState.PREFILL)
-        self._table.seat(request)
-        self._prefilling.append(request)
-        return True
+        look.add(request, probe)
 
-    def _reserved_pages(self, newcomer: Request) -> int:
-        """Pages that running requests need for the rest of their prompts, and the share kept for their output and
-        the newcomer's."""
-        cache, table = self._cache, self._table
-        rows = np.fromiter(cache.open_rows, np.int32, len(cache.open_rows))
-        rows = rows[rows != newcomer.row]
-        known = np.maximum(table.num_tokens[rows], cache.lengths.kv_allocated[rows])
-        output = np.minimum(table.total_len[rows] - known, CLIP).clip(0).sum()
-        output += min(newcomer.total_len - newcomer.prefill_len, CLIP)
-        prompts = sum(
-            cache.pages_for(request.prefill_len) - cache.pages_for(request.record.kv_allocated_len)
-            for request in self._prefilling
-        )
-        return prompts + cache.pages_for(int(output * self._reserve.ratio))
+    def _note_refusal(self, request: Request, look: _Look) -> bool:
+        if request.waiting.refused_at is None:
+            request.waiting.refused_at = look.step
+        look.refused.append(request)
+        return len(look.refused) < MAX_REFUSALS and not self._keeps_room(request, look.step)
 
-    def _should_wait(self, request: Request) -> bool:
-        """True where a request in prefill is computing more of this one's prompt than the tree holds."""
-        if not self._cache.reuse:
+    def _keeps_room(self, request: Request, step: int) -> bool:
+        """True for a request that has let others pass for long enough."""
+        waiting = request.waiting
+        if waiting.refused_at is None:
             return False
-        shared = max((self._shared_prefix(request, leader) for leader in self._prefilling), default=0)
-        return shared > 0 and shared > self.cached_prefix(request)
+        return waiting.passed >= self.backfill_seats or step - waiting.refused_at >= self.backfill_steps
 
-    def _shared_prefix(self, request: Request, leader: Request) -> int:
-        """Whole pages' tokens that both begin with and `request` may take from the cache."""
-        page = self._cache.page_size
-        limit = min(request.match_limit, leader.prefill_len) // page * page
-        same_start = leader.tokens[: page * 4] == request.tokens[: page * 4]
-        if leader.namespace != request.namespace or limit == 0 or not same_start:
-            return 0
-        different = request.token_slice(0, limit) != leader.token_slice(0, limit)
-        same = int(different.argmax()) if different.any() else limit
-        return same // page * page
+    def _should_wait(self, request: Request, probe: Probe, look: _Look) -> bool:
+        """True where the next page of this prompt is about to be computed for somebody else."""
+        if not self._cache.reuse or not probe.whole:
+            return False
+        cached, page = probe.length, self._cache.page_size
+        if cached + page > request.match_limit:
+            return False
+        if _offer(request, probe.node, cached, page) not in look.offers:
+            return False
+        waiting = request.waiting
+        waiting.idle_looks = 0 if cached > waiting.seen else waiting.idle_looks + 1
+        waiting.seen = cached
+        return waiting.idle_looks <= SHARER_LOOKS
+
+
+def _offer(request: Request, node: Node, first: int, page: int) -> Offer:
+    return request.namespace, node.id, request.tokens[first * TOKEN_BYTES : (first + page) * TOKEN_BYTES]
+
+
+class _Look:
+    """What one look at the queue adds up: pages spoken for, tokens of the step, whom it met."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        table: RequestTable,
+        prefilling: list[Request],
+        reserve: NewTokenReserve,
+        step: int,
+        allowance: int,
+    ) -> None:
+        self._cache = cache
+        self._table = table
+        self._ratio = reserve.ratio
+        self._under_way = prefilling
+        self.step = step
+        self.allowance = allowance
+        self.work = PrefillWork(prefilling)
+        self.seated: list[Request] = []
+        self.refused: list[Request] = []
+        self.passed = 0
+        self.aged: Request | None = None
+        self.offers: set[Offer] = set()
+        for request in prefilling:
+            self._add_offer(request)
+        self._newcomers_pages = 0
+        self._newcomers_output = 0
+        self._counted = False
+
+    @property
+    def spoken_for(self) -> bool:
+        """Whether prompts under way can use all tokens of the step."""
+        return self.work.total >= self.allowance
+
+    def count_anew(self) -> None:
+        """Rows were released: what running requests may need is less."""
+        self._counted = False
+
+    def fits(self, request: Request, probe: Probe) -> bool:
+        """Whether there is room for a request, beside what runs and the share kept for the output of all."""
+        cache = self._cache
+        needed = cache.pages_for(request.prefill_len) - probe.length // cache.page_size
+        available = cache.available_beside(probe)
+        if not cache.open_rows:
+            return needed <= available
+        if not self._counted:
+            self._count()
+        output = self._output + self._newcomers_output + min(request.total_len - request.prefill_len, CLIP)
+        reserved = self._pages + self._newcomers_pages + cache.pages_for(int(output * self._ratio))
+        return needed + reserved <= available
+
+    def add(self, request: Request, probe: Probe) -> None:
+        """A request was given a row."""
+        self.seated.append(request)
+        self.work.add(request, request.prefill_len - probe.length)
+        self._newcomers_pages += self._cache.pages_for(request.prefill_len) - probe.length // self._cache.page_size
+        self._newcomers_output += min(request.total_len - request.prefill_len, CLIP)
+        self._add_offer(request)
+
+    def _add_offer(self, request: Request) -> None:
+        record, page = request.record, self._cache.page_size
+        first = record.cache_protected_len
+        if first + page <= request.prefill_len:
+            self.offers.add(_offer(request, record.receipt, first, page))
+
+    def _count(self) -> None:
+        """Pages for the rest of the prompts under way, and tokens that running requests may still draw."""
+        cache, table = self._cache, self._table
+        new = {request.row for request in self.seated}
+        rows = np.array([row for row in cache.open_rows if row not in new], np.int32)
+        known = np.maximum(table.num_tokens[rows], cache.lengths.kv_allocated[rows])
+        self._output = int(np.minimum(table.total_len[rows] - known, CLIP).clip(0).sum())
+        self._pages = sum(
+            cache.pages_for(request.prefill_len) - cache.pages_for(request.record.kv_allocated_len)
+            for request in self._under_way
+        )
+        self._counted = True

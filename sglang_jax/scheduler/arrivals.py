@@ -40,6 +40,7 @@ class Arrivals:
             )
         self._count += 1
         wanted = message.logprob_start
+        first_logprob = prompt_len if wanted < 0 else min(wanted, prompt_len)
         return Request(
             id=message.id,
             sequence=self._count,
@@ -51,7 +52,8 @@ class Arrivals:
             stop_ids=self._stop_ids(message.sampling),
             stream=message.stream,
             top_logprobs=message.top_logprobs,
-            next_prompt_logprob=prompt_len if wanted < 0 else min(wanted, prompt_len),
+            next_prompt_logprob=first_logprob,
+            told_prompt_logprob=first_logprob,
             namespace=message.extra_key,
             priority=message.priority,
         )

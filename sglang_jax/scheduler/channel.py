@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 from sglang_jax.scheduler.messages import Inbound, Outbound
@@ -10,8 +11,9 @@ from sglang_jax.scheduler.messages import Inbound, Outbound
 class Channel(Protocol):
     """Carries messages in order, both ways."""
 
-    def receive(self, block: bool) -> list[Inbound]:
-        """All waiting messages; with `block`, waits (on a poll) until there is at least one."""
+    def receive(self, block: bool) -> Iterator[Inbound]:
+        """Waiting messages, one after the other; with `block`, waits (on a poll) until there is at least one. Who stops
+        asking leaves the others for the next call."""
         ...
 
     def send(self, message: Outbound) -> None: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 
@@ -26,6 +27,11 @@ logger = logging.getLogger(__name__)
 
 STATS_SECONDS = 0.25
 """Shortest time between two snapshots of a busy scheduler."""
+
+MESSAGES_PER_TURN = 256
+SECONDS_OF_MESSAGES = 0.003
+"""A turn takes in so many messages, or for so long, and leaves the others for the next: requests that run must not wait
+until thousands of arrivals have been looked at."""
 
 
 class SchedulerLoop:
@@ -53,14 +59,25 @@ class SchedulerLoop:
     def turn(self) -> None:
         """One round: messages, then a step if there is work."""
         scheduler = self.scheduler
-        for message in self._channel.receive(block=scheduler.idle and not self._draining):
-            self._serve(message)
+        self._take_in()
         if self._stopped:
             return
         scheduler.step()
         self._publish_stats()
         if self._draining and scheduler.idle:
             self._stopped = True
+
+    def _take_in(self) -> None:
+        messages = self._channel.receive(block=self.scheduler.idle and not self._draining)
+        first = next(messages, None)
+        if first is None:
+            return
+        self._serve(first)
+        until = time.monotonic() + SECONDS_OF_MESSAGES
+        for message in itertools.islice(messages, MESSAGES_PER_TURN - 1):
+            self._serve(message)
+            if time.monotonic() >= until or self._stopped:
+                break
 
     def _serve(self, message: Inbound) -> None:
         match message:

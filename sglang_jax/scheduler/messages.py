@@ -144,6 +144,7 @@ class SchedulerStats(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
     num_aborted: int = 0
     num_retractions: int = 0
     num_evicted_pages: int = 0
+    num_memory_faults: int = 0
     compiles_after_warm_up: int = 0
     new_token_reserve: float = 0.0
     steps: int = 0

@@ -18,6 +18,7 @@ from sglang_jax.runner.plan import (
     StepPlan,
 )
 from sglang_jax.scheduler.admission import Admission
+from sglang_jax.scheduler.chunking import ChunkSharing
 from sglang_jax.scheduler.request import Request, RequestState
 from sglang_jax.scheduler.request_table import RequestTable
 
@@ -27,21 +28,18 @@ _NO_TOKENS: Int32 = np.zeros(0, np.int32)
 @dataclass(slots=True)
 class RunningSet:
     """Who has a row: rows that draw a token each step (`[rows]`, replaced and never written to), and requests whose
-    tokens are still being computed, in order of admission."""
+    tokens are still being computed, in order of admission. Who has ended stays until the next `sweep`."""
 
     decode_rows: Int32 = field(default_factory=lambda: _NO_TOKENS)
     prefilling: list[Request] = field(default_factory=list)
+    stale: bool = False
 
-    def drop_rows(self, rows: list[int]) -> None:
-        """These rows draw no more."""
-        self.decode_rows = self.decode_rows[~np.isin(self.decode_rows, rows)]
-
-    def drop(self, request: Request) -> None:
-        """This request takes no part in further steps."""
-        if request.state is RequestState.PREFILL:
-            self.prefilling.remove(request)
-        else:
-            self.drop_rows([request.row])
+    def sweep(self, active: Bool) -> None:
+        """Drops what takes no part in further steps, all at once: `active` `[rows]` of the request table."""
+        if self.stale:
+            self.decode_rows = self.decode_rows[active[self.decode_rows]]
+            self.prefilling[:] = [request for request in self.prefilling if request.state is RequestState.PREFILL]
+            self.stale = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +94,7 @@ class Planner:
         self._table = table
         self._running = running
         self._admission = admission
+        self._sharing = ChunkSharing()
         self._ones: Int32 = np.ones(spec.max_rows, np.int32)
         self._yes: Bool = np.ones(spec.max_rows, np.bool_)
 
@@ -104,11 +103,13 @@ class Planner:
 
         **Raises:** `OutOfPages` if there is something to do but pages are short.
         """
+        self._running.sweep(self._table.active)
         rows = self._rows_to_decode()
         kv_lens = self._cache.extend_decode(rows)
         if kv_lens is None:
             raise OutOfPages
         allowance = min(self._chunk_size, self._token_budget - len(rows))
+        self._admission.admit(allowance, step)
         chunks = self._choose_chunks(allowance)
         if chunks:
             return self._mixed(step, rows, kv_lens, chunks)
@@ -143,51 +144,56 @@ class Planner:
         return Planned(plan, rows, None)
 
     def _choose_chunks(self, allowance: int) -> list[Chunk]:
+        """Gives prompts under way their parts of the allowance, as far as pages go."""
+        prompts = self._running.prefilling
+        if not prompts or allowance <= 0:
+            return []
+        cache = self._cache
+        starts = cache.lengths.kv_allocated[[request.row for request in prompts]].tolist()
+        work = [request.prefill_len - start for request, start in zip(prompts, starts, strict=True)]
+        parts = self._sharing.share(prompts, work, allowance)
+        pages = cache.available_pages
         chunks: list[Chunk] = []
-        for request in self._running.prefilling:
-            allowance -= self._add_chunk(chunks, request, allowance)
-        for request in self._admission.admit(allowance):
-            used = self._add_chunk(chunks, request, allowance)
-            allowance -= used
-            if allowance <= 0 or not used:
-                break
+        for request, start, length in zip(prompts, starts, parts, strict=True):
+            slack = -start % cache.page_size
+            length = min(length, slack + pages * cache.page_size)
+            if length > 0:
+                pages -= cache.pages_for(length - slack) if length > slack else 0
+                chunks.append(Chunk(request, start, length))
+        if chunks:
+            rows = np.array([chunk.request.row for chunk in chunks], np.int32)
+            ends = np.array([chunk.start + chunk.length for chunk in chunks], np.int32)
+            granted = cache.extend_rows(rows, ends)
+            assert granted, "chunks were cut to the pages that there are"
         return chunks
-
-    def _add_chunk(self, chunks: list[Chunk], request: Request, allowance: int) -> int:
-        """Gives a request as much of the allowance as it can use and pages allow; returns how many tokens."""
-        record, cache = request.record, self._cache
-        start = record.kv_allocated_len
-        slack = -start % cache.page_size
-        length = min(allowance, request.prefill_len - start, slack + cache.available_pages * cache.page_size)
-        if length <= 0 or not cache.extend_row(record, start + length):
-            return 0
-        chunks.append(Chunk(request, start, length))
-        return length
 
     def _mixed(self, step: int, decode_rows: Int32, decode_lens: Int32, chunks: list[Chunk]) -> Planned:
         newcomers = tuple(chunk.request for chunk in chunks if not chunk.request.announced)
         for request in newcomers:
             request.announced = True
+        count = len(decode_rows)
         prefill_rows = np.array([chunk.request.row for chunk in chunks], np.int32)
         rows = np.concatenate((decode_rows, prefill_rows))
         self._table.last_step[rows] = step
-        samples = np.concatenate((self._yes[: len(decode_rows)], np.array([chunk.last for chunk in chunks], np.bool_)))
+        draws = np.array([chunk.last and chunk.request.draws for chunk in chunks], np.bool_)
+        samples = np.concatenate((self._yes[:count], draws))
         picks = np.nonzero(samples)[0].astype(np.int32)
-        wanted = self._prompt_logprobs(chunks, len(decode_rows))
+        wanted = self._prompt_logprobs(chunks, count)
+        tokens = b"".join(
+            [chunk.request.tokens[chunk.start * 4 : (chunk.start + chunk.length) * 4] for chunk in chunks]
+        )
+        lengths = np.array([chunk.length for chunk in chunks], np.int32)
+        starts = np.array([chunk.start for chunk in chunks], np.int32)
         plan = StepPlan(
             step=step,
             rows=rows,
-            num_decode=len(decode_rows),
-            query_lens=np.concatenate(
-                (self._ones[: len(decode_rows)], np.array([chunk.length for chunk in chunks], np.int32))
-            ),
-            kv_lens=np.concatenate((decode_lens, np.array([chunk.start + chunk.length for chunk in chunks], np.int32))),
-            prefill_tokens=np.concatenate(
-                [chunk.request.token_slice(chunk.start, chunk.start + chunk.length) for chunk in chunks]
-            ),
+            num_decode=count,
+            query_lens=np.concatenate((self._ones[:count], lengths)),
+            kv_lens=np.concatenate((decode_lens, starts + lengths)),
+            prefill_tokens=np.frombuffer(tokens, np.int32),
             samples=samples,
             page_deltas=(self._cache.take_deltas(),),
-            row_updates=tuple(_row_update(request) for request in newcomers),
+            row_updates=tuple([_row_update(request) for request in newcomers]),
             top_logprobs=self._top_logprobs(rows[picks]),
             prompt_logprobs=tuple(entry for _, entry in wanted),
             prompt_top_logprobs=_bucket(max((request.top_logprobs for request, _ in wanted), default=0)),

@@ -92,8 +92,9 @@ class Publisher:
         """Logprobs of prompt tokens that the step's chunks were asked for."""
         answers = zip(planned.logprob_requests, planned.plan.prompt_logprobs, result.prompt_logprobs, strict=True)
         for request, asked, reported in answers:
-            if request.state is RequestState.FINISHED:
+            if request.state in (RequestState.FINISHED, RequestState.RETRACTED):
                 continue
+            request.told_prompt_logprob = max(request.told_prompt_logprob, 1) + len(asked.targets)
             count = max(request.top_logprobs, 0)
             entries = [_entry(token, reported, index, count) for index, token in enumerate(asked.targets.tolist())]
             self._prompt_logprobs.append((request.id, entries))

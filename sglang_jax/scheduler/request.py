@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import numpy as np
@@ -17,8 +17,9 @@ class RequestState(Enum):
     """- WAITING: in the queue, never had a row.
     - PREFILL: has a row; its tokens are being computed, chunk by chunk.
     - DECODE: draws a token each step.
-    - RETRACTED: lost its row to a shortage; back at the head of the queue with its output.
-    - FINISHED: over. It may keep its row for one more step, while a step in flight uses it.
+    - RETRACTED: lost its row to a shortage, or to KV of somebody else that turned out bad; back in the queue with its
+      output, before those that never had a row.
+    - FINISHED: over. It may keep its row for some steps: while one in flight uses it, and until its turn to be released.
     """
 
     WAITING = auto()
@@ -37,6 +38,23 @@ TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
 }
 
 
+@dataclass(slots=True)
+class Waiting:
+    """What admission remembers of a request in the queue.
+
+    - `work`: tokens that were still to be computed when it was queued or last looked at.
+    - `refused_at`: the step at which it was first found not to fit, None before; `passed`: requests behind it that were
+      given room since.
+    - `seen`, `idle_looks`: cached tokens at the last look, and looks since they grew, while a prefix of it is computed.
+    """
+
+    work: int = 0
+    refused_at: int | None = None
+    passed: int = 0
+    seen: int = 0
+    idle_looks: int = 0
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
     """A request from its arrival to its end.
@@ -46,9 +64,13 @@ class Request:
       table, and comes back here if it is retracted.
     - `total_len`: most tokens it may hold, prompt and output.
     - `next_prompt_logprob`: prompt position whose logprob is to be computed next; `prompt_len` when none is.
+      `told_prompt_logprob`: the one to be published next.
     - `kv`: the ownership record while it has a row.
     - `cached_tokens`: prompt tokens found in the prefix cache at its first admission, None before.
     - `announced`: the runner was told who has the row now.
+    - `restarted`: it has been computed anew because KV that it shared turned out bad; that is done once.
+    - `retractions`: how often it lost its row.
+    - `waiting`: what admission remembers of it while it is in the queue.
     """
 
     id: int
@@ -62,12 +84,16 @@ class Request:
     stream: bool
     top_logprobs: int
     next_prompt_logprob: int
+    told_prompt_logprob: int
     namespace: Namespace
     priority: int
     state: RequestState = RequestState.WAITING
     kv: RowKV | None = None
     cached_tokens: int | None = None
     announced: bool = False
+    restarted: bool = False
+    retractions: int = 0
+    waiting: Waiting = field(default_factory=Waiting)
 
     def move_to(self, state: RequestState) -> None:
         """**Raises:** `RuntimeError` for a transition that the table does not have."""
@@ -89,6 +115,11 @@ class Request:
     def prefill_len(self) -> int:
         """Tokens to compute before the next one is drawn: the prompt, and after a retraction the kept output."""
         return len(self.tokens) // 4
+
+    @property
+    def draws(self) -> bool:
+        """Whether it is to draw a token once its tokens are computed; one that only scores its prompt does not."""
+        return self.total_len > self.prefill_len
 
     @property
     def match_limit(self) -> int:

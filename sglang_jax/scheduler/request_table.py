@@ -31,6 +31,7 @@ class RequestTable:
     - `stop_ids`: `[rows, MAX_STOP_TOKEN_IDS]`, of which the first `stop_width` columns are in use by some row.
     - `tokens`: `[rows, max_context + 1]` prompt and output.
     - `last_step`: the last launched step that has the row.
+    - `active`: the row's request is not over, and what it draws counts.
     """
 
     def __init__(self, rows: int, max_context: int) -> None:
@@ -44,30 +45,54 @@ class RequestTable:
         self.stop_width = 1
         self.tokens: Int32 = np.zeros((rows, max_context + 1), np.int32)
         self.last_step: NDArray[np.int64] = np.full(rows, -1, np.int64)
+        self.active: Bool = np.zeros(rows, np.bool_)
         self.requests: list[Request | None] = [None] * rows
         self.num_with_logprobs = 0
+        self._widths = [0] * (MAX_STOP_TOKEN_IDS + 1)
 
-    def seat(self, request: Request) -> None:
-        """Enters a request that was given a row."""
+    def seat(self, requests: list[Request]) -> None:
+        """Enters requests that were given rows."""
+        rows = np.array([request.row for request in requests], np.int32)
+        self.ids[rows] = [request.id for request in requests]
+        self.streams[rows] = [request.stream for request in requests]
+        self.top_logprobs[rows] = [request.top_logprobs for request in requests]
+        self.prompt_len[rows] = [request.prompt_len for request in requests]
+        self.num_tokens[rows] = [request.prefill_len for request in requests]
+        self.total_len[rows] = [request.total_len for request in requests]
+        self.stop_ids[rows] = NO_TOKEN
+        self.active[rows] = True
+        for row, request in zip(rows.tolist(), requests, strict=True):
+            self.requests[row] = request
+            self.num_with_logprobs += request.top_logprobs >= 0
+            width = len(request.stop_ids)
+            self._widths[width] += 1
+            self.stop_ids[row, :width] = request.stop_ids
+            self.tokens[row, : request.prefill_len] = np.frombuffer(request.tokens, np.int32)
+        self._set_stop_width()
+
+    def end(self, request: Request) -> None:
+        """What this request still draws does not count, and it will not need room for more."""
         row = request.row
-        self.requests[row] = request
-        self.ids[row] = request.id
-        self.streams[row] = request.stream
-        self.top_logprobs[row] = request.top_logprobs
-        self.num_with_logprobs += request.top_logprobs >= 0
-        self.prompt_len[row] = request.prompt_len
-        self.num_tokens[row] = request.prefill_len
-        self.total_len[row] = request.total_len
-        self.stop_ids[row] = NO_TOKEN
-        self.stop_ids[row, : len(request.stop_ids)] = request.stop_ids
-        self.stop_width = max(self.stop_width, len(request.stop_ids))
-        self.tokens[row, : request.prefill_len] = request.token_slice(0, request.prefill_len)
+        self.active[row] = False
+        self.total_len[row] = 0
 
     def vacate(self, request: Request) -> None:
         """Takes a request out before its row is freed."""
-        self.requests[request.row] = None
+        row = request.row
+        self.requests[row] = None
+        self.active[row] = False
         self.num_with_logprobs -= request.top_logprobs >= 0
-        self.last_step[request.row] = -1
+        self._widths[len(request.stop_ids)] -= 1
+        self._set_stop_width()
+        self.last_step[row] = -1
+
+    def _set_stop_width(self) -> None:
+        width = max(self.stop_width, 1)
+        while width < MAX_STOP_TOKEN_IDS and any(self._widths[width + 1 :]):
+            width += 1
+        while width > 1 and not self._widths[width]:
+            width -= 1
+        self.stop_width = width
 
     def at(self, row: int) -> Request:
         """The request in a row."""

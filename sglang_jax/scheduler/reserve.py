@@ -14,18 +14,23 @@ class NewTokenReserve:
     """Share of the tokens still allowed that is kept free at admission.
 
     Starts high, decays while all goes well, is raised by each retraction: small enough to fill the pool, large enough
-    that retractions stay rare.
+    that retractions stay rare. `conservativeness` scales the share, and leaves the times alone: a retraction is
+    forgotten after as many steps at any of its values.
     """
 
     def __init__(self, conservativeness: float = 1.0) -> None:
-        self._ceiling = min(1.0, INITIAL * conservativeness)
-        self._floor = min(FLOOR * conservativeness, self._ceiling)
-        self.ratio = self._ceiling
+        self._scale = conservativeness
+        self._share = INITIAL
+
+    @property
+    def ratio(self) -> float:
+        """The share, at most 1."""
+        return min(1.0, self._share * self._scale)
 
     def decay(self) -> None:
         """A step went well."""
-        self.ratio = max(self._floor, self.ratio - (self._ceiling - self._floor) / DECAY_STEPS)
+        self._share = max(FLOOR, self._share - (INITIAL - FLOOR) / DECAY_STEPS)
 
     def raise_ratio(self) -> None:
         """A request had to be retracted."""
-        self.ratio = min(1.0, self.ratio + RAISE)
+        self._share = min(1.0, self._share + RAISE)

@@ -6,19 +6,21 @@ back only once it has finished.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import numpy as np
 
 from sglang_jax.config import EngineConfig
 from sglang_jax.errors import CapacityError, NumericalError, RequestError
-from sglang_jax.mem_cache.invariants import check_conservation
+from sglang_jax.mem_cache.invariants import check_conservation, idle_fault
 from sglang_jax.mem_cache.kv_cache import KVCache
-from sglang_jax.runner.plan import Int32
+from sglang_jax.runner.plan import INVALID_TOKEN, Int32, StepResult
 from sglang_jax.runner.protocol import Runner, StepHandle
 from sglang_jax.scheduler.admission import Admission
 from sglang_jax.scheduler.arrivals import Arrivals
 from sglang_jax.scheduler.channel import Channel
+from sglang_jax.scheduler.departures import RECLAIMED_AT_ONCE, RELEASES_PER_STEP, Departures
 from sglang_jax.scheduler.messages import NewRequest
 from sglang_jax.scheduler.planner import OutOfPages, Planned, Planner, RunningSet
 from sglang_jax.scheduler.publisher import Publisher
@@ -27,6 +29,12 @@ from sglang_jax.scheduler.request_table import RequestTable
 from sglang_jax.scheduler.reserve import NewTokenReserve
 from sglang_jax.scheduler.step_log import StepLog
 from sglang_jax.scheduler.waiting_queue import WaitingQueue
+
+
+logger = logging.getLogger(__name__)
+
+RETRACTIONS_IN_TURN = 4
+"""Who was retracted so often more than another is not retracted before it, whatever their priorities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,29 +68,35 @@ class Scheduler:
         self.reserve = NewTokenReserve(config.schedule_conservativeness)
         self._arrivals = Arrivals(spec, eos_ids, config.random_seed, config.max_queued_requests)
         self._running = RunningSet()
+        self._departures = Departures(self.cache, self.table, self._released)
         self.queue = WaitingQueue(config.schedule_policy, lambda request: self._admission.cached_prefix(request))
         self._admission = Admission(
-            self.cache, self.table, self.queue, self._running.prefilling, self.reserve, self._refuse_too_large
+            self.cache,
+            self.table,
+            self.queue,
+            self._running.prefilling,
+            self.reserve,
+            self._refuse_too_large,
+            lambda: self._departures.release(RECLAIMED_AT_ONCE) > 0,
         )
         chunk_size = min(config.chunked_prefill_size, spec.token_budget)
         self._planner = Planner(spec, chunk_size, self.cache, self.table, self._running, self._admission)
         self._publisher = Publisher(channel, self.table)
         self.log = StepLog(self, config.decode_log_interval)
         self._next_step = 0
-        self._finished_step = -1
+        self._books_checked = True
         self._all_picks: Int32 = np.arange(spec.max_rows, dtype=np.int32)
         self._in_flight: Launched | None = None
-        self._leaving: dict[int, tuple[Request, bool]] = {}
 
     @property
     def idle(self) -> bool:
-        """Nothing runs, waits, or is in flight."""
-        return not self.requests and self._in_flight is None
+        """Nothing runs, waits, is in flight, or has still to be released."""
+        return not self.requests and self._in_flight is None and not self._departures
 
     @property
     def num_running(self) -> int:
         """Requests that have a row and are not over."""
-        return len(self.cache.open_rows) - len(self._leaving)
+        return len(self.cache.open_rows) - len(self._departures)
 
     @property
     def max_total_tokens(self) -> int:
@@ -118,18 +132,21 @@ class Scheduler:
         if request is not None:
             self.log.counts.aborted += 1
             self._end(request, "abort", insert=False)
+            self._departures.release(1)
 
     def stop(self, request_id: int) -> None:
         """The client saw enough: ends a request without a word and keeps its KV."""
         request = self.requests.get(request_id)
         if request is not None:
             self._end(request, None, insert=True)
+            self._departures.release(1)
 
     def flush_cache(self) -> bool:
         """Empties the prefix cache; refused (False) while any request runs or waits."""
         if self.requests:
             return False
         self._finish_in_flight()
+        self._departures.release(len(self._departures))
         self.cache.flush()
         return True
 
@@ -138,19 +155,23 @@ class Scheduler:
         launched = self._launch_next()
         self._finish_in_flight()
         self._in_flight = launched
+        self._departures.release(RELEASES_PER_STEP)
         self._publisher.flush()
         if self._check:
             check_conservation(self.cache)
+        if self.idle:
+            self._check_books()
 
     def retract_newest(self) -> bool:
         """Takes the row of the least urgent, newest request; False if none runs. No step may be in flight.
 
-        The oldest keeps running, so that something always ends.
+        The oldest keeps running, so that something always ends. Who was retracted `RETRACTIONS_IN_TURN` times more than
+        others is spared until they have caught up, so that no priority is kept from ending for ever.
         """
-        running = [request for request in self.table.requests if request is not None]
+        running = [request for request in self.table.requests if request is not None and self.table.active[request.row]]
         if not running:
             return False
-        self._retract(max(running, key=lambda request: (-request.priority, request.sequence)))
+        self._retract(max(running, key=_retraction_key))
         return True
 
     def drain_in_flight(self) -> None:
@@ -174,7 +195,9 @@ class Scheduler:
             return Launched(planned, handle)
 
     def _make_room(self) -> None:
-        """Pages are short: first learn what the step in flight has finished, then retract the newest request."""
+        """Pages are short: release who is over, then learn what the step in flight has finished, then retract."""
+        if self._departures.release(RECLAIMED_AT_ONCE):
+            return
         if self._in_flight is not None:
             self._finish_in_flight()
         elif self.num_running > 1:
@@ -203,11 +226,12 @@ class Scheduler:
         for chunk in planned.chunks:
             request, end = chunk.request, chunk.start + chunk.length
             self.cache.lengths.kv_committed[request.row] = end
-            self.cache.cache_prefix(request.record, request.tokens[: end * 4], planned.plan.step)
+            self.cache.cache_prefix(request.record, request.tokens, end, planned.plan.step)
             if chunk.last:
                 request.move_to(RequestState.DECODE)
-                self._running.prefilling.remove(request)
-                joining.append(request.row)
+                self._running.stale = True
+                if request.draws:
+                    joining.append(request.row)
         if planned.chunks:
             self._admission.retry()
         if joining:
@@ -220,14 +244,15 @@ class Scheduler:
             return
         planned = launched.planned
         result = launched.handle.result()
-        self._finished_step = planned.plan.step
+        self._departures.finished_step = planned.plan.step
         self.cache.settle(planned.plan.step)
+        self._judge(planned, result)
         if planned.logprob_requests:
             self._publisher.prompt_logprobs(planned, result)
         rows, tokens, picks = planned.draws, result.tokens, planned.picks
-        if self._leaving:
+        staying = self.table.active[rows]
+        if not staying.all():
             picks = self._all_picks[: len(rows)] if picks is None else picks
-            staying = np.array([row not in self._leaving for row in rows.tolist()], np.bool_)
             rows, picks = rows[staying], picks[staying]
         if picks is not None:
             tokens = tokens[picks]
@@ -235,28 +260,64 @@ class Scheduler:
             self._publisher.logprobs(result, rows, self._all_picks[: len(rows)] if picks is None else picks)
         if len(rows):
             self._advance(rows, tokens)
+        for chunk in planned.chunks:
+            if chunk.last and not chunk.request.draws and chunk.request.state is RequestState.DECODE:
+                self._end(chunk.request, "length", insert=True)
         self.log.finished(len(rows))
         self.reserve.decay()
-        if self._leaving:
-            self._release_leaving()
+
+    def _judge(self, planned: Planned, result: StepResult) -> None:
+        """Which of the step's requests computed something that is not finite: their KV is given to nobody any more, and
+        they end, each alone. Who read KV of others that is cut off now is computed anew instead, once. The KV of all
+        whose first draw is finite is good."""
+        failed = {
+            request.id: request
+            for request, reported in zip(planned.logprob_requests, result.prompt_logprobs, strict=True)
+            if np.isnan(reported.logprobs).any()
+        }
+        drawn = result.tokens if planned.picks is None else result.tokens[planned.picks]
+        if len(drawn) and drawn.min() <= INVALID_TOKEN:
+            for row in planned.draws[drawn <= INVALID_TOKEN].tolist():
+                request = self.table.requests[row]
+                if request is not None:
+                    failed[request.id] = request
+        running = [request for request in failed.values() if request.kv is not None and self.table.active[request.row]]
+        for request in running:
+            self.cache.distrust(request.record)
+        for request in running:
+            if not request.restarted and self.cache.borrowed_trouble(request.record):
+                self._restart(request)
+            else:
+                error = NumericalError("the model's logits for this request are not finite")
+                self._end(request, "error", insert=False, error=error)
+        if running:
+            self._restart_readers()
+        for chunk in planned.chunks:
+            request = chunk.request
+            if chunk.last and request.kv is not None and self.table.active[request.row] and request.draws:
+                self.cache.prove(request.record)
+
+    def _restart_readers(self) -> None:
+        """Prompts under way that read KV which was cut off, and from which nothing good was drawn, start again now:
+        the rest of a long one would be computed for nothing."""
+        for request in [one for one in self._running.prefilling if one.state is RequestState.PREFILL]:
+            record = request.record
+            if not request.restarted and not record.receipt.proven and self.cache.borrowed_trouble(record):
+                self._restart(request)
 
     def _advance(self, rows: Int32, tokens: Int32) -> None:
         """`rows` `[rows]` drew `tokens`: record them, tell the clients, end what has ended."""
-        if tokens.min() < 0:
-            good = tokens >= 0
-            for row in rows[~good].tolist():
-                error = NumericalError("the model's logits for this request are not finite")
-                self._end(self.table.at(row), "error", insert=False, error=error)
-            rows, tokens = rows[good], tokens[good]
         self.cache.lengths.kv_committed[rows] = self.table.num_tokens[rows]
         advance = self.table.advance(rows, tokens)
         self._publisher.tokens(rows, tokens)
         over = advance.stopped | advance.full
         if over.any():
-            for index in np.nonzero(over)[0].tolist():
-                request = self.table.at(int(rows[index]))
-                if advance.stopped[index]:
-                    self._end(request, "stop", insert=True, matched_token=int(tokens[index]))
+            ended = np.nonzero(over)[0]
+            stopped, last = advance.stopped[ended].tolist(), tokens[ended].tolist()
+            for row, by_token, token in zip(rows[ended].tolist(), stopped, last, strict=True):
+                request = self.table.at(row)
+                if by_token:
+                    self._end(request, "stop", insert=True, matched_token=token)
                 else:
                     self._end(request, "length", insert=True)
 
@@ -269,46 +330,56 @@ class Scheduler:
         matched_token: int | None = None,
         error: RequestError | None = None,
     ) -> None:
-        """Ends a request in any state. Its row is given back now, or once the step in flight that has it is done."""
-        if request.kv is None:
-            self.queue.remove(request)
-        else:
-            self._running.drop(request)
+        """Ends a request in any state. Its row is given back once no step in flight has it, see `Departures`."""
         if kind is not None:
             self._publisher.finished(request, kind, matched_token=matched_token, error=error)
+        if request.kv is None:
+            self.queue.remove(request)
+            self._admission.retry()
         request.move_to(RequestState.FINISHED)
         del self.requests[request.id]
         self.log.counts.finished += 1
-        if request.kv is None:
-            self._admission.retry()
-        elif self.table.last_step[request.row] > self._finished_step:
-            self._leaving[request.row] = (request, insert)
-        else:
-            self._release(request, insert)
+        self._books_checked = False
+        if request.kv is not None and not self._departures.forget(request):
+            self._running.stale = True
+            self._departures.add(request, insert=insert)
 
-    def _release_leaving(self) -> None:
-        done = [row for row in self._leaving if self.table.last_step[row] <= self._finished_step]
-        for row in done:
-            self._release(*self._leaving.pop(row))
-
-    def _release(self, request: Request, insert: bool) -> None:
-        record = request.record
-        tokens = self.table.token_bytes(record.row, 0, record.kv_committed_len) if insert else b""
-        self.table.vacate(request)
-        self.cache.release_kv_cache(record, tokens, insert=insert)
-        request.kv = None
+    def _released(self, request: Request, requeue: bool) -> None:
+        """A row was given back."""
         self._admission.retry()
+        if requeue:
+            self.queue.add(request)
 
     def _retract(self, request: Request) -> None:
-        """Takes a request's row and puts it, with its output, back at the head of the queue."""
-        self._running.drop(request)
-        request.tokens = self.table.token_bytes(request.row, 0, int(self.table.num_tokens[request.row]))
-        request.announced = False
-        request.move_to(RequestState.RETRACTED)
-        self._release(request, insert=False)
-        self.queue.add(request)
+        """Takes a request's row and puts it, with its output, back into the queue before its equals."""
+        request.retractions += 1
+        self._back_to_queue(request)
+        self._departures.release(len(self._departures))
         self.reserve.raise_ratio()
         self.log.counts.retractions += 1
+
+    def _restart(self, request: Request) -> None:
+        """Has a request computed anew, prompt and output, from KV that is not in doubt."""
+        request.restarted = True
+        self._back_to_queue(request)
+
+    def _back_to_queue(self, request: Request) -> None:
+        self._running.stale = True
+        request.tokens = self.table.token_bytes(request.row, 0, int(self.table.num_tokens[request.row]))
+        request.next_prompt_logprob = request.told_prompt_logprob
+        request.announced = False
+        request.move_to(RequestState.RETRACTED)
+        self._departures.add(request, insert=False, requeue=True)
+
+    def _check_books(self) -> None:
+        """At idle every page is free or evictable. A fault is logged and counted; the server goes on."""
+        if self._books_checked:
+            return
+        self._books_checked = True
+        fault = idle_fault(self.cache)
+        if fault:
+            self.log.counts.memory_faults += 1
+            logger.error("KV pages do not add up at idle: %s", fault)
 
     def _refuse_too_large(self, request: Request) -> None:
         """Admission found that a request does not fit even alone."""
@@ -316,3 +387,8 @@ class Scheduler:
             f"{request.prefill_len} tokens do not fit the KV pool of {self.max_total_tokens}; raise max_total_tokens"
         )
         self._end(request, "error", insert=False, error=CapacityError(message))
+
+
+def _retraction_key(request: Request) -> tuple[int, int, int]:
+    """The largest is retracted first."""
+    return (-(request.retractions // RETRACTIONS_IN_TURN), -request.priority, request.sequence)

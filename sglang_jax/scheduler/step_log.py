@@ -30,6 +30,7 @@ class Counts:
     finished: int = 0
     aborted: int = 0
     retractions: int = 0
+    memory_faults: int = 0
 
 
 class StepLog:
@@ -81,6 +82,7 @@ class StepLog:
             num_aborted=counts.aborted,
             num_retractions=counts.retractions,
             num_evicted_pages=scheduler.cache.num_evicted,
+            num_memory_faults=counts.memory_faults,
             compiles_after_warm_up=compiles_after_warm_up,
             new_token_reserve=scheduler.reserve.ratio,
             steps=self.steps,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable
 
 from sglang_jax.config import SchedulePolicy
-from sglang_jax.scheduler.request import Request, RequestState
+from sglang_jax.scheduler.request import Request, RequestState, Waiting
 
-Key = tuple[int, int, int]
+Key = tuple[int, int, int, int]
 
 LONGEST_PREFIX_WINDOW = 128
 """Requests whose cached prefix is looked up when the longest goes first; a match of the whole queue each step would
@@ -16,42 +17,79 @@ cost more than it saves."""
 
 
 class WaitingQueue:
-    """Sorted by policy; retracted requests stand before all others, oldest first.
+    """Three orders of the same requests.
 
-    - fcfs: order of arrival. lof: longest allowed output first. priority: highest first. Ties by arrival.
+    By policy:
+
+    - fcfs: order of arrival. lof: longest allowed output first. Ties by arrival.
+    - priority: highest first, ties by arrival.
     - lpm: among the first `LONGEST_PREFIX_WINDOW` by arrival, the longest cached prefix first.
+
+    A retracted request stands before all others; under `priority`, before all others of its priority.
+
+    By work (highest priority, then fewest tokens to compute), and by age. No policy but fcfs keeps anyone from being
+    overtaken for ever; admission does, by giving every so many turns to the oldest.
     """
 
     def __init__(self, policy: SchedulePolicy, cached_prefix: Callable[[Request], int]) -> None:
         self._policy = policy
         self._cached_prefix = cached_prefix
         self._entries: list[tuple[Key, Request]] = []
+        self._by_work: list[tuple[Key, Request]] = []
+        self._by_age: list[tuple[int, int, Request]] = []
+        self._added = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def add(self, request: Request) -> None:
-        """Enters a request at its place; a retracted one at the head."""
-        insort(self._entries, (self._key(request), request), key=lambda entry: entry[0])
+        """Enters a request at its place; a retracted one before its equals."""
+        request.waiting = Waiting(work=request.prefill_len - self._cached_prefix(request))
+        _enter(self._entries, self._key(request), request)
+        _enter(self._by_work, _work_key(request), request)
+        self._added += 1
+        heapq.heappush(self._by_age, (request.sequence, self._added, request))
 
     def remove(self, request: Request) -> None:
         """Takes a request out; it must be in, in the state in which it came."""
-        index = bisect_left(self._entries, self._key(request), key=lambda entry: entry[0])
-        assert self._entries[index][1] is request
-        del self._entries[index]
+        _leave(self._entries, self._key(request), request)
+        _leave(self._by_work, _work_key(request), request)
 
     def first(self, count: int) -> list[Request]:
-        """The first `count` requests in the order of admission."""
+        """The first `count` requests in the order of the policy."""
         if self._policy is not SchedulePolicy.LPM:
-            return [request for _, request in self._entries[:count]]
-        window = [request for _, request in self._entries[: max(count, LONGEST_PREFIX_WINDOW)]]
+            return self.front(count)
+        window = self.front(max(count, LONGEST_PREFIX_WINDOW))
         head = window[:LONGEST_PREFIX_WINDOW]
         head.sort(key=self._longest_prefix_key)
         return (head + window[LONGEST_PREFIX_WINDOW:])[:count]
 
+    def front(self, count: int) -> list[Request]:
+        """As `first`, but for lpm by arrival: nothing is looked up."""
+        return [request for _, request in self._entries[:count]]
+
+    def least_work(self, count: int) -> list[Request]:
+        """The first `count` requests by priority and then by work."""
+        return [request for _, request in self._by_work[:count]]
+
+    def oldest(self) -> Request:
+        """The one that arrived first. The queue must not be empty."""
+        while True:
+            request = self._by_age[0][2]
+            if request.kv is None and request.state in (RequestState.WAITING, RequestState.RETRACTED):
+                return request
+            heapq.heappop(self._by_age)
+
+    def set_work(self, request: Request, work: int) -> None:
+        """Notes how many tokens of a waiting request are to be computed as things are now."""
+        if work != request.waiting.work:
+            _leave(self._by_work, _work_key(request), request)
+            request.waiting.work = work
+            _enter(self._by_work, _work_key(request), request)
+
     def requests(self) -> list[Request]:
         """Everything that waits."""
-        return [request for _, request in self._entries]
+        return self.front(len(self))
 
     def _longest_prefix_key(self, request: Request) -> tuple[int, int]:
         if request.state is RequestState.RETRACTED:
@@ -59,12 +97,32 @@ class WaitingQueue:
         return (1, -self._cached_prefix(request))
 
     def _key(self, request: Request) -> Key:
-        if request.state is RequestState.RETRACTED:
-            return (0, 0, request.sequence)
+        fresh = int(request.state is not RequestState.RETRACTED)
         match self._policy:
             case SchedulePolicy.LOF:
-                return (1, request.prompt_len - request.total_len, request.sequence)
+                return (0, fresh, (request.prompt_len - request.total_len) * fresh, request.sequence)
             case SchedulePolicy.PRIORITY:
-                return (1, -request.priority, request.sequence)
+                return (-request.priority, fresh, 0, request.sequence)
             case _:
-                return (1, 0, request.sequence)
+                return (0, fresh, 0, request.sequence)
+
+
+def _work_key(request: Request) -> Key:
+    return (-request.priority, request.waiting.work, request.sequence, 0)
+
+
+def _enter(entries: list[tuple[Key, Request]], key: Key, request: Request) -> None:
+    if not entries or entries[-1][0] < key:
+        entries.append((key, request))
+    else:
+        insort(entries, (key, request), key=_first_of)
+
+
+def _leave(entries: list[tuple[Key, Request]], key: Key, request: Request) -> None:
+    index = 0 if entries[0][1] is request else bisect_left(entries, key, key=_first_of)
+    assert entries[index][1] is request
+    del entries[index]
+
+
+def _first_of(entry: tuple[Key, Request]) -> Key:
+    return entry[0]

@@ -70,7 +70,7 @@ async def test_requests_arrive_whole_and_in_order(ends: tuple[ClientChannel, Cor
         assert got.sampling.logit_bias == {3: -1.5}
         assert (list(got.sampling.stop), list(got.sampling.stop_token_ids)) == (["ä"], [7])
         assert (got.sampling.seed, got.sampling.max_new_tokens) == (-(2**63), None)
-    assert core.receive(block=False) == []
+    assert list(core.receive(block=False)) == []
 
 
 async def test_any_sequence_mapping_and_float_can_be_sent(ends: tuple[ClientChannel, CoreChannel]) -> None:
@@ -141,7 +141,7 @@ async def test_waiting_costs_no_processor_time(ends: tuple[ClientChannel, CoreCh
 
     def wait() -> None:
         begin = time.thread_time()
-        spent.append(float(len(core.receive(block=True))))
+        spent.append(float(len(list(core.receive(block=True)))))
         spent.append(time.thread_time() - begin)
 
     core.send(Reply(0, True))

@@ -49,11 +49,16 @@ class SmallTree:
         return added.node
 
     def peek(self, tokens: Iterable[int], namespace: Namespace = None) -> int:
-        return self.tree.peek(int32_bytes(tokens), namespace)
+        return self.tree.probe(int32_bytes(tokens), namespace).length
 
     def touch(self, tokens: Iterable[int]) -> Node:
         """A match, as of a request that comes by."""
-        return self.tree.match(int32_bytes(tokens), None).node
+        return self.match(int32_bytes(tokens), None)[0]
+
+    def match(self, tokens: bytes, namespace: Namespace) -> tuple[Node, int]:
+        """Where the longest cached prefix ends, split if need be, and its length in tokens."""
+        probe = self.tree.probe(tokens, namespace)
+        return self.tree.claim(probe), probe.length
 
 
 def small_cache(
@@ -67,7 +72,7 @@ def compute(cache: KVCache, record: RowKV, tokens: list[int], step: int | None =
     """What a prefill of all of `tokens` does to a row: allocate, commit, share."""
     assert cache.extend_row(record, len(tokens))
     cache.lengths.kv_committed[record.row] = len(tokens)
-    cache.cache_prefix(record, int32_bytes(tokens), step)
+    cache.cache_prefix(record, int32_bytes(tokens), len(tokens), step)
 
 
 def lengths(record: RowKV) -> tuple[int, int, int]:

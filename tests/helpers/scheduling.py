@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -33,10 +33,10 @@ class RecordingChannel:
         self.logprobs: dict[int, list[tuple[int, float | None]]] = {}
         self.prompt_logprobs: dict[int, list[tuple[int, float | None]]] = {}
 
-    def receive(self, block: bool) -> list[Inbound]:
-        messages, self.inbox = self.inbox, []
-        assert messages or not block, "the loop would sleep for ever"
-        return messages
+    def receive(self, block: bool) -> Iterator[Inbound]:
+        assert self.inbox or not block, "the loop would sleep for ever"
+        while self.inbox:
+            yield self.inbox.pop(0)
 
     def send(self, message: Outbound) -> None:
         self.messages.append(message)

@@ -18,12 +18,12 @@ SHARED = list(range(1, 9))
 def balanced_cache() -> KVCache:
     """Row 0 and row 1 share two pages; each has a third of its own and a tail; one more prefix is evictable."""
     cache = small_cache()
-    gone = cache.open_row(int32_bytes([99] * 6), 5, None)
+    gone = cache.open_row(cache.probe(int32_bytes([99] * 6), 5, None))
     compute(cache, gone, [99] * 6)
     cache.release_kv_cache(gone, int32_bytes([99] * 6), insert=True)
     for k in range(2):
         tokens = [*SHARED, *([50 + k] * 6)]
-        compute(cache, cache.open_row(int32_bytes(tokens), 13, None), tokens)
+        compute(cache, cache.open_row(cache.probe(int32_bytes(tokens), 13, None)), tokens)
     check_everything(cache)
     return cache
 

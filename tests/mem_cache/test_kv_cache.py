@@ -14,7 +14,7 @@ PROMPT = list(range(1, 31))
 
 
 def open_row(cache: KVCache, tokens: list[int], limit: int | None = None, namespace: str | None = None) -> RowKV:
-    return cache.open_row(int32_bytes(tokens), len(tokens) - 1 if limit is None else limit, namespace)
+    return cache.open_row(cache.probe(int32_bytes(tokens), len(tokens) - 1 if limit is None else limit, namespace))
 
 
 def seed_tree(cache: KVCache, tokens: list[int]) -> list[int]:
@@ -22,7 +22,7 @@ def seed_tree(cache: KVCache, tokens: list[int]) -> list[int]:
     record = open_row(cache, tokens)
     compute(cache, record, tokens)
     cache.release_kv_cache(record, int32_bytes(tokens), insert=True)
-    return cache.full.collect(cache.tree.match(int32_bytes(tokens), None).node).tolist()
+    return cache.full.collect(cache.tree.claim(cache.tree.probe(int32_bytes(tokens), None))).tolist()
 
 
 class TestLifeCycle:
@@ -101,8 +101,8 @@ class TestLifeCycle:
         check_everything(cache)
 
     def test_release_goes_in_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Insert, free what is committed, unlock, free the rest, free the row; the new node is locked before the old
-        one is unlocked, so that at no time an eviction could take what the request depends on (note 4)."""
+        """Insert, free what is the request's own, unlock, free the row; the lock goes on to the new node and the old
+        one is never without it, so that at no time an eviction could take what the request depends on (note 4)."""
         cache = small_cache()
         record = open_row(cache, PROMPT[:10])
         compute(cache, record, PROMPT[:10])
@@ -110,15 +110,15 @@ class TestLifeCycle:
         cache.lengths.kv_committed[record.row] = 13
         events: list[str] = []
         tail = cache.table.run(record.row, 3, 5).tolist()
-        free, unlock, insert, free_row = cache.pool.free, cache.tree.unlock, cache.tree.insert, cache._free_row
-        lock = cache.tree.lock
-        monkeypatch.setattr(cache.tree, "lock", lambda node: events.append("lock") or lock(node))
+        free, tree, free_row = cache.pool.free, cache.tree, cache._free_row
+        extend, unlock, insert = tree.extend_lock, tree.unlock, tree.insert
+        monkeypatch.setattr(tree, "extend_lock", lambda old, new: events.append("extend") or extend(old, new))
         monkeypatch.setattr(cache.pool, "free", lambda p, o: events.append(f"free {p.tolist()}") or free(p, o))
-        monkeypatch.setattr(cache.tree, "unlock", lambda node: events.append("unlock") or unlock(node))
-        monkeypatch.setattr(cache.tree, "insert", lambda *a: events.append("insert") or insert(*a))
-        monkeypatch.setattr(cache, "_free_row", lambda row: events.append("row") or free_row(row))
+        monkeypatch.setattr(tree, "unlock", lambda node: events.append("unlock") or unlock(node))
+        monkeypatch.setattr(tree, "insert", lambda *a: events.append("insert") or insert(*a))
+        monkeypatch.setattr(cache, "_free_row", lambda *a: events.append("row") or free_row(*a))
         cache.release_kv_cache(record, int32_bytes(PROMPT[:13]), insert=True)
-        assert events == ["insert", "lock", "unlock", f"free {tail[:1]}", "unlock", f"free {tail[1:]}", "row"]
+        assert events == ["insert", "extend", f"free {tail}", "unlock", "row"]
         check_everything(cache)
 
     def test_a_released_row_starts_clean_for_the_next(self) -> None:
@@ -224,7 +224,6 @@ class TestGrowth:
         for record in records:
             cache.extend_row(record, 4)
         rows = np.array([record.row for record in records], np.int32)
-        assert cache.pages_short(rows) == 2
         assert cache.extend_decode(rows) is None
         assert [record.kv_allocated_len for record in records] == [4, 4, 4]
         assert cache.pool.num_free == 1
@@ -311,8 +310,8 @@ class TestDuplicates:
         record = open_row(cache, PROMPT)
         compute(cache, record, PROMPT[:10])
         before, receipt = page_balance(cache), record.receipt
-        cache.cache_prefix(record, int32_bytes(PROMPT[:10]), None)
-        cache.cache_prefix(record, int32_bytes(PROMPT[:5]), None)
+        cache.cache_prefix(record, int32_bytes(PROMPT), 10, None)
+        cache.cache_prefix(record, int32_bytes(PROMPT), 5, None)
         assert page_balance(cache) == before
         assert record.receipt is receipt
         check_everything(cache)

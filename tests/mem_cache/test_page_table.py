@@ -50,14 +50,14 @@ def test_rows_freed_since_are_left_out() -> None:
     table = PageTable(4, 8)
     table.write_run(1, 0, ids(4, 5))
     table.write_run(2, 0, ids(6))
-    table.clear(1)
+    table.clear(1, table.pages.shape[1])
     assert take(table) == {(2, 0): 6}
 
 
 def test_a_freed_rows_entries_do_not_leak_into_the_next_taker() -> None:
     table = PageTable(4, 8)
     table.write_run(1, 0, ids(4, 5, 6))
-    table.clear(1)
+    table.clear(1, table.pages.shape[1])
     table.write_run(1, 0, ids(7))
     assert take(table) == {(1, 0): 7}
 
@@ -67,7 +67,7 @@ def test_a_run_is_a_copy() -> None:
     table = PageTable(2, 4)
     table.write_run(0, 0, ids(1, 2))
     run = table.run(0, 0, 2)
-    table.clear(0)
+    table.clear(0, table.pages.shape[1])
     assert run.tolist() == [1, 2]
 
 
@@ -77,7 +77,7 @@ def test_deltas_stay_as_they_were_taken() -> None:
     table.write_run(0, 0, ids(1, 2))
     deltas = table.take_deltas()
     table.write_run(0, 0, ids(3, 3))
-    table.clear(0)
+    table.clear(0, table.pages.shape[1])
     assert deltas.pages.tolist() == [1, 2]
 
 
@@ -98,7 +98,7 @@ def test_a_copy_fed_by_deltas_alone_equals_the_table(actions: list[Write | int |
             live = table.pages > 0
             assert (copy[live] == table.pages[live]).all()
         elif isinstance(action, int):
-            table.clear(action)
+            table.clear(action, table.pages.shape[1])
         else:
             row, first, pages = action
             table.write_run(row, first, ids(*pages))

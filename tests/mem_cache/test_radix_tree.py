@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sglang_jax.config import EvictionPolicy
-from sglang_jax.mem_cache.radix_tree import Match, Namespace, Node, RadixTree
+from sglang_jax.mem_cache.radix_tree import Namespace, Node, RadixTree
 
 A, B, C, D = ([10 * k + i for i in range(4)] for k in range(1, 5))
 """Pages of four tokens."""
@@ -55,7 +55,7 @@ class TestByHand:
     def test_an_insert_below_a_matched_node_walks_on_from_there(self) -> None:
         small = SmallTree()
         small.insert(A + B)
-        below = small.tree.match(int32_bytes(A), None).node
+        below = small.match(int32_bytes(A), None)[0]
         pages = small.pool.alloc(2, GIVER)
         assert pages is not None
         added = small.tree.insert(below, int32_bytes(B + C), (pages,), GIVER)
@@ -69,13 +69,13 @@ class TestByHand:
         pages = small.full.collect(lower).tolist()
         assert small.peek(A + B + D) == 8
         assert small.tree.num_nodes == 1
-        match = small.tree.match(int32_bytes(A + B + D), None)
-        assert match.length == 8
+        matched, length = small.match(int32_bytes(A + B + D), None)
+        assert length == 8
         assert small.tree.num_nodes == 2
-        assert lower.parent is match.node
-        assert small.full.collect(match.node).tolist() == pages[:2]
+        assert lower.parent is matched
+        assert small.full.collect(matched).tolist() == pages[:2]
         assert small.full.collect(lower).tolist() == pages
-        small.tree.match(int32_bytes(A + B + D), None)
+        small.match(int32_bytes(A + B + D), None)
         assert small.tree.num_nodes == 2
 
     def test_a_lock_survives_a_split(self) -> None:
@@ -83,7 +83,7 @@ class TestByHand:
         small = SmallTree()
         receipt = small.insert(A + B + C)
         small.tree.lock(receipt)
-        upper = small.tree.match(int32_bytes(A), None).node
+        upper = small.match(int32_bytes(A), None)[0]
         assert upper is not receipt
         assert (small.full.protected, small.full.evictable) == (3, 0)
         assert small.full.evict(3) == 0
@@ -116,7 +116,7 @@ class TestByHand:
         small = SmallTree()
         for k in range(50):
             assert small.peek(A, f"user {k}") == 0
-            assert small.tree.match(int32_bytes(A), f"user {k}").length == 0
+            assert small.match(int32_bytes(A), f"user {k}")[1] == 0
         assert not small.tree.roots
 
     def test_a_root_goes_with_its_last_child(self) -> None:
@@ -133,7 +133,7 @@ class TestByHand:
         """A request matched nothing, its namespace was emptied meanwhile, and its insert hung below a dead root."""
         small = SmallTree()
         small.insert(A, "mine")
-        root = small.tree.match(int32_bytes(B), "mine").node
+        root = small.match(int32_bytes(B), "mine")[0]
         small.full.evict(1)
         assert not small.tree.roots
         pages = small.pool.alloc(1, GIVER)
@@ -193,14 +193,14 @@ class TreeModel(RuleBasedStateMachine):
         """Inserts below what a match of the first few pages found, as a request does."""
         size = self.small.page_size
         tokens = self.tokens(letters)
-        start = self.match_prefix(tokens[: below * size], namespace)
-        run = tokens[start.length :]
+        start, already = self.match_prefix(tokens[: below * size], namespace)
+        run = tokens[already:]
         pages = self.small.pool.alloc(len(run) // size, GIVER)
         if pages is None or not run:
             return
         known = self.modelled(tokens, namespace)
-        added = self.small.tree.insert(start.node, int32_bytes(run), (pages,), GIVER)
-        assert start.length + added.already_there == len(known) * size
+        added = self.small.tree.insert(start, int32_bytes(run), (pages,), GIVER)
+        assert already + added.already_there == len(known) * size
         duplicates = added.already_there // size
         self.small.pool.free(pages[:duplicates], GIVER)
         new = zip(self.prefixes(tokens)[len(known) :], pages[duplicates:].tolist(), strict=True)
@@ -211,7 +211,7 @@ class TreeModel(RuleBasedStateMachine):
     def peek(self, letters: list[int], namespace: Namespace, extra: int) -> None:
         tokens = self.tokens(letters, extra)
         before = snapshot(self.small.tree)
-        found = self.small.tree.peek(int32_bytes(tokens), namespace)
+        found = self.small.peek(tokens, namespace)
         assert found == len(self.modelled(tokens, namespace)) * self.small.page_size
         assert snapshot(self.small.tree) == before
 
@@ -219,21 +219,21 @@ class TreeModel(RuleBasedStateMachine):
     def match(self, letters: list[int], namespace: Namespace, extra: int) -> None:
         self.match_prefix(self.tokens(letters, extra), namespace)
 
-    def match_prefix(self, tokens: Path, namespace: Namespace) -> Match:
-        peeked = self.small.tree.peek(int32_bytes(tokens), namespace)
-        match = self.small.tree.match(int32_bytes(tokens), namespace)
+    def match_prefix(self, tokens: Path, namespace: Namespace) -> tuple[Node, int]:
+        peeked = self.small.peek(tokens, namespace)
+        node, length = self.small.match(int32_bytes(tokens), namespace)
         known = self.modelled(tokens, namespace)
-        assert match.length == peeked == len(known) * self.small.page_size
-        assert self.small.full.collect(match.node).tolist() == known
-        assert b"".join(reversed([node.key for node in match.node.path()])) == int32_bytes(tokens[: match.length])
-        return match
+        assert length == peeked == len(known) * self.small.page_size
+        assert self.small.full.collect(node).tolist() == known
+        assert b"".join(reversed([one.key for one in node.path()])) == int32_bytes(tokens[:length])
+        return node, length
 
     @rule(letters=letters, namespace=namespaces)
     def lock(self, letters: list[int], namespace: Namespace) -> None:
         tokens = self.tokens(letters)
-        match = self.match_prefix(tokens, namespace)
-        self.small.tree.lock(match.node)
-        self.locked.append((match.node, namespace, tokens[: match.length]))
+        node, length = self.match_prefix(tokens, namespace)
+        self.small.tree.lock(node)
+        self.locked.append((node, namespace, tokens[:length]))
 
     @precondition(lambda self: self.locked)
     @rule(data=st.data())

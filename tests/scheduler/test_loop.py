@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -43,14 +43,14 @@ class ScriptedChannel(RecordingChannel):
         self.sleeps = 0
         self.polls = 0
 
-    def receive(self, block: bool) -> list[Inbound]:
+    def receive(self, block: bool) -> Iterator[Inbound]:
         assert block == self.must_sleep(), "asleep with work to do, or spinning without"
         self.polls += not block
         if block:
             self.sleeps += 1
-            return self.script.pop(0) if self.script else [Shutdown()]
-        messages, self.inbox = self.inbox, []
-        return messages
+            self.inbox += self.script.pop(0) if self.script else [Shutdown()]
+        while self.inbox:
+            yield self.inbox.pop(0)
 
     @property
     def replies(self) -> list[Reply]:

@@ -85,7 +85,7 @@ def test_an_unfinished_chunk_goes_on_beside_newcomers() -> None:
     bench.add(prompt(6, first=2), sampling=endless(3))
     bench.add(prompt(30, first=3), sampling=endless(3))
     bench.run()
-    assert [shape(plan) for plan in plans[:4]] == [(0, [16]), (0, [4, 6, 6]), (2, [16]), (2, [8])]
+    assert [shape(plan) for plan in plans[:4]] == [(0, [10, 6]), (1, [10, 6]), (2, [16]), (1, [8])]
     bench.check_outputs()
 
 

@@ -94,15 +94,16 @@ def test_beyond_the_window_the_order_is_that_of_arrival() -> None:
     queue = WaitingQueue(SchedulePolicy.LPM, cached_prefix)
     for request in bench.scheduler.queue.requests():
         queue.add(request)
+    peeked.clear()
     assert [request.id for request in queue.first(250)] == ids[127::-1] + ids[128:250]
     assert sorted(peeked) == ids[:128]
 
 
 @pytest.mark.parametrize("policy", SchedulePolicy)
-def test_a_retracted_request_goes_first_whatever_the_policy(policy: SchedulePolicy) -> None:
+def test_a_retracted_request_goes_before_its_equals_whatever_the_policy(policy: SchedulePolicy) -> None:
     """Sent to the tail it may starve (note 7)."""
     bench = one_at_a_time(policy)
-    victim = bench.add([7], sampling=sampling(6), priority=-5)
+    victim = bench.add([7], sampling=sampling(6), priority=9)
     bench.scheduler.step()
     for k in range(3):
         bench.add([8, k], sampling=sampling(20), priority=9)
@@ -128,4 +129,19 @@ def test_retracted_requests_come_back_oldest_first(policy: SchedulePolicy) -> No
     assert bench.scheduler.retract_newest()
     assert [request.id for request in bench.scheduler.queue.first(2)] == [older, newer]
     bench.run()
+    bench.check_outputs()
+
+
+def test_a_retracted_request_does_not_go_before_a_higher_priority() -> None:
+    """A request of priority 10 waited 1,900 steps behind retracted ones of priority 0."""
+    bench = one_at_a_time(SchedulePolicy.PRIORITY)
+    victim = bench.add([7], sampling=sampling(6))
+    bench.scheduler.step()
+    urgent = bench.add([8], sampling=sampling(4), priority=10)
+    equal = bench.add([9], sampling=sampling(4))
+    bench.scheduler.drain_in_flight()
+    assert bench.scheduler.retract_newest()
+    assert [request.id for request in bench.scheduler.queue.requests()] == [urgent, victim, equal]
+    bench.run()
+    assert list(bench.channel.finished) == [urgent, victim, equal]
     bench.check_outputs()

@@ -55,7 +55,7 @@ def test_a_sharer_of_the_first_pages_goes_as_soon_as_they_are_there() -> None:
     second = bench.add([*ALIKE[:8], 39, 39], sampling=endless(4))
     bench.run()
     assert bench.channel.cached[second] == 8
-    assert chunks(plans)[:4] == [[8], [8], [8], [6, 2]], "it waited a step, then for room in the chunk budget"
+    assert chunks(plans)[:4] == [[8], [6, 2], [8], [8]], "it waited a step, and takes its part of the next"
 
 
 def test_unrelated_requests_pass_those_that_wait_for_a_prefix() -> None:

@@ -38,10 +38,12 @@ def test_prefill_lines(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(4):
         bench.scheduler.step()
     assert caplog.messages == [
-        "Prefill batch, #new-seq: 1, #new-token: 16, #cached-token: 0, token usage: 0.06, "
-        "#running-req: 1, #queue-req: 2",
-        "Prefill batch, #new-seq: 1, #new-token: 6, #cached-token: 16, token usage: 0.09, "
+        "Prefill batch, #new-seq: 2, #new-token: 16, #cached-token: 0, token usage: 0.08, "
         "#running-req: 2, #queue-req: 1",
+        "Prefill batch, #new-seq: 0, #new-token: 6, #cached-token: 0, token usage: 0.09, "
+        "#running-req: 2, #queue-req: 1",
+        "Prefill batch, #new-seq: 1, #new-token: 2, #cached-token: 16, token usage: 0.11, "
+        "#running-req: 2, #queue-req: 0",
     ]
 
 

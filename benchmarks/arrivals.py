@@ -1,0 +1,207 @@
+"""Host time of bursts: many prompts that arrive, end or are aborted at once, over a runner that costs nothing.
+
+    python benchmarks/arrivals.py [--page-size 16] [--only WORDS] [--json FILE]
+
+Time of the scheduler's thread alone (`time.thread_time`), milliseconds of the worst turn of the loop and microseconds
+for each request. A turn is what stands between two launches: messages from the inbox, planning, finishing, publishing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from host_step import FreeRunner
+from machine import report
+
+from sglang_jax.config import EngineConfig
+from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec
+from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler.loop import SchedulerLoop
+from sglang_jax.scheduler.messages import AbortRequest, Inbound, NewRequest, Outbound
+
+CHUNK = 16_384
+REPEATS = 5
+
+
+class PackedChannel:
+    """A channel whose messages are packed, as on the wire: what a turn takes in, it unpacks."""
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[Inbound] = msgspec.msgpack.Decoder(Inbound)
+        self._inbox: list[bytes] = []
+        self._taken = 0
+
+    def put(self, messages: list[Inbound]) -> None:
+        """Messages that the next turns find."""
+        self._inbox = [*self._inbox[self._taken :], *map(self._encoder.encode, messages)]
+        self._taken = 0
+
+    def receive(self, block: bool) -> Iterator[Inbound]:
+        while self._taken < len(self._inbox):
+            self._taken += 1
+            yield self._decoder.decode(self._inbox[self._taken - 1])
+
+    def send(self, message: Outbound) -> None:
+        self._encoder.encode(message)
+
+
+class Burst:
+    """A loop over a free runner, and the time of each of its turns."""
+
+    def __init__(self, rows: int, context: int, page_size: int, *, pool_tokens: int | None = None) -> None:
+        pages = (pool_tokens or rows * context) // page_size + rows + 1
+        spec = RunnerSpec((PoolSpec(PoolKind.FULL, pages, page_size),), rows, CHUNK + rows, context, 1000)
+        config = EngineConfig(chunked_prefill_size=CHUNK, page_size=page_size, debug_memory=False)
+        self.channel = PackedChannel()
+        self.loop = SchedulerLoop(FreeRunner(spec), (0,), config, self.channel)
+        self.scheduler = self.loop.scheduler
+        self.turns: list[float] = []
+        self._next_id = 0
+
+    def add(self, prompts: list[np.ndarray], new_tokens: int = 8, **fields: object) -> list[int]:
+        """Puts requests into the inbox; returns their ids."""
+        sampling = SamplingParams(max_new_tokens=new_tokens, seed=1)
+        ids = list(range(self._next_id, self._next_id + len(prompts)))
+        self._next_id += len(prompts)
+        self.channel.put(
+            [
+                NewRequest(id=request, token_ids=prompt.tobytes(), sampling=sampling, stream=True, **fields)
+                for request, prompt in zip(ids, prompts, strict=True)
+            ]
+        )
+        return ids
+
+    def abort(self, ids: list[int]) -> None:
+        """Puts their aborts into the inbox."""
+        self.channel.put([AbortRequest(request) for request in ids])
+
+    def turn(self) -> float:
+        """One turn; its thread time in seconds."""
+        start = time.thread_time()
+        self.loop.turn()
+        self.turns.append(time.thread_time() - start)
+        return self.turns[-1]
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Turns until the condition holds."""
+        while not until():
+            self.turn()
+
+    def all_decode(self, count: int) -> None:
+        """Turns until `count` requests have drawn two tokens."""
+        wanted = self.scheduler.log.counts.generation_tokens + 2 * count
+        self.run(lambda: self.scheduler.log.counts.generation_tokens >= wanted)
+
+
+def random_prompts(count: int, length: int, *, same: int = 0) -> list[np.ndarray]:
+    """`count` prompts of `length` tokens, the first `same` of which are alike, and different after that."""
+    prompts = np.random.default_rng(count).integers(2, 1000, (count, length), dtype=np.int32)
+    prompts[:, :same] = prompts[0, :same]
+    if same < length:
+        prompts[:, same] = np.arange(count) % 1000
+    return list(prompts)
+
+
+def worst_turn_of(prompts: list[np.ndarray], rows: int, page_size: int) -> dict[str, float]:
+    """All prompts wait already when the first step is planned; turns until all have ended."""
+    burst = Burst(rows, len(prompts[0]) + 16, page_size)
+    burst.add(prompts)
+    for message in burst.channel.receive(block=False):
+        assert isinstance(message, NewRequest)
+        burst.scheduler.add(message)
+    burst.run(lambda: burst.scheduler.idle)
+    return {"worst ms": max(burst.turns) * 1e3, "us per request": sum(burst.turns) / len(prompts) * 1e6}
+
+
+def arrivals_while_decoding(page_size: int) -> dict[str, float]:
+    """64 rows decode; 5,000 prompts of 256 tokens arrive at once."""
+    burst = Burst(64, 4096, page_size)
+    burst.add(random_prompts(64, 64), new_tokens=4000)
+    burst.turn()
+    burst.all_decode(64)
+    burst.turns.clear()
+    burst.add(random_prompts(5000, 256))
+    burst.run(lambda: len(burst.scheduler.requests) == 5064)
+    return {"worst ms": max(burst.turns) * 1e3, "us per request": sum(burst.turns) / 5000 * 1e6}
+
+
+def all_end_at_once(page_size: int) -> dict[str, float]:
+    """1,024 rows draw their last token in one step."""
+    burst = Burst(1024, 128, page_size)
+    burst.add(random_prompts(1024, 16, same=0), new_tokens=40)
+    burst.turn()
+    burst.all_decode(1024)
+    burst.turns.clear()
+    burst.run(lambda: burst.scheduler.idle)
+    return {"worst ms": max(burst.turns) * 1e3, "us per request": sum(sorted(burst.turns)[-20:]) / 1024 * 1e6}
+
+
+def all_aborted_at_once(page_size: int) -> dict[str, float]:
+    """1,024 rows decode, and all are aborted by messages that wait together."""
+    burst = Burst(1024, 256, page_size)
+    ids = burst.add(random_prompts(1024, 16), new_tokens=200)
+    burst.turn()
+    burst.all_decode(1024)
+    burst.turns.clear()
+    burst.abort(ids)
+    burst.run(lambda: burst.scheduler.idle)
+    return {"worst ms": max(burst.turns) * 1e3, "us per request": sum(burst.turns) / 1024 * 1e6}
+
+
+def burst_of_2k(page_size: int) -> dict[str, float]:
+    """5,000 different prompts of 2,000 tokens through 256 rows and a pool that must evict."""
+    burst = Burst(256, 2064, page_size, pool_tokens=600_000)
+    burst.add(random_prompts(5000, 2000), new_tokens=8)
+    burst.turn()
+    burst.run(lambda: burst.scheduler.idle)
+    return {"worst ms": max(burst.turns) * 1e3, "us per request": sum(burst.turns) / 5000 * 1e6}
+
+
+CASES: dict[str, tuple[Callable[[int], dict[str, float]], str, float]] = {
+    "256 x 64 tokens": (lambda page: worst_turn_of(random_prompts(256, 64), 256, page), "worst ms", 16),
+    "1,024 x 16 tokens": (lambda page: worst_turn_of(random_prompts(1024, 16), 1024, page), "worst ms", 45),
+    "256 x the same 2k": (lambda page: worst_turn_of(random_prompts(256, 2000, same=2000), 256, page), "worst ms", 15),
+    "5,000 x 2k, 1,999 shared": (
+        lambda page: worst_turn_of(random_prompts(5000, 2000, same=1999), 256, page),
+        "worst ms",
+        25,
+    ),
+    "5,000 arrive, 64 decode": (arrivals_while_decoding, "worst ms", 10),
+    "1,024 end at once": (all_end_at_once, "worst ms", 6),
+    "1,024 aborted at once": (all_aborted_at_once, "worst ms", 6),
+    "5,000 x different 2k": (burst_of_2k, "us per request", 150),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    arguments = parser.parse_args()
+    table = []
+    for name, (measure, figure, target) in CASES.items():
+        if arguments.only not in name:
+            continue
+        runs = []
+        for _ in range(arguments.repeats):
+            gc.collect()
+            runs.append(measure(arguments.page_size))
+        row: dict[str, object] = {"burst": name}
+        row |= {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+        row |= {f"least {figure}": min(run[figure] for run in runs), "target": target, "of": figure}
+        table.append(row)
+    report(f"Host time of bursts, pages of {arguments.page_size}", table, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
