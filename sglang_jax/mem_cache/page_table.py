@@ -59,4 +59,5 @@ class PageTable:
         """The entries `[written]` without repetitions, in time that follows their number alone: no sort."""
         order = np.arange(len(flat), dtype=np.int32)
         self._stamps[flat] = order
-        return flat[self._stamps[flat] == order]
+        newest: Int32 = flat[self._stamps[flat] == order]
+        return newest

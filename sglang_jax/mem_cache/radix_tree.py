@@ -129,9 +129,7 @@ class RadixTree:
         self._touch(node)
         return node
 
-    def insert(
-        self, below: Node, tokens: bytes, pages: tuple[Pages, ...], giver: int, writer: int = 0
-    ) -> Insertion:
+    def insert(self, below: Node, tokens: bytes, pages: tuple[Pages, ...], giver: int, writer: int = 0) -> Insertion:
         """Adds the run `tokens` (whole pages) after the prefix that ends at `below`, which is not dead.
 
         The part that is there already is left alone. What is new becomes one leaf, computed by `writer`, whose

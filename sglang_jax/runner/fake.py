@@ -2,7 +2,8 @@
 
 Each KV slot holds a hash of its token, its position, and all that its query saw when it was written. A page mistake
 anywhere, now or earlier, changes what is drawn. `FakeRunner` keeps copies of its own (page table, last tokens, sampling
-state), fed by the plans alone, so mistakes in what a plan carries show too.
+state), fed by the plans alone, so mistakes in what a plan carries show too. KV of one namespace differs from that of
+another, and a step that a device fault spoils writes KV from which nothing finite can be drawn.
 """
 
 from __future__ import annotations
@@ -37,14 +38,25 @@ def _mix(*values: int) -> int:
     return state
 
 
+_NOT_FINITE = -1
+"""What a spoilt step writes, and what every query knows that sees it."""
+
+
+def _begin(namespace: str | None) -> int:
+    """What a query knows before it has seen anything."""
+    return 0 if namespace is None else _mix(*namespace.encode(), 0xA11CE)
+
+
 def _see(seen: int, value: int) -> int:
     """What a query knows after it has seen one more slot."""
+    if seen == _NOT_FINITE or value == _NOT_FINITE:
+        return _NOT_FINITE
     return (seen * 0x100000001B3 + value) & _MASK
 
 
 def _write(seen: int, token: int, position: int) -> int:
     """Content of the slot that a token's query writes."""
-    return _mix(seen, token, position)
+    return _NOT_FINITE if seen == _NOT_FINITE else _mix(seen, token, position)
 
 
 def _draw(seen: int, seed: int, prompt_len: int, vocab_size: int) -> int:
@@ -52,6 +64,8 @@ def _draw(seen: int, seed: int, prompt_len: int, vocab_size: int) -> int:
 
 
 def _logprob(seen: int, token: int) -> float:
+    if seen == _NOT_FINITE:
+        return float("nan")
     return -float(_mix(seen, token) % 10007) / 1000.0
 
 
@@ -61,10 +75,17 @@ class Oracle:
 
     vocab_size: int
 
-    def output(self, prompt: Sequence[int], seed: int, max_new_tokens: int, stop_ids: Iterable[int] = ()) -> list[int]:
+    def output(
+        self,
+        prompt: Sequence[int],
+        seed: int,
+        max_new_tokens: int,
+        stop_ids: Iterable[int] = (),
+        namespace: str | None = None,
+    ) -> list[int]:
         """Output tokens of a request, the stop token included."""
         stops = set(stop_ids)
-        seen = 0
+        seen = _begin(namespace)
         for position, token in enumerate(prompt):
             seen = _see(seen, _write(seen, token, position))
         output: list[int] = []
@@ -76,9 +97,9 @@ class Oracle:
             seen = _see(seen, _write(seen, token, len(prompt) + len(output) - 1))
         return output
 
-    def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
+    def prompt_logprobs(self, prompt: Sequence[int], namespace: str | None = None) -> list[float]:
         """Logprob of each prompt token but the first, float32."""
-        seen, logprobs = 0, []
+        seen, logprobs = _begin(namespace), []
         for position, token in enumerate(prompt):
             if position:
                 logprobs.append(float(np.float32(_logprob(seen, token))))
@@ -104,9 +125,14 @@ class FakeRunner:
 
     - `lazy`: steps run when their result is asked for, as late as a device may; otherwise when launched.
     - `invalid_token`: a row that draws right after having computed this token reports logits that are not finite.
+
+    `spoil_next`: the next step to be launched writes KV that is not finite and draws nothing. `namespace_of`: tells the
+    namespace of a row's request at the launch; without it all are None's.
     """
 
     def __init__(self, spec: RunnerSpec, *, lazy: bool = True, invalid_token: int | None = None) -> None:
+        self.spoil_next = False
+        self.namespace_of: Callable[[int], str | None] = lambda row: None
         self._spec = spec
         self._lazy = lazy
         self._invalid_token = invalid_token
@@ -136,7 +162,11 @@ class FakeRunner:
         self._check(plan)
         if self.keep_plans:
             self.plans.append(plan)
-        return FakeHandle(lambda: self._run(plan), self._lazy)
+        begin = [_begin(self.namespace_of(row)) for row in plan.rows.tolist()]
+        if self.spoil_next:
+            begin = [_NOT_FINITE] * len(begin)
+            self.spoil_next = False
+        return FakeHandle(lambda: self._run(plan, begin), self._lazy)
 
     def scribble(self, pages: Int32) -> None:
         """Overwrites pages with noise: what may happen to a page as soon as it is free."""
@@ -162,7 +192,7 @@ class FakeRunner:
             assert len(keys) == len(deltas.pages), "a page-table entry appears twice"
             assert (deltas.pages > 0).all(), "the pad page was handed out"
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _run(self, plan: StepPlan, begin: list[int]) -> StepResult:
         for update in plan.row_updates:
             self._rows[update.row] = update
         deltas = plan.page_deltas[0]
@@ -177,8 +207,9 @@ class FakeRunner:
             else:
                 queries = plan.prefill_tokens[first : first + length].tolist()
                 first += length
-            seen_after.append(self._forward(row, kv_len - length, queries))
-            if plan.samples[index] and queries[-1] != self._invalid_token:
+            seen_after.append(self._forward(row, kv_len - length, queries, begin[index]))
+            finite = seen_after[-1][-1] != _NOT_FINITE and queries[-1] != self._invalid_token
+            if plan.samples[index] and finite:
                 state = self._rows[row]
                 drawn = _draw(seen_after[-1][-1], state.seed, state.prompt_len, self._spec.vocab_size)
                 tokens[index] = self._last_token[row] = drawn
@@ -192,9 +223,8 @@ class FakeRunner:
         page = int(self._table[row, position // self._page_size])
         return page * self._page_size + position % self._page_size
 
-    def _forward(self, row: int, start: int, tokens: list[int]) -> list[int]:
-        """Computes tokens at positions from `start` on; what each of their queries saw."""
-        seen = 0
+    def _forward(self, row: int, start: int, tokens: list[int], seen: int) -> list[int]:
+        """Computes tokens at positions from `start` on; what each of their queries saw, who knew `seen` before."""
         for position in range(start):
             seen = _see(seen, self._slots[self._slot(row, position)])
         result = []

@@ -42,17 +42,10 @@ class Departures:
         return len(self._leaving)
 
     def add(self, request: Request, *, insert: bool, requeue: bool = False) -> None:
-        """A request is over. Its row is given back by a `release` once no step in flight has it."""
+        """A request is over. Its row is given back by a `release` once no step in flight has it. Who was to go back to
+        the queue may end for good before that."""
         self._table.end(request)
         self._leaving[request.row] = Departure(request, insert, requeue)
-
-    def forget(self, request: Request) -> bool:
-        """A request that was to go back to the queue ends instead; False if there is none such."""
-        departure = self._leaving.get(request.row)
-        if departure is None:
-            return False
-        departure.insert = departure.requeue = False
-        return True
 
     def release(self, most: int) -> int:
         """Gives back up to `most` rows that no step in flight has; how many there were."""

@@ -19,7 +19,7 @@ class RequestState(Enum):
     - DECODE: draws a token each step.
     - RETRACTED: lost its row to a shortage, or to KV of somebody else that turned out bad; back in the queue with its
       output, before those that never had a row.
-    - FINISHED: over. It may keep its row for some steps: while one in flight uses it, and until its turn to be released.
+    - FINISHED: over. It may keep its row for some steps: while one in flight uses it, and until it is released.
     """
 
     WAITING = auto()

@@ -30,7 +30,6 @@ from sglang_jax.scheduler.reserve import NewTokenReserve
 from sglang_jax.scheduler.step_log import StepLog
 from sglang_jax.scheduler.waiting_queue import WaitingQueue
 
-
 logger = logging.getLogger(__name__)
 
 RETRACTIONS_IN_TURN = 4
@@ -340,7 +339,7 @@ class Scheduler:
         del self.requests[request.id]
         self.log.counts.finished += 1
         self._books_checked = False
-        if request.kv is not None and not self._departures.forget(request):
+        if request.kv is not None:
             self._running.stale = True
             self._departures.add(request, insert=insert)
 

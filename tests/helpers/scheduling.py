@@ -111,6 +111,8 @@ class Bench:
         )
         self.channel = RecordingChannel()
         self.scheduler = Scheduler(self.runner, (EOS,), self.config, self.channel)
+        if self.subject is None:
+            self.runner.namespace_of = lambda row: self.scheduler.table.at(row).namespace
         if self.scribble and self.subject is None:
             scribble_on_free(self.scheduler, self.runner)
         self.oracle = Oracle(VOCAB)
@@ -124,7 +126,9 @@ class Bench:
         request_id = self._next_id
         sampling = fields.pop("sampling", None) or SamplingParams(max_new_tokens=max_new_tokens, seed=seed)
         assert isinstance(sampling, SamplingParams)
-        self.wanted[request_id] = self._wanted(prompt, sampling)
+        namespace = fields.get("extra_key")
+        assert namespace is None or isinstance(namespace, str)
+        self.wanted[request_id] = self._wanted(prompt, sampling, namespace)
         self.prompts[request_id] = prompt
         self.logprob_starts[request_id] = int(fields.get("logprob_start", -1))  # type: ignore[call-overload]
         self._next_id += 1
@@ -138,11 +142,12 @@ class Bench:
         )
         return request_id
 
-    def _wanted(self, prompt: list[int], sampling: SamplingParams) -> list[int]:
-        limit = min(sampling.max_new_tokens or self.context, self.context - len(prompt))
+    def _wanted(self, prompt: list[int], sampling: SamplingParams, namespace: str | None) -> list[int]:
+        most = self.context if sampling.max_new_tokens is None else sampling.max_new_tokens
+        limit = min(most, self.context - len(prompt))
         stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {EOS})
         if self.subject is None:
-            return self.oracle.output(prompt, sampling.seed or 0, limit, stops)
+            return self.oracle.output(prompt, sampling.seed or 0, limit, stops, namespace)
         return self.subject.output(prompt, sampling, limit, stops)
 
     def run(self, most_steps: int = 2000) -> None:

@@ -1,0 +1,287 @@
+"""KV from which nothing finite can be drawn: it ends who computed it, and nobody after that."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.scheduling import VOCAB, Bench
+
+from sglang_jax.mem_cache.invariants import check_everything
+from sglang_jax.mem_cache.kv_cache import KVCache
+from sglang_jax.sampling.params import SamplingParams
+
+SYSTEM = [1 + (7 * i) % 37 for i in range(32)]
+
+
+def endless(tokens: int = 4, seed: int = 5) -> SamplingParams:
+    return SamplingParams(max_new_tokens=tokens, seed=seed, ignore_eos=True)
+
+
+def spoil(bench: Bench) -> None:
+    """The next step is run by a device that has a fault."""
+    bench.runner.spoil_next = True
+    bench.scheduler.step()
+    assert not bench.runner.spoil_next, "no step was launched"
+
+
+def finish(bench: Bench) -> None:
+    for _ in range(500):
+        bench.scheduler.step()
+        check_everything(bench.scheduler.cache)
+        if bench.scheduler.idle:
+            break
+    assert bench.scheduler.idle
+    assert bench.scheduler.log.counts.memory_faults == 0
+    bench.check_outputs()
+
+
+def kinds(bench: Bench) -> dict[int, str]:
+    return {request: finished.kind for request, finished in sorted(bench.channel.finished.items())}
+
+
+def test_one_bad_step_does_not_poison_a_prefix() -> None:
+    """20 of 20 later requests with the same system prompt failed on a healthy device."""
+    bench = Bench(chunk=64, budget=64)
+    bench.add([*SYSTEM, 3], sampling=endless())
+    spoil(bench)
+    finish(bench)
+    for k in range(20):
+        bench.add([*SYSTEM, 1 + k], sampling=endless())
+        finish(bench)
+    assert kinds(bench) == {1: "error"} | {k: "length" for k in range(2, 22)}
+    assert bench.channel.cached[2] == 0
+    assert bench.channel.cached[3] == 32, "what the second request computed is good"
+
+
+@pytest.mark.parametrize("bad_chunk", [0, 1, 2])
+def test_a_bad_chunk_of_a_prompt_under_way(bad_chunk: int) -> None:
+    """It shows with the last chunk alone; by then the others are in the tree."""
+    bench = Bench(chunk=12, budget=32)
+    bench.add([*SYSTEM, 3], sampling=endless())
+    for chunk in range(3):
+        if chunk == bad_chunk:
+            spoil(bench)
+        else:
+            bench.scheduler.step()
+    finish(bench)
+    bench.add([*SYSTEM, 4], sampling=endless())
+    finish(bench)
+    assert kinds(bench) == {1: "error", 2: "length"}
+    assert bench.channel.cached[2] == 0
+
+
+def test_who_reads_bad_kv_of_others_is_computed_anew_and_does_not_fail() -> None:
+    """Both are running when it shows: one computed it, the others found it in the tree."""
+    bench = Bench(chunk=64, budget=64)
+    leader = bench.add([*SYSTEM, 3], sampling=endless())
+    sharers = [bench.add([*SYSTEM, 4 + k], sampling=endless(seed=k)) for k in range(3)]
+    spoil(bench)
+    bench.scheduler.step()
+    assert set(bench.channel.cached) == {leader, *sharers}, "they started before the fault showed"
+    finish(bench)
+    assert kinds(bench) == {leader: "error"} | dict.fromkeys(sharers, "length")
+
+
+def test_a_long_prompt_on_bad_kv_starts_again_before_it_is_through() -> None:
+    bench = Bench(pages=128, chunk=40, budget=64, context=256)
+    leader = bench.add([*SYSTEM, 3], sampling=endless())
+    long = bench.add([*SYSTEM, *([9] * 150)], sampling=endless())
+    spoil(bench)
+    for _ in range(3):
+        bench.scheduler.step()
+    assert kinds(bench) == {leader: "error"}
+    assert bench.scheduler.requests[long].restarted
+    finish(bench)
+    assert kinds(bench) == {leader: "error", long: "length"}
+
+
+def test_sharers_who_wait_for_a_prefix_that_turns_out_bad_compute_it() -> None:
+    bench = Bench(chunk=12, budget=32)
+    leader = bench.add([*SYSTEM, 3], sampling=endless())
+    waiting = [bench.add([*SYSTEM, 4 + k], sampling=endless()) for k in range(2)]
+    spoil(bench)
+    assert set(bench.channel.cached) == {leader}
+    finish(bench)
+    assert kinds(bench) == {leader: "error"} | dict.fromkeys(waiting, "length")
+
+
+def test_a_row_that_was_re_pointed_at_bad_kv_is_computed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both compute the prefix; the second gives its own good copy up for the first one's, which is bad."""
+    monkeypatch.setattr("sglang_jax.scheduler.admission.Admission._should_wait", lambda *arguments: False)
+    bench = Bench(chunk=8, budget=64, rows=4)
+    first = bench.add(SYSTEM[:8], sampling=endless())
+    spoil(bench)
+    second = bench.add(SYSTEM[:8], sampling=endless(seed=6), logprob_start=0, top_logprobs=0)
+    bench.scheduler.step()
+    rows = sorted(bench.scheduler.cache.open_rows)
+    table = bench.scheduler.cache.table
+    assert table.run(rows[0], 0, 2).tolist() == table.run(rows[1], 0, 2).tolist(), "re-pointed"
+    finish(bench)
+    assert kinds(bench)[first] == "error"
+    assert kinds(bench)[second] == "length"
+
+
+def test_bad_kv_of_an_aborted_request_fails_nobody() -> None:
+    """Nothing was ever drawn from it, so nothing has told that it is bad."""
+    bench = Bench(chunk=12, budget=32)
+    gone = bench.add([*SYSTEM, 3], sampling=endless())
+    spoil(bench)
+    bench.scheduler.abort(gone)
+    later = [bench.add([*SYSTEM, 4 + k], sampling=endless()) for k in range(2)]
+    finish(bench)
+    assert kinds(bench) == {gone: "abort"} | dict.fromkeys(later, "length")
+
+
+def test_a_model_that_gives_no_finite_logits_fails_each_request_alone() -> None:
+    """Two computations of the prefix, not one for each request; and whoever does not ask for it is well."""
+    bench = Bench(chunk=64, budget=64, invalid_token=VOCAB - 1, rows=8)
+    bench.runner.keep_plans = True
+    bad = [bench.add([*SYSTEM, VOCAB - 1], sampling=endless(seed=k)) for k in range(6)]
+    good = [bench.add([9, *SYSTEM, 3 + k], sampling=endless()) for k in range(2)]
+    finish(bench)
+    assert kinds(bench) == dict.fromkeys(bad, "error") | dict.fromkeys(good, "length")
+    again = bench.add([*SYSTEM, 3], sampling=endless())
+    finish(bench)
+    assert kinds(bench)[again] == "length"
+
+
+@pytest.mark.parametrize("shared", [32, 16])
+def test_a_bad_tail_leaves_a_good_prefix_of_others_alone(shared: int) -> None:
+    bench = Bench(chunk=64, budget=64, invalid_token=VOCAB - 1)
+    bench.add([*SYSTEM, 3], sampling=endless())
+    finish(bench)
+    bench.add([*SYSTEM[:shared], 4, 4, 4, 4, VOCAB - 1], sampling=endless())
+    finish(bench)
+    last = bench.add([*SYSTEM, 5], sampling=endless())
+    finish(bench)
+    assert bench.channel.cached[last] == 32
+
+
+def test_a_step_that_goes_bad_while_decoding_keeps_nothing_of_the_request() -> None:
+    bench = Bench(chunk=64, budget=64)
+    first = bench.add([*SYSTEM, 3], sampling=endless(20))
+    for _ in range(4):
+        bench.scheduler.step()
+    spoil(bench)
+    finish(bench)
+    assert kinds(bench) == {first: "error"}
+    assert bench.channel.streams[first] == bench.wanted[first][: len(bench.channel.streams[first])]
+    assert bench.scheduler.cache.pool.num_free == bench.scheduler.cache.pool.total
+
+
+def test_who_shares_a_good_prefix_of_a_failed_request_goes_on() -> None:
+    """The sharer's draws were finite: what it reads is kept until it lets go, and given to nobody else."""
+    bench = Bench(chunk=64, budget=64)
+    first = bench.add([*SYSTEM, VOCAB - 2], sampling=endless(30))
+    for _ in range(3):
+        bench.scheduler.step()
+    second = bench.add([*SYSTEM, 4], sampling=endless(20))
+    for _ in range(3):
+        bench.scheduler.step()
+    fail_alone(bench, first)
+    assert bench.channel.cached[second] == 32
+    third = bench.add([*SYSTEM, 5], sampling=endless(4))
+    finish(bench)
+    assert kinds(bench) == {first: "error", second: "length", third: "length"}
+    assert bench.channel.cached[third] == 0
+
+
+def test_what_a_failed_request_wrote_is_found_after_others_divided_it() -> None:
+    bench = Bench(chunk=64, budget=64)
+    first = bench.add([*SYSTEM, 3], sampling=endless(30))
+    for _ in range(3):
+        bench.scheduler.step()
+    second = bench.add([*SYSTEM[:16], 4], sampling=endless(20))
+    for _ in range(3):
+        bench.scheduler.step()
+    assert bench.channel.cached[second] == 16
+    fail_alone(bench, first)
+    third = bench.add([*SYSTEM, 5], sampling=endless())
+    finish(bench)
+    assert kinds(bench) == {first: "error", second: "length", third: "length"}
+    assert bench.channel.cached[third] == 0
+
+
+def fail_alone(bench: Bench, request: int) -> None:
+    """The request's next draw is not finite, that of others is."""
+    row = bench.scheduler.requests[request].row
+    run = bench.runner._run
+
+    def spoilt(plan, begin):  # type: ignore[no-untyped-def]
+        result = run(plan, begin)
+        result.tokens[plan.rows == row] = -1
+        return result
+
+    bench.runner._run = spoilt
+    bench.scheduler.step()
+    bench.scheduler.drain_in_flight()
+    bench.runner._run = run
+    assert kinds(bench)[request] == "error"
+
+
+@pytest.mark.parametrize(("start", "bad_chunk"), [(0, 0), (9, 0), (0, 1), (30, 2)])
+def test_prompt_logprobs_that_are_not_finite_end_the_request_and_are_not_published(start: int, bad_chunk: int) -> None:
+    bench = Bench(chunk=12, budget=32)
+    request = bench.add([*SYSTEM, 3], sampling=endless(), logprob_start=start, top_logprobs=0)
+    for chunk in range(bad_chunk + 1):
+        if chunk == bad_chunk:
+            spoil(bench)
+        else:
+            bench.scheduler.step()
+    finish(bench)
+    assert kinds(bench) == {request: "error"}
+    told = [logprob for _, logprob in bench.channel.prompt_logprobs.get(request, []) if logprob is not None]
+    assert told == bench.oracle.prompt_logprobs([*SYSTEM, 3])[max(start - 1, 0) :][: len(told)]
+    assert len(told) == max(12 * bad_chunk - max(start - 1, 0), 0)
+
+
+def test_a_request_that_starts_again_tells_its_prompt_logprobs_once() -> None:
+    bench = Bench(chunk=64, budget=64)
+    bench.add([*SYSTEM, 3], sampling=endless())
+    scored = bench.add([*SYSTEM, 4, 5], sampling=endless(), logprob_start=20, top_logprobs=0)
+    spoil(bench)
+    finish(bench)
+    assert kinds(bench)[scored] == "length"
+    told = bench.channel.prompt_logprobs[scored]
+    assert [token for token, _ in told] == [*SYSTEM, 4, 5][20:]
+    wanted = bench.oracle.prompt_logprobs([*SYSTEM, 4, 5])[19:]
+    assert [logprob for _, logprob in told] == pytest.approx(wanted)
+
+
+def test_an_abort_of_a_request_that_is_to_start_again() -> None:
+    bench = Bench(chunk=64, budget=64)
+    leader = bench.add([*SYSTEM, 3], sampling=endless())
+    sharer = bench.add([*SYSTEM, 4], sampling=endless(30))
+    spoil(bench)
+    bench.scheduler.step()
+    bench.scheduler.step()
+    assert kinds(bench) == {leader: "error"}
+    bench.scheduler.abort(sharer)
+    finish(bench)
+    assert kinds(bench) == {leader: "error", sharer: "abort"}
+    assert bench.scheduler.flush_cache()
+    assert bench.scheduler.cache.pool.num_free == bench.scheduler.cache.pool.total
+
+
+def test_books_that_do_not_add_up_at_idle_are_logged_and_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Outside debug mode nothing looked; the server goes on."""
+    release = KVCache.release_kv_cache
+
+    def leak(self: KVCache, record, tokens, *, insert):  # type: ignore[no-untyped-def]
+        self.table.pages[record.row, self.pages_for(record.kv_allocated_len) - 1] = 0
+        self.lengths.kv_allocated[record.row] -= self.page_size
+        self.lengths.kv_committed[record.row] = min(record.kv_committed_len, record.kv_allocated_len)
+        release(self, record, tokens, insert=insert)
+
+    monkeypatch.setattr(KVCache, "release_kv_cache", leak)
+    bench = Bench()
+    bench.scheduler._check = False
+    bench.add([5, 6, 7], sampling=endless())
+    bench.run()
+    assert bench.scheduler.log.counts.memory_faults == 1
+    assert bench.scheduler.log.stats(0).num_memory_faults == 1
+    assert "KV pages do not add up at idle" in caplog.text
+    for _ in range(3):
+        bench.scheduler.step()
+    assert bench.scheduler.log.counts.memory_faults == 1, "one fault is told once"
