@@ -39,7 +39,8 @@ class RowKV:
     """One request's ownership record: its row, and the node it locks (the lock receipt).
 
     The lengths live in the arrays of `RowLengths`, so that a decode batch advances them at once. `serial` tells records
-    of the same row apart; `proven`: what was drawn from this row's KV was finite.
+    of the same row apart. `proven`: what was drawn from this row's KV was finite. `repointed`: the last step that was
+    launched with copies of the row's own, in whose place it reads somebody else's since.
     """
 
     row: int
@@ -48,6 +49,7 @@ class RowKV:
     lengths: RowLengths
     serial: int = 0
     proven: bool = False
+    repointed: int = -1
 
     @property
     def cache_protected_len(self) -> int:
@@ -223,14 +225,22 @@ class KVCache:
             theirs = self.full.collect(added.node)[first : first + len(duplicates)]
             self.table.write_run(row, first, theirs)
             self._retire(duplicates, owner, step)
-        self.lengths.cache_protected[row] = length
-        if record.proven:
+            if step is not None:
+                record.repointed = step
+        elif record.proven:
             self.tree.prove(added.node)
+        self.lengths.cache_protected[row] = length
 
-    def prove(self, record: RowKV) -> None:
-        """A row drew something finite: all that it has read, and what it will still add, is fit to be shared."""
+    def prove(self, record: RowKV, step: int) -> bool:
+        """What a row drew in `step` was finite: all that it read, and what it will still add, is fit to be shared.
+
+        False, and nothing is proven, if the step read copies of the row's own in place of what it depends on now.
+        """
+        if record.repointed >= step:
+            return False
         record.proven = True
         self.tree.prove(record.receipt)
+        return True
 
     def distrust(self, record: RowKV) -> None:
         """A row drew something that is not finite: nothing that it computed, or read unproven, is matched again. Who

@@ -116,12 +116,10 @@ class Admission:
         tried: set[int] = set()
         reach = self._cache.num_free_rows + len(self._cache.open_rows) + MAX_SHARERS_PASSED
         for request in self._by_order(look, reach):
-            if self._younger_seats >= self.aged_turn - 1 and queue:
-                oldest = queue.oldest()
-                if oldest.id not in tried:
-                    tried.add(oldest.id)
-                    look.aged = oldest
-                    yield oldest
+            while self._younger_seats >= self.aged_turn - 1 and queue and (oldest := queue.oldest()).id not in tried:
+                tried.add(oldest.id)
+                look.aged = oldest
+                yield oldest
             if request.kv is None and request.id not in tried and request.state is not RequestState.FINISHED:
                 tried.add(request.id)
                 yield request

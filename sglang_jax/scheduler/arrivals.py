@@ -32,7 +32,7 @@ class Arrivals:
         """**Raises:** `RequestError` saying what is wrong with the message, or that the queue is full."""
         if self._max_queued is not None and num_waiting >= self._max_queued:
             raise QueueFullError(f"{num_waiting} requests wait, the limit is {self._max_queued}; try again later")
-        prompt_len = self._check_prompt(message.token_ids)
+        prompt_len = self._check_prompt(message.token_ids, message.sampling.max_new_tokens != 0)
         message.sampling.check_vocabulary(self._spec.vocab_size)
         if not -1 <= message.top_logprobs <= MAX_TOP_LOGPROBS:
             raise ParameterError(
@@ -58,14 +58,14 @@ class Arrivals:
             priority=message.priority,
         )
 
-    def _check_prompt(self, token_ids: bytes) -> int:
+    def _check_prompt(self, token_ids: bytes, draws: bool) -> int:
         if not token_ids or len(token_ids) % 4:
             raise ParameterError(f"the prompt must hold at least one token, got {len(token_ids)} bytes", param="prompt")
         tokens = np.frombuffer(token_ids, np.int32)
-        if len(tokens) >= self._spec.max_context:
+        if len(tokens) + draws > self._spec.max_context:
             raise PromptTooLongError(
-                f"the prompt has {len(tokens)} tokens; at most {self._spec.max_context - 1} fit, with room for one "
-                f"output token in the context of {self._spec.max_context}",
+                f"the prompt has {len(tokens)} tokens; at most {self._spec.max_context - draws} fit, with room for "
+                f"{'one output token' if draws else 'no output'} in the context of {self._spec.max_context}",
                 param="prompt",
             )
         low, high = int(tokens.min()), int(tokens.max())

@@ -86,6 +86,7 @@ class Scheduler:
         self._books_checked = True
         self._all_picks: Int32 = np.arange(spec.max_rows, dtype=np.int32)
         self._in_flight: Launched | None = None
+        self._to_prove: list[Request] = []
 
     @property
     def idle(self) -> bool:
@@ -204,7 +205,7 @@ class Scheduler:
         else:
             (request,) = (request for request in self.table.requests if request is not None)
             error = CapacityError(
-                f"the request needs more than {int(self.table.num_tokens[request.row])} tokens of KV and runs alone, "
+                f"the request needs KV of {int(self.table.num_tokens[request.row])} tokens and runs alone, "
                 f"but the pool holds {self.max_total_tokens}; raise max_total_tokens"
             )
             self._end(request, "error", insert=False, error=error)
@@ -291,10 +292,19 @@ class Scheduler:
                 self._end(request, "error", insert=False, error=error)
         if running:
             self._restart_readers()
-        for chunk in planned.chunks:
-            request = chunk.request
-            if chunk.last and request.kv is not None and self.table.active[request.row] and request.draws:
-                self.cache.prove(request.record)
+        self._prove(planned)
+
+    def _prove(self, planned: Planned) -> None:
+        """Those whose first draw this step brought, or whose first one did not tell."""
+        drew = self._to_prove
+        drew += [chunk.request for chunk in planned.chunks if chunk.last and chunk.request.draws]
+        self._to_prove = [
+            request
+            for request in drew
+            if request.kv is not None
+            and self.table.active[request.row]
+            and not self.cache.prove(request.kv, planned.plan.step)
+        ]
 
     def _restart_readers(self) -> None:
         """Prompts under way that read KV which was cut off, and from which nothing good was drawn, start again now:

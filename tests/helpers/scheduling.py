@@ -117,6 +117,7 @@ class Bench:
             scribble_on_free(self.scheduler, self.runner)
         self.oracle = Oracle(VOCAB)
         self.prompts: dict[int, list[int]] = {}
+        self.requests: dict[int, NewRequest] = {}
         self.logprob_starts: dict[int, int] = {}
         self.wanted: dict[int, list[int]] = {}
         self._next_id = 1
@@ -132,14 +133,13 @@ class Bench:
         self.prompts[request_id] = prompt
         self.logprob_starts[request_id] = int(fields.get("logprob_start", -1))  # type: ignore[call-overload]
         self._next_id += 1
-        self.scheduler.add(
-            NewRequest(
-                id=request_id,
-                token_ids=np.array(prompt, np.int32).tobytes(),
-                sampling=sampling,
-                **{"stream": True, **fields},
-            )
+        message = self.requests[request_id] = NewRequest(
+            id=request_id,
+            token_ids=np.array(prompt, np.int32).tobytes(),
+            sampling=sampling,
+            **{"stream": True, **fields},
         )
+        self.scheduler.add(message)
         return request_id
 
     def _wanted(self, prompt: list[int], sampling: SamplingParams, namespace: str | None) -> list[int]:

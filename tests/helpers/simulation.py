@@ -1,17 +1,21 @@
 """The simulator: scheduler and runner under arbitrary arrivals, aborts, stops, retractions, flushes and sizes.
 
-What every request gets equals an oracle that knows only its tokens; pages are conserved after every step; at idle
-nothing is left. With `FakeRunner`, pages are destroyed the moment they are free, and steps run as late as a device may
-run them; a backend's runner computes the stand-in model, whose oracle is dense.
+What every request gets equals an oracle that knows only its tokens; pages are conserved after every step, and nobody
+waits for nothing or is overtaken without end (`Watch`); at idle nothing is left. With `FakeRunner`, pages are destroyed
+the moment they are free, steps run as late as a device may run them, and some are spoilt by a fault of the device; a
+backend's runner computes the stand-in model, whose oracle is dense.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from typing import ClassVar
 
 import pytest
 from helpers.scheduling import VOCAB, Bench
 from helpers.stand_in_subject import StandInSubject, Undecided
+from helpers.watch import Watch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -35,11 +39,14 @@ class Simulation(RuleBasedStateMachine):
     """Rules are what clients and shortages may do; time passes only in `step`."""
 
     subject: ClassVar[StandInSubject | None] = None
+    met: ClassVar[Counter[str]] = Counter()
 
     def __init__(self) -> None:
         super().__init__()
         self.live: list[int] = []
         self.stopped: set[int] = set()
+        self.doubtful: set[int] = set()
+        self.checked_step = 0
 
     @initialize(
         page_size=st.sampled_from([1, 4, 16]),
@@ -51,6 +58,9 @@ class Simulation(RuleBasedStateMachine):
         policy=st.sampled_from(SchedulePolicy),
         eviction=st.sampled_from(EvictionPolicy),
         reuse=st.booleans() | st.just(True),
+        conservativeness=st.sampled_from([0.01, 0.1, 1.0, 2.0]),
+        aged_turn=st.sampled_from([2, 3, 8]),
+        backfill=st.sampled_from([(0, 256), (2, 256), (32, 5), (32, 256)]),
     )
     def start(
         self,
@@ -63,11 +73,15 @@ class Simulation(RuleBasedStateMachine):
         policy: SchedulePolicy,
         eviction: EvictionPolicy,
         reuse: bool,
+        conservativeness: float,
+        aged_turn: int,
+        backfill: tuple[int, int],
     ) -> None:
         options = {
             "schedule_policy": policy,
             "radix_eviction_policy": eviction,
             "disable_radix_cache": not reuse,
+            "schedule_conservativeness": conservativeness,
             "max_queued_requests": 12,
         }
         if self.subject is not None:
@@ -75,12 +89,16 @@ class Simulation(RuleBasedStateMachine):
         budget = max(chunk, 2 * rows)
         sizes = (pages, page_size, rows, chunk, budget, context, lazy)
         self.bench = Bench(*sizes, invalid_token=VOCAB - 1, options=options, subject=self.subject)
+        admission = self.bench.scheduler._admission
+        admission.aged_turn = aged_turn
+        admission.backfill_seats, admission.backfill_steps = backfill
+        self.watch = Watch(self.bench)
 
     @rule(
         family=st.sampled_from(FAMILIES),
         shared=st.integers(0, 48),
         tail=st.lists(st.integers(1, VOCAB - 1), max_size=6),
-        new_tokens=st.integers(1, 24),
+        new_tokens=st.integers(1, 24) | st.sampled_from([0, 60, 60]),
         seed=st.integers(0, 3),
         stream=st.booleans(),
         namespace=st.sampled_from([None, None, None, "other"]),
@@ -121,11 +139,43 @@ class Simulation(RuleBasedStateMachine):
             return
         self.live.append(request_id)
 
+    @rule(count=st.integers(2, 6), priority=st.integers(0, 2), new_tokens=st.sampled_from([1, 3, 12]))
+    def burst(self, count: int, priority: int, new_tokens: int) -> None:
+        """Short prompts, which fit where others do not."""
+        for k in range(count):
+            self._add_short(k, new_tokens, priority)
+
+    @rule(new_tokens=st.integers(12, 40))
+    def one_long_output_and_one_more(self, new_tokens: int) -> None:
+        """The second may fit beside the first only when some of its output is there, though nothing ends meanwhile."""
+        self._add_short(1, 60, 1)
+        self._add_short(2, new_tokens, 0)
+
+    def _add_short(self, k: int, new_tokens: int, priority: int) -> None:
+        sampling = SamplingParams(max_new_tokens=new_tokens, seed=k, ignore_eos=True)
+        if self.subject is not None:
+            sampling = self.subject.style(sampling)
+        try:
+            self.live.append(self.bench.add([1 + k], sampling=sampling, priority=priority))
+        except Undecided:
+            return
+
     @rule(steps=st.integers(1, 6))
     def step(self, steps: int) -> None:
         for _ in range(steps):
-            self.bench.scheduler.step()
-            check_everything(self.bench.scheduler.cache)
+            self.watch.step()
+
+    @precondition(lambda self: self.subject is None)
+    @rule()
+    def spoil(self) -> None:
+        """A fault of the device: whoever has a part in this step may end with an error, and nobody else."""
+        runner, scheduler = self.bench.runner, self.bench.scheduler
+        runner.spoil_next = True
+        self.watch.step()
+        if not runner.spoil_next and scheduler._in_flight is not None:
+            rows = scheduler._in_flight.planned.plan.rows.tolist()
+            self.doubtful |= {scheduler.table.at(row).id for row in rows}
+        runner.spoil_next = False
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -152,13 +202,24 @@ class Simulation(RuleBasedStateMachine):
 
     @invariant()
     def conserved(self) -> None:
-        check_everything(self.bench.scheduler.cache)
+        """After what is no step; `Watch` checks each step."""
+        if self.bench.scheduler._next_step == self.checked_step:
+            check_everything(self.bench.scheduler.cache)
+        self.checked_step = self.bench.scheduler._next_step
 
     def teardown(self) -> None:
         bench, channel = self.bench, self.bench.channel
-        bench.run()
+        for _ in range(4000):
+            self.watch.step()
+            self.doubtful |= {one.id for one in bench.scheduler.requests.values() if one.restarted}
+            if bench.scheduler.idle:
+                break
+        assert bench.scheduler.idle
+        self._retry_what_a_fault_ended()
         bench.check_outputs()
+        type(self).met.update(self.watch.met)
         assert set(self.live) == set(channel.finished) | self.stopped
+        assert bench.scheduler.log.counts.memory_faults == 0
         cache = bench.scheduler.cache
         check_everything(cache)
         assert not cache.open_rows
@@ -168,12 +229,53 @@ class Simulation(RuleBasedStateMachine):
         assert cache.pool.num_free == cache.pool.total
         self._check_the_rest()
 
+    def _retry_what_a_fault_ended(self) -> None:
+        """On a device that is well again everybody gets what the oracle says."""
+        bench = self.bench
+        failed = [
+            request
+            for request, finished in bench.channel.finished.items()
+            if finished.error is not None
+            and finished.error.name == "NumericalError"
+            and not self._has_bad_token(request)
+        ]
+        assert set(failed) <= self.doubtful, "a request failed that had no part in a spoilt step"
+        for request in failed:
+            message = bench.requests[request]
+            again = bench.add(
+                bench.prompts[request],
+                sampling=message.sampling,
+                extra_key=message.extra_key,
+                priority=message.priority,
+            )
+            self.live.append(again)
+            bench.run()
+            assert bench.channel.finished[again].kind != "error" or self._is_short_of_pages(again), "still poisoned"
+
+    def _has_bad_token(self, request: int) -> bool:
+        """Whether the model itself gives this request logits that are not finite."""
+        return self.subject is not None or VOCAB - 1 in [*self.bench.prompts[request], *self.bench.wanted[request]]
+
+    def _is_short_of_pages(self, request: int) -> bool:
+        error = self.bench.channel.finished[request].error
+        return error is not None and error.name in ("CapacityError", "QueueFullError")
+
+    def _check_capacity(self, request: int, message: str) -> None:
+        """The figures of a request that is said not to fit."""
+        bench, finished = self.bench, self.bench.channel.finished[request]
+        tokens, pool = (int(number) for number in re.findall(r"\d+", message)[:2])
+        assert pool == bench.pages * bench.page_size, message
+        assert tokens == len(bench.prompts[request]) + finished.num_tokens, message
+        assert -(-tokens // bench.page_size) > bench.pages, message
+
     def _check_the_rest(self) -> None:
         bench, channel = self.bench, self.bench.channel
         for request_id, finished in channel.finished.items():
             if finished.kind == "error":
                 assert finished.error is not None
                 assert finished.error.name in ("CapacityError", "NumericalError", "QueueFullError")
+                if finished.error.name == "CapacityError":
+                    self._check_capacity(request_id, finished.error.message)
             elif finished.kind == "abort":
                 streamed = channel.streams.get(request_id, [])
                 assert streamed == bench.wanted[request_id][: len(streamed)]
@@ -203,14 +305,16 @@ class Simulation(RuleBasedStateMachine):
 
 def simulate(
     schedules: int, *, steps: int = 25, known_fault: bool = False, subject: StandInSubject | None = None
-) -> None:
-    """Runs the machine on this many generated schedules, over `FakeRunner` or the runners of `subject`.
+) -> Counter[str]:
+    """Runs the machine on this many generated schedules, over `FakeRunner` or the runners of `subject`; tells how often
+    it met what it is about.
 
     With `known_fault` the schedules are always the same and a failure is not shrunk: its cause is known.
     """
     options = {"derandomize": True, "database": None, "phases": (Phase.generate,)} if known_fault else {}
+    machine = type("Simulation", (Simulation,), {"subject": subject, "met": Counter()})
     run_state_machine_as_test(
-        type("Simulation", (Simulation,), {"subject": subject}),
+        machine,
         settings=settings(
             max_examples=schedules,
             stateful_step_count=steps,
@@ -221,3 +325,5 @@ def simulate(
             **options,
         ),
     )
+    met: Counter[str] = machine.met
+    return met

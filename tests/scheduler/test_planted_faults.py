@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +11,12 @@ from helpers.simulation import simulate
 
 from sglang_jax.mem_cache.invariants import InvariantError
 from sglang_jax.mem_cache.kv_cache import KVCache, RowKV
-from sglang_jax.mem_cache.ledger import OwnershipError
-from sglang_jax.mem_cache.radix_tree import RadixTree
+from sglang_jax.mem_cache.ledger import RETIRED, OwnershipError
+from sglang_jax.mem_cache.page_table import PageTable
+from sglang_jax.mem_cache.radix_tree import Node, Probe, RadixTree
 from sglang_jax.runner.plan import PageDeltas
+from sglang_jax.scheduler.admission import Admission
+from sglang_jax.scheduler.departures import Departures
 from sglang_jax.scheduler.publisher import Publisher
 from sglang_jax.scheduler.request import Request
 from sglang_jax.scheduler.scheduler import Scheduler
@@ -39,9 +43,9 @@ def free_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 def protect_a_page_less(monkeypatch: pytest.MonkeyPatch) -> None:
     cache_prefix = KVCache.cache_prefix
 
-    def cache_and_forget(self: KVCache, record: RowKV, tokens: bytes, step: int | None) -> None:
+    def cache_and_forget(self: KVCache, record: RowKV, tokens: bytes, length: int, step: int | None) -> None:
         before = record.cache_protected_len
-        cache_prefix(self, record, tokens, step)
+        cache_prefix(self, record, tokens, length, step)
         if record.cache_protected_len > before:
             self.lengths.cache_protected[record.row] -= self.page_size
 
@@ -63,21 +67,14 @@ def protect_a_page_more(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def release_while_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     """A finished request's row and pages go back while the step in flight still has them."""
-    end = Scheduler._end
-
-    def end_at_once(self: Scheduler, request: Request, *arguments: object, **options: object) -> None:
-        if request.kv is not None:
-            self.table.last_step[request.row] = self._finished_step
-        end(self, request, *arguments, **options)
-
-    monkeypatch.setattr(Scheduler, "_end", end_at_once)
+    monkeypatch.setattr(Departures, "_done", lambda self, row: True)
 
 
 def free_duplicates_while_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     """The request's own copy of a shared prefix is freed though the step in flight reads it."""
     retire = KVCache._retire
     monkeypatch.setattr(KVCache, "_retire", lambda self, pages, owner, step: retire(self, pages, owner, None))
-    monkeypatch.setattr("sglang_jax.scheduler.admission.Admission._should_wait", lambda self, request: False)
+    monkeypatch.setattr("sglang_jax.scheduler.admission.Admission._should_wait", lambda self, *arguments: False)
 
 
 def lose_a_delta(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +100,85 @@ def commit_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Publisher, "tokens", publish_and_commit)
 
 
+def settle_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the pages that a step kept from being freed, one run is."""
+
+    def settle(self: KVCache, step: int) -> None:
+        if self._retired and self._retired[0][0] <= step:
+            self.pool.free(self._retired.popleft()[1], RETIRED)
+
+    monkeypatch.setattr(KVCache, "settle", settle)
+
+
+def no_look_after_a_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    def released(self: Scheduler, request: Request, requeue: bool) -> None:
+        if requeue:
+            self.queue.add(request)
+
+    monkeypatch.setattr(Scheduler, "_released", released)
+
+
+def no_look_after_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was refused once is looked at again when something changes, and not after some steps."""
+    monkeypatch.setattr("sglang_jax.scheduler.admission.RETRY_STEPS", 10**6)
+
+
+def share_by_the_first_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who begins like a prompt under way waits for all of it, whatever it goes on with."""
+
+    def should_wait(self: Admission, request: Request, probe: Probe, look: Any) -> bool:
+        page = self._cache.page_size * 4
+        return any(one.tokens[:page] == request.tokens[:page] for one in self._prefilling)
+
+    monkeypatch.setattr(Admission, "_should_wait", should_wait)
+
+
+def match_in_another_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = KVCache.probe
+    monkeypatch.setattr(KVCache, "probe", lambda self, tokens, limit, namespace: probe(self, tokens, limit, None))
+
+
+def insert_into_another_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    insert = RadixTree.insert
+
+    def insert_without(self: RadixTree, below: Node, *arguments: Any) -> Any:
+        return insert(self, self.root(None) if below.parent is None else below, *arguments)
+
+    monkeypatch.setattr(RadixTree, "insert", insert_without)
+
+
+def forget_to_clear_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    clear = PageTable.clear
+    monkeypatch.setattr(PageTable, "clear", lambda self, row, columns: clear(self, row, max(columns - 1, 0)))
+
+
+def match_what_a_failed_request_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVCache, "distrust", lambda self, record: None)
+
+
+def fail_who_read_bad_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVCache, "borrowed_trouble", staticmethod(lambda record: False))
+
+
+def no_turn_for_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    seat = Admission._seat
+
+    def seat_and_forget(self: Admission, *arguments: Any) -> None:
+        seat(self, *arguments)
+        self._younger_seats = 0
+
+    monkeypatch.setattr(Admission, "_seat", seat_and_forget)
+
+
+def never_keep_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who does not fit is passed for ever."""
+    monkeypatch.setattr(Admission, "_keeps_room", lambda self, request, step: False)
+
+
+def miscount_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVCache, "pages_for", lambda self, tokens: tokens // self.page_size + 1)
+
+
 FAULTS = [
     skip_unlock,
     free_twice,
@@ -112,6 +188,18 @@ FAULTS = [
     free_duplicates_while_in_flight,
     lose_a_delta,
     commit_the_last_token,
+    settle_one,
+    no_look_after_a_release,
+    no_look_after_a_refusal,
+    share_by_the_first_page,
+    match_in_another_namespace,
+    insert_into_another_namespace,
+    forget_to_clear_a_row,
+    match_what_a_failed_request_wrote,
+    fail_who_read_bad_kv,
+    no_turn_for_the_oldest,
+    never_keep_room,
+    miscount_what_does_not_fit,
 ]
 
 

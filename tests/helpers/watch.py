@@ -1,0 +1,156 @@
+"""What a scheduler owes those who wait, worked out anew from its queue, its rows and its pages around each step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from helpers.scheduling import Bench
+
+from sglang_jax.mem_cache.invariants import check_everything
+from sglang_jax.scheduler.admission import RETRY_STEPS
+from sglang_jax.scheduler.request import Request, RequestState
+from sglang_jax.scheduler.reserve import CLIP
+
+
+@dataclass(slots=True)
+class Wait:
+    """One stay in the queue: stays of older requests that it overlaps, and rows given meanwhile to younger ones."""
+
+    request: Request
+    older: int = 0
+    younger: int = 0
+
+
+class Watch:
+    """Steps a bench's scheduler, and checks at each step:
+
+    - pages, as `check_everything` does, and that nothing stays retired whose step has finished;
+    - **nobody is kept waiting for nothing**: who fits beside all that runs, and shares nothing that is being computed,
+      has a row after the next step, or `RETRY_STEPS` later where nothing has changed since it was refused;
+    - **bounded overtaking**: while a request waits, rows given to younger ones are at most
+      `aged_turn - 1 + backfill_seats` for each stay of an older one beside it, and for its own.
+
+    `met` counts what happened, so that a test can tell whether it met what it is about.
+    """
+
+    def __init__(self, bench: Bench) -> None:
+        self._scheduler = scheduler = bench.scheduler
+        self._chunk = min(bench.chunk, bench.budget)
+        self._budget = bench.budget
+        self._waits: dict[int, Wait] = {}
+        self._seats = 0
+        self._overdue = 0
+        self._changed = True
+        self.met: Counter[str] = Counter()
+        admission, cache = scheduler._admission, scheduler.cache
+        admission._seat = self._around(admission._seat, before=self._seated)
+        admission.admit = self._around(admission.admit, after=self._looked)
+        scheduler.queue.add = self._around(scheduler.queue.add, before=self._queued)
+        cache.release_kv_cache = self._around(cache.release_kv_cache, after=self._note_change)
+        cache.cache_prefix = self._around(cache.cache_prefix, after=self._note_change)
+
+    def step(self) -> None:
+        """One step, watched."""
+        scheduler = self._scheduler
+        owed, changed, seats = self._owes_a_row(), self._changed, self._seats
+        retractions = scheduler.log.counts.retractions
+        scheduler.step()
+        check_everything(scheduler.cache)
+        late = [step for step, _ in scheduler.cache._retired if step <= scheduler._departures.finished_step]
+        assert not late, f"pages stay retired though steps {late} have finished"
+        self._overdue = self._overdue + 1 if owed and self._seats == seats else 0
+        assert self._overdue <= (0 if changed else RETRY_STEPS), f"room for {scheduler.queue.first(1)}, and no row"
+        self.met["several prompts under way"] += len(self._under_way()) > 1
+        self.met["retracted for lack of pages"] += scheduler.log.counts.retractions - retractions
+        self.met["computed anew"] += any(one.restarted for one in scheduler.requests.values())
+
+    def _around(
+        self, call: Callable[..., object], *, before: Callable[..., None] | None = None, after: object = None
+    ) -> Callable[..., object]:
+        def watched(*arguments: object, **named: object) -> object:
+            if before is not None:
+                before(*arguments)
+            result = call(*arguments, **named)
+            if callable(after):
+                after(*arguments)
+            return result
+
+        return watched
+
+    def _note_change(self, *arguments: object) -> None:
+        self._changed = True
+
+    def _looked(self, *arguments: object) -> None:
+        self._changed = False
+
+    def _queued(self, request: Request) -> None:
+        waiting = {one.id for one in self._scheduler.queue.requests()}
+        self._waits = {key: wait for key, wait in self._waits.items() if key in waiting}
+        for wait in self._waits.values():
+            wait.older += request.sequence < wait.request.sequence
+        older = sum(wait.request.sequence < request.sequence for wait in self._waits.values())
+        self._waits[request.id] = Wait(request, older)
+        self._changed = True
+
+    def _seated(self, request: Request, *arguments: object) -> None:
+        self._seats += 1
+        self._waits.pop(request.id, None)
+        waiting = {one.id for one in self._scheduler.queue.requests()}
+        self._waits = {key: wait for key, wait in self._waits.items() if key in waiting}
+        admission = self._scheduler._admission
+        bound = admission.aged_turn - 1 + admission.backfill_seats
+        for wait in self._waits.values():
+            wait.younger += request.sequence > wait.request.sequence
+            self.met["overtaken"] += request.sequence > wait.request.sequence
+            assert wait.younger <= bound * (wait.older + 1), f"{wait} was overtaken more often than {bound} each"
+
+    def _under_way(self) -> list[Request]:
+        return [one for one in self._scheduler._running.prefilling if one.state is RequestState.PREFILL]
+
+    def _owes_a_row(self) -> bool:
+        """Whether the first by policy and the oldest would both fit into what the next step finds, on a cautious count,
+        and neither has a reason to wait."""
+        scheduler = self._scheduler
+        cache, under_way = scheduler.cache, self._under_way()
+        if not scheduler.queue or not cache.num_free_rows or scheduler._departures:
+            return False
+        decode = scheduler._running.decode_rows
+        decode = decode[scheduler.table.active[decode]]
+        crossing = int(np.count_nonzero(cache.lengths.kv_allocated[decode] % cache.page_size == 0))
+        starts = [cache.lengths.kv_allocated[one.row] for one in under_way]
+        work = sum(int(one.prefill_len - start) for one, start in zip(under_way, starts, strict=True))
+        if work >= min(self._chunk, self._budget - len(decode)):
+            return False
+        pages = sum(
+            cache.pages_for(one.prefill_len) - cache.pages_for(int(start))
+            for one, start in zip(under_way, starts, strict=True)
+        )
+        firsts = (scheduler.queue.first(1)[0], scheduler.queue.oldest())
+        return all(
+            self._fits(one, crossing, pages) and not any(self._shares(one, other) for other in under_way)
+            for one in firsts
+        )
+
+    def _fits(self, request: Request, decode_pages: int, pages: int) -> bool:
+        scheduler = self._scheduler
+        cache, table = scheduler.cache, scheduler.table
+        cached = cache.peek(request.tokens, request.match_limit, request.namespace) // cache.page_size
+        available = cache.available_pages - cached - decode_pages
+        needed = cache.pages_for(request.prefill_len) - cached
+        rows = np.array(sorted(cache.open_rows), np.int64)
+        if len(rows):
+            known = np.maximum(table.num_tokens[rows], cache.lengths.kv_allocated[rows])
+            output = sum(max(0, min(int(left), CLIP)) for left in table.total_len[rows] - known)
+            output += min(request.total_len - request.prefill_len, CLIP)
+            needed += pages + cache.pages_for(int(output * scheduler.reserve.ratio))
+        return needed <= available
+
+    def _shares(self, request: Request, other: Request) -> bool:
+        """Whether they begin alike for at least a page more than what is cached."""
+        cache = self._scheduler.cache
+        cached = cache.peek(request.tokens, request.match_limit, request.namespace)
+        more = (cached + cache.page_size) * 4
+        return request.namespace == other.namespace and request.tokens[:more] == other.tokens[:more]
