@@ -183,6 +183,12 @@ class EngineConfig(BaseModel):
         None, description="most requests waiting; more are refused with 503; default: no limit"
     )
     chunked_prefill_size: PositiveInt = Field(512, description="most prompt tokens computed in one step")
+    target_itl_ms: float | None = Field(
+        None,
+        gt=0.0,
+        description="milliseconds between two tokens of a request (inter-token latency) to keep to while prompts are "
+        "computed: chunks become as small as the steps so far say; default: chunks of chunked_prefill_size",
+    )
     page_size: PositiveInt = Field(16, description="tokens per KV page")
     schedule_policy: SchedulePolicy = Field(
         SchedulePolicy.FCFS,

@@ -18,6 +18,7 @@ from sglang_jax.checkpoint.kv_scales import LARGEST_STORED
 from sglang_jax.checkpoint.opening import Checkpoint
 from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype
 from sglang_jax.errors import ConfigError
+from sglang_jax.jax_runner.buckets import Buckets
 from sglang_jax.jax_runner.compiles import use_compilation_cache
 from sglang_jax.jax_runner.devices import available_memory, select_devices, select_dtype
 from sglang_jax.jax_runner.kv_scales import LENGTH, ROWS, calibrate_kv_scales, set_kv_scales
@@ -173,12 +174,14 @@ def memory_of_one_device(
 
 def runner_spec(sizes: Sizes, page_size: int, parallel: TensorParallel) -> RunnerSpec:
     """What a runner of these sizes offers."""
+    buckets = Buckets.ladder(sizes.max_rows, sizes.token_budget, page_size)
     return RunnerSpec(
         pools=(PoolSpec(PoolKind.FULL, sizes.num_pages, page_size),),
         max_rows=sizes.max_rows,
         token_budget=sizes.token_budget,
         max_context=sizes.max_context,
         vocab_size=parallel.vocab_size,
+        mixed_shapes=tuple((bucket.tokens, bucket.rows) for bucket in buckets.mixed),
     )
 
 

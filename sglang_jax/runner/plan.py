@@ -49,6 +49,8 @@ class RunnerSpec:
     - `token_budget`: most tokens (decode rows + prefill chunks) of one step.
     - `max_context`: most tokens of one row.
     - `vocab_size`: token ids are in `[0, vocab_size)`.
+    - `mixed_shapes`: (tokens, rows) of the programs that run steps with chunks, smallest first: a step costs what the
+      first costs that it fits in. Empty for a runner that pads nothing.
     """
 
     pools: tuple[PoolSpec, ...]
@@ -56,6 +58,7 @@ class RunnerSpec:
     token_budget: int
     max_context: int
     vocab_size: int
+    mixed_shapes: tuple[tuple[int, int], ...] = ()
 
     @property
     def max_pages_per_row(self) -> int:
@@ -118,7 +121,7 @@ class StepPlan:
       at position `kv_len - query_len + i` and sees every key at or before its own position.
     - `prefill_tokens`: `[sum(query_lens[num_decode:])]`, the tokens of the other sequences, in order.
     - `samples`: `[n]` True where the sequence draws a token after its last query; False for a chunk that
-      does not end its prompt. A drawn token becomes the row's last token.
+      does not end its prompt, or whose request only scores it. A drawn token becomes the row's last token.
     - `page_deltas`: one for each pool of the spec.
     - `row_updates`: rows whose sampling state is to be replaced before the step.
     - `top_logprobs`: `NO_LOGPROBS`, or one of `LOGPROB_BUCKETS`: alternatives reported beside the drawn

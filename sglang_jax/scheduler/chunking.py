@@ -1,13 +1,19 @@
-"""Who computes how much of a prompt in a step."""
+"""How many tokens of prompts a step computes, and whose."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from typing import Protocol
 
+from sglang_jax.runner.plan import Int32
 from sglang_jax.scheduler.request import Request
+from sglang_jax.scheduler.step_time import Padding, StepShape, StepTimes
 
 OLDEST_SHARE = 4
 """The prompt that arrived first is given at least one token in so many of those that a step has for prompts."""
+
+LEAST_CHUNK = 16
+"""Tokens of prompts that a step computes whatever its time: prompts have to end."""
 
 WorkKey = tuple[int, int, int]
 
@@ -46,21 +52,113 @@ class ChunkSharing:
         if sum(work) <= allowance:
             self._credit = 0.0
             return work
-        order = sorted(range(len(prompts)), key=lambda index: _key(prompts[index], work[index]))
-        oldest = min(order, key=lambda index: prompts[index].sequence)
+        order = _order(prompts, work)
+        oldest = _oldest(prompts)
         self._credit = min(self._credit + allowance / OLDEST_SHARE, float(allowance))
-        parts = [0] * len(prompts)
-        parts[oldest] = min(work[oldest], int(self._credit))
-        left = allowance - parts[oldest]
-        for index in order:
-            more = min(work[index] - parts[index], left)
-            parts[index] += more
-            left -= more
-            if not left:
-                break
+        parts = _fill(order, work, allowance, oldest, int(self._credit))
         self._credit = max(self._credit - parts[oldest], 0.0)
         return parts
 
 
+class ChunkBudget(Protocol):
+    """Decides how many tokens of prompts the next step has."""
+
+    def allowance(self, decode_lens: Int32, prompts: list[Request], work: list[int], most: int) -> int:
+        """At most `most`, beside decode rows whose KV is `decode_lens` `[rows]` tokens long; `prompts` have `work` tokens
+        left."""
+        ...
+
+    def observe(self, decode_lens: Int32, chunks: list[tuple[int, int]], seconds: float) -> None:
+        """A step with these decode rows, and chunks (start, length), took so long."""
+        ...
+
+
+class FixedChunk:
+    """The same number for each step."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def allowance(self, decode_lens: Int32, prompts: list[Request], work: list[int], most: int) -> int:
+        return min(self._size, most)
+
+    def observe(self, decode_lens: Int32, chunks: list[tuple[int, int]], seconds: float) -> None:
+        """Nothing is learnt."""
+
+
+class TimedChunk:
+    """As many as leave a step within a time, by what earlier steps took, while requests are decoding.
+
+    What was never run is not foretold: a step has at most twice as many tokens of prompts as any before it.
+
+    **Arguments:** `target`: seconds of a step; `size`: most tokens; `padding`: of the runner's programs.
+    """
+
+    def __init__(self, target: float, size: int, padding: Padding) -> None:
+        self._target = target
+        self._size = size
+        self._padding = padding
+        self.times = StepTimes()
+
+    def allowance(self, decode_lens: Int32, prompts: list[Request], work: list[int], most: int) -> int:
+        most = min(self._size, most)
+        rows, context = len(decode_lens), int(decode_lens.sum())
+        if not rows or most <= LEAST_CHUNK:
+            return most
+        order, oldest = _order(prompts, work), _oldest(prompts)
+        starts = [request.prefill_len - left for request, left in zip(prompts, work, strict=True)]
+        room = self._target / (1.0 + 2.0 * self.times.error)
+
+        def fits(tokens: int) -> bool:
+            parts = _fill(order, work, tokens, oldest, tokens // OLDEST_SHARE)
+            chunks = [(start, part) for start, part in zip(starts, parts, strict=True) if part]
+            # Prompts that are not admitted yet may take what these leave.
+            chunks += [(0, tokens - sum(parts))] if tokens > sum(parts) else []
+            return self.times.expect(self._shape(rows, context, chunks)) <= room
+
+        low, high = LEAST_CHUNK, min(most, max(2 * self.times.longest_chunks, 2 * LEAST_CHUNK))
+        if fits(high):
+            return high
+        while high - low > max(low // 16, 1):
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
+
+    def observe(self, decode_lens: Int32, chunks: list[tuple[int, int]], seconds: float) -> None:
+        self.times.observe(self._shape(len(decode_lens), int(decode_lens.sum()), chunks), seconds)
+
+    def _shape(self, decode_rows: int, context: int, chunks: list[tuple[int, int]]) -> StepShape:
+        tokens = sum(length for _, length in chunks)
+        if tokens:
+            tokens = self._padding.tokens(decode_rows + tokens, decode_rows + len(chunks)) - decode_rows
+        reads = sum(length * (2 * start + length) // 2 for start, length in chunks)
+        return StepShape(decode_rows, context, tokens, reads)
+
+
 def _key(request: Request, work: int) -> WorkKey:
     return (-request.priority, work, request.sequence)
+
+
+def _order(prompts: list[Request], work: list[int]) -> list[int]:
+    """Indices of `prompts` in the order in which they are given tokens."""
+    return sorted(range(len(prompts)), key=lambda index: _key(prompts[index], work[index]))
+
+
+def _oldest(prompts: list[Request]) -> int:
+    """Index of the prompt that arrived first, -1 if there is none."""
+    return min(range(len(prompts)), key=lambda index: prompts[index].sequence, default=-1)
+
+
+def _fill(order: list[int], work: list[int], allowance: int, oldest: int, reserved: int) -> list[int]:
+    """Tokens for each prompt: `reserved` for the oldest, the rest in order."""
+    parts = [0] * len(order)
+    if oldest >= 0:
+        parts[oldest] = min(work[oldest], reserved, allowance)
+        allowance -= parts[oldest]
+    for index in order:
+        if not allowance:
+            break
+        more = min(work[index] - parts[index], allowance)
+        parts[index] += more
+        allowance -= more
+    return parts

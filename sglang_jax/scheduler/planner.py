@@ -18,7 +18,7 @@ from sglang_jax.runner.plan import (
     StepPlan,
 )
 from sglang_jax.scheduler.admission import Admission
-from sglang_jax.scheduler.chunking import ChunkSharing
+from sglang_jax.scheduler.chunking import ChunkBudget, ChunkSharing
 from sglang_jax.scheduler.request import Request, RequestState
 from sglang_jax.scheduler.request_table import RequestTable
 
@@ -82,14 +82,14 @@ class Planner:
     def __init__(
         self,
         spec: RunnerSpec,
-        chunk_size: int,
+        budget: ChunkBudget,
         cache: KVCache,
         table: RequestTable,
         running: RunningSet,
         admission: Admission,
     ) -> None:
         self._token_budget = spec.token_budget
-        self._chunk_size = chunk_size
+        self._budget = budget
         self._cache = cache
         self._table = table
         self._running = running
@@ -108,9 +108,8 @@ class Planner:
         kv_lens = self._cache.extend_decode(rows)
         if kv_lens is None:
             raise OutOfPages
-        allowance = min(self._chunk_size, self._token_budget - len(rows))
-        self._admission.admit(allowance, step)
-        chunks = self._choose_chunks(allowance)
+        self._admission.admit(self._allowance(kv_lens), step)
+        chunks = self._choose_chunks(kv_lens)
         if chunks:
             return self._mixed(step, rows, kv_lens, chunks)
         if len(rows):
@@ -143,14 +142,26 @@ class Planner:
         )
         return Planned(plan, rows, None)
 
-    def _choose_chunks(self, allowance: int) -> list[Chunk]:
-        """Gives prompts under way their parts of the allowance, as far as pages go."""
+    def _work(self) -> list[int]:
+        """Tokens that each of the prompts under way has left."""
         prompts = self._running.prefilling
-        if not prompts or allowance <= 0:
+        if not prompts:
             return []
-        cache = self._cache
-        starts = cache.lengths.kv_allocated[[request.row for request in prompts]].tolist()
-        work = [request.prefill_len - start for request, start in zip(prompts, starts, strict=True)]
+        starts = self._cache.lengths.kv_allocated[[request.row for request in prompts]].tolist()
+        return [request.prefill_len - start for request, start in zip(prompts, starts, strict=True)]
+
+    def _allowance(self, kv_lens: Int32) -> int:
+        """Tokens of prompts that a step beside decode rows of these lengths `[rows]` has."""
+        most = self._token_budget - len(kv_lens)
+        return self._budget.allowance(kv_lens, self._running.prefilling, self._work(), most)
+
+    def _choose_chunks(self, kv_lens: Int32) -> list[Chunk]:
+        """Gives prompts under way their parts of what the step has for them, as far as pages go."""
+        prompts = self._running.prefilling
+        if not prompts or (allowance := self._allowance(kv_lens)) <= 0:
+            return []
+        cache, work = self._cache, self._work()
+        starts = [request.prefill_len - left for request, left in zip(prompts, work, strict=True)]
         parts = self._sharing.share(prompts, work, allowance)
         pages = cache.available_pages
         chunks: list[Chunk] = []

@@ -7,6 +7,8 @@ back only once it has finished.
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,12 +17,14 @@ from sglang_jax.config import EngineConfig
 from sglang_jax.errors import CapacityError, NumericalError, RequestError
 from sglang_jax.mem_cache.invariants import check_conservation, idle_fault
 from sglang_jax.mem_cache.kv_cache import KVCache
-from sglang_jax.runner.plan import INVALID_TOKEN, Int32, StepResult
+from sglang_jax.runner.plan import Int32, RunnerSpec
 from sglang_jax.runner.protocol import Runner, StepHandle
 from sglang_jax.scheduler.admission import Admission
 from sglang_jax.scheduler.arrivals import Arrivals
 from sglang_jax.scheduler.channel import Channel
+from sglang_jax.scheduler.chunking import ChunkBudget, FixedChunk, TimedChunk
 from sglang_jax.scheduler.departures import RECLAIMED_AT_ONCE, RELEASES_PER_STEP, Departures
+from sglang_jax.scheduler.judge import Judge
 from sglang_jax.scheduler.messages import NewRequest
 from sglang_jax.scheduler.planner import OutOfPages, Planned, Planner, RunningSet
 from sglang_jax.scheduler.publisher import Publisher
@@ -28,6 +32,7 @@ from sglang_jax.scheduler.request import Request, RequestState
 from sglang_jax.scheduler.request_table import RequestTable
 from sglang_jax.scheduler.reserve import NewTokenReserve
 from sglang_jax.scheduler.step_log import StepLog
+from sglang_jax.scheduler.step_time import Padding
 from sglang_jax.scheduler.waiting_queue import WaitingQueue
 
 logger = logging.getLogger(__name__)
@@ -38,19 +43,28 @@ RETRACTIONS_IN_TURN = 4
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step that the runner has, and what to do with its result."""
+    """A step that the runner has since `at` (seconds of the scheduler's clock), and what to do with its result."""
 
     planned: Planned
     handle: StepHandle
+    at: float
 
 
 class Scheduler:
     """Requests in, tokens out, one step at a time. The loop around it decides when to step.
 
-    **Arguments:** `eos_ids`: the model's end-of-sequence tokens; `channel`: where outputs are published.
+    **Arguments:** `eos_ids`: the model's end-of-sequence tokens; `channel`: where outputs are published; `clock`: tells
+    seconds.
     """
 
-    def __init__(self, runner: Runner, eos_ids: tuple[int, ...], config: EngineConfig, channel: Channel) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        eos_ids: tuple[int, ...],
+        config: EngineConfig,
+        channel: Channel,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         spec = runner.spec
         self._runner = runner
         self._check = config.debug_memory
@@ -68,6 +82,7 @@ class Scheduler:
         self._arrivals = Arrivals(spec, eos_ids, config.random_seed, config.max_queued_requests)
         self._running = RunningSet()
         self._departures = Departures(self.cache, self.table, self._released)
+        self._judge = Judge(self.cache, self.table, self._running, self._fail, self._restart)
         self.queue = WaitingQueue(config.schedule_policy, lambda request: self._admission.cached_prefix(request))
         self._admission = Admission(
             self.cache,
@@ -78,15 +93,16 @@ class Scheduler:
             self._refuse_too_large,
             lambda: self._departures.release(RECLAIMED_AT_ONCE) > 0,
         )
-        chunk_size = min(config.chunked_prefill_size, spec.token_budget)
-        self._planner = Planner(spec, chunk_size, self.cache, self.table, self._running, self._admission)
+        self._budget = _chunk_budget(config, spec)
+        self._planner = Planner(spec, self._budget, self.cache, self.table, self._running, self._admission)
         self._publisher = Publisher(channel, self.table)
         self.log = StepLog(self, config.decode_log_interval)
+        self._clock = clock
+        self._finished_at = clock()
         self._next_step = 0
         self._books_checked = True
         self._all_picks: Int32 = np.arange(spec.max_rows, dtype=np.int32)
         self._in_flight: Launched | None = None
-        self._to_prove: list[Request] = []
 
     @property
     def idle(self) -> bool:
@@ -192,7 +208,7 @@ class Scheduler:
             handle = self._runner.launch(planned.plan)
             self._note_chunks(planned)
             self.log.launched(planned)
-            return Launched(planned, handle)
+            return Launched(planned, handle, self._clock())
 
     def _make_room(self) -> None:
         """Pages are short: release who is over, then learn what the step in flight has finished, then retract."""
@@ -244,9 +260,10 @@ class Scheduler:
             return
         planned = launched.planned
         result = launched.handle.result()
+        self._note_time(launched)
         self._departures.finished_step = planned.plan.step
         self.cache.settle(planned.plan.step)
-        self._judge(planned, result)
+        self._judge.judge(planned, result)
         if planned.logprob_requests:
             self._publisher.prompt_logprobs(planned, result)
         rows, tokens, picks = planned.draws, result.tokens, planned.picks
@@ -266,53 +283,12 @@ class Scheduler:
         self.log.finished(len(rows))
         self.reserve.decay()
 
-    def _judge(self, planned: Planned, result: StepResult) -> None:
-        """Which of the step's requests computed something that is not finite: their KV is given to nobody any more, and
-        they end, each alone. Who read KV of others that is cut off now is computed anew instead, once. The KV of all
-        whose first draw is finite is good."""
-        failed = {
-            request.id: request
-            for request, reported in zip(planned.logprob_requests, result.prompt_logprobs, strict=True)
-            if np.isnan(reported.logprobs).any()
-        }
-        drawn = result.tokens if planned.picks is None else result.tokens[planned.picks]
-        if len(drawn) and drawn.min() <= INVALID_TOKEN:
-            for row in planned.draws[drawn <= INVALID_TOKEN].tolist():
-                request = self.table.requests[row]
-                if request is not None:
-                    failed[request.id] = request
-        running = [request for request in failed.values() if request.kv is not None and self.table.active[request.row]]
-        for request in running:
-            self.cache.distrust(request.record)
-        for request in running:
-            if not request.restarted and self.cache.borrowed_trouble(request.record):
-                self._restart(request)
-            else:
-                error = NumericalError("the model's logits for this request are not finite")
-                self._end(request, "error", insert=False, error=error)
-        if running:
-            self._restart_readers()
-        self._prove(planned)
-
-    def _prove(self, planned: Planned) -> None:
-        """Those whose first draw this step brought, or whose first one did not tell."""
-        drew = self._to_prove
-        drew += [chunk.request for chunk in planned.chunks if chunk.last and chunk.request.draws]
-        self._to_prove = [
-            request
-            for request in drew
-            if request.kv is not None
-            and self.table.active[request.row]
-            and not self.cache.prove(request.kv, planned.plan.step)
-        ]
-
-    def _restart_readers(self) -> None:
-        """Prompts under way that read KV which was cut off, and from which nothing good was drawn, start again now:
-        the rest of a long one would be computed for nothing."""
-        for request in [one for one in self._running.prefilling if one.state is RequestState.PREFILL]:
-            record = request.record
-            if not request.restarted and not record.receipt.proven and self.cache.borrowed_trouble(record):
-                self._restart(request)
+    def _note_time(self, launched: Launched) -> None:
+        """The device ran the step since it had it and was done with the one before."""
+        begun, self._finished_at = max(launched.at, self._finished_at), self._clock()
+        plan, chunks = launched.planned.plan, launched.planned.chunks
+        lengths = [(chunk.start, chunk.length) for chunk in chunks]
+        self._budget.observe(plan.kv_lens[: plan.num_decode], lengths, self._finished_at - begun)
 
     def _advance(self, rows: Int32, tokens: Int32) -> None:
         """`rows` `[rows]` drew `tokens`: record them, tell the clients, end what has ended."""
@@ -367,6 +343,10 @@ class Scheduler:
         self.reserve.raise_ratio()
         self.log.counts.retractions += 1
 
+    def _fail(self, request: Request) -> None:
+        error = NumericalError("the model's logits for this request are not finite")
+        self._end(request, "error", insert=False, error=error)
+
     def _restart(self, request: Request) -> None:
         """Has a request computed anew, prompt and output, from KV that is not in doubt."""
         request.restarted = True
@@ -396,6 +376,13 @@ class Scheduler:
             f"{request.prefill_len} tokens do not fit the KV pool of {self.max_total_tokens}; raise max_total_tokens"
         )
         self._end(request, "error", insert=False, error=CapacityError(message))
+
+
+def _chunk_budget(config: EngineConfig, spec: RunnerSpec) -> ChunkBudget:
+    size = min(config.chunked_prefill_size, spec.token_budget)
+    if config.target_itl_ms is None:
+        return FixedChunk(size)
+    return TimedChunk(config.target_itl_ms / 1000.0, size, Padding(spec.mixed_shapes))
 
 
 def _retraction_key(request: Request) -> tuple[int, int, int]:

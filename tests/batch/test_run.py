@@ -78,6 +78,20 @@ def test_openai_lines_and_plain_ones_are_answered_as_the_server_does(run: Run, t
     assert (tmp_path / "out.jsonl.errors.jsonl").read_text() == ""
 
 
+def test_lines_that_score_a_prompt_and_lines_whose_role_nobody_knows(run: Run, tmp_path: Path) -> None:
+    score = {"prompt": "AB", "max_tokens": 0, "echo": True, "logprobs": 0}
+    alien = {"messages": [{"role": "user", "content": "a"}, {"role": "alien", "content": "b"}]}
+    write(tmp_path / "in.jsonl", score, alien)
+    assert run() == 1
+    [answer] = read(tmp_path / "out.jsonl")
+    assert text_of(answer) == "AB"
+    assert answer["response"]["body"]["choices"][0]["logprobs"]["token_logprobs"] == [-6.5, -6.6]
+    assert answer["response"]["body"]["usage"]["completion_tokens"] == 0
+    [refused] = read(tmp_path / "out.jsonl.errors.jsonl")
+    assert refused["response"]["body"]["error"]["param"] == "messages[1].role"
+    assert "it knows system, developer, user" in refused["error"]["message"]
+
+
 def test_what_fails_is_in_the_error_file_and_stops_nobody(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -316,7 +330,7 @@ def test_lines_that_begin_alike_find_each_others_prefix(run: Run, tmp_path: Path
     as_given, grouped, narrow = (hit_rate(tmp_path / f"{name}.jsonl") for name in ("as_given", "grouped", "narrow"))
     most = 48 / 64 * 9 / 10
     assert grouped > 0.95 * most
-    assert as_given < 0.4 * most
+    assert grouped > 2 * as_given
     assert as_given < narrow < grouped
     # The answers are the same, whatever was cached and whoever was asked first, though no line has a seed.
     texts = [

@@ -116,6 +116,8 @@ def test_what_an_item_has_wrong_is_its_own_error(engine: Engine, ordered: bool) 
         ({"prompt": "a", "messages": []}, ParameterError, "both"),
         ({"messages": []}, ParameterError, "empty"),
         ({"messages": "hi"}, ParameterError, "list"),
+        ({"messages": [{"role": "alien", "content": "a"}]}, ParameterError, "messages[0].role is 'alien'"),
+        ({"messages": [{"content": "a"}]}, ParameterError, "messages[0].role is None"),
         ({"prompt": {"a": 1}}, ParameterError, "dict"),
         ({"prompt": "a", "max_tokens": 3}, ParameterError, "max_tokens"),
         ({"prompt": "a", "temperature": -1}, ParameterError, "temperature"),
@@ -287,4 +289,4 @@ def test_grouping_raises_the_hit_rate_of_the_real_scheduler() -> None:
             results = list(engine.batch(prompts, SamplingParams(max_new_tokens=4, ignore_eos=True), reorder=reorder))
             rates.append(sum(result.outputs[0].cached_tokens for result in results) / (500 * 64))
     assert rates[1] > 0.95 * 48 / 64 * 9 / 10
-    assert rates[0] < 0.3
+    assert rates[1] > 2 * rates[0], rates

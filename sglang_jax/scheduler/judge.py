@@ -1,0 +1,87 @@
+"""Which requests computed something that is not finite, and what becomes of who read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from sglang_jax.mem_cache.kv_cache import KVCache
+from sglang_jax.runner.plan import INVALID_TOKEN, StepResult
+from sglang_jax.scheduler.planner import Planned, RunningSet
+from sglang_jax.scheduler.request import Request, RequestState
+from sglang_jax.scheduler.request_table import RequestTable
+
+
+class Judge:
+    """Keeps KV that is not finite from whoever did not compute it.
+
+    A prompt's KV is in the tree before anything was drawn from it. Once a draw, or a logprob of the prompt, turns out
+    not to be finite, what the request computed, and what it read that nobody has drawn from yet, is cut off. The request
+    fails, alone. One that read such KV of others is computed anew instead, once: it may be well without it. A finite
+    draw proves what it read.
+
+    **Arguments:** `fail` ends a request with an error; `restart` has it computed anew.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        table: RequestTable,
+        running: RunningSet,
+        fail: Callable[[Request], None],
+        restart: Callable[[Request], None],
+    ) -> None:
+        self._cache = cache
+        self._table = table
+        self._running = running
+        self._fail = fail
+        self._restart = restart
+        self._to_prove: list[Request] = []
+
+    def judge(self, planned: Planned, result: StepResult) -> None:
+        """Looks at what a step gave, before anything of it is published."""
+        failed = [request for request in self._failed(planned, result) if self._runs(request)]
+        for request in failed:
+            self._cache.distrust(request.record)
+        for request in failed:
+            if not request.restarted and self._cache.borrowed_trouble(request.record):
+                self._restart(request)
+            else:
+                self._fail(request)
+        if failed:
+            self._restart_readers()
+        if planned.chunks or self._to_prove:
+            self._prove(planned)
+
+    def _runs(self, request: Request) -> bool:
+        return request.kv is not None and bool(self._table.active[request.row])
+
+    def _failed(self, planned: Planned, result: StepResult) -> list[Request]:
+        failed = [
+            request
+            for request, reported in zip(planned.logprob_requests, result.prompt_logprobs, strict=True)
+            if np.isnan(reported.logprobs).any()
+        ]
+        drawn = result.tokens if planned.picks is None else result.tokens[planned.picks]
+        if len(drawn) and drawn.min() <= INVALID_TOKEN:
+            found = (self._table.requests[row] for row in planned.draws[drawn <= INVALID_TOKEN].tolist())
+            failed += [request for request in found if request is not None and request not in failed]
+        return failed
+
+    def _restart_readers(self) -> None:
+        """Prompts under way that read what was cut off, and from which nothing good was drawn: the rest of a long one
+        would be computed for nothing."""
+        for request in [one for one in self._running.prefilling if one.state is RequestState.PREFILL]:
+            record = request.record
+            if not request.restarted and not record.receipt.proven and self._cache.borrowed_trouble(record):
+                self._restart(request)
+
+    def _prove(self, planned: Planned) -> None:
+        """Those whose first draw this step brought, and those whose first one did not tell."""
+        drew = self._to_prove + [chunk.request for chunk in planned.chunks if chunk.last and chunk.request.draws]
+        self._to_prove = [
+            request
+            for request in drew
+            if self._runs(request) and not self._cache.prove(request.record, planned.plan.step)
+        ]

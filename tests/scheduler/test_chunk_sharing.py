@@ -1,0 +1,255 @@
+"""Several prompts in one step: who is given how many of its tokens, and how many it has."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from helpers.scheduling import Bench
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_jax.runner.plan import StepPlan
+from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler.chunking import LEAST_CHUNK, ChunkSharing, FixedChunk, TimedChunk
+from sglang_jax.scheduler.step_time import OUTLIER, Padding, StepShape, StepTimes
+
+NOBODY = np.zeros(0, np.int32)
+
+
+def endless(tokens: int = 4) -> SamplingParams:
+    return SamplingParams(max_new_tokens=tokens, seed=5, ignore_eos=True)
+
+
+def prompt(length: int, first: int) -> list[int]:
+    """Prompts with different first tokens share nothing."""
+    return [first, *((3 * i + first) % 37 + 1 for i in range(length - 1))]
+
+
+def chunks(plan: StepPlan) -> list[int]:
+    return plan.query_lens[plan.num_decode :].tolist()
+
+
+def waiting(sequence: int, priority: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(sequence=sequence, priority=priority)
+
+
+class TestSharing:
+    @given(
+        work=st.lists(st.integers(1, 200), min_size=1, max_size=8),
+        allowance=st.integers(1, 256),
+        priorities=st.lists(st.integers(0, 2), min_size=8, max_size=8),
+        order=st.permutations(range(8)),
+    )
+    def test_nothing_is_lost_and_order_is_kept(
+        self, work: list[int], allowance: int, priorities: list[int], order: list[int]
+    ) -> None:
+        """All that the step has is given away; beside the oldest, who has more work left has something only if all
+        before it have everything."""
+        prompts = [waiting(sequence, priority) for sequence, priority in zip(order, priorities, strict=True)]
+        prompts = prompts[: len(work)]
+        parts = ChunkSharing().share(prompts, work, allowance)
+        assert sum(parts) == min(sum(work), allowance)
+        assert all(0 <= part <= left for part, left in zip(parts, work, strict=True))
+        oldest = min(range(len(work)), key=lambda index: prompts[index].sequence)
+        assert parts[oldest] >= min(work[oldest], allowance // 4)
+        ranks = sorted(
+            range(len(work)), key=lambda index: (-prompts[index].priority, work[index], prompts[index].sequence)
+        )
+        ranks.remove(oldest)
+        for earlier, later in itertools.pairwise(ranks):
+            assert not parts[later] or parts[earlier] == work[earlier]
+
+    def test_the_oldest_has_its_share_of_steps_of_one_token(self) -> None:
+        sharing = ChunkSharing()
+        prompts = [waiting(1), waiting(2)]
+        given = [sharing.share(prompts, [100, 50], 1) for _ in range(40)]
+        assert sum(first for first, _ in given) == 10
+        assert sum(second for _, second in given) == 30
+
+
+class TestInTheScheduler:
+    def test_a_short_prompt_never_waits_behind_a_long_one(self) -> None:
+        """20 tokens waited 61 steps behind a prompt of 16k that took every chunk whole."""
+        bench = Bench(pages=512, chunk=16, budget=32, context=1200)
+        bench.runner.keep_plans = True
+        long = bench.add(prompt(1000, 1), sampling=endless())
+        for _ in range(3):
+            bench.scheduler.step()
+        short = bench.add(prompt(10, 2), sampling=endless())
+        bench.scheduler.step()
+        bench.scheduler.step()
+        assert chunks(bench.runner.plans[3]) == [6, 10]
+        assert short in bench.channel.streams
+        assert long not in bench.channel.streams
+        bench.run()
+        bench.check_outputs()
+
+    def test_one_waits_behind_long_ones_that_are_still_in_the_queue_neither(self) -> None:
+        bench = Bench(pages=600, chunk=16, budget=32, rows=8, context=1200)
+        long = [bench.add(prompt(500, 1 + k), sampling=endless()) for k in range(4)]
+        for _ in range(3):
+            bench.scheduler.step()
+        short = bench.add(prompt(10, 9), sampling=endless())
+        for _ in range(2):
+            bench.scheduler.step()
+        assert short in bench.channel.streams
+        bench.run()
+        assert list(bench.channel.finished) == [short, *long]
+        bench.check_outputs()
+
+    def test_a_long_prompt_ends_whatever_arrives(self) -> None:
+        """At least a quarter of each step is the oldest prompt's."""
+        bench = Bench(pages=600, chunk=16, budget=32, rows=8, context=600)
+        long = bench.add(prompt(320, 1), sampling=endless(1))
+        for step in range(320 // 4 + 4):
+            bench.add(prompt(16, 2 + step % 30), sampling=endless(1))
+            bench.scheduler.step()
+        assert long in bench.channel.finished
+        bench.run()
+        bench.check_outputs()
+
+    def test_higher_priority_comes_first(self) -> None:
+        bench = Bench(pages=256, chunk=16, budget=32, context=600, options={"schedule_policy": "priority"})
+        bench.runner.keep_plans = True
+        bench.add(prompt(40, 1), sampling=endless())
+        bench.scheduler.step()
+        bench.add(prompt(8, 2), sampling=endless())
+        bench.add(prompt(100, 3), sampling=endless(), priority=3)
+        bench.scheduler.step()
+        assert chunks(bench.runner.plans[1])[0] == 4, "the oldest prompt's share"
+        assert bench.runner.plans[1].prefill_tokens.tolist()[4:] == prompt(100, 3)[:12]
+        bench.run()
+        bench.check_outputs()
+
+    def test_a_prompt_of_which_most_is_cached_counts_as_short(self) -> None:
+        bench = Bench(pages=512, chunk=16, budget=32, context=600)
+        history = prompt(300, 5)
+        bench.add(history, sampling=endless(1))
+        bench.run()
+        bench.add(prompt(500, 1), sampling=endless())
+        for _ in range(2):
+            bench.scheduler.step()
+        turn = bench.add([*history, 7, 8, 9], sampling=endless())
+        for _ in range(2):
+            bench.scheduler.step()
+        assert bench.channel.cached[turn] == 300
+        assert turn in bench.channel.streams
+        bench.run()
+        bench.check_outputs()
+
+
+class TestStepTimes:
+    def test_it_learns_what_a_step_costs(self) -> None:
+        times, random = StepTimes(), np.random.default_rng(0)
+
+        def seconds(shape: StepShape) -> float:
+            return 8e-3 + 3e-5 * shape.decode_rows + 2e-5 * shape.chunk_tokens + 1e-9 * shape.reads
+
+        def shape() -> StepShape:
+            rows, tokens = int(random.integers(1, 64)), int(random.integers(0, 2048))
+            return StepShape(rows, rows * 1000, tokens, tokens * int(random.integers(1, 30_000)))
+
+        for _ in range(200):
+            some = shape()
+            times.observe(some, seconds(some))
+        for _ in range(50):
+            some = shape()
+            assert times.expect(some) == pytest.approx(seconds(some), rel=0.02)
+        assert times.error < 0.02
+
+    def test_it_follows_a_machine_that_becomes_slower(self) -> None:
+        times = StepTimes()
+        for factor in (1.0, 2.0):
+            for k in range(400):
+                times.observe(StepShape(8, 8000, k % 7 * 64, 0), factor * (0.01 + 1e-5 * (k % 7 * 64)))
+        assert times.expect(StepShape(8, 8000, 256, 0)) == pytest.approx(2 * (0.01 + 256e-5), rel=0.05)
+
+    def test_a_step_in_which_a_program_was_compiled_does_not_count_for_more(self) -> None:
+        times = StepTimes()
+        for _ in range(100):
+            times.observe(StepShape(8, 8000, 64, 0), 0.01)
+        times.observe(StepShape(8, 8000, 64, 0), 30.0)
+        assert times.expect(StepShape(8, 8000, 64, 0)) < 0.01 * OUTLIER / 2
+
+    def test_an_hour_of_decoding_neither_forgets_chunks_nor_stops_the_learning(self) -> None:
+        times = StepTimes()
+        for per_token in (1e-4, 3e-4):
+            for k in range(200):
+                times.observe(StepShape(8, 8000, 64 * (1 + k % 4), 0), 0.01 + 64 * (1 + k % 4) * per_token)
+            for _ in range(5000):
+                times.observe(StepShape(8, 8000, 0, 0), 0.01)
+            assert times.expect(StepShape(8, 8000, 128, 0)) == pytest.approx(0.01 + 128 * per_token, rel=0.1)
+
+    def test_padding_counts(self) -> None:
+        padding = Padding(((16, 8), (64, 32), (256, 64)))
+        assert [padding.tokens(*step) for step in ((3, 2), (16, 8), (16, 9), (65, 3), (300, 3))] == [
+            16,
+            16,
+            64,
+            256,
+            300,
+        ]
+        assert Padding(()).tokens(77, 3) == 77
+
+
+class TestTimedChunk:
+    @staticmethod
+    def learnt(target: float, per_token: float = 1e-4, padding: Padding | None = None) -> TimedChunk:
+        budget = TimedChunk(target, 512, padding or Padding(()))
+        for k in range(80):
+            tokens = 8 << k % 7
+            budget.observe(np.full(4, 100, np.int32), [(0, tokens)], 0.01 + tokens * per_token)
+        return budget
+
+    def test_a_step_keeps_to_the_time(self) -> None:
+        lens = np.full(4, 100, np.int32)
+        prompts, work = [waiting(1)], [100_000]
+        prompts[0].prefill_len = 100_000
+        found = self.learnt(0.03).allowance(lens, prompts, work, 1000)
+        assert 150 < found <= 200
+        assert self.learnt(10.0).allowance(lens, prompts, work, 1000) == 512
+        assert self.learnt(0.001).allowance(lens, prompts, work, 1000) == LEAST_CHUNK
+        assert self.learnt(0.03).allowance(lens, prompts, work, 7) == 7
+
+    def test_without_decoding_rows_there_is_nobody_to_keep_waiting(self) -> None:
+        assert self.learnt(0.001).allowance(NOBODY, [], [], 1000) == 512
+
+    def test_it_feels_its_way(self) -> None:
+        """What was never run is not foretold: the first chunk beside decoding rows is small."""
+        budget = TimedChunk(10.0, 8192, Padding(()))
+        lens, found = np.full(4, 100, np.int32), []
+        for _ in range(10):
+            found.append(budget.allowance(lens, [], [], 8192))
+            budget.observe(lens, [(0, found[-1])], 0.01 + found[-1] * 1e-6)
+        assert found == [min(32 << k, 8192) for k in range(10)]
+
+    def test_a_padded_step_is_filled(self) -> None:
+        """A step of 100 tokens costs what one of 256 costs, so it may as well have them, or stay with 64."""
+        budget = TimedChunk(0.02, 512, Padding(((16, 8), (64, 32), (256, 64), (1024, 64))))
+        lens = np.full(4, 100, np.int32)
+        for k in range(60):
+            tokens = (8, 50, 200)[k % 3]
+            budget.observe(lens, [(0, tokens)], 0.01 + (16, 64, 256)[k % 3] * 1e-4)
+        found = budget.allowance(lens, [], [], 1000)
+        assert 55 <= found <= 60
+
+    def test_a_fixed_chunk_is_what_it_says(self) -> None:
+        assert FixedChunk(64).allowance(NOBODY, [], [], 1000) == 64
+        assert FixedChunk(64).allowance(NOBODY, [], [], 10) == 10
+
+
+def test_it_keeps_its_targets_in_simulated_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`benchmarks/fair_prefill.py`, shorter: 64k prompts beside short ones and 32 decoding rows."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    module = importlib.import_module("fair_prefill")
+    found = module.run(8192, 50.0, 30.0, plain=False)
+    assert found["ITL p99"] <= 1.2 * 50.0
+    assert found["steps max"] <= 3
+    fixed = module.run(512, None, 20.0, plain=False)
+    assert fixed["steps max"] <= 3
+    assert int(str(fixed["long done"]).split("/")[0]) >= 1
