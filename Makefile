@@ -20,7 +20,7 @@ RAY_READY := $(VENV)/.ready-for-ray
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test check format soak kernel-table gpu-suite tpu-check ray-test bench clean
+.PHONY: help serve test test-cpus check format soak kernel-table gpu-suite tpu-check ray-test bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -30,6 +30,9 @@ serve: $(SERVE_READY) ## install what serving needs, and serve on port 30000; fl
 
 test: check ## install what tests need, then lint, types, import walls and the whole test suite
 	$(BIN)/python -m pytest $(ARGS)
+
+test-cpus: $(TEST_READY) ## the tests that compute, as on other CPUs; one, some tests: ARGS="--only haswell tests/models"
+	$(BIN)/python tests/on_other_cpus.py $(ARGS)
 
 check: $(TEST_READY) ## lint, format, types and import walls
 	$(BIN)/ruff check .

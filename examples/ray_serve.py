@@ -6,8 +6,9 @@ with `serve run examples.ray_serve:build model_path=demo num_replicas=2`; then, 
     python examples/openai_client.py http://127.0.0.1:8000
 """
 
+import signal
 import sys
-import time
+import threading
 from typing import Any
 
 from ray import serve
@@ -58,12 +59,13 @@ def build(arguments: dict[str, Any]) -> Application:
 def main(model: str = "demo", replicas: str = "2", port: str = "8000") -> None:
     serve.start(http_options={"host": "127.0.0.1", "port": int(port)})
     serve.run(build({"model_path": model, "num_replicas": replicas}))
+    told_to_stop = threading.Event()
+    # Said here, as a process that a script starts in the background is told of no Ctrl-C by itself.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: told_to_stop.set())
     print(f"Ready: {replicas} replicas of {model} at http://127.0.0.1:{port}", flush=True)
-    try:
-        while True:
-            time.sleep(60)
-    except KeyboardInterrupt:
-        serve.shutdown()
+    told_to_stop.wait()
+    serve.shutdown()
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ async def test_serves_and_leaves_nothing_behind() -> None:
 
 async def test_drain_delivers_all_outputs_before_the_process_ends(client: AsyncEngineClient) -> None:
     task = asyncio.create_task(collect(client, GenerateInput(prompt="abc" * 20)))
-    while (await client.state())["running"] == 0:
+    while (await client.state())["seen"] == "[]":
         await asyncio.sleep(0.001)
     await client.close(drain=True)
     ((output,),) = await asyncio.gather(task)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 from helpers.engine_fakes import EOS, MAX_RUNNING, load_echo, load_tokenizer
+from helpers.stepped_core import Steps, load_stepped
 
 from sglang_jax import Engine, SamplingParams
 from sglang_jax.config import EngineConfig
@@ -139,13 +140,19 @@ def test_one_bad_prompt_raises_and_the_others_are_aborted(slow_engine: Engine) -
     assert one(slow_engine.generate("ab")).text == "ab"
 
 
-def test_number_in_flight_is_bounded() -> None:
-    with Engine(model_path="echo", launch=launch) as engine:
-        engine.generate([[97, 98, 99]] * 500)
-        assert engine.state()["peak"] == FLIGHTS_PER_ROW * MAX_RUNNING
-    with Engine(model_path="echo", max_queued_requests=3, launch=launch) as engine:
-        engine.generate([[97, 98, 99]] * 20)
-        assert engine.state()["peak"] == 3
+@pytest.mark.parametrize(("options", "bound"), [({}, FLIGHTS_PER_ROW * MAX_RUNNING), ({"max_queued_requests": 3}, 3)])
+def test_number_in_flight_is_bounded(options: dict[str, int], bound: int) -> None:
+    steps = Steps()
+    steps.allow(1000)
+
+    async def launch_patient(config: EngineConfig) -> AsyncEngineClient:
+        """No step before `bound` requests are in flight: a quick core may end some before others come."""
+        load = load_stepped(steps, expected=bound)
+        return await launch_core(config, in_process=True, load=load, load_tokenizer=load_tokenizer)
+
+    with Engine(model_path="echo", launch=launch_patient, **options) as engine:
+        engine.generate([[97, 98, 99]] * 10 * bound)
+        assert engine.state()["peak"] == bound
 
 
 async def test_beside_a_running_event_loop(engine: Engine) -> None:

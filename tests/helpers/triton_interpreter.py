@@ -4,7 +4,8 @@ A process either interprets kernels or compiles them: `tests/conftest.py` sets `
 imports Triton, so tests interpret, and compile in a process of their own (`helpers.triton_ahead_of_time`).
 
 Right: bfloat16 arithmetic (the interpreter works on the bit patterns as integers), float8 rounding, minima and maxima
-of NaN, the type of loop variables. Strict: a load, store or atomic outside the tensors of its launch is an error; a
+of NaN, the type of loop variables, and a matrix product that rounds the same at every place of a tile, whatever the
+tile's shape and the CPU. Strict: a load, store or atomic outside the tensors of its launch is an error; a
 masked load without `other` gives NaN, or absurd integers; programs can be run in any order (`shuffled_programs`).
 """
 
@@ -108,11 +109,24 @@ def _install_arithmetic() -> None:
     Builder.unary_op = through_float32(Builder.unary_op, 0)
     Builder.create_rsqrt = through_float32(Builder.create_rsqrt, 0)
     Builder.create_fma = through_float32(Builder.create_fma, 2)
-    Builder.create_dot = through_float32(Builder.create_dot, 2)
+    Builder.create_dot = through_float32(_dot, 2)
     Builder.create_clampf = through_float32(Builder.create_clampf, 0)
     # PTX's min and max give the other operand for a NaN.
     Builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
     Builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
+
+
+def _dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+    """Sums the products of an element one after the other, as no BLAS does: it rounds an element by where in the matrix
+    it lies, by the matrix's shape and by the CPU, and tests that ask a kernel for equal bits would ask BLAS."""
+    dtype = d.data.dtype
+    columns = np.moveaxis(a.data, -1, 0).astype(dtype, order="C")
+    rows = np.moveaxis(b.data, -2, 0).astype(dtype, order="C")
+    total, products = np.zeros_like(d.data), np.empty_like(d.data)
+    for column, row in zip(columns, rows, strict=True):
+        np.multiply(column[..., :, None], row[..., None, :], out=products)
+        np.add(total, products, out=total)
+    return Handle(total + d.data, d.dtype.scalar)
 
 
 def _install_reductions() -> None:

@@ -52,7 +52,7 @@ for tp_size in map(int, sys.argv[3:]):
 def test_one_two_four_and_eight_devices_say_the_same(tmp_path: Path) -> None:
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
     }
     (tmp_path / "model").mkdir()

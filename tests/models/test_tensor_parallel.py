@@ -43,7 +43,7 @@ for mesh in (make_mesh(jax.devices()), make_mesh(jax.devices(), data=2)):
 def test_logits_on_four_devices(tmp_path: Path) -> None:
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
     }
     finished = subprocess.run(

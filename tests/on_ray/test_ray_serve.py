@@ -21,6 +21,9 @@ from helpers.tiny_models import make_tiny_checkpoint
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "ray_serve.py"
 DEADLINE = 180.0
 
+IN_THE_BACKGROUND = 'trap "" INT; exec "$@"'
+"""A script's background processes ignore SIGINT, as all do that a test run in the background starts."""
+
 
 def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + DEADLINE
@@ -48,7 +51,7 @@ def url(cluster: Nodes, tmp_path: Path) -> Iterator[str]:
     log = tmp_path / "log"
     with log.open("w") as output:
         door = subprocess.Popen(
-            [sys.executable, str(EXAMPLE), str(model), "2", str(port)],
+            ["sh", "-c", IN_THE_BACKGROUND, "sh", sys.executable, str(EXAMPLE), str(model), "2", str(port)],
             env={**os.environ, "RAY_ADDRESS": cluster.address},
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -59,7 +62,10 @@ def url(cluster: Nodes, tmp_path: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         door.send_signal(signal.SIGINT)
-        door.wait(DEADLINE)
+        try:
+            assert door.wait(DEADLINE) == 0, log.read_text()
+        finally:
+            door.kill()  # one that is left would hold the cluster's shutdown up as well
 
 
 def answers(url: str) -> bool:

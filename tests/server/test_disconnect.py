@@ -52,9 +52,10 @@ def test_leaving_before_the_first_token_aborts(slow_server: EchoServer) -> None:
 
 
 def test_others_go_on(slow_server: EchoServer) -> None:
+    before = len(slow_server.seen())
     leaving = slow_server.send("/generate", {"text": LONG, "stream": True})
     staying = slow_server.send("/generate", {"text": "stay", "rid": "staying"})
-    wait_for(lambda: slow_server.running() == 2)
+    wait_for(lambda: len(slow_server.seen()) == before + 2)
     leaving.close()
     answer = b""
     while not answer.endswith(b"}}"):
@@ -64,8 +65,9 @@ def test_others_go_on(slow_server: EchoServer) -> None:
 
 
 def test_a_reader_that_pauses_misses_nothing(slow_server: EchoServer) -> None:
+    before = len(slow_server.seen())
     connection = slow_server.send("/v1/completions", {"prompt": "abcdef", "stream": True})
-    wait_for(lambda: slow_server.running() == 1)
+    wait_for(lambda: len(slow_server.seen()) == before + 1)
     wait_for(lambda: slow_server.running() == 0)
     received = b""
     while b"[DONE]" not in received:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from helpers.echo_server import EchoServer, serve_echo, wait_for
 from helpers.engine_fakes import CONTEXT_LENGTH, EOS, VOCAB_SIZE, load_fake_model
+from helpers.stepped_core import Steps, load_stepped
 
 LONG = {"text": "a" * 1000, "sampling_params": {"max_new_tokens": 1000}}
 
@@ -120,8 +121,13 @@ def figures(text: str) -> dict[str, float]:
 
 
 def test_metrics_of_requests() -> None:
-    with serve_echo(model_path="echo:0.01") as server:
-        server.events("/generate", {"text": "abcd"})
+    steps = Steps()
+    with serve_echo(load_stepped(steps), model_path="echo:0.01") as server:
+        with server.http.stream("POST", "/generate", json={"text": "abcd", "stream": True}) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    steps.allow()
+        steps.allow(100)
         server.http.post("/generate", json={"text": ["a", "b"]})
         server.http.post("/generate", json={"text": ""})
         server.http.post("/generate", json={"input_ids": [EOS + 3]})
@@ -131,7 +137,8 @@ def test_metrics_of_requests() -> None:
     assert values["sglang:num_requests_total"] == 3  # what was refused or failed does not count
     assert values["sglang:time_to_first_token_seconds_count"] == 1
     assert values["sglang:inter_token_latency_seconds_count"] == 4
-    assert 0.04 <= values["sglang:inter_token_latency_seconds_sum"] < 2
+    streamed = values["sglang:time_to_first_token_seconds_sum"] + values["sglang:inter_token_latency_seconds_sum"]
+    assert 0.04 <= streamed <= values["sglang:e2e_request_latency_seconds_sum"]
     assert values["sglang:e2e_request_latency_seconds_count"] == 3
     assert values["sglang:e2e_request_latency_seconds_sum"] >= 0.05
     assert values["sglang:engine_alive"] == 1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from typing import Any
 
 import pytest
-from helpers.echo_server import EchoServer
+from helpers.echo_server import EchoServer, serve_echo
 from helpers.engine_fakes import CACHED_TOKENS, EOS
+from helpers.stepped_core import Steps, load_stepped
 
 
 def generate(server: EchoServer, **body: Any) -> Any:
@@ -127,22 +129,34 @@ def test_a_batch_streams_with_an_index(server: EchoServer) -> None:
 LOGPROBS = ("input_token_logprobs", "output_token_logprobs", "input_top_logprobs", "output_top_logprobs")
 
 
-def test_an_incremental_stream_says_everything_once(server: EchoServer) -> None:
+def test_an_incremental_stream_says_everything_once() -> None:
+    """Each step as it comes, in an event of its own, and nothing of an earlier one."""
     body = {"text": ["häß", "cd"], "sampling_params": [{"n": 2}, {"n": 1}], "return_logprob": True}
     body |= {"logprob_start_len": 0, "top_logprobs_num": 2}
+    steps = Steps()
     together: dict[int, Any] = {}
-    events = server.events("/generate", {**body, "incremental_output": True})
-    assert len(events) > 6
-    for event in events:
-        before = together.setdefault(event["index"], {**event, "text": "", "output_ids": [], "logprobs": {}})
-        before |= {"text": before["text"] + event["text"], "output_ids": before["output_ids"] + event["output_ids"]}
-        for name in LOGPROBS:
-            before["logprobs"].setdefault(name, []).extend(event["meta_info"][name])
-        assert len(event["meta_info"]["output_token_logprobs"]) == len(event["output_ids"])
-    for index, whole in enumerate(generate(server, **body)):
-        found = together[index]
-        assert (found["text"], found["output_ids"]) == (whole["text"], whole["output_ids"])
-        assert found["logprobs"] == {name: whole["meta_info"][name] for name in LOGPROBS}
+    with serve_echo(load_stepped(steps, expected=3)) as server:
+        stream = {**body, "stream": True, "incremental_output": True}
+        with server.http.stream("POST", "/generate", json=stream) as response:
+            lines = (line.removeprefix("data: ") for line in response.iter_lines() if line)
+            for writing in ({0, 1, 2}, {0, 1, 2}, {0, 1, 2}, {0, 1}, {0, 1}, {0, 1}):  # six tokens and three, with EOS
+                events = [json.loads(next(lines)) for _ in writing]
+                assert {event["index"] for event in events} == writing
+                for event in events:
+                    empty = {**event, "text": "", "output_ids": [], "logprobs": {name: [] for name in LOGPROBS}}
+                    before = together.setdefault(event["index"], empty)
+                    before["text"] += event["text"]
+                    before["output_ids"] += event["output_ids"]
+                    for name in LOGPROBS:
+                        before["logprobs"][name] += event["meta_info"][name]
+                    assert len(event["output_ids"]) == len(event["meta_info"]["output_token_logprobs"]) == 1
+                steps.allow()
+            assert list(lines) == ["[DONE]"]
+        steps.allow(100)
+        for index, whole in enumerate(generate(server, **body)):
+            found = together[index]
+            assert (found["text"], found["output_ids"]) == (whole["text"], whole["output_ids"])
+            assert found["logprobs"] == {name: whole["meta_info"][name] for name in LOGPROBS}
 
 
 def test_incremental_output_is_a_streams(server: EchoServer) -> None:

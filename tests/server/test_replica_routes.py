@@ -122,7 +122,7 @@ def test_loads_of_a_server_without_replicas(server: EchoServer) -> None:
 
 
 def test_loads_count_what_runs(slow_pair: EchoServer) -> None:
-    body = {"text": "a" * 50, "sampling_params": {"n": 3}, "stream": True}
+    body = {"text": "a" * 2000, "sampling_params": {"n": 3, "max_new_tokens": 2000}, "stream": True}
     with slow_pair.http.stream("POST", "/generate", json=body):
         loads = slow_pair.http.get("/v1/loads").json()["loads"]
         assert sorted(load["in_flight"] for load in loads) == [0, 3]
@@ -145,8 +145,9 @@ def test_server_info_has_every_replica(pair: EchoServer) -> None:
 
 def test_what_a_lost_replica_ran_fails_with_an_error_event_or_503(slow_pair: EchoServer) -> None:
     body = {"text": "a" * 100, "sampling_params": {"max_new_tokens": 100}}
+    endless = {"text": "a" * 2000, "sampling_params": {"max_new_tokens": 2000}, "stream": True}
     with ThreadPoolExecutor() as threads:
-        with slow_pair.http.stream("POST", "/generate", json={**body, "stream": True}) as response:
+        with slow_pair.http.stream("POST", "/generate", json=endless) as response:
             lines = response.iter_lines()
             next(lines)
             (home,) = [load.index for load in slow_pair.engine.loads() if load.in_flight]

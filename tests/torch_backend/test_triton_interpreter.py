@@ -77,6 +77,18 @@ def test_bfloat16_dot_sums_in_float32() -> None:
     torch.testing.assert_close(out, a.float() @ b.float())
 
 
+def test_an_element_of_a_product_does_not_depend_on_the_rest() -> None:
+    """The same bits at another place of the matrix and in a smaller one, which on some CPUs BLAS does not give."""
+    a, b = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0)).unbind()
+    a[:, 16:], b[16:] = 0, 0
+    whole, shifted, small = torch.empty(64, 64), torch.empty(64, 64), torch.empty(16, 16)
+    _dot[(1,)](a, b, whole, SIZE=64)
+    _dot[(1,)](a.roll(5, 0), b.roll(11, 1), shifted, SIZE=64)
+    _dot[(1,)](a[:16, :16].contiguous(), b[:16, :16].contiguous(), small, SIZE=16)
+    assert torch.equal(shifted, whole.roll((5, 11), (0, 1)))
+    assert torch.equal(small, whole[:16, :16])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
 def test_conversions_equal_those_of_torch(dtype: torch.dtype) -> None:
     x = torch.cat([torch.randn(200) * 2.0**e for e in range(-12, 7)])

@@ -1,0 +1,176 @@
+"""Runs the tests that compute as other CPUs would: `make test-cpus`, or with `ARGS="--only haswell tests/models"`.
+
+How a sum is rounded belongs to the CPU: OpenBLAS, oneDNN, MKL, ATen, XLA, numpy and numba choose their instructions by
+it, and add in another order with others. Each can be told to leave newer instructions alone, so that one machine stands
+in for older ones. What tests ask of the engine has to hold on all.
+
+Arguments that are no options of this script are pytest's, and replace the folders that are tested otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+CPU_INFO = Path("/proc/cpuinfo")
+
+NUMERIC = [
+    "tests/checkpoint",
+    "tests/end_to_end",
+    "tests/jax_runner",
+    "tests/kernels",
+    "tests/models",
+    "tests/runner",
+    "tests/sampling",
+    "tests/server/test_real_model_over_http.py",
+    "tests/torch_backend",
+    # These ask compilers for the code of other chips: nothing of it is computed here.
+    "--ignore=tests/torch_backend/test_triton_ahead_of_time.py",
+    "--ignore=tests/kernels/test_pallas_ahead_of_time.py",
+]
+
+
+BFLOAT16_UNITS = ("avx512_bf16", "amx_bf16")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A CPU, as the libraries and the engine are told of it.
+
+    - `needs`: the flag of `/proc/cpuinfo` without which this machine cannot stand in for it.
+    - `bfloat16`: it multiplies bfloat16, by which the engine chooses its default dtype.
+    - `openblas`, `numba`: the core whose kernels OpenBLAS takes, and that LLVM compiles for.
+    - `onednn`, `aten`, `mkl`, `xla`: the newest instructions that oneDNN, ATen, MKL (on Intel's CPUs) and XLA may use.
+    - `numpy`: groups of instructions that numpy may not.
+    """
+
+    name: str
+    needs: str
+    bfloat16: bool
+    openblas: str
+    numba: str
+    onednn: str
+    aten: str
+    mkl: str
+    xla: str
+    numpy: str
+
+    def environment(self, cpu_info: Path) -> dict[str, str]:
+        """What to set for a process and for all that it starts."""
+        return {
+            "ATEN_CPU_CAPABILITY": self.aten,
+            "MKL_ENABLE_INSTRUCTIONS": self.mkl,
+            "NPY_DISABLE_CPU_FEATURES": self.numpy,
+            "NUMBA_CPU_FEATURES": "",  # those of the CPU that is named, not of this one
+            "NUMBA_CPU_NAME": self.numba,
+            "ONEDNN_MAX_CPU_ISA": self.onednn,
+            "OPENBLAS_CORETYPE": self.openblas,
+            "TESTS_CPU_INFO": str(cpu_info),
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa={self.xla}".strip(),
+        }
+
+    def cpu_info(self) -> str:
+        """`/proc/cpuinfo` as the engine is to read it."""
+        text = CPU_INFO.read_text()
+        for unit in () if self.bfloat16 else BFLOAT16_UNITS:
+            text = text.replace(unit, "")
+        return text
+
+
+PROFILES = [
+    Profile(
+        name="haswell",  # Intel, 2013: AVX2 and no more
+        needs="avx2",
+        bfloat16=False,
+        openblas="Haswell",
+        numba="haswell",
+        onednn="AVX2",
+        aten="avx2",
+        mkl="AVX2",
+        xla="AVX2",
+        numpy="X86_V4 AVX512_ICL AVX512_SPR",
+    ),
+    Profile(
+        name="zen",  # AMD, 2022 (Zen 4): AVX-512 and bfloat16, but AVX2 in OpenBLAS and MKL
+        needs="avx512_bf16",
+        bfloat16=True,
+        openblas="Zen",
+        numba="znver4",
+        onednn="AVX512_CORE_BF16",
+        aten="avx512",
+        mkl="AVX2",
+        xla="AVX512_BF16",
+        numpy="AVX512_SPR",
+    ),
+    Profile(
+        name="skylake",  # Intel, 2017: AVX-512 without products of bfloat16 or of bytes
+        needs="avx512bw",
+        bfloat16=False,
+        openblas="SkylakeX",
+        numba="skylake-avx512",
+        onednn="AVX512_CORE",
+        aten="avx512",
+        mkl="AVX512",
+        xla="AVX512",
+        numpy="AVX512_ICL AVX512_SPR",
+    ),
+    Profile(
+        name="nehalem",  # Intel, 2008: no AVX, and no multiply-add in one
+        needs="sse4_2",
+        bfloat16=False,
+        openblas="Prescott",
+        numba="nehalem",
+        onednn="SSE41",
+        aten="default",
+        mkl="SSE4_2",
+        xla="SSE4_2",
+        numpy="X86_V3 X86_V4 AVX512_ICL AVX512_SPR",
+    ),
+]
+
+
+def run(profile: Profile, arguments: Sequence[str]) -> str | None:
+    """Runs pytest as on that CPU.
+
+    **Returns:** how it ended, in words, where not all tests passed.
+    """
+    with tempfile.TemporaryDirectory(prefix="other-cpu-") as folder:
+        cpu_info = Path(folder) / "cpuinfo"
+        cpu_info.write_text(profile.cpu_info())
+        command = [sys.executable, "-m", "pytest", *arguments]
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | profile.environment(cpu_info), check=False)
+    return None if done.returncode == 0 else f"pytest ended with status {done.returncode}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [profile.name for profile in PROFILES]
+    parser.add_argument("--only", action="append", choices=names, help="as this CPU alone; may be given several times")
+    options, arguments = parser.parse_known_args()
+    features = CPU_INFO.read_text().split()
+    reports, failed = [], False
+    for profile in PROFILES:
+        if options.only and profile.name not in options.only:
+            continue
+        if profile.needs not in features:
+            reports.append(f"{profile.name}: not run, as this CPU has no {profile.needs}")
+            continue
+        print(f"== as on {profile.name}", flush=True)
+        start = time.perf_counter()
+        wrong = run(profile, arguments or NUMERIC)
+        failed |= wrong is not None
+        reports.append(f"{profile.name}: {wrong or 'passed'}, after {time.perf_counter() - start:.0f} s")
+    print(*reports, sep="\n")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
