@@ -28,7 +28,7 @@ class ParameterError(RequestError, ValueError):
 
 
 class PromptTooLongError(RequestError):
-    """The prompt leaves no room for one output token."""
+    """The prompt does not fit, or leaves no room for an output token where one is wanted."""
 
     code = "context_length_exceeded"
 

@@ -14,6 +14,7 @@ import jinja2
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
+from sglang_jax.checkpoint.chat_roles import ChatRoles, learn_roles
 from sglang_jax.checkpoint.gguf_file import open_gguf
 from sglang_jax.checkpoint.gguf_tokenizer import gguf_tokenizer
 from sglang_jax.checkpoint.resolve import ModelSource, SourceKind
@@ -47,6 +48,7 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._roles = self._learn_roles()
 
     @property
     def vocab_size(self) -> int:
@@ -109,16 +111,39 @@ class Tokenizer:
         stripped = 0 if continues_text else self._spelling.leading_spaces_stripped
         return TextStream(self.token_bytes, skipped, stripped)
 
-    def render_chat(self, messages: Sequence[dict[str, object]], *, add_generation_prompt: bool = True) -> str:
-        """The chat template's text for a conversation, as transformers' `apply_chat_template` renders it.
+    def check_roles(self, roles: Sequence[object]) -> None:
+        """Raises `ParameterError` for the first role of a conversation's messages that the chat template does not
+        know, naming those that it knows."""
+        if self._roles is not None:
+            self._roles.check(roles)
 
-        **Raises:** `RequestError` if there is no template, or it refuses the messages.
+    def render_chat(self, messages: Sequence[dict[str, object]], *, add_generation_prompt: bool = True) -> str:
+        """The chat template's text for a conversation, as transformers' `apply_chat_template` renders it. Where the
+        template does not name the role `developer`, such messages are rendered as the system's.
+
+        **Raises:** `RequestError` if there is no template, or it refuses the messages; `ParameterError` for a role
+        that it does not know.
         """
-        if self._hugging_face.chat_template is None:
+        if self._roles is None:
             raise RequestError(
                 "this model has no chat template; use the completions route, or start the server with --chat-template",
                 param="messages",
             )
+        self._roles.check([message.get("role") for message in messages])
+        conversation = [{**message, "role": self._roles.rendered_as(message["role"])} for message in messages]
+        return self._render(conversation, add_generation_prompt=add_generation_prompt)
+
+    def _learn_roles(self) -> ChatRoles | None:
+        """None if there is no chat template."""
+        if self._hugging_face.chat_template is None:
+            return None
+        try:
+            template: str = self._hugging_face.get_chat_template()
+        except ValueError:  # several templates and none for chats: whoever sends one is told so
+            template = ""
+        return learn_roles(template, self._render)
+
+    def _render(self, messages: Sequence[dict[str, object]], *, add_generation_prompt: bool = True) -> str:
         # transformers declares contents to be text; its templates take lists of parts as well.
         conversation: Any = list(messages)
         try:

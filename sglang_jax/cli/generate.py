@@ -42,7 +42,7 @@ def _sampling_option(name: str, help_text: str) -> Callable[[Command], Command]:
 @click.argument("prompt")
 @click.option("--system", help="system message put before the prompt")
 @click.option("--raw", is_flag=True, help="complete the prompt as it stands, without the chat template")
-@_sampling_option("max_new_tokens", "most output tokens")
+@_sampling_option("max_new_tokens", "most output tokens; 0: compute the prompt alone")
 @_sampling_option("min_new_tokens", "least output tokens")
 @_sampling_option("temperature", "0 is greedy")
 @_sampling_option("top_k", "the number of likeliest tokens kept; -1: all")
@@ -105,14 +105,16 @@ def stream_to_terminal(outputs: Iterable[GenerateOutput], timing: Timing) -> Non
 
 
 def summary(timing: Timing, *, interrupted: bool) -> str:
-    """One line: tokens, tokens per second after the first output, time to first token, how it ended."""
+    """One line: tokens, tokens per second after the first output, time to first token, how it ended. Where no token was
+    asked for, the time to the end."""
     output = timing.output
     if output is None:
         return "no tokens, interrupted" if interrupted else "no tokens"
     ended = "interrupted" if interrupted or output.finish is None else f"finished: {output.finish.kind}"
     decoding = timing.last - timing.first
     speed = f"{(output.completion_tokens - 1) / decoding:.1f} tok/s, " if decoding > 0 else ""
+    first = "TTFT " if output.completion_tokens else ""
     return (
-        f"{output.completion_tokens} tokens, {speed}TTFT {timing.first - timing.start:.3f} s, "
+        f"{output.completion_tokens} tokens, {speed}{first}{timing.first - timing.start:.3f} s, "
         f"prompt {output.prompt_tokens} tokens ({output.cached_tokens} cached), {ended}"
     )

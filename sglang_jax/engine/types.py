@@ -174,9 +174,14 @@ class TextTokenizer(Protocol):
         """The exact bytes that a token stands for (a part of a character, maybe)."""
         ...
 
+    def check_roles(self, roles: Sequence[object]) -> None:
+        """Raises `ParameterError` for the first role of a conversation's messages that the chat template does not
+        know, naming those that it knows."""
+        ...
+
     def render_chat(self, messages: Sequence[dict[str, object]], *, add_generation_prompt: bool = True) -> str:
         """The chat template's text for a conversation. Raises `RequestError` if the template refuses it or
-        there is none."""
+        there is none, and as `check_roles` does."""
         ...
 
 

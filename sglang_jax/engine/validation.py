@@ -77,12 +77,13 @@ def prompt_array(token_ids: Sequence[int] | NDArray[np.int32], vocab_size: int) 
 
 
 def check_length(request: GenerateInput, prompt_tokens: int, context_length: int) -> None:
-    """Raises `PromptTooLongError` if no output token fits behind the prompt, and `ParameterError` for logprobs wanted
-    of a position that the prompt does not have."""
-    if prompt_tokens >= context_length:
+    """Raises `PromptTooLongError` if the prompt does not fit, with an output token behind it unless none is wanted, and
+    `ParameterError` for logprobs wanted of a position that the prompt does not have."""
+    limit = context_length if request.sampling.max_new_tokens == 0 else context_length - 1
+    if prompt_tokens > limit:
         raise PromptTooLongError(
-            f"prompt has {prompt_tokens} tokens; the limit is {context_length - 1}, as prompt and output share a "
-            f"context of {context_length} tokens",
+            f"prompt has {prompt_tokens} tokens; the limit is {limit}, as prompt and output share a context of "
+            f"{context_length} tokens",
             param="prompt",
         )
     if request.return_logprob and not -1 <= request.logprob_start_len < prompt_tokens:

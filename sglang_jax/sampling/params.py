@@ -43,7 +43,8 @@ class SamplingParams:
 
     **Arguments:**
 
-    - `max_new_tokens`: most tokens generated; None means up to the context length.
+    - `max_new_tokens`: most tokens generated; None means up to the context length. 0 computes the prompt alone, for
+      its logprobs or for the prefix cache.
     - `min_new_tokens`: end-of-sequence and stop tokens are masked until this many were drawn.
     - `temperature`: 0 is greedy.
     - `top_k`: keep the k likeliest tokens; -1 keeps all.
@@ -81,9 +82,11 @@ class SamplingParams:
     include_stop: bool = False
 
     def __post_init__(self) -> None:
+        most = 2**31 - 1
         if self.max_new_tokens is not None:
-            _integer("max_new_tokens", self.max_new_tokens, 1, 2**31 - 1)
-        _integer("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens or 2**31 - 1)
+            _integer("max_new_tokens", self.max_new_tokens, 0, most)
+            most = self.max_new_tokens
+        _integer("min_new_tokens", self.min_new_tokens, 0, most)
         _number("temperature", self.temperature, 0.0, 100.0)
         _integer("top_k", self.top_k, -1, 2**31 - 1)
         if self.top_k == 0:

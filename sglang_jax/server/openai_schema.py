@@ -109,8 +109,18 @@ class ChatBody(OpenAIBody):
     continue_final_message: bool | None = None
 
     def token_limit(self) -> int | None:
-        """Most tokens of the answer; None for the rest of the context. Raises `ParameterError`."""
-        return one_of("max_completion_tokens", self.max_completion_tokens, "max_tokens", self.max_tokens)
+        """Most tokens of the answer; None for the rest of the context. Raises `ParameterError`.
+
+        At least 1, as OpenAI has it: no field of this route could report on a prompt that is not answered.
+        """
+        limit = one_of("max_completion_tokens", self.max_completion_tokens, "max_tokens", self.max_tokens)
+        if limit is not None and limit < 1:
+            name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+            raise ParameterError(
+                f"{name} must be at least 1 in a chat, got {limit}; completions and /generate compute a prompt alone",
+                param=name,
+            )
+        return limit
 
     def check_logprobs(self) -> None:
         """Raises `ParameterError` for alternatives without `logprobs`."""
@@ -151,6 +161,8 @@ def chat_token_ids(tokenizer: TextTokenizer, body: ChatBody) -> list[int]:
 
     **Raises:** `ParameterError`; `RequestError` if the chat template refuses the messages.
     """
+    # Before what the messages hold is looked at: what a message must have depends on its role.
+    tokenizer.check_roles([message.role for message in body.messages])
     conversation = body.conversation()
     if not body.continue_final_message:
         return tokenizer.encode(tokenizer.render_chat(conversation), add_special_tokens=False)

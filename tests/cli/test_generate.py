@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -88,6 +89,13 @@ def test_the_summary_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "prompt 5 tokens (2 cached), finished: stop" in line
 
 
+def test_a_prompt_that_is_not_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    """There is no first token whose time could be told."""
+    text, line = answer(capsys, "--raw", "--max-new-tokens", "0", "hello")
+    assert text == "\n"
+    assert re.fullmatch(r"0 tokens, \d\.\d{3} s, prompt 5 tokens \(2 cached\), finished: length\n", line)
+
+
 def test_sampling_options_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
     text, line = answer(capsys, "--raw", "--max-new-tokens", "3", "hello")
     assert text == "hel\n"
@@ -122,7 +130,7 @@ def test_sampling_options_left_out_are_the_models(
     [
         (["--temperature", "-1", "hello"], ["--temperature", "-1", "[0, 100]"]),
         (["--top-k", "0", "hello"], ["--top-k", "0"]),
-        (["--max-new-tokens", "0", "hello"], ["--max-new-tokens", "0"]),
+        (["--max-new-tokens", "-1", "hello"], ["--max-new-tokens", "-1"]),
         (["--page-size", "3", "hello"], ["--page-size", "3"]),
         ([], ["PROMPT"]),
         (["--raw", ""], ["prompt"]),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from sglang_jax.checkpoint.chat_roles import OPENAI_ROLES, ChatRoles
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.channel import CoreChannel, Ready
 from sglang_jax.engine.types import ModelInfo
@@ -88,7 +89,11 @@ class ByteTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else f"<{token_id}>".encode()
 
+    def check_roles(self, roles: Sequence[object]) -> None:
+        ChatRoles(OPENAI_ROLES).check(roles)
+
     def render_chat(self, messages: Sequence[dict[str, object]], *, add_generation_prompt: bool = True) -> str:
+        self.check_roles([message.get("role") for message in messages])
         return "".join(f"{message['role']}: {message['content']}\n" for message in messages)
 
 
@@ -119,7 +124,8 @@ def logprob_entry(token: int, num_top: int) -> WireLogprob:
 
 
 class EchoCore:
-    """Speaks the scheduler's messages. Each request gets its prompt back, one token a step, then EOS over and over.
+    """Speaks the scheduler's messages. Each request gets its prompt back, one token a step, then EOS over and over; one
+    that wants no token ends in its first step.
 
     `config.model_path` is `echo`, or `echo:SECONDS` for a pause between steps. A prompt that starts with the token 257
     makes the core fail, 258 ends the process on the spot, 259 is refused with a `CapacityError`.
@@ -213,6 +219,9 @@ class EchoCore:
                 if message.logprob_start >= 0:
                     wanted = request.prompt[message.logprob_start :]
                     prompt_logprobs.append((wire_id, [logprob_entry(t, message.top_logprobs) for t in wanted]))
+            if message.sampling.max_new_tokens == 0:
+                finished.append(self._finish(wire_id, "length"))
+                continue
             position = len(request.output)
             token = request.prompt[position] if position < len(request.prompt) else EOS
             request.output.append(token)

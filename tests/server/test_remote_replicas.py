@@ -59,6 +59,8 @@ GENERATE: list[dict[str, Any]] = [
     {"text": "abc", "return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0},
     {"text": "abc", "return_logprob": True, "logprob_start_len": 1, "return_text_in_logprobs": True},
     {"text": "abc", "return_logprob": True, "top_logprobs_num": 3, "sampling_params": {"n": 2}},
+    {"text": ["abc", "d"], "return_logprob": True, "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 0}},
+    {"text": "abc", "sampling_params": {"max_new_tokens": 0, "n": 2, "stop": "x"}},
     {"text": "ab<", "sampling_params": {"skip_special_tokens": False}, "extra_key": "k", "priority": 3},
 ]
 
@@ -97,6 +99,7 @@ def test_streams_through_the_door_end_alike(behind: EchoServer, door: EchoServer
 OPENAI: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": "abc", "logprobs": 2, "echo": True, "max_tokens": 9}),
     ("/v1/completions", {"prompt": ["abc", "defg"], "n": 2, "max_tokens": 3}),
+    ("/v1/completions", {"prompt": ["abc", "defg"], "n": 2, "max_tokens": 0, "echo": True, "logprobs": 2}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a b c d"}], "stop": ["c"]}),
 ]

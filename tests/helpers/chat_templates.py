@@ -1,0 +1,97 @@
+"""Chat templates of the kinds that models come with, each cut down to what it does with roles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from helpers.engine_fakes import VOCAB_SIZE
+from helpers.tiny_models import make_tiny_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from sglang_jax.checkpoint import Tokenizer
+
+PRINTS_ANY = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '\n' }}{% endfor %}"
+"""As ChatML: whoever speaks is printed."""
+
+LLAMA = (
+    "{% if messages[0]['role'] == 'system' %}{{ '<system>' + messages[0]['content'] }}"
+    "{% set messages = messages[1:] %}{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'ipython' or m.role == 'tool' %}{{ '<ipython>' + m.content | tojson }}"
+    "{% elif 'tool_calls' in m %}{{ m.tool_calls[0].function.arguments | tojson }}"
+    "{% else %}{{ '<' + m['role'] + '>' + m['content'] }}{% endif %}"
+    "{% endfor %}"
+)
+"""Prints any as well, and has a name of its own for what a tool says."""
+
+GEMMA = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}"
+    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}"
+    "{% set role = 'model' if m['role'] == 'assistant' else m['role'] %}"
+    "{{ '<' + role + '>' + m['content'] | trim }}"
+    "{% endfor %}"
+)
+"""Refuses a system, demands that roles alternate, and prints whoever stands in the assistant's place."""
+
+MISTRAL = (
+    "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set messages = messages[1:] %}"
+    "{% endif %}"
+    "{% set ns = namespace(index=0) %}"
+    "{% for m in messages %}{% if not (m.role == 'tool' or m.tool_calls is defined) %}"
+    "{% if (m.role == 'user') != (ns.index % 2 == 0) %}"
+    "{{ raise_exception('After the optional system message, conversation roles must alternate') }}{% endif %}"
+    "{% set ns.index = ns.index + 1 %}"
+    "{% endif %}{% endfor %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'user' %}{{ '[INST]' + (system if loop.last and system is defined else '') + m.content }}"
+    "{% elif m.tool_calls is defined %}{{ '[CALLS]' + m.tool_calls[0].id }}"
+    "{% elif m.role == 'assistant' %}{{ m.content }}"
+    "{% elif m.role == 'tool' %}"
+    "{% if m.tool_call_id | length != 9 %}{{ raise_exception('Tool call IDs have length 9') }}{% endif %}"
+    "{{ '[RESULTS]' + m.content }}"
+    "{% else %}{{ raise_exception('Only user and assistant roles are supported') }}{% endif %}"
+    "{% endfor %}"
+)
+"""Shows the system's words beside the last question of the user alone."""
+
+DROPS_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ 'U:' + m.content }}"
+    "{% elif m.role == 'assistant' %}{{ 'A:' + m.content }}{% endif %}{% endfor %}"
+)
+"""Leaves out, without a word, whatever else there is."""
+
+AFTER_CALL = (
+    "{% for m in messages %}"
+    "{% if m.role == 'tool' %}"
+    "{% if messages[loop.index0 - 1].tool_calls is not defined %}{{ raise_exception('no call before') }}{% endif %}"
+    "{{ '<result>' + m.content }}"
+    "{% elif m.role in ['developer', 'system', 'user', 'assistant'] %}"
+    "{% for call in m.tool_calls or [] %}{{ '<call>' + call.function.arguments }}{% endfor %}"
+    "{{ '<' + m.role + '>' + m.content }}"
+    "{% endif %}{% endfor %}"
+)
+"""Takes a tool's words behind a call alone, whose arguments are text; and has a developer beside the system."""
+
+AFTER_OBJECT_CALL = AFTER_CALL.replace(
+    "{{ '<call>' + call.function.arguments }}",
+    "{% for name, value in call.function.arguments.items() %}{{ name + value }}{% endfor %}",
+)
+"""The same, with arguments that are an object."""
+
+SPELLED = (
+    "{% for m in messages %}{% if m.role|lower == 'chatbot' or m['role'] not in [\"user\", 'narrator'] %}"
+    "{{ m.content }}{% else %}{{ m.content + '...' }}{% endif %}{% endfor %}"
+)
+"""Has roles of its own, named behind a filter and in a list."""
+
+PARTS = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+"""Shows nothing of contents that are text."""
+
+
+def byte_tokenizer(folder: Path, template: str | dict[str, str]) -> Tokenizer:
+    """A token for each byte, few enough that the engine which echoes knows them, with this chat template."""
+    hugging_face: PreTrainedTokenizerFast = make_tiny_tokenizer(folder, VOCAB_SIZE - 1)
+    hugging_face.chat_template = template
+    return Tokenizer(hugging_face, "test")
