@@ -91,12 +91,10 @@ class Admission:
 
         `allowance`: prompt tokens that the step may compute; `step`: its number.
         """
-        if not self._queue or allowance <= 0:
+        if not self._queue or allowance <= 0 or not self._cache.num_free_rows:
             return
         if self._retry_in > 0:
             self._retry_in -= 1
-            return
-        if not self._cache.num_free_rows and not self._reclaim():
             return
         look = _Look(self._cache, self._table, self._prefilling, self._reserve, step, allowance)
         for request in self._candidates(look):
@@ -154,7 +152,6 @@ class Admission:
         while not look.fits(request, probe):
             if not self._reclaim():
                 return self._note_refusal(request, look)
-            look.count_anew()
             probe = self._cache.probe(request.tokens, request.match_limit, request.namespace)
         self._seat(request, probe, look)
         for refused in look.refused:
@@ -236,10 +233,6 @@ class _Look:
         """Whether prompts under way can use all tokens of the step."""
         return self.work.total >= self.allowance
 
-    def count_anew(self) -> None:
-        """Rows were released: what running requests may need is less."""
-        self._counted = False
-
     def fits(self, request: Request, probe: Probe) -> bool:
         """Whether there is room for a request, beside what runs and the share kept for the output of all."""
         cache = self._cache
@@ -268,10 +261,10 @@ class _Look:
             self.offers.add(_offer(request, record.receipt, first, page))
 
     def _count(self) -> None:
-        """Pages for the rest of the prompts under way, and tokens that running requests may still draw."""
+        """Pages for the rest of the prompts under way, and tokens that running requests may still draw: those that had
+        rows before this look, and are not over."""
         cache, table = self._cache, self._table
-        new = {request.row for request in self.seated}
-        rows = np.array([row for row in cache.open_rows if row not in new], np.int32)
+        rows = np.nonzero(table.active)[0]
         known = np.maximum(table.num_tokens[rows], cache.lengths.kv_allocated[rows])
         self._output = int(np.minimum(table.total_len[rows] - known, CLIP).clip(0).sum())
         self._pages = sum(

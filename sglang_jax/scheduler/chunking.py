@@ -64,8 +64,8 @@ class ChunkBudget(Protocol):
     """Decides how many tokens of prompts the next step has."""
 
     def allowance(self, decode_lens: Int32, prompts: list[Request], work: list[int], most: int) -> int:
-        """At most `most`, beside decode rows whose KV is `decode_lens` `[rows]` tokens long; `prompts` have `work` tokens
-        left."""
+        """At most `most`, beside decode rows whose KV is `decode_lens` `[rows]` tokens long; `prompts` have `work`
+        tokens left."""
         ...
 
     def observe(self, decode_lens: Int32, chunks: list[tuple[int, int]], seconds: float) -> None:

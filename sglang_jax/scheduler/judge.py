@@ -17,9 +17,9 @@ class Judge:
     """Keeps KV that is not finite from whoever did not compute it.
 
     A prompt's KV is in the tree before anything was drawn from it. Once a draw, or a logprob of the prompt, turns out
-    not to be finite, what the request computed, and what it read that nobody has drawn from yet, is cut off. The request
-    fails, alone. One that read such KV of others is computed anew instead, once: it may be well without it. A finite
-    draw proves what it read.
+    not to be finite, what the request computed, and what it read that nobody has drawn from yet, is cut off. The
+    request fails, alone. One that read such KV of others is computed anew instead, once: it may be well without it. A
+    finite draw proves what it read.
 
     **Arguments:** `fail` ends a request with an error; `restart` has it computed anew.
     """

@@ -72,9 +72,7 @@ class RequestTable:
 
     def end(self, request: Request) -> None:
         """What this request still draws does not count, and it will not need room for more."""
-        row = request.row
-        self.active[row] = False
-        self.total_len[row] = 0
+        self.active[request.row] = False
 
     def vacate(self, request: Request) -> None:
         """Takes a request out before its row is freed."""

@@ -1,0 +1,309 @@
+"""Nobody starves, under any policy; nobody waits for nothing; and a crowd costs nobody else much."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from helpers.scheduling import Bench, RecordingChannel
+from helpers.watch import Watch
+
+from sglang_jax.config import EvictionPolicy, SchedulePolicy
+from sglang_jax.mem_cache.invariants import check_everything
+from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler import loop as loop_module
+from sglang_jax.scheduler.admission import AGED_TURN, BACKFILL_SEATS, BACKFILL_STEPS
+from sglang_jax.scheduler.departures import RELEASES_PER_STEP
+from sglang_jax.scheduler.loop import MESSAGES_PER_TURN, SchedulerLoop
+from sglang_jax.scheduler.messages import AbortRequest, Inbound, NewRequest
+
+HOT = [1 + (7 * i) % 37 for i in range(16)]
+
+
+def endless(tokens: int, seed: int = 5) -> SamplingParams:
+    return SamplingParams(max_new_tokens=tokens, seed=seed, ignore_eos=True)
+
+
+class TestNobodyStarves:
+    @pytest.mark.parametrize("policy", SchedulePolicy)
+    def test_whoever_the_policy_puts_last_has_its_turn(self, policy: SchedulePolicy) -> None:
+        """A cold request had not begun after 20,000 steps of lpm while 4,712 hot ones finished."""
+        bench = Bench(rows=2, chunk=32, budget=64, options={"schedule_policy": policy})
+        watch = Watch(bench)
+        bench.add([*HOT, 39], sampling=endless(6))
+        watch.step()
+        # One token: no cached prefix, the shortest output, the lowest priority.
+        last = bench.add([38], sampling=endless(1))
+        seats = 0
+        for k in range(300):
+            if len(bench.scheduler.queue) < 6:
+                bench.add([*HOT, 1 + k % 37], sampling=endless(3 + k % 3), priority=5)
+                seats += 1
+            watch.step()
+            if last in bench.channel.cached:
+                break
+        assert last in bench.channel.cached
+        assert seats <= 2 * AGED_TURN + 8
+
+    def test_who_is_retracted_again_and_again_is_spared_in_turn(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The lowest priority loses its row first; not for ever."""
+        options = {"schedule_policy": "priority", "schedule_conservativeness": 0.01}
+        bench = Bench(pages=12, rows=4, options=options)
+        low = bench.add([5, 6, 7, 8], sampling=endless(28))
+        for k in range(400):
+            waiting = sum(request.priority > 0 for request in bench.scheduler.queue.requests())
+            if waiting < 2:
+                bench.add([9 + k % 20, 6, 7, 8], sampling=endless(20), priority=9)
+            bench.scheduler.step()
+            check_everything(bench.scheduler.cache)
+            if low in bench.channel.finished:
+                break
+        assert bench.channel.finished[low].kind == "length"
+        assert bench.scheduler.log.counts.retractions > 3
+
+
+class TestHeadOfLine:
+    def crowded(self, **sizes: int) -> tuple[Bench, int, int]:
+        """One request runs for long, one does not fit beside it."""
+        bench = Bench(pages=40, rows=4, context=200, **sizes)
+        runs = bench.add([3, 4], sampling=endless(100))
+        bench.scheduler.step()
+        large = bench.add([1 + (5 * i) % 37 for i in range(120)], sampling=endless(2))
+        return bench, runs, large
+
+    def test_others_pass_into_room_that_it_cannot_use(self) -> None:
+        """A 15.5k prompt in a pool of 16k kept everybody out for 507 steps."""
+        bench, _, large = self.crowded()
+        small = bench.add([9, 9], sampling=endless(2))
+        for _ in range(4):
+            bench.scheduler.step()
+        assert small in bench.channel.finished
+        assert large not in bench.channel.cached
+        bench.run()
+        bench.check_outputs()
+
+    def test_after_so_many_room_is_kept(self) -> None:
+        bench, _, large = self.crowded()
+        passed = 0
+        for k in range(60):
+            if len(bench.scheduler.queue) < 3:
+                bench.add([10 + k % 20, 9], sampling=endless(1))
+            bench.scheduler.step()
+            passed = sum(request > large for request in bench.channel.cached)
+        assert BACKFILL_SEATS <= passed <= BACKFILL_SEATS + 1
+        assert large not in bench.channel.cached
+        bench.run()
+        assert list(bench.channel.cached).index(large) == passed + 1, "it is the next to have a row"
+        bench.check_outputs()
+
+    def test_after_so_many_steps_room_is_kept(self) -> None:
+        bench = Bench(pages=600, rows=4, context=2000, chunk=64, budget=64, scribble=False)
+        bench.add([3, 4], sampling=endless(1500))
+        bench.scheduler.step()
+        large = bench.add([1 + (5 * i) % 37 for i in range(1990)], sampling=endless(2))
+        for step in range(BACKFILL_STEPS + 10):
+            if step % 20 == 0:
+                assert step > BACKFILL_STEPS or not bench.scheduler.queue.requests()[1:], "all others have passed"
+                bench.add([10 + step // 20, 9], sampling=endless(1))
+            bench.scheduler.step()
+        assert 10 < len(bench.channel.finished) < BACKFILL_SEATS, "fewer than may pass"
+        late = bench.add([33, 9], sampling=endless(1))
+        for _ in range(20):
+            bench.scheduler.step()
+        waiting = [request.id for request in bench.scheduler.queue.requests()]
+        assert (waiting[0], waiting[-1]) == (large, late)
+        bench.run()
+        order = list(bench.channel.cached)
+        assert order.index(large) < order.index(late)
+        bench.check_outputs()
+
+    def test_a_refused_look_changes_nothing_of_what_is_cached(self) -> None:
+        """A refusal counted as a hit: the order of eviction by use was of those who were never let in."""
+        bench = Bench(pages=40, rows=4, context=200, options={"radix_eviction_policy": EvictionPolicy.LFU})
+        bench.add(HOT, sampling=endless(1))
+        bench.run()
+        bench.add([3, 4], sampling=endless(100))
+        bench.scheduler.step()
+        (hot,) = (node for node in bench.scheduler.cache.tree.nodes() if len(node.key) >= 48)
+        hits, nodes = hot.hits, bench.scheduler.cache.tree.num_nodes
+        bench.add([*HOT[:10], *[9] * 120], sampling=endless(60))
+        for _ in range(20):
+            bench.scheduler.step()
+        assert (hot.hits, bench.scheduler.cache.tree.num_nodes) == (hits, nodes)
+        assert len(bench.scheduler.queue) == 1
+
+
+class TestSharers:
+    def test_who_waits_for_a_prefix_that_does_not_grow_computes_it(self) -> None:
+        """The one who computes it may have to wait for many shorter prompts."""
+        bench = Bench(pages=900, chunk=8, budget=32, rows=16, context=1200)
+        bench.scheduler._admission.aged_turn = 1000
+        bench.add([38, *[1 + (3 * i) % 37 for i in range(1000)]], sampling=endless(1))
+        bench.scheduler.step()
+        prefix = [1 + (5 * i) % 37 for i in range(1000)]
+        leader = bench.add(prefix, sampling=endless(1), priority=1)
+        while not any(request.id == leader and request.kv for request in bench.scheduler.requests.values()):
+            bench.scheduler.step()
+        bench.scheduler.step()
+        started = bench.scheduler.requests[leader].record.kv_allocated_len
+        sharer = bench.add(prefix[: started + 9], sampling=endless(1), priority=2)
+        for k in range(40):
+            bench.add([9 + k % 20, *[k % 30] * 12], sampling=endless(1), priority=2)
+            bench.scheduler.step()
+        assert bench.scheduler.requests[leader].record.kv_allocated_len < started + 9, "it got no further meanwhile"
+        assert sharer in bench.channel.finished
+        bench.run()
+        bench.check_outputs()
+
+    def test_nobody_waits_for_a_page_of_which_it_must_run_the_last_token(self) -> None:
+        bench = Bench(chunk=6, budget=32)
+        bench.runner.keep_plans = True
+        for _ in range(2):
+            bench.add(HOT[:8], sampling=endless(2))
+        bench.scheduler.step()
+        bench.scheduler.step()
+        assert bench.runner.plans[1].query_lens.tolist() == [2, 4]
+        bench.run()
+        bench.check_outputs()
+
+    def test_a_prefix_that_was_cached_meanwhile_makes_a_prompt_short(self) -> None:
+        bench = Bench(pages=200, chunk=16, budget=32, context=400)
+        prefix = [1 + (5 * i) % 37 for i in range(40)]
+        bench.add(prefix, sampling=endless(1))
+        sharer = bench.add([*prefix, 7, 8, 9], sampling=endless(1))
+        other = bench.add([38, *[1 + (3 * i) % 37 for i in range(40)]], sampling=endless(1))
+        for _ in range(5):
+            bench.scheduler.step()
+        assert bench.channel.cached[sharer] == 40
+        assert sharer in bench.channel.finished
+        assert other not in bench.channel.finished
+        bench.run()
+        bench.check_outputs()
+
+
+class TestCrowds:
+    def test_rows_of_many_that_end_at_once_are_given_back_a_few_at_a_time(self) -> None:
+        rows = 3 * RELEASES_PER_STEP
+        bench = Bench(pages=2 * rows, rows=rows, chunk=4096, budget=4096, scribble=False)
+        for k in range(rows):
+            bench.add([1 + k % 38, k // 38], sampling=endless(3))
+        while len(bench.channel.finished) < rows:
+            bench.scheduler.step()
+        left = []
+        while not bench.scheduler.idle:
+            check_everything(bench.scheduler.cache)
+            left.append(len(bench.scheduler.cache.open_rows))
+            assert bench.scheduler.num_running == 0
+            bench.scheduler.step()
+        assert left == [2 * RELEASES_PER_STEP, RELEASES_PER_STEP]
+        assert bench.scheduler.cache.all_rows_free
+        bench.check_outputs()
+
+    def test_who_needs_their_rows_has_them_at_once(self) -> None:
+        rows = 3 * RELEASES_PER_STEP
+        bench = Bench(pages=2 * rows, rows=rows, chunk=4096, budget=4096, scribble=False)
+        for k in range(rows):
+            bench.add([1 + k % 38, k // 38], sampling=endless(3))
+        while len(bench.channel.finished) < rows:
+            bench.scheduler.step()
+        later = [bench.add([1 + k % 38, 30 + k // 38], sampling=endless(2)) for k in range(rows)]
+        bench.scheduler.step()
+        assert set(later) <= set(bench.channel.cached)
+        bench.run()
+        bench.check_outputs()
+
+    def test_who_needs_their_pages_has_them_at_once(self) -> None:
+        bench = Bench(pages=400, rows=200, chunk=4096, budget=4096, context=1300, scribble=False)
+        for k in range(199):
+            bench.add([1 + k % 38, k // 38], sampling=endless(2))
+        while len(bench.channel.finished) < 199:
+            bench.scheduler.step()
+        large = bench.add([1 + (5 * i) % 37 for i in range(1200)], sampling=endless(1))
+        bench.scheduler.step()
+        assert large in bench.channel.cached
+        bench.run()
+        bench.check_outputs()
+
+    def test_room_is_not_kept_for_the_output_of_who_is_over(self) -> None:
+        """Its row is still in flight; what it might have drawn needs no room any more."""
+        bench = Bench(pages=30, rows=4, context=120)
+        gone = bench.add([5, 6], sampling=endless(110))
+        bench.add([7, 8], sampling=endless(4))
+        bench.scheduler.step()
+        bench.scheduler.abort(gone)
+        assert len(bench.scheduler._departures) == 1
+        late = bench.add([1 + (5 * i) % 37 for i in range(80)], sampling=endless(4))
+        bench.scheduler.step()
+        assert late in bench.channel.cached
+        bench.run()
+        bench.check_outputs()
+
+    def test_a_flush_gives_all_of_them_back(self) -> None:
+        bench = Bench(pages=200, rows=100, chunk=512, budget=512)
+        for k in range(100):
+            bench.add([1 + k % 38, k // 38], sampling=endless(1))
+        while len(bench.channel.finished) < 100:
+            bench.scheduler.step()
+        assert bench.scheduler.flush_cache()
+        assert bench.scheduler.cache.pool.num_free == 200
+        assert bench.scheduler.idle
+
+    def test_stop_columns_are_compared_only_while_somebody_has_so_many(self) -> None:
+        bench = Bench()
+        many = SamplingParams(max_new_tokens=2, seed=1, ignore_eos=True, stop_token_ids=list(range(20, 30)))
+        bench.add([5], sampling=endless(30))
+        bench.add([6], sampling=many)
+        bench.scheduler.step()
+        assert bench.scheduler.table.stop_width == 10
+        for _ in range(6):
+            bench.scheduler.step()
+        assert bench.scheduler.table.stop_width == 1
+        bench.run()
+        bench.check_outputs()
+
+
+class CountingChannel(RecordingChannel):
+    """Tells how many messages a turn took in."""
+
+    taken = 0
+
+    def receive(self, block: bool) -> Iterator[Inbound]:
+        for message in super().receive(block):
+            self.taken += 1
+            yield message
+
+
+class TestInbox:
+    def loop(self) -> tuple[SchedulerLoop, CountingChannel]:
+        bench = Bench(scribble=False)
+        channel = CountingChannel()
+        loop = SchedulerLoop(bench.runner, (0,), bench.config, channel)
+        bench.runner.namespace_of = lambda row: loop.scheduler.table.at(row).namespace
+        return loop, channel
+
+    def test_a_turn_takes_in_so_many_messages_and_steps(self) -> None:
+        """5,000 arrivals were looked at before any request that ran had its next token."""
+        loop, channel = self.loop()
+        new = np.array([5, 6], np.int32).tobytes()
+        channel.inbox += [NewRequest(id=k, token_ids=new, sampling=endless(40)) for k in range(3000)]
+        channel.inbox.append(AbortRequest(2))
+        taken = []
+        while channel.inbox:
+            before = channel.taken
+            loop.turn()
+            taken.append(channel.taken - before)
+        assert sum(taken) == 3001
+        assert max(taken) <= MESSAGES_PER_TURN
+        assert loop.scheduler.log.steps >= len(taken) - 1
+        assert channel.finished[2].kind == "abort"
+
+    def test_a_turn_takes_in_messages_for_so_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Prompts of 100,000 tokens take longer to look at than many short ones."""
+        loop, channel = self.loop()
+        ticks = iter(range(1000))
+        monkeypatch.setattr(loop_module.time, "monotonic", lambda: next(ticks) * loop_module.SECONDS_OF_MESSAGES / 4)
+        channel.inbox += [AbortRequest(k) for k in range(100)]
+        channel.inbox.insert(0, NewRequest(id=7, token_ids=bytes(4), sampling=endless(4)))
+        loop.turn()
+        assert 4 <= channel.taken <= 6
