@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import Protocol
 
-from sglang_jax.runner.plan import Int32
+from sglang_jax.runner.plan import Int32, StepPlan
 from sglang_jax.scheduler.request import Request
 from sglang_jax.scheduler.step_time import Padding, StepShape, StepTimes
 
@@ -68,8 +68,8 @@ class ChunkBudget(Protocol):
         tokens left."""
         ...
 
-    def observe(self, decode_lens: Int32, chunks: list[tuple[int, int]], seconds: float) -> None:
-        """A step with these decode rows, and chunks (start, length), took so long."""
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """A step took so long."""
         ...
 
 
@@ -82,7 +82,7 @@ class FixedChunk:
     def allowance(self, decode_lens: Int32, prompts: list[Request], work: list[int], most: int) -> int:
         return min(self._size, most)
 
-    def observe(self, decode_lens: Int32, chunks: list[tuple[int, int]], seconds: float) -> None:
+    def observe(self, plan: StepPlan, seconds: float) -> None:
         """Nothing is learnt."""
 
 
@@ -124,10 +124,14 @@ class TimedChunk:
             low, high = (middle, high) if fits(middle) else (low, middle)
         return low
 
-    def observe(self, decode_lens: Int32, chunks: list[tuple[int, int]], seconds: float) -> None:
-        self.times.observe(self._shape(len(decode_lens), int(decode_lens.sum()), chunks), seconds)
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        rows = plan.num_decode
+        lengths = plan.query_lens[rows:]
+        chunks = list(zip((plan.kv_lens[rows:] - lengths).tolist(), lengths.tolist(), strict=True))
+        self.times.observe(self._shape(rows, int(plan.kv_lens[:rows].sum()), chunks), seconds)
 
     def _shape(self, decode_rows: int, context: int, chunks: list[tuple[int, int]]) -> StepShape:
+        """`chunks`: (start, length) of each."""
         tokens = sum(length for _, length in chunks)
         if tokens:
             tokens = self._padding.tokens(decode_rows + tokens, decode_rows + len(chunks)) - decode_rows

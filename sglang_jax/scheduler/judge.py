@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from sglang_jax.mem_cache.kv_cache import KVCache
-from sglang_jax.runner.plan import INVALID_TOKEN, StepResult
+from sglang_jax.runner.plan import INVALID_TOKEN, Int32, StepResult
 from sglang_jax.scheduler.planner import Planned, RunningSet
 from sglang_jax.scheduler.request import Request, RequestState
 from sglang_jax.scheduler.request_table import RequestTable
@@ -41,7 +41,15 @@ class Judge:
 
     def judge(self, planned: Planned, result: StepResult) -> None:
         """Looks at what a step gave, before anything of it is published."""
-        failed = [request for request in self._failed(planned, result) if self._runs(request)]
+        drawn = result.tokens if planned.picks is None else result.tokens[planned.picks]
+        if planned.logprob_requests or (len(drawn) and drawn.min() <= INVALID_TOKEN):
+            failed = [request for request in self._failed(planned, result, drawn) if self._runs(request)]
+            if failed:
+                self._end_or_restart(failed)
+        if planned.chunks or self._to_prove:
+            self._prove(planned)
+
+    def _end_or_restart(self, failed: list[Request]) -> None:
         for request in failed:
             self._cache.distrust(request.record)
         for request in failed:
@@ -49,25 +57,19 @@ class Judge:
                 self._restart(request)
             else:
                 self._fail(request)
-        if failed:
-            self._restart_readers()
-        if planned.chunks or self._to_prove:
-            self._prove(planned)
+        self._restart_readers()
 
     def _runs(self, request: Request) -> bool:
         return request.kv is not None and bool(self._table.active[request.row])
 
-    def _failed(self, planned: Planned, result: StepResult) -> list[Request]:
+    def _failed(self, planned: Planned, result: StepResult, drawn: Int32) -> list[Request]:
         failed = [
             request
             for request, reported in zip(planned.logprob_requests, result.prompt_logprobs, strict=True)
             if np.isnan(reported.logprobs).any()
         ]
-        drawn = result.tokens if planned.picks is None else result.tokens[planned.picks]
-        if len(drawn) and drawn.min() <= INVALID_TOKEN:
-            found = (self._table.requests[row] for row in planned.draws[drawn <= INVALID_TOKEN].tolist())
-            failed += [request for request in found if request is not None and request not in failed]
-        return failed
+        found = (self._table.requests[row] for row in planned.draws[drawn <= INVALID_TOKEN].tolist())
+        return failed + [request for request in found if request is not None and request not in failed]
 
     def _restart_readers(self) -> None:
         """Prompts under way that read what was cut off, and from which nothing good was drawn: the rest of a long one

@@ -171,7 +171,8 @@ class Scheduler:
         launched = self._launch_next()
         self._finish_in_flight()
         self._in_flight = launched
-        self._departures.release(RELEASES_PER_STEP)
+        if self._departures:
+            self._departures.release(RELEASES_PER_STEP)
         self._publisher.flush()
         if self._check:
             check_conservation(self.cache)
@@ -267,8 +268,7 @@ class Scheduler:
         if planned.logprob_requests:
             self._publisher.prompt_logprobs(planned, result)
         rows, tokens, picks = planned.draws, result.tokens, planned.picks
-        staying = self.table.active[rows]
-        if not staying.all():
+        if self._departures and not (staying := self.table.active[rows]).all():
             picks = self._all_picks[: len(rows)] if picks is None else picks
             rows, picks = rows[staying], picks[staying]
         if picks is not None:
@@ -286,9 +286,7 @@ class Scheduler:
     def _note_time(self, launched: Launched) -> None:
         """The device ran the step since it had it and was done with the one before."""
         begun, self._finished_at = max(launched.at, self._finished_at), self._clock()
-        plan, chunks = launched.planned.plan, launched.planned.chunks
-        lengths = [(chunk.start, chunk.length) for chunk in chunks]
-        self._budget.observe(plan.kv_lens[: plan.num_decode], lengths, self._finished_at - begun)
+        self._budget.observe(launched.planned.plan, self._finished_at - begun)
 
     def _advance(self, rows: Int32, tokens: Int32) -> None:
         """`rows` `[rows]` drew `tokens`: record them, tell the clients, end what has ended."""

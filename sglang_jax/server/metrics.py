@@ -67,6 +67,7 @@ class SchedulerCollector(Collector):
             "num_aborted_requests": (stats.num_aborted, "Requests aborted, by their clients or by /abort_request."),
             "num_retractions": (stats.num_retractions, "Times that a running request gave back its KV."),
             "num_evicted_pages": (stats.num_evicted_pages, "Pages of cached prefixes given up for lack of room."),
+            "num_memory_faults": (stats.num_memory_faults, "Times that KV pages did not add up at idle."),
             "compiles_after_warm_up": (stats.compiles_after_warm_up, "Programs compiled while serving."),
         }
 

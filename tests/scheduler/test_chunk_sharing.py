@@ -197,13 +197,19 @@ class TestStepTimes:
         assert Padding(()).tokens(77, 3) == 77
 
 
+def plan(rows: int, chunk: int) -> SimpleNamespace:
+    """Decode rows of 100 tokens each, and a chunk at the start of its prompt."""
+    lens = np.array([1] * rows + [chunk], np.int32)
+    return SimpleNamespace(num_decode=rows, query_lens=lens, kv_lens=np.array([100] * rows + [chunk], np.int32))
+
+
 class TestTimedChunk:
     @staticmethod
     def learnt(target: float, per_token: float = 1e-4, padding: Padding | None = None) -> TimedChunk:
         budget = TimedChunk(target, 512, padding or Padding(()))
         for k in range(80):
             tokens = 8 << k % 7
-            budget.observe(np.full(4, 100, np.int32), [(0, tokens)], 0.01 + tokens * per_token)
+            budget.observe(plan(4, tokens), 0.01 + tokens * per_token)
         return budget
 
     def test_a_step_keeps_to_the_time(self) -> None:
@@ -225,7 +231,7 @@ class TestTimedChunk:
         lens, found = np.full(4, 100, np.int32), []
         for _ in range(10):
             found.append(budget.allowance(lens, [], [], 8192))
-            budget.observe(lens, [(0, found[-1])], 0.01 + found[-1] * 1e-6)
+            budget.observe(plan(4, found[-1]), 0.01 + found[-1] * 1e-6)
         assert found == [min(32 << k, 8192) for k in range(10)]
 
     def test_a_padded_step_is_filled(self) -> None:
@@ -234,7 +240,7 @@ class TestTimedChunk:
         lens = np.full(4, 100, np.int32)
         for k in range(60):
             tokens = (8, 50, 200)[k % 3]
-            budget.observe(lens, [(0, tokens)], 0.01 + (16, 64, 256)[k % 3] * 1e-4)
+            budget.observe(plan(4, tokens), 0.01 + (16, 64, 256)[k % 3] * 1e-4)
         found = budget.allowance(lens, [], [], 1000)
         assert 55 <= found <= 60
 

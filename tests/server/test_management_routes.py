@@ -159,7 +159,12 @@ def test_metrics_of_the_scheduler() -> None:
     assert values["sglang:max_total_num_tokens"] == 512
     for name in ("num_running_reqs", "num_queue_reqs", "num_used_tokens", "token_usage"):
         assert values[f"sglang:{name}"] == 0
-    for name in ("num_aborted_requests_total", "num_retractions_total", "num_evicted_pages_total"):
+    for name in (
+        "num_aborted_requests_total",
+        "num_retractions_total",
+        "num_evicted_pages_total",
+        "num_memory_faults_total",
+    ):
         assert values[f"sglang:{name}"] == 0
     assert values["sglang:gen_throughput"] >= 0
 
