@@ -186,6 +186,7 @@ class EngineConfig(BaseModel):
     target_itl_ms: float | None = Field(
         None,
         gt=0.0,
+        allow_inf_nan=False,
         description="milliseconds between two tokens of a request (inter-token latency) to keep to while prompts are "
         "computed: chunks become as small as the steps so far say; default: chunks of chunked_prefill_size",
     )

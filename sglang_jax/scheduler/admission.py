@@ -31,7 +31,7 @@ BACKFILL_STEPS = 256
 """So many requests, and for so many steps, may be given room past one that does not fit; then room is kept for it."""
 
 MAX_REFUSALS = 8
-"""Requests that do not fit of which one look at the queue takes note."""
+"""Requests that do not fit, after which a look at the queue goes on with those that have the least work."""
 
 LEAST_WORK_LOOKS = 8
 """Requests with the least work that are looked at in a step whose tokens are all spoken for."""
@@ -123,11 +123,12 @@ class Admission:
                 yield request
 
     def _by_order(self, look: _Look, reach: int) -> Iterator[Request]:
-        """By policy while the step has tokens that nobody has claimed; then those with less work than who has."""
+        """By policy while the step has tokens that nobody has claimed, and not too many do not fit; then those with
+        less work than who has claimed them."""
         if not look.spoken_for:
             for request in self._queue.first(reach):
                 yield request
-                if look.spoken_for:
+                if look.spoken_for or len(look.refused) >= MAX_REFUSALS:
                     break
             else:
                 return
@@ -170,7 +171,7 @@ class Admission:
         if request.waiting.refused_at is None:
             request.waiting.refused_at = look.step
         look.refused.append(request)
-        return len(look.refused) < MAX_REFUSALS and not self._keeps_room(request, look.step)
+        return not self._keeps_room(request, look.step)
 
     def _keeps_room(self, request: Request, step: int) -> bool:
         """True for a request that has let others pass for long enough."""

@@ -15,6 +15,10 @@ OLDEST_SHARE = 4
 LEAST_CHUNK = 16
 """Tokens of prompts that a step computes whatever its time: prompts have to end."""
 
+MOST_MARGIN = 0.25
+"""On a machine whose steps take now less and now more time, chunks are planned for a time that is shorter by up to this
+share: they would shrink to nothing if all of the noise were allowed for."""
+
 WorkKey = tuple[int, int, int]
 
 
@@ -72,6 +76,10 @@ class ChunkBudget(Protocol):
         """A step took so long."""
         ...
 
+    def report(self) -> dict[str, float]:
+        """Figures for `/server_info`."""
+        ...
+
 
 class FixedChunk:
     """The same number for each step."""
@@ -85,11 +93,17 @@ class FixedChunk:
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Nothing is learnt."""
 
+    def report(self) -> dict[str, float]:
+        return {}
+
 
 class TimedChunk:
-    """As many as leave a step within a time, by what earlier steps took, while requests are decoding.
+    """As many as leave a step within a time, by what earlier steps took.
 
-    What was never run is not foretold: a step has at most twice as many tokens of prompts as any before it.
+    - What was never run is not foretold: a step has at most twice as many tokens of prompts as any before it.
+    - Where the time is too short for the decode rows alone, prompts may take half as long as they do: nobody gains by
+      prompts that do not end.
+    - A step that is padded anyway is filled.
 
     **Arguments:** `target`: seconds of a step; `size`: most tokens; `padding`: of the runner's programs.
     """
@@ -102,12 +116,13 @@ class TimedChunk:
 
     def allowance(self, decode_lens: Int32, prompts: list[Request], work: list[int], most: int) -> int:
         most = min(self._size, most)
-        rows, context = len(decode_lens), int(decode_lens.sum())
-        if not rows or most <= LEAST_CHUNK:
+        if most <= LEAST_CHUNK:
             return most
+        rows, context = len(decode_lens), int(decode_lens.sum())
         order, oldest = _order(prompts, work), _oldest(prompts)
         starts = [request.prefill_len - left for request, left in zip(prompts, work, strict=True)]
-        room = self._target / (1.0 + 2.0 * self.times.error)
+        alone = self.times.expect(self._shape(rows, context, [])) if rows else 0.0
+        room = max(self._target / (1.0 + min(2.0 * self.times.error, MOST_MARGIN)), 1.5 * alone)
 
         def fits(tokens: int) -> bool:
             parts = _fill(order, work, tokens, oldest, tokens // OLDEST_SHARE)
@@ -118,17 +133,21 @@ class TimedChunk:
 
         low, high = LEAST_CHUNK, min(most, max(2 * self.times.longest_chunks, 2 * LEAST_CHUNK))
         if fits(high):
-            return high
+            low = high
         while high - low > max(low // 16, 1):
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
+        return min(most, max(low, self._padding.tokens(rows + low, rows + 1) - rows))
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         rows = plan.num_decode
         lengths = plan.query_lens[rows:]
         chunks = list(zip((plan.kv_lens[rows:] - lengths).tolist(), lengths.tolist(), strict=True))
         self.times.observe(self._shape(rows, int(plan.kv_lens[:rows].sum()), chunks), seconds)
+
+    def report(self) -> dict[str, float]:
+        """Steps that were learnt from, and the mean share by which recent ones took longer or shorter than expected."""
+        return {"step_times_observed": self.times.observations, "step_time_error": round(self.times.error, 4)}
 
     def _shape(self, decode_rows: int, context: int, chunks: list[tuple[int, int]]) -> StepShape:
         """`chunks`: (start, length) of each."""

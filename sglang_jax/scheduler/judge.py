@@ -12,14 +12,18 @@ from sglang_jax.scheduler.planner import Planned, RunningSet
 from sglang_jax.scheduler.request import Request, RequestState
 from sglang_jax.scheduler.request_table import RequestTable
 
+MAX_RESTARTS = 3
+"""Bad steps, one after the other, that a request which merely reads what they wrote outlives. Where the weights
+themselves give no finite logits, a prefix is computed so many times more before all who share it have failed."""
+
 
 class Judge:
     """Keeps KV that is not finite from whoever did not compute it.
 
     A prompt's KV is in the tree before anything was drawn from it. Once a draw, or a logprob of the prompt, turns out
     not to be finite, what the request computed, and what it read that nobody has drawn from yet, is cut off. The
-    request fails, alone. One that read such KV of others is computed anew instead, once: it may be well without it. A
-    finite draw proves what it read.
+    request fails, alone. One that read such KV of others is computed anew instead: it may be well without it. A finite
+    draw proves what it read.
 
     **Arguments:** `fail` ends a request with an error; `restart` has it computed anew.
     """
@@ -53,7 +57,7 @@ class Judge:
         for request in failed:
             self._cache.distrust(request.record)
         for request in failed:
-            if not request.restarted and self._cache.borrowed_trouble(request.record):
+            if request.restarts < MAX_RESTARTS and self._cache.borrowed_trouble(request.record):
                 self._restart(request)
             else:
                 self._fail(request)
@@ -76,7 +80,7 @@ class Judge:
         would be computed for nothing."""
         for request in [one for one in self._running.prefilling if one.state is RequestState.PREFILL]:
             record = request.record
-            if not request.restarted and not record.receipt.proven and self._cache.borrowed_trouble(record):
+            if request.restarts < MAX_RESTARTS and not record.receipt.proven and self._cache.borrowed_trouble(record):
                 self._restart(request)
 
     def _prove(self, planned: Planned) -> None:

@@ -115,5 +115,6 @@ class SchedulerLoop:
             "compiled_programs": report.compiled_programs,
             "weight_bytes": report.weight_bytes,
             "kv_bytes": report.kv_bytes,
+            **self.scheduler.budget.report(),
         }
         return state | dict(report.details)

@@ -18,7 +18,7 @@ class RequestState(Enum):
     - PREFILL: has a row; its tokens are being computed, chunk by chunk.
     - DECODE: draws a token each step.
     - RETRACTED: lost its row to a shortage, or to KV of somebody else that turned out bad; back in the queue with its
-      output, before those that never had a row.
+      output, before its equals that never had a row.
     - FINISHED: over. It may keep its row for some steps: while one in flight uses it, and until it is released.
     """
 
@@ -68,7 +68,7 @@ class Request:
     - `kv`: the ownership record while it has a row.
     - `cached_tokens`: prompt tokens found in the prefix cache at its first admission, None before.
     - `announced`: the runner was told who has the row now.
-    - `restarted`: it has been computed anew because KV that it shared turned out bad; that is done once.
+    - `restarts`: how often it was computed anew because KV that it shared turned out bad.
     - `retractions`: how often it lost its row.
     - `waiting`: what admission remembers of it while it is in the queue.
     """
@@ -91,7 +91,7 @@ class Request:
     kv: RowKV | None = None
     cached_tokens: int | None = None
     announced: bool = False
-    restarted: bool = False
+    restarts: int = 0
     retractions: int = 0
     waiting: Waiting = field(default_factory=Waiting)
 

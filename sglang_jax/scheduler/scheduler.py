@@ -93,8 +93,8 @@ class Scheduler:
             self._refuse_too_large,
             lambda: self._departures.release(RECLAIMED_AT_ONCE) > 0,
         )
-        self._budget = _chunk_budget(config, spec)
-        self._planner = Planner(spec, self._budget, self.cache, self.table, self._running, self._admission)
+        self.budget = _chunk_budget(config, spec)
+        self._planner = Planner(spec, self.budget, self.cache, self.table, self._running, self._admission)
         self._publisher = Publisher(channel, self.table)
         self.log = StepLog(self, config.decode_log_interval)
         self._clock = clock
@@ -148,14 +148,14 @@ class Scheduler:
         if request is not None:
             self.log.counts.aborted += 1
             self._end(request, "abort", insert=False)
-            self._departures.release(1)
+            self._release_one()
 
     def stop(self, request_id: int) -> None:
         """The client saw enough: ends a request without a word and keeps its KV."""
         request = self.requests.get(request_id)
         if request is not None:
             self._end(request, None, insert=True)
-            self._departures.release(1)
+            self._release_one()
 
     def flush_cache(self) -> bool:
         """Empties the prefix cache; refused (False) while any request runs or waits."""
@@ -182,8 +182,9 @@ class Scheduler:
     def retract_newest(self) -> bool:
         """Takes the row of the least urgent, newest request; False if none runs. No step may be in flight.
 
-        The oldest keeps running, so that something always ends. Who was retracted `RETRACTIONS_IN_TURN` times more than
-        others is spared until they have caught up, so that no priority is kept from ending for ever.
+        The oldest of the highest priority keeps running, so that something always ends; but who was retracted
+        `RETRACTIONS_IN_TURN` times more than others is spared until they have caught up, so that no priority is kept
+        from ending for ever.
         """
         running = [request for request in self.table.requests if request is not None and self.table.active[request.row]]
         if not running:
@@ -286,7 +287,7 @@ class Scheduler:
     def _note_time(self, launched: Launched) -> None:
         """The device ran the step since it had it and was done with the one before."""
         begun, self._finished_at = max(launched.at, self._finished_at), self._clock()
-        self._budget.observe(launched.planned.plan, self._finished_at - begun)
+        self.budget.observe(launched.planned.plan, self._finished_at - begun)
 
     def _advance(self, rows: Int32, tokens: Int32) -> None:
         """`rows` `[rows]` drew `tokens`: record them, tell the clients, end what has ended."""
@@ -327,6 +328,11 @@ class Scheduler:
             self._running.stale = True
             self._departures.add(request, insert=insert)
 
+    def _release_one(self) -> None:
+        """While nothing is in flight nobody has to wait for the end of a step."""
+        if self._in_flight is None:
+            self._departures.release(1)
+
     def _released(self, request: Request, requeue: bool) -> None:
         """A row was given back."""
         self._admission.retry()
@@ -347,7 +353,7 @@ class Scheduler:
 
     def _restart(self, request: Request) -> None:
         """Has a request computed anew, prompt and output, from KV that is not in doubt."""
-        request.restarted = True
+        request.restarts += 1
         self._back_to_queue(request)
 
     def _back_to_queue(self, request: Request) -> None:

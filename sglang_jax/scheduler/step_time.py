@@ -10,13 +10,14 @@ from numpy.typing import NDArray
 
 Float64 = NDArray[np.float64]
 
-FORGETTING = 0.99
-"""Weight of an observation after one more: about a hundred steps are remembered."""
+FORGETTING = 0.98
+"""Weight of an observation after one more of its kind: about fifty steps are remembered."""
 
 RIDGE = 1e-6
+LEAST_SECONDS = 1e-5
 OUTLIER = 3.0
-"""A step that took so many times as long as expected says little of the next: a program was compiled, a core was taken
-away. It counts as that much and no more."""
+"""A step that took so many times as long as expected, or as short, says little of the next: a program was compiled, a
+core was taken away. It counts as that much and no more."""
 
 _SETTLED = 12
 """Observations after which outliers can be told."""
@@ -47,12 +48,14 @@ FEATURES = 5
 
 
 class StepTimes:
-    """Seconds of a step as a sum: a constant, a part for each decode row, each token of a prompt, each key read.
+    """Seconds of a step as a sum: a constant, a part for each decode row, each token of a prompt, each key read; none
+    of them negative.
 
-    Least squares with exponential forgetting (Ljung 1999, 11.2), ridged, as loads that do not change leave the parts
-    undetermined; a negative weight counts as none. Steps with chunks and steps without are forgotten apart: an hour of
-    decoding does not make the cost of a chunk unknown. `error` is the mean share by which recent steps took longer or
-    shorter than expected; `longest_chunks`, the most tokens of prompts that a step had.
+    Least squares of the relative error with exponential forgetting (Ljung 1999, 11.2): a step that took a thousand
+    times as long as it should, even the first one, counts for next to nothing. Ridged, as loads that do not change
+    leave the parts undetermined. Steps with chunks and steps without are forgotten apart: an hour of decoding does not
+    make the cost of a chunk unknown. `error` is the mean share by which recent steps took longer or shorter than
+    expected; `longest_chunks`, the most tokens of prompts that a step had.
     """
 
     def __init__(self) -> None:
@@ -65,22 +68,38 @@ class StepTimes:
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """A step of this shape took so long."""
-        features = shape.features()
         expected = self.expect(shape)
+        scale = seconds = max(seconds, LEAST_SECONDS)
         if self.observations >= _SETTLED and expected > 0.0:
-            seconds = min(seconds, OUTLIER * expected)
+            seconds = min(max(seconds, expected / OUTLIER), expected * OUTLIER)
             off = abs(seconds - expected) / expected
             self.error += 0.05 * (min(off, 1.0) - self.error)
+            scale = max(expected, seconds / OUTLIER)
+        features = shape.features() / scale
         kind = int(shape.chunk_tokens > 0)
         self._squares[kind] = FORGETTING * self._squares[kind] + np.outer(features, features)
-        self._products[kind] = FORGETTING * self._products[kind] + features * seconds
-        self._weights = np.linalg.solve(self._squares.sum(0) + RIDGE * np.eye(FEATURES), self._products.sum(0))
+        self._products[kind] = FORGETTING * self._products[kind] + features * (seconds / scale)
+        self._weights = _solve(self._squares.sum(0) + RIDGE * np.eye(FEATURES), self._products.sum(0))
         self.observations += 1
         self.longest_chunks = max(self.longest_chunks, shape.chunk_tokens)
 
     def expect(self, shape: StepShape) -> float:
         """Seconds that a step of this shape will take."""
-        return float(shape.features() @ np.maximum(self._weights, 0.0))
+        return float(shape.features() @ self._weights)
+
+
+def _solve(squares: Float64, products: Float64) -> Float64:
+    """Least squares without negative weights: whichever is most negative is left out, and the others are solved for
+    again. Set to zero afterwards, the others would be wrong."""
+    kept = list(range(FEATURES))
+    weights: Float64 = np.zeros(FEATURES)
+    while kept:
+        found = np.linalg.solve(squares[np.ix_(kept, kept)], products[kept])
+        if found.min() >= 0.0:
+            weights[kept] = found
+            break
+        del kept[int(found.argmin())]
+    return weights
 
 
 class Padding:

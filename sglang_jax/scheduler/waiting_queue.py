@@ -49,6 +49,9 @@ class WaitingQueue:
         _enter(self._by_work, _work_key(request), request)
         self._added += 1
         heapq.heappush(self._by_age, (request.sequence, self._added, request))
+        if len(self._by_age) > 2 * len(self._entries) + 64:
+            self._by_age = [entry for entry in self._by_age if _waits(entry[2])]
+            heapq.heapify(self._by_age)
 
     def remove(self, request: Request) -> None:
         """Takes a request out; it must be in, in the state in which it came."""
@@ -76,7 +79,7 @@ class WaitingQueue:
         """The one that arrived first. The queue must not be empty."""
         while True:
             request = self._by_age[0][2]
-            if request.kv is None and request.state in (RequestState.WAITING, RequestState.RETRACTED):
+            if _waits(request):
                 return request
             heapq.heappop(self._by_age)
 
@@ -105,6 +108,10 @@ class WaitingQueue:
                 return (-request.priority, fresh, 0, request.sequence)
             case _:
                 return (0, fresh, 0, request.sequence)
+
+
+def _waits(request: Request) -> bool:
+    return request.kv is None and request.state in (RequestState.WAITING, RequestState.RETRACTED)
 
 
 def _work_key(request: Request) -> Key:

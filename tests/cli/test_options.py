@@ -35,6 +35,7 @@ OTHER_VALUES: dict[str, Any] = {
     "dist_init_addr": "10.0.0.1:1234",
     "context_length": 777,
     "mem_fraction_static": 0.5,
+    "target_itl_ms": 40.0,
     "max_total_tokens": 4096,
     "max_running_requests": 9,
     "max_queued_requests": 8,

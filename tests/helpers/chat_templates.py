@@ -86,12 +86,46 @@ SPELLED = (
 )
 """Has roles of its own, named behind a filter and in a list."""
 
+SYSTEM_FIRST = (
+    "{% if messages[0].role != 'system' %}{{ raise_exception('First message must be system') }}{% endif %}"
+    "{% if messages|length < 2 or messages[1].role != 'user' %}{{ raise_exception('second must be user') }}{% endif %}"
+    "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"
+)
+"""Demands a system and then a user."""
+
+ANSWERED = (
+    "{% if messages | map(attribute='role') | join != 'systemuserassistant' %}{{ raise_exception('no') }}{% endif %}"
+    "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"
+)
+"""Takes one conversation alone: a system, a user, an answer."""
+
+RECURSES = (
+    "{% macro f(x) %}{{ f(x) }}{% endmacro %}"
+    "{% for m in messages %}{% if m.role == 'tool' or m.content == 'loop' %}{{ f(1) }}"
+    "{% else %}{{ '<' + m.role + '>' + m.content }}{% endif %}{% endfor %}"
+)
+"""Does not end where a tool speaks, or where somebody says `loop`."""
+
+TOKEN_OF_ROLE = (
+    "{{ '<|im_start|>' }}"
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + '\n' + m.content + '<|im_end|>' }}{% endfor %}"
+)
+"""Prints whoever speaks as a token, as GLM-4 and Phi-3, between tokens of other purposes."""
+
+TOKEN_BEFORE_ROLE = (
+    "{{ '<|endoftext|>' }}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}"
+)
+"""ChatML behind the token that begins a sequence."""
+
 PARTS = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
 """Shows nothing of contents that are text."""
 
 
-def byte_tokenizer(folder: Path, template: str | dict[str, str]) -> Tokenizer:
-    """A token for each byte, few enough that the engine which echoes knows them, with this chat template."""
+def byte_tokenizer(folder: Path, template: str | dict[str, str], special_tokens: tuple[str, ...] = ()) -> Tokenizer:
+    """A token for each byte, few enough that the engine which echoes knows them, with this chat template, and further
+    special tokens that it does not know."""
     hugging_face: PreTrainedTokenizerFast = make_tiny_tokenizer(folder, VOCAB_SIZE - 1)
     hugging_face.chat_template = template
+    hugging_face.add_tokens(list(special_tokens), special_tokens=True)
     return Tokenizer(hugging_face, "test")

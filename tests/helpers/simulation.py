@@ -30,6 +30,7 @@ from hypothesis.stateful import (
 from sglang_jax.config import EvictionPolicy, SchedulePolicy
 from sglang_jax.mem_cache.invariants import check_everything
 from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler.judge import MAX_RESTARTS
 
 FAMILIES = tuple(tuple(1 + (7 * k + position * position) % (VOCAB - 2) for position in range(48)) for k in range(3))
 """Prompts start with a prefix of one of these, so that the tree has something to share."""
@@ -211,7 +212,7 @@ class Simulation(RuleBasedStateMachine):
         bench, channel = self.bench, self.bench.channel
         for _ in range(4000):
             self.watch.step()
-            self.doubtful |= {one.id for one in bench.scheduler.requests.values() if one.restarted}
+            self.doubtful |= {one.id for one in bench.scheduler.requests.values() if one.restarts == MAX_RESTARTS}
             if bench.scheduler.idle:
                 break
         assert bench.scheduler.idle

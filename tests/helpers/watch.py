@@ -65,7 +65,7 @@ class Watch:
         assert self._overdue <= (0 if changed else RETRY_STEPS), f"room for {scheduler.queue.first(1)}, and no row"
         self.met["several prompts under way"] += len(self._under_way()) > 1
         self.met["retracted for lack of pages"] += scheduler.log.counts.retractions - retractions
-        self.met["computed anew"] += any(one.restarted for one in scheduler.requests.values())
+        self.met["computed anew"] += any(one.restarts for one in scheduler.requests.values())
 
     def _around(
         self, call: Callable[..., object], *, before: Callable[..., None] | None = None, after: object = None

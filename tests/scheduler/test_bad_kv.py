@@ -8,6 +8,7 @@ from helpers.scheduling import VOCAB, Bench
 from sglang_jax.mem_cache.invariants import check_everything
 from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler.judge import MAX_RESTARTS
 
 SYSTEM = [1 + (7 * i) % 37 for i in range(32)]
 
@@ -89,7 +90,7 @@ def test_a_long_prompt_on_bad_kv_starts_again_before_it_is_through() -> None:
     for _ in range(3):
         bench.scheduler.step()
     assert kinds(bench) == {leader: "error"}
-    assert bench.scheduler.requests[long].restarted
+    assert bench.scheduler.requests[long].restarts == 1
     finish(bench)
     assert kinds(bench) == {leader: "error", long: "length"}
 
@@ -142,6 +143,41 @@ def test_a_model_that_gives_no_finite_logits_fails_each_request_alone() -> None:
     again = bench.add([*SYSTEM, 3], sampling=endless())
     finish(bench)
     assert kinds(bench)[again] == "length"
+
+
+def test_who_merely_reads_outlives_several_bad_steps() -> None:
+    """The second of three sharers computes the prefix anew, in a step that is bad as well; the third had a part in
+    neither."""
+    bench = Bench(chunk=64, budget=64)
+    first, second, third = (bench.add([*SYSTEM, 3 + k], sampling=endless(seed=k)) for k in range(3))
+    spoil(bench)
+    computed_anew = False
+    for _ in range(40):
+        request = bench.scheduler.requests.get(second)
+        if request is not None and request.restarts and request.kv is None and not computed_anew:
+            computed_anew = True
+            spoil(bench)
+        else:
+            bench.scheduler.step()
+    finish(bench)
+    assert computed_anew
+    assert kinds(bench) == {first: "error", second: "error", third: "length"}
+
+
+def test_on_a_device_that_gives_nothing_finite_all_fail_after_a_few_restarts() -> None:
+    bench = Bench(chunk=64, budget=64, rows=8)
+    bad = [bench.add([*SYSTEM, 3 + k], sampling=endless(seed=k)) for k in range(6)]
+    most = 0
+    for _ in range(60):
+        bench.runner.spoil_next = True
+        bench.scheduler.step()
+        most = max([most, *(request.restarts for request in bench.scheduler.requests.values())])
+    assert kinds(bench) == dict.fromkeys(bad, "error")
+    assert most == MAX_RESTARTS
+    bench.runner.spoil_next = False
+    well = bench.add([*SYSTEM, 9], sampling=endless())
+    finish(bench)
+    assert kinds(bench)[well] == "length"
 
 
 @pytest.mark.parametrize("shared", [32, 16])

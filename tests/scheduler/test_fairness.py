@@ -83,6 +83,46 @@ class TestHeadOfLine:
         bench.run()
         bench.check_outputs()
 
+    @pytest.mark.parametrize("crowd", [3, 12])
+    def test_however_many_do_not_fit_one_that_does_is_found(self, crowd: int) -> None:
+        """Behind eight that did not fit, nobody was looked at."""
+        bench = Bench(pages=64, rows=16, chunk=64, budget=64, context=256)
+        bench.add([1] * 4, sampling=endless(200))
+        for _ in range(2):
+            bench.scheduler.step()
+        for k in range(crowd):
+            bench.add([2 + k] * 200, sampling=endless(1))
+        small = bench.add([30] * 4, sampling=endless(2))
+        for _ in range(4):
+            bench.scheduler.step()
+        assert small in bench.channel.finished
+        bench.run()
+        bench.check_outputs()
+
+    def test_each_that_does_not_fit_is_passed_by_so_many(self) -> None:
+        bench, _, large = self.crowded()
+        second = bench.add([2 + (5 * i) % 36 for i in range(121)], sampling=endless(2))
+        for k in range(8):
+            bench.add([10 + k, 9], sampling=endless(1))
+            bench.scheduler.step()
+        waiting = {request.id: request.waiting.passed for request in bench.scheduler.queue.requests()}
+        assert waiting[large] == waiting[second] >= 7
+        bench.run()
+        bench.check_outputs()
+
+    def test_room_is_kept_for_the_rest_of_a_prompt_under_way(self) -> None:
+        """Let in beside it, another takes the pages that it will need, and one of the two has to go back."""
+        bench = Bench(pages=40, rows=4, chunk=16, budget=32, context=200, options={"schedule_conservativeness": 0.01})
+        bench.add([1 + (5 * i) % 37 for i in range(120)], sampling=endless(2))
+        bench.scheduler.step()
+        other = bench.add([2 + (7 * i) % 36 for i in range(60)], sampling=endless(2))
+        while other not in bench.channel.cached:
+            bench.scheduler.step()
+        bench.run()
+        assert bench.scheduler.log.counts.retractions == 0
+        assert list(bench.channel.finished) == [1, other]
+        bench.check_outputs()
+
     def test_after_so_many_room_is_kept(self) -> None:
         bench, _, large = self.crowded()
         passed = 0
@@ -248,6 +288,19 @@ class TestCrowds:
         assert bench.scheduler.flush_cache()
         assert bench.scheduler.cache.pool.num_free == 200
         assert bench.scheduler.idle
+
+    def test_requests_that_went_away_are_forgotten_while_an_older_one_waits(self) -> None:
+        """Their prompts were kept for as long as it waited."""
+        bench = Bench(rows=1)
+        bench.add([5], sampling=endless(100))
+        bench.scheduler.step()
+        bench.add([6], sampling=endless(2))
+        for k in range(500):
+            bench.scheduler.abort(bench.add([7 + k % 20], sampling=endless(2)))
+        assert len(bench.scheduler.queue) == 1
+        assert len(bench.scheduler.queue._by_age) < 100
+        bench.run()
+        bench.check_outputs()
 
     def test_stop_columns_are_compared_only_while_somebody_has_so_many(self) -> None:
         bench = Bench()
