@@ -75,7 +75,7 @@ def measure(page_size: int) -> dict[str, object]:
         inserts.append(timed(lambda record=record, data=data: cache.cache_prefix(record, data, PROMPT, None)))
         cache.release_kv_cache(record, b"", insert=False)
     count = 2000
-    eviction = timed(lambda: [cache.full.evict(1) for _ in range(count)] and None) / count
+    eviction = timed(lambda: [cache.tree.evict(cache.full, 1) for _ in range(count)] and None) / count
     return {
         "page size": page_size,
         "nodes": nodes,

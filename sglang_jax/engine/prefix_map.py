@@ -43,7 +43,7 @@ class PrefixMap:
             return
         run = np.zeros(pages, np.int32)
         self._tree.insert(self._tree.root(namespace), tokens[: pages * page_bytes], (run,), 0)
-        self._pages.evict(self._pages.evictable - self._capacity)
+        self._tree.evict(self._pages, self._pages.evictable - self._capacity)
 
 
 class _CountedPages(Component):
@@ -93,19 +93,17 @@ class _CountedPages(Component):
         else:
             self._order.add(node)
 
-    def evict(self, shortfall: int) -> int:
-        gone = 0
-        while gone < shortfall and (node := self._order.first()) is not None:
-            size = len(node.key) // self._tree.page_bytes
-            count = min(size, shortfall - gone)
-            gone += count
-            if count < size:
-                self._tree.trim_leaf(node, size - count)
-            else:
-                self._order.discard(node)
-                self._tree.remove_leaf(node)
-        self._count -= gone
-        return gone
+    def remove(self, node: Node) -> None:
+        self.bury(node)
+
+    def trim(self, node: Node, pages: int) -> None:
+        self._count -= len(node.key) // self._tree.page_bytes - pages
+
+    def candidate(self) -> Node | None:
+        return self._order.first()
+
+    def give_back(self) -> None:
+        """Nothing is held that could be freed."""
 
     @property
     def evictable(self) -> int:

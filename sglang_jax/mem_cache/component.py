@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 class Component(ABC):
     """One kind of cached thing: its value at each node, and the rules of its life.
 
-    The tree calls these hooks; nothing else touches a component's values. A model names its components; a match ends
-    only where all of them accept it.
+    The tree calls these hooks, each on all of its components; nothing else touches a component's values. A model names
+    its components; a match ends only where all of them accept it, and what one gives up goes for all. What the hooks
+    give up is free once the tree calls `give_back`, at the end of whatever it does.
     """
 
     @abstractmethod
@@ -56,21 +57,33 @@ class Component(ABC):
 
     @abstractmethod
     def bury(self, node: Node) -> None:
-        """The tree cut the node off: no match will reach it. What no lock keeps is freed now, the rest when its last
+        """The tree cut the node off: no match will reach it. What no lock keeps is given up now, the rest when its last
         lock goes."""
+
+    @abstractmethod
+    def remove(self, node: Node) -> None:
+        """The tree takes out a leaf that no lock keeps: gives up what is held there."""
+
+    @abstractmethod
+    def trim(self, node: Node, pages: int) -> None:
+        """The tree shortens a leaf that no lock keeps to its first `pages` pages: gives up the rest."""
+
+    @abstractmethod
+    def candidate(self) -> Node | None:
+        """The leaf to evict from next, None if there is none."""
+
+    @abstractmethod
+    def give_back(self) -> None:
+        """Frees what was given up since the last call."""
 
     @abstractmethod
     def touch(self, node: Node) -> None:
         """The node's recency changed, or it lost a child."""
 
-    @abstractmethod
-    def evict(self, shortfall: int) -> int:
-        """Frees up to `shortfall` pages, least worthy first; returns how many."""
-
     @property
     @abstractmethod
     def evictable(self) -> int:
-        """Pages that `evict` could free now."""
+        """Pages that eviction could free now."""
 
     @property
     @abstractmethod

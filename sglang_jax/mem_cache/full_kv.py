@@ -36,6 +36,8 @@ class FullKV(Component):
         self.order = EvictionOrder(policy)
         self._evictable = 0
         self._protected = 0
+        self._given_up: list[Pages] = []
+        self._given_up_by: list[int] = []
 
     @property
     def evictable(self) -> int:
@@ -107,7 +109,7 @@ class FullKV(Component):
             if value.locks == 0:
                 self._protected -= len(value.pages)
                 if node.dead:
-                    self.pool.free(value.pages, node_owner(node.id))
+                    self._give_up(node, value.pages)
                 else:
                     self._evictable += len(value.pages)
                     self.touch(node)
@@ -126,7 +128,7 @@ class FullKV(Component):
         self.order.discard(node)
         if value.locks == 0:
             self._evictable -= len(value.pages)
-            self.pool.free(value.pages, node_owner(node.id))
+            self._give_up(node, value.pages)
 
     def touch(self, node: Node) -> None:
         if not node.children and self.held(node).locks == 0:
@@ -134,24 +136,28 @@ class FullKV(Component):
         else:
             self.order.discard(node)
 
-    def evict(self, shortfall: int) -> int:
-        freed = 0
-        runs: list[Pages] = []
-        owners: list[int] = []
-        while freed < shortfall and (node := self.order.first()) is not None:
-            value = self.held(node)
-            count = min(len(value.pages), shortfall - freed)
-            keep = len(value.pages) - count
-            runs.append(value.pages[keep:])
-            owners.append(node_owner(node.id))
-            self._evictable -= count
-            freed += count
-            if keep:
-                value.pages = value.pages[:keep]
-                self._tree.trim_leaf(node, keep)
-            else:
-                self.order.discard(node)
-                self._tree.remove_leaf(node)
-        if runs:
-            self.pool.free(np.concatenate(runs), np.repeat(owners, [len(run) for run in runs]))
-        return freed
+    def remove(self, node: Node) -> None:
+        pages = self.held(node).pages
+        self.order.discard(node)
+        self._evictable -= len(pages)
+        self._give_up(node, pages)
+
+    def trim(self, node: Node, pages: int) -> None:
+        value = self.held(node)
+        self._evictable -= len(value.pages) - pages
+        self._give_up(node, value.pages[pages:])
+        value.pages = value.pages[:pages]
+
+    def candidate(self) -> Node | None:
+        return self.order.first()
+
+    def give_back(self) -> None:
+        if self._given_up:
+            owners = np.repeat(self._given_up_by, [len(run) for run in self._given_up])
+            self.pool.free(np.concatenate(self._given_up), owners)
+            self._given_up.clear()
+            self._given_up_by.clear()
+
+    def _give_up(self, node: Node, pages: Pages) -> None:
+        self._given_up.append(pages)
+        self._given_up_by.append(node_owner(node.id))

@@ -279,7 +279,7 @@ class KVCache:
 
     def flush(self) -> None:
         """Evicts everything that no request depends on."""
-        self.full.evict(self.full.evictable)
+        self.tree.evict(self.full, self.full.evictable)
 
     def take_deltas(self) -> PageDeltas:
         """Page-table entries that changed since the last call."""
@@ -293,7 +293,7 @@ class KVCache:
         if shortfall > 0:
             if shortfall > self.full.evictable:
                 return None
-            self.num_evicted += self.full.evict(shortfall)
+            self.num_evicted += self.tree.evict(self.full, shortfall)
         return self.pool.alloc(count, owner)
 
     def _retire(self, pages: Pages, owner: int, step: int | None) -> None:

@@ -87,7 +87,7 @@ class Insertion:
 
 
 class RadixTree:
-    """Keys, splits, matches and recency.
+    """Keys, splits, matches, recency, eviction and removal; all components are told of each.
 
     `probe` reads only; `claim` splits the node in which a probe ended, so that the prefix ends at a node's end, and
     refreshes recency. Time is a counter, not a clock, so that order is exact.
@@ -166,6 +166,7 @@ class RadixTree:
         """Takes one `lock` of this node back."""
         for component in self.components:
             component.unlock(node)
+            component.give_back()
 
     def prove(self, node: Node) -> None:
         """What was drawn from the prefix that ends at `node` was finite."""
@@ -188,22 +189,47 @@ class RadixTree:
             self.num_nodes -= 1
             for component in self.components:
                 component.bury(each)
+        self._give_back()
 
-    def remove_leaf(self, node: Node) -> None:
-        """Takes a childless node out; called by a component once nothing is held there."""
+    def evict(self, component: Component, shortfall: int) -> int:
+        """Frees up to `shortfall` pages of a component, the least worthy leaves first and each from its tail. What the
+        others hold at the same places is freed with them.
+
+        **Returns:** how many pages of the component were freed.
+        """
+        freed = 0
+        while freed < shortfall and (node := component.candidate()) is not None:
+            pages = len(node.key) // self.page_bytes
+            count = min(pages, shortfall - freed)
+            freed += count
+            if count < pages:
+                self._trim_leaf(node, pages - count)
+            else:
+                self._remove_leaf(node)
+        self._give_back()
+        return freed
+
+    def _remove_leaf(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None
         assert not node.children
+        for component in self.components:
+            component.remove(node)
         del parent.children[node.key[: self.page_bytes]]
         self.num_nodes -= 1
         self._touch(parent)
         self._drop_empty_root(parent)
 
-    def trim_leaf(self, node: Node, pages: int) -> None:
-        """Shortens a leaf's key to its first `pages` (at least one) pages."""
+    def _trim_leaf(self, node: Node, pages: int) -> None:
         assert pages > 0
         assert not node.children
+        for component in self.components:
+            component.trim(node, pages)
         node.key = node.key[: pages * self.page_bytes]
+
+    def _give_back(self) -> None:
+        for component in self.components:
+            component.give_back()
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the roots."""

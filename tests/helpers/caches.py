@@ -25,19 +25,32 @@ def int32_bytes(tokens: Iterable[int]) -> bytes:
 
 @dataclass
 class SmallTree:
-    """A tree whose one component holds full-attention pages; `pages` does not count the pad page."""
+    """A tree whose components hold full-attention pages: one of a pool of `pages`, without the pad page, and one for
+    each of `siblings`, pools of their own."""
 
     page_size: int = 4
     pages: int = 64
     policy: EvictionPolicy = EvictionPolicy.LRU
-    pool: PagePool = field(init=False)
-    full: FullKV = field(init=False)
+    siblings: tuple[int, ...] = ()
+    fulls: tuple[FullKV, ...] = field(init=False)
     tree: RadixTree = field(init=False)
 
     def __post_init__(self) -> None:
-        self.pool = PagePool(self.pages + 1, self.page_size, PageLedger(self.pages + 1))
-        self.full = FullKV(self.pool, self.policy)
-        self.tree = RadixTree(self.page_size, (self.full,))
+        pools = (PagePool(pages + 1, self.page_size, PageLedger(pages + 1)) for pages in (self.pages, *self.siblings))
+        self.fulls = tuple(FullKV(pool, self.policy) for pool in pools)
+        self.tree = RadixTree(self.page_size, self.fulls)
+
+    @property
+    def full(self) -> FullKV:
+        return self.fulls[0]
+
+    @property
+    def pool(self) -> PagePool:
+        return self.full.pool
+
+    def evict(self, shortfall: int) -> int:
+        """Evicts pages of the first component."""
+        return self.tree.evict(self.full, shortfall)
 
     def insert(self, tokens: Iterable[int], namespace: Namespace = None) -> Node:
         """Inserts whole pages of tokens from the root on; what was there already is freed again."""

@@ -26,9 +26,9 @@ def test_only_the_shortfall_is_evicted_and_from_the_tail() -> None:
     """Evicting whole leaves for one page throws away prefixes that would be asked for again."""
     small = SmallTree()
     small.insert(A + B + C + D)
-    assert small.full.evict(1) == 1
+    assert small.evict(1) == 1
     assert small.peek(A + B + C + D) == 12
-    assert small.full.evict(2) == 2
+    assert small.evict(2) == 2
     assert small.peek(A + B + C + D) == 4
     assert small.pool.num_free == small.pool.total - 1
 
@@ -36,7 +36,7 @@ def test_only_the_shortfall_is_evicted_and_from_the_tail() -> None:
 def test_a_trimmed_leaf_can_grow_again() -> None:
     small = SmallTree()
     small.insert(A + B + C)
-    small.full.evict(1)
+    small.evict(1)
     small.insert(A + B + D)
     assert cached(small, "ABC", "ABD") == "ABD"
     assert small.full.evictable == 3
@@ -46,8 +46,8 @@ def test_more_than_there_is_gives_all_there_is() -> None:
     small = SmallTree()
     small.insert(A + B)
     small.insert(C)
-    assert small.full.evict(99) == 3
-    assert small.full.evict(1) == 0
+    assert small.evict(99) == 3
+    assert small.evict(1) == 0
     assert small.pool.num_free == small.pool.total
 
 
@@ -56,10 +56,10 @@ def test_least_recently_used_goes_first() -> None:
     for prefix in (A, B, C):
         small.insert(prefix)
     small.touch(A)
-    small.full.evict(1)
+    small.evict(1)
     assert cached(small, "A", "B", "C") == "A C"
     small.insert(C)
-    small.full.evict(1)
+    small.evict(1)
     assert cached(small, "A", "C") == "C"
 
 
@@ -68,7 +68,7 @@ def test_a_peek_is_no_use() -> None:
     small.insert(A)
     small.insert(B)
     small.peek(A)
-    small.full.evict(1)
+    small.evict(1)
     assert cached(small, "A", "B") == "B"
 
 
@@ -78,9 +78,9 @@ def test_least_frequently_used_goes_first_and_the_older_use_among_equals() -> No
         small.insert(prefix)
     for prefix in (A, A, B, C):
         small.touch(prefix)
-    small.full.evict(1)
+    small.evict(1)
     assert cached(small, "A", "B", "C") == "A C"
-    small.full.evict(1)
+    small.evict(1)
     assert cached(small, "A", "C") == "A"
 
 
@@ -90,7 +90,7 @@ def test_first_in_goes_first_however_often_it_is_used() -> None:
         small.insert(prefix)
     small.touch(A)
     small.touch(A)
-    small.full.evict(1)
+    small.evict(1)
     assert cached(small, "A", "B", "C") == "B C"
 
 
@@ -116,9 +116,9 @@ def test_a_parent_follows_its_last_child(policy: EvictionPolicy) -> None:
     small.insert(A + B)
     small.insert(A + C)
     assert len(small.full.order) == 2, "the common parent is no leaf"
-    small.full.evict(2)
+    small.evict(2)
     assert cached(small, "A", "AB", "AC") == "A"
-    assert small.full.evict(1) == 1
+    assert small.evict(1) == 1
     assert small.tree.num_nodes == 0
 
 
@@ -130,10 +130,10 @@ def test_what_is_locked_is_never_evicted(policy: EvictionPolicy) -> None:
     node = small.insert(A + C)
     small.tree.lock(node)
     assert small.full.evictable == 1
-    assert small.full.evict(3) == 1
+    assert small.evict(3) == 1
     assert cached(small, "A", "AC", "B") == "A AC"
     small.tree.unlock(node)
-    assert small.full.evict(3) == 2
+    assert small.evict(3) == 2
 
 
 def test_a_lock_given_back_is_no_use() -> None:
@@ -143,7 +143,7 @@ def test_a_lock_given_back_is_no_use() -> None:
     small.insert(B)
     small.tree.lock(oldest)
     small.tree.unlock(oldest)
-    small.full.evict(1)
+    small.evict(1)
     assert cached(small, "A", "B") == "B"
 
 
@@ -187,7 +187,7 @@ def test_evicting_a_page_does_not_walk_the_tree(leaves: int, monkeypatch: pytest
     held = FullKV.held
     monkeypatch.setattr(FullKV, "held", lambda self, node: looked_at.append(node) or held(self, node))
     monkeypatch.setattr(type(small.tree), "nodes", lambda self: pytest.fail("the whole tree was walked"))
-    assert small.full.evict(1) == 1
+    assert small.evict(1) == 1
     assert len(looked_at) == 1
-    assert small.full.evict(4) == 4
+    assert small.evict(4) == 4
     assert len(looked_at) <= 4

@@ -86,7 +86,7 @@ class TestByHand:
         upper = small.match(int32_bytes(A), None)[0]
         assert upper is not receipt
         assert (small.full.protected, small.full.evictable) == (3, 0)
-        assert small.full.evict(3) == 0
+        assert small.evict(3) == 0
         small.tree.lock(upper)
         small.tree.unlock(receipt)
         assert (small.full.protected, small.full.evictable) == (1, 2)
@@ -125,7 +125,7 @@ class TestByHand:
         small.insert(A + C, "mine")
         small.insert(A, "other")
         assert set(small.tree.roots) == {"mine", "other"}
-        small.full.evict(4)
+        small.evict(4)
         assert not small.tree.roots
         assert small.tree.num_nodes == 0
 
@@ -134,7 +134,7 @@ class TestByHand:
         small = SmallTree()
         small.insert(A, "mine")
         root = small.match(int32_bytes(B), "mine")[0]
-        small.full.evict(1)
+        small.evict(1)
         assert not small.tree.roots
         pages = small.pool.alloc(1, GIVER)
         assert pages is not None
@@ -153,18 +153,24 @@ class TestByHand:
 
 
 Path = tuple[int, ...]
+Held = tuple[int, ...]
 
 
 class TreeModel(RuleBasedStateMachine):
-    """The model maps (namespace, run of whole pages' tokens) to the page that holds the run's last page.
+    """The model maps (namespace, run of whole pages' tokens) to the pages that hold the run's last page, one for each
+    of the tree's groups, whose pools have different sizes.
 
     A cached prefix of n pages is n entries; a match is as long as entries go on.
     """
 
-    @initialize(page_size=st.sampled_from([1, 4, 16]), policy=st.sampled_from(EvictionPolicy))
-    def start(self, page_size: int, policy: EvictionPolicy) -> None:
-        self.small = SmallTree(page_size, 96, policy)
-        self.model: dict[tuple[Namespace, Path], int] = {}
+    @initialize(
+        page_size=st.sampled_from([1, 4, 16]),
+        policy=st.sampled_from(EvictionPolicy),
+        siblings=st.sampled_from([(), (60,), (120, 40)]),
+    )
+    def start(self, page_size: int, policy: EvictionPolicy, siblings: tuple[int, ...]) -> None:
+        self.small = SmallTree(page_size, 96, policy, siblings)
+        self.model: dict[tuple[Namespace, Path], Held] = {}
         self.locked: list[tuple[Node, Namespace, Path]] = []
 
     namespaces = st.sampled_from([None, "other"])
@@ -179,9 +185,9 @@ class TreeModel(RuleBasedStateMachine):
         size = self.small.page_size
         return [tokens[:end] for end in range(size, len(tokens) + 1, size)]
 
-    def modelled(self, tokens: Path, namespace: Namespace) -> list[int]:
+    def modelled(self, tokens: Path, namespace: Namespace) -> list[Held]:
         """Pages of the longest cached prefix."""
-        pages: list[int] = []
+        pages: list[Held] = []
         for prefix in self.prefixes(tokens):
             if (namespace, prefix) not in self.model:
                 break
@@ -195,17 +201,22 @@ class TreeModel(RuleBasedStateMachine):
         tokens = self.tokens(letters)
         start, already = self.match_prefix(tokens[: below * size], namespace)
         run = tokens[already:]
-        pages = self.small.pool.alloc(len(run) // size, GIVER)
-        if pages is None or not run:
+        count = len(run) // size
+        if not run or any(full.pool.num_free < count for full in self.small.fulls):
             return
+        pages = tuple(full.pool.alloc(count, GIVER) for full in self.small.fulls)
         known = self.modelled(tokens, namespace)
-        added = self.small.tree.insert(start, int32_bytes(run), (pages,), GIVER)
+        added = self.small.tree.insert(start, int32_bytes(run), pages, GIVER)
         assert already + added.already_there == len(known) * size
         duplicates = added.already_there // size
-        self.small.pool.free(pages[:duplicates], GIVER)
-        new = zip(self.prefixes(tokens)[len(known) :], pages[duplicates:].tolist(), strict=True)
-        self.model |= {(namespace, prefix): page for prefix, page in new}
-        assert self.small.full.collect(added.node).tolist() == self.modelled(tokens, namespace)
+        for full, taken in zip(self.small.fulls, pages, strict=True):
+            full.pool.free(taken[:duplicates], GIVER)
+        new = zip(*(taken[duplicates:].tolist() for taken in pages), strict=True)
+        self.model |= dict(zip(((namespace, one) for one in self.prefixes(tokens)[len(known) :]), new, strict=True))
+        assert self.collected(added.node) == self.modelled(tokens, namespace)
+
+    def collected(self, node: Node) -> list[Held]:
+        return list(zip(*(full.collect(node).tolist() for full in self.small.fulls), strict=True))
 
     @rule(letters=letters, namespace=namespaces, extra=st.integers(0, 15))
     def peek(self, letters: list[int], namespace: Namespace, extra: int) -> None:
@@ -224,7 +235,7 @@ class TreeModel(RuleBasedStateMachine):
         node, length = self.small.match(int32_bytes(tokens), namespace)
         known = self.modelled(tokens, namespace)
         assert length == peeked == len(known) * self.small.page_size
-        assert self.small.full.collect(node).tolist() == known
+        assert self.collected(node) == known
         assert b"".join(reversed([one.key for one in node.path()])) == int32_bytes(tokens[:length])
         return node, length
 
@@ -241,34 +252,59 @@ class TreeModel(RuleBasedStateMachine):
         index = data.draw(st.integers(0, len(self.locked) - 1))
         self.small.tree.unlock(self.locked.pop(index)[0])
 
-    @rule(shortfall=st.integers(0, 12))
-    def evict(self, shortfall: int) -> None:
-        evictable = self.small.full.evictable
-        free_before = set(self.small.pool.free_pages().tolist())
-        assert self.small.full.evict(shortfall) == min(shortfall, evictable)
-        freed = set(self.small.pool.free_pages().tolist()) - free_before
+    @rule(shortfall=st.integers(0, 12), group=st.integers(0, 2))
+    def evict(self, shortfall: int, group: int) -> None:
+        """Pages of one group; those of the others go with them."""
+        full = self.small.fulls[group % len(self.small.fulls)]
+        evictable = full.evictable
+        free_before = set(full.pool.free_pages().tolist())
+        assert self.small.tree.evict(full, shortfall) == min(shortfall, evictable)
+        freed = set(full.pool.free_pages().tolist()) - free_before
         assert len(freed) == min(shortfall, evictable)
-        self.model = {key: page for key, page in self.model.items() if page not in freed}
+        place = self.small.fulls.index(full)
+        self.model = {key: pages for key, pages in self.model.items() if pages[place] not in freed}
         for _, namespace, tokens in self.locked:
             assert len(self.modelled(tokens, namespace)) * self.small.page_size == len(tokens)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def cut(self, data: st.DataObject) -> None:
+        """A node and all below it are out of reach; who depends on one of them keeps its pages."""
+        node = data.draw(st.sampled_from(sorted(self.small.tree.nodes(), key=lambda one: one.id)))
+        key = b"".join(reversed([one.key for one in node.path()]))
+        path = tuple(memoryview(key).cast("i").tolist())
+        above = len(path) - len(node.key) // 4
+        if any(
+            namespace == node.namespace and tokens[: above + 1] == path[: above + 1]
+            for _, namespace, tokens in self.locked
+        ):
+            return
+        self.small.tree.cut(node)
+        first = path[: above + self.small.page_size]
+        self.model = {
+            (namespace, tokens): pages
+            for (namespace, tokens), pages in self.model.items()
+            if namespace != node.namespace or tokens[: len(first)] != first
+        }
 
     @invariant()
     def same_content(self) -> None:
         """Walking the tree gives the model's entries, each once; so what was evicted was the end of something."""
         tree, size = self.small.tree, self.small.page_size
-        content: dict[tuple[Namespace, Path], int] = {}
+        content: dict[tuple[Namespace, Path], Held] = {}
         for node in tree.nodes():
             key = b"".join(reversed([ancestor.key for ancestor in node.path()]))
             tokens = tuple(memoryview(key).cast("i").tolist())
-            pages = self.small.full.held(node).pages
-            for index, page in enumerate(pages.tolist()):
-                content[node.namespace, tokens[: len(tokens) - (len(pages) - 1 - index) * size]] = page
+            pages = list(zip(*(full.held(node).pages.tolist() for full in self.small.fulls), strict=True))
+            for index, held in enumerate(pages):
+                content[node.namespace, tokens[: len(tokens) - (len(pages) - 1 - index) * size]] = held
         assert content == self.model
         assert all(root.children for root in tree.roots.values()), "an empty root"
-        assert self.small.pool.num_free + len(self.model) == self.small.pool.total
         locked = {(namespace, prefix) for _, namespace, tokens in self.locked for prefix in self.prefixes(tokens)}
-        assert self.small.full.protected == len(locked)
-        assert self.small.full.evictable == len(self.model) - len(locked)
+        for full in self.small.fulls:
+            assert full.pool.num_free + len(self.model) == full.pool.total
+            assert full.protected == len(locked)
+            assert full.evictable == len(self.model) - len(locked)
 
 
 TestAgainstModel = TreeModel.TestCase
