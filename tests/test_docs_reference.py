@@ -52,6 +52,7 @@ DEFAULTS_IN_WORDS = frozenset(
         "max_queued_requests",
         "cuda_graph_max_bs",
         "dist_init_addr",
+        "target_itl_ms",
         "compilation_cache_dir",
         "debug_memory",
         "served_model_name",

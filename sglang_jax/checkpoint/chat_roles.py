@@ -21,10 +21,22 @@ _SAID = "Qz7probe"
 _CALL_ID = "callprobe"
 """Of nine letters, as Mistral's templates demand."""
 
-_COMPARED = re.compile(
-    r"""role['"]?\]?(?:\s*\|\s*\w+)*\s*(?:[=!]=|(?:not\s+)?in\b)\s*[\[(]?((?:\s*['"][\w-]+['"]\s*,?)+)"""
-)
-"""The names in `message['role'] == 'x'`, `message.role|lower in ["x", "y"]` and the like."""
+_MADE_UP = "qz7role"
+"""A role that no template names."""
+
+_READ = r"""role\b|\[\s*['"]role['"]\s*\]|\bget\(\s*['"]role['"][^()]*\)"""
+"""The end of `message.role`, `message['role']` and `message.get('role')`."""
+
+_OWNER = r"\(*\s*[\w.]*(?:\[[^\][]*\][\w.]*)?"
+"""What stands before it: `message`, `messages[0]` and the like."""
+
+_FILTERS = r"(?P<filters>(?:\s*\|\s*\w+(?:\([^()]*\))?|\.\w+\(\)|\s*\))*)"
+"""What is made of it, such as `|lower`, `.upper()`, and the brackets that close around it."""
+
+_KEPT = re.compile(rf"\bset\s+(?P<variable>[\w.]+)\s*=\s*{_OWNER}(?:{_READ}){_FILTERS}\s*(?:[-+]?%\}}|(?:or|if)\b)")
+"""`set r = message.role`."""
+
+_OTHER_CASE = re.compile(r"\b(?:upper|lower|capitalize|title)\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +63,25 @@ class ChatRoles:
         return "system" if role == "developer" and self.developer_is_system else role
 
 
-def learn_roles(template: str, render: Callable[[Sequence[Message]], str]) -> ChatRoles:
-    """Tries OpenAI's roles, and those that the template compares a role with, such as Llama's `ipython`.
+def learn_roles(
+    template: str, render: Callable[[Sequence[Message]], str], special_tokens: Sequence[str] = ()
+) -> ChatRoles:
+    """Tries OpenAI's roles, those that the template compares a role with, such as Llama's `ipython`, and those that it
+    prints as one of the special tokens, such as GLM-4's `observation`.
 
-    A role is known if some conversation that holds it renders with what the role said. Many templates print any role
-    as it is, so others are not tried: the model was not trained on them. For the same reason `developer` is its own
-    role only where the template names it.
+    A role is known if some conversation that holds it renders with what the role said; `user` and `assistant` are in
+    any case, for no chat is without. Many templates print any role as it is, so others are not tried: the model was
+    not trained on them. For the same reason `developer` is its own role only where the template names it.
 
-    **Arguments:** `render` gives a conversation's text, or raises `RequestError` if the template refuses it.
+    **Arguments:** `render` gives a conversation's text, or raises `RequestError` if the template refuses it;
+    `special_tokens` are the texts of those that may stand for a role, so not of the end of a sequence.
     """
-    named = [name for names in _COMPARED.findall(template) for name in re.findall(r"[\w-]+", names)]
+    named = [*_compared(template), *_printed_as_token(special_tokens, render)]
     own = [role for role in OPENAI_ROLES if role != "developer" or role in named]
     candidates = list(dict.fromkeys([*own, *named]))
     # A template that shows nobody's words (it takes lists of parts alone, say) tells nothing; let it decide by itself.
-    known = {role for role in candidates if _is_known(role, render)} or set(candidates)
+    known = {role for role in candidates if any(_heard(role, render))} or set(candidates)
+    known |= {"user", "assistant"}
     developer_is_system = "developer" not in known and "system" in known
     if developer_is_system:
         known.add("developer")
@@ -72,17 +89,53 @@ def learn_roles(template: str, render: Callable[[Sequence[Message]], str]) -> Ch
     return ChatRoles(tuple(role for role in in_order if role in known), developer_is_system)
 
 
-def _is_known(role: str, render: Callable[[Sequence[Message]], str]) -> bool:
+def _compared(template: str) -> list[str]:
+    """The names in `message['role'] == 'x'`, `'x' == message.role`, `message.role|lower in ["x", "y"]` and the like."""
+    kept = {found["variable"]: found["filters"] for found in _KEPT.finditer(template)}
+    variables = "|".join(map(re.escape, kept)) or r"(?!)"
+    role = rf"(?:(?P<variable>(?<![\w.])(?:{variables})\b)|{_READ}){_FILTERS}"
+    name = r"""\s*['"][\w-]+['"]\s*"""
+    behind = rf"{role}\s*(?:[=!]=|(?:not\s+)?in\b)\s*[\[(]?(?P<names>(?:{name},?)+)"
+    before = rf"(?P<names>{name})[=!]=\s*{_OWNER}{role}"
+    names: list[str] = []
+    for found in [*re.finditer(behind, template), *re.finditer(before, template)]:
+        # `role|upper == 'USER'` is what a template says of `user`.
+        changed = _OTHER_CASE.search(found["filters"] + kept.get(found["variable"], ""))
+        names += re.findall(r"[\w-]+", found["names"].lower() if changed else found["names"])
+    return names
+
+
+def _printed_as_token(special_tokens: Sequence[str], render: Callable[[Sequence[Message]], str]) -> list[str]:
+    """The roles R that have a special token `<|R|>`, if the template prints any role so. A token that it prints for
+    another's words as well is none: it marks the end of a message, say."""
+    always = "".join(text for text in _heard(_MADE_UP, render) if f"<|{_MADE_UP}|>" in text)
+    if not always:
+        return []
+    tokens = {token: re.fullmatch(r"<\|([\w-]+)\|>", token) for token in special_tokens if token not in always}
+    roles = {token: match[1] for token, match in tokens.items() if match}
+    return [role for token, role in roles.items() if any(token in text for text in _heard(role, render))]
+
+
+def _heard(role: str, render: Callable[[Sequence[Message]], str]) -> Iterator[str]:
+    """The texts of conversations that show what the role said, in whatever case."""
     for conversation in _probes(role):
         try:
-            if _SAID in render(conversation):
-                return True
+            text = render(conversation)
         except RequestError:
             continue
-    return False
+        if _SAID.casefold() in text.casefold():
+            yield text
 
 
 def _probes(role: str) -> Iterator[list[Message]]:
+    """Conversations that hold the role, each with a system's message in front as well, which some templates demand."""
+    for conversation in _placed(role):
+        yield conversation
+        if role not in ("system", "developer"):
+            yield [{"role": "system", "content": "c"}, *conversation]
+
+
+def _placed(role: str) -> Iterator[list[Message]]:
     """Conversations that hold the role where it belongs, or anywhere if it is none of OpenAI's. Not elsewhere: Gemma's
     template, which has no system, prints one that stands in the assistant's place."""
     user: Message = {"role": "user", "content": "a"}
@@ -91,6 +144,10 @@ def _probes(role: str) -> Iterator[list[Message]]:
     if role not in ("tool", "function"):
         yield [said]
         yield [said, user]
+    if role in ("system", "developer"):
+        yield [said, user, answer]
+    if role == "user":
+        yield [said, answer]
     if role not in ("system", "developer", "user", "tool", "function"):
         yield [user, said]
     if role not in ("system", "developer", "user", "assistant"):

@@ -13,6 +13,7 @@ from typing import Any
 import jinja2
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.hub import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_FILE
 
 from sglang_jax.checkpoint.chat_roles import ChatRoles, learn_roles
 from sglang_jax.checkpoint.gguf_file import open_gguf
@@ -31,6 +32,7 @@ _TEMPLATE_ERRORS = (
     LookupError,
     AttributeError,
     ArithmeticError,
+    RecursionError,
 )
 """What a template can raise: it is a program of the checkpoint's authors, run on the client's messages."""
 
@@ -141,7 +143,9 @@ class Tokenizer:
             template: str = self._hugging_face.get_chat_template()
         except ValueError:  # several templates and none for chats: whoever sends one is told so
             template = ""
-        return learn_roles(template, self._render)
+        others = self._special_ids - {self.bos_token_id, self.eos_token_id, self._hugging_face.pad_token_id}
+        tokens = [str(self._backend.id_to_token(token_id)) for token_id in sorted(others)]
+        return learn_roles(template, self._render, tokens)
 
     def _render(self, messages: Sequence[dict[str, object]], *, add_generation_prompt: bool = True) -> str:
         # transformers declares contents to be text; its templates take lists of parts as well.
@@ -164,7 +168,7 @@ def load_tokenizer(source: ModelSource, *, chat_template: str | None = None) -> 
 
     `chat_template` replaces the checkpoint's: a Jinja file, or the template itself.
 
-    **Raises:** `CheckpointError` if there is no tokenizer, or one of an unknown kind.
+    **Raises:** `CheckpointError` if there is no tokenizer, or one of an unknown kind, or a template cannot be read.
     """
     hugging_face = _from_gguf(source.path) if source.kind is SourceKind.GGUF else _from_folder(source.path)
     if chat_template is not None:
@@ -178,6 +182,8 @@ def _from_folder(folder: Path) -> PreTrainedTokenizerFast:
             f"{folder} has no {TOKENIZER_FILE}; give --tokenizer-path with a folder that has one (older tokenizer "
             "files can be converted by loading and saving them with transformers)"
         )
+    for file in (*folder.glob(CHAT_TEMPLATE_FILE), *folder.glob(f"{CHAT_TEMPLATE_DIR}/*.jinja")):
+        _read_template(file)  # transformers reads it too, but names no file in its errors
     hugging_face: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
     return hugging_face
 
@@ -204,4 +210,11 @@ def _template_text(chat_template: str) -> str:
     file = Path(chat_template).expanduser()
     if not file.is_file():
         raise CheckpointError(f"chat template {chat_template!r} is neither a file nor a Jinja template")
-    return file.read_text(encoding="utf-8")
+    return _read_template(file)
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"chat template {file} is not UTF-8: {error}") from error

@@ -16,16 +16,50 @@ from sglang_jax.errors import ParameterError, RequestError
 
 ALL = list(OPENAI_ROLES)
 PLAIN = ["system", "developer", "user", "assistant"]
+OTHERS = {*ALL, "ipython", "chatbot", "narrator", "critic", "judge", "observation", "endoftext", "im_start", "im_end"}
+OTHERS |= {"model", "alien", "User", "USER", ""}
+
+
+def naming(condition: str) -> str:
+    """A template that prints any role, and says something about one."""
+    return "{% for m in messages %}" + condition + "!{% endif %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"
+
+
+def words_as(text: str) -> str:
+    """A template that shows the words of users and assistants alone."""
+    return "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}{{ " + text + " }}{% endif %}{% endfor %}"
+
+
 TEMPLATES = {
     "tiny": (CHAT_TEMPLATE, PLAIN),
     "prints any": (chat_templates.PRINTS_ANY, ALL),
     "llama": (chat_templates.LLAMA, [*ALL, "ipython"]),
     "gemma": (chat_templates.GEMMA, ["user", "assistant"]),
     "mistral": (chat_templates.MISTRAL, [*PLAIN, "tool"]),
+    "system first": (chat_templates.SYSTEM_FIRST, ALL),
+    "answered": (chat_templates.ANSWERED, PLAIN),
+    "recurses": (chat_templates.RECURSES, [*PLAIN, "function"]),
     "drops system": (chat_templates.DROPS_SYSTEM, ["user", "assistant"]),
     "after a call": (chat_templates.AFTER_CALL, [*PLAIN, "tool"]),
     "after a call with an object": (chat_templates.AFTER_OBJECT_CALL, [*PLAIN, "tool"]),
     "spelled": (chat_templates.SPELLED, [*ALL, "chatbot", "narrator"]),
+    "name first": (naming("{% if 'critic' == m.role or 'judge' != m['role'] %}"), [*ALL, "critic", "judge"]),
+    "name first, got": (naming("{% if 'judge' == messages[0].get('role') %}"), [*ALL, "judge"]),
+    "got": (naming("{% if m.get('role') == 'judge' or m.get('role', '') in ['critic'] %}"), [*ALL, "judge", "critic"]),
+    "kept": (naming("{% set r = m.role %}{% if r == 'critic' %}"), [*ALL, "critic"]),
+    "kept key": (naming("{%- set r = m['role'] -%}{% if 'critic' == r %}"), [*ALL, "critic"]),
+    "kept, got": (
+        naming("{% set r = m.get('role') or '' %}{% if r not in ('critic', 'judge') %}"),
+        [*ALL, "critic", "judge"],
+    ),
+    "another's": (naming("{% set r = m.role %}{% if m.r == 'critic' or m.content == 'judge' and r %}"), ALL),
+    "a condition kept": (naming("{% set r = m.role == 'critic' %}{% if r == 'judge' %}"), [*ALL, "critic"]),
+    "upper": (naming("{% if m.role|upper == 'USER' or m.role.upper() == 'CRITIC' %}"), [*ALL, "critic"]),
+    "upper behind": (naming("{% if 'USER' == (m['role'] | trim) | upper %}"), ALL),
+    "upper kept": (naming("{% set r = m.role|upper %}{% if r in ['USER', 'JUDGE'] %}"), [*ALL, "judge"]),
+    "lower words": (words_as("m.content|lower"), ["user", "assistant"]),
+    "upper words": (words_as("m.content|upper"), ["user", "assistant"]),
+    "users alone": (words_as("m.content if m.role == 'user' else ''"), ["user", "assistant"]),
     "parts alone": (chat_templates.PARTS, ALL),
     "not Jinja": ("{% for %}", ALL),
 }
@@ -35,7 +69,7 @@ TEMPLATES = {
 def test_roles_that_a_template_knows(tmp_path: Path, template: str, roles: list[str]) -> None:
     tokenizer = byte_tokenizer(tmp_path, template)
     tokenizer.check_roles(roles)
-    for other in {*ALL, "ipython", "chatbot", "narrator", "model", "alien", "User", ""} - set(roles):
+    for other in OTHERS - set(roles):
         with pytest.raises(ParameterError) as caught:
             tokenizer.check_roles(["user", "assistant", other])
         assert caught.value.param == "messages[2].role"
@@ -43,6 +77,35 @@ def test_roles_that_a_template_knows(tmp_path: Path, template: str, roles: list[
             f"messages[2].role is {other!r}, which the model's chat template does not know; it knows "
             + ", ".join(roles)
         )
+
+
+@pytest.mark.parametrize(
+    ("template", "further"),
+    [
+        (chat_templates.TOKEN_OF_ROLE, ", observation"),
+        (chat_templates.TOKEN_BEFORE_ROLE, ""),
+        (chat_templates.PRINTS_ANY, ""),
+        (words_as("'<|' + m.role + '|>' + m.content"), None),
+    ],
+    ids=["tokens of roles", "ChatML", "prints any", "tokens of some"],
+)
+def test_roles_that_have_a_token(tmp_path: Path, template: str, further: str | None) -> None:
+    """Where any role is printed as a token. Those that end a message or a sequence are no roles."""
+    tokenizer = byte_tokenizer(tmp_path, template, ("<|user|>", "<|observation|>", "[MASK]", "<|two words|>"))
+    with pytest.raises(ParameterError) as caught:
+        tokenizer.check_roles(["alien"])
+    listed = "user, assistant" if further is None else ", ".join(ALL) + further
+    assert caught.value.message.endswith(f"it knows {listed}")
+    if further:
+        assert rendered(tokenizer, ("observation", "a")) == "<|im_start|><|observation|>\na<|im_end|>"
+
+
+def test_a_template_that_recurses_without_end(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(tmp_path, chat_templates.RECURSES)
+    assert rendered(tokenizer, ("user", "a")) == "<user>a"
+    with pytest.raises(RequestError, match=r"^the chat template refused the messages: maximum recursion") as caught:
+        rendered(tokenizer, ("user", "loop"))
+    assert caught.value.param == "messages"
 
 
 def test_roles_of_the_embedded_model() -> None:

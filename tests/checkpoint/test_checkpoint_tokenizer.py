@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -161,6 +162,22 @@ def test_chat_template_overrides(tmp_path: Path, folder: Path) -> None:
     assert mine.render_chat(MESSAGES[:1]) == "[Be brief.]!"
     with pytest.raises(CheckpointError, match="'/none' is neither a file nor a Jinja template"):
         load_tokenizer(source, chat_template="/none")
+
+
+def test_a_chat_template_that_is_not_text(tmp_path: Path, folder: Path) -> None:
+    """Neither the option's nor the checkpoint's own."""
+    mine = tmp_path / "mine.jinja"
+    mine.write_bytes(b"{{ '\xff' }}")
+    with pytest.raises(CheckpointError, match=re.escape(f"chat template {mine} is not UTF-8: ")):
+        load_tokenizer(resolve_model(str(folder)), chat_template=str(mine))
+    checkpoint = tmp_path / "checkpoint"
+    make_tiny_tokenizer(checkpoint)
+    further = checkpoint / "additional_chat_templates" / "rag.jinja"
+    further.parent.mkdir()
+    for own in (further, checkpoint / "chat_template.jinja"):
+        own.write_bytes(b"{{ '\xff' }}")
+        with pytest.raises(CheckpointError, match=re.escape(f"chat template {own} is not UTF-8: ")):
+            load_tokenizer(resolve_tokenizer(str(checkpoint)))
 
 
 def test_no_chat_template(tmp_path: Path) -> None:

@@ -166,11 +166,21 @@ class Simulation(RuleBasedStateMachine):
         for _ in range(steps):
             self.watch.step()
 
+    @rule(
+        family=st.sampled_from(FAMILIES), length=st.integers(6, 40), shared=st.integers(1, 20), seed=st.integers(0, 3)
+    )
+    def two_that_begin_alike(self, family: tuple[int, ...], length: int, shared: int, seed: int) -> None:
+        """The second waits for what both begin with, and for no more."""
+        for prompt in (family[:length], (*family[: min(shared, length)], VOCAB - 2, 1 + seed)):
+            self.add(family, 0, list(prompt), 8, seed, True, None, (), True, -1, -1)
+
     @precondition(lambda self: self.subject is None)
-    @rule()
-    def spoil(self) -> None:
+    @rule(family=st.sampled_from(FAMILIES), shared=st.integers(0, 20))
+    def spoil(self, family: tuple[int, ...], shared: int) -> None:
         """A fault of the device: whoever has a part in this step may end with an error, and nobody else."""
         runner, scheduler = self.bench.runner, self.bench.scheduler
+        if shared:
+            self.two_that_begin_alike(family, shared + 4, shared, 1)
         runner.spoil_next = True
         self.watch.step()
         if not runner.spoil_next and scheduler._in_flight is not None:

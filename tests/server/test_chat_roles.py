@@ -89,6 +89,16 @@ def test_roles_in_the_wrong_order_are_the_templates_own_business(gemma: EchoServ
     )
 
 
+def test_a_template_that_recurses_without_end(tmp_path: Path) -> None:
+    """It refuses what it cannot render, and the server goes on."""
+    with serve_echo(load_tokenizer=loader(tmp_path, chat_templates.RECURSES)) as server:
+        assert refusal(server, {"messages": messages(("tool", "a"))})["param"] == "messages[0].role"
+        error = refusal(server, {"messages": messages(("user", "loop"))})
+        assert error["param"] == "messages"
+        assert error["message"].startswith("the chat template refused the messages: maximum recursion")
+        assert server.http.post(CHAT, json={"messages": messages(("user", "a"))}).status_code == 200
+
+
 def test_roles_that_are_known_are_answered(gemma: EchoServer, prints_any: EchoServer) -> None:
     def echoed(server: EchoServer, *turns: tuple[str, str]) -> str:
         response = server.http.post(CHAT, json={"messages": messages(*turns)})
