@@ -85,7 +85,7 @@ class FullKV(Component):
             node = node.parent
 
     def _lock_one(self, node: Node) -> None:
-        value: FullPages = node.values[self._index]  # type: ignore[assignment]
+        value = self.held(node)
         if value.locks == 0:
             self._evictable -= len(value.pages)
             self._protected += len(value.pages)
@@ -100,9 +100,8 @@ class FullKV(Component):
             ancestor = ancestor.parent
 
     def unlock(self, node: Node) -> None:
-        index = self._index
         while node.parent is not None:
-            value: FullPages = node.values[index]  # type: ignore[assignment]
+            value = self.held(node)
             if value.locks <= 0:
                 raise RuntimeError(f"tree node {node.id} was unlocked more often than locked")
             value.locks -= 1

@@ -6,7 +6,8 @@ import pytest
 from helpers.scheduling import VOCAB, Bench
 
 from sglang_jax.mem_cache.invariants import check_everything
-from sglang_jax.mem_cache.kv_cache import KVCache
+from sglang_jax.mem_cache.kv_cache import KVCache, RowKV
+from sglang_jax.runner.plan import StepPlan, StepResult
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.judge import MAX_RESTARTS
 
@@ -242,7 +243,7 @@ def fail_alone(bench: Bench, request: int) -> None:
     row = bench.scheduler.requests[request].row
     run = bench.runner._run
 
-    def spoilt(plan, begin):  # type: ignore[no-untyped-def]
+    def spoilt(plan: StepPlan, begin: list[int]) -> StepResult:
         result = run(plan, begin)
         result.tokens[plan.rows == row] = -1
         return result
@@ -304,7 +305,7 @@ def test_books_that_do_not_add_up_at_idle_are_logged_and_counted(
     """Outside debug mode nothing looked; the server goes on."""
     release = KVCache.release_kv_cache
 
-    def leak(self: KVCache, record, tokens, *, insert):  # type: ignore[no-untyped-def]
+    def leak(self: KVCache, record: RowKV, tokens: bytes, *, insert: bool) -> None:
         self.table.pages[record.row, self.pages_for(record.kv_allocated_len) - 1] = 0
         self.lengths.kv_allocated[record.row] -= self.page_size
         self.lengths.kv_committed[record.row] = min(record.kv_committed_len, record.kv_allocated_len)

@@ -223,13 +223,19 @@ class TestSharers:
 
 
 class TestCrowds:
-    def test_rows_of_many_that_end_at_once_are_given_back_a_few_at_a_time(self) -> None:
+    @staticmethod
+    def all_ended() -> Bench:
+        """As many requests as three steps release have just ended together."""
         rows = 3 * RELEASES_PER_STEP
         bench = Bench(pages=2 * rows, rows=rows, chunk=4096, budget=4096, scribble=False)
         for k in range(rows):
             bench.add([1 + k % 38, k // 38], sampling=endless(3))
         while len(bench.channel.finished) < rows:
             bench.scheduler.step()
+        return bench
+
+    def test_rows_of_many_that_end_at_once_are_given_back_a_few_at_a_time(self) -> None:
+        bench = self.all_ended()
         left = []
         while not bench.scheduler.idle:
             check_everything(bench.scheduler.cache)
@@ -241,13 +247,8 @@ class TestCrowds:
         bench.check_outputs()
 
     def test_who_needs_their_rows_has_them_at_once(self) -> None:
-        rows = 3 * RELEASES_PER_STEP
-        bench = Bench(pages=2 * rows, rows=rows, chunk=4096, budget=4096, scribble=False)
-        for k in range(rows):
-            bench.add([1 + k % 38, k // 38], sampling=endless(3))
-        while len(bench.channel.finished) < rows:
-            bench.scheduler.step()
-        later = [bench.add([1 + k % 38, 30 + k // 38], sampling=endless(2)) for k in range(rows)]
+        bench = self.all_ended()
+        later = [bench.add([1 + k % 38, 30 + k // 38], sampling=endless(2)) for k in range(bench.rows)]
         bench.scheduler.step()
         assert set(later) <= set(bench.channel.cached)
         bench.run()
