@@ -30,7 +30,7 @@ REPEATS = 200
 def build(page_size: int, numbers: random.Random) -> tuple[KVCache, list[np.ndarray]]:
     """A cache whose tree has `NODES` nodes, and the prompts that are in it (`[PROMPT]` each)."""
     pages = 12_000_000 // page_size
-    cache = KVCache(PoolSpec(PoolKind.FULL, pages, page_size), 8, PROMPT + page_size)
+    cache = KVCache((PoolSpec(PoolKind.FULL, pages, page_size),), 8, PROMPT + page_size)
     prompts: list[np.ndarray] = []
     while cache.tree.num_nodes < NODES:
         prompt = np.random.default_rng(numbers.getrandbits(32)).integers(1, 50_000, PROMPT, dtype=np.int32)
@@ -75,7 +75,7 @@ def measure(page_size: int) -> dict[str, object]:
         inserts.append(timed(lambda record=record, data=data: cache.cache_prefix(record, data, PROMPT, None)))
         cache.release_kv_cache(record, b"", insert=False)
     count = 2000
-    eviction = timed(lambda: [cache.tree.evict(cache.full, 1) for _ in range(count)] and None) / count
+    eviction = timed(lambda: [cache.tree.evict(cache.groups[0].component, 1) for _ in range(count)] and None) / count
     return {
         "page size": page_size,
         "nodes": nodes,

@@ -49,66 +49,59 @@ class PrefixMap:
 class _CountedPages(Component):
     """Pages that are nothing but counted: all of them can go at any time, those of the least recently used leaf first.
 
-    A node needs no value: its key tells how many pages it has.
+    A node needs no value: its key tells how many pages it has. Nothing is ever locked.
     """
 
+    complete = True
+
     def __init__(self) -> None:
-        self._order = EvictionOrder(EvictionPolicy.LRU)
-        self._count = 0
+        super().__init__(EvictionOrder(EvictionPolicy.LRU))
 
-    def attach(self, tree: RadixTree) -> None:
-        self._tree = tree
+    def adopt(self, node: Node, pages: Pages, previous_owner: int) -> None:
+        self.evictable += len(pages)
 
-    def adopt(self, node: Node, pages: Pages, giver: int) -> None:
-        self._count += len(pages)
+    def fill(self, node: Node, pages: Pages, previous_owner: int) -> None:
+        """No node lacks a page."""
 
-    def split(self, upper: Node, lower: Node, pages: int) -> None:
+    def split(self, upper: Node, lower: Node) -> None:
         """Nothing is held that could be divided."""
 
-    def accepts_boundary(self, node: Node, whole: bool) -> bool:
+    def follow(self, run: int, node: Node, pages: int) -> int:
+        return run
+
+    def accepts(self, run: int) -> bool:
         return True
 
-    def collect(self, node: Node) -> Pages:
-        return np.zeros(0, np.int32)
+    def accepts_end(self, node: Node) -> bool:
+        return True
 
-    def lock(self, node: Node) -> None:
+    def pin(self, node: Node) -> None:
         """Nothing depends on what is remembered."""
 
-    def unlock(self, node: Node) -> None:
-        """As `lock`."""
-
-    def extend_lock(self, held: Node, node: Node) -> None:
-        """As `lock`."""
+    def unpin(self, node: Node) -> None:
+        """As `pin`."""
 
     def lockable(self, node: Node, pages: int) -> int:
         return 0
 
     def bury(self, node: Node) -> None:
-        self._order.discard(node)
-        self._count -= len(node.key) // self._tree.page_bytes
+        self.remove(node)
+
+    def remove(self, node: Node) -> None:
+        self.order.discard(node)
+        self.evictable -= self.length(node)
+
+    def trim(self, node: Node, pages: int) -> None:
+        self.evictable -= self.length(node) - pages
+
+    def evict_at(self, node: Node, wanted: int) -> int:
+        return max(self.length(node) - wanted, 0)
 
     def touch(self, node: Node) -> None:
         if node.children:
-            self._order.discard(node)
+            self.order.discard(node)
         else:
-            self._order.add(node)
-
-    def remove(self, node: Node) -> None:
-        self.bury(node)
-
-    def trim(self, node: Node, pages: int) -> None:
-        self._count -= len(node.key) // self._tree.page_bytes - pages
-
-    def candidate(self) -> Node | None:
-        return self._order.first()
+            self.order.add(node)
 
     def give_back(self) -> None:
         """Nothing is held that could be freed."""
-
-    @property
-    def evictable(self) -> int:
-        return self._count
-
-    @property
-    def protected(self) -> int:
-        return 0

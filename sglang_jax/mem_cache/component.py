@@ -3,57 +3,85 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from sglang_jax.mem_cache.ledger import Pages
+import numpy as np
+
+from sglang_jax.mem_cache.eviction import EvictionOrder
+from sglang_jax.mem_cache.ledger import Pages, node_owner
 
 if TYPE_CHECKING:
+    from sglang_jax.mem_cache.page_pool import PagePool
     from sglang_jax.mem_cache.radix_tree import Node, RadixTree
 
 
 class Component(ABC):
-    """One kind of cached thing: its value at each node, and the rules of its life.
+    """One kind of cached thing: what each node holds of it, in pages, and the rules of its life.
 
-    The tree calls these hooks, each on all of its components; nothing else touches a component's values. A model names
-    its components; a match ends only where all of them accept it, and what one gives up goes for all. What the hooks
-    give up is free once the tree calls `give_back`, at the end of whatever it does.
+    The tree counts locks, splits, evicts and removes, and tells all of its components of each; a match ends only where
+    all of them accept it. What the hooks give up is free once the tree calls `give_back`, at the end of whatever it
+    does. Arrays of pages have one entry for each page of a run's key, 0 where there is no page.
+
+    `complete`: every node holds a page for each page of its key, so that a match may end at any of them.
     """
 
-    @abstractmethod
+    complete: ClassVar[bool]
+
+    def __init__(self, order: EvictionOrder) -> None:
+        self.order = order
+        self.evictable = 0
+        """Pages that eviction could free now."""
+        self.protected = 0
+        """Pages that locks keep."""
+
     def attach(self, tree: RadixTree) -> None:
         """Told once which tree it serves."""
+        self._tree = tree
+        self._index = tree.components.index(self)
+
+    def length(self, node: Node) -> int:
+        """Pages of a node's key."""
+        return len(node.key) // self._tree.page_bytes
 
     @abstractmethod
-    def adopt(self, node: Node, pages: Pages, giver: int) -> None:
-        """A new leaf takes over `pages` `[pages of the node]` from the owner with code `giver`."""
+    def adopt(self, node: Node, pages: Pages, previous_owner: int) -> None:
+        """A new leaf takes over `pages` `[pages of the node]` from the owner with this code."""
 
     @abstractmethod
-    def split(self, upper: Node, lower: Node, pages: int) -> None:
-        """`upper` was just made of the first `pages` pages of `lower`, whose value is to be divided."""
+    def fill(self, node: Node, pages: Pages, previous_owner: int) -> None:
+        """`pages` `[pages of the node]` hold what the node holds, computed again: takes over those that the node
+        lacks."""
 
     @abstractmethod
-    def accepts_boundary(self, node: Node, whole: bool) -> bool:
-        """True where a match may end at this node's end, or (not `whole`) inside it, where it would be split."""
+    def split(self, upper: Node, lower: Node) -> None:
+        """`upper` was just made of the first pages of `lower`, whose value is to be divided."""
 
     @abstractmethod
-    def collect(self, node: Node) -> Pages:
-        """Pages from the root's end to this node's end, `[pages]`."""
+    def follow(self, run: int, node: Node, pages: int) -> int:
+        """A match went along the first `pages` pages of `node`: what `accepts` is to judge by there.
+
+        `run` is what this method gave for the node's parent, `UNBROKEN` for a root.
+        """
 
     @abstractmethod
-    def lock(self, node: Node) -> None:
-        """A request depends on the prefix that ends at `node`."""
+    def accepts(self, run: int) -> bool:
+        """Whether a request may start where `follow` gave this."""
 
     @abstractmethod
-    def unlock(self, node: Node) -> None:
-        """Takes one `lock` of this very node back."""
+    def accepts_end(self, node: Node) -> bool:
+        """Whether a request may start at the node's end."""
 
     @abstractmethod
-    def extend_lock(self, held: Node, node: Node) -> None:
-        """A lock on `held` becomes one on `node`, which is `held` or below it."""
+    def pin(self, node: Node) -> None:
+        """The node got its first lock."""
+
+    @abstractmethod
+    def unpin(self, node: Node) -> None:
+        """The node's last lock went."""
 
     @abstractmethod
     def lockable(self, node: Node, pages: int) -> int:
-        """Evictable pages that a lock on the first `pages` pages of `node`, and on all above it, would protect."""
+        """Evictable pages that a request would protect that starts after the first `pages` pages of `node`."""
 
     @abstractmethod
     def bury(self, node: Node) -> None:
@@ -69,23 +97,58 @@ class Component(ABC):
         """The tree shortens a leaf that no lock keeps to its first `pages` pages: gives up the rest."""
 
     @abstractmethod
-    def candidate(self) -> Node | None:
-        """The leaf to evict from next, None if there is none."""
-
-    @abstractmethod
-    def give_back(self) -> None:
-        """Frees what was given up since the last call."""
+    def evict_at(self, node: Node, wanted: int) -> int:
+        """Eviction reached the node, which is `candidate`. Gives up to `wanted` pages up that go without a change of
+        the tree; returns to how many pages of its key the tree is to shorten the node."""
 
     @abstractmethod
     def touch(self, node: Node) -> None:
         """The node's recency changed, or it lost a child."""
 
-    @property
-    @abstractmethod
-    def evictable(self) -> int:
-        """Pages that eviction could free now."""
+    def candidate(self) -> Node | None:
+        """The node to evict from next, None if there is none."""
+        return self.order.first()
 
-    @property
     @abstractmethod
-    def protected(self) -> int:
-        """Pages that locks keep."""
+    def give_back(self) -> None:
+        """Frees what was given up since the last call."""
+
+
+class PooledComponent(Component):
+    """A component whose pages are those of a pool.
+
+    **Arguments:** `pool`: where pages go that are given up; `order`: which node goes first.
+    """
+
+    def __init__(self, pool: PagePool, order: EvictionOrder) -> None:
+        super().__init__(order)
+        self.pool = pool
+        self._given_up: list[Pages] = []
+        self._given_up_by: list[int] = []
+
+    @abstractmethod
+    def pages(self, node: Node) -> Pages:
+        """What the component holds at a node, `[pages]`."""
+
+    @abstractmethod
+    def collect(self, node: Node, count: int) -> Pages:
+        """The last `count` pages of the prefix that ends at `node`, `[count]`."""
+
+    def give_back(self) -> None:
+        if self._given_up:
+            owners = np.repeat(self._given_up_by, [len(run) for run in self._given_up])
+            self.pool.free(np.concatenate(self._given_up), owners)
+            self._given_up.clear()
+            self._given_up_by.clear()
+
+    def _give_up(self, node: Node, pages: Pages) -> None:
+        self._given_up.append(pages)
+        self._given_up_by.append(node_owner(node.id))
+
+    def _move(self, pages: Pages, source: int, target: int) -> None:
+        if self.pool.ledger is not None:
+            self.pool.ledger.move(pages, source, target)
+
+
+UNBROKEN = 1 << 30
+"""What `follow` starts with: before the first token nothing is missing."""

@@ -37,7 +37,8 @@ class EvictionOrder:
     """Nodes that may be evicted, lowest score first.
 
     A node's newest entry counts; older ones are passed over when they surface and swept out when they outnumber the
-    live ones, so that each call is O(log n) amortised.
+    live ones, so that each call is O(log n) amortised. Scores only grow: one that grew since the node was added is
+    noticed when its entry surfaces.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -68,8 +69,11 @@ class EvictionOrder:
     def first(self) -> Node | None:
         """The node to evict next; it stays in."""
         while self._heap:
-            _, stamp, node = self._heap[0]
-            if self._live.get(node.id) == stamp:
+            score, stamp, node = self._heap[0]
+            if self._live.get(node.id) != stamp:
+                heapq.heappop(self._heap)
+            elif self._score(node) != score:
+                self.add(node)
+            else:
                 return node
-            heapq.heappop(self._heap)
         return None

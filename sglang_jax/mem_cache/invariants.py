@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_jax.mem_cache.full_kv import FullKV
+from sglang_jax.mem_cache.group import Group, WindowGroup
 from sglang_jax.mem_cache.kv_cache import KVCache, RowKV
 from sglang_jax.mem_cache.radix_tree import Node
 
@@ -32,34 +33,36 @@ class PageBalance:
         return self.free + self.evictable + self.protected + self.request_owned + self.retired == self.total
 
 
-def page_balance(cache: KVCache) -> PageBalance:
+def page_balance(cache: KVCache, group: Group) -> PageBalance:
     """Counts from the running totals, O(rows)."""
     return PageBalance(
-        free=cache.pool.num_free,
-        evictable=cache.full.evictable,
-        protected=cache.full.protected,
-        request_owned=sum(_owned_pages(cache, record) for record in cache.open_rows.values()),
-        retired=cache.retired_pages,
-        total=cache.pool.total,
+        free=group.pool.num_free,
+        evictable=group.component.evictable,
+        protected=group.component.protected,
+        request_owned=sum(_owned_pages(cache, group, record) for record in cache.open_rows.values()),
+        retired=group.retired_pages,
+        total=group.pool.total,
     )
 
 
 def check_conservation(cache: KVCache) -> None:
     """**Raises:** `InvariantError` if a page is lost or counted twice. Cheap enough for every step."""
-    balance = page_balance(cache)
-    if not balance.balanced:
-        raise InvariantError(f"pages do not add up: {balance}")
+    for group in cache.groups:
+        balance = page_balance(cache, group)
+        if not balance.balanced:
+            raise InvariantError(f"pages of group {group.name} do not add up: {balance}")
 
 
 def idle_fault(cache: KVCache) -> str:
     """What is wrong with the books while no request has a row and no step is in flight; empty if nothing is. O(1)."""
-    free, evictable, total = cache.pool.num_free, cache.full.evictable, cache.pool.total
-    if free + evictable == total and not cache.open_rows and cache.all_rows_free:
-        return ""
-    return (
-        f"{free} pages free and {evictable} evictable of {total}, {cache.full.protected} protected, "
-        f"{cache.retired_pages} retired, rows in use: {sorted(cache.open_rows)}"
-    )
+    for group in cache.groups:
+        if group.available != group.pool.total or cache.open_rows or not cache.all_rows_free:
+            return (
+                f"group {group.name}: {group.pool.num_free} pages free and {group.component.evictable} evictable of "
+                f"{group.pool.total}, {group.component.protected} protected, {group.retired_pages} retired, "
+                f"rows in use: {sorted(cache.open_rows)}"
+            )
+    return ""
 
 
 def check_everything(cache: KVCache) -> None:
@@ -68,12 +71,18 @@ def check_everything(cache: KVCache) -> None:
     **Raises:** `InvariantError` naming what differs. O(pages + nodes): for tests.
     """
     check_conservation(cache)
-    locks = Counter(ancestor.id for record in cache.open_rows.values() for ancestor in record.receipt.path())
     dead = _dead_nodes(cache)
-    _check_nodes(cache, cache.full, locks, dead)
+    _check_nodes(cache)
     for record in cache.open_rows.values():
         _check_record(cache, record)
-    _check_single_owner(cache, dead)
+    for group in cache.groups:
+        if isinstance(group, WindowGroup):
+            _check_window(cache, group, dead)
+        elif isinstance(group.component, FullKV):
+            _check_full(cache, group.component, dead)
+        for record in cache.open_rows.values():
+            _check_table(cache, group, record)
+        _check_single_owner(cache, group, dead)
 
 
 def _dead_nodes(cache: KVCache) -> list[Node]:
@@ -82,29 +91,63 @@ def _dead_nodes(cache: KVCache) -> list[Node]:
     return list({node.id: node for path in paths for node in path if node.dead}.values())
 
 
-def _owned_pages(cache: KVCache, record: RowKV) -> int:
-    return cache.pages_for(record.kv_allocated_len) - record.cache_protected_len // cache.page_size
+def _owned_pages(cache: KVCache, group: Group, record: RowKV) -> int:
+    return cache.pages_for(record.kv_allocated_len) - group.owned_from(record.row)
 
 
-def _check_nodes(cache: KVCache, full: FullKV, locks: Counter[int], dead: list[Node]) -> None:
-    evictable = count = 0
-    protected = sum(len(full.held(node).pages) for node in dead)
+def _length(cache: KVCache, node: Node) -> int:
+    return len(node.key) // cache.tree.page_bytes
+
+
+def _check_nodes(cache: KVCache) -> None:
+    locks = Counter(ancestor.id for record in cache.open_rows.values() for ancestor in record.receipt.path())
+    count = 0
     for node in cache.tree.nodes():
-        held = full.held(node)
         count += 1
         _require(not node.dead, f"node {node.id} was cut off and can be reached")
         _require(not node.proven or _is_proven(node.parent), f"node {node.id}: proven alone")
-        _require(len(held.pages) * cache.tree.page_bytes == len(node.key), f"node {node.id}: key and pages differ")
-        _require(held.locks == locks[node.id], f"node {node.id}: {held.locks} locks, {locks[node.id]} requests")
+        _require(node.locks == locks[node.id], f"node {node.id}: {node.locks} locks, {locks[node.id]} requests")
         _require(_is_linked(cache, node), f"node {node.id} is not its parent's child")
-        leaf = not node.children and held.locks == 0
-        _require((node in full.order) == leaf, f"node {node.id}: evictable leaf is {leaf}, the order says otherwise")
-        if held.locks:
-            protected += len(held.pages)
-        else:
-            evictable += len(held.pages)
-    _require((evictable, protected) == (full.evictable, full.protected), "evictable or protected pages miscounted")
     _require(count == cache.tree.num_nodes, f"{count} nodes, counted as {cache.tree.num_nodes}")
+
+
+def _check_full(cache: KVCache, full: FullKV, dead: list[Node]) -> None:
+    evictable = 0
+    protected = sum(len(full.pages(node)) for node in dead)
+    for node in cache.tree.nodes():
+        pages = full.pages(node)
+        _require(len(pages) == _length(cache, node), f"node {node.id}: key and pages differ")
+        leaf = not node.children and node.locks == 0
+        _require((node in full.order) == leaf, f"node {node.id}: evictable leaf is {leaf}, the order says otherwise")
+        if node.locks:
+            protected += len(pages)
+        else:
+            evictable += len(pages)
+    _require((evictable, protected) == (full.evictable, full.protected), "evictable or protected pages miscounted")
+
+
+def _check_window(cache: KVCache, group: WindowGroup, dead: list[Node]) -> None:
+    window = group.component
+    covers: dict[int, Counter[int]] = {}
+    for record in cache.open_rows.values():
+        count = record.cache_protected_len // cache.page_size - group.held_from(record.row)
+        for node in record.receipt.path():
+            if count <= 0:
+                break
+            covers.setdefault(node.id, Counter())[min(count, _length(cache, node))] += 1
+            count -= _length(cache, node)
+    evictable = protected = 0
+    for node in (*cache.tree.nodes(), *dead):
+        held = window.held(node)
+        expected = covers.get(node.id, Counter())
+        _require(held.covers == expected, f"node {node.id}: covered {held.covers}, requests {dict(expected)}")
+        _require(held.covered <= len(held.pages) <= _length(cache, node), f"node {node.id}: {held}")
+        _require(0 <= held.proven <= len(held.pages), f"node {node.id}: {held.proven} pages proven of {held.pages}")
+        protected += held.covered
+        loose = 0 if node.dead else len(held.pages) - held.covered
+        evictable += loose
+        _require((node in window.order) == (loose > 0), f"node {node.id}: {loose} loose pages, the order differs")
+    _require((evictable, protected) == (window.evictable, window.protected), "evictable or protected pages miscounted")
 
 
 def _is_proven(node: Node | None) -> bool:
@@ -127,23 +170,36 @@ def _check_record(cache: KVCache, record: RowKV) -> None:
     _require(0 <= protected <= committed <= allocated, f"{name}: lengths {protected}, {committed}, {allocated}")
     _require(protected % cache.page_size == 0, f"{name}: cache_protected_len {protected} is not page aligned")
     _require(record.receipt.namespace == record.namespace, f"{name}: depends on a prefix of another namespace")
-    rest = cache.table.pages[record.row, cache.pages_for(allocated) :]
-    _require(not rest.any(), f"{name}: the table names pages beyond {allocated} tokens")
-    shared = cache.full.collect(record.receipt)
-    row = cache.table.run(record.row, 0, protected // cache.page_size)
-    _require(np.array_equal(shared, row), f"{name}: the table differs from the tree within [0, {protected})")
 
 
-def _check_single_owner(cache: KVCache, dead: list[Node]) -> None:
-    owned = [cache.pool.free_pages(), *cache.retired]
-    owned += [cache.full.held(node).pages for node in (*cache.tree.nodes(), *dead)]
+def _check_table(cache: KVCache, group: Group, record: RowKV) -> None:
+    name, row = f"row {record.row} of group {group.name}", record.row
+    first, last = group.held_from(row), record.cache_protected_len // cache.page_size
+    allocated = cache.pages_for(record.kv_allocated_len)
+    _require(0 <= first <= max(allocated, 1), f"{name}: holds columns from {first} on, of {allocated}")
+    rest = group.table.pages[row, allocated:]
+    _require(not rest.any(), f"{name}: the table names pages beyond {record.kv_allocated_len} tokens")
+    own = group.table.run(row, max(first, last), allocated)
+    _require(bool((own > 0).all()), f"{name}: the pad page is owned")
+    if first < last:
+        shared = group.component.collect(record.receipt, last - first)
+        _require(
+            np.array_equal(shared, group.table.run(row, first, last)),
+            f"{name}: the table differs from the tree within [0, {record.cache_protected_len})",
+        )
+
+
+def _check_single_owner(cache: KVCache, group: Group, dead: list[Node]) -> None:
+    owned = [group.pool.free_pages(), *group.retired]
+    owned += [group.component.pages(node) for node in (*cache.tree.nodes(), *dead)]
     for record in cache.open_rows.values():
-        first = record.cache_protected_len // cache.page_size
-        owned.append(cache.table.run(record.row, first, cache.pages_for(record.kv_allocated_len)))
+        owned.append(
+            group.table.run(record.row, group.owned_from(record.row), cache.pages_for(record.kv_allocated_len))
+        )
     pages = np.concatenate(owned)
     unique = np.unique(pages)
     _require(len(unique) == len(pages), "a page has two owners")
-    _require(len(pages) == cache.pool.total, "a page has no owner")
+    _require(len(pages) == group.pool.total, "a page has no owner")
     _require(not len(unique) or unique[0] > 0, "the pad page is owned")
 
 

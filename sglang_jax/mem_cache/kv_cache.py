@@ -1,37 +1,22 @@
 """The KV life cycle of running requests: take a row, grow it, share it through the tree, release it.
 
 The tree owns a row's tokens `[0, cache_protected_len)`; the request owns from there to
-`ceil_page(kv_allocated_len)`. Nothing else stores these facts.
+`ceil_page(kv_allocated_len)`. Nothing else stores these facts. Each group of layers holds its own pages of them, and a
+row grows in all groups or in none.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sglang_jax.config import EvictionPolicy
-from sglang_jax.mem_cache.full_kv import FullKV
-from sglang_jax.mem_cache.ledger import RETIRED, PageLedger, Pages, request_owner, request_owners
-from sglang_jax.mem_cache.page_pool import PagePool
-from sglang_jax.mem_cache.page_table import PageTable
+from sglang_jax.mem_cache.group import Group, WindowGroup, build_group
+from sglang_jax.mem_cache.ledger import request_owner, request_owners
+from sglang_jax.mem_cache.lengths import RowLengths
 from sglang_jax.mem_cache.radix_tree import TOKEN_BYTES, Namespace, Node, Probe, RadixTree
 from sglang_jax.runner.plan import Int32, PageDeltas, PoolSpec
-
-
-class RowLengths:
-    """The lengths of every row's ownership record, as arrays `[rows]`, in tokens.
-
-    `cache_protected_len <= kv_committed_len <= kv_allocated_len`; the first is page aligned. Committed: the KV of
-    tokens that are the request's for certain. Allocated: what launched steps may write.
-    """
-
-    def __init__(self, rows: int) -> None:
-        self.cache_protected: NDArray[np.int32] = np.zeros(rows, np.int32)
-        self.kv_committed: NDArray[np.int32] = np.zeros(rows, np.int32)
-        self.kv_allocated: NDArray[np.int32] = np.zeros(rows, np.int32)
 
 
 @dataclass(slots=True)
@@ -39,8 +24,9 @@ class RowKV:
     """One request's ownership record: its row, and the node it locks (the lock receipt).
 
     The lengths live in the arrays of `RowLengths`, so that a decode batch advances them at once. `serial` tells records
-    of the same row apart. `proven`: what was drawn from this row's KV was finite. `repointed`: the last step that was
-    launched with copies of the row's own, in whose place it reads somebody else's since.
+    of the same row apart. `matched`: tokens of the cached prefix that it started with. `proven`: what was drawn from
+    this row's KV was finite. `repointed`: the last step that was launched with copies of the row's own, in whose place
+    it reads somebody else's since.
     """
 
     row: int
@@ -48,6 +34,7 @@ class RowKV:
     receipt: Node
     lengths: RowLengths
     serial: int = 0
+    matched: int = 0
     proven: bool = False
     repointed: int = -1
 
@@ -65,38 +52,47 @@ class RowKV:
 
 
 class KVCache:
-    """Pages, page table and prefix tree of one pool, and the rows that use them.
+    """Groups of pages, the prefix tree over them, and the rows that use them.
 
     **Arguments:**
 
-    - `pool`: size of the pool; `max_rows`, `max_context`: of the page table.
+    - `pools`: one for each group of layers, all with pages of the same number of tokens; `max_rows`, `max_context`: of
+      the page tables.
+    - `step_tokens`: most tokens that one step computes of a row; `max_context` unless given.
     - `reuse`: False turns prefix reuse off: nothing matches and nothing is inserted, all else is the same.
     - `debug`: keep a ledger of owners.
     """
 
     def __init__(
         self,
-        pool: PoolSpec,
+        pools: tuple[PoolSpec, ...],
         max_rows: int,
         max_context: int,
         *,
+        step_tokens: int | None = None,
         reuse: bool = True,
         eviction: EvictionPolicy = EvictionPolicy.LRU,
         debug: bool = False,
     ) -> None:
-        self.page_size = pool.page_size
+        sizes = {pool.page_size for pool in pools}
+        if len(sizes) != 1:
+            raise ValueError(f"pages of all groups must hold the same number of tokens, got {sorted(sizes)}")
+        (self.page_size,) = sizes
         self.reuse = reuse
-        ledger = PageLedger(pool.num_pages) if debug else None
-        self.pool = PagePool(pool.num_pages, pool.page_size, ledger)
-        self.full = FullKV(self.pool, eviction)
-        self.tree = RadixTree(pool.page_size, (self.full,))
-        self.table = PageTable(max_rows, -(-max_context // pool.page_size))
         self.lengths = RowLengths(max_rows)
+        columns = -(-max_context // self.page_size)
+        most = max_context if step_tokens is None else min(step_tokens, max_context)
+        self.groups: tuple[Group, ...] = tuple(
+            build_group(pool, self.lengths, columns, eviction=eviction, step_tokens=most, ledger=debug)
+            for pool in pools
+        )
+        self.tree = RadixTree(self.page_size, tuple(group.component for group in self.groups))
         self.open_rows: dict[int, RowKV] = {}
-        self.num_evicted = 0
+        self._windows = [group for group in self.groups if isinstance(group, WindowGroup)]
         self._free_rows = list(range(max_rows - 1, -1, -1))
+        self._max_rows = max_rows
         self._serial = 0
-        self._retired: deque[tuple[int, Pages]] = deque()
+        self._launched = self._settled = -1
 
     @property
     def num_free_rows(self) -> int:
@@ -105,26 +101,32 @@ class KVCache:
     @property
     def all_rows_free(self) -> bool:
         """No request has a row."""
-        return len(self._free_rows) == len(self.table.pages)
+        return len(self._free_rows) == self._max_rows
 
     @property
     def available_pages(self) -> int:
-        """Pages that could be handed out now: free, or evictable."""
-        return self.pool.num_free + self.full.evictable
-
-    @property
-    def retired(self) -> list[Pages]:
-        """Runs of pages that nobody owns but a step in flight may still touch."""
-        return [pages for _, pages in self._retired]
+        """Pages that every group could hand out now: free, or evictable."""
+        if len(self.groups) == 1:
+            return self.groups[0].available
+        return min([group.available for group in self.groups])
 
     @property
     def retired_pages(self) -> int:
         """How many pages are retired."""
-        return sum(len(pages) for pages in self.retired)
+        return sum(group.retired_pages for group in self.groups)
+
+    @property
+    def num_evicted(self) -> int:
+        """Pages that were evicted so far."""
+        return sum(group.num_evicted for group in self.groups)
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold this many tokens."""
         return -(-tokens // self.page_size)
+
+    def too_small_for(self, tokens: int) -> Group | None:
+        """A group whose pool cannot hold what one request of so many tokens needs, if there is one."""
+        return next((group for group in self.groups if group.least(tokens) > group.pool.total), None)
 
     def probe(self, tokens: bytes, limit: int, namespace: Namespace) -> Probe:
         """Where the cached prefix of a prompt (int32 bytes) ends. Changes nothing.
@@ -138,22 +140,16 @@ class KVCache:
         """Tokens of a prompt (int32 bytes), at most `limit`, whose KV is cached. Changes nothing."""
         return self.probe(tokens, limit, namespace).length
 
-    def available_beside(self, probe: Probe) -> int:
-        """Pages that could be handed out once a request holds the prefix that was probed."""
-        return self.available_pages - self.full.lockable(probe.node, probe.covered)
-
     def open_row(self, probe: Probe) -> RowKV:
         """Gives a request a row that starts with the prefix that was just probed, locked. A row must be free."""
         node = self.tree.claim(probe)
         self.tree.lock(node)
         self._serial += 1
-        record = RowKV(self._free_rows.pop(), node.namespace, node, self.lengths, self._serial)
+        record = RowKV(self._free_rows.pop(), node.namespace, node, self.lengths, self._serial, probe.length)
         if probe.length:
-            row = record.row
-            self.lengths.cache_protected[row] = probe.length
-            self.lengths.kv_committed[row] = probe.length
-            self.lengths.kv_allocated[row] = probe.length
-            self.table.write_run(row, 0, self.full.collect(node))
+            self.lengths.start(record.row, probe.length)
+            for group in self.groups:
+                group.open(record.row, node, probe.length // self.page_size)
         self.open_rows[record.row] = record
         return record
 
@@ -163,19 +159,19 @@ class KVCache:
 
     def extend_rows(self, rows: Int32, lengths: Int32) -> bool:
         """Allocates up to `lengths` `[rows]` tokens for `rows` `[rows]`, each named once; False, and nothing is taken,
-        if pages are short."""
+        if some group's pages are short."""
         size = np.int32(self.page_size)
-        first = -(-self.lengths.kv_allocated[rows] // size)
+        before = self.lengths.kv_allocated[rows]
+        first = -(-before // size)
         counts = -(-lengths // size) - first
         total = int(counts.sum())
         if total:
             repeated = np.repeat(rows, counts)
-            pages = self._take(total, request_owners(repeated))
-            if pages is None:
-                return False
             starts = np.cumsum(counts) - counts
             columns = np.arange(total, dtype=np.int32) + np.repeat(first - starts, counts).astype(np.int32)
-            self.table.write(repeated, columns, pages)
+            if not self._grow(repeated, columns):
+                return False
+        self.lengths.first_query[rows] = before
         self.lengths.kv_allocated[rows] = lengths
         return True
 
@@ -188,13 +184,23 @@ class KVCache:
         crossing = (lengths & (self.page_size - 1)) == 0
         if crossing.any():
             needy = rows[crossing]
-            pages = self._take(len(needy), request_owners(needy))
-            if pages is None:
+            self.let_go(needy if len(needy) <= self.available_pages else self._all_rows())
+            if not self._grow(needy, lengths[crossing] // np.int32(self.page_size)):
                 return None
-            self.table.write(needy, lengths[crossing] // np.int32(self.page_size), pages)
+        if self._windows:
+            self.lengths.first_query[rows] = lengths
         lengths += 1
         self.lengths.kv_allocated[rows] = lengths
         return lengths
+
+    def let_go(self, rows: Int32) -> None:
+        """Gives up what no step in flight and none to come will read of `rows` `[rows]`, which the next step does not
+        have yet."""
+        if self._windows:
+            in_flight = self._launched > self._settled
+            reading = (self.lengths.first_query if in_flight else self.lengths.kv_allocated)[rows]
+            for group in self._windows:
+                group.let_go(rows, reading, self.open_rows)
 
     def cache_prefix(self, record: RowKV, tokens: bytes, length: int, step: int | None) -> None:
         """Puts the first `length` of a request's tokens (int32 bytes), which it has computed, in the tree up to the
@@ -211,25 +217,21 @@ class KVCache:
             return
         row = record.row
         first, last = protected // self.page_size, length // self.page_size
-        own = self.table.run(row, first, last)
-        owner = request_owner(row)
+        runs = tuple([group.table.run(row, first, last) for group in self.groups])
         run = tokens[protected * TOKEN_BYTES : length * TOKEN_BYTES]
-        added = self.tree.insert(receipt, run, (own,), owner, record.serial)
+        added = self.tree.insert(receipt, run, runs, request_owner(row), record.serial)
         if receipt.parent is None:
             self.tree.lock(added.node)
         else:
             self.tree.extend_lock(receipt, added.node)
+        repointed = [group.share(record, added, first, own, step) for group, own in zip(self.groups, runs, strict=True)]
         record.receipt = added.node
-        if added.already_there:
-            duplicates = own[: added.already_there // self.page_size]
-            theirs = self.full.collect(added.node)[first : first + len(duplicates)]
-            self.table.write_run(row, first, theirs)
-            self._retire(duplicates, owner, step)
+        self.lengths.cache_protected[row] = length
+        if any(repointed):
             if step is not None:
                 record.repointed = step
         elif record.proven:
-            self.tree.prove(added.node)
-        self.lengths.cache_protected[row] = length
+            self._prove(record)
 
     def prove(self, record: RowKV, step: int) -> bool:
         """What a row drew in `step` was finite: all that it read, and what it will still add, is fit to be shared.
@@ -239,16 +241,26 @@ class KVCache:
         if record.repointed >= step:
             return False
         record.proven = True
-        self.tree.prove(record.receipt)
+        self._prove(record)
         return True
+
+    def _prove(self, record: RowKV) -> None:
+        self.tree.prove(record.receipt)
+        for group in self._windows:
+            group.prove(record, record.receipt)
 
     def distrust(self, record: RowKV) -> None:
         """A row drew something that is not finite: nothing that it computed, or read unproven, is matched again. Who
         depends on such KV keeps it until it lets go."""
-        top = None
+        top, last = None, record.cache_protected_len // self.page_size
         for node in record.receipt.path():
-            if not node.dead and (node.writer == record.serial or not node.proven):
+            if not node.dead and (
+                node.writer == record.serial
+                or not node.proven
+                or any(group.in_doubt(record, node, last) for group in self._windows)
+            ):
                 top = node
+            last -= len(node.key) // self.tree.page_bytes
         if top is not None:
             self.tree.cut(top)
 
@@ -265,48 +277,52 @@ class KVCache:
         """
         if insert:
             self.cache_prefix(record, tokens, record.kv_committed_len, None)
-        first = record.cache_protected_len // self.page_size
         allocated = self.pages_for(record.kv_allocated_len)
-        if allocated > first:
-            self.pool.free(self.table.run(record.row, first, allocated), request_owner(record.row))
+        for group in self.groups:
+            group.release(record, allocated)
         self.tree.unlock(record.receipt)
-        self._free_row(record.row, allocated)
+        self._free_row(record.row)
+
+    def launched(self, step: int) -> None:
+        """Step `step` is in flight, with all that rows were extended by."""
+        self._launched = step
 
     def settle(self, step: int) -> None:
         """Step `step` has finished: what was retired until then is free."""
-        while self._retired and self._retired[0][0] <= step:
-            self.pool.free(self._retired.popleft()[1], RETIRED)
+        self._settled = step
+        for group in self.groups:
+            group.settle(step)
 
     def flush(self) -> None:
         """Evicts everything that no request depends on."""
-        self.tree.evict(self.full, self.full.evictable)
+        for group in self.groups:
+            self.tree.evict(group.component, group.component.evictable)
 
-    def take_deltas(self) -> PageDeltas:
-        """Page-table entries that changed since the last call."""
-        return self.table.take_deltas()
+    def take_deltas(self) -> tuple[PageDeltas, ...]:
+        """Page-table entries that changed since the last call, of each group."""
+        return tuple([group.table.take_deltas() for group in self.groups])
 
     def _matchable(self, tokens: bytes, limit: int) -> bytes:
         return tokens[: max(limit, 0) // self.page_size * self.page_size * TOKEN_BYTES]
 
-    def _take(self, count: int, owner: int | NDArray[np.int64]) -> Pages | None:
-        shortfall = count - self.pool.num_free
-        if shortfall > 0:
-            if shortfall > self.full.evictable:
-                return None
-            self.num_evicted += self.tree.evict(self.full, shortfall)
-        return self.pool.alloc(count, owner)
-
-    def _retire(self, pages: Pages, owner: int, step: int | None) -> None:
-        if step is None:
-            self.pool.free(pages, owner)
-            return
-        if self.pool.ledger is not None:
-            self.pool.ledger.move(pages, owner, RETIRED)
-        self._retired.append((step, pages))
-
-    def _free_row(self, row: int, columns: int) -> None:
-        for column in (self.lengths.cache_protected, self.lengths.kv_committed, self.lengths.kv_allocated):
-            column[row] = 0
-        self.table.clear(row, columns)
+    def _free_row(self, row: int) -> None:
+        self.lengths.start(row, 0)
         del self.open_rows[row]
         self._free_rows.append(row)
+
+    def _all_rows(self) -> Int32:
+        return np.fromiter(self.open_rows, np.int32, len(self.open_rows))
+
+    def _grow(self, rows: Int32, columns: Int32) -> bool:
+        """Gives rows pages at `(rows[i], columns[i])`, of every group or of none."""
+        count = len(columns)
+        if count > self.available_pages:
+            return False
+        owners = request_owners(rows)
+        for group in self.groups:
+            shortfall = count - group.pool.num_free
+            if shortfall > 0:
+                group.num_evicted += self.tree.evict(group.component, shortfall)
+        for group in self.groups:
+            group.table.write(rows, columns, group.take(count, owners))
+        return True

@@ -38,6 +38,12 @@ class PageTable:
         """Pages of columns `[first, last)` of a row, a copy."""
         return self.pages[row, first:last].copy()
 
+    def take_out(self, rows: Int32, columns: Int32) -> Pages:
+        """Pages at `(rows[i], columns[i])`, which are forgotten, as by `clear`."""
+        pages: Pages = self.pages[rows, columns]
+        self.pages[rows, columns] = 0
+        return pages
+
     def clear(self, row: int, columns: int) -> None:
         """Forgets a row, of which the first `columns` columns are in use. The runner is not told: a row that is not in
         a plan is not read."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_jax.mem_cache.component import Component
+from sglang_jax.mem_cache.component import UNBROKEN, Component
 from sglang_jax.mem_cache.ledger import Pages
 
 TOKEN_BYTES = 4
@@ -25,6 +25,7 @@ class Node:
 
     - `writer`: serial of the record that computed it.
     - `proven`: something was drawn from it and was finite. Whatever is above a proven node is proven.
+    - `locks`: how many requests depend on the prefix that ends here or below. Whatever is above a locked node is.
     - `dead`: cut off. No match reaches it or anything below it; it lasts as long as its locks.
     """
 
@@ -36,6 +37,7 @@ class Node:
         "id",
         "key",
         "last_access",
+        "locks",
         "namespace",
         "parent",
         "proven",
@@ -55,6 +57,7 @@ class Node:
         self.created = now
         self.last_access = now
         self.hits = 0
+        self.locks = 0
         self.writer = writer
         self.proven = False
         self.dead = False
@@ -87,7 +90,7 @@ class Insertion:
 
 
 class RadixTree:
-    """Keys, splits, matches, recency, eviction and removal; all components are told of each.
+    """Keys, splits, matches, locks, recency, eviction and removal; all components are told of each.
 
     `probe` reads only; `claim` splits the node in which a probe ended, so that the prefix ends at a node's end, and
     refreshes recency. Time is a counter, not a clock, so that order is exact.
@@ -97,6 +100,7 @@ class RadixTree:
         self.page_size = page_size
         self.page_bytes = page_size * TOKEN_BYTES
         self.components = components
+        self._partial = [(index, one) for index, one in enumerate(components) if not one.complete]
         self.roots: dict[Namespace, Node] = {}
         self.num_nodes = 0
         self._next_id = 1
@@ -110,9 +114,12 @@ class RadixTree:
         if root is None:
             return Probe(self.root(namespace), 0, True, 0)
         best = Probe(root, 0, True, 0)
+        runs = [UNBROKEN] * len(self._partial)
         for node, start, end, whole in self._walk(root, tokens):
-            if all(component.accepts_boundary(node, whole) for component in self.components):
-                best = Probe(node, (end - start) // self.page_bytes, whole, end // TOKEN_BYTES)
+            pages = (end - start) // self.page_bytes
+            runs = [one.follow(run, node, pages) for run, (_, one) in zip(runs, self._partial, strict=True)]
+            if all(one.accepts(run) for run, (_, one) in zip(runs, self._partial, strict=True)):
+                best = Probe(node, pages, whole, end // TOKEN_BYTES)
         return best
 
     def claim(self, probe: Probe) -> Node:
@@ -129,12 +136,14 @@ class RadixTree:
         self._touch(node)
         return node
 
-    def insert(self, below: Node, tokens: bytes, pages: tuple[Pages, ...], giver: int, writer: int = 0) -> Insertion:
+    def insert(
+        self, below: Node, tokens: bytes, pages: tuple[Pages, ...], previous_owner: int, writer: int = 0
+    ) -> Insertion:
         """Adds the run `tokens` (whole pages) after the prefix that ends at `below`, which is not dead.
 
-        The part that is there already is left alone. What is new becomes one leaf, computed by `writer`, whose
-        components adopt the rest of `pages` (one array per component, `[pages of the run]`) from the owner with code
-        `giver`.
+        `pages`: one array per component, `[pages of the run]`, 0 where there is none. Of the part that is there already
+        components take what they lack. What is new becomes one leaf, computed by `writer`, whose components adopt the
+        rest from the owner with code `previous_owner`.
         """
         self._now += 1
         if below.parent is None:
@@ -143,30 +152,53 @@ class RadixTree:
         for reached, start, end, whole in self._walk(below, tokens):
             node = reached if whole else self._split(reached, end - start)
             node.last_access = self._now
+            for index, component in self._partial:
+                component.fill(node, pages[index][start // self.page_bytes : end // self.page_bytes], previous_owner)
             there = end
         if there < len(tokens):
             node = self._add_leaf(node, tokens[there:] if there else tokens, writer)
             first = there // self.page_bytes
             for component, run in zip(self.components, pages, strict=True):
-                component.adopt(node, run[first:], giver)
+                component.adopt(node, run[first:], previous_owner)
         self._touch(node)
         return Insertion(node, there // TOKEN_BYTES)
 
     def lock(self, node: Node) -> None:
         """A request starts to depend on the prefix that ends at `node`."""
-        for component in self.components:
-            component.lock(node)
+        while node.parent is not None:
+            self._lock_one(node)
+            node = node.parent
 
     def extend_lock(self, held: Node, node: Node) -> None:
         """Who depends on `held` depends on `node` from now on, which is `held` or below it."""
-        for component in self.components:
-            component.extend_lock(held, node)
+        while node is not held:
+            assert node.parent is not None, f"tree node {held.id} is not above"
+            self._lock_one(node)
+            node = node.parent
+
+    def _lock_one(self, node: Node) -> None:
+        if node.locks == 0:
+            for component in self.components:
+                component.pin(node)
+        node.locks += 1
 
     def unlock(self, node: Node) -> None:
         """Takes one `lock` of this node back."""
-        for component in self.components:
-            component.unlock(node)
-            component.give_back()
+        last, loose = node, False
+        while last.dead and last.parent is not None:
+            last = last.parent
+        while node.parent is not None:
+            if node.locks <= 0:
+                raise RuntimeError(f"tree node {node.id} was unlocked more often than locked")
+            node.locks -= 1
+            if node.locks == 0:
+                loose = True
+                for component in self.components:
+                    component.unpin(node)
+            node = node.parent
+        if loose:
+            self._prune(last)
+            self._give_back()
 
     def prove(self, node: Node) -> None:
         """What was drawn from the prefix that ends at `node` was finite."""
@@ -179,7 +211,6 @@ class RadixTree:
         parent = node.parent
         assert parent is not None
         del parent.children[node.key[: self.page_bytes]]
-        self._drop_empty_root(parent)
         self._touch(parent)
         lost = [node]
         for each in lost:
@@ -189,36 +220,54 @@ class RadixTree:
             self.num_nodes -= 1
             for component in self.components:
                 component.bury(each)
+        self._drop_empty_root(parent)
+        self._prune(parent)
         self._give_back()
 
     def evict(self, component: Component, shortfall: int) -> int:
-        """Frees up to `shortfall` pages of a component, the least worthy leaves first and each from its tail. What the
-        others hold at the same places is freed with them.
+        """Frees `shortfall` pages of a component, or as many as it has, the least worthy first: leaves from their tail,
+        or pages that go without their node. Where a leaf goes, all components give up what they hold there.
 
-        **Returns:** how many pages of the component were freed.
+        **Returns:** how many pages of the component were freed: more than the shortfall where what is left of a leaf
+        would serve nobody.
         """
-        freed = 0
-        while freed < shortfall and (node := component.candidate()) is not None:
-            pages = len(node.key) // self.page_bytes
-            count = min(pages, shortfall - freed)
-            freed += count
-            if count < pages:
-                self._trim_leaf(node, pages - count)
-            else:
-                self._remove_leaf(node)
+        before = component.evictable
+        goal = max(before - shortfall, 0)
+        while component.evictable > goal and (node := component.candidate()) is not None:
+            keep = component.evict_at(node, component.evictable - goal)
+            if keep == 0:
+                node = self._remove_leaf(node)
+            elif keep * self.page_bytes < len(node.key):
+                self._trim_leaf(node, keep)
+            self._prune(node)
         self._give_back()
-        return freed
+        return before - component.evictable
 
-    def _remove_leaf(self, node: Node) -> None:
+    def _prune(self, node: Node) -> None:
+        """Removes a leaf that nobody depends on and at whose end no match may end, so that what it holds serves nobody;
+        then its parent, if that has become such a leaf."""
+        if not self._partial:
+            return
+        while (
+            node.parent is not None
+            and not (node.children or node.locks or node.dead)
+            and not all(component.accepts_end(node) for _, component in self._partial)
+        ):
+            node = self._remove_leaf(node)
+
+    def _remove_leaf(self, node: Node) -> Node:
+        """Returns its parent."""
         parent = node.parent
         assert parent is not None
         assert not node.children
+        assert not node.locks
         for component in self.components:
             component.remove(node)
         del parent.children[node.key[: self.page_bytes]]
         self.num_nodes -= 1
         self._touch(parent)
         self._drop_empty_root(parent)
+        return parent
 
     def _trim_leaf(self, node: Node, pages: int) -> None:
         assert pages > 0
@@ -283,13 +332,13 @@ class RadixTree:
         assert 0 < size < len(lower.key)
         upper = self._new_node(lower.key[:size], parent, lower.namespace, lower.writer)
         upper.created, upper.hits, upper.last_access = lower.created, lower.hits, lower.last_access
-        upper.proven = lower.proven
+        upper.proven, upper.locks = lower.proven, lower.locks
         parent.children[upper.key[: self.page_bytes]] = upper
         lower.key = lower.key[size:]
         lower.parent = upper
         upper.children[lower.key[: self.page_bytes]] = lower
         for component in self.components:
-            component.split(upper, lower, size // self.page_bytes)
+            component.split(upper, lower)
         return upper
 
     def _add_leaf(self, parent: Node, key: bytes, writer: int) -> Node:

@@ -1,14 +1,15 @@
 """A runner without a model: what a row draws is a hash of everything that the row can see.
 
 Each KV slot holds a hash of its token, its position, and all that its query saw when it was written. A page mistake
-anywhere, now or earlier, changes what is drawn. `FakeRunner` keeps copies of its own (page table, last tokens, sampling
-state), fed by the plans alone, so mistakes in what a plan carries show too. KV of one namespace differs from that of
+anywhere, now or earlier, changes what is drawn. Each group of layers has slots of its own; of one with a window a query
+sees the last ones. `FakeRunner` keeps copies of its own (page tables, last tokens, sampling state), fed by the plans
+alone, so mistakes in what a plan carries show too. KV of one namespace differs from that of
 another, and a step that a device fault spoils writes KV from which nothing finite can be drawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,11 +70,45 @@ def _logprob(seen: int, token: int) -> float:
     return -float(_mix(seen, token) % 10007) / 1000.0
 
 
+class _Sight:
+    """What queries of one row know, which go on from position to position: of each group the slots that they see.
+
+    **Arguments:** `windows`: of each group, 0 where it sees all; `begin`: what is known before anything was seen;
+    `read(group, position)`: content of a slot.
+    """
+
+    def __init__(self, windows: tuple[int, ...], begin: int, read: Callable[[int, int], int]) -> None:
+        self._windows = windows
+        self._begin = begin
+        self._read = read
+        self._known = [begin] * len(windows)
+        self._seen = [0] * len(windows)
+
+    def of(self, position: int, end: int) -> int:
+        """What the query at `position` knows of the slots before `end`."""
+        for group, window in enumerate(self._windows):
+            if window:
+                self._known[group] = self._begin
+                self._seen[group] = max(position - window + 1, 0)
+            for place in range(self._seen[group], end):
+                self._known[group] = _see(self._known[group], self._read(group, place))
+            self._seen[group] = end
+        if len(self._known) == 1:
+            return self._known[0]
+        return _NOT_FINITE if _NOT_FINITE in self._known else _mix(*self._known)
+
+
+def _content(value: int, group: int) -> int:
+    """A group's part of what a query writes: no two groups have the same."""
+    return _mix(value, group) if group and value != _NOT_FINITE else value
+
+
 @dataclass(frozen=True, slots=True)
 class Oracle:
-    """What `FakeRunner` must draw, computed from the tokens alone."""
+    """What `FakeRunner` must draw, computed from the tokens alone. `windows`: of each group, 0 where it sees all."""
 
     vocab_size: int
+    windows: tuple[int, ...] = (0,)
 
     def output(
         self,
@@ -85,26 +120,34 @@ class Oracle:
     ) -> list[int]:
         """Output tokens of a request, the stop token included."""
         stops = set(stop_ids)
-        seen = _begin(namespace)
-        for position, token in enumerate(prompt):
-            seen = _see(seen, _write(seen, token, position))
-        output: list[int] = []
+        tokens, output = list(prompt), list[int]()
+        queries = self._queries(tokens, namespace)
+        seen = [next(queries) for _ in prompt][-1]
         while len(output) < max_new_tokens:
             token = _draw(seen, seed, len(prompt), self.vocab_size)
             output.append(token)
             if token in stops:
                 break
-            seen = _see(seen, _write(seen, token, len(prompt) + len(output) - 1))
+            tokens.append(token)
+            seen = next(queries)
         return output
 
     def prompt_logprobs(self, prompt: Sequence[int], namespace: str | None = None) -> list[float]:
         """Logprob of each prompt token but the first, float32."""
-        seen, logprobs = _begin(namespace), []
-        for position, token in enumerate(prompt):
-            if position:
-                logprobs.append(float(np.float32(_logprob(seen, token))))
-            seen = _see(seen, _write(seen, token, position))
-        return logprobs
+        queries = self._queries(prompt, namespace)
+        return [float(np.float32(_logprob(next(queries), token))) for token in prompt[1:]]
+
+    def _queries(self, tokens: Sequence[int], namespace: str | None) -> Iterator[int]:
+        """What the query of each token knows; tokens may be appended while it is asked."""
+        written: list[list[int]] = [[] for _ in self.windows]
+        sight = _Sight(self.windows, _begin(namespace), lambda group, place: written[group][place])
+        position = 0
+        while True:
+            value = _write(sight.of(position, position), tokens[position], position)
+            for group, slots in enumerate(written):
+                slots.append(_content(value, group))
+            yield sight.of(position, position + 1)
+            position += 1
 
 
 class FakeHandle:
@@ -137,8 +180,9 @@ class FakeRunner:
         self._lazy = lazy
         self._invalid_token = invalid_token
         self._page_size = spec.pools[0].page_size
-        self._slots = [0xBAD] * (spec.pools[0].num_pages * self._page_size)
-        self._table = np.zeros((spec.max_rows, spec.max_pages_per_row), np.int32)
+        self._windows = tuple([pool.window for pool in spec.pools])
+        self._slots = [[0xBAD] * (pool.num_pages * self._page_size) for pool in spec.pools]
+        self._tables = [np.zeros((spec.max_rows, spec.max_pages_per_row), np.int32) for _ in spec.pools]
         self._last_token: Int32 = np.full(spec.max_rows, -7, np.int32)
         self._rows: dict[int, RowUpdate] = {}
         self._next_step = 0
@@ -168,11 +212,11 @@ class FakeRunner:
             self.spoil_next = False
         return FakeHandle(lambda: self._run(plan, begin), self._lazy)
 
-    def scribble(self, pages: Int32) -> None:
+    def scribble(self, pages: Int32, group: int = 0) -> None:
         """Overwrites pages with noise: what may happen to a page as soon as it is free."""
         for page in pages.tolist():
             first = page * self._page_size
-            self._slots[first : first + self._page_size] = [_mix(page, 0xDEAD)] * self._page_size
+            self._slots[group][first : first + self._page_size] = [_mix(page, 0xDEAD)] * self._page_size
 
     def _check(self, plan: StepPlan) -> None:
         """Everything that the plan promises of itself."""
@@ -187,6 +231,7 @@ class FakeRunner:
         assert plan.num_tokens <= self._spec.token_budget, f"{plan.num_tokens} tokens in one step"
         assert plan.samples[: plan.num_decode].all()
         assert int(plan.kv_lens.max()) <= self._spec.max_context
+        assert len(plan.page_deltas) == len(self._tables)
         for deltas in plan.page_deltas:
             keys = set(zip(deltas.rows.tolist(), deltas.columns.tolist(), strict=True))
             assert len(keys) == len(deltas.pages), "a page-table entry appears twice"
@@ -195,8 +240,8 @@ class FakeRunner:
     def _run(self, plan: StepPlan, begin: list[int]) -> StepResult:
         for update in plan.row_updates:
             self._rows[update.row] = update
-        deltas = plan.page_deltas[0]
-        self._table[deltas.rows, deltas.columns] = deltas.pages
+        for table, deltas in zip(self._tables, plan.page_deltas, strict=True):
+            table[deltas.rows, deltas.columns] = deltas.pages
         tokens = np.full(len(plan.rows), INVALID_TOKEN, np.int32)
         seen_after: list[list[int]] = []
         first = 0
@@ -219,20 +264,19 @@ class FakeRunner:
             tuple(self._prompt_logprobs(asked, plan, seen_after) for asked in plan.prompt_logprobs),
         )
 
-    def _slot(self, row: int, position: int) -> int:
-        page = int(self._table[row, position // self._page_size])
+    def _slot(self, group: int, row: int, position: int) -> int:
+        page = int(self._tables[group][row, position // self._page_size])
         return page * self._page_size + position % self._page_size
 
-    def _forward(self, row: int, start: int, tokens: list[int], seen: int) -> list[int]:
-        """Computes tokens at positions from `start` on; what each of their queries saw, who knew `seen` before."""
-        for position in range(start):
-            seen = _see(seen, self._slots[self._slot(row, position)])
+    def _forward(self, row: int, start: int, tokens: list[int], begin: int) -> list[int]:
+        """Computes tokens at positions from `start` on; what each of their queries knows, who knew `begin` before."""
+        sight = _Sight(self._windows, begin, lambda group, place: self._slots[group][self._slot(group, row, place)])
         result = []
         for position, token in enumerate(tokens, start):
-            value = _write(seen, token, position)
-            self._slots[self._slot(row, position)] = value
-            seen = _see(seen, value)
-            result.append(seen)
+            value = _write(sight.of(position, position), token, position)
+            for group, slots in enumerate(self._slots):
+                slots[self._slot(group, row, position)] = _content(value, group)
+            result.append(sight.of(position, position + 1))
         return result
 
     def _logprobs(self, plan: StepPlan, tokens: Int32, seen_after: list[list[int]]) -> TopLogprobs:

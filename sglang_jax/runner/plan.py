@@ -27,18 +27,25 @@ INVALID_TOKEN = -1
 
 
 class PoolKind(StrEnum):
-    """What a pool's pages hold."""
+    """What layers see of a row: all of its tokens, or the last ones."""
 
     FULL = "full"
+    WINDOW = "window"
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """One kind of KV pages. `num_pages` counts the pad page 0, which is never handed out."""
+    """The KV pages of one group of layers. `num_pages` counts the pad page 0, which is never handed out. `window`:
+    tokens that a query sees, its own among them; 0 for those that see all."""
 
     kind: PoolKind
     num_pages: int
     page_size: int
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.kind is PoolKind.WINDOW) != (self.window > 0):
+            raise ValueError(f"a pool of kind {self.kind} has a window of {self.window} tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +69,7 @@ class RunnerSpec:
 
     @property
     def max_pages_per_row(self) -> int:
-        """Columns of the page table of the first pool."""
+        """Columns of each page table."""
         return -(-self.max_context // self.pools[0].page_size)
 
 
@@ -122,7 +129,8 @@ class StepPlan:
     - `prefill_tokens`: `[sum(query_lens[num_decode:])]`, the tokens of the other sequences, in order.
     - `samples`: `[n]` True where the sequence draws a token after its last query; False for a chunk that
       does not end its prompt, or whose request only scores it. A drawn token becomes the row's last token.
-    - `page_deltas`: one for each pool of the spec.
+    - `page_deltas`: one for each pool of the spec. Of a pool with a window, entries that the step's queries see are
+      right; those before them may name pages that are somebody else's by now.
     - `row_updates`: rows whose sampling state is to be replaced before the step.
     - `top_logprobs`: `NO_LOGPROBS`, or one of `LOGPROB_BUCKETS`: alternatives reported beside the drawn
       token's own logprob.

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from sglang_jax.mem_cache.group import Group
 from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.mem_cache.radix_tree import TOKEN_BYTES, Namespace, Node, Probe
+from sglang_jax.runner.plan import Int32
 from sglang_jax.scheduler.chunking import PrefillWork
 from sglang_jax.scheduler.request import Request, RequestState
 from sglang_jax.scheduler.request_table import RequestTable
@@ -114,13 +116,19 @@ class Admission:
         tried: set[int] = set()
         reach = self._cache.num_free_rows + len(self._cache.open_rows) + MAX_SHARERS_PASSED
         for request in self._by_order(look, reach):
-            while self._younger_seats >= self.aged_turn - 1 and queue and (oldest := queue.oldest()).id not in tried:
-                tried.add(oldest.id)
-                look.aged = oldest
-                yield oldest
+            while self._younger_seats >= self.aged_turn - 1 and queue and self._has_its_turn(queue.oldest(), look):
+                look.aged = queue.oldest()
+                tried.add(look.aged.id)
+                yield look.aged
             if request.kv is None and request.id not in tried and request.state is not RequestState.FINISHED:
                 tried.add(request.id)
                 yield request
+
+    @staticmethod
+    def _has_its_turn(oldest: Request, look: _Look) -> bool:
+        """False once this look gave the oldest its turn, or found that it does not fit. That it was passed over, for
+        the sake of a prefix, does not count: the turn is given without waiting for one."""
+        return oldest is not look.aged and oldest not in look.refused
 
     def _by_order(self, look: _Look, reach: int) -> Iterator[Request]:
         """By policy while the step has tokens that nobody has claimed, and not too many do not fit; then those with
@@ -143,7 +151,7 @@ class Admission:
 
     def _consider(self, request: Request, look: _Look) -> bool:
         """Seats a request, passes it over or refuses it; False where the look at the queue is over."""
-        if self._cache.pages_for(request.prefill_len) > self._cache.pool.total:
+        if self._cache.too_small_for(request.prefill_len) is not None:
             self._refuse(request)
             return True
         probe = self._cache.probe(request.tokens, request.match_limit, request.namespace)
@@ -225,8 +233,7 @@ class _Look:
         self.offers: set[Offer] = set()
         for request in prefilling:
             self._add_offer(request)
-        self._newcomers_pages = 0
-        self._newcomers_output = 0
+        self._rooms = [_Room(group) for group in cache.groups]
         self._counted = False
 
     @property
@@ -235,24 +242,18 @@ class _Look:
         return self.work.total >= self.allowance
 
     def fits(self, request: Request, probe: Probe) -> bool:
-        """Whether there is room for a request, beside what runs and the share kept for the output of all."""
-        cache = self._cache
-        needed = cache.pages_for(request.prefill_len) - probe.length // cache.page_size
-        available = cache.available_beside(probe)
-        if not cache.open_rows:
-            return needed <= available
-        if not self._counted:
+        """Whether every group has room for a request, beside what runs and the share kept for the output of all."""
+        alone = not self._cache.open_rows
+        if not (alone or self._counted):
             self._count()
-        output = self._output + self._newcomers_output + min(request.total_len - request.prefill_len, CLIP)
-        reserved = self._pages + self._newcomers_pages + cache.pages_for(int(output * self._ratio))
-        return needed + reserved <= available
+        return all(room.fits(request, probe, 0.0 if alone else self._ratio) for room in self._rooms)
 
     def add(self, request: Request, probe: Probe) -> None:
         """A request was given a row."""
         self.seated.append(request)
         self.work.add(request, request.prefill_len - probe.length)
-        self._newcomers_pages += self._cache.pages_for(request.prefill_len) - probe.length // self._cache.page_size
-        self._newcomers_output += min(request.total_len - request.prefill_len, CLIP)
+        for room in self._rooms:
+            room.add(request, probe)
         self._add_offer(request)
 
     def _add_offer(self, request: Request) -> None:
@@ -262,14 +263,42 @@ class _Look:
             self.offers.add(_offer(request, record.receipt, first, page))
 
     def _count(self) -> None:
-        """Pages for the rest of the prompts under way, and tokens that running requests may still draw: those that had
-        rows before this look, and are not over."""
+        """What those take still that had rows before this look, and are not over."""
         cache, table = self._cache, self._table
         rows = np.nonzero(table.active)[0]
         known = np.maximum(table.num_tokens[rows], cache.lengths.kv_allocated[rows])
-        self._output = int(np.minimum(table.total_len[rows] - known, CLIP).clip(0).sum())
-        self._pages = sum(
-            cache.pages_for(request.prefill_len) - cache.pages_for(request.record.kv_allocated_len)
-            for request in self._under_way
-        )
+        left = np.minimum(table.total_len[rows] - known, CLIP).clip(0)
+        for room in self._rooms:
+            room.count(known, left, self._under_way)
         self._counted = True
+
+
+class _Room:
+    """What is spoken for of one group's pages: `pages` by prompts under way, `output` in tokens that may be drawn."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._pages = 0
+        self._output = 0
+
+    def count(self, known: Int32, left: Int32, under_way: list[Request]) -> None:
+        """Adds rows with `known` tokens that may draw `left` more, `[rows]` each, and the rest of prompts."""
+        self._output += self._group.output_need(known, left)
+        self._pages += sum([self._group.rest_need(request.prefill_len, request.row) for request in under_way])
+
+    def add(self, request: Request, probe: Probe) -> None:
+        """Adds a request that starts with the prefix that was probed."""
+        self._pages += self._group.prompt_need(request.prefill_len, probe.length)
+        self._output += self._output_of(request)
+
+    def fits(self, request: Request, probe: Probe, ratio: float) -> bool:
+        """Whether there is room for one more, where `ratio` of what may be drawn is kept free; 0 where nobody runs."""
+        group = self._group
+        needed = group.prompt_need(request.prefill_len, probe.length) + self._pages
+        if ratio:
+            needed += group.pages_for(int((self._output + self._output_of(request)) * ratio))
+        return needed <= group.available_beside(probe)
+
+    def _output_of(self, request: Request) -> int:
+        length = request.prefill_len
+        return self._group.output_need(length, min(request.total_len - length, CLIP))

@@ -137,7 +137,7 @@ class Planner:
             kv_lens=kv_lens,
             prefill_tokens=_NO_TOKENS,
             samples=self._yes[:count],
-            page_deltas=(self._cache.take_deltas(),),
+            page_deltas=self._cache.take_deltas(),
             top_logprobs=self._top_logprobs(rows),
         )
         return Planned(plan, rows, None)
@@ -163,6 +163,7 @@ class Planner:
         cache, work = self._cache, self._work()
         starts = [request.prefill_len - left for request, left in zip(prompts, work, strict=True)]
         parts = self._sharing.share(prompts, work, allowance)
+        cache.let_go(np.array([request.row for request in prompts], np.int32))
         pages = cache.available_pages
         chunks: list[Chunk] = []
         for request, start, length in zip(prompts, starts, parts, strict=True):
@@ -203,7 +204,7 @@ class Planner:
             kv_lens=np.concatenate((decode_lens, starts + lengths)),
             prefill_tokens=np.frombuffer(tokens, np.int32),
             samples=samples,
-            page_deltas=(self._cache.take_deltas(),),
+            page_deltas=self._cache.take_deltas(),
             row_updates=tuple([_row_update(request) for request in newcomers]),
             top_logprobs=self._top_logprobs(rows[picks]),
             prompt_logprobs=tuple(entry for _, entry in wanted),

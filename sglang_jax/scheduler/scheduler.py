@@ -69,9 +69,10 @@ class Scheduler:
         self._runner = runner
         self._check = config.debug_memory
         self.cache = KVCache(
-            spec.pools[0],
+            spec.pools,
             spec.max_rows,
             spec.max_context,
+            step_tokens=min(config.chunked_prefill_size, spec.token_budget),
             reuse=not config.disable_radix_cache,
             eviction=config.radix_eviction_policy,
             debug=config.debug_memory,
@@ -116,18 +117,18 @@ class Scheduler:
 
     @property
     def max_total_tokens(self) -> int:
-        """Tokens that the pool holds."""
-        return self.cache.pool.total * self.cache.page_size
+        """Tokens that the pool of the first group holds."""
+        return self.cache.groups[0].max_tokens
 
     @property
     def num_used_tokens(self) -> int:
-        """Tokens of pages that are neither free nor evictable."""
-        return self.max_total_tokens - self.cache.available_pages * self.cache.page_size
+        """Tokens of the first group's pages that are neither free nor evictable."""
+        return self.cache.groups[0].used_tokens
 
     @property
     def token_usage(self) -> float:
-        """Used share of the pool."""
-        return self.num_used_tokens / self.max_total_tokens
+        """Used share of the pool that is used most."""
+        return max(group.usage for group in self.cache.groups)
 
     def add(self, message: NewRequest) -> None:
         """Queues a request, or publishes why not."""
@@ -208,6 +209,7 @@ class Scheduler:
             self._next_step += 1
             self._announce(planned)
             handle = self._runner.launch(planned.plan)
+            self.cache.launched(planned.plan.step)
             self._note_chunks(planned)
             self.log.launched(planned)
             return Launched(planned, handle, self._clock())
@@ -222,9 +224,11 @@ class Scheduler:
             self.retract_newest()
         else:
             (request,) = (request for request in self.table.requests if request is not None)
+            tokens = int(self.table.num_tokens[request.row])
+            group = self.cache.too_small_for(tokens + 1) or self.cache.groups[0]
             error = CapacityError(
-                f"the request needs KV of {int(self.table.num_tokens[request.row])} tokens and runs alone, "
-                f"but the pool holds {self.max_total_tokens}; raise max_total_tokens"
+                f"the request needs KV of {tokens} tokens and runs alone, but the pool holds {group.size}; "
+                f"raise {group.remedy}"
             )
             self._end(request, "error", insert=False, error=error)
 
@@ -376,9 +380,9 @@ class Scheduler:
 
     def _refuse_too_large(self, request: Request) -> None:
         """Admission found that a request does not fit even alone."""
-        message = (
-            f"{request.prefill_len} tokens do not fit the KV pool of {self.max_total_tokens}; raise max_total_tokens"
-        )
+        group = self.cache.too_small_for(request.prefill_len)
+        assert group is not None
+        message = f"{request.prefill_len} tokens do not fit the KV pool of {group.size}; raise {group.remedy}"
         self._end(request, "error", insert=False, error=CapacityError(message))
 
 

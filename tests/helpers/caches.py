@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sglang_jax.config import EvictionPolicy
+from sglang_jax.mem_cache.eviction import EvictionOrder
 from sglang_jax.mem_cache.full_kv import FullKV
 from sglang_jax.mem_cache.kv_cache import KVCache, RowKV
 from sglang_jax.mem_cache.ledger import PageLedger, request_owner
@@ -37,7 +39,7 @@ class SmallTree:
 
     def __post_init__(self) -> None:
         pools = (PagePool(pages + 1, self.page_size, PageLedger(pages + 1)) for pages in (self.pages, *self.siblings))
-        self.fulls = tuple(FullKV(pool, self.policy) for pool in pools)
+        self.fulls = tuple(FullKV(pool, EvictionOrder(self.policy)) for pool in pools)
         self.tree = RadixTree(self.page_size, self.fulls)
 
     @property
@@ -68,6 +70,11 @@ class SmallTree:
         """A match, as of a request that comes by."""
         return self.match(int32_bytes(tokens), None)[0]
 
+    def collect(self, node: Node, full: FullKV | None = None) -> NDArray[np.int32]:
+        """Pages from the root's end to the node's end, of the first component unless one is given."""
+        count = sum(len(one.key) for one in node.path()) // self.tree.page_bytes
+        return (full or self.full).collect(node, count)
+
     def match(self, tokens: bytes, namespace: Namespace) -> tuple[Node, int]:
         """Where the longest cached prefix ends, split if need be, and its length in tokens."""
         probe = self.tree.probe(tokens, namespace)
@@ -78,7 +85,7 @@ def small_cache(
     pages: int = 32, page_size: int = 4, rows: int = 4, context: int = 64, *, reuse: bool = True
 ) -> KVCache:
     """A cache with a ledger; `pages` does not count the pad page."""
-    return KVCache(PoolSpec(PoolKind.FULL, pages + 1, page_size), rows, context, reuse=reuse, debug=True)
+    return KVCache((PoolSpec(PoolKind.FULL, pages + 1, page_size),), rows, context, reuse=reuse, debug=True)
 
 
 def compute(cache: KVCache, record: RowKV, tokens: list[int], step: int | None = None) -> None:

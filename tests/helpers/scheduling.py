@@ -10,6 +10,7 @@ import numpy as np
 
 from sglang_jax.config import EngineConfig
 from sglang_jax.mem_cache.ledger import OwnershipError
+from sglang_jax.mem_cache.page_pool import PagePool
 from sglang_jax.runner.fake import FakeRunner, Oracle
 from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec
 from sglang_jax.runner.protocol import Runner
@@ -84,7 +85,10 @@ class Subject(Protocol):
 
 @dataclass
 class Bench:
-    """A scheduler to play with, over `FakeRunner` unless a subject is given. `pages` does not count the pad page."""
+    """A scheduler to play with, over `FakeRunner` unless a subject is given. `pages` does not count the pad page.
+
+    `window`: of the first group of layers, 0 where it sees all; `more`: window and pages of further groups.
+    """
 
     pages: int = 64
     page_size: int = 4
@@ -97,11 +101,16 @@ class Bench:
     invalid_token: int | None = None
     options: dict[str, object] = field(default_factory=dict)
     subject: Subject | None = None
+    window: int = 0
+    more: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        spec = RunnerSpec(
-            (PoolSpec(PoolKind.FULL, self.pages + 1, self.page_size),), self.rows, self.budget, self.context, VOCAB
+        groups = ((self.window, self.pages), *self.more)
+        pools = tuple(
+            PoolSpec(PoolKind.WINDOW if window else PoolKind.FULL, pages + 1, self.page_size, window)
+            for window, pages in groups
         )
+        spec = RunnerSpec(pools, self.rows, self.budget, self.context, VOCAB)
         if self.subject is None:
             self.runner = FakeRunner(spec, lazy=self.lazy, invalid_token=self.invalid_token)
         else:
@@ -115,7 +124,7 @@ class Bench:
             self.runner.namespace_of = lambda row: self.scheduler.table.at(row).namespace
         if self.scribble and self.subject is None:
             scribble_on_free(self.scheduler, self.runner)
-        self.oracle = Oracle(VOCAB)
+        self.oracle = Oracle(VOCAB, tuple(window for window, _ in groups))
         self.prompts: dict[int, list[int]] = {}
         self.requests: dict[int, NewRequest] = {}
         self.logprob_starts: dict[int, int] = {}
@@ -167,11 +176,16 @@ class Bench:
 
 def scribble_on_free(scheduler: Scheduler, runner: FakeRunner) -> None:
     """From now on a page's content is destroyed the moment it is free."""
-    pool, free = scheduler.cache.pool, scheduler.cache.pool.free
+    for index, group in enumerate(scheduler.cache.groups):
+        _scribble_on_free(group.pool, runner, index)
+
+
+def _scribble_on_free(pool: PagePool, runner: FakeRunner, group: int) -> None:
+    free = pool.free
 
     def free_and_scribble(pages: np.ndarray, owner: object) -> None:
         free(pages, owner)
-        runner.scribble(pages)
+        runner.scribble(pages, group)
 
     pool.free = free_and_scribble
 

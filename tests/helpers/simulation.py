@@ -36,6 +36,10 @@ FAMILIES = tuple(tuple(1 + (7 * k + position * position) % (VOCAB - 2) for posit
 """Prompts start with a prefix of one of these, so that the tree has something to share."""
 
 
+GROUPS = ((0,), (0,), (0, 0), (0, 5), (0, 17), (5,), (17,), (5, 0), (3, 20), (0, 1, 9))
+"""Windows of the groups of layers, in tokens, 0 where they see all: smaller and larger than a page."""
+
+
 class Simulation(RuleBasedStateMachine):
     """Rules are what clients and shortages may do; time passes only in `step`."""
 
@@ -62,6 +66,8 @@ class Simulation(RuleBasedStateMachine):
         conservativeness=st.sampled_from([0.01, 0.1, 1.0, 2.0]),
         aged_turn=st.sampled_from([2, 3, 8]),
         backfill=st.sampled_from([(0, 256), (2, 256), (32, 5), (32, 256)]),
+        groups=st.sampled_from(GROUPS),
+        siblings=st.integers(2, 24),
     )
     def start(
         self,
@@ -77,6 +83,8 @@ class Simulation(RuleBasedStateMachine):
         conservativeness: float,
         aged_turn: int,
         backfill: tuple[int, int],
+        groups: tuple[int, ...],
+        siblings: int,
     ) -> None:
         options = {
             "schedule_policy": policy,
@@ -87,9 +95,17 @@ class Simulation(RuleBasedStateMachine):
         }
         if self.subject is not None:
             page_size = min(self.subject.page_sizes, key=lambda known: abs(known - page_size))
+            groups = self.subject.windows
         budget = max(chunk, 2 * rows)
         sizes = (pages, page_size, rows, chunk, budget, context, lazy)
-        self.bench = Bench(*sizes, invalid_token=VOCAB - 1, options=options, subject=self.subject)
+        self.bench = Bench(
+            *sizes,
+            invalid_token=VOCAB - 1,
+            options=options,
+            subject=self.subject,
+            window=groups[0],
+            more=tuple((window, siblings) for window in groups[1:]),
+        )
         admission = self.bench.scheduler._admission
         admission.aged_turn = aged_turn
         admission.backfill_seats, admission.backfill_steps = backfill
@@ -235,9 +251,10 @@ class Simulation(RuleBasedStateMachine):
         check_everything(cache)
         assert not cache.open_rows
         assert cache.retired_pages == 0
-        assert cache.full.protected == 0
+        assert not any(group.component.protected for group in cache.groups)
         assert bench.scheduler.flush_cache()
-        assert cache.pool.num_free == cache.pool.total
+        assert all(group.pool.num_free == group.pool.total for group in cache.groups)
+        assert cache.tree.num_nodes == 0
         self._check_the_rest()
 
     def _retry_what_a_fault_ended(self) -> None:
@@ -275,9 +292,14 @@ class Simulation(RuleBasedStateMachine):
         """The figures of a request that is said not to fit."""
         bench, finished = self.bench, self.bench.channel.finished[request]
         tokens, pool = (int(number) for number in re.findall(r"\d+", message)[:2])
-        assert pool == bench.pages * bench.page_size, message
         assert tokens == len(bench.prompts[request]) + finished.num_tokens, message
-        assert -(-tokens // bench.page_size) > bench.pages, message
+        size = bench.page_size
+        short = {
+            pages * size
+            for window, pages in ((bench.window, bench.pages), *bench.more)
+            if min(-(-(tokens + 1) // size), 1 + max(-(-(window - 1) // size), 1) if window else tokens + 1) > pages
+        }
+        assert pool in short, message
 
     def _check_the_rest(self) -> None:
         bench, channel = self.bench, self.bench.channel

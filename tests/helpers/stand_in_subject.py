@@ -55,6 +55,8 @@ class StandInSubject:
     The last token of the vocabulary has an embedding of NaN: what sees it has logits that are not finite.
     """
 
+    windows = (0,)
+
     def __init__(self, make_runner: Callable[..., Runner], vocab: int, page_sizes: Sequence[int]) -> None:
         self.page_sizes = tuple(page_sizes)
         self._weights = random_weights(seed=4, vocab=vocab)

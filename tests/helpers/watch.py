@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from helpers.scheduling import Bench
 
+from sglang_jax.mem_cache.group import Group
 from sglang_jax.mem_cache.invariants import check_everything
 from sglang_jax.scheduler.admission import RETRY_STEPS
 from sglang_jax.scheduler.request import Request, RequestState
@@ -59,7 +60,8 @@ class Watch:
         retractions = scheduler.log.counts.retractions
         scheduler.step()
         check_everything(scheduler.cache)
-        late = [step for step, _ in scheduler.cache._retired if step <= scheduler._departures.finished_step]
+        retired = (step for group in scheduler.cache.groups for step, _ in group._retired)
+        late = [step for step in retired if step <= scheduler._departures.finished_step]
         assert not late, f"pages stay retired though steps {late} have finished"
         self._overdue = self._overdue + 1 if owed and self._seats == seats else 0
         assert self._overdue <= (0 if changed else RETRY_STEPS), f"room for {scheduler.queue.first(1)}, and no row"
@@ -135,11 +137,24 @@ class Watch:
         )
 
     def _fits(self, request: Request, decode_pages: int, pages: int) -> bool:
+        return all(self._fits_into(group, request, decode_pages, pages) for group in self._scheduler.cache.groups)
+
+    def _fits_into(self, group: Group, request: Request, decode_pages: int, pages: int) -> bool:
+        """Of a group with a window this counts all that a group without one would take, but for the request's own
+        prompt: while it is computed, it holds a window and two steps' tokens."""
         scheduler = self._scheduler
         cache, table = scheduler.cache, scheduler.table
         cached = cache.peek(request.tokens, request.match_limit, request.namespace) // cache.page_size
-        available = cache.available_pages - cached - decode_pages
+        window = group.spec.window
+        reach = max(cache.pages_for(window - 1), 1)
+        kept = min(cached, reach) if window else cached
+        available = group.available - kept - decode_pages
         needed = cache.pages_for(request.prefill_len) - cached
+        if window:
+            if min(cache.pages_for(request.prefill_len), 1 + reach) > group.pool.total:
+                return False
+            steps = 2 * (cache.pages_for(self._chunk) + 1)
+            needed = min(needed, min(reach + steps, group.pool.total) - kept)
         rows = np.array(sorted(cache.open_rows), np.int64)
         if len(rows):
             known = np.maximum(table.num_tokens[rows], cache.lengths.kv_allocated[rows])

@@ -184,10 +184,11 @@ def test_evicting_a_page_does_not_walk_the_tree(leaves: int, monkeypatch: pytest
     for k in range(leaves):
         small.insert([k, 0, 1, 2])
     looked_at: list[Node] = []
-    held = FullKV.held
-    monkeypatch.setattr(FullKV, "held", lambda self, node: looked_at.append(node) or held(self, node))
+    pages = FullKV.pages
+    monkeypatch.setattr(FullKV, "pages", lambda self, node: looked_at.append(node) or pages(self, node))
     monkeypatch.setattr(type(small.tree), "nodes", lambda self: pytest.fail("the whole tree was walked"))
     assert small.evict(1) == 1
-    assert len(looked_at) == 1
+    assert len({node.id for node in looked_at}) == 1
     assert small.evict(4) == 4
-    assert len(looked_at) <= 4
+    assert len({node.id for node in looked_at}) <= 4
+    assert len(looked_at) <= 10

@@ -29,38 +29,34 @@ def balanced_cache() -> KVCache:
 
 
 def node_of(cache: KVCache, locked: bool, leaf: bool = True) -> Node:
-    return next(
-        node
-        for node in cache.tree.nodes()
-        if bool(cache.full.held(node).locks) == locked and (not node.children) == leaf
-    )
+    return next(node for node in cache.tree.nodes() if bool(node.locks) == locked and (not node.children) == leaf)
 
 
 def lose_a_free_page(cache: KVCache) -> None:
-    cache.pool.num_free -= 1
+    cache.groups[0].pool.num_free -= 1
 
 
 def miscount_evictable(cache: KVCache) -> None:
-    cache.full._evictable += 1
-    cache.pool.num_free -= 1
+    cache.groups[0].component.evictable += 1
+    cache.groups[0].pool.num_free -= 1
 
 
 def miscount_protected(cache: KVCache) -> None:
-    cache.full._protected -= 1
-    cache.full._evictable += 1
+    cache.groups[0].component.protected -= 1
+    cache.groups[0].component.evictable += 1
 
 
 def leak_a_lock(cache: KVCache) -> None:
-    cache.full.held(node_of(cache, locked=True)).locks += 1
+    node_of(cache, locked=True).locks += 1
 
 
 def forget_a_lock(cache: KVCache) -> None:
-    cache.full.held(node_of(cache, locked=True)).locks = 0
+    node_of(cache, locked=True).locks = 0
 
 
 def lose_a_nodes_page(cache: KVCache) -> None:
-    held = cache.full.held(node_of(cache, locked=True))
-    held.pages = held.pages[:-1]
+    node = node_of(cache, locked=True)
+    node.values[0] = cache.groups[0].component.pages(node)[:-1]
 
 
 def unlink_a_node(cache: KVCache) -> None:
@@ -69,15 +65,15 @@ def unlink_a_node(cache: KVCache) -> None:
 
 
 def order_a_locked_node(cache: KVCache) -> None:
-    cache.full.order.add(node_of(cache, locked=True))
+    cache.groups[0].component.order.add(node_of(cache, locked=True))
 
 
 def order_an_inner_node(cache: KVCache) -> None:
-    cache.full.order.add(node_of(cache, locked=True, leaf=False))
+    cache.groups[0].component.order.add(node_of(cache, locked=True, leaf=False))
 
 
 def drop_a_leaf_from_the_order(cache: KVCache) -> None:
-    cache.full.order.discard(node_of(cache, locked=False))
+    cache.groups[0].component.order.discard(node_of(cache, locked=False))
 
 
 def miscount_nodes(cache: KVCache) -> None:
@@ -97,20 +93,20 @@ def protect_part_of_a_page(cache: KVCache) -> None:
 
 
 def point_a_row_elsewhere(cache: KVCache) -> None:
-    cache.table.pages[0, 0] = cache.table.pages[1, 2]
+    cache.groups[0].table.pages[0, 0] = cache.groups[0].table.pages[1, 2]
 
 
 def give_a_page_to_two_rows(cache: KVCache) -> None:
-    cache.table.pages[0, 3] = cache.table.pages[1, 3]
+    cache.groups[0].table.pages[0, 3] = cache.groups[0].table.pages[1, 3]
 
 
 def own_the_pad_page(cache: KVCache) -> None:
-    cache.table.pages[0, 3] = 0
+    cache.groups[0].table.pages[0, 3] = 0
 
 
 def retire_a_page_that_is_owned(cache: KVCache) -> None:
-    cache._retired.append((3, np.array([1], np.int32)))
-    cache.pool.num_free -= 1
+    cache.groups[0]._retired.append((3, np.array([1], np.int32)))
+    cache.groups[0].pool.num_free -= 1
 
 
 FAULTS = [
@@ -147,13 +143,14 @@ def test_a_lost_page_is_noticed_by_the_cheap_check_too() -> None:
     """One page is enough: a tolerance hides leaks (note 12)."""
     cache = balanced_cache()
     check_conservation(cache)
-    cache.pool.num_free -= 1
+    cache.groups[0].pool.num_free -= 1
     with pytest.raises(InvariantError, match=r"PageBalance\(free=24, evictable=1, protected=4, request_owned=2"):
         check_conservation(cache)
 
 
 def test_the_balance_by_hand() -> None:
-    balance = page_balance(balanced_cache())
+    cache = balanced_cache()
+    balance = page_balance(cache, cache.groups[0])
     assert balance.balanced
     assert (balance.free, balance.evictable, balance.protected, balance.request_owned) == (25, 1, 4, 2)
     assert (balance.retired, balance.total) == (0, 32)

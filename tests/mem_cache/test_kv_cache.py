@@ -22,7 +22,8 @@ def seed_tree(cache: KVCache, tokens: list[int]) -> list[int]:
     record = open_row(cache, tokens)
     compute(cache, record, tokens)
     cache.release_kv_cache(record, int32_bytes(tokens), insert=True)
-    return cache.full.collect(cache.tree.claim(cache.tree.probe(int32_bytes(tokens), None))).tolist()
+    node = cache.tree.claim(cache.tree.probe(int32_bytes(tokens), None))
+    return cache.groups[0].component.collect(node, len(tokens) // cache.page_size).tolist()
 
 
 class TestLifeCycle:
@@ -35,7 +36,7 @@ class TestLifeCycle:
         assert lengths(record) == (4, 6, 6)
         compute(cache, record, PROMPT[:10])
         assert lengths(record) == (8, 10, 10)
-        assert page_balance(cache).request_owned == 1
+        assert page_balance(cache, cache.groups[0]).request_owned == 1
         rows = np.array([record.row], np.int32)
         for allocated in (11, 12, 13):
             kv_lens = cache.extend_decode(rows)
@@ -43,11 +44,11 @@ class TestLifeCycle:
             assert kv_lens.tolist() == [allocated]
         cache.lengths.kv_committed[record.row] = 11
         assert lengths(record) == (8, 11, 13)
-        assert page_balance(cache).request_owned == 2
+        assert page_balance(cache, cache.groups[0]).request_owned == 2
         check_everything(cache)
         cache.release_kv_cache(record, int32_bytes(PROMPT[:11]), insert=True)
         assert cache.peek(int32_bytes(PROMPT), 30, None) == 8
-        assert page_balance(cache) == type(page_balance(cache))(30, 2, 0, 0, 0, 32)
+        assert page_balance(cache, cache.groups[0]) == type(page_balance(cache, cache.groups[0]))(30, 2, 0, 0, 0, 32)
         check_everything(cache)
 
     def test_the_unaligned_tail_belongs_to_the_request(self) -> None:
@@ -55,13 +56,15 @@ class TestLifeCycle:
         cache = small_cache()
         record = open_row(cache, PROMPT[:10])
         compute(cache, record, PROMPT[:6])
-        tail = cache.table.run(record.row, 1, 2)
+        tail = cache.groups[0].table.run(record.row, 1, 2)
         compute(cache, record, PROMPT[:7])
-        assert cache.table.run(record.row, 1, 2).tolist() == tail.tolist(), "the chunks share a row and a tail"
-        assert page_balance(cache).request_owned == 1
+        assert cache.groups[0].table.run(record.row, 1, 2).tolist() == tail.tolist(), (
+            "the chunks share a row and a tail"
+        )
+        assert page_balance(cache, cache.groups[0]).request_owned == 1
         cache.release_kv_cache(record, b"", insert=False)
-        assert page_balance(cache).free == 31
-        assert page_balance(cache).evictable == 1
+        assert page_balance(cache, cache.groups[0]).free == 31
+        assert page_balance(cache, cache.groups[0]).evictable == 1
 
     def test_at_finish_the_last_tokens_kv_is_not_committed(self) -> None:
         """The last drawn token was never run: a page that counts it is cached with a hole (note 3)."""
@@ -82,9 +85,9 @@ class TestLifeCycle:
         record = open_row(cache, PROMPT[:8])
         compute(cache, record, PROMPT[:8])
         cache.extend_decode(np.array([record.row], np.int32))
-        assert cache.pool.num_free == 0
+        assert cache.groups[0].pool.num_free == 0
         cache.release_kv_cache(record, int32_bytes(PROMPT[:8]), insert=True)
-        assert (cache.pool.num_free, cache.full.evictable) == (1, 2)
+        assert (cache.groups[0].pool.num_free, cache.groups[0].component.evictable) == (1, 2)
         check_everything(cache)
 
     def test_release_without_insert_keeps_what_the_tree_owns_and_no_more(self) -> None:
@@ -96,7 +99,7 @@ class TestLifeCycle:
         cache.lengths.kv_committed[record.row] = 20
         cache.release_kv_cache(record, int32_bytes(PROMPT), insert=False)
         assert cache.peek(int32_bytes(PROMPT), 30, None) == 8
-        assert cache.pool.num_free == 30
+        assert cache.groups[0].pool.num_free == 30
         assert cache.num_free_rows == 4
         check_everything(cache)
 
@@ -109,11 +112,13 @@ class TestLifeCycle:
         cache.extend_row(record, 17)
         cache.lengths.kv_committed[record.row] = 13
         events: list[str] = []
-        tail = cache.table.run(record.row, 3, 5).tolist()
-        free, tree, free_row = cache.pool.free, cache.tree, cache._free_row
+        tail = cache.groups[0].table.run(record.row, 3, 5).tolist()
+        free, tree, free_row = cache.groups[0].pool.free, cache.tree, cache._free_row
         extend, unlock, insert = tree.extend_lock, tree.unlock, tree.insert
         monkeypatch.setattr(tree, "extend_lock", lambda old, new: events.append("extend") or extend(old, new))
-        monkeypatch.setattr(cache.pool, "free", lambda p, o: events.append(f"free {p.tolist()}") or free(p, o))
+        monkeypatch.setattr(
+            cache.groups[0].pool, "free", lambda p, o: events.append(f"free {p.tolist()}") or free(p, o)
+        )
         monkeypatch.setattr(tree, "unlock", lambda node: events.append("unlock") or unlock(node))
         monkeypatch.setattr(tree, "insert", lambda *a: events.append("insert") or insert(*a))
         monkeypatch.setattr(cache, "_free_row", lambda *a: events.append("row") or free_row(*a))
@@ -129,7 +134,7 @@ class TestLifeCycle:
         again = open_row(cache, PROMPT, namespace="other")
         assert again.row == record.row
         assert lengths(again) == (0, 0, 0)
-        assert not cache.table.pages.any()
+        assert not cache.groups[0].table.pages.any()
 
     def test_nothing_is_left_at_idle_to_the_page(self) -> None:
         """ "A few tokens within tolerance" is a leak (note 12)."""
@@ -139,7 +144,7 @@ class TestLifeCycle:
             compute(cache, record, PROMPT[first : first + 9])
             cache.release_kv_cache(record, int32_bytes(PROMPT[first:]), insert=first % 2 == 0)
         cache.flush()
-        assert cache.pool.num_free == cache.pool.total == 32
+        assert cache.groups[0].pool.num_free == cache.groups[0].pool.total == 32
         assert cache.tree.num_nodes == 0
 
 
@@ -167,8 +172,8 @@ class TestMatch:
         pages = seed_tree(cache, PROMPT[:12])
         cache.take_deltas()
         record = open_row(cache, PROMPT)
-        assert cache.table.run(record.row, 0, 4).tolist() == [*pages, 0]
-        deltas = cache.take_deltas()
+        assert cache.groups[0].table.run(record.row, 0, 4).tolist() == [*pages, 0]
+        (deltas,) = cache.take_deltas()
         assert deltas.columns.tolist() == [0, 1, 2]
         assert deltas.pages.tolist() == pages
 
@@ -176,7 +181,11 @@ class TestMatch:
         cache = small_cache(pages=4)
         seed_tree(cache, PROMPT[:12])
         record = open_row(cache, PROMPT[:12])
-        assert (cache.full.protected, cache.full.evictable, cache.available_pages) == (2, 1, 2)
+        assert (cache.groups[0].component.protected, cache.groups[0].component.evictable, cache.available_pages) == (
+            2,
+            1,
+            2,
+        )
         cache.flush()
         assert cache.peek(int32_bytes(PROMPT), 30, None) == 8
         cache.release_kv_cache(record, b"", insert=False)
@@ -187,13 +196,13 @@ class TestMatch:
         cache = small_cache()
         seed_tree(cache, PROMPT[:12])
         cache.take_deltas()
-        before = page_balance(cache)
+        before = page_balance(cache, cache.groups[0])
         for _ in range(3):
             record = open_row(cache, PROMPT)
             cache.release_kv_cache(record, b"", insert=False)
-        assert page_balance(cache) == before
+        assert page_balance(cache, cache.groups[0]) == before
         assert cache.num_free_rows == 4
-        assert len(cache.take_deltas().pages) == 0
+        assert len(cache.take_deltas()[0].pages) == 0
         check_everything(cache)
 
 
@@ -204,7 +213,7 @@ class TestGrowth:
         taken = []
         for length in (1, 4, 5, 8, 20):
             assert cache.extend_row(record, length)
-            taken.append(32 - cache.pool.num_free)
+            taken.append(32 - cache.groups[0].pool.num_free)
         assert taken == [1, 1, 2, 2, 5]
 
     def test_a_row_that_cannot_grow_takes_nothing(self) -> None:
@@ -214,7 +223,7 @@ class TestGrowth:
         record = open_row(cache, PROMPT, namespace="other")
         assert not cache.extend_row(record, 17)
         assert lengths(record) == (0, 0, 0)
-        assert (cache.pool.num_free, cache.full.evictable) == (3, 1)
+        assert (cache.groups[0].pool.num_free, cache.groups[0].component.evictable) == (3, 1)
         assert cache.extend_row(record, 16)
         assert cache.num_evicted == 1
 
@@ -226,7 +235,7 @@ class TestGrowth:
         rows = np.array([record.row for record in records], np.int32)
         assert cache.extend_decode(rows) is None
         assert [record.kv_allocated_len for record in records] == [4, 4, 4]
-        assert cache.pool.num_free == 1
+        assert cache.groups[0].pool.num_free == 1
         kv_lens = cache.extend_decode(rows[:1])
         assert kv_lens is not None
         assert kv_lens.tolist() == [5]
@@ -238,7 +247,7 @@ class TestGrowth:
     def test_pages_are_taken_from_the_cache_when_none_is_free(self) -> None:
         cache = small_cache(pages=4)
         seed_tree(cache, PROMPT[:16])
-        assert (cache.pool.num_free, cache.available_pages) == (0, 4)
+        assert (cache.groups[0].pool.num_free, cache.available_pages) == (0, 4)
         record = open_row(cache, PROMPT, namespace="other")
         assert cache.extend_row(record, 9)
         assert cache.num_evicted == 3
@@ -256,39 +265,39 @@ class TestDuplicates:
         cache = small_cache()
         first, second = self.two_rows_with_the_same_prompt(cache)
         assert cache.extend_row(second, 10)
-        own = cache.table.run(second.row, 0, 3).tolist()
+        own = cache.groups[0].table.run(second.row, 0, 3).tolist()
         cache.take_deltas()
         compute(cache, second, PROMPT[:10])
-        theirs = cache.table.run(first.row, 0, 2).tolist()
-        assert cache.table.run(second.row, 0, 3).tolist() == [*theirs, own[2]]
-        deltas = cache.take_deltas()
+        theirs = cache.groups[0].table.run(first.row, 0, 2).tolist()
+        assert cache.groups[0].table.run(second.row, 0, 3).tolist() == [*theirs, own[2]]
+        (deltas,) = cache.take_deltas()
         assert (deltas.rows.tolist(), deltas.columns.tolist()) == ([second.row] * 2, [0, 1])
         assert deltas.pages.tolist() == theirs
-        assert set(own[:2]) <= set(cache.pool.free_pages().tolist())
+        assert set(own[:2]) <= set(cache.groups[0].pool.free_pages().tolist())
         assert lengths(second) == (8, 10, 10)
         check_everything(cache)
         cache.release_kv_cache(first, b"", insert=False)
-        assert cache.full.protected == 2, "the second request holds a lock of its own"
+        assert cache.groups[0].component.protected == 2, "the second request holds a lock of its own"
         cache.release_kv_cache(second, b"", insert=False)
         check_everything(cache)
-        assert page_balance(cache).free == 30
+        assert page_balance(cache, cache.groups[0]).free == 30
 
     def test_duplicates_wait_for_the_step_in_flight(self) -> None:
         """A page freed while a launched step still writes it belongs to two requests (note 20)."""
         cache = small_cache()
         _, second = self.two_rows_with_the_same_prompt(cache)
         assert cache.extend_row(second, 10)
-        own = cache.table.run(second.row, 0, 2)
+        own = cache.groups[0].table.run(second.row, 0, 2)
         compute(cache, second, PROMPT[:10], step=7)
         assert cache.retired_pages == 2
-        assert cache.pool.ledger is not None
-        assert (cache.pool.ledger.owners[own] == RETIRED).all()
+        assert cache.groups[0].pool.ledger is not None
+        assert (cache.groups[0].pool.ledger.owners[own] == RETIRED).all()
         check_everything(cache)
         cache.settle(6)
         assert cache.retired_pages == 2
         cache.settle(7)
         assert cache.retired_pages == 0
-        assert set(own.tolist()) <= set(cache.pool.free_pages().tolist())
+        assert set(own.tolist()) <= set(cache.groups[0].pool.free_pages().tolist())
         cache.settle(8)
         check_everything(cache)
 
@@ -297,11 +306,11 @@ class TestDuplicates:
         first, second = open_row(cache, PROMPT), open_row(cache, PROMPT)
         compute(cache, first, PROMPT[:8])
         assert cache.extend_row(second, 16)
-        own = cache.table.run(second.row, 0, 4).tolist()
+        own = cache.groups[0].table.run(second.row, 0, 4).tolist()
         compute(cache, second, PROMPT[:16])
-        shared = cache.table.run(first.row, 0, 2).tolist()
-        assert cache.table.run(second.row, 0, 4).tolist() == [*shared, *own[2:]]
-        assert cache.pool.num_free == 32 - 4
+        shared = cache.groups[0].table.run(first.row, 0, 2).tolist()
+        assert cache.groups[0].table.run(second.row, 0, 4).tolist() == [*shared, *own[2:]]
+        assert cache.groups[0].pool.num_free == 32 - 4
         check_everything(cache)
 
     def test_caching_the_same_length_twice_does_nothing(self) -> None:
@@ -309,10 +318,10 @@ class TestDuplicates:
         cache = small_cache()
         record = open_row(cache, PROMPT)
         compute(cache, record, PROMPT[:10])
-        before, receipt = page_balance(cache), record.receipt
+        before, receipt = page_balance(cache, cache.groups[0]), record.receipt
         cache.cache_prefix(record, int32_bytes(PROMPT), 10, None)
         cache.cache_prefix(record, int32_bytes(PROMPT), 5, None)
-        assert page_balance(cache) == before
+        assert page_balance(cache, cache.groups[0]) == before
         assert record.receipt is receipt
         check_everything(cache)
 
@@ -326,8 +335,8 @@ class TestReuseOff:
             assert lengths(record) == (0, 0, 0)
             compute(cache, record, PROMPT)
             assert lengths(record) == (0, 30, 30)
-            assert page_balance(cache).request_owned == 8
+            assert page_balance(cache, cache.groups[0]).request_owned == 8
             check_everything(cache)
             cache.release_kv_cache(record, int32_bytes(PROMPT), insert=True)
-            assert cache.pool.num_free == 32
+            assert cache.groups[0].pool.num_free == 32
         assert cache.tree.num_nodes == 0

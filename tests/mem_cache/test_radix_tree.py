@@ -48,7 +48,7 @@ class TestByHand:
             added = small.tree.insert(small.tree.root(None), int32_bytes(run), (pages,), GIVER)
             assert added.already_there == there
             small.pool.free(pages[: there // 4], GIVER)
-            found = small.full.collect(added.node)
+            found = small.collect(added.node)
             assert len(found) == len(run) // 4
             assert found[there // 4 :].tolist() == pages[there // 4 :].tolist()
 
@@ -66,15 +66,15 @@ class TestByHand:
     def test_a_match_inside_a_node_splits_it_and_a_peek_does_not(self) -> None:
         small = SmallTree()
         lower = small.insert(A + B + C)
-        pages = small.full.collect(lower).tolist()
+        pages = small.collect(lower).tolist()
         assert small.peek(A + B + D) == 8
         assert small.tree.num_nodes == 1
         matched, length = small.match(int32_bytes(A + B + D), None)
         assert length == 8
         assert small.tree.num_nodes == 2
         assert lower.parent is matched
-        assert small.full.collect(matched).tolist() == pages[:2]
-        assert small.full.collect(lower).tolist() == pages
+        assert small.collect(matched).tolist() == pages[:2]
+        assert small.collect(lower).tolist() == pages
         small.match(int32_bytes(A + B + D), None)
         assert small.tree.num_nodes == 2
 
@@ -149,7 +149,7 @@ class TestByHand:
         node = small.tree.insert(small.tree.root(None), int32_bytes(A), (pages,), GIVER).node
         expected = pages.tolist()
         pages[:] = 0
-        assert small.full.collect(node).tolist() == expected
+        assert small.collect(node).tolist() == expected
 
 
 Path = tuple[int, ...]
@@ -216,7 +216,7 @@ class TreeModel(RuleBasedStateMachine):
         assert self.collected(added.node) == self.modelled(tokens, namespace)
 
     def collected(self, node: Node) -> list[Held]:
-        return list(zip(*(full.collect(node).tolist() for full in self.small.fulls), strict=True))
+        return list(zip(*(self.small.collect(node, full).tolist() for full in self.small.fulls), strict=True))
 
     @rule(letters=letters, namespace=namespaces, extra=st.integers(0, 15))
     def peek(self, letters: list[int], namespace: Namespace, extra: int) -> None:
@@ -295,7 +295,7 @@ class TreeModel(RuleBasedStateMachine):
         for node in tree.nodes():
             key = b"".join(reversed([ancestor.key for ancestor in node.path()]))
             tokens = tuple(memoryview(key).cast("i").tolist())
-            pages = list(zip(*(full.held(node).pages.tolist() for full in self.small.fulls), strict=True))
+            pages = list(zip(*(full.pages(node).tolist() for full in self.small.fulls), strict=True))
             for index, held in enumerate(pages):
                 content[node.namespace, tokens[: len(tokens) - (len(pages) - 1 - index) * size]] = held
         assert content == self.model

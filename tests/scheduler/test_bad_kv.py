@@ -115,7 +115,7 @@ def test_a_row_that_was_re_pointed_at_bad_kv_is_computed_anew(monkeypatch: pytes
     second = bench.add(SYSTEM[:8], sampling=endless(seed=6), logprob_start=0, top_logprobs=0)
     bench.scheduler.step()
     rows = sorted(bench.scheduler.cache.open_rows)
-    table = bench.scheduler.cache.table
+    table = bench.scheduler.cache.groups[0].table
     assert table.run(rows[0], 0, 2).tolist() == table.run(rows[1], 0, 2).tolist(), "re-pointed"
     finish(bench)
     assert kinds(bench)[first] == "error"
@@ -202,7 +202,7 @@ def test_a_step_that_goes_bad_while_decoding_keeps_nothing_of_the_request() -> N
     finish(bench)
     assert kinds(bench) == {first: "error"}
     assert bench.channel.streams[first] == bench.wanted[first][: len(bench.channel.streams[first])]
-    assert bench.scheduler.cache.pool.num_free == bench.scheduler.cache.pool.total
+    assert bench.scheduler.cache.groups[0].pool.num_free == bench.scheduler.cache.groups[0].pool.total
 
 
 def test_who_shares_a_good_prefix_of_a_failed_request_goes_on() -> None:
@@ -296,7 +296,7 @@ def test_an_abort_of_a_request_that_is_to_start_again() -> None:
     finish(bench)
     assert kinds(bench) == {leader: "error", sharer: "abort"}
     assert bench.scheduler.flush_cache()
-    assert bench.scheduler.cache.pool.num_free == bench.scheduler.cache.pool.total
+    assert bench.scheduler.cache.groups[0].pool.num_free == bench.scheduler.cache.groups[0].pool.total
 
 
 def test_books_that_do_not_add_up_at_idle_are_logged_and_counted(
@@ -306,7 +306,7 @@ def test_books_that_do_not_add_up_at_idle_are_logged_and_counted(
     release = KVCache.release_kv_cache
 
     def leak(self: KVCache, record: RowKV, tokens: bytes, *, insert: bool) -> None:
-        self.table.pages[record.row, self.pages_for(record.kv_allocated_len) - 1] = 0
+        self.groups[0].table.pages[record.row, self.pages_for(record.kv_allocated_len) - 1] = 0
         self.lengths.kv_allocated[record.row] -= self.page_size
         self.lengths.kv_committed[record.row] = min(record.kv_committed_len, record.kv_allocated_len)
         release(self, record, tokens, insert=insert)

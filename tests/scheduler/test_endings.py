@@ -41,7 +41,7 @@ def idle_and_clean(bench: Bench) -> None:
     """To the page: nothing owned, nothing locked (note 12)."""
     bench.run()
     check_everything(bench.scheduler.cache)
-    balance = page_balance(bench.scheduler.cache)
+    balance = page_balance(bench.scheduler.cache, bench.scheduler.cache.groups[0])
     assert (balance.request_owned, balance.protected, balance.retired) == (0, 0, 0)
     assert bench.scheduler.cache.num_free_rows == bench.rows
     assert not bench.scheduler.requests
@@ -145,7 +145,7 @@ class TestByLength:
         idle_and_clean(bench)
         assert len(bench.runner.plans) == 5
         assert len(bench.channel.output(request)) == 4
-        assert bench.scheduler.cache.full.evictable == 6 + 4 - 1
+        assert bench.scheduler.cache.groups[0].component.evictable == 6 + 4 - 1
 
     @given(data=st.data())
     @settings(max_examples=25, deadline=None)
@@ -199,7 +199,9 @@ class TestAbort:
         finished = bench.channel.finished[request]
         assert (finished.kind, finished.num_tokens) == ("abort", 9)
         assert bench.channel.streams[request] == bench.wanted[request][:9]
-        assert bench.scheduler.cache.full.evictable == 6, "of the tree's prefix nothing is touched (note 7)"
+        assert bench.scheduler.cache.groups[0].component.evictable == 6, (
+            "of the tree's prefix nothing is touched (note 7)"
+        )
 
     def test_a_disconnected_client_leaves_nothing_running(self) -> None:
         """Requests without a reader went on to their last token (note 15)."""
@@ -287,7 +289,7 @@ class TestStop:
         bench.scheduler.stop(request)
         idle_and_clean(bench)
         assert not bench.channel.finished
-        assert bench.scheduler.cache.full.evictable == 6 * steps // 4
+        assert bench.scheduler.cache.groups[0].component.evictable == 6 * steps // 4
 
 
 class TestTelling:
@@ -371,9 +373,9 @@ class TestFlush:
         bench.scheduler.step()
         assert not bench.scheduler.flush_cache()
         bench.run()
-        assert bench.scheduler.cache.full.evictable > 0
+        assert bench.scheduler.cache.groups[0].component.evictable > 0
         assert bench.scheduler.flush_cache()
-        assert bench.scheduler.cache.pool.num_free == bench.pages
+        assert bench.scheduler.cache.groups[0].pool.num_free == bench.pages
 
     def test_right_after_an_end_it_waits_for_the_step_in_flight(self) -> None:
         bench = Bench()
@@ -383,4 +385,4 @@ class TestFlush:
         assert not bench.scheduler.idle
         assert bench.scheduler.flush_cache()
         assert bench.scheduler.idle
-        assert bench.scheduler.cache.pool.num_free == bench.pages
+        assert bench.scheduler.cache.groups[0].pool.num_free == bench.pages

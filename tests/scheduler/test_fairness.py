@@ -46,6 +46,20 @@ class TestNobodyStarves:
         assert last in bench.channel.cached
         assert seats <= 2 * AGED_TURN + 8
 
+    def test_who_waits_for_a_prefix_has_its_turn_within_one_look_at_the_queue(self) -> None:
+        """Passed over once for the sake of a prefix, the oldest had no turn while one look seated all of a burst."""
+        bench = Bench(rows=16, page_size=1, chunk=64, budget=96)
+        bench.add([1, 2, 3, 4, 5, 6], sampling=endless(4))
+        oldest = bench.add([1, 38, 39], sampling=endless(4))
+        burst = [bench.add([2 + k], sampling=endless(1)) for k in range(AGED_TURN + 4)]
+        bench.scheduler.step()
+        assert oldest in bench.channel.cached
+        assert len(set(burst) & set(bench.channel.cached)) == len(burst)
+        order = list(bench.channel.cached)
+        assert order.index(oldest) == AGED_TURN
+        bench.run()
+        bench.check_outputs()
+
     def test_who_is_retracted_again_and_again_is_spared_in_turn(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The lowest priority loses its row first; not for ever."""
         options = {"schedule_policy": "priority", "schedule_conservativeness": 0.01}
@@ -287,7 +301,7 @@ class TestCrowds:
         while len(bench.channel.finished) < 100:
             bench.scheduler.step()
         assert bench.scheduler.flush_cache()
-        assert bench.scheduler.cache.pool.num_free == 200
+        assert bench.scheduler.cache.groups[0].pool.num_free == 200
         assert bench.scheduler.idle
 
     def test_requests_that_went_away_are_forgotten_while_an_older_one_waits(self) -> None:

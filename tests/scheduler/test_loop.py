@@ -147,7 +147,7 @@ def test_flush_cache_is_answered() -> None:
     while not channel.replies:
         loop.turn()
     assert channel.replies == [Reply(5, True, "")]
-    assert loop.scheduler.cache.pool.num_free == 64
+    assert loop.scheduler.cache.groups[0].pool.num_free == 64
     loop.turn()
     channel.inbox = [FlushCache(6)]
     loop.turn()

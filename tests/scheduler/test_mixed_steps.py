@@ -224,12 +224,12 @@ def test_steady_decode_sends_changes_and_nothing_else() -> None:
     while len(bench.channel.streams) < 8:
         bench.scheduler.step()
     plans = plans_of(bench)
-    before = bench.scheduler.cache.pool.num_free
+    before = bench.scheduler.cache.groups[0].pool.num_free
     for _ in range(64):
         bench.scheduler.step()
     sent = [len(plan.page_deltas[0].pages) for plan in plans]
     assert all(shape(plan) == (8, []) and not plan.row_updates for plan in plans)
-    assert sum(sent) == before - bench.scheduler.cache.pool.num_free == 8 * 4
+    assert sum(sent) == before - bench.scheduler.cache.groups[0].pool.num_free == 8 * 4
     assert sum(count > 0 for count in sent) == 4, "rows of the same length cross into a new page together"
     rows = {id(plan.rows) for plan in plans}
     assert len(rows) == 1, "while nobody comes or goes the same array of rows is reused"
@@ -243,7 +243,7 @@ def test_many_short_requests_through_few_rows() -> None:
     bench.run()
     assert len(bench.channel.finished) == 150
     bench.check_outputs()
-    assert bench.scheduler.cache.pool.num_free + bench.scheduler.cache.full.evictable == 40
+    assert bench.scheduler.cache.groups[0].pool.num_free + bench.scheduler.cache.groups[0].component.evictable == 40
 
 
 def test_nothing_to_do_launches_nothing() -> None:

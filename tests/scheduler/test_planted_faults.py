@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from helpers.simulation import simulate
 
+from sglang_jax.mem_cache.group import Group
 from sglang_jax.mem_cache.invariants import InvariantError
 from sglang_jax.mem_cache.kv_cache import KVCache, RowKV
 from sglang_jax.mem_cache.ledger import RETIRED, OwnershipError
@@ -33,9 +34,10 @@ def free_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def release_twice(self: KVCache, record: RowKV, tokens: bytes, *, insert: bool) -> None:
         first = record.cache_protected_len // self.page_size
-        pages = self.table.run(record.row, first, self.pages_for(record.kv_allocated_len))
+        group = self.groups[0]
+        pages = group.table.run(record.row, first, self.pages_for(record.kv_allocated_len))
         release(self, record, tokens, insert=insert)
-        self.pool.free(pages, (record.row << 3) | 2)
+        group.pool.free(pages, (record.row << 3) | 2)
 
     monkeypatch.setattr(KVCache, "release_kv_cache", release_twice)
 
@@ -72,19 +74,19 @@ def release_while_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def free_duplicates_while_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     """The request's own copy of a shared prefix is freed though the step in flight reads it."""
-    retire = KVCache._retire
-    monkeypatch.setattr(KVCache, "_retire", lambda self, pages, owner, step: retire(self, pages, owner, None))
+    retire = Group._retire
+    monkeypatch.setattr(Group, "_retire", lambda self, pages, owner, step: retire(self, pages, owner, None))
     monkeypatch.setattr("sglang_jax.scheduler.admission.Admission._should_wait", lambda self, *arguments: False)
 
 
 def lose_a_delta(monkeypatch: pytest.MonkeyPatch) -> None:
-    take = KVCache.take_deltas
+    take = PageTable.take_deltas
 
-    def take_all_but_the_last(self: KVCache) -> PageDeltas:
+    def take_all_but_the_last(self: PageTable) -> PageDeltas:
         deltas = take(self)
         return PageDeltas(deltas.rows[:-1], deltas.columns[:-1], deltas.pages[:-1])
 
-    monkeypatch.setattr(KVCache, "take_deltas", take_all_but_the_last)
+    monkeypatch.setattr(PageTable, "take_deltas", take_all_but_the_last)
 
 
 def commit_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,11 +105,11 @@ def commit_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
 def settle_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the pages that a step kept from being freed, one run is."""
 
-    def settle(self: KVCache, step: int) -> None:
+    def settle(self: Group, step: int) -> None:
         if self._retired and self._retired[0][0] <= step:
             self.pool.free(self._retired.popleft()[1], RETIRED)
 
-    monkeypatch.setattr(KVCache, "settle", settle)
+    monkeypatch.setattr(Group, "settle", settle)
 
 
 def no_look_after_a_release(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,8 +137,8 @@ def test_computed_twice_all_the_same_the_copies_are_merged() -> None:
     cache = bench.scheduler.cache
     rows = sorted(cache.open_rows)
     assert bench.channel.cached[second] == 0
-    assert cache.table.run(rows[0], 0, 4).tolist() == cache.table.run(rows[1], 0, 4).tolist()
-    assert cache.full.protected == 4
+    assert cache.groups[0].table.run(rows[0], 0, 4).tolist() == cache.groups[0].table.run(rows[1], 0, 4).tolist()
+    assert cache.groups[0].component.protected == 4
     bench.run()
     assert cache.retired_pages == 0
     bench.check_outputs()

@@ -116,7 +116,7 @@ def test_logits_that_are_not_finite_in_the_middle_of_the_output() -> None:
     assert drawn[-1] == VOCAB - 1
     assert drawn == bench.wanted[request][: len(drawn)]
     assert error_of(bench, request).name == "NumericalError"
-    assert bench.scheduler.cache.pool.num_free == bench.scheduler.cache.pool.total
+    assert bench.scheduler.cache.groups[0].pool.num_free == bench.scheduler.cache.groups[0].pool.total
 
 
 def test_a_token_that_was_never_drawn_has_no_logprob() -> None:

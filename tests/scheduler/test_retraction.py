@@ -85,7 +85,7 @@ def test_what_is_cached_goes_before_anyone_who_runs(monkeypatch: pytest.MonkeyPa
     noted = note_retractions(monkeypatch)
     bench.add(prompt(16), sampling=endless(1))
     bench.run()
-    assert bench.scheduler.cache.full.evictable == 4
+    assert bench.scheduler.cache.groups[0].component.evictable == 4
     bench.add(prompt(20, first=2), sampling=endless(12))
     run_checked(bench)
     assert not noted

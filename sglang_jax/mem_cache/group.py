@@ -1,0 +1,335 @@
+"""A cache group: layers that share pages of one kind, with a pool, a page table and a component of the tree.
+
+Of a row's columns in the page table, a group holds `[held_from, allocated)`: the tree owns those below
+`cache_protected_len`, the request the others. Full attention holds every column; a window those that a query to come
+may see.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_jax.config import EvictionPolicy
+from sglang_jax.mem_cache.component import PooledComponent
+from sglang_jax.mem_cache.eviction import EvictionOrder
+from sglang_jax.mem_cache.full_kv import FullKV
+from sglang_jax.mem_cache.ledger import RETIRED, PageLedger, Pages, request_owner, request_owners
+from sglang_jax.mem_cache.lengths import RowLengths
+from sglang_jax.mem_cache.page_pool import PagePool
+from sglang_jax.mem_cache.page_table import PageTable
+from sglang_jax.mem_cache.radix_tree import Insertion, Node, Probe
+from sglang_jax.mem_cache.window_kv import WindowKV
+from sglang_jax.runner.plan import Int32, PoolKind, PoolSpec
+
+if TYPE_CHECKING:
+    from sglang_jax.mem_cache.kv_cache import RowKV
+
+
+class Group(ABC):
+    """What all groups share: taking, sharing, retiring and giving back pages of one pool.
+
+    **Arguments:** `lengths`: of the rows, the same for all groups; `component`: what the tree holds of this group.
+    """
+
+    def __init__(self, spec: PoolSpec, component: PooledComponent, lengths: RowLengths, columns: int) -> None:
+        self.spec = spec
+        self.page_size = spec.page_size
+        self.pool = component.pool
+        self.component = component
+        self.table = PageTable(len(lengths.kv_allocated), columns)
+        self.lengths = lengths
+        self.num_evicted = 0
+        self._retired: deque[tuple[int, Pages]] = deque()
+
+    @property
+    def name(self) -> str:
+        """What metrics, logs and errors call it."""
+        return "swa" if self.spec.kind is PoolKind.WINDOW else "full"
+
+    @property
+    def available(self) -> int:
+        """Pages that could be handed out now: free, or evictable."""
+        return self.pool.num_free + self.component.evictable
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that the pool holds."""
+        return self.pool.total * self.page_size
+
+    @property
+    def used_tokens(self) -> int:
+        """Tokens of pages that are neither free nor evictable."""
+        return self.max_tokens - self.available * self.page_size
+
+    @property
+    def usage(self) -> float:
+        """Used share of the pool."""
+        return self.used_tokens / self.max_tokens
+
+    @property
+    def size(self) -> str:
+        """How many tokens the pool holds, and of what, for errors."""
+        return str(self.max_tokens)
+
+    @property
+    def remedy(self) -> str:
+        """The options that make the pool larger."""
+        return "max_total_tokens"
+
+    @property
+    def retired(self) -> list[Pages]:
+        """Runs of pages that nobody owns but a step in flight may still touch."""
+        return [pages for _, pages in self._retired]
+
+    @property
+    def retired_pages(self) -> int:
+        """How many pages are retired."""
+        return sum(len(pages) for pages in self.retired)
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold this many tokens."""
+        return -(-tokens // self.page_size)
+
+    def available_beside(self, probe: Probe) -> int:
+        """Pages that could be handed out once a request holds the prefix that was probed."""
+        return self.available - self.component.lockable(probe.node, probe.covered)
+
+    @abstractmethod
+    def held_from(self, row: int) -> int:
+        """The first column that the row holds."""
+
+    def owned_from(self, row: int) -> int:
+        """The first column that the request in the row owns, and not the tree."""
+        return max(int(self.lengths.cache_protected[row]) // self.page_size, self.held_from(row))
+
+    @abstractmethod
+    def least(self, tokens: int) -> int:
+        """Pages without which a request of so many tokens cannot run, not even alone."""
+
+    @abstractmethod
+    def prompt_need(self, tokens: int, cached: int) -> int:
+        """Pages that computing a prompt of `tokens` takes, beyond what its prefix of `cached` tokens holds."""
+
+    @abstractmethod
+    def rest_need(self, tokens: int, row: int) -> int:
+        """Pages that a prompt of `tokens`, under way in a row, still takes."""
+
+    @abstractmethod
+    def output_need(self, known: Int32 | int, left: Int32 | int) -> int:
+        """Tokens of this group that requests with `known` `[n]` tokens add to what they hold by drawing `left` `[n]`
+        more, in all; or one request."""
+
+    @abstractmethod
+    def open(self, row: int, node: Node, pages: int) -> None:
+        """A row starts with the prefix of so many pages that ends at `node`."""
+
+    @abstractmethod
+    def share(self, record: RowKV, added: Insertion, first: int, own: Pages, step: int | None) -> bool:
+        """The row's columns from `first` on, `own` `[pages]`, were inserted; the record is still as before.
+
+        Where the tree had the same from someone else, the row is re-pointed at that; the request's own retire until
+        `step`. True if there was any such page.
+        """
+
+    @abstractmethod
+    def release(self, record: RowKV, allocated: int) -> None:
+        """A request gives up what it holds of its first `allocated` columns."""
+
+    def take(self, count: int, owner: int | NDArray[np.int64]) -> Pages:
+        """Free pages for a request; the caller has made room."""
+        pages = self.pool.alloc(count, owner)
+        assert pages is not None, f"{count} pages are wanted of the {self.pool.num_free} free ones"
+        return pages
+
+    def settle(self, step: int) -> None:
+        """Step `step` has finished: what was retired until then is free."""
+        while self._retired and self._retired[0][0] <= step:
+            self.pool.free(self._retired.popleft()[1], RETIRED)
+
+    def _repoint(self, row: int, node: Node, first: int, own: Pages, there: int, step: int | None) -> bool:
+        """Points a row's columns from `first` on at the tree's pages, of which `there` were there before."""
+        if there == 0:
+            return False
+        mine = own[:there]
+        theirs = self.component.collect(node, len(own))[:there]
+        (differ,) = np.nonzero((mine != theirs) & (mine > 0))
+        if len(differ) == 0:
+            return False
+        columns = (first + differ).astype(np.int32)
+        self.table.write(np.full(len(columns), row, np.int32), columns, theirs[differ])
+        self._retire(mine[differ], request_owner(row), step)
+        return True
+
+    def _retire(self, pages: Pages, owner: int, step: int | None) -> None:
+        if step is None:
+            self.pool.free(pages, owner)
+            return
+        if self.pool.ledger is not None:
+            self.pool.ledger.move(pages, owner, RETIRED)
+        self._retired.append((step, pages))
+
+    def _free_own(self, row: int, allocated: int) -> None:
+        first = self.owned_from(row)
+        if allocated > first:
+            self.pool.free(self.table.run(row, first, allocated), request_owner(row))
+        self.table.clear(row, allocated)
+
+
+class FullGroup(Group):
+    """Layers that see all of a row's tokens."""
+
+    def held_from(self, row: int) -> int:
+        return 0
+
+    def owned_from(self, row: int) -> int:
+        return int(self.lengths.cache_protected[row]) // self.page_size
+
+    def least(self, tokens: int) -> int:
+        return self.pages_for(tokens)
+
+    def prompt_need(self, tokens: int, cached: int) -> int:
+        return self.pages_for(tokens) - cached // self.page_size
+
+    def rest_need(self, tokens: int, row: int) -> int:
+        return self.pages_for(tokens) - self.pages_for(int(self.lengths.kv_allocated[row]))
+
+    def output_need(self, known: Int32 | int, left: Int32 | int) -> int:
+        return left if isinstance(left, int) else int(left.sum())
+
+    def open(self, row: int, node: Node, pages: int) -> None:
+        self.table.write_run(row, 0, self.component.collect(node, pages))
+
+    def share(self, record: RowKV, added: Insertion, first: int, own: Pages, step: int | None) -> bool:
+        return self._repoint(record.row, added.node, first, own, added.already_there // self.page_size, step)
+
+    def release(self, record: RowKV, allocated: int) -> None:
+        self._free_own(record.row, allocated)
+
+
+class WindowGroup(Group):
+    """Layers that see a row's last `spec.window` tokens.
+
+    A row holds the columns that a query from its current page on may see, and gives up those before as it goes on:
+    not before the last step that reads them has finished. So at most `reach + 1` pages and those of two steps' tokens.
+    Counted from the start of a page, as the prefix that a request leaves behind ends at one.
+
+    **Arguments:** `step_tokens`: most tokens that one step computes of a row.
+    """
+
+    component: WindowKV
+
+    def __init__(
+        self, spec: PoolSpec, component: WindowKV, lengths: RowLengths, columns: int, step_tokens: int
+    ) -> None:
+        super().__init__(spec, component, lengths, columns)
+        self.window = component.window
+        self.reach = component.reach
+        self._held_from: Int32 = np.zeros(len(lengths.kv_allocated), np.int32)
+        self._most = min(self.reach + 2 * (self.pages_for(step_tokens) + 1), self.pool.total)
+
+    @property
+    def size(self) -> str:
+        return f"{self.max_tokens} in layers with a window of {self.window}"
+
+    @property
+    def remedy(self) -> str:
+        return "swa_full_tokens_ratio or max_total_tokens"
+
+    def held_from(self, row: int) -> int:
+        return int(self._held_from[row])
+
+    def least(self, tokens: int) -> int:
+        return min(self.pages_for(tokens), self.reach + 1)
+
+    def prompt_need(self, tokens: int, cached: int) -> int:
+        pages = cached // self.page_size
+        return min(self.pages_for(tokens) - pages, self._most - min(pages, self.reach))
+
+    def rest_need(self, tokens: int, row: int) -> int:
+        allocated = self.pages_for(int(self.lengths.kv_allocated[row]))
+        return min(self.pages_for(tokens) - allocated, max(self._most - allocated + self.held_from(row), 0))
+
+    def output_need(self, known: Int32 | int, left: Int32 | int) -> int:
+        return int(np.minimum(left, np.maximum((self.reach + 1) * self.page_size - known, 0)).sum())
+
+    def open(self, row: int, node: Node, pages: int) -> None:
+        held = min(pages, self.reach)
+        self._held_from[row] = pages - held
+        self.component.cover(node, held)
+        self.table.write_run(row, pages - held, self.component.collect(node, held))
+
+    def share(self, record: RowKV, added: Insertion, first: int, own: Pages, step: int | None) -> bool:
+        row, held_from = record.row, self.held_from(record.row)
+        repointed = self._repoint(row, added.node, first, own, added.already_there // self.page_size, step)
+        self.component.cover(added.node, max(first + len(own) - held_from, 0))
+        self._uncover(record, held_from)
+        return repointed
+
+    def release(self, record: RowKV, allocated: int) -> None:
+        self._free_own(record.row, allocated)
+        self._uncover(record, self.held_from(record.row))
+        self._held_from[record.row] = 0
+
+    def let_go(self, rows: Int32, reading: Int32, records: Mapping[int, RowKV]) -> None:
+        """Gives up what no query of `rows` `[rows]` from position `reading` `[rows]` on will see."""
+        needed = reading // np.int32(self.page_size) - np.int32(self.reach)
+        behind = needed > self._held_from[rows]
+        if not behind.any():
+            return
+        rows, needed = rows[behind], needed[behind]
+        protected = self.lengths.cache_protected[rows] // np.int32(self.page_size)
+        first = np.maximum(self._held_from[rows], protected)
+        counts = np.maximum(needed - first, 0)
+        total = int(counts.sum())
+        if total:
+            repeated = np.repeat(rows, counts)
+            starts = np.cumsum(counts) - counts
+            columns = np.arange(total, dtype=np.int32) + np.repeat(first - starts, counts).astype(np.int32)
+            self.pool.free(self.table.take_out(repeated, columns), request_owners(repeated))
+        for row, column in zip(rows.tolist(), needed.tolist(), strict=True):
+            record = records[row]
+            pages = record.cache_protected_len // self.page_size
+            if self._held_from[row] < pages:
+                self.component.cover(record.receipt, max(pages - column, 0))
+                self._uncover(record, self.held_from(row))
+        self._held_from[rows] = needed
+
+    def prove(self, record: RowKV, node: Node) -> None:
+        """What a row with the prefix that ends at `node` drew was finite."""
+        last = record.cache_protected_len // self.page_size
+        read_from = max(record.kv_committed_len - self.window, 0)
+        self.component.prove(node, last - self.pages_for(read_from))
+
+    def in_doubt(self, record: RowKV, node: Node, last: int) -> bool:
+        """Whether `node`, whose pages end at column `last`, holds pages that the record reads and that nothing proves,
+        though the node itself is proven."""
+        return self.component.in_doubt(node, last - record.matched // self.page_size + self.reach)
+
+    def _uncover(self, record: RowKV, held_from: int) -> None:
+        count = record.cache_protected_len // self.page_size - held_from
+        if count > 0:
+            self.component.uncover(record.receipt, count)
+            self.component.give_back()
+
+
+def build_group(
+    spec: PoolSpec,
+    lengths: RowLengths,
+    columns: int,
+    *,
+    eviction: EvictionPolicy,
+    step_tokens: int,
+    ledger: bool,
+) -> Group:
+    """The group of a pool. `ledger`: record who owns each page."""
+    pool = PagePool(spec.num_pages, spec.page_size, PageLedger(spec.num_pages) if ledger else None)
+    order = EvictionOrder(eviction)
+    if spec.kind is PoolKind.WINDOW:
+        return WindowGroup(spec, WindowKV(pool, order, spec.window), lengths, columns, step_tokens)
+    return FullGroup(spec, FullKV(pool, order), lengths, columns)

@@ -1,0 +1,242 @@
+"""Sliding-window attention: a node may have lost the pages at its head, or all of them, and stay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sglang_jax.mem_cache.component import PooledComponent
+from sglang_jax.mem_cache.eviction import EvictionOrder
+from sglang_jax.mem_cache.ledger import Pages, node_owner
+from sglang_jax.mem_cache.page_pool import PagePool
+from sglang_jax.mem_cache.radix_tree import Node
+
+
+@dataclass(slots=True)
+class WindowPages:
+    """What a node has: the pages of the end of its key, `[pages]`; those before them are gone.
+
+    - `covers`: how many of the last pages each request depends on, as {count: requests}.
+    - `proven`: how many of the last pages were read by a draw that was finite.
+    """
+
+    pages: Pages
+    covers: dict[int, int] = field(default_factory=dict)
+    proven: int = 0
+
+    @property
+    def covered(self) -> int:
+        """How many of the last pages some request depends on."""
+        return max(self.covers) if self.covers else 0
+
+
+class WindowKV(PooledComponent):
+    """Pages of layers that see the last `window` tokens.
+
+    - A query sees its own token, so what comes after a prefix sees `window - 1` tokens of it: a match ends only where
+      the pages that hold them, `reach` in number and at least one, are all there.
+    - A request covers the last pages of the prefix that it depends on, at most `reach`, and fewer as it goes on. In
+      each node they are the last ones, so that a split moves nothing that a later `uncover` would miss: it walks the
+      same pages.
+    - Eviction takes from the head of any node what nobody covers, and leaves the node: its other pages, and those of
+      other components, may still serve. Leaves at whose end no match may end are the tree's to remove.
+    - A request that computes again what a node has lost gives it its own pages.
+    """
+
+    complete = False
+
+    def __init__(self, pool: PagePool, order: EvictionOrder, window: int) -> None:
+        super().__init__(pool, order)
+        self.window = window
+        self.reach = max(-(-(window - 1) // pool.page_size), 1)
+
+    def held(self, node: Node) -> WindowPages:
+        """What this component keeps at a node."""
+        value = node.values[self._index]
+        assert isinstance(value, WindowPages)
+        return value
+
+    def pages(self, node: Node) -> Pages:
+        return self.held(node).pages
+
+    def adopt(self, node: Node, pages: Pages, previous_owner: int) -> None:
+        live = pages[np.count_nonzero(pages == 0) :]
+        self._move(live, previous_owner, node_owner(node.id))
+        node.values.append(WindowPages(live.copy()))
+        self.evictable += len(live)
+        self.touch(node)
+
+    def fill(self, node: Node, pages: Pages, previous_owner: int) -> None:
+        value = self.held(node)
+        missing = pages[: len(pages) - len(value.pages)]
+        taken = missing[np.count_nonzero(missing == 0) :]
+        if len(taken) == 0:
+            return
+        self._move(taken, previous_owner, node_owner(node.id))
+        value.pages = np.concatenate((taken, value.pages))
+        self.evictable += len(taken)
+        self.touch(node)
+
+    def split(self, upper: Node, lower: Node) -> None:
+        value, rest = self.held(lower), self.length(lower)
+        above = max(len(value.pages) - rest, 0)
+        covers: dict[int, int] = {}
+        kept: dict[int, int] = {}
+        for count, requests in value.covers.items():
+            kept[min(count, rest)] = kept.get(min(count, rest), 0) + requests
+            if count > rest:
+                covers[count - rest] = requests
+        self._move(value.pages[:above], node_owner(lower.id), node_owner(upper.id))
+        upper.values.append(WindowPages(value.pages[:above], covers, max(value.proven - rest, 0)))
+        value.pages, value.covers, value.proven = value.pages[above:], kept, min(value.proven, rest)
+        self.touch(upper)
+        self.touch(lower)
+
+    def follow(self, run: int, node: Node, pages: int) -> int:
+        gone = self.length(node) - len(self.held(node).pages)
+        return run + pages if gone == 0 else max(pages - gone, 0)
+
+    def accepts(self, run: int) -> bool:
+        return run >= self.reach
+
+    def accepts_end(self, node: Node) -> bool:
+        run = 0
+        while run < self.reach and node.parent is not None:
+            live = len(self.held(node).pages)
+            run += live
+            if live < self.length(node):
+                return run >= self.reach
+            node = node.parent
+        return True
+
+    def collect(self, node: Node, count: int) -> Pages:
+        pages = np.zeros(count, np.int32)
+        while count > 0:
+            length, live = self.length(node), self.held(node).pages[-count:]
+            pages[count - len(live) : count] = live
+            count -= length
+            assert node.parent is not None
+            node = node.parent
+        return pages
+
+    def cover(self, node: Node, count: int) -> None:
+        """A request depends on the last `count` pages of the prefix that ends at `node`, which are all there."""
+        while count > 0:
+            value, here = self.held(node), min(count, self.length(node))
+            before = value.covered
+            value.covers[here] = value.covers.get(here, 0) + 1
+            assert here <= len(value.pages), f"tree node {node.id} has lost pages of a window that is to be covered"
+            if here > before:
+                self.evictable -= here - before
+                self.protected += here - before
+                self.touch(node)
+            count -= here
+            assert node.parent is not None
+            node = node.parent
+
+    def uncover(self, node: Node, count: int) -> None:
+        """Takes one `cover` of this very node and count back."""
+        while count > 0:
+            value, here = self.held(node), min(count, self.length(node))
+            before = value.covered
+            requests = value.covers.get(here, 0)
+            if requests <= 0:
+                raise RuntimeError(f"{here} pages of tree node {node.id} were uncovered more often than covered")
+            if requests == 1:
+                del value.covers[here]
+            else:
+                value.covers[here] = requests - 1
+            self._let_go(node, value, before - value.covered)
+            count -= here
+            assert node.parent is not None
+            node = node.parent
+
+    def _let_go(self, node: Node, value: WindowPages, count: int) -> None:
+        """Nobody covers `count` pages any more that were covered."""
+        if count == 0:
+            return
+        self.protected -= count
+        if node.dead:
+            self._drop_head(node, value, count)
+        else:
+            self.evictable += count
+            self.touch(node)
+
+    def prove(self, node: Node, count: int) -> None:
+        """The last `count` pages of the prefix that ends at `node` were read by a draw that was finite."""
+        while count > 0 and node.parent is not None:
+            value = self.held(node)
+            value.proven = max(value.proven, min(count, len(value.pages)))
+            count -= self.length(node)
+            node = node.parent
+
+    def in_doubt(self, node: Node, count: int) -> bool:
+        """Whether any of the last `count` pages of this node is there and unproven."""
+        value = self.held(node)
+        return value.proven < min(count, len(value.pages))
+
+    def pin(self, node: Node) -> None:
+        """What is covered counts, not what is locked."""
+
+    def unpin(self, node: Node) -> None:
+        """See `pin`."""
+
+    def lockable(self, node: Node, pages: int) -> int:
+        total, missing = 0, self.reach
+        while missing > 0 and node.parent is not None:
+            value, length = self.held(node), self.length(node)
+            first = max(pages - missing, length - len(value.pages))
+            total += max(min(pages, length - value.covered) - first, 0)
+            missing -= pages
+            node = node.parent
+            pages = self.length(node)
+        return total
+
+    def bury(self, node: Node) -> None:
+        value = self.held(node)
+        self.order.discard(node)
+        loose = len(value.pages) - value.covered
+        if loose:
+            self.evictable -= loose
+            self._drop_head(node, value, loose)
+
+    def remove(self, node: Node) -> None:
+        value = self.held(node)
+        self.order.discard(node)
+        self.evictable -= len(value.pages)
+        if len(value.pages):
+            self._give_up(node, value.pages)
+
+    def trim(self, node: Node, pages: int) -> None:
+        value = self.held(node)
+        lost = self.length(node) - pages
+        kept = max(len(value.pages) - lost, 0)
+        self.evictable -= len(value.pages) - kept
+        if kept < len(value.pages):
+            self._give_up(node, value.pages[kept:])
+        value.pages = value.pages[:kept]
+        value.proven = max(value.proven - lost, 0)
+        if kept == 0:
+            self.order.discard(node)
+
+    def evict_at(self, node: Node, wanted: int) -> int:
+        value = self.held(node)
+        count = min(wanted, len(value.pages) - value.covered)
+        self._drop_head(node, value, count)
+        self.evictable -= count
+        if len(value.pages) == value.covered:
+            self.order.discard(node)
+        return self.length(node)
+
+    def touch(self, node: Node) -> None:
+        value = self.held(node)
+        if len(value.pages) > value.covered and not node.dead:
+            self.order.add(node)
+        else:
+            self.order.discard(node)
+
+    def _drop_head(self, node: Node, value: WindowPages, count: int) -> None:
+        self._give_up(node, value.pages[:count])
+        value.pages = value.pages[count:]
+        value.proven = min(value.proven, len(value.pages))
