@@ -53,7 +53,7 @@ class TorchPagedModel:
             attention=attention or NativeAttention(),
             parallel=parallel,
         )
-        load_weights(self.model, checkpoint.reader, config, parallel)
+        load_weights(self.model, checkpoint.reader, config)
         shape = (1 + ROWS * columns, len(self.model.shard.kv_heads), page_size, config.head_dim)
         self.kv = [
             KVPages(*(torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))) for _ in range(config.num_layers)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from helpers.tiny_models import make_tiny_checkpoint
 from helpers.torch_paged_model import TorchPagedModel
 from helpers.torch_ranks import run_ranks
 
-from sglang_jax.checkpoint import Architecture, ModelConfig, RopeConfig
+from sglang_jax.architectures.dense import dense_decoder
+from sglang_jax.checkpoint import ModelConfig, RopeConfig
 from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.checkpoint.reader import Array, Index
 from sglang_jax.errors import ConfigError
@@ -26,26 +28,27 @@ from torch_backend.weights import load_weights
 
 STEPS = ({0: 20, 1: 11}, {0: 1, 1: 9, 2: 7}, {0: 1, 2: 1, 1: 14})
 
-CONFIG = ModelConfig(
-    architecture=Architecture.QWEN3,
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=16,
-    rms_norm_eps=1e-6,
-    rope=RopeConfig(),
-    max_position=128,
-    tie_word_embeddings=False,
-    attention_bias=True,
-    attention_out_bias=True,
-    mlp_bias=True,
-    qk_norm=True,
-    eos_token_ids=(1,),
-    dtype="float32",
-)
+FORM: dict[str, Any] = {
+    "architecture": "qwen3",
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_layers": 2,
+    "num_heads": 8,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "rope": RopeConfig(),
+    "max_position": 128,
+    "tie_word_embeddings": False,
+    "attention_bias": True,
+    "attention_out_bias": True,
+    "mlp_bias": True,
+    "qk_norm": True,
+    "eos_token_ids": (1,),
+    "dtype": "float32",
+}
+CONFIG = dense_decoder(**FORM)
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ def load(config: ModelConfig, rank: int, size: int) -> tuple[Transformer, Counti
         attention=NativeAttention(),
         parallel=parallel,
     )
-    load_weights(model, reader, config, parallel, pack=False)
+    load_weights(model, reader, config, pack=False)
     return model, reader
 
 
@@ -168,6 +171,6 @@ def test_a_rank_reads_its_part_alone(size: int) -> None:
     [({"num_heads": 6}, 4), ({"num_kv_heads": 4, "num_heads": 12}, 6), ({"intermediate_size": 50}, 4)],
 )
 def test_what_cannot_be_divided_is_refused(change: dict[str, int], size: int) -> None:
-    config = replace(CONFIG, **change)
+    config = dense_decoder(**FORM | change)
     with pytest.raises(ConfigError, match=rf"over {size} processes: choose a tensor parallel size"):
         ModelShard.of(config, 0, size)
