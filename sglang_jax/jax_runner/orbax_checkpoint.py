@@ -139,13 +139,18 @@ def _built(stored: jax.Array, parameter: Parameter, config: ModelConfig, mesh: M
     axis = parameter.axes.index(Axis.KV_HEADS)
     copies = parameter.shape[axis] // stored.shape[axis]
 
+    def copy_alone(stored: jax.Array) -> jax.Array:
+        """Weights of norms over all kv heads."""
+        return jnp.repeat(stored, copies, axis=axis)
+
     def copy_heads(fused: jax.Array) -> jax.Array:
         """`[..., kv_heads, group + 2, head_dim]` → `[..., kv_heads * copies, group / copies + 2, head_dim]`."""
         group = fused.shape[axis + 1] - 2
         queries = fused[..., :group, :].reshape(*fused.shape[:axis], -1, group // copies, fused.shape[-1])
         return jnp.concatenate([queries, jnp.repeat(fused[..., group:, :], copies, axis=axis)], axis=axis + 1)
 
-    return jax.jit(copy_heads, out_shardings=named_sharding(mesh, parameter.axes))(stored)
+    copy = copy_heads if Axis.HEAD_PART in parameter.axes else copy_alone
+    return jax.jit(copy, out_shardings=named_sharding(mesh, parameter.axes))(stored)
 
 
 def _has_copied_heads(parameter: Parameter, config: ModelConfig) -> bool:

@@ -56,6 +56,7 @@ _ARCHITECTURE_CONFIG: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen2": {},
     "qwen3": {"head_dim": 32},
+    "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 16},
 }
 
 

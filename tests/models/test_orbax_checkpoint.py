@@ -91,6 +91,7 @@ def test_weights_are_placed_by_their_axes(tmp_path: Path) -> None:
 
 _SPREAD = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -98,6 +99,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from helpers.small_configs import small_config
+from sglang_jax.architectures import NormConfig, QKNorm
 from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.jax_runner.orbax_checkpoint import restore_orbax, save_orbax
 from sglang_jax.jax_runner.parallel import TensorParallel
@@ -106,28 +108,28 @@ from sglang_jax.layers.sharding import make_mesh
 from sglang_jax.models import AttentionImplementation, build_model
 
 assert len(jax.devices()) == 8
-config = small_config(
-    num_heads=8, num_kv_heads=2, vocab_size=97, attention_bias=True, tie_word_embeddings=False
-)
-reader = DummyReader(config, seed=3)
-
 def build(config):
     return build_model(config, dtype=jnp.dtype("float32"), attention=AttentionImplementation.XLA, platform="cpu")
 
-whole = build(config)
-load_weights(whole, reader, config, make_mesh(jax.devices()[:1]))
-save_orbax(Path(sys.argv[1]), config, whole)
-for size in (2, 4, 8):
-    parallel = TensorParallel.of(config, size)
-    mesh = make_mesh(jax.devices()[:size])
-    expected, restored = build(parallel.config), build(parallel.config)
-    load_weights(expected, reader, config, mesh, kv_copies=parallel.kv_copies)
-    restore_orbax(Path(sys.argv[1]), restored, config, mesh)
-    before, after = (nnx.to_flat_state(nnx.state(model)) for model in (expected, restored))
-    for (path, wanted), (_, found) in zip(before, after, strict=True):
-        wanted, found = wanted.get_value(), found.get_value()
-        assert found.sharding.is_equivalent_to(wanted.sharding, wanted.ndim), path
-        np.testing.assert_array_equal(found, wanted, err_msg=str(path))
+plain = small_config(num_heads=8, num_kv_heads=2, vocab_size=97, attention_bias=True, tie_word_embeddings=False)
+norm = QKNorm(norm=NormConfig(eps=1e-5, wide=True), whole=True)
+whole_norms = plain.with_layers(lambda layer: replace(layer, attention=replace(layer.attention, qk_norm=norm)))
+for config, folder, sizes in ((plain, "plain", (2, 4, 8)), (whole_norms, "whole_norms", (8,))):
+    reader = DummyReader(config, seed=3)
+    whole = build(config)
+    load_weights(whole, reader, config, make_mesh(jax.devices()[:1]))
+    save_orbax(Path(sys.argv[1], folder), config, whole)
+    for size in sizes:
+        parallel = TensorParallel.of(config, size)
+        mesh = make_mesh(jax.devices()[:size])
+        expected, restored = build(parallel.config), build(parallel.config)
+        load_weights(expected, reader, config, mesh, kv_copies=parallel.kv_copies)
+        restore_orbax(Path(sys.argv[1], folder), restored, config, mesh)
+        before, after = (nnx.to_flat_state(nnx.state(model)) for model in (expected, restored))
+        for (path, wanted), (_, found) in zip(before, after, strict=True):
+            wanted, found = wanted.get_value(), found.get_value()
+            assert found.sharding.is_equivalent_to(wanted.sharding, wanted.ndim), path
+            np.testing.assert_array_equal(found, wanted, err_msg=str(path))
 """
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
-from sglang_jax.architectures.model_config import AttentionConfig, RopeConfig
+from sglang_jax.architectures.model_config import AttentionConfig
 from sglang_jax.architectures.tensor_names import Part
 from torch_backend.attention.interface import AttentionOptions, StepAttention
 from torch_backend.kv_pages import KVPages
@@ -20,10 +19,10 @@ from torch_backend.operations import HeadNorms, Operations, Rotation
 
 @dataclass(frozen=True, slots=True)
 class LayerStep:
-    """What a step computes once for all its layers; `rotations` by what layers rotate by."""
+    """What a step computes once for all layers that are alike in it."""
 
     attention: StepAttention
-    rotations: Mapping[RopeConfig | None, Rotation]
+    rotation: Rotation
     write_slots: torch.Tensor
 
 
@@ -66,8 +65,7 @@ class Attention(Loadable):
         """`[T, hidden]` → this rank's part of `[T, hidden]`, to be summed over ranks. Writes the step's keys and
         values into `kv`."""
         qkv = self.qkv(x)
-        rotation = step.rotations[self.config.rope]
-        queries = self._operations.rotate_and_write(qkv, rotation, self._norms(qkv), kv, step.write_slots)
+        queries = self._operations.rotate_and_write(qkv, step.rotation, self._norms(qkv), kv, step.write_slots)
         attended = step.attention(queries, kv, self._attention_options())
         output: torch.Tensor = self.output(attended.view(x.shape[0], -1))
         return output

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from sglang_jax.architectures.tensor_names import Kind, Part
-from torch_backend.layers.matrix import Matrix, PackedForCpu, PlainMatrix
+from torch_backend.layers.matrix import Matrix, PlainMatrix
+from torch_backend.layers.packed import PackedMatrix
 from torch_backend.layers.parameter import Loadable, forget
 
 
@@ -21,13 +22,13 @@ class Linear(Loadable):
         super().__init__()
         self.weight = self.declare("weight", (outputs, inputs), dtype, *parts)
         self.bias = self.declare("bias", (outputs,), dtype, *parts, kind=Kind.BIAS) if bias else None
-        self._matrix: Matrix = PlainMatrix()
+        self._matrix: Matrix = PlainMatrix(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._matrix.multiply(x, self.weight, self.bias)
+        return self._matrix.multiply(x)
 
     def pack(self, *, keep_plain: bool = False) -> None:
         """Packs the loaded weight for the CPU's kernels, and forgets the plain one unless something else needs it."""
-        self._matrix = PackedForCpu(self.weight, self.bias)
+        self._matrix = PackedMatrix(self.weight, self.bias)
         if not keep_plain:
             self.weight = forget(self.weight)

@@ -5,34 +5,31 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+from torch import nn
 from torch.nn import functional
-
-from torch_backend.layers.packed import PackedMatrix
 
 
 class Matrix(Protocol):
-    """A form of a weight `[outputs, inputs]` with the bias of its product."""
+    """A weight `[outputs, inputs]` with the bias of its product, in some form."""
 
-    def multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """`x [T, inputs]` → `[T, outputs]`, rounded once, after the bias. `weight` and `bias` are the layer's
-        parameters, whose values a form may keep elsewhere."""
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """`x [T, inputs]` → `[T, outputs]`, rounded once, after the bias."""
         ...
 
 
+class HasMatrix(Protocol):
+    """A module whose parameters are a matrix and its bias."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+
 class PlainMatrix:
-    """The parameters themselves."""
+    """The parameters of a module themselves."""
 
-    def multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def __init__(self, module: HasMatrix) -> None:
+        self._module = module
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """See `Matrix`."""
-        return functional.linear(x, weight, bias)
-
-
-class PackedForCpu:
-    """Values in the order of oneDNN's kernels."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._packed = PackedMatrix(weight, bias)
-
-    def multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """See `Matrix`."""
-        return self._packed.multiply(x)
+        return functional.linear(x, self._module.weight, self._module.bias)

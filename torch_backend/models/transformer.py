@@ -53,22 +53,23 @@ class Transformer(nn.Module):
         self.tied = config.tie_word_embeddings
         if self.tied:
             self.head.linear.weight = self.embedding.weight
-        ropes = {layer.attention.rope for layer in config.layers}
-        self._rotary = {rope: _tables(rope, config, device) for rope in ropes}
+        ropes = list(dict.fromkeys(layer.attention.rope for layer in config.layers))
+        self._rotary = tuple(_tables(rope, config, device) for rope in ropes)
+        self._rotary_of_layer = tuple(ropes.index(layer.attention.rope) for layer in config.layers)
         self._embedding_multiplier = float(torch.tensor(config.embedding_multiplier, dtype=dtype))
         self._attention = attention
 
     def forward(self, batch: ForwardBatch, kv: Sequence[KVPages]) -> torch.Tensor:
         """Hidden states `[T, hidden]` after the final norm. Writes the step's keys and values into `kv`, the pages of
         each layer."""
-        rotations = {rope: tables(batch.positions) for rope, tables in self._rotary.items()}
-        step = LayerStep(self._attention.prepare(batch), rotations, batch.write_slots)
+        attention = self._attention.prepare(batch)
+        steps = [LayerStep(attention, tables(batch.positions), batch.write_slots) for tables in self._rotary]
         x: torch.Tensor = self.embedding(batch.tokens)
         if self._embedding_multiplier != 1.0:
             x = x * self._embedding_multiplier
         residual = None
         for number, layer in enumerate(self.decoder_layers):
-            pages = kv[number]
+            step, pages = steps[self._rotary_of_layer[number]], kv[number]
             x, residual = layer(x, residual, step, pages)
         return self.final_norm.add(x, residual)[0]
 
