@@ -30,9 +30,9 @@ class HostOperations:
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `Operations`."""
+        x = self._own(x)
         if weight.dtype is not self._dtype:
             return self._native.rms_norm(x, weight, eps)
-        x = self._own(x)
         output = torch.empty_like(x)
         self._normalise(x, 0, weight, output, eps)
         return output
@@ -41,9 +41,9 @@ class HostOperations:
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Operations`; writes the norm into `x` and the sum into `residual`."""
+        x, residual = self._own(x), self._own(residual)
         if weight.dtype is not self._dtype:
             return self._native.add_rms_norm(x, residual, weight, eps)
-        x, residual = self._own(x), self._own(residual)
         self._normalise(x, residual.data_ptr(), weight, x, eps)
         return x, residual
 
@@ -62,9 +62,9 @@ class HostOperations:
         """See `Operations`. The pages are of the type of `qkv`."""
         if not (kv.keys.is_contiguous() and kv.values.is_contiguous()):
             raise ValueError("pages must be contiguous: what is written to a copy of them would be lost")
+        qkv, keys, values = self._own(qkv), self._own(kv.keys), self._own(kv.values)
         if norms is not None and norms.query.dtype is not self._dtype:
             return self._native.rotate_and_write(qkv, rotation, norms, kv, write_slots)
-        qkv, keys, values = self._own(qkv), self._own(kv.keys), self._own(kv.values)
         _, kv_heads, page_size, head_dim = keys.shape
         tokens, size = qkv.shape
         heads = size // head_dim - 2 * kv_heads
