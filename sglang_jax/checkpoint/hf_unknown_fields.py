@@ -71,8 +71,6 @@ _HARMLESS = frozenset(
         "unsloth_version",
         "use_cache",
         "use_sliding_window",
-        "_name_or_path",
-        "_attn_implementation_autoset",
     }
 )
 _HARMLESS_ENDINGS = ("_dropout", "_pdrop", "_initializer_range", "_init_std")
@@ -93,6 +91,7 @@ def check_unread(fields: JsonFields) -> None:
             f"{fields.file}: {name} is {unread[name]!r:.80}, which {fields.value('model_type') or 'this architecture'} "
             "does not have here: its outputs would be wrong"
         )
-    unknown = [name for name in unread if name not in _HARMLESS and not name.endswith(_HARMLESS_ENDINGS)]
+    unknown = [name for name in unread if not (name in _HARMLESS or name.startswith("_"))]
+    unknown = [name for name in unknown if not name.endswith(_HARMLESS_ENDINGS)]
     if unknown:
         logger.warning("%s: fields that are not understood, and ignored: %s", fields.file, ", ".join(sorted(unknown)))
