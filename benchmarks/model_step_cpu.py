@@ -63,8 +63,9 @@ import numpy as np
 from flax import nnx
 from machine import report
 
+from sglang_jax.architectures.dense import dense_decoder
+from sglang_jax.architectures.model_config import RopeConfig
 from sglang_jax.checkpoint.dummy_reader import DummyReader
-from sglang_jax.checkpoint.model_config import Architecture, ModelConfig, RopeConfig
 from sglang_jax.jax_runner.weights import load_weights
 from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.sharding import make_mesh
@@ -73,8 +74,8 @@ from sglang_jax.models import AttentionImplementation, allocate, build_model, kv
 PAGE_SIZE = 16
 POOL_TOKENS = 16384
 
-SMOLLM2_135M = ModelConfig(
-    architecture=Architecture.LLAMA,
+SMOLLM2_135M = dense_decoder(
+    architecture="llama",
     vocab_size=49152,
     hidden_size=576,
     intermediate_size=1536,

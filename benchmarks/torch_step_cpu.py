@@ -47,8 +47,9 @@ import numpy as np
 import torch
 from machine import report
 
+from sglang_jax.architectures.dense import dense_decoder
+from sglang_jax.architectures.model_config import RopeConfig
 from sglang_jax.checkpoint.dummy_reader import DummyReader
-from sglang_jax.checkpoint.model_config import Architecture, ModelConfig, RopeConfig
 from sglang_jax.config import AttentionBackend, EngineConfig
 from torch_backend.batch import ForwardBatch
 from torch_backend.host_trial import HostForm
@@ -62,8 +63,8 @@ POOL_TOKENS = 16384
 SPREAD = 16
 """Keys by which the lengths of decode rows differ at most."""
 
-SMOLLM2_135M = ModelConfig(
-    architecture=Architecture.LLAMA,
+SMOLLM2_135M = dense_decoder(
+    architecture="llama",
     vocab_size=49152,
     hidden_size=576,
     intermediate_size=1536,

@@ -100,7 +100,7 @@ def _load_on(
     bytes_of_weights = weight_bytes(model)
     sizes, page_bytes = _sizes(config, checkpoint.config, model, device, kv_dtype, bytes_of_weights, parallel)
     kv_scales = scales_of_checkpoint(checkpoint, config.kv_cache_dtype)
-    load_weights(model, checkpoint.reader, checkpoint.config, parallel)
+    load_weights(model, checkpoint.reader, checkpoint.config)
     kv = _allocate(checkpoint.config, model, sizes.num_pages, config.page_size, kv_dtype, device, kv_scales)
     spec = RunnerSpec(
         pools=(PoolSpec(PoolKind.FULL, sizes.num_pages, config.page_size),),

@@ -30,3 +30,15 @@ class RotaryTables:
             frequencies = frequencies * torch.pow((1 + self._stretch.growth * excess)[:, None], self._exponents)
         angles = positions[:, None] * frequencies
         return Rotation(angles.cos() * self._factor, angles.sin() * self._factor)
+
+
+class NoRotation:
+    """Tables that leave heads of `head_dim` as they are, for layers without positions."""
+
+    def __init__(self, head_dim: int) -> None:
+        self._half = head_dim // 2
+
+    def __call__(self, positions: torch.Tensor) -> Rotation:
+        """Tables for as many tokens as there are positions."""
+        shape = (len(positions), self._half)
+        return Rotation(torch.ones(shape, device=positions.device), torch.zeros(shape, device=positions.device))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_jax.checkpoint.model_config import ModelConfig
+from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.parallel import TensorParallel
 from tpu.machine import Machine
-from tpu.roofline import matrix_weights_per_layer
+from tpu.roofline import matrix_weights_of_layers
 from tpu.topologies import GIB, Chip
 
 PAGE_SIZE = 64
@@ -73,7 +73,7 @@ def memory_fraction(chip: Chip) -> float:
 def weight_bytes(model: ModelConfig) -> int:
     """Bytes of the matrices in bfloat16; norms and biases are too few to count."""
     tables = (1 if model.tie_word_embeddings else 2) * model.vocab_size * model.hidden_size
-    return _BYTES_PER_WEIGHT * (model.num_layers * matrix_weights_per_layer(model) + tables)
+    return _BYTES_PER_WEIGHT * (matrix_weights_of_layers(model) + tables)
 
 
 def _largest_tp(model: ModelConfig, devices: int) -> int:

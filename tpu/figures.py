@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from sglang_jax.checkpoint.model_config import ModelConfig
+from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.config import EngineConfig
 from tpu.hlo import Collective, Kernel
 from tpu.topologies import Topology

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from sglang_jax.checkpoint.model_config import ModelConfig
+from sglang_jax.architectures.manifest import manifest_of
+from sglang_jax.architectures.model_config import ModelConfig
 
 _LOGIT_BYTES = 4
 
@@ -100,18 +101,16 @@ def roofline(
 
 def step_flops(config: ModelConfig, work: Work) -> float:
     """Of the whole group: two for each weight and token, four for each key, query head and lane of it."""
-    per_layer = matrix_weights_per_layer(config)
-    attention = 4.0 * config.num_heads * config.head_dim * work.keys_seen
+    heads = sum(layer.attention.num_heads * layer.attention.head_dim for layer in config.layers)
+    attention = 4.0 * heads * work.keys_seen
     head = 2.0 * config.hidden_size * config.vocab_size * work.rows
-    return config.num_layers * (2.0 * per_layer * work.tokens + attention) + head
+    return 2.0 * matrix_weights_of_layers(config) * work.tokens + attention + head
 
 
-def matrix_weights_per_layer(config: ModelConfig) -> int:
-    """Weights of a layer that each token is multiplied by."""
-    queries = config.num_heads * config.head_dim
-    keys_and_values = 2 * config.num_kv_heads * config.head_dim
-    attention = config.hidden_size * (2 * queries + keys_and_values)
-    return attention + 3 * config.hidden_size * config.intermediate_size
+def matrix_weights_of_layers(config: ModelConfig) -> int:
+    """Weights of all layers that each token is multiplied by."""
+    manifest = manifest_of(config)
+    return sum(manifest.matrix_weights(layer) for layer in range(config.num_layers))
 
 
 def _hbm_bytes(config: ModelConfig, work: Work, tp: int, weight_bytes: int, kv_bytes_per_token: int) -> float:
@@ -127,7 +126,7 @@ def _hbm_bytes(config: ModelConfig, work: Work, tp: int, weight_bytes: int, kv_b
 
 def _bytes_per_weight(config: ModelConfig, weight_bytes: int, tp: int) -> float:
     tables = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
-    weights = config.num_layers * matrix_weights_per_layer(config) + tables
+    weights = matrix_weights_of_layers(config) + tables
     return round(weight_bytes * tp / weights)
 
 

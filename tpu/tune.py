@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from sglang_jax.checkpoint.model_config import ModelConfig
+from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint.opening import open_checkpoint
 from sglang_jax.cli.main import run
 from sglang_jax.config import KVCacheDtype, LoadFormat

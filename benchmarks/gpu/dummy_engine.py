@@ -12,7 +12,8 @@ from typing import Any
 
 from gpu.bench import Bench
 from gpu.timed_steps import StepLog, TimedRunner, timed_streams
-from sglang_jax.checkpoint import Architecture, ModelConfig, RopeConfig, open_checkpoint, write_hf_config
+from sglang_jax.architectures.dense import dense_decoder
+from sglang_jax.checkpoint import ModelConfig, RopeConfig, open_checkpoint, write_hf_config
 from sglang_jax.config import AttentionBackend, Backend, Device, EngineConfig, LoadFormat
 from sglang_jax.engine.channel import CoreChannel
 from sglang_jax.engine.client import AsyncEngineClient
@@ -23,8 +24,8 @@ from sglang_jax.engine.types import TextTokenizer
 from sglang_jax.sampling import GenerationDefaults
 from torch_backend import create_runner
 
-LLAMA_8B = ModelConfig(
-    architecture=Architecture.LLAMA,
+LLAMA_8B = dense_decoder(
+    architecture="llama",
     vocab_size=128_256,
     hidden_size=4096,
     intermediate_size=14_336,
@@ -44,8 +45,8 @@ LLAMA_8B = ModelConfig(
     bos_token_id=128_000,
 )
 
-TINY = ModelConfig(
-    architecture=Architecture.LLAMA,
+TINY = dense_decoder(
+    architecture="llama",
     vocab_size=500,
     hidden_size=64,
     intermediate_size=96,

@@ -7,9 +7,9 @@ import zlib
 import ml_dtypes
 import numpy as np
 
-from sglang_jax.checkpoint.model_config import ModelConfig
+from sglang_jax.architectures.manifest import manifest_of
+from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint.reader import Array, Index, whole_index
-from sglang_jax.checkpoint.tensors import expected_tensors
 from sglang_jax.errors import CheckpointError
 
 _POOL_SIZE = 1_048_573
@@ -20,14 +20,16 @@ _SCALE = 0.02
 
 
 class DummyReader:
-    """Every tensor that `config` calls for: norms are 1, the rest normal with deviation 0.02.
+    """Every tensor that `config` calls for: norms multiply by 1, the rest normal with deviation 0.02.
 
     A tensor depends on `(seed, name, shape)` alone. Values repeat one pool of noise from a place that the name
     decides: drawing each of billions of weights anew would take minutes. float32, or bfloat16 if the config says so.
     """
 
     def __init__(self, config: ModelConfig, seed: int) -> None:
-        self._shapes = expected_tensors(config)
+        manifest = manifest_of(config)
+        self._shapes = manifest.tensors()
+        self._norms = {spec.tensor: 1.0 - spec.offset for spec in manifest.specs.values() if spec.is_norm}
         self._seed = seed
         noise = np.random.default_rng(seed).standard_normal(_POOL_SIZE, dtype=np.float32) * np.float32(_SCALE)
         self._pool: Array = noise.astype(ml_dtypes.bfloat16) if config.dtype == "bfloat16" else noise
@@ -43,8 +45,8 @@ class DummyReader:
     def read(self, name: str, index: Index | None = None) -> Array:
         shape = self.shape(name)
         selected = whole_index(shape, index)
-        if name.endswith("norm.weight"):
-            return np.ones(shape, dtype=self._pool.dtype)[selected]
+        if name in self._norms:
+            return np.full(shape, self._norms[name], dtype=self._pool.dtype)[selected]
         start = zlib.crc32(f"{self._seed}/{name}".encode()) % _POOL_SIZE
         columns = int(np.prod(shape[1:]))
         first, last, _ = selected[0].indices(shape[0])

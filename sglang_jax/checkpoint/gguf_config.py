@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from gguf import dequantize
 from numpy.typing import NDArray
 
+from sglang_jax.architectures.hf_rope import rope_to_hf
+from sglang_jax.architectures.json_fields import JsonFields
+from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, RopeConfig, RopeKind, SublayerNorms
+from sglang_jax.architectures.registry import Family, GgufForm, known_families
 from sglang_jax.checkpoint.gguf_file import GgufFile, Value
 from sglang_jax.checkpoint.gguf_reader import ROPE_FACTORS
-from sglang_jax.checkpoint.hf_rope import extended_context
-from sglang_jax.checkpoint.model_config import Architecture, ModelConfig, RopeConfig, RopeKind
 from sglang_jax.errors import CheckpointError
 
-_ARCHITECTURES = {
-    "llama": Architecture.LLAMA,
-    "qwen2": Architecture.QWEN2,
-    "qwen3": Architecture.QWEN3,
-}
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_ORIGINAL = 1.0, 4.0, 8192
@@ -26,55 +25,102 @@ _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_ORIGINAL = 1.0, 4.0, 8192
 
 
 def gguf_model_config(file: GgufFile) -> ModelConfig:
-    """The model that a GGUF file describes.
+    """The model that a GGUF file describes: its metadata under the names of config.json, read by its family.
 
     **Raises:** `CheckpointError` naming the key, its value and what is supported.
     """
+    family, form = gguf_family(file)
+    name = form.name
+    _refuse_unsupported(file, form)
+    values = _common_values(file, name)
+    for field, key in form.fields.items():
+        value = file.metadata.get(f"{name}.{key}")
+        if value is not None:
+            values[field] = _rounded(value) if isinstance(value, float) else value
+    values.setdefault("sliding_window", None)
+    config = family.configure(JsonFields(values, file.path))
+
+    def stored(layer: LayerConfig) -> LayerConfig:
+        return _without_offsets(_with_biases(layer, file)) if form.norms_hold_offset else _with_biases(layer, file)
+
+    final_norm = replace(config.final_norm, offset=0.0) if form.norms_hold_offset else config.final_norm
+    return replace(config.with_layers(stored), final_norm=final_norm)
+
+
+def gguf_family(file: GgufFile) -> tuple[Family, GgufForm]:
+    """Whose file it is. Raises `CheckpointError` naming what is supported."""
     name = file.require("general.architecture", str)
-    if name not in _ARCHITECTURES:
-        raise CheckpointError(
-            f"{file.path}: architecture {name!r} is not supported; supported: {', '.join(_ARCHITECTURES)}"
-        )
-    architecture = _ARCHITECTURES[name]
-    _refuse_unsupported(file, name)
+    forms = {family.gguf.name: (family, family.gguf) for family in known_families() if family.gguf is not None}
+    if name not in forms:
+        raise CheckpointError(f"{file.path}: architecture {name!r} is not supported; supported: {', '.join(forms)}")
+    return forms[name]
+
+
+def _common_values(file: GgufFile, name: str) -> dict[str, Any]:
     hidden = file.require(f"{name}.embedding_length", int)
     heads = _uniform(file, f"{name}.attention.head_count")
-    kv_heads = _uniform(file, f"{name}.attention.head_count_kv", default=heads)
     head_dim = file.get(f"{name}.attention.key_length", int) or hidden // heads
-    context = file.require(f"{name}.context_length", int)
-    rope = _rope(file, name, head_dim)
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=_vocab_size(file),
-        hidden_size=hidden,
-        intermediate_size=_uniform(file, f"{name}.feed_forward_length"),
-        num_layers=file.require(f"{name}.block_count", int),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        rms_norm_eps=_rounded(file.require(f"{name}.attention.layer_norm_rms_epsilon", float)),
-        rope=rope,
-        max_position=max(context, extended_context(rope)),
-        tie_word_embeddings="output.weight" not in file.tensors,
-        attention_bias="blk.0.attn_q.bias" in file.tensors,
-        attention_out_bias="blk.0.attn_output.bias" in file.tensors,
-        mlp_bias="blk.0.ffn_up.bias" in file.tensors,
-        qk_norm=architecture is Architecture.QWEN3,
-        eos_token_ids=_end_token_ids(file),
-        bos_token_id=file.get("tokenizer.ggml.bos_token_id", int),
-        dtype="bfloat16",
+    return {
+        "model_type": name,
+        "vocab_size": _vocab_size(file),
+        "hidden_size": hidden,
+        "intermediate_size": _uniform(file, f"{name}.feed_forward_length"),
+        "num_hidden_layers": file.require(f"{name}.block_count", int),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _uniform(file, f"{name}.attention.head_count_kv", default=heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": _rounded(file.require(f"{name}.attention.layer_norm_rms_epsilon", float)),
+        "rope_parameters": rope_to_hf(_rope(file, name, head_dim)),
+        "max_position_embeddings": file.require(f"{name}.context_length", int),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "eos_token_id": list(_end_token_ids(file)),
+        "bos_token_id": file.get("tokenizer.ggml.bos_token_id", int),
+        "dtype": "bfloat16",
+    }
+
+
+def _with_biases(layer: LayerConfig, file: GgufFile) -> LayerConfig:
+    """Which biases there are, the file's tensors say."""
+    return replace(
+        layer,
+        attention=replace(
+            layer.attention,
+            bias="blk.0.attn_q.bias" in file.tensors or "blk.0.attn_qkv.bias" in file.tensors,
+            out_bias="blk.0.attn_output.bias" in file.tensors,
+        ),
+        feed_forward=replace(layer.feed_forward, bias="blk.0.ffn_up.bias" in file.tensors),
     )
 
 
-def _refuse_unsupported(file: GgufFile, name: str) -> None:
+def _without_offsets(layer: LayerConfig) -> LayerConfig:
+    """Norms are stored as they multiply."""
+
+    def plain(norms: SublayerNorms) -> SublayerNorms:
+        pre, post = (None if norm is None else replace(norm, offset=0.0) for norm in (norms.pre, norms.post))
+        return SublayerNorms(pre=pre, post=post)
+
+    attention, qk_norm = layer.attention, layer.attention.qk_norm
+    if qk_norm is not None:
+        attention = replace(attention, qk_norm=replace(qk_norm, norm=replace(qk_norm.norm, offset=0.0)))
+    return replace(
+        layer,
+        attention=attention,
+        attention_norms=plain(layer.attention_norms),
+        feed_forward_norms=plain(layer.feed_forward_norms),
+    )
+
+
+def _refuse_unsupported(file: GgufFile, form: GgufForm) -> None:
+    name = form.name
     experts = file.get(f"{name}.expert_count", int)
     if experts:
         raise CheckpointError(f"{file.path}: a mixture of {experts} experts is not supported; dense models are")
     window = file.get(f"{name}.attention.sliding_window", int)
     context = file.require(f"{name}.context_length", int)
-    if window and window < context:
+    if window and window < context and "sliding_window" not in form.fields:
         raise CheckpointError(
-            f"{file.path}: attention in a sliding window of {window} tokens (context {context}) is not supported"
+            f"{file.path}: attention in a sliding window of {window} tokens (context {context}) is not supported in "
+            f"{name} models"
         )
 
 

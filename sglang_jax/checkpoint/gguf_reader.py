@@ -1,4 +1,4 @@
-"""Tensors of llama, qwen2 and qwen3 GGUF files under their Hugging Face names and in their layout."""
+"""Tensors of GGUF files under their Hugging Face names and in their layout."""
 
 from __future__ import annotations
 
@@ -9,32 +9,17 @@ import numpy as np
 from gguf import GGMLQuantizationType, dequantize
 from numpy.typing import NDArray
 
+from sglang_jax.architectures.manifest import manifest_of
+from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.architectures.registry import family_named
+from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.gguf_file import GgufFile, GgufTensor
-from sglang_jax.checkpoint.model_config import Architecture, ModelConfig
 from sglang_jax.checkpoint.reader import Array, Index, row_numbers, whole_index
 from sglang_jax.errors import CheckpointError
 
 ROPE_FACTORS = "rope_freqs.weight"
 """Llama 3's frequency scaling, stored as a tensor: part of the config here."""
 
-_WHOLE_MODEL_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _PLAIN_DTYPES: dict[GGMLQuantizationType, np.dtype] = {
     GGMLQuantizationType.F32: np.dtype(np.float32),
     GGMLQuantizationType.F16: np.dtype(np.float16),
@@ -72,11 +57,15 @@ class GgufReader:
     def __init__(self, file: GgufFile, config: ModelConfig) -> None:
         """Raises `CheckpointError` naming the tensors whose type is not in `SUPPORTED_TYPES`."""
         self._file = file
+        names = _stored_tensors(config)
         self._entries: dict[str, _Entry] = {}
         for name, tensor in file.tensors.items():
             if name != ROPE_FACTORS:
-                hf_name = hugging_face_name(name)
-                self._entries[hf_name] = _Entry(tensor, _permuted_heads(hf_name, config))
+                known = names.get(name)
+                # A name that the family does not use stays as it is, and is found to be extra.
+                self._entries[name if known is None else known.name] = _Entry(
+                    tensor, known.permuted_heads if known else 0
+                )
         unsupported = [
             f"{tensor.name} ({tensor.kind.name if tensor.kind else f'type {tensor.type_id}'})"
             for tensor in file.tensors.values()
@@ -116,14 +105,33 @@ class GgufReader:
         return self._entries[name]
 
 
-def hugging_face_name(name: str) -> str:
-    """The Hugging Face name of a GGUF tensor; a name that these architectures do not use is returned as it is."""
-    if name in _WHOLE_MODEL_NAMES:
-        return _WHOLE_MODEL_NAMES[name]
-    match name.split("."):
-        case ["blk", layer, part, ("weight" | "bias") as kind] if part in _LAYER_NAMES:
-            return f"model.layers.{layer}.{_LAYER_NAMES[part]}.{kind}"
-    return name
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """The Hugging Face name of a tensor, and the heads whose rows are stored in another order."""
+
+    name: str
+    permuted_heads: int
+
+
+def _stored_tensors(config: ModelConfig) -> dict[str, _Known]:
+    """By their names in the file. Llama's files store q and k for rotary pairs of neighbours; Hugging Face rotates
+    halves."""
+    form = family_named(config.architecture).gguf
+    permuted = form is not None and form.interleaved
+    known: dict[str, _Known] = {}
+    for spec in manifest_of(config).specs.values():
+        if spec.gguf is None:
+            continue
+        heads = 0
+        if permuted and spec.name.part in (Part.QUERY, Part.KEY) and spec.name.layer is not None:
+            attention = config.layers[spec.name.layer].attention
+            heads = attention.num_heads if spec.name.part is Part.QUERY else attention.num_kv_heads
+        known.setdefault(spec.gguf, _Known(spec.tensor, heads))
+    if config.tie_word_embeddings:
+        # Beside tied embeddings an output matrix is let pass.
+        names = family_named(config.architecture).names
+        known.setdefault(f"{names[Part.HEAD].gguf}.weight", _Known(f"{names[Part.HEAD].hf}.weight", 0))
+    return known
 
 
 def _dequantize(raw: Array, tensor: GgufTensor) -> Array:
@@ -133,15 +141,6 @@ def _dequantize(raw: Array, tensor: GgufTensor) -> Array:
         return np.empty((0, tensor.shape[-1]), dtype=np.float32)
     values: Array = dequantize(np.ascontiguousarray(raw), tensor.kind)
     return values
-
-
-def _permuted_heads(name: str, config: ModelConfig) -> int:
-    """Files of the llama architecture store q and k for rotary pairs of neighbours; Hugging Face rotates halves."""
-    if config.architecture not in (Architecture.LLAMA, Architecture.MISTRAL):
-        return 0
-    if ".self_attn.q_proj." in name:
-        return config.num_heads
-    return config.num_kv_heads if ".self_attn.k_proj." in name else 0
 
 
 def _stored_rows(num_rows: int, heads: int) -> NDArray[np.int64]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_jax.checkpoint.json_fields import JsonFields
+from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.config import KVCacheDtype
 from sglang_jax.errors import CheckpointError
 

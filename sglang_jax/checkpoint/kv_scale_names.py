@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
-from sglang_jax.checkpoint.model_config import ModelConfig
+from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint.reader import TensorReader
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint.kv_scale_names import KVScaleNames
-from sglang_jax.checkpoint.model_config import ModelConfig
 from sglang_jax.checkpoint.reader import TensorReader
 from sglang_jax.config import KVCacheDtype
 from sglang_jax.errors import CheckpointError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.checkpoint.gguf_config import gguf_model_config
 from sglang_jax.checkpoint.gguf_file import open_gguf
@@ -11,7 +12,6 @@ from sglang_jax.checkpoint.gguf_reader import GgufReader
 from sglang_jax.checkpoint.hf_config import load_generation_defaults, load_hf_config, load_kv_scales_made_for
 from sglang_jax.checkpoint.kv_scale_names import KVScaleNames
 from sglang_jax.checkpoint.kv_scales import KVScales, read_kv_scales
-from sglang_jax.checkpoint.model_config import ModelConfig
 from sglang_jax.checkpoint.orbax_marker import read_orbax_kv_scales
 from sglang_jax.checkpoint.reader import TensorReader
 from sglang_jax.checkpoint.resolve import ModelSource, SourceKind, resolve_model

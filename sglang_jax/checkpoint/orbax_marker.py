@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint.kv_scales import KVScales
-from sglang_jax.checkpoint.model_config import ModelConfig
 from sglang_jax.checkpoint.resolve import ORBAX_MARKER
 from sglang_jax.errors import CheckpointError
 

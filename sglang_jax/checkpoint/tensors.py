@@ -1,56 +1,22 @@
-"""Which tensors a model needs, and whether a checkpoint has exactly these."""
+"""Whether a checkpoint has exactly the tensors that its model needs."""
 
 from __future__ import annotations
 
+from sglang_jax.architectures.manifest import manifest_of
+from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.architectures.registry import family_named
+from sglang_jax.architectures.tensor_names import Kind, Part, hf_name
 from sglang_jax.checkpoint.kv_scale_names import KVScaleNames
-from sglang_jax.checkpoint.model_config import ModelConfig
 from sglang_jax.checkpoint.reader import TensorReader
 from sglang_jax.errors import CheckpointError
-
-EMBEDDING = "model.embed_tokens.weight"
-FINAL_NORM = "model.norm.weight"
-LM_HEAD = "lm_head.weight"
 
 _HARMLESS_SUFFIX = "rotary_emb.inv_freq"
 """Old checkpoints store the rotary frequencies, which follow from the config."""
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name and shape of every tensor that the model is made of; matrices are [out, in]."""
-    tensors: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}"
-        tensors |= {f"{prefix}.{name}": shape for name, shape in _layer_tensors(config).items()}
-    tensors[FINAL_NORM] = (config.hidden_size,)
-    if not config.tie_word_embeddings:
-        tensors[LM_HEAD] = (config.vocab_size, config.hidden_size)
-    return tensors
-
-
-def _layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    linears = (
-        ("self_attn.q_proj", query, hidden, config.attention_bias),
-        ("self_attn.k_proj", key, hidden, config.attention_bias),
-        ("self_attn.v_proj", key, hidden, config.attention_bias),
-        ("self_attn.o_proj", hidden, query, config.attention_out_bias),
-        ("mlp.gate_proj", intermediate, hidden, config.mlp_bias),
-        ("mlp.up_proj", intermediate, hidden, config.mlp_bias),
-        ("mlp.down_proj", hidden, intermediate, config.mlp_bias),
-    )
-    tensors: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
-    for name, rows, columns, has_bias in linears:
-        tensors[f"{name}.weight"] = (rows, columns)
-        if has_bias:
-            tensors[f"{name}.bias"] = (rows,)
-    if config.qk_norm:
-        tensors["self_attn.q_norm.weight"] = (config.head_dim,)
-        tensors["self_attn.k_norm.weight"] = (config.head_dim,)
-    return tensors
+    """Hugging Face name and shape of every tensor that a checkpoint of the model has; matrices are [out, in]."""
+    return manifest_of(config).tensors()
 
 
 def check_tensors(reader: TensorReader, config: ModelConfig) -> None:
@@ -64,7 +30,8 @@ def check_tensors(reader: TensorReader, config: ModelConfig) -> None:
     expected = expected_tensors(config)
     present = {name for name in reader.names() if not name.endswith(_HARMLESS_SUFFIX)}
     if config.tie_word_embeddings:
-        present.discard(LM_HEAD)
+        head = family_named(config.architecture).names[Part.HEAD]
+        present.discard(hf_name(head, Kind.WEIGHT, None))
     kv_scales = KVScaleNames.find(present, config.num_layers)
     present -= kv_scales.all()
     faults = [f"missing: {name} {shape}" for name, shape in expected.items() if name not in present]

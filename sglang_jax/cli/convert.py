@@ -50,7 +50,7 @@ def convert(config: ConvertConfig) -> int:
     import jax.numpy as jnp
 
     from sglang_jax.checkpoint import load_tokenizer, open_checkpoint, write_hf_config
-    from sglang_jax.checkpoint.hf_config import GENERATION_CONFIG_FILE
+    from sglang_jax.checkpoint.hf_config import CONFIG_FILE, GENERATION_CONFIG_FILE
     from sglang_jax.jax_runner.devices import select_device
     from sglang_jax.jax_runner.orbax_checkpoint import save_orbax
     from sglang_jax.jax_runner.weights import load_weights
@@ -71,7 +71,11 @@ def convert(config: ConvertConfig) -> int:
     load_weights(model, checkpoint.reader, checkpoint.config, make_mesh([device]))
     with tempfile.TemporaryDirectory() as folder:
         beside = Path(folder)
-        write_hf_config(checkpoint.config, beside)
+        stored_config = checkpoint.source.path / CONFIG_FILE
+        if stored_config.is_file():
+            shutil.copy(stored_config, beside)
+        else:
+            write_hf_config(checkpoint.config, beside)
         load_tokenizer(checkpoint.tokenizer_source).save(beside)
         generation_config = checkpoint.source.path / GENERATION_CONFIG_FILE
         if generation_config.is_file():

@@ -108,7 +108,7 @@ def _ready(config: EngineConfig, checkpoint: Checkpoint, defaults: GenerationDef
     max_total_tokens = (pool.num_pages - 1) * pool.page_size  # page 0 is never handed out
     info = ModelInfo(
         model_path=config.model_path,
-        architecture=checkpoint.config.architecture.value,
+        architecture=checkpoint.config.architecture,
         context_length=min(spec.max_context, max_total_tokens),
         vocab_size=spec.vocab_size,
         eos_token_ids=checkpoint.config.eos_token_ids,

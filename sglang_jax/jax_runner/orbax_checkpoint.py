@@ -1,7 +1,7 @@
 """Checkpoints written by Orbax: the model's own layout, restored straight to the devices that use it.
 
-A folder holds `weights/` (Orbax), `sglang_jax_orbax.json` (format version, `ModelConfig`, scales of keys and values if
-there are any), and the tokenizer's and config files of the checkpoint it was made from. Weights are those of every
+A folder holds `weights/` (Orbax), `sglang_jax_orbax.json` (format version, scales of keys and values if there are any),
+and the tokenizer's and config files of the checkpoint it was made from. Weights are those of every
 platform: forms that one platform adds (an own head for tied embeddings) are made again after restoring.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,14 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh
 
+from sglang_jax.architectures.axes import Axis
+from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint.kv_scales import KVScales
-from sglang_jax.checkpoint.model_config import Architecture, ModelConfig, RopeConfig, RopeKind
 from sglang_jax.checkpoint.orbax_marker import KV_SCALES
 from sglang_jax.checkpoint.resolve import ORBAX_MARKER
 from sglang_jax.errors import CheckpointError
 from sglang_jax.layers.parameter import Parameter
-from sglang_jax.layers.sharding import Axis, named_sharding
+from sglang_jax.layers.sharding import named_sharding
 from sglang_jax.models.transformer import Transformer
 
 FORMAT_VERSION = 1
@@ -55,17 +55,13 @@ def save_orbax(
     for file in files:
         shutil.copyfile(file, folder / file.name)
     # The marker comes last: a folder that has it is whole.
-    marker = {"format_version": FORMAT_VERSION, "model_config": asdict(config)}
+    marker: dict[str, Any] = {"format_version": FORMAT_VERSION}
     if kv_scales is not None:
         marker[KV_SCALES] = kv_scales.to_json()
     (folder / ORBAX_MARKER).write_text(json.dumps(marker, indent=2) + "\n")
 
 
-def load_orbax_config(folder: Path) -> ModelConfig:
-    """The config that `save_orbax` stored.
-
-    **Raises:** `CheckpointError` for a marker that is missing, unreadable, or of another version.
-    """
+def _check_version(folder: Path) -> None:
     path = folder / ORBAX_MARKER
     try:
         marker = json.loads(path.read_text())
@@ -74,10 +70,6 @@ def load_orbax_config(folder: Path) -> ModelConfig:
     version = marker.get("format_version") if isinstance(marker, dict) else None
     if version != FORMAT_VERSION:
         raise CheckpointError(f"{path} is of format {version}, this version reads {FORMAT_VERSION}: convert it again")
-    try:
-        return _config_from_json(marker["model_config"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} holds no valid model config: {error!r}") from error
 
 
 def restore_orbax(folder: Path, model: Transformer, config: ModelConfig, mesh: Mesh) -> None:
@@ -86,9 +78,13 @@ def restore_orbax(folder: Path, model: Transformer, config: ModelConfig, mesh: M
     Each device reads its own part; the host holds no whole tensor. `config` is the checkpoint's: a model with copied
     kv heads, or with a padded vocabulary, is made of it on the devices.
 
-    **Raises:** `CheckpointError` naming tensors that are missing, extra or misshapen.
+    **Raises:** `CheckpointError` for a marker that is unreadable or of another version, and naming tensors that are
+    missing, extra or misshapen.
     """
     weights = folder.absolute() / _WEIGHTS
+    if not weights.is_dir():
+        raise CheckpointError(f"{weights} is missing: the conversion did not finish; convert again")
+    _check_version(folder)
     stored = _stored(model, config)
     with ocp.StandardCheckpointer() as checkpointer:
         _check_shapes(
@@ -143,13 +139,18 @@ def _built(stored: jax.Array, parameter: Parameter, config: ModelConfig, mesh: M
     axis = parameter.axes.index(Axis.KV_HEADS)
     copies = parameter.shape[axis] // stored.shape[axis]
 
+    def copy_alone(stored: jax.Array) -> jax.Array:
+        """Weights of norms over all kv heads."""
+        return jnp.repeat(stored, copies, axis=axis)
+
     def copy_heads(fused: jax.Array) -> jax.Array:
         """`[..., kv_heads, group + 2, head_dim]` → `[..., kv_heads * copies, group / copies + 2, head_dim]`."""
         group = fused.shape[axis + 1] - 2
         queries = fused[..., :group, :].reshape(*fused.shape[:axis], -1, group // copies, fused.shape[-1])
         return jnp.concatenate([queries, jnp.repeat(fused[..., group:, :], copies, axis=axis)], axis=axis + 1)
 
-    return jax.jit(copy_heads, out_shardings=named_sharding(mesh, parameter.axes))(stored)
+    copy = copy_heads if Axis.HEAD_PART in parameter.axes else copy_alone
+    return jax.jit(copy, out_shardings=named_sharding(mesh, parameter.axes))(stored)
 
 
 def _has_copied_heads(parameter: Parameter, config: ModelConfig) -> bool:
@@ -160,8 +161,6 @@ def _has_copied_heads(parameter: Parameter, config: ModelConfig) -> bool:
 
 
 def _check_shapes(weights: Path, wanted: dict[str, tuple[int, ...]], checkpointer: ocp.StandardCheckpointer) -> None:
-    if not weights.is_dir():
-        raise CheckpointError(f"{weights} is missing: the conversion did not finish; convert again")
     found: dict[str, Any] = dict(checkpointer.metadata(weights).item_metadata)
     faults = [f"missing: {name} {wanted[name]}" for name in sorted(wanted.keys() - found.keys())]
     faults += [f"extra: {name} {tuple(found[name].shape)}" for name in sorted(found.keys() - wanted.keys())]
@@ -172,13 +171,3 @@ def _check_shapes(weights: Path, wanted: dict[str, tuple[int, ...]], checkpointe
     if faults:
         listed = "\n  ".join(faults)
         raise CheckpointError(f"the tensors in {weights} do not fit the model ({len(faults)} faults):\n  {listed}")
-
-
-def _config_from_json(fields: dict[str, Any]) -> ModelConfig:
-    rope = RopeConfig(**(fields["rope"] | {"kind": RopeKind(fields["rope"]["kind"])}))
-    given = {
-        "architecture": Architecture(fields["architecture"]),
-        "rope": rope,
-        "eos_token_ids": tuple(fields["eos_token_ids"]),
-    }
-    return ModelConfig(**(fields | given))

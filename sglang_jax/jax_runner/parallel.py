@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from sglang_jax.checkpoint.model_config import ModelConfig
+from sglang_jax.architectures.model_config import LayerConfig, ModelConfig
 from sglang_jax.errors import ConfigError
 
 
@@ -35,11 +35,16 @@ class TensorParallel:
                 f"{config.num_heads} heads and {kv_heads} kv heads cannot be spread over {size} devices: choose a "
                 "tp_size that divides the heads, and that divides or is a multiple of the kv heads"
             )
-        if config.intermediate_size % size:
+        indivisible = [layer.feed_forward.size for layer in config.layers if layer.feed_forward.size % size]
+        if indivisible:
             raise ConfigError(
-                f"the intermediate size {config.intermediate_size} cannot be spread over {size} devices: choose a "
+                f"the intermediate size {indivisible[0]} cannot be spread over {size} devices: choose a "
                 "tp_size that divides it"
             )
         copies = max(size // kv_heads, 1)
-        built = replace(config, num_kv_heads=kv_heads * copies, vocab_size=-(-config.vocab_size // size) * size)
+
+        def copied(layer: LayerConfig) -> LayerConfig:
+            return replace(layer, attention=replace(layer.attention, num_kv_heads=kv_heads * copies))
+
+        built = replace(config.with_layers(copied), vocab_size=-(-config.vocab_size // size) * size)
         return cls(built, size, copies, config.vocab_size)

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from sglang_jax.checkpoint.model_config import ModelConfig
+from sglang_jax.architectures.axes import Axis
+from sglang_jax.architectures.model_config import AttentionConfig, QKNorm
+from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.kernels.ragged_paged_attention import (
     AttentionImplementation,
     AttentionOptions,
@@ -18,74 +20,94 @@ from sglang_jax.kernels.ragged_paged_attention import (
 )
 from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.linear import Linear
-from sglang_jax.layers.norm import RMSNorm
-from sglang_jax.layers.parameter import parameter
+from sglang_jax.layers.norm import Norm
+from sglang_jax.layers.parameter import Sizes, parameter
 from sglang_jax.layers.rotary import apply_rotary
-from sglang_jax.layers.sharding import KV_AXES, Axis, partition_spec
+from sglang_jax.layers.sharding import KV_AXES, partition_spec
+from sglang_jax.layers.weight_format import WeightFormat
 
 RotaryTables = tuple[jax.Array, jax.Array]
 
 
 class Attention(nnx.Module):
-    """Projections, optional norms of queries and keys (Qwen3), rotation, cache write, attention, output projection.
+    """Projections, optional norms of queries and keys, rotation, cache write, attention, output projection.
 
     The fused projection is `[hidden, kv_heads, group + 2, head_dim]`: of each kv head its queries, its key, its value.
 
     **Arguments:** `kv_dtype`: the type of keys and values in pages; one of 8 bits brings `kv_scales`, by which they are
-    stored divided. `window`, `soft_cap`, `sinks`: see `AttentionOptions`; a layer with sinks has a parameter for them.
+    stored divided.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: AttentionConfig,
+        hidden_size: int,
         *,
         dtype: jnp.dtype,
         implementation: AttentionImplementation,
         kv_dtype: jnp.dtype | None = None,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: bool = False,
     ) -> None:
         self.implementation = implementation
-        self.window = window
-        self.soft_cap = soft_cap
+        self.config = config
         self.group = config.num_heads // config.num_kv_heads
-        self.scale = config.head_dim**-0.5
-        hidden = [(Axis.HIDDEN, config.hidden_size)]
+        hidden = [(Axis.HIDDEN, hidden_size)]
         head = (Axis.HEAD_DIM, config.head_dim)
         fused = [(Axis.KV_HEADS, config.num_kv_heads), (Axis.HEAD_PART, self.group + 2), head]
         heads = [(Axis.HEADS, config.num_heads), head]
-        self.qkv = Linear(hidden, fused, bias=config.attention_bias, dtype=dtype)
-        self.output = Linear(heads, hidden, bias=config.attention_out_bias, dtype=dtype)
-        self.query_norm = RMSNorm(*head, config.rms_norm_eps, dtype) if config.qk_norm else None
-        self.key_norm = RMSNorm(*head, config.rms_norm_eps, dtype) if config.qk_norm else None
-        self.sinks = parameter([(Axis.HEADS, config.num_heads)], jnp.dtype(jnp.float32)) if sinks else None
+        self.qkv = Linear(hidden, fused, (Part.QUERY, Part.KEY, Part.VALUE), bias=config.bias, dtype=dtype)
+        self.output = Linear(heads, hidden, (Part.OUTPUT,), bias=config.out_bias, dtype=dtype)
+        kv_heads = [(Axis.KV_HEADS, config.num_kv_heads), head]
+        self.query_norm = _norm_of(config.qk_norm, heads, dtype, Part.QUERY_NORM)
+        self.key_norm = _norm_of(config.qk_norm, kv_heads, dtype, Part.KEY_NORM)
+        one_a_head = [(Axis.HEADS, config.num_heads)]
+        self.sinks = parameter(one_a_head, jnp.dtype(jnp.float32), Part.SINKS) if config.sinks else None
         scales = [(Axis.KV_HEADS, config.num_kv_heads), (Axis.KEY_OR_VALUE, 2)]
         scaled = kv_dtype is not None and kv_dtype.itemsize == 1
         self.kv_scales = parameter(scales, jnp.dtype(jnp.float32)) if scaled else None
 
     def __call__(
-        self, x: jax.Array, batch: ForwardBatch, rotary: RotaryTables, kv_pages: jax.Array
+        self, x: jax.Array, batch: ForwardBatch, rotary: RotaryTables | None, kv_pages: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """`x [T, hidden]` → `[T, hidden]` and the layer's pages with the step's keys and values."""
+        """`x [T, hidden]` → `[T, hidden]` and the layer's pages with the step's keys and values. `rotary`: None for a
+        layer without positions."""
         fused = self.qkv(x)
         queries, keys, values = fused[:, :, : self.group], fused[:, :, self.group], fused[:, :, self.group + 1]
+        if self.config.qk_norm is not None and self.config.qk_norm.whole:
+            queries = queries.reshape(x.shape[0], -1, queries.shape[-1])
         if self.query_norm is not None and self.key_norm is not None:
             queries, keys = self.query_norm(queries), self.key_norm(keys)
-        queries, keys = apply_rotary(queries, *rotary), apply_rotary(keys, *rotary)
+        if rotary is not None:
+            queries, keys = apply_rotary(queries, *rotary), apply_rotary(keys, *rotary)
         queries = queries.reshape(x.shape[0], -1, queries.shape[-1])
         attended, kv_pages = write_and_attend(
-            self.implementation, queries, keys, values, kv_pages, batch, scale=self.scale, options=self._options()
+            self.implementation,
+            queries,
+            keys,
+            values,
+            kv_pages,
+            batch,
+            scale=self.config.scale,
+            options=self._options(),
         )
         return self.output(attended), kv_pages
 
+    def arrange(self, wanted: WeightFormat) -> None:
+        """Every matrix, once loaded, in another format."""
+        self.qkv.arrange(wanted)
+        self.output.arrange(wanted)
+
     def _options(self) -> AttentionOptions:
         return AttentionOptions(
-            window=self.window,
-            soft_cap=self.soft_cap,
+            window=self.config.window,
+            soft_cap=self.config.soft_cap,
             sinks=None if self.sinks is None else self.sinks[...],
             kv_scales=None if self.kv_scales is None else self.kv_scales[...],
         )
+
+
+def _norm_of(config: QKNorm | None, heads: Sizes, dtype: jnp.dtype, part: Part) -> Norm | None:
+    """Over `heads` (heads, head_dim), or over each of them alone."""
+    return None if config is None else Norm(heads if config.whole else heads[1:], config.norm, dtype, part)
 
 
 def write_and_attend(

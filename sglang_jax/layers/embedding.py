@@ -6,15 +6,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sglang_jax.layers.parameter import matmul, matmul_outputs_first, parameter, put_outputs_first
-from sglang_jax.layers.sharding import Axis
+from sglang_jax.architectures.axes import Axis
+from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.layers.parameter import parameter
+from sglang_jax.layers.weight_format import InputsFirst, WeightFormat
 
 
 class Embedding(nnx.Module):
     """Rows of a table `[vocab, hidden]`."""
 
     def __init__(self, vocab_size: int, hidden_size: int, dtype: jnp.dtype) -> None:
-        self.table = parameter([(Axis.VOCABULARY, vocab_size), (Axis.HIDDEN, hidden_size)], dtype)
+        self.table = parameter([(Axis.VOCABULARY, vocab_size), (Axis.HIDDEN, hidden_size)], dtype, Part.EMBEDDING)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """int32 `[T]`, all within the vocabulary → `[T, hidden]`."""
@@ -22,17 +24,17 @@ class Embedding(nnx.Module):
 
 
 class Head(nnx.Module):
-    """Logits by a matrix of its own: `[hidden, vocab]`, or `[vocab, hidden]` once changed to it."""
+    """Logits by a matrix of its own, loaded as `[hidden, vocab]`."""
 
     def __init__(self, hidden_size: int, vocab_size: int, dtype: jnp.dtype) -> None:
-        self.kernel = parameter([(Axis.HIDDEN, hidden_size), (Axis.VOCABULARY, vocab_size)], dtype)
-        self.outputs_first = False
+        self.kernel = parameter([(Axis.HIDDEN, hidden_size), (Axis.VOCABULARY, vocab_size)], dtype, Part.HEAD)
+        self.format: WeightFormat = InputsFirst()
 
-    def put_outputs_first(self) -> None:
-        """Changes the matrix, once loaded, to `[vocab, hidden]`."""
-        put_outputs_first(self.kernel, 1)
-        self.outputs_first = True
+    def arrange(self, wanted: WeightFormat) -> None:
+        """Changes the matrix, once loaded, to another format."""
+        wanted.arrange(self.kernel, 1)
+        self.format = wanted
 
     def __call__(self, hidden: jax.Array) -> jax.Array:
         """`[T, hidden]` → float32 `[T, vocab]`."""
-        return (matmul_outputs_first if self.outputs_first else matmul)(hidden, self.kernel[...])
+        return self.format.multiply(hidden, self.kernel[...])

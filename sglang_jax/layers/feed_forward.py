@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sglang_jax.checkpoint.model_config import ModelConfig
+from sglang_jax.architectures.axes import Axis
+from sglang_jax.architectures.model_config import Activation, FeedForwardConfig
+from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.layers.linear import Linear
-from sglang_jax.layers.sharding import Axis
+from sglang_jax.layers.weight_format import WeightFormat
+
+_ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
+    Activation.SILU: jax.nn.silu,
+    Activation.GELU_TANH: partial(jax.nn.gelu, approximate=True),
+}
 
 
 class FeedForward(nnx.Module):
-    """SwiGLU (Shazeer 2020): `down(silu(gate(x)) * up(x))`, gate and up in one product `[hidden, 2, intermediate]`."""
+    """`down(activation(gate(x)) * up(x))` (Shazeer 2020), gate and up in one product `[hidden, 2, intermediate]`."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype) -> None:
-        hidden = [(Axis.HIDDEN, config.hidden_size)]
-        inner = [(Axis.INTERMEDIATE, config.intermediate_size)]
-        self.gate_up = Linear(hidden, [(Axis.GATE_OR_UP, 2), *inner], bias=config.mlp_bias, dtype=dtype)
-        self.down = Linear(inner, hidden, bias=config.mlp_bias, dtype=dtype)
+    def __init__(self, config: FeedForwardConfig, hidden_size: int, *, dtype: jnp.dtype) -> None:
+        hidden = [(Axis.HIDDEN, hidden_size)]
+        inner = [(Axis.INTERMEDIATE, config.size)]
+        both = [(Axis.GATE_OR_UP, 2), *inner]
+        self.gate_up = Linear(hidden, both, (Part.GATE, Part.UP), bias=config.bias, dtype=dtype)
+        self.down = Linear(inner, hidden, (Part.DOWN,), bias=config.bias, dtype=dtype)
+        self.activation = config.activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """`[T, hidden]` → `[T, hidden]`."""
         gate_up = self.gate_up(x)
         gate, up = gate_up[:, 0], gate_up[:, 1]
-        return self.down(jax.nn.silu(gate.astype(jnp.float32)).astype(x.dtype) * up, of_outputs=True)
+        activated = _ACTIVATIONS[self.activation](gate.astype(jnp.float32)).astype(x.dtype)
+        return self.down(activated * up, of_outputs=True)
+
+    def arrange(self, wanted: WeightFormat) -> None:
+        """Every matrix, once loaded, in another format."""
+        self.gate_up.arrange(wanted)
+        self.down.arrange(wanted)

@@ -1,12 +1,16 @@
-"""Linear layers: kernels are [in, out], or [out, in] once changed to it, and either side may have several axes."""
+"""Linear layers: kernels are loaded as [in, out], and either side may have several axes."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sglang_jax.layers.parameter import Sizes, matmul, matmul_outputs_first, parameter, put_outputs_first
+from sglang_jax.architectures.tensor_names import Kind, Part
+from sglang_jax.layers.parameter import Sizes, parameter
+from sglang_jax.layers.weight_format import InputsFirst, WeightFormat
 
 
 class Linear(nnx.Module):
@@ -16,27 +20,24 @@ class Linear(nnx.Module):
 
     Several output axes make one product of several matrices: (gate or up, intermediate), or
     (kv head, its queries + key + value, head_dim), laid out so that a cut along one axis is a tensor-parallel shard.
+    `parts` are those matrices.
     """
 
-    def __init__(self, inputs: Sizes, outputs: Sizes, *, bias: bool, dtype: jnp.dtype) -> None:
-        self.kernel = parameter([*inputs, *outputs], dtype)
-        self.bias = parameter(outputs, dtype) if bias else None
+    def __init__(self, inputs: Sizes, outputs: Sizes, parts: Sequence[Part], *, bias: bool, dtype: jnp.dtype) -> None:
+        self.kernel = parameter([*inputs, *outputs], dtype, *parts)
+        self.bias = parameter(outputs, dtype, *parts, kind=Kind.BIAS) if bias else None
         self.inputs = len(inputs)
-        self.outputs_first = False
+        self.format: WeightFormat = InputsFirst()
 
-    def put_outputs_first(self) -> None:
-        """Changes the kernel, once loaded, to `[*outputs, *inputs]`."""
-        put_outputs_first(self.kernel, self.inputs)
-        self.outputs_first = True
+    def arrange(self, wanted: WeightFormat) -> None:
+        """Changes the kernel, once loaded, to another format."""
+        wanted.arrange(self.kernel, self.inputs)
+        self.format = wanted
 
     def __call__(self, x: jax.Array, *, of_outputs: bool = False) -> jax.Array:
-        """`of_outputs`: see `matmul_outputs_first`."""
+        """`of_outputs`: see `WeightFormat.multiply`."""
         kernel = self.kernel[...]
-        rounded = x.astype(kernel.dtype)
-        if self.outputs_first:
-            product = matmul_outputs_first(rounded, kernel, of_outputs=of_outputs)
-        else:
-            product = matmul(rounded, kernel)
+        product = self.format.multiply(x.astype(kernel.dtype), kernel, of_outputs=of_outputs)
         if self.bias is not None:
             product = product + self.bias[...].astype(jnp.float32)
         return product.astype(x.dtype)

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation."""
+"""Norms: root mean square, and standard deviation."""
 
 from __future__ import annotations
 
@@ -6,22 +6,29 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sglang_jax.layers.parameter import parameter
-from sglang_jax.layers.sharding import Axis
+from sglang_jax.architectures.model_config import NormConfig, NormKind
+from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.layers.parameter import Sizes, parameter
 
 
-class RMSNorm(nnx.Module):
-    """RMSNorm (Zhang & Sennrich 2019) over the last axis, computed in float32."""
+class Norm(nnx.Module):
+    """A norm over the last axes, computed in float32: see `NormConfig`."""
 
-    def __init__(self, axis: Axis, size: int, epsilon: float, dtype: jnp.dtype) -> None:
-        self.scale = parameter([(axis, size)], dtype)
-        self.epsilon = epsilon
+    def __init__(self, sizes: Sizes, config: NormConfig, dtype: jnp.dtype, part: Part) -> None:
+        self.scale = parameter(sizes, jnp.dtype(jnp.float32) if config.wide else dtype, part)
+        self.kind = config.kind
+        self.epsilon = config.eps
+        self.wide = config.wide
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """`[..., size]` → the same shape and type."""
+        """`[..., *sizes]` → the same shape and type."""
+        scale = self.scale[...]
+        axes = tuple(range(-scale.ndim, 0))
         wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        return self.scale[...] * wide.astype(x.dtype)
+        if self.kind is NormKind.LAYER:
+            wide = wide - jnp.mean(wide, axis=axes, keepdims=True)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=axes, keepdims=True) + self.epsilon)
+        return (scale * wide).astype(x.dtype) if self.wide else scale * wide.astype(x.dtype)
 
     def add(self, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Adds x to the residual stream; returns (the sum normalised, the sum)."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sglang_jax.layers.sharding import Axis
+from sglang_jax.architectures.axes import Axis
+from sglang_jax.architectures.tensor_names import Kind, Part
 
 _LEAST_ROWS = 2
 """XLA's CPU backend multiplies one bfloat16 row by widening the whole matrix first: ten times the time of two rows."""
@@ -21,18 +21,21 @@ SmolLM2-135M take 16 ms in place of 20 at 16 rows, as long at 32, and 43 in plac
 
 
 class Parameter(nnx.Param[jax.Array]):
-    """A weight with the meaning of each of its axes. It is a shape until weights are loaded."""
+    """A weight with the meaning of each of its axes, and the parts of the model that it is made of, as the manifest
+    calls them: none where it is not read from a checkpoint's tensors. It is a shape until weights are loaded."""
 
     axes: tuple[Axis, ...]
+    parts: tuple[Part, ...]
+    kind: Kind
 
 
 Sizes = Sequence[tuple[Axis, int]]
 
 
-def parameter(sizes: Sizes, dtype: jnp.dtype) -> Parameter:
+def parameter(sizes: Sizes, dtype: jnp.dtype, *parts: Part, kind: Kind = Kind.WEIGHT) -> Parameter:
     """A parameter yet without a value."""
     axes, shape = zip(*sizes, strict=True)
-    return Parameter(jax.ShapeDtypeStruct(shape, dtype), axes=axes)
+    return Parameter(jax.ShapeDtypeStruct(shape, dtype), axes=axes, parts=parts, kind=kind)
 
 
 def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -77,15 +80,3 @@ def matmul_outputs_first(x: jax.Array, kernel: jax.Array, *, of_outputs: bool = 
         # Without the barrier the compiler takes away the transposition, and exchanges the sides for it.
         product = jax.lax.optimization_barrier(product).T
     return product[:rows].reshape(rows, *outputs)
-
-
-def put_outputs_first(kernel: Parameter, inputs: int) -> None:
-    """Changes a loaded kernel from `[*in, *out]`, with `inputs` axes of input, to `[*out, *in]`, on its one device."""
-    order = (*range(inputs, len(kernel.axes)), *range(inputs))
-    kernel.set_value(_reordered(kernel.get_value(), order))
-    kernel.set_metadata(axes=tuple(kernel.axes[axis] for axis in order))
-
-
-@partial(jax.jit, static_argnums=1)
-def _reordered(array: jax.Array, order: tuple[int, ...]) -> jax.Array:
-    return array.transpose(order)

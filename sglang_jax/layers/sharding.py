@@ -7,30 +7,14 @@ change of the table, and no layer knows the mesh.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import StrEnum
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from sglang_jax.architectures.axes import Axis
+
 MESH_AXES = ("data", "tensor", "expert")
-
-
-class Axis(StrEnum):
-    """What an axis of a weight or a cache runs over."""
-
-    TOKENS = "tokens"
-    HIDDEN = "hidden"
-    VOCABULARY = "vocabulary"
-    HEADS = "heads"
-    KV_HEADS = "kv_heads"
-    HEAD_PART = "head_part"
-    HEAD_DIM = "head_dim"
-    GATE_OR_UP = "gate_or_up"
-    INTERMEDIATE = "intermediate"
-    PAGES = "pages"
-    PAGE_OFFSET = "page_offset"
-    KEY_OR_VALUE = "key_or_value"
 
 
 MESH_AXIS: dict[Axis, str | None] = {

@@ -14,7 +14,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from sglang_jax.checkpoint.model_config import ModelConfig
+from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.layers.platform import PlatformForm
 from sglang_jax.models.kv_cache import KVCaches, KVCacheSpec, allocate, kv_bytes_per_token, kv_cache_spec

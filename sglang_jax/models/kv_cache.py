@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from sglang_jax.checkpoint.model_config import ModelConfig
+from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.kernels.kv_storage import page_shape
 from sglang_jax.layers.platform import PlatformForm
 from sglang_jax.layers.sharding import KV_AXES, named_sharding

@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2 and Qwen3 (dense): one pre-norm decoder whose differences are all in `ModelConfig`."""
+"""The walk over a model's list of layers, with embeddings before it and a head behind."""
 
 from __future__ import annotations
 
@@ -8,45 +8,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sglang_jax.checkpoint.model_config import ModelConfig
+from sglang_jax.architectures.axes import Axis
+from sglang_jax.architectures.model_config import ModelConfig, RopeConfig
+from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.rotary import RotaryScaling
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
-from sglang_jax.layers.attention import Attention, RotaryTables
+from sglang_jax.layers.attention import RotaryTables
 from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.embedding import Embedding, Head
-from sglang_jax.layers.feed_forward import FeedForward
-from sglang_jax.layers.norm import RMSNorm
-from sglang_jax.layers.parameter import matmul, matmul_outputs_first
+from sglang_jax.layers.norm import Norm
 from sglang_jax.layers.platform import PlatformForm
 from sglang_jax.layers.rotary import rotary_tables, rotary_tables_once
-from sglang_jax.layers.sharding import Axis
+from sglang_jax.layers.weight_format import InputsFirst, OutputsFirst, WeightFormat
+from sglang_jax.models.decoder_layer import DecoderLayer
 from sglang_jax.models.kv_cache import KVCaches
-
-
-class DecoderLayer(nnx.Module):
-    """Attention and feed-forward, each behind a norm and added to the residual stream."""
-
-    def __init__(
-        self, config: ModelConfig, *, dtype: jnp.dtype, kv_dtype: jnp.dtype, attention: AttentionImplementation
-    ) -> None:
-        self.attention_norm = RMSNorm(Axis.HIDDEN, config.hidden_size, config.rms_norm_eps, dtype)
-        self.attention = Attention(config, dtype=dtype, kv_dtype=kv_dtype, implementation=attention)
-        self.feed_forward_norm = RMSNorm(Axis.HIDDEN, config.hidden_size, config.rms_norm_eps, dtype)
-        self.feed_forward = FeedForward(config, dtype=dtype)
-
-    def __call__(
-        self, x: jax.Array, residual: jax.Array, batch: ForwardBatch, rotary: RotaryTables, kv_pages: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x `[T, hidden]` is what the layer below has yet to add to the residual stream `[T, hidden]`."""
-        x, residual = self.attention_norm.add(x, residual)
-        x, kv_pages = self.attention(x, batch, rotary, kv_pages)
-        x, residual = self.feed_forward_norm.add(x, residual)
-        return self.feed_forward(x), residual, kv_pages
-
-    def put_outputs_first(self) -> None:
-        """Every matrix, once loaded, as `[out, in]`."""
-        for linear in (self.attention.qkv, self.attention.output, self.feed_forward.gate_up, self.feed_forward.down):
-            linear.put_outputs_first()
 
 
 @partial(jax.jit, static_argnums=0)
@@ -56,11 +31,11 @@ def _run_layer(
     x: jax.Array,
     residual: jax.Array,
     batch: ForwardBatch,
-    rotary: RotaryTables,
+    rotary: RotaryTables | None,
     kv_pages: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One layer as a function of its weights. All layers are alike, so that a program traces and lowers only one of
-    them; the compiler inlines every call."""
+    """One layer as a function of its weights. Of layers that are alike a program traces and lowers only one; the
+    compiler inlines every call."""
     layer: DecoderLayer = nnx.merge(graph, state)
     return layer(x, residual, batch, rotary, kv_pages)
 
@@ -80,20 +55,19 @@ class Transformer(nnx.Module):
         attention: AttentionImplementation,
         form: PlatformForm,
     ) -> None:
+        self.config = config
         self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype)
         self.layers = nnx.List(
             [
-                DecoderLayer(config, dtype=dtype, kv_dtype=kv_dtype, attention=attention)
-                for _ in range(config.num_layers)
+                DecoderLayer(layer, config.hidden_size, dtype=dtype, kv_dtype=kv_dtype, attention=attention)
+                for layer in config.layers
             ]
         )
-        self.final_norm = RMSNorm(Axis.HIDDEN, config.hidden_size, config.rms_norm_eps, dtype)
+        self.final_norm = Norm([(Axis.HIDDEN, config.hidden_size)], config.final_norm, dtype, Part.FINAL_NORM)
         own_head = form.own_head_for_tied_embeddings or not config.tie_word_embeddings
         self.head = Head(config.hidden_size, config.vocab_size, dtype) if own_head else None
-        self.rotary = RotaryScaling(config.rope, config.head_dim, config.max_position)
-        self.tied = config.tie_word_embeddings
         self.form = form
-        self.outputs_first = False
+        self.format: WeightFormat = InputsFirst()
 
     def arrange(self) -> None:
         """Changes weights, once loaded to one device, to the form that its platform computes with.
@@ -106,33 +80,61 @@ class Transformer(nnx.Module):
     def put_outputs_first(self) -> None:
         """Every matrix as `[out, in]`: see `PlatformForm`. Tied embeddings are in this form already, so that an own
         head is given up."""
-        self.outputs_first = True
+        self.format = wanted = OutputsFirst()
         for layer in self.layers:
-            layer.put_outputs_first()
-        if self.tied:
+            layer.arrange(wanted)
+        if self.config.tie_word_embeddings:
             self.head = None
         elif self.head is not None:
-            self.head.put_outputs_first()
+            self.head.arrange(wanted)
 
     def __call__(self, batch: ForwardBatch, kv_caches: KVCaches) -> tuple[jax.Array, KVCaches]:
         """Hidden states `[T, hidden]` after the final norm, and the caches with the step's keys and values."""
-        residual = self.embedding(batch.tokens)
-        if self.form.wide_activations:
-            residual = residual.astype(jnp.float32)
+        residual = self._embed(batch.tokens)
         x = jnp.zeros_like(residual)
-        tables = rotary_tables_once if self.form.computes_again_for_each_reader else rotary_tables
-        rotary = tables(self.rotary, batch.positions)
-        written = []
-        for layer, kv_pages in zip(self.layers, kv_caches, strict=True):
-            x, residual, kv_pages = _run_layer(*nnx.split(layer), x, residual, batch, rotary, kv_pages)
-            written.append(kv_pages)
+        rotary = self._rotary_tables(batch.positions)
+        written = list(kv_caches)
+        for number, layer in enumerate(self.layers):
+            kv_pages = written[number]
+            tables = rotary[layer.config.attention.rope]
+            x, residual, written[number] = _run_layer(*nnx.split(layer), x, residual, batch, tables, kv_pages)
         hidden, _ = self.final_norm.add(x, residual)
         return hidden, tuple(written)
 
+    def _embed(self, tokens: jax.Array) -> jax.Array:
+        embedded = self.embedding(tokens)
+        dtype = embedded.dtype
+        if self.form.wide_activations:
+            embedded = embedded.astype(jnp.float32)
+        if self.config.embedding_multiplier == 1.0:
+            return embedded
+        return embedded * jnp.asarray(self.config.embedding_multiplier, dtype).astype(embedded.dtype)
+
+    def _rotary_tables(self, positions: jax.Array) -> dict[RopeConfig | None, RotaryTables | None]:
+        """Of each kind of rope that a layer has, computed once."""
+        tables = rotary_tables_once if self.form.computes_again_for_each_reader else rotary_tables
+        config, found = self.config, dict[RopeConfig | None, RotaryTables | None]()
+        for layer in config.layers:
+            rope = layer.attention.rope
+            if rope not in found:
+                scaling = None if rope is None else RotaryScaling(rope, config.head_dim, config.max_position)
+                found[rope] = None if scaling is None else tables(scaling, positions)
+        return found
+
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 `[m, vocab]` of hidden states `[m, hidden]`."""
+        logits = self._products(hidden)
+        if self.config.logit_multiplier != 1.0:
+            logits = logits * self.config.logit_multiplier
+        if self.config.logit_cap is not None:
+            logits = self.config.logit_cap * jnp.tanh(logits / self.config.logit_cap)
+        return logits
+
+    def _products(self, hidden: jax.Array) -> jax.Array:
         table = self.embedding.table[...]
         hidden = hidden.astype(table.dtype)
         if self.head is not None:
             return self.head(hidden)
-        return matmul_outputs_first(hidden, table) if self.outputs_first else matmul(hidden, table.T)
+        # Embeddings have their outputs first.
+        outputs_first = isinstance(self.format, OutputsFirst)
+        return self.format.multiply(hidden, table if outputs_first else table.T)

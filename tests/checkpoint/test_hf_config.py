@@ -10,7 +10,8 @@ import pytest
 import transformers
 from helpers.tiny_models import ARCHITECTURES, make_tiny_checkpoint
 
-from sglang_jax.checkpoint import Architecture, RopeKind, open_checkpoint, write_hf_config
+from sglang_jax.architectures.model_config import CacheGroup, CacheKind, cache_groups
+from sglang_jax.checkpoint import RopeKind, open_checkpoint, write_hf_config
 from sglang_jax.checkpoint.hf_config import load_generation_defaults, load_hf_config
 from sglang_jax.errors import CheckpointError
 
@@ -72,21 +73,21 @@ def test_shapes_agree_with_transformers(tmp_path: Path, architecture: str) -> No
     folder = make_tiny_checkpoint(tmp_path, architecture, tie_word_embeddings=True)
     config = load_hf_config(folder)
     theirs = transformers.AutoConfig.from_pretrained(folder)
-    assert config.architecture == Architecture(architecture)
+    assert config.architecture == architecture
     assert config.vocab_size == theirs.vocab_size
     assert config.hidden_size == theirs.hidden_size
-    assert config.intermediate_size == theirs.intermediate_size
+    assert config.layers[0].feed_forward.size == theirs.intermediate_size
     assert config.num_layers == theirs.num_hidden_layers
     assert (config.num_heads, config.num_kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
     assert config.head_dim == (32 if architecture == "qwen3" else 16)
-    assert config.rms_norm_eps == theirs.rms_norm_eps
+    assert config.final_norm.eps == theirs.rms_norm_eps
     assert config.max_position == theirs.max_position_embeddings
     assert config.tie_word_embeddings is True
     assert (config.bos_token_id, config.eos_token_ids) == (0, (2,))
     assert config.dtype == "float32"
-    assert config.attention_bias is (architecture == "qwen2")
-    assert config.attention_out_bias is False
-    assert config.qk_norm is (architecture == "qwen3")
+    assert config.layers[0].attention.bias is (architecture == "qwen2")
+    assert config.layers[0].attention.out_bias is False
+    assert (config.layers[0].attention.qk_norm is not None) is (architecture == "qwen3")
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -99,12 +100,12 @@ def test_silent_fields_take_transformers_defaults(tmp_path: Path, architecture: 
     theirs = transformers.AutoConfig.for_model(**values)
     assert config.num_kv_heads == theirs.num_key_value_heads
     assert config.max_position == theirs.max_position_embeddings
-    assert config.rms_norm_eps == theirs.rms_norm_eps
+    assert config.final_norm.eps == theirs.rms_norm_eps
     assert config.head_dim == 128
     assert config.tie_word_embeddings is theirs.tie_word_embeddings
     assert config.bos_token_id == theirs.bos_token_id
     assert config.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
-    assert config.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert config.layers[0].attention.rope.theta == theirs.rope_parameters["rope_theta"]
 
 
 @pytest.mark.parametrize("rope", ROPES)
@@ -120,24 +121,27 @@ def test_rope_in_both_spellings(tmp_path: Path, rope: str, form: str) -> None:
         values |= {"rope_theta": 5e5, "rope_scaling": {key: kind, **parameters} if parameters else None}
     config = load_hf_config(written(tmp_path, values))
     theirs = transformers.LlamaConfig(**values).rope_parameters
-    assert (config.rope.kind, config.rope.theta) == (RopeKind(kind), theirs["rope_theta"])
-    assert config.rope.factor == theirs.get("factor", 1.0)
+    assert (config.layers[0].attention.rope.kind, config.layers[0].attention.rope.theta) == (
+        RopeKind(kind),
+        theirs["rope_theta"],
+    )
+    assert config.layers[0].attention.rope.factor == theirs.get("factor", 1.0)
     for ours, name in (
-        (config.rope.low_freq_factor, "low_freq_factor"),
-        (config.rope.high_freq_factor, "high_freq_factor"),
-        (config.rope.beta_fast, "beta_fast"),
-        (config.rope.beta_slow, "beta_slow"),
-        (config.rope.mscale, "mscale"),
-        (config.rope.mscale_all_dim, "mscale_all_dim"),
-        (config.rope.attention_factor, "attention_factor"),
-        (config.rope.truncate, "truncate"),
+        (config.layers[0].attention.rope.low_freq_factor, "low_freq_factor"),
+        (config.layers[0].attention.rope.high_freq_factor, "high_freq_factor"),
+        (config.layers[0].attention.rope.beta_fast, "beta_fast"),
+        (config.layers[0].attention.rope.beta_slow, "beta_slow"),
+        (config.layers[0].attention.rope.mscale, "mscale"),
+        (config.layers[0].attention.rope.mscale_all_dim, "mscale_all_dim"),
+        (config.layers[0].attention.rope.attention_factor, "attention_factor"),
+        (config.layers[0].attention.rope.truncate, "truncate"),
     ):
         if name in parameters:
             assert ours == theirs[name] == parameters[name]
     if kind in ("llama3", "yarn"):
-        assert config.rope.original_max_position == theirs["original_max_position_embeddings"]
+        assert config.layers[0].attention.rope.original_max_position == theirs["original_max_position_embeddings"]
     if kind == "dynamic":
-        assert config.rope.original_max_position == 2048
+        assert config.layers[0].attention.rope.original_max_position == 2048
     assert config.max_position == 2048
 
 
@@ -147,14 +151,22 @@ def test_yarn_extends_the_declared_context(tmp_path: Path) -> None:
     assert load_hf_config(written(tmp_path, LLAMA | {"rope_scaling": scaling})).max_position == 8192
     del scaling["original_max_position_embeddings"]
     config = load_hf_config(written(tmp_path, LLAMA | {"rope_scaling": scaling}))
-    assert (config.rope.original_max_position, config.max_position) == (2048, 8192)
+    assert (config.layers[0].attention.rope.original_max_position, config.max_position) == (2048, 8192)
 
 
 def test_biases_of_llama_and_qwen3(tmp_path: Path) -> None:
     config = load_hf_config(written(tmp_path, LLAMA | {"attention_bias": True, "mlp_bias": True}))
-    assert (config.attention_bias, config.attention_out_bias, config.mlp_bias) == (True, True, True)
+    assert (
+        config.layers[0].attention.bias,
+        config.layers[0].attention.out_bias,
+        config.layers[0].feed_forward.bias,
+    ) == (True, True, True)
     config = load_hf_config(written(tmp_path, architecture_values("qwen3") | {"attention_bias": True}))
-    assert (config.attention_bias, config.attention_out_bias, config.mlp_bias) == (True, True, False)
+    assert (
+        config.layers[0].attention.bias,
+        config.layers[0].attention.out_bias,
+        config.layers[0].feed_forward.bias,
+    ) == (True, True, False)
 
 
 def test_head_dim_null_and_apart_from_hidden_over_heads(tmp_path: Path) -> None:
@@ -189,7 +201,7 @@ def test_a_top_k_of_zero_keeps_all_as_in_transformers(tmp_path: Path) -> None:
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM, M",
+            "GPT2LMHeadModel is not supported; supported: .*LlamaForCausalLM, M",
         ),
         ({"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM is not supported"),
         ({"architectures": None, "model_type": "mamba"}, "mamba is not supported"),
@@ -215,35 +227,65 @@ def test_what_cannot_be_run_is_refused(tmp_path: Path, change: dict[str, Any], m
 
 
 @pytest.mark.parametrize(
-    ("architecture", "change", "refused"),
+    ("architecture", "change", "windows"),
     [
-        ("mistral", {"sliding_window": 1024}, True),
-        ("mistral", {"sliding_window": 2048}, False),
-        ("mistral", {"sliding_window": None}, False),
-        ("qwen2", {"sliding_window": 1024, "use_sliding_window": False}, False),
-        ("qwen2", {"sliding_window": 1024, "use_sliding_window": True, "max_window_layers": 3}, False),
-        ("qwen2", {"sliding_window": 1024, "use_sliding_window": True, "max_window_layers": 2}, True),
-        ("qwen3", {"sliding_window": 1024, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 3}, True),
-        ("qwen3", {"sliding_window": 1024, "use_sliding_window": True, "layer_types": ["full_attention"] * 3}, False),
-        ("qwen3", {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 0}, False),
+        ("mistral", {"sliding_window": 1024}, [1024, 1024, 1024]),
+        ("mistral", {"sliding_window": 2048}, [None, None, None]),
+        ("mistral", {"sliding_window": None}, [None, None, None]),
+        ("qwen2", {"sliding_window": 1024, "use_sliding_window": False}, [None, None, None]),
+        ("qwen2", {"sliding_window": 1024, "use_sliding_window": True, "max_window_layers": 3}, [None, None, None]),
+        ("qwen2", {"sliding_window": 1024, "use_sliding_window": True, "max_window_layers": 2}, [None, None, 1024]),
+        (
+            "qwen3",
+            {
+                "sliding_window": 1024,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            [1024, None, 1024],
+        ),
+        ("qwen3", {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 0}, [None, None, None]),
     ],
 )
-def test_a_sliding_window_below_the_context_is_refused(
-    tmp_path: Path, architecture: str, change: dict[str, Any], refused: bool
+def test_layers_with_a_window_that_sequences_can_outgrow(
+    tmp_path: Path, architecture: str, change: dict[str, Any], windows: list[int | None]
 ) -> None:
-    folder = written(tmp_path, architecture_values(architecture) | change)
-    if refused:
-        with pytest.raises(CheckpointError, match="sliding_window 1024 is below the context of 2048 tokens"):
-            load_hf_config(folder)
-    else:
-        assert load_hf_config(folder).max_position == 2048
+    config = load_hf_config(written(tmp_path, architecture_values(architecture) | change))
+    assert [layer.attention.window for layer in config.layers] == windows
+    full = tuple(number for number, window in enumerate(windows) if window is None)
+    sliding = tuple(number for number, window in enumerate(windows) if window is not None)
+    groups = [CacheGroup(CacheKind.FULL, full), CacheGroup(CacheKind.WINDOW, sliding, 1024)]
+    assert cache_groups(config) == tuple(group for group in groups if group.layers)
 
 
 def test_mistral_without_the_field_has_a_window(tmp_path: Path) -> None:
     values = architecture_values("mistral") | {"max_position_embeddings": 32768}
     del values["sliding_window"]
-    with pytest.raises(CheckpointError, match="sliding_window 4096 is below the context of 32768"):
-        load_hf_config(written(tmp_path, values))
+    assert load_hf_config(written(tmp_path, values)).layers[2].attention.window == 4096
+
+
+def test_layer_types_that_are_not_known_are_named(tmp_path: Path) -> None:
+    values = architecture_values("qwen2") | {"use_sliding_window": True}
+    with pytest.raises(
+        CheckpointError, match="layer_types has chunked_attention; supported: sliding_attention or full"
+    ):
+        load_hf_config(written(tmp_path, values | {"layer_types": ["chunked_attention"] * 3}))
+    with pytest.raises(CheckpointError, match="layer_types has 2 entries for 3 layers"):
+        load_hf_config(written(tmp_path, values | {"layer_types": ["full_attention"] * 2}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("attn_logit_softcapping", 50.0), ("num_local_experts", 8), ("no_rope_layers", [1, 0, 1])]
+)
+def test_a_field_of_another_family_is_refused(tmp_path: Path, name: str, value: object) -> None:
+    with pytest.raises(CheckpointError, match=rf"{name} is .*, which llama does not have here"):
+        load_hf_config(written(tmp_path, LLAMA | {name: value}))
+
+
+def test_fields_that_nobody_knows_are_named_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load_hf_config(written(tmp_path, LLAMA | {"flux_capacitors": 3, "use_cache": True, "tardis": None}))
+    (record,) = caplog.records
+    assert record.getMessage().endswith("fields that are not understood, and ignored: flux_capacitors")
 
 
 def test_a_config_that_is_not_there_or_not_json(tmp_path: Path) -> None:

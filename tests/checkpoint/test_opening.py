@@ -112,7 +112,7 @@ def test_the_embedded_model() -> None:
     checkpoint = open_checkpoint("demo")
     config, reader = checkpoint.config, checkpoint.reader
     assert reader is not None
-    assert (config.num_layers, config.hidden_size, config.intermediate_size) == (30, 576, 1536)
+    assert (config.num_layers, config.hidden_size, config.layers[0].feed_forward.size) == (30, 576, 1536)
     assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (9, 3, 64, 49152)
     assert (config.max_position, config.rope.theta, config.rms_norm_eps) == (8192, 100000.0, 1e-5)
     assert (config.bos_token_id, config.eos_token_ids, config.tie_word_embeddings) == (1, (2,), True)

@@ -24,14 +24,14 @@ def oracle_from(checkpoint: Checkpoint) -> LlamaForCausalLM:
         LlamaConfig(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
+            intermediate_size=config.layers[0].feed_forward.size,
             num_hidden_layers=config.num_layers,
             num_attention_heads=config.num_heads,
             num_key_value_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            rms_norm_eps=config.rms_norm_eps,
+            rms_norm_eps=config.final_norm.eps,
             max_position_embeddings=config.max_position,
-            rope_theta=config.rope.theta,
+            rope_theta=config.layers[0].attention.rope.theta,
             tie_word_embeddings=config.tie_word_embeddings,
         )
     )

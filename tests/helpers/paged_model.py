@@ -61,12 +61,18 @@ class PagedModel:
 
         self._step = jax.jit(step, donate_argnums=1)
 
-    def run(self, sequences: Sequence[Sequence[int]], steps: Sequence[Mapping[int, int]]) -> list[np.ndarray]:
+    def run(
+        self,
+        sequences: Sequence[Sequence[int]],
+        steps: Sequence[Mapping[int, int]],
+        cached: Sequence[int] | None = None,
+    ) -> list[np.ndarray]:
         """Computes `steps[i][row]` further tokens of each row in step i; returns the logits of every token computed.
 
+        The first `cached[row]` tokens of a row are in its pages already.
         A step of single tokens alone is a decode step. In others, rows given first with one token are decode rows.
         """
-        done = [0] * len(sequences)
+        done = list(cached or [0] * len(sequences))
         logits: list[list[np.ndarray]] = [[] for _ in sequences]
         for step in steps:
             batch = self.batch(sequences, done, step)

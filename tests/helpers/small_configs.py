@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-from sglang_jax.checkpoint import Architecture, ModelConfig, RopeConfig
+from sglang_jax.architectures.dense import dense_decoder
+from sglang_jax.checkpoint import ModelConfig, RopeConfig
 
-_SMALL = ModelConfig(
-    architecture=Architecture.LLAMA,
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(),
-    max_position=256,
-    tie_word_embeddings=True,
-    attention_bias=False,
-    attention_out_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    eos_token_ids=(2,),
-)
+_SMALL: dict[str, Any] = {
+    "architecture": "llama",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "rope": RopeConfig(),
+    "max_position": 256,
+    "tie_word_embeddings": True,
+    "eos_token_ids": (2,),
+}
 
 
 def small_config(**changes: Any) -> ModelConfig:
-    """Llama of two layers, 32 wide, with tied embeddings and no biases, but for `changes`."""
-    return dataclasses.replace(_SMALL, **changes)
+    """Llama of two layers, 32 wide, with tied embeddings and no biases, but for `changes` (see `dense_decoder`)."""
+    return dense_decoder(**_SMALL | changes)

@@ -56,6 +56,7 @@ _ARCHITECTURE_CONFIG: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen2": {},
     "qwen3": {"head_dim": 32},
+    "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 16},
 }
 
 
@@ -95,14 +96,17 @@ def make_tiny_model(architecture: str, *, seed: int = 0, **config_overrides: Any
 
     `config_overrides` are fields of the architecture's config: `rope_parameters`, `tie_word_embeddings`, `head_dim`...
     """
-    values = _SMALL_CONFIG | _ARCHITECTURE_CONFIG[architecture] | config_overrides
+    values = _SMALL_CONFIG | _ARCHITECTURE_CONFIG.get(architecture, {}) | config_overrides
     config = transformers.AutoConfig.for_model(architecture, **values)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = np.random.default_rng(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = generator.standard_normal(tuple(parameter.shape), dtype=np.float32)
-            parameter.copy_(torch.from_numpy(_scaled(name, noise)))
+            scaled = _scaled(name, noise)
+            if architecture.startswith("gemma") and name.endswith("norm.weight"):
+                scaled -= 1.0  # they multiply by 1 + w
+            parameter.copy_(torch.from_numpy(scaled))
     return model.eval()
 
 

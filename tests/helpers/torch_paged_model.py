@@ -53,7 +53,7 @@ class TorchPagedModel:
             attention=attention or NativeAttention(),
             parallel=parallel,
         )
-        load_weights(self.model, checkpoint.reader, config, parallel)
+        load_weights(self.model, checkpoint.reader, config)
         shape = (1 + ROWS * columns, len(self.model.shard.kv_heads), page_size, config.head_dim)
         self.kv = [
             KVPages(*(torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))) for _ in range(config.num_layers)
@@ -62,12 +62,18 @@ class TorchPagedModel:
         self.all_pages = pages.reshape(ROWS, columns).astype(np.int32)
         self.page_size = page_size
 
-    def run(self, sequences: Sequence[NDArray[np.int32]], steps: Sequence[Mapping[int, int]]) -> list[np.ndarray]:
+    def run(
+        self,
+        sequences: Sequence[NDArray[np.int32]],
+        steps: Sequence[Mapping[int, int]],
+        cached: Sequence[int] | None = None,
+    ) -> list[np.ndarray]:
         """Computes `steps[i][row]` further tokens of each row in step i; returns the logits of every token computed.
 
+        The first `cached[row]` tokens of a row are in its pages already.
         Rows given first with one token are decode rows. Steps of these alone are padded to 4 rows.
         """
-        done = [0] * len(sequences)
+        done = list(cached or [0] * len(sequences))
         logits: list[list[np.ndarray]] = [[] for _ in sequences]
         for step in steps:
             with torch.inference_mode():

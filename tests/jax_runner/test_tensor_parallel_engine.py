@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_jax.checkpoint.model_config import Architecture, ModelConfig, RopeConfig
+from sglang_jax.architectures.dense import dense_decoder
+from sglang_jax.architectures.model_config import ModelConfig, RopeConfig
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.parallel import TensorParallel
 
@@ -68,8 +69,8 @@ def test_one_two_four_and_eight_devices_say_the_same(tmp_path: Path) -> None:
 
 
 def config(num_heads: int, num_kv_heads: int, intermediate: int = 96, vocab: int = 96) -> ModelConfig:
-    return ModelConfig(
-        architecture=Architecture.LLAMA,
+    return dense_decoder(
+        architecture="llama",
         vocab_size=vocab,
         hidden_size=64,
         intermediate_size=intermediate,

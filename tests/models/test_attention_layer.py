@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -23,8 +24,14 @@ CONFIG = small_config(num_heads=4, num_kv_heads=2, head_dim=16)
 TOKENS, PAGE_SIZE = 12, 4
 
 
-def layer_with_weights(**options: Any) -> Attention:
-    layer = Attention(CONFIG, dtype=jnp.dtype("float32"), implementation=AttentionImplementation.XLA, **options)
+def layer_with_weights(kv_dtype: jnp.dtype | None = None, **options: Any) -> Attention:
+    layer = Attention(
+        replace(CONFIG.layers[0].attention, **options),
+        CONFIG.hidden_size,
+        dtype=jnp.dtype("float32"),
+        implementation=AttentionImplementation.XLA,
+        kv_dtype=kv_dtype,
+    )
     rng = np.random.default_rng(1)
     for parameter in jax.tree.leaves(nnx.state(layer), is_leaf=lambda node: isinstance(node, Parameter)):
         parameter.set_value(jnp.asarray(rng.standard_normal(parameter.shape), jnp.float32))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,15 +28,16 @@ MIB = 2**20
 PAGE_SIZE = 16
 NUM_PAGES = 2048
 
-CONFIG = small_config(
-    vocab_size=8192,
-    hidden_size=256,
-    intermediate_size=1024,
-    num_layers=3,
-    num_heads=8,
-    head_dim=64,
-    max_position=8192,
-)
+FORM: dict[str, Any] = {
+    "vocab_size": 8192,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_layers": 3,
+    "num_heads": 8,
+    "head_dim": 64,
+    "max_position": 8192,
+}
+CONFIG = small_config(**FORM)
 
 
 def batch_shapes(tokens: int, rows: int) -> ForwardBatch:
@@ -146,7 +148,7 @@ def test_few_rows_stay_as_the_first_product_of_a_feed_forward_layer_left_them() 
 
 def test_matrices_with_outputs_first_are_the_checkpoints_and_give_the_same_numbers() -> None:
     for tied in (True, False):
-        config = replace(CONFIG, tie_word_embeddings=tied, attention_bias=True, num_layers=1)
+        config = small_config(**FORM | {"tie_word_embeddings": tied, "attention_bias": True, "num_layers": 1})
         model = build_model(config, dtype=jnp.dtype("float32"), attention=AttentionImplementation.XLA, platform="cpu")
         reader = DummyReader(config, seed=0)
         load_weights(model, reader, config, make_mesh(jax.devices()[:1]))

@@ -37,6 +37,12 @@ for mesh in (make_mesh(jax.devices()), make_mesh(jax.devices(), data=2)):
         assert np.abs(logits - wanted).max() < 2e-4
     for cache in model.kv_caches:
         assert cache.addressable_shards[0].data.shape[1] * shards == cache.shape[1]
+
+# Norms over all heads together, which lie on several devices.
+folder = make_tiny_checkpoint(Path(sys.argv[1], "olmo2"), "olmo2", num_attention_heads=8, num_key_value_heads=4)
+expected = PagedModel(folder).run(sequences, steps)
+for logits, wanted in zip(PagedModel(folder, mesh=mesh).run(sequences, steps), expected, strict=True):
+    assert np.abs(logits - wanted).max() < 2e-4
 """
 
 

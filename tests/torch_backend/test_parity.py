@@ -75,7 +75,7 @@ class TestDynamicScaling:
 
 
 @pytest.mark.parametrize("host", [True, False], ids=["numba", "native"])
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3_text"])
 def test_bfloat16_is_as_close_to_float32_as_in_transformers(architecture: str, host: bool, tmp_path: Path) -> None:
     folder = make_tiny_checkpoint(tmp_path, architecture, dtype="bfloat16")
     sequences = prompts()

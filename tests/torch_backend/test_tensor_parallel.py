@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from helpers.family_cases import FAMILIES
 from helpers.parity_cases import prompts
 from helpers.tiny_models import make_tiny_checkpoint
 from helpers.torch_paged_model import TorchPagedModel
 from helpers.torch_ranks import run_ranks
 
-from sglang_jax.checkpoint import Architecture, ModelConfig, RopeConfig
+from sglang_jax.architectures import NormConfig, QKNorm
+from sglang_jax.architectures.dense import dense_decoder
+from sglang_jax.checkpoint import ModelConfig, RopeConfig
 from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.checkpoint.reader import Array, Index
 from sglang_jax.errors import ConfigError
@@ -26,26 +30,27 @@ from torch_backend.weights import load_weights
 
 STEPS = ({0: 20, 1: 11}, {0: 1, 1: 9, 2: 7}, {0: 1, 2: 1, 1: 14})
 
-CONFIG = ModelConfig(
-    architecture=Architecture.QWEN3,
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=16,
-    rms_norm_eps=1e-6,
-    rope=RopeConfig(),
-    max_position=128,
-    tie_word_embeddings=False,
-    attention_bias=True,
-    attention_out_bias=True,
-    mlp_bias=True,
-    qk_norm=True,
-    eos_token_ids=(1,),
-    dtype="float32",
-)
+FORM: dict[str, Any] = {
+    "architecture": "qwen3",
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_layers": 2,
+    "num_heads": 8,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "rope": RopeConfig(),
+    "max_position": 128,
+    "tie_word_embeddings": False,
+    "attention_bias": True,
+    "attention_out_bias": True,
+    "mlp_bias": True,
+    "qk_norm": True,
+    "eos_token_ids": (1,),
+    "dtype": "float32",
+}
+CONFIG = dense_decoder(**FORM)
 
 
 @dataclass(frozen=True)
@@ -88,16 +93,21 @@ def load(config: ModelConfig, rank: int, size: int) -> tuple[Transformer, Counti
         attention=NativeAttention(),
         parallel=parallel,
     )
-    load_weights(model, reader, config, parallel, pack=False)
+    load_weights(model, reader, config, pack=False)
     return model, reader
 
 
 def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
-    """Biases that must be added once, one kv head for two ranks, and a vocabulary that two do not divide."""
+    """Biases that must be added once, one kv head for two ranks, a vocabulary that two do not divide, norms of what
+    ranks have summed, and blocks side by side whose sum is summed once."""
     checkpoints = [
         make_tiny_checkpoint(tmp_path / "biases", "llama", attention_bias=True, mlp_bias=True),
         make_tiny_checkpoint(tmp_path / "one_kv_head", "qwen3", num_key_value_heads=1, tie_word_embeddings=True),
         make_tiny_checkpoint(tmp_path / "odd_vocabulary", "qwen2", vocab_size=385),
+        *(
+            make_tiny_checkpoint(tmp_path / name, FAMILIES[name].architecture, **FAMILIES[name].changes)
+            for name in ("gemma2", "cohere2")
+        ),
     ]
     ranks = run_ranks(checkpoints, 2, prompts()[:3], STEPS, tmp_path)
     for number, folder in enumerate(checkpoints):
@@ -168,6 +178,14 @@ def test_a_rank_reads_its_part_alone(size: int) -> None:
     [({"num_heads": 6}, 4), ({"num_kv_heads": 4, "num_heads": 12}, 6), ({"intermediate_size": 50}, 4)],
 )
 def test_what_cannot_be_divided_is_refused(change: dict[str, int], size: int) -> None:
-    config = replace(CONFIG, **change)
+    config = dense_decoder(**FORM | change)
     with pytest.raises(ConfigError, match=rf"over {size} processes: choose a tensor parallel size"):
         ModelShard.of(config, 0, size)
+
+
+def test_norms_over_all_heads_are_not_spread() -> None:
+    norm = QKNorm(norm=NormConfig(eps=1e-6), whole=True)
+    config = CONFIG.with_layers(lambda layer: replace(layer, attention=replace(layer.attention, qk_norm=norm)))
+    with pytest.raises(ConfigError, match="norm all heads of a token together"):
+        ModelShard.of(config, 0, 2)
+    assert ModelShard.of(config, 0, 1).heads == range(8)

@@ -88,7 +88,13 @@ def test_nothing_is_left_without_a_value(tmp_path: Path) -> None:
 
 def test_faults_are_named_before_anything_is_read(tmp_path: Path) -> None:
     reader, config = opened(make_tiny_checkpoint(tmp_path, "llama"))
-    config = replace(config, intermediate_size=96, attention_bias=True)
+    config = config.with_layers(
+        lambda layer: replace(
+            layer,
+            attention=replace(layer.attention, bias=True),
+            feed_forward=replace(layer.feed_forward, size=96),
+        )
+    )
     model = build(config)
     with pytest.raises(CheckpointError) as caught:
         load_weights(model, reader, config)

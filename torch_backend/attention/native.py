@@ -143,7 +143,7 @@ class _Plan:
             output = split.permute(0, 3, 1, 2, 4)
         if output.dtype != queries.dtype:
             output = output.to(queries.dtype)
-        return output.reshape(queries.shape)
+        return output.reshape(queries.shape).contiguous()
 
     def _shape_sinks(self, options: AttentionOptions) -> torch.Tensor | None:
         if options.sinks is None:

@@ -25,12 +25,14 @@ class HostOperations:
         rotate = rotate_and_write.build_rotate_and_write(compiler, width, head_dim)
         self._rotate = Launcher(rotate, rotate_and_write.FIELDS)
         self._dtype = dtype
-        # Packed matrices multiply and activate in one go, so that this is seldom called.
+        # Of what is seldom called, as packed matrices multiply and activate in one go; and of weights in another type.
         self._native = NativeOperations()
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `Operations`."""
         x = self._own(x)
+        if weight.dtype is not self._dtype:
+            return self._native.rms_norm(x, weight, eps)
         output = torch.empty_like(x)
         self._normalise(x, 0, weight, output, eps)
         return output
@@ -40,6 +42,8 @@ class HostOperations:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Operations`; writes the norm into `x` and the sum into `residual`."""
         x, residual = self._own(x), self._own(residual)
+        if weight.dtype is not self._dtype:
+            return self._native.add_rms_norm(x, residual, weight, eps)
         self._normalise(x, residual.data_ptr(), weight, x, eps)
         return x, residual
 
@@ -59,6 +63,8 @@ class HostOperations:
         if not (kv.keys.is_contiguous() and kv.values.is_contiguous()):
             raise ValueError("pages must be contiguous: what is written to a copy of them would be lost")
         qkv, keys, values = self._own(qkv), self._own(kv.keys), self._own(kv.values)
+        if norms is not None and norms.query.dtype is not self._dtype:
+            return self._native.rotate_and_write(qkv, rotation, norms, kv, write_slots)
         _, kv_heads, page_size, head_dim = keys.shape
         tokens, size = qkv.shape
         heads = size // head_dim - 2 * kv_heads

@@ -2,59 +2,85 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
-from sglang_jax.checkpoint import ModelConfig
+from sglang_jax.architectures.model_config import AttentionConfig
+from sglang_jax.architectures.tensor_names import Part
 from torch_backend.attention.interface import AttentionOptions, StepAttention
 from torch_backend.kv_pages import KVPages
 from torch_backend.layers.linear import Linear
-from torch_backend.layers.parameter import parameter
+from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.shard import ModelShard
+from torch_backend.native_operations import normalise
 from torch_backend.operations import HeadNorms, Operations, Rotation
 
 
 @dataclass(frozen=True, slots=True)
 class LayerStep:
-    """What a step computes once for all its layers."""
+    """What a step computes once for all layers that are alike in it."""
 
     attention: StepAttention
     rotation: Rotation
     write_slots: torch.Tensor
 
 
-class Attention(nn.Module):
-    """Projections, optional norms of queries and keys (Qwen3), rotation, cache write, attention, output projection.
+class Attention(Loadable):
+    """Projections, optional norms of queries and keys, rotation, cache write, attention, output projection.
 
     The fused projection gives all queries, all keys, all values.
     """
 
-    def __init__(self, config: ModelConfig, shard: ModelShard, *, dtype: torch.dtype, operations: Operations) -> None:
+    def __init__(
+        self,
+        config: AttentionConfig,
+        hidden_size: int,
+        shard: ModelShard,
+        *,
+        dtype: torch.dtype,
+        operations: Operations,
+    ) -> None:
         super().__init__()
         head_dim = config.head_dim
-        fused = (len(shard.heads) + 2 * len(shard.kv_heads)) * head_dim
-        self.qkv = Linear(config.hidden_size, fused, bias=config.attention_bias, dtype=dtype)
+        self._queries, self._keys = len(shard.heads) * head_dim, len(shard.kv_heads) * head_dim
+        fused = self._queries + 2 * self._keys
+        parts = (Part.QUERY, Part.KEY, Part.VALUE)
+        self.qkv = Linear(hidden_size, fused, parts, bias=config.bias, dtype=dtype)
         # The sum over ranks adds the output's bias once.
-        bias = config.attention_out_bias and shard.first
-        self.output = Linear(len(shard.heads) * head_dim, config.hidden_size, bias=bias, dtype=dtype)
-        self.query_norm = parameter((head_dim,), dtype) if config.qk_norm else None
-        self.key_norm = parameter((head_dim,), dtype) if config.qk_norm else None
-        self._eps = config.rms_norm_eps
-        self._options = AttentionOptions(scale=head_dim**-0.5)
+        bias = config.out_bias and shard.first
+        self.output = Linear(self._queries, hidden_size, (Part.OUTPUT,), bias=bias, dtype=dtype)
+        self.query_norm = self.key_norm = None
+        if config.qk_norm is not None:
+            whole = config.qk_norm.whole
+            kept = torch.float32 if config.qk_norm.norm.wide else dtype
+            self.query_norm = self.declare("query_norm", (self._queries if whole else head_dim,), kept, Part.QUERY_NORM)
+            self.key_norm = self.declare("key_norm", (self._keys if whole else head_dim,), kept, Part.KEY_NORM)
+        self.sinks = self.declare("sinks", (len(shard.heads),), torch.float32, Part.SINKS) if config.sinks else None
+        self.config = config
+        self._options = AttentionOptions(scale=config.scale, window=config.window, soft_cap=config.soft_cap)
         self._operations = operations
 
     def forward(self, x: torch.Tensor, step: LayerStep, kv: KVPages) -> torch.Tensor:
         """`[T, hidden]` → this rank's part of `[T, hidden]`, to be summed over ranks. Writes the step's keys and
         values into `kv`."""
         qkv = self.qkv(x)
-        queries = self._operations.rotate_and_write(qkv, step.rotation, self._norms(), kv, step.write_slots)
-        attended = step.attention(queries, kv, self._options)
+        queries = self._operations.rotate_and_write(qkv, step.rotation, self._norms(qkv), kv, step.write_slots)
+        attended = step.attention(queries, kv, self._attention_options())
         output: torch.Tensor = self.output(attended.view(x.shape[0], -1))
         return output
 
-    def _norms(self) -> HeadNorms | None:
-        if self.query_norm is None or self.key_norm is None:
+    def _attention_options(self) -> AttentionOptions:
+        return self._options if self.sinks is None else replace(self._options, sinks=self.sinks)
+
+    def _norms(self, qkv: torch.Tensor) -> HeadNorms | None:
+        """Norms of each head, for the operation that rotates; those over all heads are done here, in place."""
+        qk_norm = self.config.qk_norm
+        if qk_norm is None or self.query_norm is None or self.key_norm is None:
             return None
-        return HeadNorms(self.query_norm, self.key_norm, self._eps)
+        if not qk_norm.whole:
+            return HeadNorms(self.query_norm, self.key_norm, qk_norm.norm.eps)
+        queries, keys = qkv[:, : self._queries], qkv[:, self._queries : self._queries + self._keys]
+        for part, weight in ((queries, self.query_norm), (keys, self.key_norm)):
+            part.copy_(normalise(part.to(torch.float32, copy=True), weight, qk_norm.norm.eps))
+        return None

@@ -6,18 +6,19 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from sglang_jax.architectures.tensor_names import Part
 from torch_backend.layers.linear import Linear
-from torch_backend.layers.parameter import parameter
+from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.shard import ModelShard
 from torch_backend.parallel import TensorParallel
 
 
-class Embedding(nn.Module):
+class Embedding(Loadable):
     """Rows of a table `[vocab, hidden]`, of which each rank holds a run."""
 
     def __init__(self, hidden_size: int, shard: ModelShard, *, dtype: torch.dtype, parallel: TensorParallel) -> None:
         super().__init__()
-        self.weight = parameter((shard.vocabulary_rows, hidden_size), dtype)
+        self.weight = self.declare("weight", (shard.vocabulary_rows, hidden_size), dtype, Part.EMBEDDING)
         self._first = shard.vocabulary.start
         self._parallel = parallel
 
@@ -38,7 +39,7 @@ class Head(nn.Module):
         self, hidden_size: int, vocab_size: int, shard: ModelShard, *, dtype: torch.dtype, parallel: TensorParallel
     ) -> None:
         super().__init__()
-        self.linear = Linear(hidden_size, shard.vocabulary_rows, bias=False, dtype=dtype)
+        self.linear = Linear(hidden_size, shard.vocabulary_rows, (Part.HEAD,), bias=False, dtype=dtype)
         self._vocab_size = vocab_size
         self._parallel = parallel
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import nn
+from torch.nn import functional
 
-from sglang_jax.checkpoint import ModelConfig
+from sglang_jax.architectures.model_config import Activation, FeedForwardConfig
+from sglang_jax.architectures.tensor_names import Part
 from torch_backend.layers.linear import Linear
 from torch_backend.layers.packed import PackedMatrix
 from torch_backend.layers.parameter import forget
@@ -14,41 +18,71 @@ from torch_backend.operations import Operations
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020): `down(silu(gate(x)) * up(x))`, gate and up in one product."""
+    """`down(activation(gate(x)) * up(x))` (Shazeer 2020), gate and up in one product."""
 
-    def __init__(self, config: ModelConfig, shard: ModelShard, *, dtype: torch.dtype, operations: Operations) -> None:
+    def __init__(
+        self,
+        config: FeedForwardConfig,
+        hidden_size: int,
+        shard: ModelShard,
+        *,
+        dtype: torch.dtype,
+        operations: Operations,
+    ) -> None:
         super().__init__()
-        hidden, inner = config.hidden_size, len(shard.intermediate)
-        self.gate_up = Linear(hidden, 2 * inner, bias=config.mlp_bias, dtype=dtype)
+        inner = len(shard.intermediate(config.size))
+        self.gate_up = Linear(hidden_size, 2 * inner, (Part.GATE, Part.UP), bias=config.bias, dtype=dtype)
         # The sum over ranks adds the output's bias once.
-        self.down = Linear(inner, hidden, bias=config.mlp_bias and shard.first, dtype=dtype)
-        self._operations = operations
-        self._packed: _PackedGateUp | None = None
+        self.down = Linear(inner, hidden_size, (Part.DOWN,), bias=config.bias and shard.first, dtype=dtype)
+        self._activation = config.activation
+        self._gated: _Gated = _PlainGated(self.gate_up, config.activation, operations)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, hidden]` → this rank's part of `[T, hidden]`, to be summed over ranks."""
-        output: torch.Tensor = self.down(self._inner(x))
+        output: torch.Tensor = self.down(self._gated(x))
         return output
-
-    def _inner(self, x: torch.Tensor) -> torch.Tensor:
-        if self._packed is not None:
-            return self._packed(x)
-        return self._operations.silu_mul(self.gate_up(x))
 
     def pack(self) -> None:
         """Packs the loaded weights for the CPU's kernels, and forgets the plain ones."""
-        self._packed = _PackedGateUp(self.gate_up)
+        self._gated = _PackedGated(self.gate_up, self._activation)
         self.gate_up.weight = forget(self.gate_up.weight)
         self.down.pack()
 
 
-class _PackedGateUp:
-    """Gate and up as two products, the second of which finishes `silu(gate) * up`: nothing is written between."""
+class _Gated(Protocol):
+    """`activation(gate(x)) * up(x)`: `[T, hidden]` → `[T, intermediate]`, in one form of the two matrices."""
 
-    def __init__(self, gate_up: Linear) -> None:
-        gate, up = gate_up.weight.chunk(2)
-        gate_bias, up_bias = (None, None) if gate_up.bias is None else gate_up.bias.chunk(2)
-        self._gate, self._up = PackedMatrix(gate, gate_bias), PackedMatrix(up, up_bias)
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class _PlainGated:
+    """One product, then the activation."""
+
+    def __init__(self, gate_up: Linear, activation: Activation, operations: Operations) -> None:
+        self._gate_up = gate_up
+        self._activate = {Activation.SILU: operations.silu_mul, Activation.GELU_TANH: _gelu_mul}[activation]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._up.multiply_then_scale(x, self._gate.multiply_then_silu(x))
+        return self._activate(self._gate_up(x))
+
+
+class _PackedGated:
+    """Two products, the second of which finishes `activation(gate) * up`: nothing is written between."""
+
+    def __init__(self, gate_up: Linear, activation: Activation) -> None:
+        gate, up = gate_up.weight.chunk(2)
+        gate_bias, up_bias = (None, None) if gate_up.bias is None else gate_up.bias.chunk(2)
+        packed, self._up = PackedMatrix(gate, gate_bias), PackedMatrix(up, up_bias)
+        self._activated_gate = {
+            Activation.SILU: packed.multiply_then_silu,
+            Activation.GELU_TANH: packed.multiply_then_gelu,
+        }[activation]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._up.multiply_then_scale(x, self._activated_gate(x))
+
+
+def _gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`gelu(gate) * up` of `[T, 2 * intermediate]`, by tanh's approximation."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.gelu(gate.float(), approximate="tanh").mul_(up).to(gate_up.dtype)

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import nn
-from torch.nn import functional
 
+from sglang_jax.architectures.tensor_names import Kind, Part
+from torch_backend.layers.matrix import Matrix, PlainMatrix
 from torch_backend.layers.packed import PackedMatrix
-from torch_backend.layers.parameter import forget, parameter
+from torch_backend.layers.parameter import Loadable, forget
 
 
-class Linear(nn.Module):
+class Linear(Loadable):
     """`x [T, inputs]` → `[T, outputs]`, rounded once, after the bias. The weight is `[outputs, inputs]`.
 
-    Several matrices that multiply the same input are one weight, one after the other along the outputs.
+    Several matrices that multiply the same input are one weight, one after the other along the outputs: `parts`.
     """
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype) -> None:
+    def __init__(self, inputs: int, outputs: int, parts: Sequence[Part], *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = parameter((outputs, inputs), dtype)
-        self.bias = parameter((outputs,), dtype) if bias else None
-        self._packed: PackedMatrix | None = None
+        self.weight = self.declare("weight", (outputs, inputs), dtype, *parts)
+        self.bias = self.declare("bias", (outputs,), dtype, *parts, kind=Kind.BIAS) if bias else None
+        self._matrix: Matrix = PlainMatrix(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._packed is not None:
-            return self._packed.multiply(x)
-        return functional.linear(x, self.weight, self.bias)
+        return self._matrix.multiply(x)
 
     def pack(self, *, keep_plain: bool = False) -> None:
         """Packs the loaded weight for the CPU's kernels, and forgets the plain one unless something else needs it."""
-        self._packed = PackedMatrix(self.weight, self.bias)
+        self._matrix = PackedMatrix(self.weight, self.bias)
         if not keep_plain:
             self.weight = forget(self.weight)

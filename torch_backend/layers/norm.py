@@ -1,27 +1,47 @@
-"""Root-mean-square normalisation with the residual stream."""
+"""Norms with the residual stream: root mean square, and standard deviation."""
 
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch.nn import functional
 
-from torch_backend.layers.parameter import parameter
+from sglang_jax.architectures.model_config import NormConfig, NormKind
+from sglang_jax.architectures.tensor_names import Part
+from torch_backend.layers.parameter import Loadable
 from torch_backend.operations import Operations
 
 
-class RMSNorm(nn.Module):
-    """RMSNorm (Zhang and Sennrich 2019) over the hidden axis."""
+class Norm(Loadable):
+    """A norm over the hidden axis: see `NormConfig`."""
 
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, operations: Operations) -> None:
+    def __init__(
+        self, size: int, config: NormConfig, part: Part, *, dtype: torch.dtype, operations: Operations
+    ) -> None:
         super().__init__()
-        self.weight = parameter((size,), dtype)
-        self.eps = eps
+        self.weight = self.declare("weight", (size,), torch.float32 if config.wide else dtype, part)
+        self.eps = config.eps
+        self._kind = config.kind
         self._operations = operations
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x [T, hidden]` normalised."""
+        if self._kind is NormKind.RMS:
+            return self._operations.rms_norm(x, self.weight, self.eps)
+        return functional.layer_norm(x.float(), self.weight.shape, self.weight.float(), None, self.eps).to(x.dtype)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds `x [T, hidden]` to the residual stream, or begins one with it: the sum normalised, and the sum.
 
         The arguments may be overwritten."""
         if residual is None:
-            return self._operations.rms_norm(x, self.weight, self.eps), x
-        return self._operations.add_rms_norm(x, residual, self.weight, self.eps)
+            return self(x), x
+        if self._kind is NormKind.RMS:
+            return self._operations.add_rms_norm(x, residual, self.weight, self.eps)
+        residual = residual.add_(x)
+        return self(residual), residual
+
+
+def add_without_norm(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `Norm.add`, where a block reads the residual stream itself."""
+    total = x if residual is None else residual.add_(x)
+    return total, total

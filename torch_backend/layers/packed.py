@@ -32,6 +32,11 @@ class PackedMatrix:
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "swish", [], "")
         return product
 
+    def multiply_then_gelu(self, x: torch.Tensor) -> torch.Tensor:
+        """`gelu` of the product by tanh's approximation, rounded once."""
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "gelu", [], "tanh")
+        return product
+
     def multiply_then_scale(self, x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         """The product times `factors [T, outputs]`, rounded once."""
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, factors, self._packed, self._bias, "mul")
@@ -55,6 +60,7 @@ def packing_works(dtype: torch.dtype) -> bool:
         pairs = [
             (packed.multiply(x), exact),
             (gate, functional.silu(exact)),
+            (packed.multiply_then_gelu(x), functional.gelu(exact, approximate="tanh")),
             (packed.multiply_then_scale(x, gate), exact * gate.double()),
         ]
     except (AttributeError, RuntimeError, TypeError) as error:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
+
+from sglang_jax.architectures.tensor_names import Kind, Part
 
 
 def parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
@@ -14,3 +18,26 @@ def parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
 def forget(value: nn.Parameter) -> nn.Parameter:
     """The shape of a weight whose value is kept elsewhere."""
     return parameter(tuple(value.shape), value.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class MadeOf:
+    """The parts of the model, as the manifest calls them, that lie one after the other along a parameter's rows."""
+
+    parts: tuple[Part, ...]
+    kind: Kind
+
+
+class Loadable(nn.Module):
+    """A module that says what its own parameters are made of, from which loaders know what to read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sources: dict[str, MadeOf] = {}
+
+    def declare(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, *parts: Part, kind: Kind = Kind.WEIGHT
+    ) -> nn.Parameter:
+        """A parameter to be kept under `name`, yet without a value."""
+        self.sources[name] = MadeOf(parts, kind)
+        return parameter(shape, dtype)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_jax.checkpoint import ModelConfig
+from sglang_jax.architectures.axes import Axis
+from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.errors import ConfigError
 
 
@@ -16,12 +17,34 @@ class ModelShard:
     rank, ceil(vocab / size): what lies past the vocabulary's end is padding that no token and no logit uses.
     """
 
-    first: bool
+    rank: int
+    size: int
     heads: range
     kv_heads: range
-    intermediate: range
     vocabulary: range
     vocabulary_rows: int
+
+    @property
+    def first(self) -> bool:
+        """Whether it is the rank that adds what must be added once."""
+        return self.rank == 0
+
+    def intermediate(self, length: int) -> range:
+        """Its part of a feed-forward layer of `length` columns."""
+        return _part(length, self.rank, self.size)
+
+    def of_axis(self, axis: Axis, length: int) -> range:
+        """Its part of an axis, which for one that is not spread is all of it."""
+        match axis:
+            case Axis.HEADS:
+                return self.heads
+            case Axis.KV_HEADS:
+                return self.kv_heads
+            case Axis.INTERMEDIATE:
+                return self.intermediate(length)
+            case Axis.VOCABULARY:
+                return self.vocabulary
+        return range(length)
 
     @classmethod
     def of(cls, config: ModelConfig, rank: int, size: int) -> ModelShard:
@@ -35,18 +58,25 @@ class ModelShard:
                 f"{config.num_heads} heads and {kv_heads} kv heads cannot be spread over {size} processes: "
                 "choose a tensor parallel size that divides the heads and divides, or is a multiple of, the kv heads"
             )
-        if config.intermediate_size % size:
+        indivisible = [layer.feed_forward.size for layer in config.layers if layer.feed_forward.size % size]
+        if indivisible:
             raise ConfigError(
-                f"a feed-forward layer of {config.intermediate_size} columns cannot be spread over {size} processes: "
+                f"a feed-forward layer of {indivisible[0]} columns cannot be spread over {size} processes: "
                 "choose a tensor parallel size that divides it"
+            )
+        norms = [layer.attention.qk_norm for layer in config.layers]
+        if size > 1 and any(norm is not None and norm.whole for norm in norms):
+            raise ConfigError(
+                f"{config.architecture} models norm all heads of a token together, which the torch backend does not "
+                "spread over processes: choose a tensor parallel size of 1, or the JAX backend"
             )
         rows = -(-config.vocab_size // size)
         first_row = min(rank * rows, config.vocab_size)
         return cls(
-            first=rank == 0,
+            rank=rank,
+            size=size,
             heads=_part(config.num_heads, rank, size),
             kv_heads=_part(kv_heads, rank, size) if size <= kv_heads else _one(rank * kv_heads // size),
-            intermediate=_part(config.intermediate_size, rank, size),
             vocabulary=range(first_row, min(first_row + rows, config.vocab_size)),
             vocabulary_rows=rows,
         )

@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2 and Qwen3 (dense): one pre-norm decoder whose differences are all in `ModelConfig`."""
+"""The walk over a model's list of layers, with embeddings before it and a head behind."""
 
 from __future__ import annotations
 
@@ -7,55 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from sglang_jax.checkpoint import ModelConfig
+from sglang_jax.architectures.model_config import ModelConfig, RopeConfig
+from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.rotary import RotaryScaling
 from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.batch import ForwardBatch
 from torch_backend.kv_pages import KVPages
-from torch_backend.layers.attention import Attention, LayerStep
+from torch_backend.layers.attention import LayerStep
 from torch_backend.layers.embedding import Embedding, Head
-from torch_backend.layers.feed_forward import FeedForward
-from torch_backend.layers.norm import RMSNorm
+from torch_backend.layers.norm import Norm
 from torch_backend.layers.shard import ModelShard
+from torch_backend.models.decoder_layer import DecoderLayer
 from torch_backend.operations import Operations
 from torch_backend.parallel import SINGLE, TensorParallel
-from torch_backend.rotary import RotaryTables
-
-
-class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm and added to the residual stream."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        shard: ModelShard,
-        *,
-        dtype: torch.dtype,
-        operations: Operations,
-        parallel: TensorParallel,
-    ) -> None:
-        super().__init__()
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.attention_norm = RMSNorm(hidden, eps, dtype=dtype, operations=operations)
-        self.attention = Attention(config, shard, dtype=dtype, operations=operations)
-        self.feed_forward_norm = RMSNorm(hidden, eps, dtype=dtype, operations=operations)
-        self.feed_forward = FeedForward(config, shard, dtype=dtype, operations=operations)
-        self._parallel = parallel
-
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, step: LayerStep, kv: KVPages
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x `[T, hidden]` is what the layer below has yet to add to the residual stream, which begins with it."""
-        x, residual = self.attention_norm(x, residual)
-        x = self._parallel.all_reduce(self.attention(x, step, kv))
-        x, residual = self.feed_forward_norm(x, residual)
-        return self._parallel.all_reduce(self.feed_forward(x)), residual
-
-    def pack(self) -> None:
-        """See `Transformer.pack`."""
-        self.attention.qkv.pack()
-        self.attention.output.pack()
-        self.feed_forward.pack()
+from torch_backend.rotary import NoRotation, RotaryTables
 
 
 class Transformer(nn.Module):
@@ -72,36 +37,49 @@ class Transformer(nn.Module):
         parallel: TensorParallel,
     ) -> None:
         super().__init__()
+        self.config = config
         self.shard = ModelShard.of(config, parallel.rank, parallel.size)
         self.device = device
         self.embedding = Embedding(config.hidden_size, self.shard, dtype=dtype, parallel=parallel)
         self.decoder_layers = tuple(
-            DecoderLayer(config, self.shard, dtype=dtype, operations=operations, parallel=parallel)
-            for _ in range(config.num_layers)
+            DecoderLayer(layer, config.hidden_size, self.shard, dtype=dtype, operations=operations, parallel=parallel)
+            for layer in config.layers
         )
         self.layers = nn.ModuleList(self.decoder_layers)
-        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, operations=operations)
+        self.final_norm = Norm(
+            config.hidden_size, config.final_norm, Part.FINAL_NORM, dtype=dtype, operations=operations
+        )
         self.head = Head(config.hidden_size, config.vocab_size, self.shard, dtype=dtype, parallel=parallel)
         self.tied = config.tie_word_embeddings
         if self.tied:
             self.head.linear.weight = self.embedding.weight
-        self._rotary = RotaryTables(RotaryScaling(config.rope, config.head_dim, config.max_position), device)
+        ropes = list(dict.fromkeys(layer.attention.rope for layer in config.layers))
+        self._rotary = tuple(_tables(rope, config, device) for rope in ropes)
+        self._rotary_of_layer = tuple(ropes.index(layer.attention.rope) for layer in config.layers)
+        self._embedding_multiplier = float(torch.tensor(config.embedding_multiplier, dtype=dtype))
         self._attention = attention
 
     def forward(self, batch: ForwardBatch, kv: Sequence[KVPages]) -> torch.Tensor:
         """Hidden states `[T, hidden]` after the final norm. Writes the step's keys and values into `kv`, the pages of
         each layer."""
-        step = LayerStep(self._attention.prepare(batch), self._rotary(batch.positions), batch.write_slots)
+        attention = self._attention.prepare(batch)
+        steps = [LayerStep(attention, tables(batch.positions), batch.write_slots) for tables in self._rotary]
         x: torch.Tensor = self.embedding(batch.tokens)
+        if self._embedding_multiplier != 1.0:
+            x = x * self._embedding_multiplier
         residual = None
-        for layer, pages in zip(self.decoder_layers, kv, strict=True):
+        for number, layer in enumerate(self.decoder_layers):
+            step, pages = steps[self._rotary_of_layer[number]], kv[number]
             x, residual = layer(x, residual, step, pages)
-        hidden: torch.Tensor = self.final_norm(x, residual)[0]
-        return hidden
+        return self.final_norm.add(x, residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 `[m, vocab]` of hidden states `[m, hidden]`, on every rank."""
         found: torch.Tensor = self.head(hidden)
+        if self.config.logit_multiplier != 1.0:
+            found = found * self.config.logit_multiplier
+        if self.config.logit_cap is not None:
+            found = torch.tanh(found / self.config.logit_cap) * self.config.logit_cap
         return found
 
     def pack(self) -> None:
@@ -111,6 +89,12 @@ class Transformer(nn.Module):
         for layer in self.decoder_layers:
             layer.pack()
         self.head.linear.pack(keep_plain=self.tied)
+
+
+def _tables(rope: RopeConfig | None, config: ModelConfig, device: torch.device) -> RotaryTables | NoRotation:
+    if rope is None:
+        return NoRotation(config.head_dim)
+    return RotaryTables(RotaryScaling(rope, config.head_dim, config.max_position), device)
 
 
 def build_model(

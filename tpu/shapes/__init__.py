@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sglang_jax.architectures.json_fields import JsonFields
+from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint.hf_config import model_config_from_hf
-from sglang_jax.checkpoint.json_fields import JsonFields
-from sglang_jax.checkpoint.model_config import ModelConfig
 
 _FOLDER = Path(__file__).parent
 

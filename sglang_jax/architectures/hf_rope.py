@@ -8,26 +8,29 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_jax.checkpoint.json_fields import JsonFields
-from sglang_jax.checkpoint.model_config import RopeConfig, RopeKind
+from sglang_jax.architectures.json_fields import JsonFields
+from sglang_jax.architectures.model_config import RopeConfig, RopeKind
 from sglang_jax.errors import CheckpointError
 
-_DEFAULT_THETA = 10000.0
+DEFAULT_THETA = 10000.0
 
 
-def rope_from_hf(fields: JsonFields, max_position: int) -> RopeConfig:
-    """`max_position` is the config's `max_position_embeddings`.
+def rope_from_hf(
+    fields: JsonFields, max_position: int, default_theta: float = DEFAULT_THETA, scaling: JsonFields | None = None
+) -> RopeConfig:
+    """`max_position` is the config's `max_position_embeddings`; `scaling` are the parameters, where a family keeps
+    several sets of them.
 
     **Raises:** `CheckpointError` for an unknown kind, a missing parameter, or heads that are rotated in part only.
     """
-    empty = JsonFields({}, fields.file)
-    scaling = fields.nested("rope_parameters") or fields.nested("rope_scaling") or empty
+    if scaling is None:
+        scaling = fields.nested("rope_parameters") or fields.nested("rope_scaling") or JsonFields({}, fields.file)
     _refuse_partial(fields, scaling)
     name = scaling.string("rope_type") or scaling.string("type") or "default"
     kinds = [kind.value for kind in RopeKind]
     if name not in kinds:
         raise CheckpointError(f"{fields.file}: rope scaling {name!r} is not supported; supported: {', '.join(kinds)}")
-    theta = scaling.number("rope_theta") or fields.number("rope_theta") or _DEFAULT_THETA
+    theta = scaling.number("rope_theta") or fields.number("rope_theta") or default_theta
     original = (
         fields.integer("original_max_position_embeddings")
         or scaling.integer("original_max_position_embeddings")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,15 @@ from sglang_jax.errors import CheckpointError
 class JsonFields:
     """One JSON object and where it came from. Accessors give None for a field that is absent or null.
 
+    `asked` gathers the names that were asked for: the others were not understood.
+
     **Raises:** `CheckpointError` from every accessor if the value has another type.
     """
 
     values: dict[str, Any]
     file: Path
     within: str = ""
+    asked: set[str] = field(default_factory=set, compare=False, repr=False)
 
     @classmethod
     def read(cls, file: Path) -> JsonFields:
@@ -34,9 +37,14 @@ class JsonFields:
             raise CheckpointError(f"{file} holds {type(values).__name__}, an object was expected")
         return cls(values, file)
 
+    def value(self, name: str) -> Any:
+        """The field as it is, of whatever type."""
+        self.asked.add(name)
+        return self.values.get(name)
+
     def nested(self, name: str) -> JsonFields | None:
         """The object in a field."""
-        value = self.values.get(name)
+        value = self.value(name)
         if value is None:
             return None
         if not isinstance(value, dict):
@@ -44,7 +52,7 @@ class JsonFields:
         return JsonFields(value, self.file, f"{self.within}{name}.")
 
     def integer(self, name: str) -> int | None:
-        value = self.values.get(name)
+        value = self.value(name)
         if value is None:
             return None
         if isinstance(value, float) and value.is_integer():
@@ -52,6 +60,16 @@ class JsonFields:
         if isinstance(value, bool) or not isinstance(value, int):
             raise self._mistyped(name, "an integer")
         return value
+
+    def integer_or(self, name: str, default: int | None) -> int | None:
+        """`default` for a field that is absent; None for null."""
+        self.asked.add(name)
+        return self.integer(name) if name in self.values else default
+
+    def number_or(self, name: str, default: float | None) -> float | None:
+        """`default` for a field that is absent; None for null."""
+        self.asked.add(name)
+        return self.number(name) if name in self.values else default
 
     def required_integer(self, name: str) -> int:
         """A field that must be there and positive."""
@@ -64,7 +82,7 @@ class JsonFields:
 
     def integers(self, name: str) -> tuple[int, ...]:
         """A field that holds one integer or a list of them; empty where it is absent or null."""
-        value = self.values.get(name)
+        value = self.value(name)
         if isinstance(value, list):
             if not all(isinstance(item, int) and not isinstance(item, bool) for item in value):
                 raise self._mistyped(name, "an integer or a list of integers")
@@ -73,7 +91,7 @@ class JsonFields:
         return () if single is None else (single,)
 
     def number(self, name: str) -> float | None:
-        value = self.values.get(name)
+        value = self.value(name)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -87,16 +105,25 @@ class JsonFields:
         return value
 
     def boolean(self, name: str) -> bool | None:
-        value = self.values.get(name)
+        value = self.value(name)
         if value is not None and not isinstance(value, bool):
             raise self._mistyped(name, "true or false")
         return value
 
     def string(self, name: str) -> str | None:
-        value = self.values.get(name)
+        value = self.value(name)
         if value is not None and not isinstance(value, str):
             raise self._mistyped(name, "a string")
         return value
+
+    def strings(self, name: str) -> tuple[str, ...] | None:
+        """A list of strings."""
+        value = self.value(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self._mistyped(name, "a list of strings")
+        return tuple(value)
 
     def _mistyped(self, name: str, wanted: str) -> CheckpointError:
         return CheckpointError(f"{self.file}: {self.within}{name} is {self.values[name]!r:.80}, it must be {wanted}")

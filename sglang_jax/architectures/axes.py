@@ -1,0 +1,22 @@
+"""What the axes of weights and caches run over; both backends say by it how a model is spread over devices."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Axis(StrEnum):
+    """What an axis of a weight or a cache runs over."""
+
+    TOKENS = "tokens"
+    HIDDEN = "hidden"
+    VOCABULARY = "vocabulary"
+    HEADS = "heads"
+    KV_HEADS = "kv_heads"
+    HEAD_PART = "head_part"
+    HEAD_DIM = "head_dim"
+    GATE_OR_UP = "gate_or_up"
+    INTERMEDIATE = "intermediate"
+    PAGES = "pages"
+    PAGE_OFFSET = "page_offset"
+    KEY_OR_VALUE = "key_or_value"

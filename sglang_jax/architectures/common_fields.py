@@ -1,0 +1,177 @@
+"""What most families read from config.json alike, with the defaults of each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sglang_jax.architectures.hf_rope import extended_context, rope_from_hf
+from sglang_jax.architectures.json_fields import JsonFields
+from sglang_jax.architectures.model_config import (
+    Activation,
+    AttentionConfig,
+    FeedForwardConfig,
+    LayerConfig,
+    ModelConfig,
+    NormConfig,
+    RopeConfig,
+    SublayerNorms,
+)
+from sglang_jax.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Defaults:
+    """What transformers takes for granted where config.json is silent. `num_kv_heads` 0: as many as heads."""
+
+    max_position: int
+    num_kv_heads: int = 0
+    head_dim: int | None = None
+    eps: float = 1e-6
+    theta: float = 10000.0
+    activation: str = "silu"
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommonFields:
+    """The fields that every family has. `rope` and `eps` are those of most layers; `declared` is
+    `max_position_embeddings`."""
+
+    fields: JsonFields
+    defaults: Defaults
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    declared: int
+    rope: RopeConfig
+    max_position: int
+
+    @classmethod
+    def read(
+        cls,
+        fields: JsonFields,
+        defaults: Defaults,
+        *,
+        rope: RopeConfig | None = None,
+    ) -> CommonFields:
+        """Raises `CheckpointError` for what is missing, mistyped, or does not fit together. `rope`: where the family
+        reads it in its own way."""
+        heads = fields.required_integer("num_attention_heads")
+        hidden = fields.required_integer("hidden_size")
+        declared = fields.integer("max_position_embeddings") or defaults.max_position
+        rope = rope or rope_from_hf(fields, declared, defaults.theta)
+        common = cls(
+            fields=fields,
+            defaults=defaults,
+            hidden_size=hidden,
+            num_layers=fields.required_integer("num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=_kv_heads(fields, defaults, heads),
+            head_dim=_head_dim(fields, defaults, hidden // heads),
+            declared=declared,
+            rope=rope,
+            max_position=max(declared, extended_context(rope)),
+        )
+        common._check_heads()
+        return common
+
+    def _check_heads(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise CheckpointError(
+                f"{self.fields.file}: num_attention_heads ({self.num_heads}) must be a multiple of num_key_value_heads "
+                f"({self.num_kv_heads})"
+            )
+        if self.head_dim % 2:
+            raise CheckpointError(f"{self.fields.file}: head_dim ({self.head_dim}) must be even for rotary embedding")
+
+    def norm(self, field: str = "rms_norm_eps") -> NormConfig:
+        """An RMS norm with the file's epsilon."""
+        return NormConfig(eps=self.fields.number(field) or self.defaults.eps)
+
+    def attention(self) -> AttentionConfig:
+        """Attention over all keys, rotated, without biases; families change what is theirs."""
+        return AttentionConfig(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            scale=self.head_dim**-0.5,
+            rope=self.rope,
+        )
+
+    def feed_forward(self, *, field: str = "hidden_act", bias: bool = False) -> FeedForwardConfig:
+        """Raises `CheckpointError` for an activation that no backend has."""
+        name = self.fields.string(field) or self.defaults.activation
+        known = [activation.value for activation in Activation]
+        if name not in known:
+            raise CheckpointError(
+                f"{self.fields.file}: {field} {name!r} is not supported; supported: {', '.join(known)}"
+            )
+        return FeedForwardConfig(
+            size=self.fields.required_integer("intermediate_size"), activation=Activation(name), bias=bias
+        )
+
+    def pre_norm_layer(self, attention: AttentionConfig, feed_forward: FeedForwardConfig) -> LayerConfig:
+        """A layer with a norm before attention and one before the feed-forward part."""
+        norms = SublayerNorms(pre=self.norm())
+        return LayerConfig(
+            attention=attention, feed_forward=feed_forward, attention_norms=norms, feed_forward_norms=norms
+        )
+
+    def sees(self, window: int | None) -> int | None:
+        """A window, or None where no sequence outgrows it, as it then changes nothing."""
+        return None if window is None or window >= self.max_position else window
+
+    def sliding_layers(self, every: int | None) -> list[bool]:
+        """Which layers have a window: by `layer_types`, or else all but each `every`-th; None: none of them."""
+        types = self.fields.strings("layer_types")
+        if types is None:
+            return [every is not None and bool((number + 1) % every) for number in range(self.num_layers)]
+        unknown = sorted({kind for kind in types if kind not in ("sliding_attention", "full_attention")})
+        if unknown or len(types) != self.num_layers:
+            seen = ", ".join(unknown) or f"{len(types)} entries for {self.num_layers} layers"
+            raise CheckpointError(
+                f"{self.fields.file}: layer_types has {seen}; supported: sliding_attention or full_attention for each "
+                "layer"
+            )
+        return [kind == "sliding_attention" for kind in types]
+
+    def model(self, family: str, layers: Iterable[LayerConfig], final_norm: NormConfig | None = None) -> ModelConfig:
+        """The model of these layers; multipliers and caps are for families to add."""
+        fields, defaults = self.fields, self.defaults
+        tied = fields.boolean("tie_word_embeddings")
+        ends = fields.integers("eos_token_id")
+        if "eos_token_id" not in fields.values and defaults.eos_token_id is not None:
+            ends = (defaults.eos_token_id,)
+        begin = fields.integer("bos_token_id")
+        return ModelConfig(
+            architecture=family,
+            vocab_size=fields.required_integer("vocab_size"),
+            hidden_size=self.hidden_size,
+            layers=tuple(layers),
+            final_norm=final_norm or self.norm(),
+            max_position=self.max_position,
+            tie_word_embeddings=defaults.tie_word_embeddings if tied is None else tied,
+            eos_token_ids=ends,
+            bos_token_id=begin if "bos_token_id" in fields.values else defaults.bos_token_id,
+            dtype=fields.string("dtype") or fields.string("torch_dtype") or "float32",
+        )
+
+
+def _kv_heads(fields: JsonFields, defaults: Defaults, heads: int) -> int:
+    if "num_key_value_heads" not in fields.values:
+        return defaults.num_kv_heads or heads
+    return fields.integer("num_key_value_heads") or heads
+
+
+def _head_dim(fields: JsonFields, defaults: Defaults, derived: int) -> int:
+    if "head_dim" not in fields.values:
+        return defaults.head_dim or derived
+    return fields.integer("head_dim") or derived

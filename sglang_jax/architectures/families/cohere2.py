@@ -1,0 +1,38 @@
+"""Command R7B and Command A (Cohere 2, 2024): attention and feed-forward side by side behind one norm; layers with a
+window rotate, those that see all know no positions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sglang_jax.architectures.common_fields import CommonFields, Defaults
+from sglang_jax.architectures.json_fields import JsonFields
+from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, NormKind, SublayerNorms
+from sglang_jax.architectures.registry import Family
+
+_NAME = "cohere2"
+_DEFAULTS = Defaults(max_position=8192, eps=1e-5, tie_word_embeddings=True, bos_token_id=5, eos_token_id=255001)
+
+
+def configure(fields: JsonFields) -> ModelConfig:
+    common = CommonFields.read(fields, _DEFAULTS)
+    norm = replace(common.norm("layer_norm_eps"), kind=NormKind.LAYER, wide=True)
+    bias = fields.boolean("attention_bias") or False
+    window = fields.integer_or("sliding_window", 4096)
+    attention = replace(common.attention(), rope=None, interleaved_rope=True, bias=bias, out_bias=bias)
+    rotated = replace(attention, rope=common.rope, window=common.sees(window))
+    layers = [
+        LayerConfig(
+            attention=rotated if slides and window is not None else attention,
+            feed_forward=common.feed_forward(),
+            attention_norms=SublayerNorms(pre=norm),
+            feed_forward_norms=SublayerNorms(),
+            parallel=True,
+        )
+        for slides in common.sliding_layers(every=fields.integer("sliding_window_pattern") or 4)
+    ]
+    scale = fields.number("logit_scale")
+    return replace(common.model(_NAME, layers, norm), logit_multiplier=0.0625 if scale is None else scale)
+
+
+FAMILY = Family(name=_NAME, class_name="Cohere2ForCausalLM", configure=configure)

@@ -1,0 +1,64 @@
+"""Gemma 3 (2025), text alone: five layers with a window and a rope of their own for each that sees all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sglang_jax.architectures.common_fields import CommonFields, Defaults
+from sglang_jax.architectures.gemma_form import GEMMA_NAMES, gemma_model, gemma_norm
+from sglang_jax.architectures.hf_rope import rope_from_hf
+from sglang_jax.architectures.json_fields import JsonFields
+from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, QKNorm, RopeConfig, SublayerNorms
+from sglang_jax.architectures.registry import Family
+
+_NAME = "gemma3_text"
+_DEFAULTS = Defaults(
+    num_kv_heads=4,
+    head_dim=256,
+    max_position=131072,
+    activation="gelu_pytorch_tanh",
+    tie_word_embeddings=True,
+    bos_token_id=2,
+    eos_token_id=1,
+)
+
+
+def configure(fields: JsonFields) -> ModelConfig:
+    whole, sliding = _ropes(fields)
+    common = CommonFields.read(fields, _DEFAULTS, rope=whole)
+    window = common.sees(fields.integer_or("sliding_window", 4096))
+    bias = fields.boolean("attention_bias") or False
+    norms = SublayerNorms(pre=gemma_norm(common), post=gemma_norm(common))
+    attention = replace(
+        common.attention(),
+        scale=(fields.number("query_pre_attn_scalar") or 256) ** -0.5,
+        soft_cap=fields.number("attn_logit_softcapping"),
+        qk_norm=QKNorm(norm=gemma_norm(common)),
+        bias=bias,
+        out_bias=bias,
+    )
+    layers = [
+        LayerConfig(
+            attention=replace(attention, window=window, rope=sliding) if slides else attention,
+            feed_forward=common.feed_forward(field="hidden_activation"),
+            attention_norms=norms,
+            feed_forward_norms=norms,
+        )
+        for slides in common.sliding_layers(every=fields.integer("sliding_window_pattern") or 6)
+    ]
+    return gemma_model(common, _NAME, layers, logit_cap=fields.number("final_logit_softcapping"))
+
+
+def _ropes(fields: JsonFields) -> tuple[RopeConfig, RopeConfig]:
+    """Of layers that see all, and of those with a window: a set of parameters for each, or the spelling of before."""
+    context = fields.integer("max_position_embeddings") or _DEFAULTS.max_position
+    parameters = fields.nested("rope_parameters")
+    if parameters is not None and ({"full_attention", "sliding_attention"} & parameters.values.keys()):
+        nothing = JsonFields({}, fields.file)
+        whole, sliding = (parameters.nested(kind) or nothing for kind in ("full_attention", "sliding_attention"))
+        return rope_from_hf(nothing, context, 1e6, whole), rope_from_hf(nothing, context, 10000.0, sliding)
+    local = RopeConfig(theta=fields.number("rope_local_base_freq") or 10000.0)
+    return rope_from_hf(fields, context, 1e6), local
+
+
+FAMILY = Family(name=_NAME, class_name="Gemma3ForCausalLM", configure=configure, names=GEMMA_NAMES)

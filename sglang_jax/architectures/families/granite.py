@@ -1,0 +1,34 @@
+"""Granite 3 (2024), dense: Llama with multipliers of embeddings, scores, residuals and logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sglang_jax.architectures.common_fields import CommonFields, Defaults
+from sglang_jax.architectures.json_fields import JsonFields
+from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.architectures.registry import Family
+
+_NAME = "granite"
+_DEFAULTS = Defaults(max_position=2048, bos_token_id=1, eos_token_id=2)
+
+
+def configure(fields: JsonFields) -> ModelConfig:
+    common = CommonFields.read(fields, _DEFAULTS)
+    bias = fields.boolean("attention_bias") or False
+    scale = fields.number("attention_multiplier") or 1.0
+    layer = replace(
+        common.pre_norm_layer(
+            replace(common.attention(), scale=scale, bias=bias, out_bias=bias),
+            common.feed_forward(bias=fields.boolean("mlp_bias") or False),
+        ),
+        residual_multiplier=fields.number("residual_multiplier") or 1.0,
+    )
+    return replace(
+        common.model(_NAME, [layer] * common.num_layers),
+        embedding_multiplier=fields.number("embedding_multiplier") or 1.0,
+        logit_multiplier=1 / (fields.number("logits_scaling") or 1.0),
+    )
+
+
+FAMILY = Family(name=_NAME, class_name="GraniteForCausalLM", configure=configure)

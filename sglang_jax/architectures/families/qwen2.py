@@ -1,0 +1,33 @@
+"""Qwen2 and Qwen2.5: biases on queries, keys and values; upper layers may have a window."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sglang_jax.architectures.common_fields import CommonFields, Defaults
+from sglang_jax.architectures.hf_writing import dense_to_hf
+from sglang_jax.architectures.json_fields import JsonFields
+from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.architectures.qwen_windows import qwen_windows
+from sglang_jax.architectures.registry import Family, GgufForm
+
+_NAME = "qwen2"
+_DEFAULTS = Defaults(num_kv_heads=32, max_position=32768)
+
+
+def configure(fields: JsonFields) -> ModelConfig:
+    common = CommonFields.read(fields, _DEFAULTS)
+    layers = [
+        common.pre_norm_layer(replace(common.attention(), bias=True, window=window), common.feed_forward())
+        for window in qwen_windows(common)
+    ]
+    return common.model(_NAME, layers)
+
+
+FAMILY = Family(
+    name=_NAME,
+    class_name="Qwen2ForCausalLM",
+    configure=configure,
+    gguf=GgufForm(name="qwen2"),
+    to_hf=dense_to_hf,
+)

@@ -1,0 +1,201 @@
+"""The parameters of a model: name, shape, axes and place in the checkpoint of each, all from its config.
+
+Whatever deals with parameters follows from this list: the check of a checkpoint's tensors, both backends' loaders, the
+names in GGUF files, random weights, and what the TPU tools count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from sglang_jax.architectures.axes import Axis
+from sglang_jax.architectures.model_config import AttentionConfig, FeedForwardConfig, LayerConfig, ModelConfig
+from sglang_jax.architectures.registry import family_named
+from sglang_jax.architectures.tensor_names import WHOLE_MODEL, Kind, Part, gguf_name, hf_name
+
+Axes = tuple[tuple[Axis, ...], ...]
+"""Of each axis of a tensor what it runs over, outermost first: (heads, head_dim) are the rows of a projection."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterName:
+    """A parameter by what it is. `layer` is None for those of the whole model."""
+
+    part: Part
+    kind: Kind = Kind.WEIGHT
+    layer: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """A parameter, and where a checkpoint has it.
+
+    - `shape`, `axes`: as stored, matrices as [out, in].
+    - `tensor`: the Hugging Face name of the tensor that holds it, in the rows from `first_row` on. `gguf`: that tensor
+      in a GGUF file.
+    - `offset`: added to the stored values.
+    - `interleaved`: each head's rows are stored as rotary pairs of neighbours; the model has them in halves.
+    """
+
+    name: ParameterName
+    shape: tuple[int, ...]
+    axes: Axes
+    tensor: str
+    gguf: str | None
+    first_row: int = 0
+    offset: float = 0.0
+    interleaved: bool = False
+
+    @property
+    def is_norm(self) -> bool:
+        """Its values scale what was normalised: 1 in a model that is not trained."""
+        return self.name.part in _NORMS
+
+
+class Manifest:
+    """Every parameter of a model, in the order of the model."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.specs: dict[ParameterName, ParameterSpec] = {spec.name: spec for spec in _specs(config)}
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Hugging Face name and shape of every tensor that a checkpoint must have."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for spec in self.specs.values():
+            rows = max(shapes.get(spec.tensor, (0,))[0], spec.first_row + spec.shape[0])
+            shapes[spec.tensor] = (rows, *spec.shape[1:])
+        return shapes
+
+    def of_layer(self, layer: int | None) -> list[ParameterSpec]:
+        """The parameters of one layer, or of none."""
+        return [spec for spec in self.specs.values() if spec.name.layer == layer]
+
+    def matrix_weights(self, layer: int | None) -> int:
+        """Numbers in the matrices of one layer, or in those of none."""
+        return sum(math.prod(spec.shape) for spec in self.of_layer(layer) if len(spec.shape) == 2)
+
+
+@lru_cache(maxsize=16)
+def manifest_of(config: ModelConfig) -> Manifest:
+    """The manifest of a model."""
+    return Manifest(config)
+
+
+_NORMS = frozenset(
+    {
+        Part.FINAL_NORM,
+        Part.ATTENTION_NORM,
+        Part.ATTENTION_POST_NORM,
+        Part.FEED_FORWARD_NORM,
+        Part.FEED_FORWARD_POST_NORM,
+        Part.QUERY_NORM,
+        Part.KEY_NORM,
+    }
+)
+
+_VOCABULARY, _HIDDEN, _INTERMEDIATE = (Axis.VOCABULARY,), (Axis.HIDDEN,), (Axis.INTERMEDIATE,)
+_HEADS, _KV_HEADS = (Axis.HEADS, Axis.HEAD_DIM), (Axis.KV_HEADS, Axis.HEAD_DIM)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shaped:
+    """A parameter before it has a name."""
+
+    part: Part
+    kind: Kind
+    shape: tuple[int, ...]
+    axes: Axes
+    offset: float = 0.0
+    interleaved: bool = False
+
+
+def _specs(config: ModelConfig) -> Iterator[ParameterSpec]:
+    table = ((config.vocab_size, config.hidden_size), (_VOCABULARY, _HIDDEN))
+    yield from _named(config, [_Shaped(Part.EMBEDDING, Kind.WEIGHT, *table)], None)
+    for number, layer in enumerate(config.layers):
+        yield from _named(config, list(_layer(layer, config.hidden_size)), number)
+    yield from _named(config, [_norm(Part.FINAL_NORM, config.hidden_size, config.final_norm.offset)], None)
+    head = next(_named(config, [_Shaped(Part.HEAD, Kind.WEIGHT, *table)], None))
+    if config.tie_word_embeddings:
+        names = family_named(config.architecture).names
+        head = replace(
+            head,
+            tensor=hf_name(names[Part.EMBEDDING], Kind.WEIGHT, None),
+            gguf=gguf_name(names[Part.EMBEDDING], Kind.WEIGHT, None),
+        )
+    yield head
+
+
+def _named(config: ModelConfig, parameters: list[_Shaped], layer: int | None) -> Iterator[ParameterSpec]:
+    """Parts that share a tensor follow each other along its rows."""
+    names = family_named(config.architecture).names
+    assert layer is None or not WHOLE_MODEL & {parameter.part for parameter in parameters}
+    rows: dict[str, int] = {}
+    for parameter in parameters:
+        name = names[parameter.part]
+        tensor = hf_name(name, parameter.kind, layer)
+        first = rows.get(tensor, 0)
+        rows[tensor] = first + parameter.shape[0]
+        yield ParameterSpec(
+            ParameterName(parameter.part, parameter.kind, layer),
+            parameter.shape,
+            parameter.axes,
+            tensor,
+            gguf_name(name, parameter.kind, layer),
+            first,
+            parameter.offset,
+            parameter.interleaved,
+        )
+
+
+def _layer(layer: LayerConfig, hidden: int) -> Iterator[_Shaped]:
+    norms = (
+        (Part.ATTENTION_NORM, layer.attention_norms.pre),
+        (Part.ATTENTION_POST_NORM, layer.attention_norms.post),
+        (Part.FEED_FORWARD_NORM, layer.feed_forward_norms.pre),
+        (Part.FEED_FORWARD_POST_NORM, layer.feed_forward_norms.post),
+    )
+    for part, norm in norms:
+        if norm is not None:
+            yield _norm(part, hidden, norm.offset)
+    yield from _attention(layer.attention, hidden)
+    yield from _feed_forward(layer.feed_forward, hidden)
+
+
+def _attention(attention: AttentionConfig, hidden: int) -> Iterator[_Shaped]:
+    queries, keys = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+    turned = attention.interleaved_rope
+    yield from _linear(Part.QUERY, (queries, hidden), (_HEADS, _HIDDEN), attention.bias, interleaved=turned)
+    yield from _linear(Part.KEY, (keys, hidden), (_KV_HEADS, _HIDDEN), attention.bias, interleaved=turned)
+    yield from _linear(Part.VALUE, (keys, hidden), (_KV_HEADS, _HIDDEN), attention.bias)
+    yield from _linear(Part.OUTPUT, (hidden, queries), (_HIDDEN, _HEADS), attention.out_bias)
+    qk_norm = attention.qk_norm
+    if qk_norm is not None:
+        sides = ((Part.QUERY_NORM, queries, _HEADS), (Part.KEY_NORM, keys, _KV_HEADS))
+        for part, whole, axes in sides:
+            size = whole if qk_norm.whole else attention.head_dim
+            axis = axes if qk_norm.whole else (Axis.HEAD_DIM,)
+            yield _Shaped(part, Kind.WEIGHT, (size,), (axis,), qk_norm.norm.offset, turned)
+    if attention.sinks:
+        yield _Shaped(Part.SINKS, Kind.WEIGHT, (attention.num_heads,), ((Axis.HEADS,),))
+
+
+def _feed_forward(feed_forward: FeedForwardConfig, hidden: int) -> Iterator[_Shaped]:
+    for part in (Part.GATE, Part.UP):
+        yield from _linear(part, (feed_forward.size, hidden), (_INTERMEDIATE, _HIDDEN), feed_forward.bias)
+    yield from _linear(Part.DOWN, (hidden, feed_forward.size), (_HIDDEN, _INTERMEDIATE), feed_forward.bias)
+
+
+def _linear(
+    part: Part, shape: tuple[int, int], axes: Axes, bias: bool, *, interleaved: bool = False
+) -> Iterator[_Shaped]:
+    yield _Shaped(part, Kind.WEIGHT, shape, axes, interleaved=interleaved)
+    if bias:
+        yield _Shaped(part, Kind.BIAS, shape[:1], axes[:1], interleaved=interleaved)
+
+
+def _norm(part: Part, size: int, offset: float) -> _Shaped:
+    return _Shaped(part, Kind.WEIGHT, (size,), (_HIDDEN,), offset)

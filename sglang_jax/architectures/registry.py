@@ -1,0 +1,96 @@
+"""The families of models that are known: every module of `families/`, by the `FAMILY` that it defines.
+
+A new family of known kinds of layers is a new file there, and nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from sglang_jax.architectures import families
+from sglang_jax.architectures.json_fields import JsonFields
+from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.architectures.tensor_names import LLAMA_NAMES, TensorNames
+from sglang_jax.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufForm:
+    """How GGUF files hold a family.
+
+    - `name`: `general.architecture`.
+    - `fields`: metadata keys beside the common ones, by the fields of config.json that they stand for.
+    - `interleaved`: q and k are stored for rotary pairs of neighbours.
+    - `norms_hold_offset`: norms are stored as they multiply, whatever Hugging Face's folders hold.
+    """
+
+    name: str
+    fields: Mapping[str, str] = field(default_factory=dict)
+    interleaved: bool = False
+    norms_hold_offset: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Checkpoints that are read alike.
+
+    - `name`: `model_type` of config.json, and `ModelConfig.architecture`. `class_name`: what `architectures` there has.
+    - `configure`: the model that a config.json describes, or a GGUF file's metadata under the same names. Raises
+      `CheckpointError` for what is missing, mistyped or unsupported.
+    - `to_hf`: fields of config.json that describe a model, or None if config.json cannot be written.
+    """
+
+    name: str
+    class_name: str
+    configure: Callable[[JsonFields], ModelConfig]
+    names: TensorNames = field(default_factory=lambda: LLAMA_NAMES)
+    gguf: GgufForm | None = None
+    to_hf: Callable[[ModelConfig], dict[str, Any]] | None = None
+
+
+@cache
+def known_families() -> tuple[Family, ...]:
+    """All families, by name."""
+    found = []
+    for module in pkgutil.iter_modules(families.__path__):
+        family = importlib.import_module(f"{families.__name__}.{module.name}").FAMILY
+        assert isinstance(family, Family), f"{module.name}.FAMILY is {family!r}"
+        found.append(family)
+    return tuple(sorted(found, key=lambda family: family.name))
+
+
+@cache
+def family_named(name: str) -> Family:
+    """The family of `ModelConfig.architecture`. Raises `CheckpointError` for an unknown one."""
+    for family in known_families():
+        if family.name == name:
+            return family
+    raise CheckpointError(f"architecture {name} is not supported; supported: {supported_classes()}")
+
+
+def family_of_hf(fields: JsonFields) -> Family:
+    """The family of a config.json: by `architectures`, or, where that is silent, by `model_type`.
+
+    **Raises:** `CheckpointError` naming what is supported.
+    """
+    match fields.value("architectures"):
+        case [str(seen)]:
+            found = [family for family in known_families() if family.class_name == seen]
+        case None:
+            seen = fields.string("model_type") or "(neither architectures nor model_type given)"
+            found = [family for family in known_families() if family.name == seen]
+        case other:
+            found, seen = [], repr(other)
+    if not found:
+        raise CheckpointError(f"{fields.file}: architecture {seen} is not supported; supported: {supported_classes()}")
+    return found[0]
+
+
+def supported_classes() -> str:
+    """The class names of all families, for errors."""
+    return ", ".join(family.class_name for family in known_families())

@@ -1,0 +1,46 @@
+"""The parameters of a model as the model uses them, read from whatever tensors a checkpoint keeps them in."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sglang_jax.architectures.manifest import ParameterName, ParameterSpec, manifest_of
+from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.checkpoint.reader import Array, Index, TensorReader, whole_index
+
+
+class ParameterReader:
+    """Reads parameters by their place in the manifest: their part of a fused tensor, rows in the model's order, norms
+    as they multiply."""
+
+    def __init__(self, reader: TensorReader, config: ModelConfig) -> None:
+        self.config = config
+        self._reader = reader
+        self._specs = manifest_of(config).specs
+
+    def spec(self, name: ParameterName) -> ParameterSpec:
+        """What the manifest says of a parameter. Raises `KeyError` for one that the model does not have."""
+        return self._specs[name]
+
+    def read(self, name: ParameterName, index: Index | None = None) -> Array:
+        """The parameter, or the part at `index`, as stored: matrices [out, in]. Of rows that make up heads, whole heads
+        are read."""
+        spec = self._specs[name]
+        rows, *rest = whole_index(spec.shape, index)
+        first, last, _ = rows.indices(spec.shape[0])
+        found = self._reader.read(spec.tensor, (slice(spec.first_row + first, spec.first_row + last), *rest))
+        if spec.interleaved:
+            found = self._halves(found, name)
+        if spec.offset:
+            found = found.astype(np.float32) + np.float32(spec.offset)
+        return found
+
+    def head_dim(self, name: ParameterName) -> int:
+        """Numbers of a head of the parameter's layer."""
+        assert name.layer is not None
+        return self.config.layers[name.layer].attention.head_dim
+
+    def _halves(self, rows: Array, name: ParameterName) -> Array:
+        """Each head's row `2 * i + half` as row `half * head_dim / 2 + i`."""
+        pairs = rows.reshape(-1, self.head_dim(name) // 2, 2, *rows.shape[1:])
+        return pairs.swapaxes(1, 2).reshape(rows.shape)

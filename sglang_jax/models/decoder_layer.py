@@ -1,0 +1,74 @@
+"""One decoder layer of any kind that `LayerConfig` describes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from sglang_jax.architectures.axes import Axis
+from sglang_jax.architectures.model_config import LayerConfig, NormConfig
+from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
+from sglang_jax.layers.attention import Attention, RotaryTables
+from sglang_jax.layers.batch import ForwardBatch
+from sglang_jax.layers.feed_forward import FeedForward
+from sglang_jax.layers.norm import Norm
+from sglang_jax.layers.weight_format import WeightFormat
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and feed-forward, each added to the residual stream, with norms where the config has them."""
+
+    def __init__(
+        self,
+        config: LayerConfig,
+        hidden_size: int,
+        *,
+        dtype: jnp.dtype,
+        kv_dtype: jnp.dtype,
+        attention: AttentionImplementation,
+    ) -> None:
+        def norm(of: NormConfig | None, part: Part) -> Norm | None:
+            return None if of is None else Norm([(Axis.HIDDEN, hidden_size)], of, dtype, part)
+
+        self.config = config
+        self.attention_norm = norm(config.attention_norms.pre, Part.ATTENTION_NORM)
+        self.attention = Attention(
+            config.attention, hidden_size, dtype=dtype, kv_dtype=kv_dtype, implementation=attention
+        )
+        self.attention_post_norm = norm(config.attention_norms.post, Part.ATTENTION_POST_NORM)
+        self.feed_forward_norm = norm(config.feed_forward_norms.pre, Part.FEED_FORWARD_NORM)
+        self.feed_forward = FeedForward(config.feed_forward, hidden_size, dtype=dtype)
+        self.feed_forward_post_norm = norm(config.feed_forward_norms.post, Part.FEED_FORWARD_POST_NORM)
+
+    def __call__(
+        self, x: jax.Array, residual: jax.Array, batch: ForwardBatch, rotary: RotaryTables | None, kv_pages: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x `[T, hidden]` is what the layer below has yet to add to the residual stream `[T, hidden]`."""
+        x, residual = _add(self.attention_norm, x, residual)
+        attended, kv_pages = self.attention(x, batch, rotary, kv_pages)
+        if self.config.parallel:
+            return self._scaled(attended + self.feed_forward(x)), residual, kv_pages
+        x, residual = _add(self.feed_forward_norm, self._given(self.attention_post_norm, attended), residual)
+        return self._given(self.feed_forward_post_norm, self.feed_forward(x)), residual, kv_pages
+
+    def arrange(self, wanted: WeightFormat) -> None:
+        """Every matrix, once loaded, in another format."""
+        self.attention.arrange(wanted)
+        self.feed_forward.arrange(wanted)
+
+    def _given(self, norm: Norm | None, output: jax.Array) -> jax.Array:
+        """What a block gives to the residual stream."""
+        return self._scaled(output if norm is None else norm(output))
+
+    def _scaled(self, x: jax.Array) -> jax.Array:
+        return x if self.config.residual_multiplier == 1.0 else x * self.config.residual_multiplier
+
+
+def _add(norm: Norm | None, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Adds x to the residual stream: what the next block reads, and the sum."""
+    if norm is not None:
+        return norm.add(x, residual)
+    total = x + residual
+    return total, total

@@ -1,0 +1,130 @@
+"""Configs of families, with transformers' own classes as the oracle."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from helpers.family_cases import FAMILIES
+from helpers.tiny_models import make_tiny_checkpoint, make_tiny_model
+
+from sglang_jax.architectures import CacheGroup, CacheKind, ModelConfig, cache_groups
+from sglang_jax.architectures.registry import known_families
+from sglang_jax.checkpoint import expected_tensors, open_checkpoint
+from sglang_jax.checkpoint.hf_config import load_hf_config
+from sglang_jax.config import LoadFormat
+from sglang_jax.errors import CheckpointError
+
+_SHAPE = {
+    "vocab_size": 200000,
+    "hidden_size": 4096,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 32,
+}
+_WHOLE, _LOCAL = "full_attention", "sliding_attention"
+
+
+def configured(folder: Path, family: str, **values: Any) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(_SHAPE | {"model_type": family} | values))
+    return load_hf_config(folder)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tensors_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    case = FAMILIES[name]
+    folder = make_tiny_checkpoint(tmp_path, case.architecture, **case.changes)
+    model = make_tiny_model(case.architecture, **case.changes)
+    shapes = {name: tuple(values.shape) for name, values in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del shapes["lm_head.weight"]
+    config = open_checkpoint(str(folder), LoadFormat.DUMMY).config
+    assert expected_tensors(config) == shapes
+
+
+@pytest.mark.parametrize("family", [family.name for family in known_families()])
+def test_silent_fields_take_transformers_defaults(family: str, tmp_path: Path) -> None:
+    config = configured(tmp_path, family)
+    theirs = transformers.AutoConfig.for_model(family, **_SHAPE)
+    attention = config.layers[0].attention
+    assert attention.num_kv_heads == theirs.num_key_value_heads
+    assert attention.head_dim == (getattr(theirs, "head_dim", None) or 128)
+    assert config.max_position == theirs.max_position_embeddings
+    assert config.final_norm.eps == (theirs.layer_norm_eps if family == "cohere2" else theirs.rms_norm_eps)
+    assert config.tie_word_embeddings is theirs.tie_word_embeddings
+    assert config.bos_token_id == theirs.bos_token_id
+    assert config.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
+    activation = theirs.hidden_activation if family.startswith("gemma") else theirs.hidden_act
+    assert config.layers[0].feed_forward.activation == activation
+    sliding = [kind == _LOCAL for kind in getattr(theirs, "layer_types", None) or [_WHOLE] * 8]
+    window = getattr(theirs, "sliding_window", None)
+    if family in ("mistral", "phi3"):
+        sliding = [window is not None] * 8
+    outgrown = window is not None and window < theirs.max_position_embeddings
+    expected = [window if slides and outgrown else None for slides in sliding]
+    assert [layer.attention.window for layer in config.layers] == expected
+    if family != "gemma3_text":
+        thetas = {layer.attention.rope.theta for layer in config.layers if layer.attention.rope is not None}
+        assert thetas == {theirs.rope_parameters["rope_theta"]}
+    assert attention.soft_cap == getattr(theirs, "attn_logit_softcapping", None)
+    assert config.logit_cap == getattr(theirs, "final_logit_softcapping", None)
+    if family.startswith("gemma"):
+        assert attention.scale == theirs.query_pre_attn_scalar**-0.5
+
+
+def test_gemma3_in_both_spellings(tmp_path: Path) -> None:
+    old = {
+        "rope_theta": 2e6,
+        "rope_local_base_freq": 5e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "sliding_window_pattern": 3,
+    }
+    theirs = transformers.AutoConfig.for_model("gemma3_text", **_SHAPE | old)
+    new = {"rope_parameters": theirs.rope_parameters, "layer_types": theirs.layer_types}
+    config = configured(tmp_path, "gemma3_text", **old)
+    assert config == configured(tmp_path, "gemma3_text", **new)
+    local, _, whole = (layer.attention for layer in config.layers[:3])
+    assert (local.rope.theta, whole.rope.theta, whole.rope.factor) == (5e4, 2e6, 8.0)
+    assert cache_groups(config) == (
+        CacheGroup(CacheKind.FULL, (2, 5)),
+        CacheGroup(CacheKind.WINDOW, (0, 1, 3, 4, 6, 7), 4096),
+    )
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_layers_of_exaone4_rotate_unless_they_see_all_beside_others_that_do_not(
+    window: int | None, tmp_path: Path
+) -> None:
+    types = [_LOCAL if window and (number + 1) % 4 else _WHOLE for number in range(8)]
+    config = configured(tmp_path, "exaone4", sliding_window=window, sliding_window_pattern="LLLG")
+    assert config == configured(tmp_path, "exaone4", sliding_window=window, layer_types=types)
+    rotates = [layer.attention.rope is not None for layer in config.layers]
+    assert rotates == [kind == _LOCAL or window is None for kind in types]
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        ("gemma2", {"hidden_activation": "relu"}, "hidden_activation 'relu' is not supported; supported: silu, gelu"),
+        ("exaone4", {"sliding_window_pattern": "LGLG"}, "sliding_window_pattern is 'LGLG', it must be"),
+        ("smollm3", {"no_rope_layers": [1, 1]}, "no_rope_layers has 2 entries, one for each of 8 layers"),
+        ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope scaling 'longrope' is not supported"),
+        ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.75}}, "partial_rotary_factor 0.75 is not supported"),
+        ("olmo2", {"residual_multiplier": 0.5}, "residual_multiplier is 0.5, which olmo2 does not have here"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(family: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        configured(tmp_path, family, **change)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "granite"])
+def test_configs_that_have_no_common_form_are_not_written(name: str, tmp_path: Path) -> None:
+    from sglang_jax.checkpoint import write_hf_config
+
+    with pytest.raises(CheckpointError, match="cannot be written: copy the checkpoint's own"):
+        write_hf_config(configured(tmp_path, name), tmp_path)

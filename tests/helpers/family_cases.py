@@ -1,0 +1,117 @@
+"""Tiny models of the families whose layers differ from Llama's, for both backends: what each must get right shows in
+the logits, as every window is shorter than the sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from helpers.parity_cases import STEPS, TOLERANCE, prompts, transformers_logits
+from helpers.tiny_models import make_tiny_checkpoint
+
+
+@dataclass(frozen=True)
+class FamilyCase:
+    """A model of `architecture` with some fields changed, in pages of `page_size` tokens."""
+
+    architecture: str
+    page_size: int
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+
+FAMILIES: dict[str, FamilyCase] = {
+    "gemma2": FamilyCase(
+        "gemma2",
+        16,
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma3": FamilyCase(
+        "gemma3_text",
+        4,
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 24,
+            "layer_types": [_LOCAL, _LOCAL, _GLOBAL],
+            "rope_parameters": {
+                _GLOBAL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                _LOCAL: {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "mistral": FamilyCase("mistral", 1, {"sliding_window": 8}),
+    "qwen2": FamilyCase("qwen2", 64, {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1}),
+    "phi3": FamilyCase("phi3", 16, {"sliding_window": 9}),
+    "olmo2": FamilyCase("olmo2", 4, {}),
+    "smollm3": FamilyCase("smollm3", 1, {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]}),
+    "granite": FamilyCase(
+        "granite",
+        4,
+        {
+            "embedding_multiplier": 3.5,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.4,
+            "logits_scaling": 1.7,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "cohere2": FamilyCase(
+        "cohere2",
+        64,
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": 8,
+            "layer_types": [_LOCAL, _GLOBAL, _LOCAL],
+            "logit_scale": 0.3,
+            "attention_bias": True,
+        },
+    ),
+    "exaone4": FamilyCase(
+        "exaone4",
+        16,
+        {"num_hidden_layers": 3, "sliding_window": 8, "layer_types": [_LOCAL, _GLOBAL, _LOCAL]},
+    ),
+}
+
+
+class Paged(Protocol):
+    """Either backend's paged model."""
+
+    def run(
+        self, sequences: Sequence[Any], steps: Sequence[dict[int, int]], cached: Sequence[int] | None = None
+    ) -> list[np.ndarray]: ...
+
+
+def check_family(case: FamilyCase, folder: Path, load: Callable[[Path, int, int], Paged]) -> None:
+    """Logits of whole prompts, chunks and decode rows are transformers'; and those of a request whose first tokens lie
+    in pages already are the same, wherever these end.
+
+    `load` takes a checkpoint, the size of pages, and pages of a row.
+    """
+    model = load(
+        make_tiny_checkpoint(folder, case.architecture, **case.changes), case.page_size, -(-64 // case.page_size)
+    )
+    sequences = prompts()
+    found = model.run(sequences, STEPS)
+    for tokens, logits in zip(sequences, found, strict=True):
+        assert len(logits) == len(tokens)
+        expected = transformers_logits(case.architecture, tokens, **case.changes)
+        assert np.abs(logits - expected).max() < TOLERANCE
+    cached = (16, 33, 5, 29)
+    steps = ({0: 8, 1: 6, 2: 4, 3: 1}, {1: 1}, {1: 3})
+    for again, logits, start in zip(model.run(sequences, steps, cached), found, cached, strict=True):
+        assert np.abs(again - logits[start:]).max() < 2e-5

@@ -1,0 +1,18 @@
+"""Logits of every family against transformers, on torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers.family_cases import FAMILIES, check_family
+from helpers.torch_paged_model import TorchPagedModel
+
+
+@pytest.mark.parametrize("host", [False, True], ids=["native", "numba"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_equal_transformers(name: str, host: bool, tmp_path: Path) -> None:
+    def load(folder: Path, page_size: int, columns: int) -> TorchPagedModel:
+        return TorchPagedModel(folder, host=host, page_size=page_size, columns=columns)
+
+    check_family(FAMILIES[name], tmp_path, load)

@@ -1,0 +1,74 @@
+"""One decoder layer of any kind that `LayerConfig` describes."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from sglang_jax.architectures.model_config import LayerConfig, NormConfig
+from sglang_jax.architectures.tensor_names import Part
+from torch_backend.kv_pages import KVPages
+from torch_backend.layers.attention import Attention, LayerStep
+from torch_backend.layers.feed_forward import FeedForward
+from torch_backend.layers.norm import Norm, add_without_norm
+from torch_backend.layers.shard import ModelShard
+from torch_backend.operations import Operations
+from torch_backend.parallel import TensorParallel
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward, each added to the residual stream, with norms where the config has them."""
+
+    def __init__(
+        self,
+        config: LayerConfig,
+        hidden_size: int,
+        shard: ModelShard,
+        *,
+        dtype: torch.dtype,
+        operations: Operations,
+        parallel: TensorParallel,
+    ) -> None:
+        super().__init__()
+
+        def norm(of: NormConfig | None, part: Part) -> Norm | None:
+            return None if of is None else Norm(hidden_size, of, part, dtype=dtype, operations=operations)
+
+        self.config = config
+        self.attention_norm = norm(config.attention_norms.pre, Part.ATTENTION_NORM)
+        self.attention = Attention(config.attention, hidden_size, shard, dtype=dtype, operations=operations)
+        self.attention_post_norm = norm(config.attention_norms.post, Part.ATTENTION_POST_NORM)
+        self.feed_forward_norm = norm(config.feed_forward_norms.pre, Part.FEED_FORWARD_NORM)
+        self.feed_forward = FeedForward(config.feed_forward, hidden_size, shard, dtype=dtype, operations=operations)
+        self.feed_forward_post_norm = norm(config.feed_forward_norms.post, Part.FEED_FORWARD_POST_NORM)
+        self._parallel = parallel
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, step: LayerStep, kv: KVPages
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x `[T, hidden]` is what the layer below has yet to add to the residual stream, which begins with it."""
+        x, residual = _add(self.attention_norm, x, residual)
+        attended = self.attention(x, step, kv)
+        if self.config.parallel:
+            return self._given(None, attended + self.feed_forward(x)), residual
+        x, residual = _add(self.feed_forward_norm, self._given(self.attention_post_norm, attended), residual)
+        return self._given(self.feed_forward_post_norm, self.feed_forward(x)), residual
+
+    def pack(self) -> None:
+        """See `Transformer.pack`."""
+        self.attention.qkv.pack()
+        self.attention.output.pack()
+        self.feed_forward.pack()
+
+    def _given(self, norm: Norm | None, output: torch.Tensor) -> torch.Tensor:
+        """What a block gives to the residual stream, of a rank's part of its output."""
+        x = self._parallel.all_reduce(output)
+        if norm is not None:
+            x = norm(x)
+        multiplier = self.config.residual_multiplier
+        return x if multiplier == 1.0 else x * multiplier
+
+
+def _add(norm: Norm | None, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Adds x to the residual stream: what the next block reads, and the sum."""
+    return add_without_norm(x, residual) if norm is None else norm.add(x, residual)
