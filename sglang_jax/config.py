@@ -176,6 +176,13 @@ class EngineConfig(BaseModel):
         0.85, gt=0.0, lt=1.0, description="share of device memory for weights and KV pages together"
     )
     max_total_tokens: PositiveInt | None = Field(None, description="KV tokens in the pool; default: what memory allows")
+    swa_full_tokens_ratio: float | None = Field(
+        None,
+        gt=0.0,
+        le=1.0,
+        description="KV tokens of layers with a sliding window, as a share of those of the others; default: by the "
+        "window and the context, at least a quarter",
+    )
     max_running_requests: PositiveInt | None = Field(
         None, description="most requests running at once; default: by device"
     )

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPages:
+    """Where the tokens of a step lie in the pages of one cache group: see `ForwardBatch`."""
+
+    write_slots: torch.Tensor
+    page_table: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +27,11 @@ class ForwardBatch:
     - `tokens`: int32 `[T]`.
     - `positions`: int32 `[T]`, 0 for padding.
     - `write_slots`: int64 `[T]`, `page * page_size + offset`; padding writes into page 0.
-    - `page_table`: int32 `[R, P]`, 0 where unused.
+    - `page_table`: int32 `[R, P]`, 0 where unused. Of layers with a window, entries before it may name any page.
     - `kv_lens`: int32 `[R]`, length after this step's writes; 0 for padding.
     - `query_starts`: int32 `[R + 1]`.
     - `num_decode`: known to the host, fixed in a captured step.
+    - `further`: pages of the cache groups after the first, whose are `write_slots` and `page_table`.
     """
 
     tokens: torch.Tensor
@@ -32,6 +41,14 @@ class ForwardBatch:
     kv_lens: torch.Tensor
     query_starts: torch.Tensor
     num_decode: int
+    further: tuple[GroupPages, ...] = ()
+
+    def of_group(self, group: int) -> ForwardBatch:
+        """The batch as layers of one cache group see it."""
+        if group == 0:
+            return self
+        pages = self.further[group - 1]
+        return replace(self, write_slots=pages.write_slots, page_table=pages.page_table, further=())
 
     @property
     def decode_only(self) -> bool:

@@ -94,7 +94,8 @@ class _Captured:
 class DecodeGraphs:
     """The captured decode steps of a runner.
 
-    **Arguments:** `buckets`: numbers of rows, ascending; `forward`: what a captured step does, from the inputs on.
+    **Arguments:** `buckets`: numbers of rows, ascending; `forward`: what a captured step does, from the inputs on;
+    `num_groups`: of the cache, in each of which a row may take a page.
     """
 
     def __init__(
@@ -105,8 +106,9 @@ class DecodeGraphs:
         stream: Stream,
         dump_row: int,
         device: torch.device,
+        num_groups: int = 1,
     ) -> None:
-        self.layouts = {rows: StepLayout.decode(rows, deltas=rows) for rows in buckets}
+        self.layouts = {rows: StepLayout.decode(rows, deltas=num_groups * rows) for rows in buckets}
         self._capture = capture
         self._forward = forward
         self._stream = stream
@@ -142,7 +144,7 @@ class DecodeGraphs:
     def run(self, bucket: int, plan: StepPlan, deltas: PageDeltas) -> tuple[StepInputs, torch.Tensor]:
         """Replays a bucket on a plan: its inputs, and hidden states `[bucket, hidden]` that the next replay overwrites.
 
-        `deltas` are at most as many as the bucket has rows.
+        `deltas` are at most as many as the bucket's layout has.
         """
         captured, layout = self._get(bucket), self.layouts[bucket]
         host = self._stream.host_buffer(layout.size)

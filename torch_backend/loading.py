@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sglang_jax.architectures.model_config import cache_groups, group_of_layers
 from sglang_jax.checkpoint import Checkpoint, ModelConfig
 from sglang_jax.config import EngineConfig, KVCacheDtype
 from sglang_jax.errors import CheckpointError
 from sglang_jax.runner.kv_scales import scales_of_checkpoint
-from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec
-from sglang_jax.runner.sizing import Memory, Sizes, choose_sizes
+from sglang_jax.runner.plan import RunnerSpec
+from sglang_jax.runner.sizing import GroupMemory, Memory, Sizes, choose_sizes, describe_pools, pool_specs
 from torch_backend.batch import ForwardBatch
 from torch_backend.devices import available_memory, select_device, select_dtype
 from torch_backend.graphs import CudaCapture, row_buckets
@@ -98,12 +99,12 @@ def _load_on(
         parallel=parallel,
     )
     bytes_of_weights = weight_bytes(model)
-    sizes, page_bytes = _sizes(config, checkpoint.config, model, device, kv_dtype, bytes_of_weights, parallel)
+    memory, sizes = _sizes(config, checkpoint.config, model, device, kv_dtype, bytes_of_weights, parallel)
     kv_scales = scales_of_checkpoint(checkpoint, config.kv_cache_dtype)
     load_weights(model, checkpoint.reader, checkpoint.config)
     kv = _allocate(checkpoint.config, model, sizes.num_pages, config.page_size, kv_dtype, device, kv_scales)
     spec = RunnerSpec(
-        pools=(PoolSpec(PoolKind.FULL, sizes.num_pages, config.page_size),),
+        pools=pool_specs(memory, sizes, config.page_size),
         max_rows=sizes.max_rows,
         token_budget=sizes.token_budget,
         max_context=sizes.max_context,
@@ -119,7 +120,7 @@ def _load_on(
         capture=_capture(stream, config, device, kernels),
         graph_buckets=row_buckets(most),
         weight_bytes=bytes_of_weights,
-        kv_bytes=page_bytes * sizes.num_pages,
+        kv_bytes=sum(group.page * pages for group, pages in zip(memory.groups, sizes.num_pages, strict=True)),
         details={
             "dtype": _name(dtype),
             "kv_cache_dtype": _name(kv_dtype),
@@ -146,42 +147,47 @@ def _sizes(
     kv_dtype: torch.dtype,
     weight_bytes: int,
     parallel: TensorParallel,
-) -> tuple[Sizes, int]:
-    """Sizes that every rank agrees on, and the bytes of a page on this one."""
+) -> tuple[Memory, Sizes]:
+    """Sizes that every rank agrees on, and what follows from them on this one."""
     kv_heads = len(model.shard.kv_heads)
-    page = config.page_size * kv_bytes_per_token(model_config.num_layers, kv_heads, model_config.head_dim, kv_dtype)
+    groups = tuple(
+        GroupMemory(
+            config.page_size * kv_bytes_per_token(len(group.layers), kv_heads, model_config.head_dim, kv_dtype),
+            group.window or 0,
+        )
+        for group in cache_groups(model_config)
+    )
     # Processes on one CPU share its memory, and all of them must agree on the sizes.
     available = parallel.least(available_memory(device)) // (parallel.size if device.type == "cpu" else 1)
-    memory = Memory(platform=device.type, available=available, weights=-parallel.least(-weight_bytes), page=page)
+    memory = Memory(platform=device.type, available=available, weights=-parallel.least(-weight_bytes), groups=groups)
     sizes = choose_sizes(config, model_config.max_position, memory)
     logger.info(
-        "%s on %s: %.0f MiB of weights, %d KV tokens in %.0f MiB, %d rows, %d tokens a step",
+        "%s on %s: %.0f MiB of weights, %s, %d rows, %d tokens a step",
         _name(model.embedding.weight.dtype),
         device,
         weight_bytes / 2**20,
-        (sizes.num_pages - 1) * config.page_size,
-        sizes.num_pages * page / 2**20,
+        describe_pools(memory, sizes, config.page_size),
         sizes.max_rows,
         sizes.token_budget,
     )
-    return sizes, page
+    return memory, sizes
 
 
 def _allocate(
     config: ModelConfig,
     model: Transformer,
-    num_pages: int,
+    num_pages: tuple[int, ...],
     page_size: int,
     dtype: torch.dtype,
     device: torch.device,
     scales: NDArray[np.float32] | None,
 ) -> list[KVPages]:
-    """Pages of every layer; `scales` are of all kv heads, `[layers, kv_heads, 2]`."""
+    """Pages of every layer: of each group `num_pages`; `scales` are of all kv heads, `[layers, kv_heads, 2]`."""
     heads = model.shard.kv_heads
     mine = None if scales is None else torch.from_numpy(scales[:, heads.start : heads.stop]).to(device)
     return [
         KVPages.allocate(
-            num_pages,
+            num_pages[group],
             len(heads),
             page_size,
             config.head_dim,
@@ -189,7 +195,7 @@ def _allocate(
             device,
             scales=None if mine is None else mine[layer],
         )
-        for layer in range(config.num_layers)
+        for layer, group in enumerate(group_of_layers(config))
     ]
 
 

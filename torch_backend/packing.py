@@ -45,12 +45,12 @@ class StepLayout:
     num_decode: int
 
     @classmethod
-    def exact(cls, plan: StepPlan) -> StepLayout:
-        """Without any padding."""
+    def exact(cls, plan: StepPlan, deltas: PageDeltas) -> StepLayout:
+        """Without any padding; `deltas`: those of the plan, of all groups."""
         return cls(
             rows=len(plan.rows),
             sampled=int(np.count_nonzero(plan.samples)),
-            deltas=len(plan.page_deltas[0].rows),
+            deltas=len(deltas.rows),
             prefill_tokens=len(plan.prefill_tokens),
             num_decode=plan.num_decode,
         )

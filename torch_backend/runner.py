@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from sglang_jax.runner.page_tables import side_by_side
 from sglang_jax.runner.plan import (
     INVALID_TOKEN,
     LOGPROB_BUCKETS,
@@ -124,12 +125,14 @@ class TorchRunner:
         self._page_size = spec.pools[0].page_size
         rows = spec.max_rows + 1
         self._dump_row = spec.max_rows
-        self._rows = RowTensors.zeros(rows, spec.max_pages_per_row, device)
+        self._rows = RowTensors.zeros(rows, spec.table_columns, device)
         self._sampling = SamplingState.empty(rows, spec.vocab_size, device)
         self._needs = RowNeeds(rows)
         self._graphs: DecodeGraphs | None = None
         if capture is not None and graph_buckets:
-            self._graphs = DecodeGraphs(graph_buckets, capture, self._forward, self._stream, self._dump_row, device)
+            self._graphs = DecodeGraphs(
+                graph_buckets, capture, self._forward, self._stream, self._dump_row, device, len(spec.pools)
+            )
         self._warm_graphs = 0
         self._weight_bytes = weight_bytes
         self._kv_bytes = kv_bytes
@@ -205,21 +208,21 @@ class TorchRunner:
 
     def _hidden(self, plan: StepPlan) -> tuple[StepInputs, torch.Tensor]:
         """The step's inputs on the device, and hidden states of its tokens."""
-        deltas = plan.page_deltas[0]
+        deltas = side_by_side(plan.page_deltas, self._spec.max_pages_per_row)
         bucket = None if self._graphs is None else self._graphs.bucket(plan)
         if self._graphs is not None and bucket is not None:
-            if len(deltas.rows) > bucket:
+            if len(deltas.rows) > self._graphs.layouts[bucket].deltas:
                 self._apply_deltas(deltas)
                 deltas = PageDeltas(deltas.rows[:0], deltas.columns[:0], deltas.pages[:0])
             return self._graphs.run(bucket, plan, deltas)
-        layout = StepLayout.exact(plan)
+        layout = StepLayout.exact(plan, deltas)
         host = self._stream.host_buffer(layout.size)
         layout.pack(plan, deltas, self._dump_row, host.numpy())
         inputs = layout.unpack(self._stream.to_device(host))
         return inputs, self._forward(inputs)
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
-        return self._model.forward(build_batch(inputs, self._rows, self._page_size))
+        return self._model.forward(build_batch(inputs, self._rows, self._page_size, len(self._spec.pools)))
 
     def _sample(
         self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor, needs: Needs

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from torch_backend.batch import ForwardBatch
+from torch_backend.batch import ForwardBatch, GroupPages
 from torch_backend.packing import StepInputs
 
 
@@ -27,7 +27,8 @@ class Model(Protocol):
 class RowTensors:
     """What steps keep for each row. One row more than the runner offers, the dump row, takes what padding writes.
 
-    - `page_table`: int32 `[rows + 1, pages]`; the dump row holds page 0 alone.
+    - `page_table`: int32 `[rows + 1, groups * pages]`, those of all cache groups side by side; the dump row holds page
+      0 alone.
     - `last_tokens`: int32 `[rows + 1]`, what each row drew last.
     """
 
@@ -43,29 +44,36 @@ class RowTensors:
         )
 
 
-def build_batch(inputs: StepInputs, state: RowTensors, page_size: int) -> ForwardBatch:
-    """Applies the page-table deltas, and says where each token stands and which slot its KV goes to."""
+def build_batch(inputs: StepInputs, state: RowTensors, page_size: int, num_groups: int = 1) -> ForwardBatch:
+    """Applies the page-table deltas, and says where each token stands and which slots its KV goes to."""
     state.page_table.index_put_((inputs.delta_rows.long(), inputs.delta_columns.long()), inputs.delta_pages)
     rows = inputs.rows.long()
-    own_pages = state.page_table[rows]
+    tables = [table[rows] for table in state.page_table.chunk(num_groups, 1)]
     # A row whose logits were not finite holds no token; its request ends once the host has seen it.
     tokens = state.last_tokens[rows[: inputs.num_decode]].clamp(min=0)
     if inputs.num_decode == len(rows):
         positions = (inputs.kv_lens - 1).clamp(min=0)
-        pages = own_pages.gather(1, (positions // page_size).long()[:, None])[:, 0]
+        columns = (positions // page_size).long()[:, None]
+        pages = [table.gather(1, columns)[:, 0] for table in tables]
     else:
         tokens = torch.cat([tokens, inputs.prefill_tokens])
         ends = inputs.query_starts[1:]
         places = torch.arange(len(tokens), dtype=torch.int32, device=tokens.device)
         sequences = torch.repeat_interleave(ends - inputs.query_starts[:-1], output_size=len(tokens))
         positions = (inputs.kv_lens - ends)[sequences] + places
-        pages = own_pages[sequences, (positions // page_size).long()]
+        columns = (positions // page_size).long()
+        pages = [table[sequences, columns] for table in tables]
+    first, *further = [
+        GroupPages(own.long() * page_size + positions % page_size, table)
+        for own, table in zip(pages, tables, strict=True)
+    ]
     return ForwardBatch(
         tokens=tokens,
         positions=positions,
-        write_slots=pages.long() * page_size + positions % page_size,
-        page_table=own_pages,
+        write_slots=first.write_slots,
+        page_table=first.page_table,
         kv_lens=inputs.kv_lens,
         query_starts=inputs.query_starts,
         num_decode=inputs.num_decode,
+        further=tuple(further),
     )

@@ -37,7 +37,7 @@ from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import KV_AXES, make_mesh, named_sharding
 from sglang_jax.models import Transformer, build_model, kv_cache_spec
 from sglang_jax.models.kv_cache import KVCacheSpec
-from sglang_jax.runner.sizing import choose_sizes
+from sglang_jax.runner.sizing import choose_sizes, describe_pools
 from tpu.figures import Deployment, Message, ProgramFailure, ProgramFigures, Request, Selection
 from tpu.hlo import find_collectives, find_kernels, take_text
 from tpu.topologies import Topology
@@ -87,7 +87,7 @@ def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Bui
     hbm = topology.chip.hbm * topology.devices // devices
     memory = memory_of_one_device(parallel, model, kv_dtype, options.page_size, _PLATFORM, hbm)
     sizes = choose_sizes(options, parallel.config.max_position, memory)
-    spec = runner_spec(sizes, options.page_size, parallel)
+    spec = runner_spec(memory, sizes, options.page_size, parallel)
     functions, weights = split_model(model)
     placed = [
         jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=named_sharding(mesh, parameter.axes))
@@ -97,8 +97,8 @@ def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Bui
     kv = _abstract_kv(
         kv_cache_spec(parallel.config, kv_dtype, sizes.num_pages, options.page_size, platform=_PLATFORM), mesh
     )
-    buckets = Buckets.ladder(spec.max_rows, spec.token_budget, options.page_size)
-    programs = Programs(functions, placed, DeviceState(kv, *rows), buckets, options.page_size, mesh)
+    buckets = Buckets.ladder(spec.max_rows, spec.token_budget, options.page_size, len(spec.pools))
+    programs = Programs(functions, placed, DeviceState(kv, *rows), buckets, options.page_size, mesh, len(spec.pools))
     builders = programs.builders()
     if options.kv_cache_dtype is KVCacheDtype.INT8:
         builders[CALIBRATION] = partial(_build_calibration, model, parallel, mesh, dtype, options.page_size)
@@ -109,9 +109,11 @@ def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Bui
         devices=devices,
         hbm=memory.available,
         weights=memory.weights,
-        page=memory.page,
+        page=sum(group.page for group in memory.groups),
         page_size=options.page_size,
-        num_pages=sizes.num_pages,
+        num_pages=sizes.num_pages[0],
+        kv=sum(group.page * pages for group, pages in zip(memory.groups, sizes.num_pages, strict=True)),
+        pools=describe_pools(memory, sizes, options.page_size),
         max_rows=sizes.max_rows,
         token_budget=sizes.token_budget,
         max_context=sizes.max_context,
@@ -151,7 +153,7 @@ def _whole(arrays: T, mesh: Mesh) -> T:
 
 def _abstract_kv(spec: KVCacheSpec, mesh: Mesh) -> KVCaches:
     sharding = named_sharding(mesh, KV_AXES)
-    return tuple(jax.ShapeDtypeStruct(spec.shape, spec.storage, sharding=sharding) for _ in range(spec.num_layers))
+    return tuple(jax.ShapeDtypeStruct(shape, spec.storage, sharding=sharding) for shape in spec.shapes)
 
 
 def _selected(names: list[str], buckets: Buckets, selection: Selection) -> list[str]:

@@ -17,7 +17,8 @@ class Deployment:
 
     - `devices`: those that libtpu sees in the slice.
     - `hbm`: what programs may use; `weights`; `page`: one KV page over all layers.
-    - `num_pages` counts the pad page.
+    - `num_pages`: of the first cache group, the pad page counted; `kv`: bytes of the pages of all groups; `pools`: what
+      each of them holds, in words.
     - `programs`: those to be compiled, of `all_programs` that the runner would have.
     """
 
@@ -29,6 +30,8 @@ class Deployment:
     page: int
     page_size: int
     num_pages: int
+    kv: int
+    pools: str
     max_rows: int
     token_budget: int
     max_context: int

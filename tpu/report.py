@@ -119,8 +119,9 @@ def heading(model: str, topology: Topology, tp: int, deployment: Deployment, com
         f"page size {deployment.page_size}, {deployment.max_rows} rows, {deployment.token_budget} tokens a step, "
         f"context {deployment.max_context:,}",
         f"Memory   on each device weights {in_bytes(deployment.weights)}, KV pages "
-        f"{in_bytes(deployment.page * deployment.num_pages)}: {deployment.num_pages - 1:,} pages of "
-        f"{deployment.page_size}, {deployment.kv_tokens:,} tokens",
+        f"{in_bytes(deployment.kv)}: {deployment.num_pages - 1:,} pages of "
+        f"{deployment.page_size}, {deployment.kv_tokens:,} tokens"
+        + (f" ({deployment.pools})" if "window" in deployment.pools else ""),
         f"Compiler {compiler}, for chips that are not here: nothing runs",
     ]
     if deployment.devices > topology.devices:

@@ -47,6 +47,14 @@ class Work:
         """The first tokens of one prompt."""
         return cls(tokens, 1, tokens * (tokens + 1) // 2, tokens)
 
+    def within(self, window: int | None) -> Work:
+        """The same step as layers see it that have a window (None: they have none), all rows being alike."""
+        if window is None or self.rows == 0:
+            return self
+        context, queries = self.keys_read // self.rows, self.tokens // self.rows
+        seen = sum(min(position, window) for position in range(context - queries + 1, context + 1))
+        return Work(self.tokens, self.rows, self.rows * seen, self.rows * min(context, window + queries - 1))
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -101,8 +109,10 @@ def roofline(
 
 def step_flops(config: ModelConfig, work: Work) -> float:
     """Of the whole group: two for each weight and token, four for each key, query head and lane of it."""
-    heads = sum(layer.attention.num_heads * layer.attention.head_dim for layer in config.layers)
-    attention = 4.0 * heads * work.keys_seen
+    attention = 4.0 * sum(
+        layer.attention.num_heads * layer.attention.head_dim * work.within(layer.attention.window).keys_seen
+        for layer in config.layers
+    )
     head = 2.0 * config.hidden_size * config.vocab_size * work.rows
     return 2.0 * matrix_weights_of_layers(config) * work.tokens + attention + head
 
@@ -119,7 +129,8 @@ def _hbm_bytes(config: ModelConfig, work: Work, tp: int, weight_bytes: int, kv_b
     table = 0.0
     if not config.tie_word_embeddings:
         table = _bytes_per_weight(config, weight_bytes, tp) * config.vocab_size * config.hidden_size / tp
-    kv = kv_bytes_per_token * (work.keys_read + work.tokens)
+    read = sum(work.within(layer.attention.window).keys_read for layer in config.layers) / config.num_layers
+    kv = kv_bytes_per_token * (read + work.tokens)
     logits = 2 * _LOGIT_BYTES * work.rows * config.vocab_size / tp
     return weight_bytes - table + kv + logits
 

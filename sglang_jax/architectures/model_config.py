@@ -223,6 +223,13 @@ class CacheGroup:
     window: int | None = None
 
 
+def group_of_layers(config: ModelConfig) -> tuple[int, ...]:
+    """Of each layer, the number of its group in `cache_groups`."""
+    groups = enumerate(cache_groups(config))
+    number_of = {layer: number for number, group in groups for layer in group.layers}
+    return tuple(number_of[layer] for layer in range(config.num_layers))
+
+
 def cache_groups(config: ModelConfig) -> tuple[CacheGroup, ...]:
     """The groups of a model's layers: full attention first, then windows by their size."""
     members: dict[MemoryGroup, list[int]] = {}

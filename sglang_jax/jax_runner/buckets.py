@@ -41,8 +41,8 @@ class Buckets:
     mixed: tuple[Bucket, ...]
 
     @classmethod
-    def ladder(cls, max_rows: int, token_budget: int, page_size: int) -> Buckets:
-        """Decode buckets double from 2, mixed ones grow by 4 from 16.
+    def ladder(cls, max_rows: int, token_budget: int, page_size: int, num_groups: int = 1) -> Buckets:
+        """Decode buckets double from 2, mixed ones grow by 4 from 16. `num_groups`: of the cache, each with pages.
 
         Decode steps are most of the steps, and their time grows with the rows, padding included. A mixed bucket has one
         row for every two tokens, up to all rows: with fewer, a few tokens beside many decode rows would not fit, and
@@ -51,25 +51,25 @@ class Buckets:
         decode = []
         rows = _SMALLEST_DECODE
         while rows < max_rows:
-            decode.append(Bucket(rows, rows, deltas=rows))
+            decode.append(Bucket(rows, rows, deltas=num_groups * rows))
             rows *= 2
         rows = max(max_rows, _SMALLEST_DECODE)
-        decode.append(Bucket(rows, rows, deltas=rows))
+        decode.append(Bucket(rows, rows, deltas=num_groups * rows))
         mixed = []
         tokens = _SMALLEST_MIXED
         while tokens < token_budget:
-            mixed.append(cls._mixed(tokens, max_rows, page_size))
+            mixed.append(cls._mixed(tokens, max_rows, page_size, num_groups))
             tokens *= _GROWTH
         largest = max(token_budget, max_rows + 1, _SMALLEST_MIXED)
         if largest > _ROUNDING:
             largest = -(-largest // _ROUNDING) * _ROUNDING
-        mixed.append(Bucket(largest, max_rows, deltas=largest // page_size + 2 * max_rows))
+        mixed.append(Bucket(largest, max_rows, deltas=num_groups * (largest // page_size + 2 * max_rows)))
         return cls(tuple(decode), tuple(mixed))
 
     @staticmethod
-    def _mixed(tokens: int, max_rows: int, page_size: int) -> Bucket:
+    def _mixed(tokens: int, max_rows: int, page_size: int, num_groups: int) -> Bucket:
         rows = min(max_rows, tokens // 2)
-        return Bucket(tokens, rows, deltas=tokens // page_size + 2 * rows)
+        return Bucket(tokens, rows, deltas=num_groups * (tokens // page_size + 2 * rows))
 
     def __iter__(self):
         yield from self.decode

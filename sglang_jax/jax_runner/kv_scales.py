@@ -21,10 +21,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
+from sglang_jax.architectures.model_config import cache_groups
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.parallel import TensorParallel
 from sglang_jax.kernels.kv_storage import gather_kv
-from sglang_jax.layers.batch import ForwardBatch
+from sglang_jax.layers.batch import ForwardBatch, GroupPages
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import Axis, named_sharding
 from sglang_jax.models import KVCaches, Transformer, allocate, kv_cache_spec
@@ -120,24 +121,28 @@ def calibration_inputs(
     length = min(LENGTH, parallel.config.max_position)
     pages = 1 + ROWS * -(-length // page_size)
     spec = kv_cache_spec(parallel.config, dtype, pages, page_size, platform=platform)
-    return spec, calibration_batch(parallel.vocab_size, length, page_size)
+    num_groups = len(cache_groups(parallel.config))
+    return spec, calibration_batch(parallel.vocab_size, length, page_size, num_groups)
 
 
-def calibration_batch(vocab_size: int, length: int, page_size: int) -> ForwardBatch:
-    """`ROWS` sequences of `length` tokens each, drawn evenly from the whole vocabulary: always the same ones."""
+def calibration_batch(vocab_size: int, length: int, page_size: int, num_groups: int) -> ForwardBatch:
+    """`ROWS` sequences of `length` tokens each, drawn evenly from the whole vocabulary: always the same ones. They have
+    the same page ids in all cache groups."""
     tokens = np.random.default_rng(_SEED).integers(0, vocab_size, (ROWS, length), dtype=np.int32)
-    pages = -(-length // page_size)
-    page_table = 1 + np.arange(ROWS * pages, dtype=np.int32).reshape(ROWS, pages)
+    columns = -(-length // page_size)
+    page_table = 1 + np.arange(ROWS * columns, dtype=np.int32).reshape(ROWS, columns)
     positions = np.arange(length, dtype=np.int32)
     slots = page_table[:, positions // page_size] * page_size + positions % page_size
+    pages = GroupPages(slots.reshape(-1), page_table)
     return ForwardBatch(
         tokens=tokens.reshape(-1),
         positions=np.tile(positions, ROWS),
-        write_slots=slots.reshape(-1),
-        page_table=page_table,
+        write_slots=pages.write_slots,
+        page_table=pages.page_table,
         kv_lens=np.full(ROWS, length, np.int32),
         query_starts=np.arange(0, ROWS * length + 1, length, dtype=np.int32),
         num_decode=np.int32(0),
+        further=(pages,) * (num_groups - 1),
     )
 
 

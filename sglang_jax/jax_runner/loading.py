@@ -14,6 +14,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from numpy.typing import NDArray
 
+from sglang_jax.architectures.model_config import cache_groups
 from sglang_jax.checkpoint.kv_scales import LARGEST_STORED
 from sglang_jax.checkpoint.opening import Checkpoint
 from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype
@@ -40,8 +41,8 @@ from sglang_jax.models import (
     kv_cache_spec,
 )
 from sglang_jax.runner.kv_scales import scales_of_checkpoint
-from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec
-from sglang_jax.runner.sizing import Memory, Sizes, choose_sizes
+from sglang_jax.runner.plan import RunnerSpec
+from sglang_jax.runner.sizing import GroupMemory, Memory, Sizes, choose_sizes, describe_pools, pool_specs
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     kv_dtype = kv_dtype_of(config, dtype)
     platform = device.platform
     model = build_model(parallel.config, dtype=dtype, attention=attention, platform=platform, kv_dtype=kv_dtype)
-    sizes = _sizes(config, parallel, model, devices, kv_dtype)
+    memory, sizes = _sizes(config, parallel, model, devices, kv_dtype)
     kv_scales = scales_of_checkpoint(checkpoint, config.kv_cache_dtype)
     _load(model, checkpoint, parallel, mesh)
     _give_kv_scales(config, model, kv_scales, parallel, mesh, dtype)
@@ -85,7 +86,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
         "compilation_cache": str(config.cache_folder()),
         "tp_size": str(parallel.size),
     }
-    return JaxRunner(functions, weights, kv, runner_spec(sizes, config.page_size, parallel), details, mesh)
+    return JaxRunner(functions, weights, kv, runner_spec(memory, sizes, config.page_size, parallel), details, mesh)
 
 
 def choose_attention(config: EngineConfig, device: jax.Device) -> AttentionImplementation:
@@ -138,7 +139,7 @@ def _sizes(
     model: Transformer,
     devices: Sequence[jax.Device],
     kv_dtype: jnp.dtype,
-) -> Sizes:
+) -> tuple[Memory, Sizes]:
     """By what each device holds of weights and pages, and the device with the least memory."""
     device, count = devices[0], parallel.size
     own = [other for other in devices if other.process_index == jax.process_index()]
@@ -147,36 +148,37 @@ def _sizes(
     memory = memory_of_one_device(parallel, model, kv_dtype, config.page_size, device.platform, available)
     sizes = choose_sizes(config, parallel.config.max_position, memory)
     logger.info(
-        "%d x %s: %.0f MiB of weights, %d KV tokens (%s) in %.0f MiB, %d rows, %d tokens a step",
+        "%d x %s: %.0f MiB of weights, %s (%s), %d rows, %d tokens a step",
         count,
         device.device_kind,
         memory.weights / 2**20,
-        (sizes.num_pages - 1) * config.page_size,
+        describe_pools(memory, sizes, config.page_size),
         kv_dtype.name,
-        sizes.num_pages * memory.page / 2**20,
         sizes.max_rows,
         sizes.token_budget,
     )
-    return sizes
+    return memory, sizes
 
 
 def memory_of_one_device(
     parallel: TensorParallel, model: Transformer, kv_dtype: jnp.dtype, page_size: int, platform: str, available: int
 ) -> Memory:
     """What a device has, and what it holds of the weights and of each page."""
+    per_token = kv_bytes_per_token(parallel.config, kv_dtype, platform=platform)
+    groups = zip(per_token, cache_groups(parallel.config), strict=True)
     return Memory(
         platform=platform,
         available=available,
         weights=sum(_bytes_on_one_device(parameter, parallel.size) for parameter in parameters(model)),
-        page=kv_bytes_per_token(parallel.config, kv_dtype, platform=platform) * page_size // parallel.size,
+        groups=tuple(GroupMemory(size * page_size // parallel.size, group.window or 0) for size, group in groups),
     )
 
 
-def runner_spec(sizes: Sizes, page_size: int, parallel: TensorParallel) -> RunnerSpec:
+def runner_spec(memory: Memory, sizes: Sizes, page_size: int, parallel: TensorParallel) -> RunnerSpec:
     """What a runner of these sizes offers."""
     buckets = Buckets.ladder(sizes.max_rows, sizes.token_budget, page_size)
     return RunnerSpec(
-        pools=(PoolSpec(PoolKind.FULL, sizes.num_pages, page_size),),
+        pools=pool_specs(memory, sizes, page_size),
         max_rows=sizes.max_rows,
         token_budget=sizes.token_budget,
         max_context=sizes.max_context,

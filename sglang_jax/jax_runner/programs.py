@@ -44,6 +44,7 @@ class Programs:
         buckets: Buckets,
         page_size: int,
         mesh: Mesh | None = None,
+        num_groups: int = 1,
     ) -> None:
         self._model = model
         self._weights = weights
@@ -53,6 +54,7 @@ class Programs:
         self._placement = jax.tree.map(lambda array: array.sharding, state)
         self._page_size = page_size
         self._mesh = mesh
+        self._num_groups = num_groups
         self._buckets = buckets
         self.dump_row = state.last_tokens.shape[0] - 1
         self.vocab_size = state.sampling.vocab_size
@@ -119,7 +121,7 @@ class Programs:
     def _build_step(self, bucket: Bucket) -> Executable:
         layout = self.layouts[bucket]
         step = jax.jit(
-            make_step(self._model, layout, self._page_size, self._mesh),
+            make_step(self._model, layout, self._page_size, self._mesh, self._num_groups),
             donate_argnums=1,
             # Outputs are whole on every device, so that every host can read them.
             out_shardings=(self._placement, None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())),

@@ -17,6 +17,7 @@ from sglang_jax.jax_runner.practice import practice_plan
 from sglang_jax.jax_runner.programs import DELTA_BLOCK, Programs
 from sglang_jax.jax_runner.sampling_state import SamplingState
 from sglang_jax.jax_runner.step import DeviceState, KVCaches, ModelFunctions, StepOutputs, Weights
+from sglang_jax.runner.page_tables import side_by_side
 from sglang_jax.runner.plan import (
     NO_LOGPROBS,
     PageDeltas,
@@ -94,8 +95,8 @@ class JaxRunner:
         self._weight_bytes = _nbytes(weights)
         self._kv_bytes = _nbytes(kv)
         self._device = next(iter(self._state.last_tokens.devices()))
-        self._buckets = Buckets.ladder(spec.max_rows, spec.token_budget, page_size)
-        self._programs = Programs(model, weights, self._state, self._buckets, page_size, mesh)
+        self._buckets = Buckets.ladder(spec.max_rows, spec.token_budget, page_size, len(spec.pools))
+        self._programs = Programs(model, weights, self._state, self._buckets, page_size, mesh, len(spec.pools))
         self._counter = CompileCounter()
         self._compiles_in_warm_up = 0
 
@@ -127,7 +128,8 @@ class JaxRunner:
         """
         bucket = self._buckets.pick(plan.num_tokens, len(plan.rows), plan.num_decode)
         self._replace_rows(plan.row_updates)
-        deltas = self._apply_excess(plan.page_deltas[0], bucket)
+        deltas = side_by_side(plan.page_deltas, self._spec.max_pages_per_row)
+        deltas = self._apply_excess(deltas, bucket)
         packed = self._programs.layouts[bucket].pack(plan, deltas)
         self._state, outputs = self._programs.step(bucket, self._state, packed)
         outputs.tokens.copy_to_host_async()
@@ -184,7 +186,7 @@ def empty_rows(spec: RunnerSpec, placement: NamedSharding | None) -> tuple[jax.A
 
     def make() -> tuple[jax.Array, jax.Array, SamplingState]:
         rows = spec.max_rows + 1
-        page_table = jnp.zeros((rows, spec.max_pages_per_row), jnp.int32)
+        page_table = jnp.zeros((rows, spec.table_columns), jnp.int32)
         return page_table, jnp.zeros(rows, jnp.int32), SamplingState.empty(rows, spec.vocab_size)
 
     return jax.jit(make, out_shardings=placement)()

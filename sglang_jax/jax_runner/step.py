@@ -14,7 +14,7 @@ from sglang_jax.jax_runner.logprobs import Logprobs, prompt_logprobs, token_logp
 from sglang_jax.jax_runner.packing import StepInputs, StepLayout
 from sglang_jax.jax_runner.sampler import sample
 from sglang_jax.jax_runner.sampling_state import SamplingState
-from sglang_jax.layers.batch import ForwardBatch
+from sglang_jax.layers.batch import ForwardBatch, GroupPages
 from sglang_jax.runner.plan import INVALID_TOKEN, NO_LOGPROBS
 
 Weights = list[jax.Array]
@@ -41,7 +41,8 @@ class DeviceState:
     One row more than the runner offers, the dump row, takes what padding writes.
 
     - `kv`: KV pages of every layer.
-    - `page_table`: int32 `[rows + 1, pages]`; the dump row holds page 0 alone.
+    - `page_table`: int32 `[rows + 1, groups * pages]`, those of all cache groups side by side; the dump row holds page
+      0 alone.
     - `last_tokens`: int32 `[rows + 1]`, what each row drew last.
     """
 
@@ -70,11 +71,15 @@ def apply_deltas(page_table: jax.Array, rows: jax.Array, columns: jax.Array, pag
 
 
 def build_batch(
-    inputs: StepInputs, page_table: jax.Array, last_tokens: jax.Array, page_size: int, num_slots: int
+    inputs: StepInputs,
+    page_table: jax.Array,
+    last_tokens: jax.Array,
+    page_size: int,
+    num_slots: int,
+    num_groups: int = 1,
 ) -> ForwardBatch:
-    """The forward batch of `num_slots` (T) tokens: where each token stands, and the slot its KV goes to."""
+    """The forward batch of `num_slots` (T) tokens: where each token stands, and the slots its KV goes to."""
     places = jnp.arange(num_slots, dtype=jnp.int32)
-    own_pages = page_table[inputs.rows]
     if inputs.prefill_tokens.shape[0] == 0:
         sequences, tokens = places, last_tokens[inputs.rows]
         positions = inputs.kv_lens - 1
@@ -87,26 +92,32 @@ def build_batch(
         tokens = jnp.where(places < inputs.num_decode, decoded, inputs.prefill_tokens)
     real = places < inputs.num_tokens
     positions = jnp.where(real, positions, 0)
-    pages = own_pages[sequences, positions // page_size]
+
+    def pages_of(own_pages: jax.Array) -> GroupPages:
+        pages = own_pages[sequences, positions // page_size]
+        return GroupPages(jnp.where(real, pages * page_size + positions % page_size, 0), own_pages)
+
+    first, *further = map(pages_of, jnp.split(page_table[inputs.rows], num_groups, axis=1))
     # A row whose logits were not finite holds no token; its request ends once the host has seen it.
     tokens = jnp.where(real & (tokens != INVALID_TOKEN), tokens, 0)
     return ForwardBatch(
         tokens=tokens,
         positions=positions,
-        write_slots=jnp.where(real, pages * page_size + positions % page_size, 0),
-        page_table=own_pages,
+        write_slots=first.write_slots,
+        page_table=first.page_table,
         kv_lens=inputs.kv_lens,
         query_starts=inputs.query_starts,
         num_decode=inputs.num_decode,
+        further=tuple(further),
     )
 
 
 def make_step(
-    model: ModelFunctions, layout: StepLayout, page_size: int, mesh: Mesh | None = None
+    model: ModelFunctions, layout: StepLayout, page_size: int, mesh: Mesh | None = None, num_groups: int = 1
 ) -> Callable[[Weights, DeviceState, jax.Array], tuple[DeviceState, StepOutputs]]:
     """The step of one bucket as a function of (weights, state, packed plan); state is to be donated.
 
-    `mesh`: over which weights and KV are spread; None for one device.
+    `mesh`: over which weights and KV are spread; None for one device. `num_groups`: of the model's cache.
     """
     bucket = layout.bucket
     by_rows = _logits_by_rows(model, mesh)
@@ -118,7 +129,7 @@ def make_step(
 
         inputs = layout.unpack(packed)
         page_table = apply_deltas(state.page_table, inputs.delta_rows, inputs.delta_columns, inputs.delta_pages)
-        batch = build_batch(inputs, page_table, state.last_tokens, page_size, bucket.tokens)
+        batch = build_batch(inputs, page_table, state.last_tokens, page_size, bucket.tokens, num_groups)
         hidden, kv = model.forward(weights, batch, state.kv)
         last_hidden = hidden if bucket.decode_only else hidden[jnp.maximum(inputs.query_starts[1:] - 1, 0)]
         logits = to_logits(last_hidden)

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class GroupPages:
+    """Where the tokens of a step lie in the pages of one cache group: see `ForwardBatch`."""
+
+    write_slots: jax.Array
+    page_table: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -20,10 +29,11 @@ class ForwardBatch:
     - `tokens`: int32 `[T]`.
     - `positions`: int32 `[T]`, 0 for padding.
     - `write_slots`: int32 `[T]`, `page * page_size + offset`; padding writes into page 0.
-    - `page_table`: int32 `[R, P]`, 0 where unused.
+    - `page_table`: int32 `[R, P]`, 0 where unused. Of layers with a window, entries before it may name any page.
     - `kv_lens`: int32 `[R]`, length after this step's writes; 0 for padding.
     - `query_starts`: int32 `[R + 1]`; padding repeats the number of tokens, so that its sequences are empty.
     - `num_decode`: int32 scalar.
+    - `further`: pages of the cache groups after the first, whose are `write_slots` and `page_table`.
     """
 
     tokens: jax.Array
@@ -33,3 +43,11 @@ class ForwardBatch:
     kv_lens: jax.Array
     query_starts: jax.Array
     num_decode: jax.Array
+    further: tuple[GroupPages, ...] = ()
+
+    def of_group(self, group: int) -> ForwardBatch:
+        """The batch as layers of one cache group see it."""
+        if group == 0:
+            return replace(self, further=())
+        pages = self.further[group - 1]
+        return replace(self, write_slots=pages.write_slots, page_table=pages.page_table, further=())

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.architectures.model_config import ModelConfig, cache_groups, group_of_layers
 from sglang_jax.kernels.kv_storage import page_shape
 from sglang_jax.layers.platform import PlatformForm
 from sglang_jax.layers.sharding import KV_AXES, named_sharding
@@ -20,29 +20,48 @@ KVCaches = tuple[jax.Array, ...]
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """`shape` of one layer's pages, `[num_pages, kv_heads, parts, page_size, lanes]`, and the type that holds them."""
+    """`shapes` of each layer's pages, `[num_pages, kv_heads, parts, page_size, lanes]`, and the `storage` type."""
 
-    num_layers: int
-    shape: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
     storage: jnp.dtype
 
 
 def kv_cache_spec(
-    config: ModelConfig, dtype: jnp.dtype, num_pages: int, page_size: int, *, platform: str | None = None
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    num_pages: int | tuple[int, ...],
+    page_size: int,
+    *,
+    platform: str | None = None,
 ) -> KVCacheSpec:
-    """Pages that hold keys and values of `dtype`; `platform` is JAX's default unless given."""
+    """Pages that hold keys and values of `dtype`; `platform` is JAX's default unless given.
+
+    `num_pages`: of each of the model's cache groups, or one number for all of them.
+    """
     form = PlatformForm.of(platform or jax.default_backend())
-    shape = page_shape(num_pages, config.num_kv_heads, page_size, config.head_dim, tiled=form.tiled_kv_pages)
-    return KVCacheSpec(config.num_layers, shape, form.kv_storage(dtype))
+    groups = group_of_layers(config)
+    counts = num_pages if isinstance(num_pages, tuple) else (num_pages,) * len(cache_groups(config))
+    shapes = tuple(
+        page_shape(
+            counts[group],
+            layer.attention.num_kv_heads,
+            page_size,
+            layer.attention.head_dim,
+            tiled=form.tiled_kv_pages,
+        )
+        for group, layer in zip(groups, config.layers, strict=True)
+    )
+    return KVCacheSpec(shapes, form.kv_storage(dtype))
 
 
 def allocate(spec: KVCacheSpec, mesh: Mesh) -> KVCaches:
     """Zeroed pages, kv heads spread over the mesh's tensor axis."""
     sharding = named_sharding(mesh, KV_AXES)
-    return tuple(jnp.zeros(spec.shape, spec.storage, device=sharding) for _ in range(spec.num_layers))
+    return tuple(jnp.zeros(shape, spec.storage, device=sharding) for shape in spec.shapes)
 
 
-def kv_bytes_per_token(config: ModelConfig, dtype: jnp.dtype, *, platform: str | None = None) -> int:
-    """Bytes that one token takes over all layers and devices, padding included."""
+def kv_bytes_per_token(config: ModelConfig, dtype: jnp.dtype, *, platform: str | None = None) -> tuple[int, ...]:
+    """Bytes that one token takes in each of the cache groups, over its layers and all devices, padding included."""
     spec = kv_cache_spec(config, dtype, 1, 1, platform=platform)
-    return spec.num_layers * math.prod(spec.shape) * spec.storage.itemsize
+    sizes = [math.prod(shape) * spec.storage.itemsize for shape in spec.shapes]
+    return tuple(sum(sizes[layer] for layer in group.layers) for group in cache_groups(config))

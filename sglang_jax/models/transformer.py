@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sglang_jax.architectures.axes import Axis
-from sglang_jax.architectures.model_config import ModelConfig, RopeConfig
+from sglang_jax.architectures.model_config import ModelConfig, RopeConfig, cache_groups, group_of_layers
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.rotary import RotaryScaling
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
@@ -66,6 +66,8 @@ class Transformer(nnx.Module):
         self.final_norm = Norm([(Axis.HIDDEN, config.hidden_size)], config.final_norm, dtype, Part.FINAL_NORM)
         own_head = form.own_head_for_tied_embeddings or not config.tie_word_embeddings
         self.head = Head(config.hidden_size, config.vocab_size, dtype) if own_head else None
+        self.num_groups = len(cache_groups(config))
+        self.group_of_layer = group_of_layers(config)
         self.form = form
         self.format: WeightFormat = InputsFirst()
 
@@ -93,11 +95,12 @@ class Transformer(nnx.Module):
         residual = self._embed(batch.tokens)
         x = jnp.zeros_like(residual)
         rotary = self._rotary_tables(batch.positions)
+        batches = [batch.of_group(group) for group in range(self.num_groups)]
         written = list(kv_caches)
         for number, layer in enumerate(self.layers):
-            kv_pages = written[number]
+            own, kv_pages = batches[self.group_of_layer[number]], written[number]
             tables = rotary[layer.config.attention.rope]
-            x, residual, written[number] = _run_layer(*nnx.split(layer), x, residual, batch, tables, kv_pages)
+            x, residual, written[number] = _run_layer(*nnx.split(layer), x, residual, own, tables, kv_pages)
         hidden, _ = self.final_norm.add(x, residual)
         return hidden, tuple(written)
 

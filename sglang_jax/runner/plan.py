@@ -72,6 +72,11 @@ class RunnerSpec:
         """Columns of each page table."""
         return -(-self.max_context // self.pools[0].page_size)
 
+    @property
+    def table_columns(self) -> int:
+        """Columns of the page tables of all pools, side by side."""
+        return self.max_pages_per_row * len(self.pools)
+
 
 @dataclass(frozen=True, slots=True)
 class PageDeltas:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 
 from sglang_jax.config import EngineConfig
 from sglang_jax.errors import ConfigError
+from sglang_jax.runner.plan import PoolKind, PoolSpec
 
 logger = logging.getLogger(__name__)
 
@@ -19,32 +21,46 @@ _LEAST_TOKENS = 512
 _ROWS_PER_BUDGET = 2
 
 
+_USUAL_CONTEXT = 8192
+_LEAST_RATIO = 0.25
+"""Of tokens that layers with a window keep, by default: requests are shorter than the window at times, and prefixes
+that many begin with are worth a window each."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMemory:
+    """What a cache group takes: bytes of one page over all of its layers, and its window in tokens (0: it has none)."""
+
+    page: int
+    window: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Memory:
     """What the device has. Bytes.
 
-    - `available`: before weights are loaded.
-    - `weights`, `page`: what the weights, and one KV page over all layers, take.
+    - `available`: before weights are loaded; `weights`: what these take.
+    - `groups`: of the model's cache, in its order; those with a window come last.
     """
 
     platform: str
     available: int
     weights: int
-    page: int
+    groups: tuple[GroupMemory, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """`num_pages` counts the pad page; `max_context` is at most what the pool holds."""
+    """`num_pages` of each group counts the pad page; `max_context` is at most what the pools hold."""
 
-    num_pages: int
+    num_pages: tuple[int, ...]
     max_rows: int
     token_budget: int
     max_context: int
 
 
 def choose_sizes(config: EngineConfig, model_context: int, memory: Memory) -> Sizes:
-    """Sizes of pool, page table and steps.
+    """Sizes of pools, page tables and steps.
 
     **Raises:** `ConfigError` if `context_length` is beyond the model's, or memory cannot hold the weights and one
     request.
@@ -54,23 +70,65 @@ def choose_sizes(config: EngineConfig, model_context: int, memory: Memory) -> Si
         raise ConfigError(f"context_length {context} is beyond the {model_context} positions that the model declares")
     default_rows = _MAX_RUNNING_ON_CPU if memory.platform == "cpu" else _MAX_RUNNING
     max_rows = config.max_running_requests or default_rows
-    num_pages = 1 + (_pages_asked_for(config, memory) or _pages_that_fit(config, memory, max_rows, context))
-    tokens = (num_pages - 1) * config.page_size
-    if tokens < context:
+    pools = _Pools(config, memory, context)
+    pages = _pages_asked_for(config, memory, pools) or _pages_that_fit(config, memory, pools, max_rows, context)
+    tokens = pages * config.page_size
+    if pools.all_windows:
+        tokens = context
+    elif tokens < context:
         logger.warning("context length is %d instead of %d: the KV pool holds %d tokens", tokens, context, tokens)
     return Sizes(
-        num_pages=num_pages,
+        num_pages=tuple(1 + count for count in pools.pages(pages)),
         max_rows=max_rows,
         token_budget=max(config.chunked_prefill_size, _ROWS_PER_BUDGET * max_rows),
         max_context=min(context, tokens),
     )
 
 
-def _pages_asked_for(config: EngineConfig, memory: Memory) -> int | None:
+class _Pools:
+    """How the pools of a model follow from one number, the pages of those that see all tokens."""
+
+    def __init__(self, config: EngineConfig, memory: Memory, context: int) -> None:
+        self._config = config
+        self._groups = memory.groups
+        self._context = context
+        self.all_windows = all(group.window for group in memory.groups)
+
+    def pages(self, full: int) -> tuple[int, ...]:
+        """Pages of each pool, without the pad page, where one without a window has `full`."""
+        return tuple(self._window_pages(group.window, full) if group.window else full for group in self._groups)
+
+    def bytes(self, full: int) -> int:
+        """What all pools take, pad pages included."""
+        return sum((1 + pages) * group.page for pages, group in zip(self.pages(full), self._groups, strict=True))
+
+    def most(self, usable: int) -> int:
+        """The largest number of pages with which all pools fit into `usable` bytes, -1 where none do."""
+        first, last = -1, usable // max(group.page for group in self._groups)
+        while first < last:
+            middle = (first + last + 1) // 2
+            if self.bytes(middle) <= usable:
+                first = middle
+            else:
+                last = middle - 1
+        return first
+
+    def _window_pages(self, window: int, full: int) -> int:
+        """A share of `full`, and for one request a window and the tokens of two steps."""
+        if self.all_windows:
+            return full
+        page_size, ratio = self._config.page_size, self._config.swa_full_tokens_ratio
+        if ratio is None:
+            ratio = max(_LEAST_RATIO, window / min(self._context, _USUAL_CONTEXT))
+        one_request = window + 2 * (self._config.chunked_prefill_size + page_size)
+        return min(math.ceil(min(ratio, 1.0) * full) + -(-one_request // page_size), full)
+
+
+def _pages_asked_for(config: EngineConfig, memory: Memory, pools: _Pools) -> int | None:
     if config.max_total_tokens is None:
         return None
     pages = config.max_total_tokens // config.page_size
-    needed = memory.weights + (pages + 1) * memory.page
+    needed = memory.weights + pools.bytes(pages)
     if needed > memory.available:
         raise ConfigError(
             f"max_total_tokens {config.max_total_tokens} needs {_mib(needed)} for weights and KV, "
@@ -79,15 +137,14 @@ def _pages_asked_for(config: EngineConfig, memory: Memory) -> int | None:
     return pages
 
 
-def _pages_that_fit(config: EngineConfig, memory: Memory, max_rows: int, context: int) -> int:
-    usable = int(memory.available * config.mem_fraction_static) - memory.weights
-    pages = usable // memory.page - 1
+def _pages_that_fit(config: EngineConfig, memory: Memory, pools: _Pools, max_rows: int, context: int) -> int:
+    pages = pools.most(int(memory.available * config.mem_fraction_static) - memory.weights)
     least = min(context, _LEAST_TOKENS)
     if pages * config.page_size < least:
         raise ConfigError(
             f"{_mib(memory.available)} of memory are available and mem_fraction_static is "
             f"{config.mem_fraction_static:g}: after {_mib(memory.weights)} of weights that leaves no room for the "
-            f"{_mib(-(-least // config.page_size) * memory.page)} of KV that a request of {least} tokens takes. "
+            f"{_mib(pools.bytes(-(-least // config.page_size) - 1))} of KV that a request of {least} tokens takes. "
             "Free memory, raise mem_fraction_static, or choose a smaller model or dtype"
         )
     if memory.platform == "cpu":
@@ -95,6 +152,24 @@ def _pages_that_fit(config: EngineConfig, memory: Memory, max_rows: int, context
         tokens = max(_KV_TOKENS_ON_CPU, config.context_length or 0)
         pages = min(pages, max_rows * pages_per_row, -(-tokens // config.page_size))
     return pages
+
+
+def pool_specs(memory: Memory, sizes: Sizes, page_size: int) -> tuple[PoolSpec, ...]:
+    """The pools that a runner of these sizes has."""
+    return tuple(
+        PoolSpec(PoolKind.WINDOW if group.window else PoolKind.FULL, pages, page_size, group.window)
+        for group, pages in zip(memory.groups, sizes.num_pages, strict=True)
+    )
+
+
+def describe_pools(memory: Memory, sizes: Sizes, page_size: int) -> str:
+    """What the pools hold and take, for the log."""
+    parts = [
+        f"{(pages - 1) * page_size} KV tokens{f' with a window of {group.window}' if group.window else ''} in "
+        f"{_mib(pages * group.page)}"
+        for group, pages in zip(memory.groups, sizes.num_pages, strict=True)
+    ]
+    return ", ".join(parts)
 
 
 def _mib(size: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -11,11 +12,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from sglang_jax.architectures.model_config import cache_groups
 from sglang_jax.checkpoint import open_checkpoint
 from sglang_jax.jax_runner.kv_scales import set_kv_scales
 from sglang_jax.jax_runner.weights import load_weights
 from sglang_jax.kernels.kv_storage import to_storage
-from sglang_jax.layers.batch import ForwardBatch
+from sglang_jax.layers.batch import ForwardBatch, GroupPages
 from sglang_jax.layers.sharding import make_mesh
 from sglang_jax.models import AttentionImplementation, KVCaches, allocate, build_model, kv_cache_spec
 
@@ -47,8 +49,9 @@ class PagedModel:
             model.arrange()
         graph, self.state = nnx.split(model)
         spec = kv_cache_spec(checkpoint.config, stored, 1 + ROWS * columns, page_size)
-        poison = to_storage(jnp.full(spec.shape, jnp.nan), spec.storage)
+        self.num_groups = len(cache_groups(checkpoint.config))
         caches = allocate(spec, mesh)
+        poison = to_storage(jnp.full(caches[0].shape, jnp.nan), spec.storage)
         self.kv_caches: KVCaches = tuple(jax.device_put(poison.copy(), cache.sharding) for cache in caches)
         pages = 1 + np.random.default_rng(1).permutation(ROWS * columns)
         self.all_pages = pages.reshape(ROWS, columns).astype(np.int32)
@@ -109,4 +112,7 @@ class PagedModel:
         starts = np.full(ROWS + 1, place, np.int32)
         starts[: len(counts) + 1] = [0, *np.cumsum(counts)]
         arrays = (tokens, positions, slots, page_table, kv_lens, starts, np.int32(num_decode))
-        return ForwardBatch(*(jnp.asarray(array) for array in arrays))
+        batch = ForwardBatch(*(jnp.asarray(array) for array in arrays))
+        # A row has pages of the same numbers in all cache groups.
+        same = GroupPages(batch.write_slots, batch.page_table)
+        return replace(batch, further=(same,) * (self.num_groups - 1))

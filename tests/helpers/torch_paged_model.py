@@ -10,10 +10,11 @@ import torch
 from helpers.host_kernels import host_attention, host_operations
 from numpy.typing import NDArray
 
+from sglang_jax.architectures.model_config import cache_groups
 from sglang_jax.checkpoint import open_checkpoint
 from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.attention.native import NativeAttention
-from torch_backend.batch import ForwardBatch
+from torch_backend.batch import ForwardBatch, GroupPages
 from torch_backend.kv_pages import KVPages
 from torch_backend.layers.shard import ModelShard
 from torch_backend.models import build_model
@@ -115,12 +116,16 @@ class TorchPagedModel:
             tokens.append(sequences[row][places])
             slots.append(self.all_pages[row, places // self.page_size] * self.page_size + places % self.page_size)
         unused = [np.zeros(padding, np.int32)]
+        # A row has pages of the same numbers in all cache groups.
+        table = torch.from_numpy(page_table)
+        same = GroupPages(torch.from_numpy(np.concatenate(slots + unused).astype(np.int64)), table)
         return ForwardBatch(
             tokens=torch.from_numpy(np.concatenate(tokens + unused).astype(np.int32)),
             positions=torch.from_numpy(np.concatenate(positions + unused).astype(np.int32)),
-            write_slots=torch.from_numpy(np.concatenate(slots + unused).astype(np.int64)),
-            page_table=torch.from_numpy(page_table),
+            write_slots=same.write_slots,
+            page_table=table,
             kv_lens=torch.from_numpy(kv_lens),
             query_starts=torch.from_numpy(np.cumsum([0, *counts, *[1] * padding]).astype(np.int32)),
             num_decode=num_decode + padding,
+            further=(same,) * (len(cache_groups(self.model.config)) - 1),
         )

@@ -65,7 +65,7 @@ def test_neither_caches_nor_weights_are_copied(dtype: str, outputs_first: bool, 
         model.put_outputs_first()
     graph, state = nnx.split(model)
     spec = kv_cache_spec(CONFIG, jnp.dtype(dtype), NUM_PAGES, PAGE_SIZE, platform="cpu")
-    kv_caches = (jax.ShapeDtypeStruct(spec.shape, spec.storage),) * spec.num_layers
+    kv_caches = tuple(jax.ShapeDtypeStruct(shape, spec.storage) for shape in spec.shapes)
 
     def step(
         state: nnx.State, kv_caches: tuple[jax.Array, ...], batch: ForwardBatch
@@ -76,9 +76,9 @@ def test_neither_caches_nor_weights_are_copied(dtype: str, outputs_first: bool, 
 
     compiled = jax.jit(step, donate_argnums=1).lower(state, kv_caches, batch_shapes(tokens, rows)).compile()
     memory = compiled.memory_analysis()
-    one_cache = np.prod(spec.shape) * spec.storage.itemsize
+    one_cache = np.prod(spec.shapes[0]) * spec.storage.itemsize
     largest_weight = CONFIG.vocab_size * CONFIG.hidden_size * jnp.dtype(dtype).itemsize
-    assert memory.alias_size_in_bytes == spec.num_layers * one_cache
+    assert memory.alias_size_in_bytes == len(spec.shapes) * one_cache
     assert memory.temp_size_in_bytes < 3.5 * MIB < min(one_cache, largest_weight)
 
 
@@ -88,7 +88,7 @@ def test_bytes_of_a_token_are_those_of_the_caches() -> None:
             spec = kv_cache_spec(CONFIG, jnp.dtype(dtype), 8, PAGE_SIZE, platform=platform)
             caches = allocate(spec, make_mesh(jax.devices()[:1]))
             per_token = kv_bytes_per_token(CONFIG, jnp.dtype(dtype))
-            assert sum(cache.nbytes for cache in caches) == 8 * PAGE_SIZE * per_token
+            assert sum(cache.nbytes for cache in caches) == 8 * PAGE_SIZE * sum(per_token)
 
 
 def test_one_bfloat16_row_is_multiplied_like_many() -> None:
@@ -108,7 +108,7 @@ def test_sines_and_cosines_are_taken_once_a_step_and_not_in_every_layer() -> Non
     load_weights(model, DummyReader(CONFIG, seed=0), CONFIG, make_mesh(jax.devices()[:1]))
     graph, state = nnx.split(model)
     spec = kv_cache_spec(CONFIG, jnp.dtype("bfloat16"), NUM_PAGES, PAGE_SIZE, platform="cpu")
-    kv_caches = (jax.ShapeDtypeStruct(spec.shape, spec.storage),) * spec.num_layers
+    kv_caches = tuple(jax.ShapeDtypeStruct(shape, spec.storage) for shape in spec.shapes)
     step = jax.jit(lambda state, kv, batch: nnx.merge(graph, state)(batch, kv))
     compiled = step.lower(state, kv_caches, batch_shapes(64, 8)).compile().as_text()
     assert (compiled.count(" cosine("), compiled.count(" sine(")) == (1, 1)

@@ -52,7 +52,7 @@ def starts(plan: StepPlan) -> list[int]:
 @settings(max_examples=150, deadline=None)
 @given(plan=plans(decode_alone=False))
 def test_an_exact_layout_holds_the_plan_and_nothing_else(plan: StepPlan) -> None:
-    layout = StepLayout.exact(plan)
+    layout = StepLayout.exact(plan, plan.page_deltas[0])
     (deltas,) = plan.page_deltas
     inputs = unpacked(layout, plan, deltas)
     assert inputs.num_decode == plan.num_decode

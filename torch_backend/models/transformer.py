@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from sglang_jax.architectures.model_config import ModelConfig, RopeConfig
+from sglang_jax.architectures.model_config import ModelConfig, RopeConfig, cache_groups, group_of_layers
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.rotary import RotaryScaling
 from torch_backend.attention.interface import AttentionImplementation
@@ -55,21 +55,29 @@ class Transformer(nn.Module):
             self.head.linear.weight = self.embedding.weight
         ropes = list(dict.fromkeys(layer.attention.rope for layer in config.layers))
         self._rotary = tuple(_tables(rope, config, device) for rope in ropes)
-        self._rotary_of_layer = tuple(ropes.index(layer.attention.rope) for layer in config.layers)
+        groups = group_of_layers(config)
+        kinds = [(ropes.index(layer.attention.rope), group) for layer, group in zip(config.layers, groups, strict=True)]
+        self._steps = list(dict.fromkeys(kinds))
+        self._step_of_layer = tuple(self._steps.index(kind) for kind in kinds)
+        self._num_groups = len(cache_groups(config))
         self._embedding_multiplier = float(torch.tensor(config.embedding_multiplier, dtype=dtype))
         self._attention = attention
 
     def forward(self, batch: ForwardBatch, kv: Sequence[KVPages]) -> torch.Tensor:
         """Hidden states `[T, hidden]` after the final norm. Writes the step's keys and values into `kv`, the pages of
         each layer."""
-        attention = self._attention.prepare(batch)
-        steps = [LayerStep(attention, tables(batch.positions), batch.write_slots) for tables in self._rotary]
+        batches = [batch.of_group(group) for group in range(self._num_groups)]
+        attention = [self._attention.prepare(own) for own in batches]
+        rotations = [tables(batch.positions) for tables in self._rotary]
+        steps = [
+            LayerStep(attention[group], rotations[rope], batches[group].write_slots) for rope, group in self._steps
+        ]
         x: torch.Tensor = self.embedding(batch.tokens)
         if self._embedding_multiplier != 1.0:
             x = x * self._embedding_multiplier
         residual = None
         for number, layer in enumerate(self.decoder_layers):
-            step, pages = steps[self._rotary_of_layer[number]], kv[number]
+            step, pages = steps[self._step_of_layer[number]], kv[number]
             x, residual = layer(x, residual, step, pages)
         return self.final_norm.add(x, residual)[0]
 
