@@ -36,7 +36,9 @@ def test_the_walls_stand(copy: Path) -> None:
     [
         ("sglang_jax/scheduler/messages.py", "import jax", "neither jax nor torch"),
         ("sglang_jax/mem_cache/page_pool.py", "def lazy(): import torch", "neither jax nor torch"),
-        ("sglang_jax/checkpoint/model_config.py", "import sglang_jax.layers.batch", "neither jax nor torch"),
+        ("sglang_jax/checkpoint/tensors.py", "import sglang_jax.layers.batch", "neither jax nor torch"),
+        ("sglang_jax/architectures/manifest.py", "import sglang_jax.layers.batch", "neither jax nor torch"),
+        ("sglang_jax/architectures/manifest.py", "import sglang_jax.checkpoint.reader", "go down the house"),
         ("sglang_jax/mem_cache/page_table.py", "import sglang_jax.scheduler.messages", "go down the house"),
         ("sglang_jax/scheduler/messages.py", "import sglang_jax.engine.types", "go down the house"),
         ("sglang_jax/engine/types.py", "import sglang_jax.server.errors", "go down the house"),

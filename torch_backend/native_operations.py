@@ -32,6 +32,11 @@ class NativeOperations:
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate.float()).mul_(up).to(gate_up.dtype)
 
+    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See `Operations`."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.gelu(gate.float(), approximate="tanh").mul_(up).to(gate_up.dtype)
+
     def rotate_and_write(
         self,
         qkv: torch.Tensor,

@@ -58,6 +58,10 @@ class Operations(Protocol):
         """`silu(gate) * up` of `[T, 2 * intermediate]`, gate first: `[T, intermediate]`."""
         ...
 
+    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """The same with `gelu(gate)`, by tanh's approximation."""
+        ...
+
     def rotate_and_write(
         self,
         qkv: torch.Tensor,

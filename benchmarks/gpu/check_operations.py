@@ -25,7 +25,7 @@ def run(bench: Bench) -> Iterator[Table]:
             for hidden in (96,) if bench.small else (576, 4096, 8192):
                 rows += _norms(bench, dtype, tokens, hidden)
             for inner in (200,) if bench.small else (1536, 14336):
-                rows.append(_activation(bench, dtype, tokens, inner))
+                rows += [_activation(bench, dtype, tokens, inner, gelu=gelu) for gelu in (False, True)]
         for head_dim in (64, 80) if bench.small else (64, 80, 96, 128, 256):
             rows.append(_rotation(bench, dtype, head_dim, 16, norms=False, kv_dtype=dtype))
         rows.append(_rotation(bench, dtype, 128, 1, norms=True, kv_dtype=dtype))
@@ -46,11 +46,14 @@ def _norms(bench: Bench, dtype: torch.dtype, tokens: int, hidden: int) -> Iterat
     yield Comparison.of(summed, total, dtype).row("add_rms_norm: sum", case)
 
 
-def _activation(bench: Bench, dtype: torch.dtype, tokens: int, inner: int) -> Row:
+def _activation(bench: Bench, dtype: torch.dtype, tokens: int, inner: int, *, gelu: bool = False) -> Row:
     gate_up = 3 * bench.normal(tokens, 2 * inner, dtype=dtype)
-    expected = _EXPECTED.silu_mul(gate_up.float())
-    found = bench.kernels.operations.silu_mul(gate_up)
-    return Comparison.of(found, expected, dtype).row("silu_mul", f"{short(dtype)} {tokens} x {inner}")
+    operations = bench.kernels.operations
+    found = operations.gelu_mul(gate_up) if gelu else operations.silu_mul(gate_up)
+    wide = gate_up.float()
+    expected = _EXPECTED.gelu_mul(wide) if gelu else _EXPECTED.silu_mul(wide)
+    name = "gelu_mul" if gelu else "silu_mul"
+    return Comparison.of(found, expected, dtype).row(name, f"{short(dtype)} {tokens} x {inner}")
 
 
 def _rotation(

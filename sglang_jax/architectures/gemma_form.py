@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from sglang_jax.architectures.common_fields import CommonFields
 from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, NormConfig
+from sglang_jax.architectures.registry import GgufForm
 from sglang_jax.architectures.tensor_names import LLAMA_NAMES, Part, TensorName, TensorNames
 from sglang_jax.errors import CheckpointError
 
@@ -16,6 +18,18 @@ GEMMA_NAMES: TensorNames = {
     Part.FEED_FORWARD_NORM: TensorName("pre_feedforward_layernorm", "ffn_norm"),
     Part.FEED_FORWARD_POST_NORM: TensorName("post_feedforward_layernorm", "post_ffw_norm"),
 }
+
+
+def gemma_gguf(name: str, *, layers_of_27b: int, fields: Mapping[str, str]) -> GgufForm:
+    """Files hold norms as they multiply, and no scale of scores: it follows from the size of the model."""
+
+    def derive(values: Mapping[str, Any]) -> dict[str, Any]:
+        a_head = values["hidden_size"] // values["num_attention_heads"]
+        largest = values["num_hidden_layers"] == layers_of_27b
+        return {"query_pre_attn_scalar": a_head if largest else values["head_dim"]}
+
+    windowed = {"sliding_window": "attention.sliding_window", **fields}
+    return GgufForm(name=name, fields=windowed, derive=derive, norms_hold_offset=True)
 
 
 def gemma_norm(common: CommonFields) -> NormConfig:

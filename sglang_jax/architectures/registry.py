@@ -19,18 +19,25 @@ from sglang_jax.architectures.tensor_names import LLAMA_NAMES, TensorNames
 from sglang_jax.errors import CheckpointError
 
 
+def _nothing_more(values: Mapping[str, Any]) -> dict[str, Any]:
+    """No further fields."""
+    return {}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufForm:
     """How GGUF files hold a family.
 
     - `name`: `general.architecture`.
     - `fields`: metadata keys beside the common ones, by the fields of config.json that they stand for.
+    - `derive`: fields that no key holds, from the common ones.
     - `interleaved`: q and k are stored for rotary pairs of neighbours.
     - `norms_hold_offset`: norms are stored as they multiply, whatever Hugging Face's folders hold.
     """
 
     name: str
     fields: Mapping[str, str] = field(default_factory=dict)
+    derive: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing_more
     interleaved: bool = False
     norms_hold_offset: bool = False
 

@@ -33,6 +33,7 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
     name = form.name
     _refuse_unsupported(file, form)
     values = _common_values(file, name)
+    values |= form.derive(values)
     for field, key in form.fields.items():
         value = file.metadata.get(f"{name}.{key}")
         if value is not None:

@@ -92,6 +92,12 @@ def model_tensors(model: PreTrainedModel, kind: GGMLQuantizationType) -> dict[st
     return tensors
 
 
+def _rope_of_most(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Those of layers that see all, where layers with a window have their own."""
+    whole: dict[str, Any] = parameters.get("full_attention", parameters)
+    return whole
+
+
 def model_metadata(model: PreTrainedModel, architecture: str) -> dict[str, Any]:
     """The keys that describe a transformers model's shape."""
     config = model.config
@@ -103,7 +109,7 @@ def model_metadata(model: PreTrainedModel, architecture: str) -> dict[str, Any]:
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "rope.freq_base": float(_rope_of_most(config.rope_parameters)["rope_theta"]),
     }
     if "head_dim" in config.to_dict():
         values |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}

@@ -22,6 +22,7 @@ from sglang_jax.layers.parameter import matmul, matmul_outputs_first
 from sglang_jax.layers.platform import PlatformForm
 from sglang_jax.layers.sharding import make_mesh
 from sglang_jax.models import AttentionImplementation, allocate, build_model, kv_bytes_per_token, kv_cache_spec
+from sglang_jax.models.decoder_layer import DecoderLayer
 from sglang_jax.runner import host_machine
 
 MIB = 2**20
@@ -80,6 +81,28 @@ def test_neither_caches_nor_weights_are_copied(dtype: str, outputs_first: bool, 
     largest_weight = CONFIG.vocab_size * CONFIG.hidden_size * jnp.dtype(dtype).itemsize
     assert memory.alias_size_in_bytes == len(spec.shapes) * one_cache
     assert memory.temp_size_in_bytes < 3.5 * MIB < min(one_cache, largest_weight)
+
+
+def test_of_layers_that_are_alike_one_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four layers of two kinds, which take turns."""
+    plain = small_config(num_layers=4, hidden_size=48)
+    layers = [
+        replace(layer, attention=replace(layer.attention, window=8, rope=None)) if number % 2 else layer
+        for number, layer in enumerate(plain.layers)
+    ]
+    config = replace(plain, layers=tuple(layers))
+    model = build_model(config, dtype=jnp.dtype("float32"), attention=AttentionImplementation.XLA, platform="cpu")
+    load_weights(model, DummyReader(config, seed=0), config, make_mesh(jax.devices()[:1]))
+    traced = []
+    run = DecoderLayer.__call__
+    monkeypatch.setattr(DecoderLayer, "__call__", lambda layer, *rest: traced.append(layer.config) or run(layer, *rest))
+    spec = kv_cache_spec(config, jnp.dtype("float32"), NUM_PAGES, PAGE_SIZE, platform="cpu")
+    kv_caches = (jax.ShapeDtypeStruct(spec.shape, spec.storage),) * spec.num_layers
+    graph, state = nnx.split(model)
+    jax.eval_shape(
+        lambda state, caches, batch: nnx.merge(graph, state)(batch, caches), state, kv_caches, batch_shapes(8, 8)
+    )
+    assert traced == layers[:2]
 
 
 def test_bytes_of_a_token_are_those_of_the_caches() -> None:

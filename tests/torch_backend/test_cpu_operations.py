@@ -86,6 +86,13 @@ def test_silu_mul(host: bool, dtype: torch.dtype, generator: torch.Generator) ->
     check_rounded_once(operations(host, dtype).silu_mul(gate_up), functional.silu(gate) * up)
 
 
+@every_dtype
+def test_gelu_mul(host: bool, dtype: torch.dtype, generator: torch.Generator) -> None:
+    gate_up = (3 * torch.randn(7, 96, generator=generator)).to(dtype)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    check_rounded_once(operations(host, dtype).gelu_mul(gate_up), functional.gelu(gate, approximate="tanh") * up)
+
+
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "norms"])
 @pytest.mark.parametrize("tokens", [1, 6, 143])

@@ -35,6 +35,7 @@ REPRESENTATIVE = [
     "rms_norm: bfloat16, hidden 576: ",
     "add_rms_norm: bfloat16, hidden 8192: ",
     "silu_mul: bfloat16: ",
+    "gelu_mul: bfloat16: ",
     "rotate_and_write: bfloat16, head_dim 128, bfloat16 pages of 16: ",
     "rotate_and_write: bfloat16, head_dim 80, float8_e4m3fn pages of 16, head norms: ",
     "greedy: vocabulary 128256: ",

@@ -67,6 +67,16 @@ def test_add_rms_norm_norms_the_rounded_sum(hidden: int, dtype: torch.dtype) -> 
     assert_rounded_once(normed, exact_norm(total, weight))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_in_float32_are_not_rounded(dtype: torch.dtype) -> None:
+    """As Gemma's, which are 1 + w."""
+    x, residual = random(3, 576, dtype=dtype), random(3, 576, dtype=dtype, seed=1)
+    weight = 1 + random(576, seed=2, spread=0.01)
+    assert_rounded_once(OPERATIONS.rms_norm(x, weight, EPS), exact_norm(x, weight))
+    total = x + residual
+    assert_rounded_once(OPERATIONS.add_rms_norm(x, residual, weight, EPS)[0], exact_norm(total, weight))
+
+
 def test_norms_of_zeros_and_of_large_values() -> None:
     x = torch.stack([torch.zeros(576), torch.full((576,), 60_000.0)]).half()
     weight = torch.ones(576).half()
@@ -106,6 +116,21 @@ def test_silu_mul(intermediate: int, dtype: torch.dtype) -> None:
     gate_up = random(3, 2 * intermediate, dtype=dtype, spread=8.0)
     gate, up = gate_up.double().chunk(2, dim=-1)
     assert_rounded_once(OPERATIONS.silu_mul(gate_up), gate * gate.sigmoid() * up)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("intermediate", [1, 1023, 1025])
+def test_gelu_mul(intermediate: int, dtype: torch.dtype) -> None:
+    gate_up = random(3, 2 * intermediate, dtype=dtype, spread=2.0)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    exact = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    assert_rounded_once(OPERATIONS.gelu_mul(gate_up), exact)
+
+
+def test_gelu_mul_of_extreme_gates() -> None:
+    gates = torch.tensor([-3e4, -100.0, -20.0, 0.0, 20.0, 100.0, 3e4])
+    found = OPERATIONS.gelu_mul(torch.cat([gates, torch.full((7,), 2.0)])[None])
+    assert torch.equal(found[0], 2 * gates.clamp(min=0))
 
 
 def test_silu_mul_of_extreme_gates() -> None:
@@ -199,6 +224,17 @@ def test_rotate_and_write(
     assert torch.equal(case.written(case.kv.values).double(), exact_values)
     assert case.untouched(case.kv.keys)
     assert case.untouched(case.kv.values)
+
+
+def test_norms_of_heads_in_float32_are_not_rounded() -> None:
+    case = Case(4, 2, 64, 16, torch.bfloat16, torch.bfloat16, has_norms=True)
+    assert case.norms is not None
+    query, key = (1 + random(64, seed=seed, spread=0.01) for seed in (8, 9))
+    case.norms = HeadNorms(query, key, EPS)
+    queries = case.run()
+    exact_queries, exact_keys, _ = case.exact()
+    assert_near(queries, exact_queries)
+    assert_near(case.written(case.kv.keys), exact_keys)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128])

@@ -51,6 +51,10 @@ class HostOperations:
         """See `Operations`."""
         return self._native.silu_mul(gate_up)
 
+    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See `Operations`."""
+        return self._native.gelu_mul(gate_up)
+
     def rotate_and_write(
         self,
         qkv: torch.Tensor,

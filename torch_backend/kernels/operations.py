@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from torch_backend.kernels.gelu_mul import gelu_mul
 from torch_backend.kernels.rms_norm import add_rms_norm, rms_norm
 from torch_backend.kernels.rotate_and_write import rotate_and_write
 from torch_backend.kernels.silu_mul import silu_mul
@@ -30,6 +31,10 @@ class TritonOperations:
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See `Operations`."""
         return silu_mul(gate_up)
+
+    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See `Operations`."""
+        return gelu_mul(gate_up)
 
     def rotate_and_write(
         self,

@@ -12,6 +12,7 @@ import torch
 from torch_backend.kernels.chip import Chip
 from torch_backend.kernels.configuration import ShippedKernel
 from torch_backend.kernels.draw import draw, greedy
+from torch_backend.kernels.gelu_mul import gelu_mul
 from torch_backend.kernels.rms_norm import add_rms_norm, rms_norm
 from torch_backend.kernels.rotate_and_write import rotate_and_write
 from torch_backend.kernels.shipped_attention import attention_kernels
@@ -28,10 +29,10 @@ _TOKENS = 48
 
 def shipped_kernels() -> list[ShippedKernel]:
     """All of them, each with a name of its own."""
-    activations = map(_activation, _TYPES)
+    activations = [_activation(name, dtype) for name in ("silu_mul", "gelu_mul") for dtype in _TYPES]
     # Vocabularies whose rows are aligned to 16 bytes, and not.
     draws = [*_draws(128_256), *_draws(50_257)]
-    return [*_norms(), *activations, *_rotations(), *draws, *attention_kernels()]
+    return [*_norms(), *_wide_weights(), *activations, *_rotations(), *draws, *attention_kernels()]
 
 
 def _empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -55,9 +56,19 @@ def _norms_of(dtype: torch.dtype, hidden: int) -> Iterator[ShippedKernel]:
     yield ShippedKernel("add_rms_norm", configuration, lambda _: add_rms_norm(x, x, weight, 1e-6))
 
 
-def _activation(dtype: torch.dtype) -> ShippedKernel:
+def _wide_weights() -> Iterator[ShippedKernel]:
+    """Weights in float32 beside bfloat16 activations, as Gemma's norms have them."""
+    hidden, dtype = 2304, torch.bfloat16
+    x, weight = _empty(dtype, _TOKENS, hidden), _empty(torch.float32, hidden)
+    configuration = f"{_name(dtype)}, hidden {hidden}, float32 weight"
+    yield ShippedKernel("rms_norm", configuration, lambda _: rms_norm(x, weight, 1e-6))
+    yield ShippedKernel("add_rms_norm", configuration, lambda _: add_rms_norm(x, x, weight, 1e-6))
+
+
+def _activation(name: str, dtype: torch.dtype) -> ShippedKernel:
+    activate = {"silu_mul": silu_mul, "gelu_mul": gelu_mul}[name]
     gate_up = _empty(dtype, _TOKENS, 2 * 14_336)
-    return ShippedKernel("silu_mul", _name(dtype), lambda _: silu_mul(gate_up))
+    return ShippedKernel(name, _name(dtype), lambda _: activate(gate_up))
 
 
 def _rotations() -> Iterator[ShippedKernel]:

@@ -6,7 +6,6 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from sglang_jax.architectures.model_config import Activation, FeedForwardConfig
 from sglang_jax.architectures.tensor_names import Part
@@ -60,7 +59,7 @@ class _PlainGated:
 
     def __init__(self, gate_up: Linear, activation: Activation, operations: Operations) -> None:
         self._gate_up = gate_up
-        self._activate = {Activation.SILU: operations.silu_mul, Activation.GELU_TANH: _gelu_mul}[activation]
+        self._activate = {Activation.SILU: operations.silu_mul, Activation.GELU_TANH: operations.gelu_mul}[activation]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._activate(self._gate_up(x))
@@ -80,9 +79,3 @@ class _PackedGated:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._up.multiply_then_scale(x, self._activated_gate(x))
-
-
-def _gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """`gelu(gate) * up` of `[T, 2 * intermediate]`, by tanh's approximation."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return functional.gelu(gate.float(), approximate="tanh").mul_(up).to(gate_up.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sglang_jax.architectures.common_fields import CommonFields, Defaults
-from sglang_jax.architectures.gemma_form import GEMMA_NAMES, gemma_model, gemma_norm
+from sglang_jax.architectures.gemma_form import GEMMA_NAMES, gemma_gguf, gemma_model, gemma_norm
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, SublayerNorms
 from sglang_jax.architectures.registry import Family
@@ -46,4 +46,12 @@ def configure(fields: JsonFields) -> ModelConfig:
     return gemma_model(common, _NAME, layers, logit_cap=fields.number_or("final_logit_softcapping", 30.0))
 
 
-FAMILY = Family(name=_NAME, class_name="Gemma2ForCausalLM", configure=configure, names=GEMMA_NAMES)
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+
+FAMILY = Family(
+    name=_NAME,
+    class_name="Gemma2ForCausalLM",
+    configure=configure,
+    names=GEMMA_NAMES,
+    gguf=gemma_gguf("gemma2", layers_of_27b=46, fields={cap: cap for cap in _CAPS}),
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sglang_jax.architectures.common_fields import CommonFields, Defaults
-from sglang_jax.architectures.gemma_form import GEMMA_NAMES, gemma_model, gemma_norm
+from sglang_jax.architectures.gemma_form import GEMMA_NAMES, gemma_gguf, gemma_model, gemma_norm
 from sglang_jax.architectures.hf_rope import rope_from_hf
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, QKNorm, RopeConfig, SublayerNorms
@@ -61,4 +61,10 @@ def _ropes(fields: JsonFields) -> tuple[RopeConfig, RopeConfig]:
     return rope_from_hf(fields, context, 1e6), local
 
 
-FAMILY = Family(name=_NAME, class_name="Gemma3ForCausalLM", configure=configure, names=GEMMA_NAMES)
+FAMILY = Family(
+    name=_NAME,
+    class_name="Gemma3ForCausalLM",
+    configure=configure,
+    names=GEMMA_NAMES,
+    gguf=gemma_gguf("gemma3", layers_of_27b=62, fields={"rope_local_base_freq": "rope.freq_base_swa"}),
+)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from sglang_jax.architectures.common_fields import CommonFields, Defaults
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.model_config import ModelConfig
-from sglang_jax.architectures.registry import Family
+from sglang_jax.architectures.registry import Family, GgufForm
 
 _NAME = "granite"
 _DEFAULTS = Defaults(max_position=2048, bos_token_id=1, eos_token_id=2)
@@ -31,4 +31,16 @@ def configure(fields: JsonFields) -> ModelConfig:
     )
 
 
-FAMILY = Family(name=_NAME, class_name="GraniteForCausalLM", configure=configure)
+_GGUF_FIELDS = {
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "attention_multiplier": "attention.scale",
+    "logits_scaling": "logit_scale",
+}
+
+FAMILY = Family(
+    name=_NAME,
+    class_name="GraniteForCausalLM",
+    configure=configure,
+    gguf=GgufForm(name="granite", fields=_GGUF_FIELDS, interleaved=True),
+)

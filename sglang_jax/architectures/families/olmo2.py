@@ -7,7 +7,7 @@ from dataclasses import replace
 from sglang_jax.architectures.common_fields import CommonFields, Defaults
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, QKNorm, SublayerNorms
-from sglang_jax.architectures.registry import Family
+from sglang_jax.architectures.registry import Family, GgufForm
 from sglang_jax.architectures.tensor_names import POST_NORM_NAMES
 
 _NAME = "olmo2"
@@ -27,4 +27,10 @@ def configure(fields: JsonFields) -> ModelConfig:
     return common.model(_NAME, [layer] * common.num_layers, norm)
 
 
-FAMILY = Family(name=_NAME, class_name="Olmo2ForCausalLM", configure=configure, names=POST_NORM_NAMES)
+FAMILY = Family(
+    name=_NAME,
+    class_name="Olmo2ForCausalLM",
+    configure=configure,
+    names=POST_NORM_NAMES,
+    gguf=GgufForm(name="olmo2"),
+)

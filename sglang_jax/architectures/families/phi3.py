@@ -7,7 +7,7 @@ from dataclasses import replace
 from sglang_jax.architectures.common_fields import CommonFields, Defaults
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.model_config import ModelConfig
-from sglang_jax.architectures.registry import Family
+from sglang_jax.architectures.registry import Family, GgufForm
 from sglang_jax.architectures.tensor_names import LLAMA_NAMES, Part, TensorName
 
 _NAME = "phi3"
@@ -30,4 +30,10 @@ def configure(fields: JsonFields) -> ModelConfig:
     return common.model(_NAME, [layer] * common.num_layers)
 
 
-FAMILY = Family(name=_NAME, class_name="Phi3ForCausalLM", configure=configure, names=_NAMES)
+FAMILY = Family(
+    name=_NAME,
+    class_name="Phi3ForCausalLM",
+    configure=configure,
+    names=_NAMES,
+    gguf=GgufForm(name="phi3", fields={"sliding_window": "attention.sliding_window"}),
+)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from sglang_jax.architectures.common_fields import CommonFields, Defaults
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.model_config import ModelConfig
-from sglang_jax.architectures.registry import Family
+from sglang_jax.architectures.registry import Family, GgufForm
 from sglang_jax.errors import CheckpointError
 
 _NAME = "smollm3"
@@ -55,4 +55,9 @@ def _rotated_layers(common: CommonFields) -> list[bool]:
     return [bool(rotates) for rotates in given[: common.num_layers]]
 
 
-FAMILY = Family(name=_NAME, class_name="SmolLM3ForCausalLM", configure=configure)
+FAMILY = Family(
+    name=_NAME,
+    class_name="SmolLM3ForCausalLM",
+    configure=configure,
+    gguf=GgufForm(name="smollm3", interleaved=True),
+)
