@@ -84,7 +84,7 @@ async def throughput(client: ReplicatedClient, requests: list[GenerateInput], at
         nonlocal tokens
         for request in todo:
             async for output in client.generate(request):
-                tokens += len(output.delta_ids)
+                tokens += len(output.token_ids)
 
     begin = time.perf_counter()
     await asyncio.gather(*(work() for _ in range(at_once)))

@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from sglang_jax.engine import validation
 from sglang_jax.engine.channel import ClientChannel, Published, Ready, Stopped
 from sglang_jax.engine.detokenizer import OutputText
-from sglang_jax.engine.output import Completion, RequestOutputs, token_logprob
+from sglang_jax.engine.output import Completion, RequestOutputs
 from sglang_jax.engine.prompt_reader import PromptReader
 from sglang_jax.engine.types import (
     FinishKind,
     FinishReason,
     GenerateInput,
-    GenerateOutput,
     ModelInfo,
+    OutputDelta,
     ReplicaLoad,
     ReplicaState,
     TextTokenizer,
@@ -133,7 +133,7 @@ class AsyncEngineClient:
         """The newest snapshot that the scheduler published."""
         return self._stats
 
-    async def generate(self, request: GenerateInput) -> AsyncGenerator[GenerateOutput, None]:
+    async def generate(self, request: GenerateInput) -> AsyncGenerator[OutputDelta, None]:
         """See `EngineClient.generate`."""
         self._check_alive()
         validation.check_input(request, self.model_info)
@@ -143,8 +143,9 @@ class AsyncEngineClient:
             validation.check_length(request, len(prompt), self.model_info.context_length)
             self._check_alive()
             self._submit(request, prompt, outputs)
-            async for output in outputs.read():
-                yield output
+            while deltas := await outputs.take():
+                for delta in deltas:
+                    yield delta
         finally:
             self._release(outputs)
 
@@ -353,7 +354,7 @@ class AsyncEngineClient:
                 completions[wire_id].add_prompt_logprobs(entries)
         for wire_id, entry in step.logprobs:
             if wire_id in completions:
-                completions[wire_id].logprobs.append(token_logprob(entry))
+                completions[wire_id].add_logprob(entry)
         ids, tokens = np.frombuffer(step.ids, "<i8").tolist(), np.frombuffer(step.tokens, "<i4").tolist()
         for wire_id, token_id in zip(ids, tokens, strict=True):
             completion = completions.get(wire_id)

@@ -16,7 +16,7 @@ from sglang_jax.config import EngineConfig
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.launch import TokenizerLoader, launch_engine
 from sglang_jax.engine.placement import Placement, place_replicas
-from sglang_jax.engine.types import GenerateInput, GenerateOutput, ModelInfo, ReplicaState, TextTokenizer
+from sglang_jax.engine.types import GenerateInput, ModelInfo, OutputDelta, ReplicaState, TextTokenizer
 from sglang_jax.errors import CheckpointError, ConfigError, EngineDeadError
 from sglang_jax.scheduler.messages import SchedulerStats
 
@@ -60,7 +60,7 @@ class ServingEngine(ReplicaEngine, Protocol):
     @property
     def stats(self) -> SchedulerStats: ...
 
-    def generate(self, request: GenerateInput) -> AsyncGenerator[GenerateOutput, None]: ...
+    def generate(self, request: GenerateInput) -> AsyncGenerator[OutputDelta, None]: ...
 
     def abort(self, request_id: str) -> None: ...
 

@@ -23,8 +23,8 @@ from sglang_jax.engine.types import (
     FinishKind,
     FinishReason,
     GenerateInput,
-    GenerateOutput,
     ModelInfo,
+    OutputDelta,
     ReplicaLoad,
     ReplicaState,
     TextTokenizer,
@@ -140,7 +140,7 @@ class ReplicatedClient:
         """See `EngineClient.loads`."""
         return [self._load(replica) for replica in self._replicas]
 
-    async def generate(self, request: GenerateInput) -> AsyncGenerator[GenerateOutput, None]:
+    async def generate(self, request: GenerateInput) -> AsyncGenerator[OutputDelta, None]:
         """See `EngineClient.generate`. Raises `ReplicaLostError` as well."""
         validation.check_input(request, self._model_info)
         request_id = uuid.uuid4().hex if request.request_id is None else request.request_id
@@ -152,7 +152,6 @@ class ReplicatedClient:
             validation.check_length(request, len(routed.prompt), self._model_info.context_length)
             async with aclosing(self._route(routed)) as outputs:
                 async for output in outputs:
-                    output.request_id = request_id
                     yield output
         finally:
             del self._requests[request_id]
@@ -226,7 +225,7 @@ class ReplicatedClient:
         seed = arrival_seed(self._random_seed, first)
         return dataclasses.replace(request, sampling=dataclasses.replace(sampling, seed=seed))
 
-    async def _route(self, routed: RoutedRequest) -> AsyncGenerator[GenerateOutput, None]:
+    async def _route(self, routed: RoutedRequest) -> AsyncGenerator[OutputDelta, None]:
         """The outputs of one replica; of the next if that one cannot begin."""
         lost, full = 0, set[int]()
         while True:
@@ -260,7 +259,7 @@ class ReplicatedClient:
 
     async def _attempt(
         self, routed: RoutedRequest, index: int, engine: ServingEngine
-    ) -> AsyncGenerator[GenerateOutput, None]:
+    ) -> AsyncGenerator[OutputDelta, None]:
         completions = routed.request.sampling.n
         routed.engine, routed.wire_id = engine, f"{self._name}-{next(self._names)}"
         self._in_flight[index] += completions
@@ -343,21 +342,18 @@ class ReplicatedClient:
             return known | {"replica_state": ReplicaState.DEAD.value, "error": error.message}
 
 
-def _refusal(output: GenerateOutput) -> RequestError | None:
+def _refusal(output: OutputDelta) -> RequestError | None:
     """The error of an output that ended because a queue was full."""
     error = output.finish.error if output.finish is not None else None
     return error if isinstance(error, QueueFullError) else None
 
 
-def _aborted_outputs(routed: RoutedRequest) -> list[GenerateOutput]:
+def _aborted_outputs(routed: RoutedRequest) -> list[OutputDelta]:
     return [
-        GenerateOutput(
-            request_id="",
+        OutputDelta(
             index=index,
             text="",
-            delta_text="",
-            output_ids=[],
-            delta_ids=[],
+            token_ids=[],
             prompt_tokens=len(routed.prompt),
             completion_tokens=0,
             cached_tokens=0,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -78,24 +77,22 @@ class ServerMetrics:
     def __init__(self, client: EngineClient, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(SchedulerCollector(client, model_name))
-        self._num_requests = self._counter(
+        self.num_requests = self._counter(
             "num_requests", "Prompts answered: each prompt of a batch counts, all its completions are one.", model_name
         )
-        self._first_token = self._histogram(
+        self.first_token = self._histogram(
             "time_to_first_token_seconds", "Of streamed completions.", LATENCY_BUCKETS, model_name
         )
-        self._inter_token = self._histogram(
+        self.inter_token = self._histogram(
             "inter_token_latency_seconds", "Between tokens of streamed completions.", TOKEN_LATENCY_BUCKETS, model_name
         )
-        self._end_to_end = self._histogram(
+        self.end_to_end = self._histogram(
             "e2e_request_latency_seconds", "From the request to the end of a completion.", LATENCY_BUCKETS, model_name
         )
 
-    @contextmanager
-    def request(self, *, stream: bool) -> Iterator[RequestTiming]:
-        """Times one prompt; it counts as answered unless it fails or its client leaves."""
-        yield RequestTiming(self._first_token, self._inter_token, self._end_to_end, stream=stream)
-        self._num_requests.inc()
+    def timing(self, *, stream: bool) -> RequestTiming:
+        """The clock of one prompt, which starts now."""
+        return RequestTiming(self, stream=stream)
 
     def _counter(self, name: str, text: str, model_name: str) -> Counter:
         return Counter(f"sglang:{name}", text, ["model_name"], registry=self.registry).labels(model_name)
@@ -111,10 +108,8 @@ class RequestTiming:
     When the tokens of a completion that is not streamed were drawn is not known here: only its end is timed.
     """
 
-    def __init__(self, first_token: Histogram, inter_token: Histogram, end_to_end: Histogram, *, stream: bool) -> None:
-        self._first_token = first_token
-        self._inter_token = inter_token
-        self._end_to_end = end_to_end
+    def __init__(self, metrics: ServerMetrics, *, stream: bool) -> None:
+        self._metrics = metrics
         self._stream = stream
         self._begin = time.perf_counter()
         self._last: dict[int, float] = {}
@@ -125,13 +120,17 @@ class RequestTiming:
         if self._stream and num_tokens:
             last = self._last.get(index)
             if last is None:
-                self._first_token.observe(now - self._begin)
+                self._metrics.first_token.observe(now - self._begin)
             else:
                 for _ in range(num_tokens):
-                    self._inter_token.observe((now - last) / num_tokens)
+                    self._metrics.inter_token.observe((now - last) / num_tokens)
             self._last[index] = now
         if ended:
-            self._end_to_end.observe(now - self._begin)
+            self._metrics.end_to_end.observe(now - self._begin)
+
+    def answered(self) -> None:
+        """The prompt counts as answered. One that fails, or whose client leaves, does not."""
+        self._metrics.num_requests.inc()
 
 
 def metrics_router(metrics: ServerMetrics) -> APIRouter:

@@ -15,8 +15,8 @@ from sglang_jax.engine.types import (
     FinishKind,
     FinishReason,
     GenerateInput,
-    GenerateOutput,
     ModelInfo,
+    OutputDelta,
     TextTokenizer,
     TokenLogprob,
 )
@@ -121,7 +121,7 @@ class RemoteEngine:
         """What it said of its load at the last look."""
         return self._stats
 
-    async def generate(self, request: GenerateInput) -> AsyncGenerator[GenerateOutput, None]:
+    async def generate(self, request: GenerateInput) -> AsyncGenerator[OutputDelta, None]:
         """See `EngineClient.generate`. Leaving it closes the connection, which ends the request there."""
         if not self.alive:
             raise EngineDeadError(f"{self.address} is lost: {self._over.result()}")
@@ -173,16 +173,16 @@ class RemoteEngine:
         self._lose("it was let go")
         await self._http.aclose()
 
-    async def _outputs(self, request: GenerateInput, body: dict[str, Any]) -> AsyncGenerator[GenerateOutput, None]:
+    async def _outputs(self, request: GenerateInput, body: dict[str, Any]) -> AsyncGenerator[OutputDelta, None]:
         if not request.stream:
             response = await self._http.post("/generate", json=body)
             if response.status_code != 200:
                 raise self._error(response)
             answer = response.json()
             for number, one in enumerate(answer if isinstance(answer, list) else [answer]):
-                yield _output(request, {"index": number, **one}, None)
+                yield _delta(request, {"index": number, **one}, first=True)
             return
-        before: dict[int, GenerateOutput] = {}
+        latest: dict[int, OutputDelta] = {}
         async with self._http.stream("POST", "/generate", json=body) as response:
             if response.status_code != 200:
                 await response.aread()
@@ -190,10 +190,10 @@ class RemoteEngine:
             async for event in _events(response):
                 if "error" in event:
                     raise self._as_raised(event["error"], 500)
-                output = _output(request, event, before.get(int(event.get("index", 0))))
-                before[output.index] = output
-                yield output
-            if len(before) < request.sampling.n or any(one.finish is None for one in before.values()):
+                delta = _delta(request, event, first=int(event.get("index", 0)) not in latest)
+                latest[delta.index] = delta
+                yield delta
+            if len(latest) < request.sampling.n or any(one.finish is None for one in latest.values()):
                 raise httpx2.RemoteProtocolError("the stream ended before its last event")
 
     def _error(self, response: httpx2.Response) -> RequestError:
@@ -341,29 +341,21 @@ async def _events(response: httpx2.Response) -> AsyncIterator[dict[str, Any]]:
             yield msgspec.json.decode(line.removeprefix("data: ").encode())
 
 
-def _output(request: GenerateInput, answer: Mapping[str, Any], before: GenerateOutput | None) -> GenerateOutput:
-    """An answer of the native route as the engine has it: what is new since `before`, or all of it if that is None."""
+def _delta(request: GenerateInput, answer: Mapping[str, Any], *, first: bool) -> OutputDelta:
+    """An answer of the native route, `first` of its completion, as the engine has it."""
     meta = answer["meta_info"]
-    text, ids = answer["text"], answer["output_ids"]
-    logprobs = _logprobs(meta.get("output_token_logprobs"), meta.get("output_top_logprobs"))
     prompt_logprobs: list[TokenLogprob] | None = None
-    if before is not None:
-        prompt_logprobs = before.prompt_logprobs
-    elif request.return_logprob and request.logprob_start_len >= 0:
+    if first and request.return_logprob and request.logprob_start_len >= 0:
         prompt_logprobs = _logprobs(meta.get("input_token_logprobs"), meta.get("input_top_logprobs"))
-    return GenerateOutput(
-        request_id=request.request_id or "",
+    return OutputDelta(
         index=int(answer.get("index", 0)),
-        text=before.text + text if before else text,
-        delta_text=text,
-        output_ids=before.output_ids + ids if before else ids,
-        delta_ids=ids,
+        text=answer["text"],
+        token_ids=answer["output_ids"],
         prompt_tokens=meta["prompt_tokens"],
         completion_tokens=meta["completion_tokens"],
         cached_tokens=meta["cached_tokens"],
         finish=_finish(meta["finish_reason"]),
-        logprobs=before.logprobs + logprobs if before else logprobs,
-        delta_logprobs=logprobs,
+        logprobs=_logprobs(meta.get("output_token_logprobs"), meta.get("output_top_logprobs")),
         prompt_logprobs=prompt_logprobs,
     )
 

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from helpers.engine_fakes import CACHED_TOKENS, CONTEXT_LENGTH, EOS, load_echo, load_tokenizer
+from helpers.whole_outputs import collect, outputs_of
 
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.launch import launch_core
 from sglang_jax.engine.prompt_reader import LONG_TEXT
-from sglang_jax.engine.types import FinishKind, GenerateInput, GenerateOutput, TokenLogprob
+from sglang_jax.engine.types import FinishKind, GenerateInput, TokenLogprob
 from sglang_jax.errors import CapacityError, EngineDeadError, ParameterError, PromptTooLongError
 from sglang_jax.sampling.params import SamplingParams
 
@@ -40,10 +41,6 @@ async def slow_client() -> AsyncIterator[AsyncEngineClient]:
     client = await start("echo:0.005")
     yield client
     await client.close()
-
-
-async def collect(client: AsyncEngineClient, request: GenerateInput) -> list[GenerateOutput]:
-    return [output async for output in client.generate(request)]
 
 
 async def seen(client: AsyncEngineClient) -> list[dict[str, Any]]:
@@ -237,7 +234,7 @@ async def test_cancelled_task_aborts(slow_client: AsyncEngineClient) -> None:
 async def test_abort_ends_the_output_with_what_there_is(slow_client: AsyncEngineClient) -> None:
     request = GenerateInput(prompt="abc" * 400, sampling=LONG, request_id="a", stream=True)
     outputs = []
-    async for output in slow_client.generate(request):
+    async for output in outputs_of(slow_client, request):
         outputs.append(output)
         slow_client.abort("a")
     assert outputs[-1].finish is not None
@@ -270,7 +267,8 @@ async def test_abort_all(slow_client: AsyncEngineClient) -> None:
 
 async def test_slow_reader_gets_fewer_and_larger_pieces(client: AsyncEngineClient) -> None:
     text = "0123456789" * 100
-    reader = client.generate(GenerateInput(prompt=text, sampling=SamplingParams(max_new_tokens=None), stream=True))
+    request = GenerateInput(prompt=text, sampling=SamplingParams(max_new_tokens=None), stream=True)
+    reader = outputs_of(client, request)
     outputs = [await anext(reader)]
     while (await client.state())["running"]:
         await asyncio.sleep(0.01)

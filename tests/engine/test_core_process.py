@@ -17,11 +17,12 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from helpers.engine_fakes import load_echo, load_tokenizer, refuse_tokenizer
+from helpers.whole_outputs import collect
 
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.launch import TokenizerLoader, launch_core
-from sglang_jax.engine.types import GenerateInput, GenerateOutput
+from sglang_jax.engine.types import GenerateInput
 from sglang_jax.errors import CheckpointError, ConfigError, EngineDeadError
 from sglang_jax.sampling.params import SamplingParams
 
@@ -33,10 +34,6 @@ async def start(
 ) -> AsyncEngineClient:
     config = EngineConfig(model_path=model_path)
     return await launch_core(config, in_process=in_process, load=load_echo, load_tokenizer=load_tokenizer)
-
-
-async def collect(client: AsyncEngineClient, request: GenerateInput) -> list[GenerateOutput]:
-    return [output async for output in client.generate(request)]
 
 
 @pytest_asyncio.fixture
@@ -189,6 +186,7 @@ PARENT = """
 import asyncio, json, sys
 sys.path[:0] = json.loads(sys.argv[1])
 from helpers.engine_fakes import load_echo, load_tokenizer
+from helpers.whole_outputs import collect
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.launch import launch_core
 

@@ -16,12 +16,13 @@ from helpers.engine_fakes import (
     load_fake_model,
     load_tokenizer,
 )
+from helpers.whole_outputs import collect, outputs_of
 
 from sglang_jax import Engine, SamplingParams
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.launch import launch_core
-from sglang_jax.engine.types import FinishKind, GenerateInput, GenerateOutput
+from sglang_jax.engine.types import FinishKind, GenerateInput
 from sglang_jax.errors import NumericalError, QueueFullError
 from sglang_jax.runner.fake import Oracle
 
@@ -39,10 +40,6 @@ async def client(request: pytest.FixtureRequest) -> AsyncIterator[AsyncEngineCli
     client = await launch_core(config, in_process=request.param, load=load_fake_model, load_tokenizer=load_tokenizer)
     yield client
     await client.close()
-
-
-async def collect(client: AsyncEngineClient, request: GenerateInput) -> list[GenerateOutput]:
-    return [output async for output in client.generate(request)]
 
 
 def expected(prompt: str, sampling: SamplingParams, index: int = 0) -> list[int]:
@@ -124,8 +121,8 @@ async def test_prefix_is_found_again(client: AsyncEngineClient) -> None:
 
 
 async def test_abort_and_early_close_free_everything(client: AsyncEngineClient) -> None:
-    stream = client.generate(GenerateInput(prompt="abc", sampling=LONG, stream=True))
-    aborted = client.generate(GenerateInput(prompt="abcd", sampling=LONG, stream=True, request_id="a"))
+    stream = outputs_of(client, GenerateInput(prompt="abc", sampling=LONG, stream=True))
+    aborted = outputs_of(client, GenerateInput(prompt="abcd", sampling=LONG, stream=True, request_id="a"))
     await anext(stream)
     await anext(aborted)
     await stream.aclose()

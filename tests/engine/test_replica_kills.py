@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 from helpers.engine_fakes import FAKE_VOCAB_SIZE, load_tokenizer
 from helpers.sleeping_core import launch_sleeping
+from helpers.whole_outputs import collect
 
 from sglang_jax.config import Device, EngineConfig, LoadBalanceMethod
 from sglang_jax.engine.client import AsyncEngineClient
@@ -71,7 +72,7 @@ async def use(client: ReplicatedClient, tally: Tally, seed: int, over: asyncio.E
         kills = tally.kills
         try:
             request = GenerateInput(prompt=prompt, sampling=sampling, stream=stream)
-            outputs = [one async for one in client.generate(request)]
+            outputs = await collect(client, request)
         except ReplicaLostError:
             assert tally.kills > kills, "nothing was killed while it ran"
             tally.failed[tally.kills] = tally.failed.get(tally.kills, 0) + 1

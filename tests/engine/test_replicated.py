@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import pytest_asyncio
 from helpers.engine_fakes import CONTEXT_LENGTH
-from helpers.replica_fakes import ToldEngine, ToldReplicas, collect
+from helpers.replica_fakes import ToldEngine, ToldReplicas
+from helpers.whole_outputs import collect
 
 from sglang_jax.config import LoadBalanceMethod
 from sglang_jax.engine.replicated import MAX_REROUTES, ReplicatedClient

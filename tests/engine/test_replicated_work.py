@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 from helpers.engine_fakes import FAKE_VOCAB_SIZE
-from helpers.replica_fakes import collect, fake_replicas, shared_prefix_prompts
+from helpers.replica_fakes import fake_replicas, shared_prefix_prompts
+from helpers.whole_outputs import collect
 
 from sglang_jax.config import EngineConfig, LoadBalanceMethod
 from sglang_jax.engine.replicated import ReplicatedClient
@@ -58,7 +59,7 @@ async def test_requests_without_a_seed_draw_what_one_engine_would() -> None:
     await client.close()
     single = await fake_replicas(1, LoadBalanceMethod.ROUND_ROBIN, fake_config())
     engine = single._replicas[0].client
-    assert outputs == [[output.output_ids async for output in engine.generate(request)] for request in requests]
+    assert outputs == [[one.output_ids for one in await collect(engine, request)] for request in requests]
     await single.close()
 
 

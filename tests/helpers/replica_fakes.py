@@ -16,7 +16,7 @@ from sglang_jax.engine.launch_replicated import replicated_client
 from sglang_jax.engine.replica import Backoff, Replica
 from sglang_jax.engine.replicated import ReplicatedClient
 from sglang_jax.engine.routing import Balance, create_policy
-from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, GenerateOutput, ModelInfo
+from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, ModelInfo, OutputDelta
 from sglang_jax.errors import EngineDeadError, RequestError
 from sglang_jax.scheduler.messages import SchedulerStats
 
@@ -42,14 +42,14 @@ class ToldEngine:
         self.busy = False
         self.foreign_load = 0
         self.stats = SchedulerStats(num_running=1, prompt_tokens=10, cached_tokens=4)
-        self._inbox: dict[str, asyncio.Queue[GenerateOutput | RequestError]] = {}
+        self._inbox: dict[str, asyncio.Queue[OutputDelta | RequestError]] = {}
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     @property
     def alive(self) -> bool:
         return not self._over.done()
 
-    async def generate(self, request: GenerateInput) -> AsyncGenerator[GenerateOutput, None]:
+    async def generate(self, request: GenerateInput) -> AsyncGenerator[OutputDelta, None]:
         if not self.alive:
             raise EngineDeadError("gone")
         assert request.request_id is not None
@@ -70,13 +70,10 @@ class ToldEngine:
         request = self.asked[name]
         reason = FinishReason(FinishKind.STOP) if error is None else FinishReason(FinishKind.ERROR, error=error)
         self._inbox[name].put_nowait(
-            GenerateOutput(
-                request_id=name,
+            OutputDelta(
                 index=index,
                 text="done",
-                delta_text="done",
-                output_ids=[1],
-                delta_ids=[1],
+                token_ids=[1],
                 prompt_tokens=len(request.prompt),
                 completion_tokens=1,
                 cached_tokens=0,
@@ -177,7 +174,3 @@ def shared_prefix_prompts(
         for group, _ in itertools.product(range(groups), range(each))
     ]
     return [prompts[place] for place in rng.permutation(len(prompts)).tolist()]
-
-
-async def collect(client: ReplicatedClient, request: GenerateInput) -> list[GenerateOutput]:
-    return [output async for output in client.generate(request)]
