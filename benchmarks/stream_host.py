@@ -40,9 +40,11 @@ from sglang_jax.checkpoint.text_stream import TextStream
 from sglang_jax.config import EngineConfig, ServerConfig
 from sglang_jax.engine.channel import CoreChannel, Published, Ready, Stopped
 from sglang_jax.engine.client import AsyncEngineClient
+from sglang_jax.engine.core_link import CoreLink
 from sglang_jax.engine.detokenizer import OutputText
 from sglang_jax.engine.launch import launch_core
 from sglang_jax.engine.output import Completion, RequestOutputs
+from sglang_jax.engine.single_link import SingleLink
 from sglang_jax.engine.types import GenerateInput, ModelInfo
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.messages import (
@@ -111,7 +113,7 @@ def step_message(ids: Sequence[int], tokens: int, first: int) -> StepOutputs:
 def completion(length: int) -> Completion:
     """An output that has this many tokens, all of them taken."""
     text = OutputText(WordTokenizer().stream_decoder(), (), frozenset({0}))
-    made = Completion(RequestOutputs("r", stream=True), wire_id=0, index=0, prompt_tokens=1, text=text)
+    made = Completion(RequestOutputs(GenerateInput(prompt=[1], stream=True)), index=0, prompt_tokens=1, text=text)
     for token in range(length):
         made.push(1 + token % 999)
     made.take()
@@ -176,7 +178,9 @@ class Crowd:
         self.channel = OpenChannel()
         channel: Any = self.channel
         tokenizer: Any = WordTokenizer()
-        self._client = AsyncEngineClient(channel, channel, READY, tokenizer, contextlib.ExitStack())
+        self._client = AsyncEngineClient(
+            SingleLink(CoreLink(channel, channel, READY, contextlib.ExitStack())), tokenizer
+        )
         self._tasks = [asyncio.create_task(self._read()) for _ in range(STREAMS)]
         self._length = length
         self._steps = 0

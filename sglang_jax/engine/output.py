@@ -9,8 +9,8 @@ import numpy as np
 
 from sglang_jax import errors
 from sglang_jax.engine.detokenizer import OutputText
-from sglang_jax.engine.types import FinishKind, FinishReason, OutputDelta, TokenLogprob
-from sglang_jax.errors import EngineDeadError, RequestError
+from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, OutputDelta, TokenLogprob
+from sglang_jax.errors import RequestError
 from sglang_jax.scheduler.messages import Finished, WireError, WireLogprob
 
 _ERROR_CLASSES: dict[str, type[RequestError]] = {
@@ -37,16 +37,16 @@ def token_logprob(wire: WireLogprob) -> TokenLogprob:
 
 
 class Completion:
-    """One of a request's n outputs: gathers what the scheduler publishes until somebody takes it.
+    """One of a request's n outputs: gathers what a link brings until somebody takes it.
 
     What was taken is forgotten. A reader that is slower than the engine finds more at once; what waits is never more
     than the output itself.
+
+    `wire_id` is the name that a link gives it.
     """
 
-    def __init__(
-        self, outputs: RequestOutputs, *, wire_id: int, index: int, prompt_tokens: int, text: OutputText
-    ) -> None:
-        self.wire_id = wire_id
+    def __init__(self, outputs: RequestOutputs, *, index: int, prompt_tokens: int, text: OutputText) -> None:
+        self.wire_id = 0
         self.outputs = outputs
         self.prompt_tokens = prompt_tokens
         self.cached_tokens = 0
@@ -81,6 +81,21 @@ class Completion:
             return False
         self._finish(FinishReason(FinishKind.STOP, self._text.matched))
         return True
+
+    def add(self, delta: OutputDelta) -> None:
+        """Adds what has become text elsewhere."""
+        self._new_tokens += delta.token_ids
+        self._num_tokens = delta.completion_tokens
+        self._new_text.append(delta.text)
+        self._new_logprobs += delta.logprobs
+        self._num_logprobs += len(delta.logprobs)
+        self.prompt_tokens, self.cached_tokens = delta.prompt_tokens, delta.cached_tokens
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+        if delta.finish is not None:
+            self._finish(delta.finish)
+        elif self.outputs.request.stream:
+            self.outputs.wake()
 
     def end(self, message: Finished) -> None:
         """The scheduler's last word on this output."""
@@ -133,43 +148,42 @@ class Completion:
 
 
 class RequestOutputs:
-    """The outputs of one request, for the one task that reads them.
+    """The outputs of one request at one link, for the one task that reads them. They are given as they grow where the
+    request streams, otherwise each once, finished.
 
-    **Arguments:** `stream`: outputs are given as they grow, otherwise each once, finished.
+    `started`: the link's core had begun the request.
     """
 
-    def __init__(self, request_id: str, *, stream: bool) -> None:
-        self.request_id = request_id
-        self.stream = stream
+    def __init__(self, request: GenerateInput) -> None:
+        self.request = request
         self.completions: Sequence[Completion] = ()
-        self.aborted = False
         self.started = False
         self._news = asyncio.Event()
-        self._lost: str | None = None
+        self._failure: RequestError | None = None
 
     def wake(self) -> None:
         """Tells the reader that there is something to take."""
         self._news.set()
 
-    def lose(self, reason: str) -> None:
-        """The engine is gone: the reader gets what is there, then `EngineDeadError`."""
-        self._lost = reason
+    def fail(self, error: RequestError) -> None:
+        """There will be no more: the reader gets what is there, then this error unless all outputs had ended."""
+        self._failure = error
         self._news.set()
 
     async def take(self) -> list[OutputDelta]:
         """Waits until something is new, and gives all that is; nothing once every output has given its last. Raises
-        `EngineDeadError` where there will never be more."""
+        what `fail` was given."""
         while waiting := [completion for completion in self.completions if not completion.delivered]:
             await self._news.wait()
             self._news.clear()
             ready = [
                 completion.take()
                 for completion in waiting
-                if completion.finish is not None or (self.stream and completion.has_news)
+                if completion.finish is not None or (self.request.stream and completion.has_news)
             ]
-            if self._lost is not None and not all(completion.delivered for completion in waiting):
+            if self._failure is not None and not all(completion.delivered for completion in waiting):
                 if not ready:
-                    raise EngineDeadError(self._lost, started=self.started)
+                    raise self._failure
                 self._news.set()
             if ready:
                 return ready

@@ -45,12 +45,12 @@ async def slow_client() -> AsyncIterator[AsyncEngineClient]:
 
 async def seen(client: AsyncEngineClient) -> list[dict[str, Any]]:
     """The requests as they reached the core."""
-    state = await client.state()
+    state = (await client.states())[0]
     return list(json.loads(str(state["seen"])))
 
 
 async def events(client: AsyncEngineClient, kind: str) -> list[int]:
-    return list(json.loads(str((await client.state())[kind])))
+    return list(json.loads(str((await client.states())[0][kind])))
 
 
 async def test_one_finished_output(client: AsyncEngineClient) -> None:
@@ -218,7 +218,7 @@ async def test_closing_early_aborts(slow_client: AsyncEngineClient) -> None:
     await anext(outputs)
     await outputs.aclose()
     assert sorted(await events(slow_client, "aborted")) == [message["id"] for message in await seen(slow_client)]
-    assert (await slow_client.state())["running"] == 0
+    assert (await slow_client.states())[0]["running"] == 0
 
 
 async def test_cancelled_task_aborts(slow_client: AsyncEngineClient) -> None:
@@ -270,7 +270,7 @@ async def test_slow_reader_gets_fewer_and_larger_pieces(client: AsyncEngineClien
     request = GenerateInput(prompt=text, sampling=SamplingParams(max_new_tokens=None), stream=True)
     reader = outputs_of(client, request)
     outputs = [await anext(reader)]
-    while (await client.state())["running"]:
+    while (await client.states())[0]["running"]:
         await asyncio.sleep(0.01)
     outputs += [output async for output in reader]
     assert len(outputs) <= 3
@@ -285,7 +285,7 @@ async def test_flush_state_and_stats(slow_client: AsyncEngineClient) -> None:
     await anext(outputs)
     assert not await slow_client.flush_cache()
     assert slow_client.stats.num_running == 1
-    assert (await slow_client.state())["running"] == 1
+    assert (await slow_client.states())[0]["running"] == 1
     await outputs.aclose()
 
 
@@ -316,7 +316,7 @@ async def test_close_at_once_fails_what_is_in_flight_and_cuts_a_drain_short() ->
     with pytest.raises(EngineDeadError, match="shut down"):
         await task
     with pytest.raises(EngineDeadError, match="shut down"):
-        await client.state()
+        await client.states()
 
 
 async def test_failure_of_the_core_fails_all_requests() -> None:

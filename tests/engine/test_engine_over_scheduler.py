@@ -53,7 +53,7 @@ async def assert_nothing_is_held(client: AsyncEngineClient) -> None:
     """At once, but for the step that is in flight."""
     held = None
     for _ in range(200):
-        state = await client.state()
+        state = (await client.states())[0]
         held = (state["num_running"], state["num_waiting"], state["num_used_tokens"])
         if held == (0, 0, 0):
             return
@@ -172,7 +172,7 @@ async def test_numerical_error_touches_no_other_request() -> None:
 async def test_drain_finishes_what_was_accepted(client: AsyncEngineClient) -> None:
     tasks = [asyncio.create_task(collect(client, GenerateInput(prompt=f"drain {i}", sampling=LONG))) for i in range(12)]
     await asyncio.sleep(0)
-    await client.state()
+    await client.states()
     await client.close(drain=True)
     for i, (output,) in enumerate(await asyncio.gather(*tasks)):
         assert output.output_ids == expected(f"drain {i}", LONG)

@@ -23,7 +23,8 @@ from sglang_jax.config import EngineConfig, LoadBalanceMethod
 from sglang_jax.engine import validation
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.core import CoreLoader
-from sglang_jax.engine.launch import launch_core
+from sglang_jax.engine.core_link import CoreLink
+from sglang_jax.engine.launch import launch_core, launch_link
 from sglang_jax.engine.launch_replicated import replicated_client
 from sglang_jax.engine.replica import Replica
 from sglang_jax.engine.types import EngineClient, FinishKind, FinishReason, GenerateInput, GenerateOutput
@@ -65,8 +66,8 @@ async def one_engine(load: CoreLoader, config: EngineConfig) -> AsyncEngineClien
 
 
 async def two_replicas(load: CoreLoader, config: EngineConfig) -> EngineClient:
-    async def start() -> AsyncEngineClient:
-        return await one_engine(load, config)
+    async def start() -> CoreLink:
+        return await launch_link(config, in_process=True, load=load)
 
     replicas = [Replica(index, start, backoff=AT_ONCE) for index in range(2)]
     await asyncio.gather(*(replica.start() for replica in replicas))

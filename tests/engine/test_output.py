@@ -8,15 +8,15 @@ from sglang_jax import errors
 from sglang_jax.engine.cumulative import CumulativeOutputs
 from sglang_jax.engine.detokenizer import OutputText
 from sglang_jax.engine.output import Completion, RequestOutputs, request_error
-from sglang_jax.engine.types import FinishKind
+from sglang_jax.engine.types import FinishKind, GenerateInput
 from sglang_jax.errors import RequestError
 from sglang_jax.scheduler.messages import Finished, WireError, WireLogprob
 
 
 def completion(stop: tuple[str, ...] = ()) -> Completion:
-    outputs = RequestOutputs("r", stream=True)
+    outputs = RequestOutputs(GenerateInput(prompt=[1, 2, 3], stream=True))
     text = OutputText(ByteDecoder(), stop, frozenset({0}))
-    return Completion(outputs, wire_id=1, index=0, prompt_tokens=3, text=text)
+    return Completion(outputs, index=0, prompt_tokens=3, text=text)
 
 
 def logprob(token_id: int) -> WireLogprob:

@@ -246,7 +246,7 @@ async def launch_echo(config: EngineConfig, placement: Placement) -> AsyncEngine
 
 
 async def pid_of(client: AsyncEngineClient) -> int:
-    pid = (await client.state())["pid"]
+    pid = (await client.states())[0]["pid"]
     assert isinstance(pid, int)
     return pid
 
