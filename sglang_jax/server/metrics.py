@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import accumulate
 
 from fastapi import APIRouter, Request, Response
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from sglang_jax.engine.types import EngineClient, ReplicaLoad, ReplicaState
 from sglang_jax.scheduler.messages import SchedulerStats
@@ -71,6 +75,34 @@ class SchedulerCollector(Collector):
         }
 
 
+class LatencyHistogram(Collector):
+    """A histogram of seconds that one thread fills and reads.
+
+    prometheus_client's own takes two locks for each value and cannot count one value many times: for tokens that is
+    more than all else that a stream costs here.
+    """
+
+    def __init__(self, name: str, text: str, buckets: tuple[float, ...], model_name: str) -> None:
+        self._name = name
+        self._text = text
+        self._bounds = (*buckets, math.inf)
+        self._labels = [model_name]
+        self._counts = [0] * len(self._bounds)
+        self._sum = 0.0
+
+    def observe(self, seconds: float, count: int = 1) -> None:
+        """So many values of this size."""
+        self._counts[bisect_left(self._bounds, seconds)] += count
+        self._sum += seconds * count
+
+    def collect(self) -> Iterator[Metric]:
+        """The one family."""
+        family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
+        buckets = zip(map(floatToGoString, self._bounds), accumulate(self._counts), strict=True)
+        family.add_metric(self._labels, [(bound, float(count)) for bound, count in buckets], self._sum)
+        yield family
+
+
 class ServerMetrics:
     """The server's own figures, and the scheduler's, in one registry."""
 
@@ -97,15 +129,16 @@ class ServerMetrics:
     def _counter(self, name: str, text: str, model_name: str) -> Counter:
         return Counter(f"sglang:{name}", text, ["model_name"], registry=self.registry).labels(model_name)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], model_name: str) -> Histogram:
-        family = Histogram(f"sglang:{name}", text, ["model_name"], registry=self.registry, buckets=buckets)
-        return family.labels(model_name)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], model_name: str) -> LatencyHistogram:
+        histogram = LatencyHistogram(f"sglang:{name}", text, buckets, model_name)
+        self.registry.register(histogram)
+        return histogram
 
 
 class RequestTiming:
     """The clock of one prompt's completions.
 
-    When the tokens of a completion that is not streamed were drawn is not known here: only its end is timed.
+    When the tokens of a completion that is not streamed were sampled is not known here: only its end is timed.
     """
 
     def __init__(self, metrics: ServerMetrics, *, stream: bool) -> None:
@@ -122,8 +155,7 @@ class RequestTiming:
             if last is None:
                 self._metrics.first_token.observe(now - self._begin)
             else:
-                for _ in range(num_tokens):
-                    self._metrics.inter_token.observe((now - last) / num_tokens)
+                self._metrics.inter_token.observe((now - last) / num_tokens, num_tokens)
             self._last[index] = now
         if ended:
             self._metrics.end_to_end.observe(now - self._begin)
