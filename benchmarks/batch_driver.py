@@ -35,7 +35,7 @@ from sglang_jax.batch.progress import Figures, Progress
 from sglang_jax.batch.source import JsonLines
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.lookahead import Lookahead
-from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, GenerateOutput, ModelInfo
+from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, ModelInfo, OutputDelta
 from sglang_jax.scheduler.messages import SchedulerStats
 from sglang_jax.server.app import create_app, create_context
 
@@ -73,16 +73,13 @@ class InstantClient:
     alive = True
     max_running_requests = ROWS
 
-    async def generate(self, request: GenerateInput) -> AsyncGenerator[GenerateOutput, None]:
+    async def generate(self, request: GenerateInput) -> AsyncGenerator[OutputDelta, None]:
         await asyncio.sleep(0)
         text, ids = ANSWER.decode(), list(range(64))
-        yield GenerateOutput(
-            request_id=request.request_id or "",
+        yield OutputDelta(
             index=0,
             text=text,
-            delta_text=text,
-            output_ids=ids,
-            delta_ids=ids,
+            token_ids=ids,
             prompt_tokens=len(request.prompt),
             completion_tokens=64,
             cached_tokens=0,

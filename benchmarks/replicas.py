@@ -26,16 +26,19 @@ from machine import report
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
-from helpers.sleeping_core import launch_sleeping  # only now to be found
+from helpers.engine_fakes import load_tokenizer  # only now to be found
+from helpers.sleeping_core import launch_sleeping_link
 
 from sglang_jax.config import Device, EngineConfig, LoadBalanceMethod
-from sglang_jax.engine.launch import launch_engine
+from sglang_jax.engine.client import AsyncEngineClient
+from sglang_jax.engine.launch import launch_replica_link
 from sglang_jax.engine.launch_replicated import replicated_client
+from sglang_jax.engine.model_core import load_text_tokenizer
 from sglang_jax.engine.placement import Placement
-from sglang_jax.engine.replica import Replica, launch_replicas
-from sglang_jax.engine.replicated import ReplicatedClient
+from sglang_jax.engine.replica import Replica, start_replicas
+from sglang_jax.engine.router import Router
 from sglang_jax.engine.routing import Balance, Candidate, create_policy
-from sglang_jax.engine.types import GenerateInput
+from sglang_jax.engine.types import EngineClient, GenerateInput
 from sglang_jax.sampling.params import SamplingParams
 
 MAP_TOKENS = 100_000
@@ -76,7 +79,7 @@ def measure_routing(replicas: int, prompt_tokens: int) -> list[dict[str, Any]]:
     return rows
 
 
-async def throughput(client: ReplicatedClient, requests: list[GenerateInput], at_once: int) -> float:
+async def throughput(client: EngineClient, requests: list[GenerateInput], at_once: int) -> float:
     """Output tokens per second, with so many requests in flight."""
     todo, tokens = iter(requests), 0
 
@@ -84,7 +87,7 @@ async def throughput(client: ReplicatedClient, requests: list[GenerateInput], at
         nonlocal tokens
         for request in todo:
             async for output in client.generate(request):
-                tokens += len(output.delta_ids)
+                tokens += len(output.token_ids)
 
     begin = time.perf_counter()
     await asyncio.gather(*(work() for _ in range(at_once)))
@@ -107,11 +110,11 @@ async def measure_sleeping(counts: list[int], seconds_per_step: float) -> list[d
     for count in counts:
 
         def start(index: int) -> Any:
-            return lambda: launch_sleeping(config, Placement(name=f"replica {index}", device=Device.CPU))
+            return lambda: launch_sleeping_link(config, Placement(name=f"replica {index}", device=Device.CPU))
 
         replicas = [Replica(index, start(index)) for index in range(count)]
         await asyncio.gather(*(replica.start() for replica in replicas))
-        client = replicated_client(config, replicas, replicas[0].client.tokenizer)
+        client = replicated_client(config, replicas, load_tokenizer(config))
         requests = make_requests(8 * ROWS * count, 32, 64, 100)
         rate = await throughput(client, requests, 2 * ROWS * count)
         await client.close()
@@ -143,14 +146,11 @@ async def measure_model(model_path: str) -> list[dict[str, Any]]:
 
         async def launch(options: EngineConfig, placement: Placement, places: list[Placement] = places) -> Any:
             place = next(one for one in places if one.name == placement.name)
-            return await launch_engine(options, placement=place)
+            return await launch_replica_link(options, place)
 
-        replicas = await launch_replicas(config, len(parts), launch=launch)
-        client = ReplicatedClient(
-            replicas,
-            replicas[0].client.tokenizer,
-            create_policy(LoadBalanceMethod.LEAST_LOADED, config.page_size, Balance()),
-        )
+        replicas = await start_replicas(config, len(parts), launch)
+        policy = create_policy(LoadBalanceMethod.LEAST_LOADED, config.page_size, Balance())
+        client = AsyncEngineClient(Router(replicas, policy), load_text_tokenizer(config))
         await throughput(client, make_requests(8, 64, 8, 10_000), 8)
         rate = await throughput(client, requests, 16 * len(parts))
         await client.close()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 
+from sglang_jax.engine.cumulative import cumulative_outputs
 from sglang_jax.engine.types import EngineClient, GenerateInput, GenerateOutput
 
 FLIGHTS_PER_ROW = 4
@@ -29,7 +30,7 @@ class Batch:
         results: list[list[GenerateOutput]] = [[] for _ in self.requests]
 
         async def run_one(position: int, offset: int) -> None:
-            outputs = [output async for output in self._outputs(position, offset)]
+            outputs = [output async for output in cumulative_outputs(self.client, self.requests[position], offset)]
             results[position] = sorted(outputs, key=lambda output: output.index)
 
         await self._run_all(run_one)
@@ -44,8 +45,9 @@ class Batch:
         ready: asyncio.Queue[GenerateOutput | Exception | None] = asyncio.Queue(maxsize=self._num_workers())
 
         async def run_one(position: int, offset: int) -> None:
-            async for output in self._outputs(position, offset):
-                await ready.put(output)
+            async with aclosing(cumulative_outputs(self.client, self.requests[position], offset)) as outputs:
+                async for output in outputs:
+                    await ready.put(output)
 
         async def produce() -> None:
             try:
@@ -97,11 +99,3 @@ class Batch:
     def _num_workers(self) -> int:
         most_completions = max((request.sampling.n for request in self.requests), default=1)
         return min(len(self.requests), max(1, self.max_in_flight // most_completions))
-
-    async def _outputs(self, position: int, offset: int) -> AsyncIterator[GenerateOutput]:
-        async with aclosing(self.client.generate(self.requests[position])) as outputs:
-            async for output in outputs:
-                if output.finish is not None and output.finish.error is not None:
-                    raise output.finish.error
-                output.index += offset
-                yield output

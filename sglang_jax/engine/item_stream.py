@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from sglang_jax.engine.cumulative import cumulative_outputs
 from sglang_jax.engine.lookahead import Lookahead
 from sglang_jax.engine.loop_thread import LoopThread
 from sglang_jax.engine.types import EngineClient, GenerateInput, GenerateOutput
@@ -181,11 +182,8 @@ class ItemStream:
     async def _answer(self, pending: _Pending) -> BatchResult:
         outputs: list[GenerateOutput] = []
         try:
-            async with aclosing(self._client.generate(pending.request)) as finished:
-                async for output in finished:
-                    if output.finish is not None and output.finish.error is not None:
-                        raise output.finish.error
-                    outputs.append(output)
+            async with aclosing(cumulative_outputs(self._client, pending.request)) as finished:
+                outputs += [output async for output in finished]
         except EngineDeadError:
             raise
         except RequestError as error:

@@ -1,24 +1,28 @@
-"""Starts an engine core and hands out its client."""
+"""Starts an engine core, and the front end over it."""
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.channel import ClientChannel, Published, Ready, StartFailed
-from sglang_jax.engine.client import LAST_WORDS_SECONDS, AsyncEngineClient, CoreHandle
+from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.core import CoreLoader
+from sglang_jax.engine.core_link import LAST_WORDS_SECONDS, CoreHandle, CoreLink
 from sglang_jax.engine.placement import Placement
 from sglang_jax.engine.process import CoreProcess, CoreThread
+from sglang_jax.engine.single_link import SingleLink
 from sglang_jax.engine.types import TextTokenizer
 from sglang_jax.errors import CheckpointError, ConfigError, EngineDeadError
 from sglang_jax.scheduler.messages import Shutdown
+
+Result = TypeVar("Result")
 
 TokenizerLoader = Callable[[EngineConfig], TextTokenizer]
 
@@ -69,7 +73,38 @@ async def launch_core(
 
     **Raises:** `ConfigError`, `CheckpointError`; `EngineDeadError` if it failed for another reason.
     """
+    meanwhile = asyncio.to_thread(load_tokenizer, config)
+    link, tokenizer = await _launch(config, in_process, load, placement, meanwhile)
+    return AsyncEngineClient(SingleLink(link), tokenizer)
+
+
+async def launch_link(
+    config: EngineConfig, *, in_process: bool, load: CoreLoader, placement: Placement | None = None
+) -> CoreLink:
+    """As `launch_core`, for a front end that is there already."""
+    link, _ = await _launch(config, in_process, load, placement, asyncio.sleep(0))
+    return link
+
+
+async def launch_replica_link(config: EngineConfig, placement: Placement) -> CoreLink:
+    """A link to an engine core in a process of its own that serves the model which `config` names. Raises as
+    `launch_engine` does."""
+    # Here, for the same reason as above.
+    from sglang_jax.engine.model_core import load_core
+
+    return await launch_link(config, in_process=False, load=load_core, placement=placement)
+
+
+async def _launch(
+    config: EngineConfig,
+    in_process: bool,
+    load: CoreLoader,
+    placement: Placement | None,
+    meanwhile: Coroutine[Any, Any, Result],
+) -> tuple[CoreLink, Result]:
+    """A link to a core that serves, and what `meanwhile` gave, which is awaited while the core starts."""
     with ExitStack() as resources:
+        resources.callback(meanwhile.close)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         resources.callback(context.term)
         address = "inproc://core"
@@ -82,7 +117,7 @@ async def launch_core(
             CoreThread(config, context, address, load) if in_process else CoreProcess(config, address, load, placement)
         )
         try:
-            tokenizer = await asyncio.to_thread(load_tokenizer, config)
+            result = await meanwhile
             ready = await _wait_ready(channel, core)
         except BaseException:
             with suppress(EngineDeadError):  # it ended by itself
@@ -90,7 +125,7 @@ async def launch_core(
             core.kill()
             await core.ended
             raise
-        return AsyncEngineClient(channel, core, ready, tokenizer, resources.pop_all())
+        return CoreLink(channel, core, ready, resources.pop_all()), result
 
 
 async def _wait_ready(channel: ClientChannel, core: CoreHandle) -> Ready:

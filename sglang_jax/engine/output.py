@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from sglang_jax import errors
 from sglang_jax.engine.detokenizer import OutputText
-from sglang_jax.engine.types import FinishKind, FinishReason, GenerateOutput, TokenLogprob
-from sglang_jax.errors import EngineDeadError, RequestError
+from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, OutputDelta, TokenLogprob
+from sglang_jax.errors import RequestError
 from sglang_jax.scheduler.messages import Finished, WireError, WireLogprob
 
 _ERROR_CLASSES: dict[str, type[RequestError]] = {
@@ -37,30 +37,29 @@ def token_logprob(wire: WireLogprob) -> TokenLogprob:
 
 
 class Completion:
-    """One of a request's n outputs: gathers what the scheduler publishes until somebody takes it.
+    """One of a request's n outputs: gathers what a link brings until somebody takes it.
 
-    A reader that is slower than the engine finds more at once; nothing is kept twice, so what waits is never more than
-    the output itself.
+    What was taken is forgotten. A reader that is slower than the engine finds more at once; what waits is never more
+    than the output itself.
+
+    `wire_id` is the name that a link gives it.
     """
 
-    def __init__(
-        self, outputs: RequestOutputs, *, wire_id: int, index: int, prompt_tokens: int, text: OutputText
-    ) -> None:
-        self.wire_id = wire_id
+    def __init__(self, outputs: RequestOutputs, *, index: int, prompt_tokens: int, text: OutputText) -> None:
+        self.wire_id = 0
         self.outputs = outputs
         self.prompt_tokens = prompt_tokens
         self.cached_tokens = 0
         self.finish: FinishReason | None = None
-        self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] | None = None
+        self.delivered = False
         self._index = index
         self._text = text
-        self._tokens: list[int] = []
+        self._num_tokens = 0
+        self._num_logprobs = 0
+        self._new_tokens: list[int] = []
         self._new_text: list[str] = []
-        self._taken_text = ""
-        self._taken_tokens = 0
-        self._taken_logprobs = 0
-        self._taken_finish = False
+        self._new_logprobs: list[TokenLogprob] = []
 
     def add_prompt_logprobs(self, entries: Sequence[WireLogprob]) -> None:
         """Appends the logprobs of the next prompt positions."""
@@ -68,20 +67,42 @@ class Completion:
             self.prompt_logprobs = []
         self.prompt_logprobs.extend(token_logprob(entry) for entry in entries)
 
+    def add_logprob(self, entry: WireLogprob) -> None:
+        """Appends the logprob of the next output token, which follows."""
+        self._new_logprobs.append(token_logprob(entry))
+        self._num_logprobs += 1
+
     def push(self, token_id: int) -> bool:
         """Adds a token; True if its text completed a stop string, which ends the output."""
-        self._tokens.append(token_id)
+        self._new_tokens.append(token_id)
+        self._num_tokens += 1
         self._new_text.append(self._text.push(token_id))
         if self._text.matched is None:
             return False
         self._finish(FinishReason(FinishKind.STOP, self._text.matched))
         return True
 
+    def add(self, delta: OutputDelta) -> None:
+        """Adds what has become text elsewhere."""
+        self._new_tokens += delta.token_ids
+        self._num_tokens = delta.completion_tokens
+        self._new_text.append(delta.text)
+        self._new_logprobs += delta.logprobs
+        self._num_logprobs += len(delta.logprobs)
+        self.prompt_tokens, self.cached_tokens = delta.prompt_tokens, delta.cached_tokens
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+        if delta.finish is not None:
+            self._finish(delta.finish)
+        elif self.outputs.request.stream:
+            self.outputs.wake()
+
     def end(self, message: Finished) -> None:
         """The scheduler's last word on this output."""
         self.cached_tokens = message.cached_tokens
         for token_id in np.frombuffer(message.tokens, "<i4").tolist():
-            self._tokens.append(token_id)
+            self._new_tokens.append(token_id)
+            self._num_tokens += 1
             self._new_text.append(self._text.push(token_id))
         error = request_error(message.error) if message.error is not None else None
         self.end_with(FinishReason(FinishKind(message.kind), message.matched_token, error))
@@ -94,79 +115,76 @@ class Completion:
         self._finish(reason)
 
     def _finish(self, reason: FinishReason) -> None:
-        del self.logprobs[len(self._tokens) :]
+        # Logprobs come before their tokens, and none is taken in between: those without a token are still here.
+        surplus = self._num_logprobs - self._num_tokens
+        if surplus > 0:
+            del self._new_logprobs[-surplus:]
         self.finish = reason
         self.outputs.wake()
 
     @property
-    def delivered(self) -> bool:
-        """Nothing is left to take, now or later."""
-        return self._taken_finish
-
-    @property
     def has_news(self) -> bool:
         """Something to take: a new token, or the end."""
-        return len(self._tokens) > self._taken_tokens or (self.finish is not None and not self._taken_finish)
+        return bool(self._new_tokens) or (self.finish is not None and not self.delivered)
 
-    def take(self) -> GenerateOutput:
-        """The state of the output, and what is new in it since the last call."""
-        delta_text = "".join(self._new_text)
-        self._new_text.clear()
-        self._taken_text += delta_text
-        output = GenerateOutput(
-            request_id=self.outputs.request_id,
+    def take(self) -> OutputDelta:
+        """What is new since the last call."""
+        text = self._new_text
+        delta = OutputDelta(
             index=self._index,
-            text=self._taken_text,
-            delta_text=delta_text,
-            output_ids=self._tokens.copy(),
-            delta_ids=self._tokens[self._taken_tokens :],
+            text=text[0] if len(text) == 1 else "".join(text),
+            token_ids=self._new_tokens,
             prompt_tokens=self.prompt_tokens,
-            completion_tokens=len(self._tokens),
+            completion_tokens=self._num_tokens,
             cached_tokens=self.cached_tokens,
             finish=self.finish,
-            logprobs=self.logprobs.copy(),
-            delta_logprobs=self.logprobs[self._taken_logprobs :],
+            logprobs=self._new_logprobs,
             prompt_logprobs=self.prompt_logprobs,
         )
-        self._taken_tokens = len(self._tokens)
-        self._taken_logprobs = len(self.logprobs)
-        self._taken_finish = self.finish is not None
-        return output
+        self._new_text, self._new_tokens, self._new_logprobs = [], [], []
+        self.prompt_logprobs = None
+        self.delivered = self.finish is not None
+        return delta
 
 
 class RequestOutputs:
-    """The outputs of one request, for the one task that reads them.
+    """The outputs of one request at one link, for the one task that reads them. They are given as they grow where the
+    request streams, otherwise each once, finished.
 
-    **Arguments:** `stream`: outputs are given as they grow, otherwise each once, finished.
+    `started`: the link's core had begun the request.
     """
 
-    def __init__(self, request_id: str, *, stream: bool) -> None:
-        self.request_id = request_id
-        self.stream = stream
+    def __init__(self, request: GenerateInput) -> None:
+        self.request = request
         self.completions: Sequence[Completion] = ()
-        self.aborted = False
         self.started = False
         self._news = asyncio.Event()
-        self._lost: str | None = None
+        self._failure: RequestError | None = None
 
     def wake(self) -> None:
         """Tells the reader that there is something to take."""
         self._news.set()
 
-    def lose(self, reason: str) -> None:
-        """The engine is gone: the reader gets what is finished, then `EngineDeadError`."""
-        self._lost = reason
+    def fail(self, error: RequestError) -> None:
+        """There will be no more: the reader gets what is there, then this error unless all outputs had ended."""
+        self._failure = error
         self._news.set()
 
-    async def read(self) -> AsyncGenerator[GenerateOutput, None]:
-        """Outputs until each completion has given its last. Raises `EngineDeadError`."""
-        waiting = list(self.completions)
-        while waiting:
+    async def take(self) -> list[OutputDelta]:
+        """Waits until something is new, and gives all that is; nothing once every output has given its last. Raises
+        what `fail` was given."""
+        while waiting := [completion for completion in self.completions if not completion.delivered]:
             await self._news.wait()
             self._news.clear()
-            for completion in waiting:
-                if completion.finish is not None or (self.stream and completion.has_news):
-                    yield completion.take()
-            waiting = [completion for completion in waiting if not completion.delivered]
-            if self._lost is not None and waiting and all(completion.finish is None for completion in waiting):
-                raise EngineDeadError(self._lost, started=self.started)
+            ready = [
+                completion.take()
+                for completion in waiting
+                if completion.finish is not None or (self.request.stream and completion.has_news)
+            ]
+            if self._failure is not None and not all(completion.delivered for completion in waiting):
+                if not ready:
+                    raise self._failure
+                self._news.set()
+            if ready:
+                return ready
+        return []

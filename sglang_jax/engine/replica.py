@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
@@ -16,9 +16,8 @@ from sglang_jax.config import EngineConfig
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.launch import TokenizerLoader, launch_engine
 from sglang_jax.engine.placement import Placement, place_replicas
-from sglang_jax.engine.types import GenerateInput, GenerateOutput, ModelInfo, ReplicaState, TextTokenizer
+from sglang_jax.engine.types import ReplicaState, TextTokenizer
 from sglang_jax.errors import CheckpointError, ConfigError, EngineDeadError
-from sglang_jax.scheduler.messages import SchedulerStats
 
 logger = logging.getLogger(__name__)
 
@@ -33,40 +32,6 @@ class ReplicaEngine(Protocol):
     async def close(self, *, drain: bool = False) -> None:
         """Ends it, with `drain` once its requests have finished. May be called again."""
         ...
-
-
-class ServingEngine(ReplicaEngine, Protocol):
-    """An engine that requests are sent to. Methods and errors are those of `EngineClient`."""
-
-    @property
-    def model_info(self) -> ModelInfo: ...
-
-    @property
-    def max_running_requests(self) -> int: ...
-
-    @property
-    def max_total_tokens(self) -> int:
-        """KV tokens that its pool holds."""
-        ...
-
-    @property
-    def foreign_load(self) -> int:
-        """Completions of other clients that it runs or that wait there."""
-        ...
-
-    @property
-    def alive(self) -> bool: ...
-
-    @property
-    def stats(self) -> SchedulerStats: ...
-
-    def generate(self, request: GenerateInput) -> AsyncGenerator[GenerateOutput, None]: ...
-
-    def abort(self, request_id: str) -> None: ...
-
-    async def flush_cache(self) -> bool: ...
-
-    async def state(self) -> dict[str, object]: ...
 
 
 EngineT_co = TypeVar("EngineT_co", bound=ReplicaEngine, covariant=True)
@@ -258,18 +223,33 @@ LaunchReplica = Callable[[EngineConfig, Placement], Awaitable[AsyncEngineClient]
 async def launch_replicas(
     config: EngineConfig, count: int, *, launch: LaunchReplica | None = None, backoff: Backoff | None = None
 ) -> list[Replica[AsyncEngineClient]]:
+    """Replicas each of which has a front end of its own: for callers that share out requests themselves.
+
+    **Arguments:** `launch`: for tests and other cores.
+
+    **Raises:** see `start_replicas`.
+    """
+    return await start_replicas(config, count, launch or _launcher(), backoff=backoff)
+
+
+async def start_replicas(
+    config: EngineConfig,
+    count: int,
+    launch: Callable[[EngineConfig, Placement], Awaitable[EngineT_co]],
+    *,
+    backoff: Backoff | None = None,
+) -> list[Replica[EngineT_co]]:
     """Starts `count` engines of the same model, each in a process of its own with its own part of the machine, and
     waits until all of them serve.
 
-    **Arguments:** `launch`: starts an engine with a replica's options at its place; for tests and other cores.
+    **Arguments:** `launch`: starts an engine, or a link to one, with a replica's options at its place.
 
-    **Raises:** `ConfigError` if the machine has no room for so many, and what `launch_engine` raises; no engine is
-    left running then.
+    **Raises:** `ConfigError` if the machine has no room for so many, and what `launch` raises; no engine is left
+    running then.
     """
     placements = place_replicas(config, count)
-    start = launch or _launcher()
     replicas = [
-        Replica(index, partial(start, placement.options(config), placement), backoff=backoff)
+        Replica(index, partial(launch, placement.options(config), placement), backoff=backoff)
         for index, placement in enumerate(placements)
     ]
     for placement in placements:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -71,12 +72,33 @@ class TokenLogprob:
     top: tuple[tuple[float, int], ...] = ()
 
 
+class OutputDelta(msgspec.Struct, kw_only=True):
+    """What is new of one completion since its last delta; all of it, finished, where the request does not stream.
+
+    The deltas of a completion, joined, are its text, token ids and logprobs. Text never ends inside a multi-byte
+    character while the stream goes on, and never shows a part of a stop string.
+
+    - `completion_tokens`: output tokens so far, these included.
+    - `prompt_logprobs`: in the completion's first delta alone, if they were asked for.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    finish: FinishReason | None = None
+    logprobs: list[TokenLogprob] = []
+    prompt_logprobs: list[TokenLogprob] | None = None
+
+
 @dataclass(slots=True, kw_only=True)
 class GenerateOutput:
-    """State of one completion. In a stream each has all that was generated so far, and what is new since the last.
+    """State of one completion, for callers in Python. In a stream each has all that was generated so far, and what is
+    new since the last.
 
-    `delta_*` concatenated over a stream equal the final `text`, `output_ids`, `logprobs`. Text never ends inside a
-    multi-byte character while the stream goes on, and never shows a part of a stop string.
+    `delta_*` concatenated over a stream equal the final `text`, `output_ids`, `logprobs`.
     """
 
     request_id: str
@@ -209,8 +231,8 @@ class EngineClient(Protocol):
         """The newest snapshot that the scheduler published."""
         ...
 
-    def generate(self, request: GenerateInput) -> AsyncGenerator[GenerateOutput, None]:
-        """Validates, then yields outputs. Without `stream`, one finished output for each of the n completions.
+    def generate(self, request: GenerateInput) -> AsyncGenerator[OutputDelta, None]:
+        """Validates, then yields deltas. Without `stream`, one finished delta for each of the n completions.
 
         Closing the generator early aborts the request. **Raises** `RequestError` (before the first output for bad
         input; `EngineDeadError` at any time).

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
 
 from sglang_jax.config import ServerConfig
-from sglang_jax.engine.types import EngineClient, GenerateInput, GenerateOutput
-from sglang_jax.errors import ModelNotFoundError, ParameterError
+from sglang_jax.engine.types import EngineClient, GenerateInput, OutputDelta
+from sglang_jax.errors import ModelNotFoundError, ParameterError, RequestError
 from sglang_jax.sampling import GenerationDefaults
 from sglang_jax.server.errors import ShuttingDownError
 from sglang_jax.server.metrics import ServerMetrics
-from sglang_jax.server.sampling import renamed_fields
+from sglang_jax.server.sampling import rename_field
 
 ANY_MODEL = "default"
 """The model name of clients that do not care."""
@@ -51,32 +52,22 @@ class ServerContext:
                 f"the model {model!r} is not served here; this server has {self.config.model_name!r}", param="model"
             )
 
-    async def generate(
+    def generate(
         self, request_id: str, prompts: Sequence[GenerateInput], field_names: Mapping[str, str] = ENGINE_NAMES
-    ) -> AsyncGenerator[tuple[int, GenerateOutput], None]:
-        """Outputs of all prompts of one HTTP request, each with the number of its prompt. Closing it early aborts them.
+    ) -> Call:
+        """The prompts of one HTTP request, to be entered by `async with`.
 
         **Arguments:** `prompts`: have their `request_id` set; `field_names`: what the route calls the engine's fields.
-
-        **Raises:** `RequestError` as soon as one prompt fails; the others are aborted.
         """
-        self._enter(request_id, prompts)
-        try:
-            with renamed_fields(field_names):
-                streams = [self._observed(prompt) for prompt in prompts]
-                async with aclosing(merge(streams)) as outputs:
-                    async for item in outputs:
-                        yield item
-        finally:
-            self.in_engine.difference_update(self.in_flight.pop(request_id))
+        return Call(self, request_id, prompts, field_names)
 
     async def collect(
         self, request_id: str, prompts: Sequence[GenerateInput], field_names: Mapping[str, str] = ENGINE_NAMES
-    ) -> list[list[GenerateOutput]]:
+    ) -> list[list[OutputDelta]]:
         """The finished outputs of each prompt, by index. Raises `RequestError`."""
-        outputs: list[list[GenerateOutput]] = [[] for _ in prompts]
-        async with aclosing(self.generate(request_id, prompts, field_names)) as items:
-            async for number, output in items:
+        outputs: list[list[OutputDelta]] = [[] for _ in prompts]
+        async with self.generate(request_id, prompts, field_names) as deltas:
+            async for number, output in deltas:
                 outputs[number].append(output)
         return [sorted(finished, key=lambda output: output.index) for finished in outputs]
 
@@ -85,7 +76,8 @@ class ServerContext:
         for engine_id in self.in_flight.get(request_id, (request_id,)):
             self.client.abort(engine_id)
 
-    def _enter(self, request_id: str, prompts: Sequence[GenerateInput]) -> None:
+    def enter(self, request_id: str, prompts: Sequence[GenerateInput]) -> None:
+        """Notes a request as in flight. Raises `ShuttingDownError`, and `ParameterError` for an id that is taken."""
         if self.draining:
             raise ShuttingDownError("the server is shutting down and takes no new requests")
         ids = tuple(prompt.request_id or "" for prompt in prompts)
@@ -96,52 +88,130 @@ class ServerContext:
         self.in_flight[request_id] = ids
         self.in_engine.update(ids)
 
-    async def _observed(self, prompt: GenerateInput) -> AsyncGenerator[GenerateOutput, None]:
-        with self.metrics.request(stream=prompt.stream) as timing:
-            async with aclosing(self.client.generate(prompt)) as outputs:
-                async for output in outputs:
-                    if output.finish is not None and output.finish.error is not None:
-                        raise output.finish.error
-                    timing.output(output.index, len(output.delta_ids), ended=output.finish is not None)
-                    yield output
+    def leave(self, request_id: str) -> None:
+        """The request is no longer in flight."""
+        self.in_engine.difference_update(self.in_flight.pop(request_id))
 
 
-async def merge(
-    streams: Sequence[AsyncGenerator[GenerateOutput, None]],
-) -> AsyncGenerator[tuple[int, GenerateOutput], None]:
-    """Items of all streams as they come, each with its stream's number. Raises what the first failing one raises."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for item in only:
-                yield 0, item
-        return
-    # One place: whoever cannot put its output here lets the engine gather more for it.
-    ready: asyncio.Queue[tuple[int, GenerateOutput] | Exception | None] = asyncio.Queue(maxsize=1)
+class Call:
+    """One HTTP request at the engine: an iterator over the deltas of its prompts as they come, each with the number of
+    its prompt. Leaving its `async with` aborts what still runs.
 
-    async def forward(number: int, stream: AsyncGenerator[GenerateOutput, None]) -> None:
-        async with aclosing(stream):
-            async for item in stream:
-                await ready.put((number, item))
+    Plain coroutines, not generators: each generator on the way costs every token a microsecond.
 
-    async def forward_all() -> None:
+    **Raises:** `RequestError` as soon as one prompt fails; the others are aborted.
+    """
+
+    def __init__(
+        self,
+        context: ServerContext,
+        request_id: str,
+        prompts: Sequence[GenerateInput],
+        field_names: Mapping[str, str],
+    ) -> None:
+        self._context = context
+        self._request_id = request_id
+        self._field_names = field_names
+        self._streams = [PromptStream(context, prompt) for prompt in prompts]
+        self._merged: MergedStreams | None = None
+
+    async def __aenter__(self) -> Self:
+        self._context.enter(self._request_id, [stream.prompt for stream in self._streams])
+        if len(self._streams) > 1:
+            self._merged = MergedStreams(self._streams)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if self._merged is not None:
+                await self._merged.close()
+            else:
+                await self._streams[0].close()
+        finally:
+            self._context.leave(self._request_id)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> tuple[int, OutputDelta]:
+        try:
+            if self._merged is not None:
+                return await self._merged.next()
+            return 0, await self._streams[0].next()
+        except RequestError as error:
+            rename_field(error, self._field_names)
+            raise
+
+
+class PromptStream:
+    """The deltas of one prompt, timed. An output that failed is raised."""
+
+    def __init__(self, context: ServerContext, prompt: GenerateInput) -> None:
+        self.prompt = prompt
+        self._deltas = context.client.generate(prompt)
+        self._timing = context.metrics.timing(stream=prompt.stream)
+
+    async def next(self) -> OutputDelta:
+        """The next delta. Raises `StopAsyncIteration` after the last, and `RequestError`."""
+        try:
+            delta = await anext(self._deltas)
+        except StopAsyncIteration:
+            self._timing.answered()
+            raise
+        finish = delta.finish
+        if finish is not None and finish.error is not None:
+            raise finish.error
+        self._timing.output(delta.index, len(delta.token_ids), ended=finish is not None)
+        return delta
+
+    async def close(self) -> None:
+        """Aborts what still runs."""
+        await self._deltas.aclose()
+
+
+class MergedStreams:
+    """The deltas of several prompts as they come."""
+
+    def __init__(self, streams: Sequence[PromptStream]) -> None:
+        # One place: whoever cannot put its delta here lets the engine gather more for it.
+        self._ready: asyncio.Queue[tuple[int, OutputDelta] | Exception | None] = asyncio.Queue(maxsize=1)
+        self._producer = asyncio.create_task(self._forward_all(streams))
+
+    async def next(self) -> tuple[int, OutputDelta]:
+        """The next delta and the number of its stream. Raises `StopAsyncIteration` after the last, and what the first
+        stream that fails raises."""
+        numbered = await self._ready.get()
+        if numbered is None:
+            raise StopAsyncIteration
+        if isinstance(numbered, Exception):
+            raise numbered
+        return numbered
+
+    async def close(self) -> None:
+        """Aborts what still runs."""
+        self._producer.cancel()
+        await asyncio.wait({self._producer})
+
+    async def _forward_all(self, streams: Sequence[PromptStream]) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for number, stream in enumerate(streams):
-                    tasks.create_task(forward(number, stream))
+                    tasks.create_task(self._forward(number, stream))
         except ExceptionGroup as group:
-            await ready.put(group.exceptions[0])  # raised below
+            await self._ready.put(group.exceptions[0])  # raised by `next`
         else:
-            await ready.put(None)
+            await self._ready.put(None)
 
-    producer = asyncio.create_task(forward_all())
-    try:
-        while (numbered := await ready.get()) is not None:
-            if isinstance(numbered, Exception):
-                raise numbered
-            yield numbered
-    finally:
-        producer.cancel()
-        await asyncio.wait({producer})
+    async def _forward(self, number: int, stream: PromptStream) -> None:
+        try:
+            while True:
+                await self._ready.put((number, await stream.next()))
+        except StopAsyncIteration:
+            return
+        finally:
+            await stream.close()
 
 
 def new_id(prefix: str) -> str:

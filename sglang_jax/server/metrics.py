@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
-from contextlib import contextmanager
+from itertools import accumulate
 
 from fastapi import APIRouter, Request, Response
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from sglang_jax.engine.types import EngineClient, ReplicaLoad, ReplicaState
 from sglang_jax.scheduler.messages import SchedulerStats
@@ -72,49 +75,74 @@ class SchedulerCollector(Collector):
         }
 
 
+class LatencyHistogram(Collector):
+    """A histogram of seconds that one thread fills and reads.
+
+    prometheus_client's own takes two locks for each value and cannot count one value many times: for tokens that is
+    more than all else that a stream costs here.
+    """
+
+    def __init__(self, name: str, text: str, buckets: tuple[float, ...], model_name: str) -> None:
+        self._name = name
+        self._text = text
+        self._bounds = (*buckets, math.inf)
+        self._labels = [model_name]
+        self._counts = [0] * len(self._bounds)
+        self._sum = 0.0
+
+    def observe(self, seconds: float, count: int = 1) -> None:
+        """So many values of this size."""
+        self._counts[bisect_left(self._bounds, seconds)] += count
+        self._sum += seconds * count
+
+    def collect(self) -> Iterator[Metric]:
+        """The one family."""
+        family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
+        buckets = zip(map(floatToGoString, self._bounds), accumulate(self._counts), strict=True)
+        family.add_metric(self._labels, [(bound, float(count)) for bound, count in buckets], self._sum)
+        yield family
+
+
 class ServerMetrics:
     """The server's own figures, and the scheduler's, in one registry."""
 
     def __init__(self, client: EngineClient, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(SchedulerCollector(client, model_name))
-        self._num_requests = self._counter(
+        self.num_requests = self._counter(
             "num_requests", "Prompts answered: each prompt of a batch counts, all its completions are one.", model_name
         )
-        self._first_token = self._histogram(
+        self.first_token = self._histogram(
             "time_to_first_token_seconds", "Of streamed completions.", LATENCY_BUCKETS, model_name
         )
-        self._inter_token = self._histogram(
+        self.inter_token = self._histogram(
             "inter_token_latency_seconds", "Between tokens of streamed completions.", TOKEN_LATENCY_BUCKETS, model_name
         )
-        self._end_to_end = self._histogram(
+        self.end_to_end = self._histogram(
             "e2e_request_latency_seconds", "From the request to the end of a completion.", LATENCY_BUCKETS, model_name
         )
 
-    @contextmanager
-    def request(self, *, stream: bool) -> Iterator[RequestTiming]:
-        """Times one prompt; it counts as answered unless it fails or its client leaves."""
-        yield RequestTiming(self._first_token, self._inter_token, self._end_to_end, stream=stream)
-        self._num_requests.inc()
+    def timing(self, *, stream: bool) -> RequestTiming:
+        """The clock of one prompt, which starts now."""
+        return RequestTiming(self, stream=stream)
 
     def _counter(self, name: str, text: str, model_name: str) -> Counter:
         return Counter(f"sglang:{name}", text, ["model_name"], registry=self.registry).labels(model_name)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], model_name: str) -> Histogram:
-        family = Histogram(f"sglang:{name}", text, ["model_name"], registry=self.registry, buckets=buckets)
-        return family.labels(model_name)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], model_name: str) -> LatencyHistogram:
+        histogram = LatencyHistogram(f"sglang:{name}", text, buckets, model_name)
+        self.registry.register(histogram)
+        return histogram
 
 
 class RequestTiming:
     """The clock of one prompt's completions.
 
-    When the tokens of a completion that is not streamed were drawn is not known here: only its end is timed.
+    When the tokens of a completion that is not streamed were sampled is not known here: only its end is timed.
     """
 
-    def __init__(self, first_token: Histogram, inter_token: Histogram, end_to_end: Histogram, *, stream: bool) -> None:
-        self._first_token = first_token
-        self._inter_token = inter_token
-        self._end_to_end = end_to_end
+    def __init__(self, metrics: ServerMetrics, *, stream: bool) -> None:
+        self._metrics = metrics
         self._stream = stream
         self._begin = time.perf_counter()
         self._last: dict[int, float] = {}
@@ -125,13 +153,16 @@ class RequestTiming:
         if self._stream and num_tokens:
             last = self._last.get(index)
             if last is None:
-                self._first_token.observe(now - self._begin)
+                self._metrics.first_token.observe(now - self._begin)
             else:
-                for _ in range(num_tokens):
-                    self._inter_token.observe((now - last) / num_tokens)
+                self._metrics.inter_token.observe((now - last) / num_tokens, num_tokens)
             self._last[index] = now
         if ended:
-            self._end_to_end.observe(now - self._begin)
+            self._metrics.end_to_end.observe(now - self._begin)
+
+    def answered(self) -> None:
+        """The prompt counts as answered. One that fails, or whose client leaves, does not."""
+        self._metrics.num_requests.inc()
 
 
 def metrics_router(metrics: ServerMetrics) -> APIRouter:

@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 
-from sglang_jax.engine.types import FinishKind, FinishReason, GenerateOutput, TextTokenizer, TokenLogprob
+from sglang_jax.engine.types import FinishKind, FinishReason, OutputDelta, TextTokenizer, TokenLogprob
 from sglang_jax.server.context import ENGINE_NAMES, ServerContext
 from sglang_jax.server.json_body import JsonRoute
 from sglang_jax.server.logprobs import reported
 from sglang_jax.server.native_schema import GenerateBody, NativeRequest, native_request
 from sglang_jax.server.streaming import event, json_response, open_event_stream, until_disconnect
 
+_encoder = msgspec.json.Encoder()
+
 Entry = tuple[float | None, int, str | None]
 """(logprob, token id, text or None), as SGLang reports a token."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What is told of a completion: all of it, or what is new."""
-
-    text: str
-    output_ids: list[int]
-    logprobs: list[TokenLogprob]
-    with_prompt: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,32 +32,25 @@ class NativeFormat:
     text_in_logprobs: bool
     begin: float
 
-    def answer(self, number: int, output: GenerateOutput) -> dict[str, object]:
-        """The whole state of one completion of prompt `number`."""
-        return self._write(number, output, _Part(output.text, output.output_ids, output.logprobs))
-
-    def addition(self, number: int, output: GenerateOutput, first: bool) -> dict[str, object]:
-        """What is new of a completion since its last output; logprobs of its prompt are new in the first."""
-        return self._write(number, output, _Part(output.delta_text, output.delta_ids, output.delta_logprobs, first))
-
-    def _write(self, number: int, output: GenerateOutput, part: _Part) -> dict[str, object]:
+    def answer(self, number: int, delta: OutputDelta) -> dict[str, object]:
+        """What a delta of prompt `number` says: all of an output that does not stream."""
         prompt = self.request.prompts[number]
         meta: dict[str, object] = {
             "id": prompt.request_id,
-            "finish_reason": finish_object(output.finish, output.completion_tokens),
-            "prompt_tokens": output.prompt_tokens,
-            "completion_tokens": output.completion_tokens,
-            "cached_tokens": output.cached_tokens,
+            "finish_reason": finish_object(delta.finish, delta.completion_tokens),
+            "prompt_tokens": delta.prompt_tokens,
+            "completion_tokens": delta.completion_tokens,
+            "cached_tokens": delta.cached_tokens,
             "e2e_latency": time.perf_counter() - self.begin,
         }
         if prompt.return_logprob:
-            positions = (output.prompt_logprobs or []) if part.with_prompt else []
+            positions = delta.prompt_logprobs or []
             meta["input_token_logprobs"] = [self._entry(one) for one in positions]
-            meta["output_token_logprobs"] = [self._entry(one) for one in part.logprobs]
+            meta["output_token_logprobs"] = [self._entry(one) for one in delta.logprobs]
             if prompt.top_logprobs_num:
                 meta["input_top_logprobs"] = [self._top(one) for one in positions]
-                meta["output_top_logprobs"] = [self._top(one) for one in part.logprobs]
-        return {"text": part.text, "output_ids": part.output_ids, "meta_info": meta}
+                meta["output_top_logprobs"] = [self._top(one) for one in delta.logprobs]
+        return {"text": delta.text, "output_ids": delta.token_ids, "meta_info": meta}
 
     def _entry(self, one: TokenLogprob) -> Entry:
         return (reported(one.logprob), one.token_id, self._text(one.token_id))
@@ -76,6 +62,36 @@ class NativeFormat:
 
     def _text(self, token_id: int) -> str | None:
         return self.tokenizer.token_text(token_id) if self.text_in_logprobs else None
+
+
+class RepeatedAnswer:
+    """The answers of one completion in a stream whose events repeat all that was said before.
+
+    What is repeated is written once, as JSON, and copied from then on: an event costs what copying its bytes does.
+    """
+
+    def __init__(self) -> None:
+        self._text = bytearray(b'"')
+        self._lists: dict[str, bytearray] = {}
+
+    def add(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """The answer of the next delta, with all that was said before."""
+        self._text += _encoder.encode(answer["text"])[1:-1]
+        meta = {
+            name: self._list(name, value) if isinstance(value, list) else value
+            for name, value in answer["meta_info"].items()
+        }
+        return {
+            "text": msgspec.Raw(bytes(self._text) + b'"'),
+            "output_ids": self._list("output_ids", answer["output_ids"]),
+            "meta_info": meta,
+        }
+
+    def _list(self, name: str, items: list[Any]) -> msgspec.Raw:
+        written = self._lists.setdefault(name, bytearray())
+        if items:
+            written += (b"," if written else b"") + _encoder.encode(items)[1:-1]
+        return msgspec.Raw(b"[" + written + b"]")
 
 
 def finish_object(finish: FinishReason | None, completion_tokens: int) -> dict[str, object] | None:
@@ -113,10 +129,11 @@ def native_router(context: ServerContext) -> APIRouter:
 async def _events(context: ServerContext, form: NativeFormat, incremental: bool) -> AsyncGenerator[bytes, None]:
     call = form.request
     names = {**ENGINE_NAMES, "prompt": call.prompt_field}
-    async with aclosing(context.generate(call.request_id, call.prompts, names)) as outputs:
-        begun: set[int] = set()
-        async for number, output in outputs:
-            index = call.first_index[number] + output.index
-            answer = form.addition(number, output, index not in begun) if incremental else form.answer(number, output)
-            begun.add(index)
+    repeated: dict[int, RepeatedAnswer] = {}
+    async with context.generate(call.request_id, call.prompts, names) as deltas:
+        async for number, delta in deltas:
+            index = call.first_index[number] + delta.index
+            answer = form.answer(number, delta)
+            if not incremental:
+                answer = repeated.setdefault(index, RepeatedAnswer()).add(answer)
             yield event(answer if call.single else {"index": index, **answer})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import msgspec
@@ -13,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 from starlette.datastructures import Headers
 
-from sglang_jax.engine.types import GenerateInput, GenerateOutput, TextTokenizer
+from sglang_jax.engine.types import GenerateInput, OutputDelta, TextTokenizer
 from sglang_jax.sampling import GenerationDefaults
 from sglang_jax.server.context import ENGINE_NAMES, ServerContext, new_id
 from sglang_jax.server.fields import routing_key
@@ -116,7 +115,7 @@ class ChatFormat:
             continues_text=bool(body.continue_final_message),
         )
 
-    def answer(self, outputs: list[GenerateOutput]) -> ChatCompletion:
+    def answer(self, outputs: list[OutputDelta]) -> ChatCompletion:
         """The whole answer, of finished outputs."""
         choices = []
         for output in outputs:
@@ -139,22 +138,21 @@ class ChatFormat:
             usage=self.usage.total(),
         )
 
-    def changes(self, output: GenerateOutput) -> list[ChunkChoice]:
-        """What an output says that was not said before: the role once, text, and at last why it ended."""
-        self.usage.add(0, output)
+    def changes(self, delta: OutputDelta) -> list[ChunkChoice]:
+        """What a delta says: the role once, text, and at last why the answer ended."""
+        self.usage.add(0, delta)
         changes: list[ChunkChoice] = []
-        if output.index not in self._begun:
-            self._begun.add(output.index)
-            changes.append(ChunkChoice(index=output.index, delta=Delta(role="assistant", content="")))
+        if delta.index not in self._begun:
+            self._begun.add(delta.index)
+            changes.append(ChunkChoice(index=delta.index, delta=Delta(role="assistant", content="")))
         logprobs = None
-        if self.body.logprobs and output.delta_logprobs:
-            logprobs = chat_logprobs(self.tokenizer, output.delta_logprobs)
-        if output.delta_text or logprobs is not None:
-            delta = Delta(content=output.delta_text)
-            changes.append(ChunkChoice(index=output.index, delta=delta, logprobs=logprobs))
-        if output.finish is not None:
-            reason, matched = output.finish.kind.value, output.finish.matched
-            changes.append(ChunkChoice(index=output.index, delta=Delta(), finish_reason=reason, matched_stop=matched))
+        if self.body.logprobs and delta.logprobs:
+            logprobs = chat_logprobs(self.tokenizer, delta.logprobs)
+        if delta.text or logprobs is not None:
+            changes.append(ChunkChoice(index=delta.index, delta=Delta(content=delta.text), logprobs=logprobs))
+        if delta.finish is not None:
+            reason, matched = delta.finish.kind.value, delta.finish.matched
+            changes.append(ChunkChoice(index=delta.index, delta=Delta(), finish_reason=reason, matched_stop=matched))
         return changes
 
     def chunk(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> ChatChunk:
@@ -186,10 +184,9 @@ def chat_router(context: ServerContext) -> APIRouter:
 
 async def _events(context: ServerContext, form: ChatFormat, prompt: GenerateInput) -> AsyncGenerator[bytes, None]:
     no_usage = None if form.body.include_usage else UNSET
-    async with aclosing(context.generate(form.request_id, [prompt], FIELD_NAMES)) as outputs:
-        async for _, output in outputs:
-            changes = form.changes(output)
-            if changes:
+    async with context.generate(form.request_id, [prompt], FIELD_NAMES) as deltas:
+        async for _, delta in deltas:
+            if changes := form.changes(delta):
                 yield b"".join(event(form.chunk([change], no_usage)) for change in changes)
     if form.body.include_usage:
         yield event(form.chunk([], form.usage.total()))

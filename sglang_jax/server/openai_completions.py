@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import msgspec
@@ -12,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 from starlette.datastructures import Headers
 
-from sglang_jax.engine.types import GenerateInput, GenerateOutput, TextTokenizer, TokenLogprob
+from sglang_jax.engine.types import GenerateInput, OutputDelta, TextTokenizer
 from sglang_jax.sampling import GenerationDefaults
 from sglang_jax.server.context import ENGINE_NAMES, ServerContext, new_id, prompt_ids
 from sglang_jax.server.fields import routing_key
@@ -82,12 +81,11 @@ class CompletionFormat:
             for prompt, engine_id in zip(self.prompts, prompt_ids(self.request_id, len(self.prompts)), strict=True)
         ]
 
-    def choice(
-        self, number: int, output: GenerateOutput, text: str, tokens: Sequence[TokenLogprob]
-    ) -> CompletionChoice | None:
-        """What is written of a completion of prompt `number`: `text` and `tokens`, behind the prompt if that is echoed
-        and this is the choice's first. None if there is nothing to say."""
-        index = number * (self.body.n or 1) + output.index
+    def choice(self, number: int, delta: OutputDelta) -> CompletionChoice | None:
+        """What is written of a delta of prompt `number`, behind the prompt if that is echoed and this is the choice's
+        first. None if there is nothing to say."""
+        index = number * (self.body.n or 1) + delta.index
+        text = delta.text
         logprobs = CompletionLogprobs() if self.body.logprobs is not None else None
         writer = self._writers.get(index)
         if writer is None:
@@ -96,13 +94,13 @@ class CompletionFormat:
                 echoed = self._prompt_text(number)
                 text = echoed + text
                 if logprobs is not None:
-                    writer.write(output.prompt_logprobs or [], logprobs)
+                    writer.write(delta.prompt_logprobs or [], logprobs)
                 writer.end_prompt(echoed)
-        if not text and not tokens and output.finish is None:
+        finish = delta.finish
+        if not text and not delta.logprobs and finish is None:
             return None
         if logprobs is not None:
-            writer.write(tokens, logprobs)
-        finish = output.finish
+            writer.write(delta.logprobs, logprobs)
         return CompletionChoice(
             index=index,
             text=text,
@@ -146,7 +144,7 @@ def completions_router(context: ServerContext) -> APIRouter:
         for number, group in enumerate(outputs):
             for output in group:
                 form.usage.add(number, output)
-                choice = form.choice(number, output, output.text, output.logprobs)
+                choice = form.choice(number, output)
                 assert choice is not None  # it has finished
                 choices.append(choice)
         return json_response(form.answer(choices, form.usage.total()))
@@ -158,10 +156,10 @@ async def _events(
     context: ServerContext, form: CompletionFormat, inputs: list[GenerateInput]
 ) -> AsyncGenerator[bytes, None]:
     no_usage = None if form.body.include_usage else UNSET
-    async with aclosing(context.generate(form.request_id, inputs, FIELD_NAMES)) as outputs:
-        async for number, output in outputs:
-            form.usage.add(number, output)
-            choice = form.choice(number, output, output.delta_text, output.delta_logprobs)
+    async with context.generate(form.request_id, inputs, FIELD_NAMES) as deltas:
+        async for number, delta in deltas:
+            form.usage.add(number, delta)
+            choice = form.choice(number, delta)
             if choice is not None:
                 yield event(form.answer([choice], no_usage))
     if form.body.include_usage:

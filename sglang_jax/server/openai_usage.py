@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from sglang_jax.engine.types import GenerateOutput
+from sglang_jax.engine.types import OutputDelta
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -33,8 +33,8 @@ class UsageCount:
         self._prompts: dict[int, tuple[int, int]] = {}
         self._completions: dict[tuple[int, int], int] = {}
 
-    def add(self, number: int, output: GenerateOutput) -> None:
-        """The newest state of one completion of prompt `number`."""
+    def add(self, number: int, output: OutputDelta) -> None:
+        """The newest delta of one completion of prompt `number`."""
         if output.index == 0:
             self._prompts[number] = (output.prompt_tokens, output.cached_tokens)
         self._completions[number, output.index] = output.completion_tokens

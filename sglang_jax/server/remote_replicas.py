@@ -12,7 +12,7 @@ from sglang_jax.engine.model_core import load_text_tokenizer
 from sglang_jax.engine.replica import Backoff, Replica, close_replicas
 from sglang_jax.engine.types import EngineClient, ReplicaState, TextTokenizer
 from sglang_jax.errors import ConfigError
-from sglang_jax.server.remote_engine import RemoteEngine
+from sglang_jax.server.remote_link import RemoteLink
 
 RETRY = Backoff(first=1.0, most=10.0, settled=10.0, give_up=None)
 """A server elsewhere may be away for as long as it takes."""
@@ -36,7 +36,7 @@ async def connect_engines(config: ServerConfig, tokenizer: TextTokenizer | None 
     if tokenizer is None:
         tokenizer = await asyncio.to_thread(load_text_tokenizer, config)
     replicas = [
-        Replica(index, partial(RemoteEngine.connect, address, tokenizer, config.api_key), backoff=RETRY)
+        Replica(index, partial(RemoteLink.connect, address, tokenizer, config.api_key), backoff=RETRY)
         for index, address in enumerate(addresses)
     ]
     try:
@@ -59,7 +59,7 @@ def read_addresses(text: str) -> list[str]:
     return addresses
 
 
-async def _start(replicas: list[Replica[RemoteEngine]]) -> None:
+async def _start(replicas: list[Replica[RemoteLink]]) -> None:
     """Starts all; those that do not answer yet are tried again, as long as one serves. Raises what the first raised if
     none does."""
     results = await asyncio.gather(*(replica.start() for replica in replicas), return_exceptions=True)

@@ -116,11 +116,16 @@ def one_of(name: str, value: Value | None, other_name: str, other: Value | None)
 
 @contextmanager
 def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors raised inside speak of the client's fields: of `names[param]` where they said `param`."""
+    """Errors raised inside speak of the client's fields, see `rename_field`."""
     try:
         yield
     except RequestError as error:
-        if error.param is not None and error.param in names:
-            error.message = re.sub(rf"\b{error.param}\b", names[error.param], error.message)
-            error.param = names[error.param]
+        rename_field(error, names)
         raise
+
+
+def rename_field(error: RequestError, names: Mapping[str, str]) -> None:
+    """The error speaks of the client's fields from now on: of `names[param]` where it said `param`."""
+    if error.param is not None and error.param in names:
+        error.message = re.sub(rf"\b{error.param}\b", names[error.param], error.message)
+        error.param = names[error.param]

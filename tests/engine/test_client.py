@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from helpers.engine_fakes import CACHED_TOKENS, CONTEXT_LENGTH, EOS, load_echo, load_tokenizer
+from helpers.whole_outputs import collect, outputs_of
 
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.launch import launch_core
 from sglang_jax.engine.prompt_reader import LONG_TEXT
-from sglang_jax.engine.types import FinishKind, GenerateInput, GenerateOutput, TokenLogprob
+from sglang_jax.engine.types import FinishKind, GenerateInput, TokenLogprob
 from sglang_jax.errors import CapacityError, EngineDeadError, ParameterError, PromptTooLongError
 from sglang_jax.sampling.params import SamplingParams
 
@@ -42,18 +43,14 @@ async def slow_client() -> AsyncIterator[AsyncEngineClient]:
     await client.close()
 
 
-async def collect(client: AsyncEngineClient, request: GenerateInput) -> list[GenerateOutput]:
-    return [output async for output in client.generate(request)]
-
-
 async def seen(client: AsyncEngineClient) -> list[dict[str, Any]]:
     """The requests as they reached the core."""
-    state = await client.state()
+    state = (await client.states())[0]
     return list(json.loads(str(state["seen"])))
 
 
 async def events(client: AsyncEngineClient, kind: str) -> list[int]:
-    return list(json.loads(str((await client.state())[kind])))
+    return list(json.loads(str((await client.states())[0][kind])))
 
 
 async def test_one_finished_output(client: AsyncEngineClient) -> None:
@@ -221,7 +218,7 @@ async def test_closing_early_aborts(slow_client: AsyncEngineClient) -> None:
     await anext(outputs)
     await outputs.aclose()
     assert sorted(await events(slow_client, "aborted")) == [message["id"] for message in await seen(slow_client)]
-    assert (await slow_client.state())["running"] == 0
+    assert (await slow_client.states())[0]["running"] == 0
 
 
 async def test_cancelled_task_aborts(slow_client: AsyncEngineClient) -> None:
@@ -237,7 +234,7 @@ async def test_cancelled_task_aborts(slow_client: AsyncEngineClient) -> None:
 async def test_abort_ends_the_output_with_what_there_is(slow_client: AsyncEngineClient) -> None:
     request = GenerateInput(prompt="abc" * 400, sampling=LONG, request_id="a", stream=True)
     outputs = []
-    async for output in slow_client.generate(request):
+    async for output in outputs_of(slow_client, request):
         outputs.append(output)
         slow_client.abort("a")
     assert outputs[-1].finish is not None
@@ -270,9 +267,10 @@ async def test_abort_all(slow_client: AsyncEngineClient) -> None:
 
 async def test_slow_reader_gets_fewer_and_larger_pieces(client: AsyncEngineClient) -> None:
     text = "0123456789" * 100
-    reader = client.generate(GenerateInput(prompt=text, sampling=SamplingParams(max_new_tokens=None), stream=True))
+    request = GenerateInput(prompt=text, sampling=SamplingParams(max_new_tokens=None), stream=True)
+    reader = outputs_of(client, request)
     outputs = [await anext(reader)]
-    while (await client.state())["running"]:
+    while (await client.states())[0]["running"]:
         await asyncio.sleep(0.01)
     outputs += [output async for output in reader]
     assert len(outputs) <= 3
@@ -287,7 +285,7 @@ async def test_flush_state_and_stats(slow_client: AsyncEngineClient) -> None:
     await anext(outputs)
     assert not await slow_client.flush_cache()
     assert slow_client.stats.num_running == 1
-    assert (await slow_client.state())["running"] == 1
+    assert (await slow_client.states())[0]["running"] == 1
     await outputs.aclose()
 
 
@@ -318,7 +316,7 @@ async def test_close_at_once_fails_what_is_in_flight_and_cuts_a_drain_short() ->
     with pytest.raises(EngineDeadError, match="shut down"):
         await task
     with pytest.raises(EngineDeadError, match="shut down"):
-        await client.state()
+        await client.states()
 
 
 async def test_failure_of_the_core_fails_all_requests() -> None:

@@ -17,11 +17,12 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from helpers.engine_fakes import load_echo, load_tokenizer, refuse_tokenizer
+from helpers.whole_outputs import collect
 
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.launch import TokenizerLoader, launch_core
-from sglang_jax.engine.types import GenerateInput, GenerateOutput
+from sglang_jax.engine.types import GenerateInput
 from sglang_jax.errors import CheckpointError, ConfigError, EngineDeadError
 from sglang_jax.sampling.params import SamplingParams
 
@@ -35,10 +36,6 @@ async def start(
     return await launch_core(config, in_process=in_process, load=load_echo, load_tokenizer=load_tokenizer)
 
 
-async def collect(client: AsyncEngineClient, request: GenerateInput) -> list[GenerateOutput]:
-    return [output async for output in client.generate(request)]
-
-
 @pytest_asyncio.fixture
 async def client() -> AsyncIterator[AsyncEngineClient]:
     client = await start("echo:0.002")
@@ -47,7 +44,7 @@ async def client() -> AsyncIterator[AsyncEngineClient]:
 
 
 async def core_pid(client: AsyncEngineClient) -> int:
-    pid = (await client.state())["pid"]
+    pid = (await client.states())[0]["pid"]
     assert isinstance(pid, int)
     return pid
 
@@ -95,7 +92,7 @@ async def test_serves_and_leaves_nothing_behind() -> None:
 
 async def test_drain_delivers_all_outputs_before_the_process_ends(client: AsyncEngineClient) -> None:
     task = asyncio.create_task(collect(client, GenerateInput(prompt="abc" * 20)))
-    while (await client.state())["seen"] == "[]":
+    while (await client.states())[0]["seen"] == "[]":
         await asyncio.sleep(0.001)
     await client.close(drain=True)
     ((output,),) = await asyncio.gather(task)
@@ -117,7 +114,7 @@ async def test_killed_process_is_noticed_at_once(client: AsyncEngineClient) -> N
             await task
     assert time.monotonic() - begin < 2.0
     assert not client.alive
-    for attempt in (client.state(), client.flush_cache(), collect(client, GenerateInput(prompt="a"))):
+    for attempt in (client.states(), client.flush_cache(), collect(client, GenerateInput(prompt="a"))):
         with pytest.raises(EngineDeadError, match="killed by SIGKILL"):
             await attempt
     client.abort_all()
@@ -142,7 +139,7 @@ async def test_signals_for_the_whole_group_are_left_to_the_parent(client: AsyncE
 
 
 async def test_stuck_process_is_killed(client: AsyncEngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang_jax.engine.client.STOP_SECONDS", 0.2)
+    monkeypatch.setattr("sglang_jax.engine.core_link.STOP_SECONDS", 0.2)
     pid = await core_pid(client)
     os.kill(pid, signal.SIGSTOP)
     await asyncio.wait_for(client.close(), 5)
@@ -189,13 +186,14 @@ PARENT = """
 import asyncio, json, sys
 sys.path[:0] = json.loads(sys.argv[1])
 from helpers.engine_fakes import load_echo, load_tokenizer
+from helpers.whole_outputs import collect
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.launch import launch_core
 
 async def main():
     config = EngineConfig(model_path="echo")
     client = await launch_core(config, in_process=False, load=load_echo, load_tokenizer=load_tokenizer)
-    print((await client.state())["pid"], flush=True)
+    print((await client.states())[0]["pid"], flush=True)
     if sys.argv[2] == "wait":
         await asyncio.sleep(60)
 

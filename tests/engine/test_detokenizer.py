@@ -5,7 +5,7 @@ from helpers.engine_fakes import EOS, ByteDecoder
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_jax.engine.detokenizer import OutputText, StopStrings
+from sglang_jax.engine.detokenizer import OutputText
 
 
 class PieceDecoder:
@@ -116,9 +116,23 @@ def test_equals_brute_force_however_the_text_is_cut(pieces: list[str], stop: lis
 
 @given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4))
 def test_nothing_is_held_that_cannot_become_a_stop(text: str, stop: list[str]) -> None:
-    automaton = StopStrings(stop)
-    state = 0
-    for position, character in enumerate(text, start=1):
-        state = automaton.advance(state, character)
+    shown, matched, count = run_pieces(list(text), stop)
+    for position in range(1, count + 1 if matched is None else count):
         tails = [text[k:position] for k in range(position + 1)]
-        assert automaton.depth[state] == max(len(t) for t in tails if any(s.startswith(t) for s in stop))
+        held = max(len(tail) for tail in tails if any(one.startswith(tail) for one in stop))
+        assert "".join(shown[:position]) == text[: position - held]
+
+
+def test_characters_that_mean_something_in_a_pattern_mean_themselves() -> None:
+    stop = ["^a", "]b", "-c", "\\d", "[e", ".", "a-z"]
+    for string in stop:
+        shown, matched, _ = run_pieces(["x5b ", *string, "tail"], stop)
+        assert ("".join(shown), matched) == ("x5b ", string)
+
+
+def test_a_text_that_nearly_is_a_stop_string_without_end() -> None:
+    """Each token finds as much held back as there can be, and lets one character go."""
+    text = OutputText(PieceDecoder(["a"]), ["a" * 3000 + "b"], frozenset())
+    shown = [text.push(0) for _ in range(20_000)]
+    assert shown == [""] * 3000 + ["a"] * 17_000
+    assert text.matched is None

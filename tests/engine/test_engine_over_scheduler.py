@@ -16,12 +16,13 @@ from helpers.engine_fakes import (
     load_fake_model,
     load_tokenizer,
 )
+from helpers.whole_outputs import collect, outputs_of
 
 from sglang_jax import Engine, SamplingParams
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.launch import launch_core
-from sglang_jax.engine.types import FinishKind, GenerateInput, GenerateOutput
+from sglang_jax.engine.types import FinishKind, GenerateInput
 from sglang_jax.errors import NumericalError, QueueFullError
 from sglang_jax.runner.fake import Oracle
 
@@ -41,10 +42,6 @@ async def client(request: pytest.FixtureRequest) -> AsyncIterator[AsyncEngineCli
     await client.close()
 
 
-async def collect(client: AsyncEngineClient, request: GenerateInput) -> list[GenerateOutput]:
-    return [output async for output in client.generate(request)]
-
-
 def expected(prompt: str, sampling: SamplingParams, index: int = 0) -> list[int]:
     """The tokens that the oracle draws, without stop strings."""
     stops = {*sampling.stop_token_ids} | (set() if sampling.ignore_eos else {FAKE_EOS})
@@ -56,7 +53,7 @@ async def assert_nothing_is_held(client: AsyncEngineClient) -> None:
     """At once, but for the step that is in flight."""
     held = None
     for _ in range(200):
-        state = await client.state()
+        state = (await client.states())[0]
         held = (state["num_running"], state["num_waiting"], state["num_used_tokens"])
         if held == (0, 0, 0):
             return
@@ -124,8 +121,8 @@ async def test_prefix_is_found_again(client: AsyncEngineClient) -> None:
 
 
 async def test_abort_and_early_close_free_everything(client: AsyncEngineClient) -> None:
-    stream = client.generate(GenerateInput(prompt="abc", sampling=LONG, stream=True))
-    aborted = client.generate(GenerateInput(prompt="abcd", sampling=LONG, stream=True, request_id="a"))
+    stream = outputs_of(client, GenerateInput(prompt="abc", sampling=LONG, stream=True))
+    aborted = outputs_of(client, GenerateInput(prompt="abcd", sampling=LONG, stream=True, request_id="a"))
     await anext(stream)
     await anext(aborted)
     await stream.aclose()
@@ -175,7 +172,7 @@ async def test_numerical_error_touches_no_other_request() -> None:
 async def test_drain_finishes_what_was_accepted(client: AsyncEngineClient) -> None:
     tasks = [asyncio.create_task(collect(client, GenerateInput(prompt=f"drain {i}", sampling=LONG))) for i in range(12)]
     await asyncio.sleep(0)
-    await client.state()
+    await client.states()
     await client.close(drain=True)
     for i, (output,) in enumerate(await asyncio.gather(*tasks)):
         assert output.output_ids == expected(f"drain {i}", LONG)

@@ -15,14 +15,16 @@ from helpers.engine_fakes import (
     load_echo,
     load_tokenizer,
 )
-from helpers.replica_fakes import AT_ONCE, collect, fake_replicas
+from helpers.replica_fakes import AT_ONCE, fake_replicas
+from helpers.whole_outputs import collect
 
 from sglang_jax import Engine, SamplingParams
 from sglang_jax.config import EngineConfig, LoadBalanceMethod
 from sglang_jax.engine import validation
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.core import CoreLoader
-from sglang_jax.engine.launch import launch_core
+from sglang_jax.engine.core_link import CoreLink
+from sglang_jax.engine.launch import launch_core, launch_link
 from sglang_jax.engine.launch_replicated import replicated_client
 from sglang_jax.engine.replica import Replica
 from sglang_jax.engine.types import EngineClient, FinishKind, FinishReason, GenerateInput, GenerateOutput
@@ -64,8 +66,8 @@ async def one_engine(load: CoreLoader, config: EngineConfig) -> AsyncEngineClien
 
 
 async def two_replicas(load: CoreLoader, config: EngineConfig) -> EngineClient:
-    async def start() -> AsyncEngineClient:
-        return await one_engine(load, config)
+    async def start() -> CoreLink:
+        return await launch_link(config, in_process=True, load=load)
 
     replicas = [Replica(index, start, backoff=AT_ONCE) for index in range(2)]
     await asyncio.gather(*(replica.start() for replica in replicas))
@@ -95,7 +97,7 @@ def check_empty(output: GenerateOutput, prompt_tokens: int) -> None:
 async def test_one_output_that_is_empty(echo: EngineClient, stream: bool, stop: tuple[str, ...]) -> None:
     sampling = SamplingParams(max_new_tokens=0, stop=stop)
     request = GenerateInput(prompt="ABC", sampling=sampling, stream=stream, return_logprob=True, logprob_start_len=1)
-    [output] = [output async for output in echo.generate(request)]
+    [output] = await collect(echo, request)
     check_empty(output, 3)
     assert output.cached_tokens == CACHED_TOKENS
     assert output.prompt_logprobs is not None
@@ -105,7 +107,7 @@ async def test_one_output_that_is_empty(echo: EngineClient, stream: bool, stop: 
 async def test_each_completion_has_the_prompts_logprobs(echo: EngineClient) -> None:
     sampling = SamplingParams(max_new_tokens=0, n=3)
     request = GenerateInput(prompt="AB", sampling=sampling, return_logprob=True, logprob_start_len=0)
-    outputs = [output async for output in echo.generate(request)]
+    outputs = await collect(echo, request)
     assert sorted(output.index for output in outputs) == [0, 1, 2]
     for output in outputs:
         check_empty(output, 2)

@@ -5,39 +5,68 @@ import pytest
 from helpers.engine_fakes import ByteDecoder
 
 from sglang_jax import errors
+from sglang_jax.engine.cumulative import CumulativeOutputs
 from sglang_jax.engine.detokenizer import OutputText
 from sglang_jax.engine.output import Completion, RequestOutputs, request_error
-from sglang_jax.engine.types import FinishKind, TokenLogprob
+from sglang_jax.engine.types import FinishKind, GenerateInput
 from sglang_jax.errors import RequestError
-from sglang_jax.scheduler.messages import Finished, WireError
+from sglang_jax.scheduler.messages import Finished, WireError, WireLogprob
 
 
 def completion(stop: tuple[str, ...] = ()) -> Completion:
-    outputs = RequestOutputs("r", stream=True)
+    outputs = RequestOutputs(GenerateInput(prompt=[1, 2, 3], stream=True))
     text = OutputText(ByteDecoder(), stop, frozenset({0}))
-    return Completion(outputs, wire_id=1, index=0, prompt_tokens=3, text=text)
+    return Completion(outputs, index=0, prompt_tokens=3, text=text)
 
 
-def test_what_was_drawn_after_a_stop_string_is_dropped() -> None:
+def logprob(token_id: int) -> WireLogprob:
+    return WireLogprob(token_id, -float(token_id), [], [])
+
+
+def test_what_was_sampled_after_a_stop_string_is_dropped() -> None:
     """A step may publish the tokens of two."""
     each = completion(stop=("b",))
-    each.logprobs += [TokenLogprob(97, -1.0), TokenLogprob(98, -2.0), TokenLogprob(99, -3.0)]
+    for token_id in (97, 98, 99):
+        each.add_logprob(logprob(token_id))
     assert [each.push(97), each.push(98)] == [False, True]
-    output = each.take()
-    assert (output.text, output.output_ids, output.completion_tokens) == ("a", [97, 98], 2)
-    assert [entry.token_id for entry in output.logprobs] == [97, 98]
+    delta = each.take()
+    assert (delta.text, delta.token_ids, delta.completion_tokens) == ("a", [97, 98], 2)
+    assert [entry.token_id for entry in delta.logprobs] == [97, 98]
     assert each.delivered
 
 
-def test_outputs_taken_earlier_stay_as_they_were() -> None:
+def test_no_logprob_is_dropped_or_said_twice_where_some_were_taken_before() -> None:
+    each = completion(stop=("c",))
+    each.add_logprob(logprob(97))
+    each.push(97)
+    assert [entry.token_id for entry in each.take().logprobs] == [97]
+    for token_id in (98, 99, 100):
+        each.add_logprob(logprob(token_id))
+    assert [each.push(98), each.push(99)] == [False, True]
+    assert [entry.token_id for entry in each.take().logprobs] == [98, 99]
+
+
+def test_deltas_say_everything_once() -> None:
     each = completion()
+    each.add_prompt_logprobs([logprob(1)])
     each.push(97)
     first = each.take()
     assert not each.has_news
     each.push(98)
     assert each.has_news
     second = each.take()
-    assert (first.text, first.output_ids) == ("a", [97])
+    assert (first.text, first.token_ids, first.completion_tokens) == ("a", [97], 1)
+    assert (second.text, second.token_ids, second.completion_tokens) == ("b", [98], 2)
+    assert [len(delta.prompt_logprobs or []) for delta in (first, second)] == [1, 0]
+
+
+def test_outputs_put_together_earlier_stay_as_they_were() -> None:
+    each, outputs = completion(), CumulativeOutputs("r", first_index=5)
+    each.push(97)
+    first = outputs.add(each.take())
+    each.push(98)
+    second = outputs.add(each.take())
+    assert (first.request_id, first.index, first.text, first.output_ids) == ("r", 5, "a", [97])
     assert (second.text, second.delta_text, second.output_ids, second.delta_ids) == ("ab", "b", [97, 98], [98])
 
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 from helpers.engine_fakes import load_echo, load_tokenizer
+from helpers.whole_outputs import collect, outputs_of
 
 from sglang_jax.config import Device, EngineConfig
 from sglang_jax.engine.client import AsyncEngineClient
@@ -245,7 +246,7 @@ async def launch_echo(config: EngineConfig, placement: Placement) -> AsyncEngine
 
 
 async def pid_of(client: AsyncEngineClient) -> int:
-    pid = (await client.state())["pid"]
+    pid = (await client.states())[0]["pid"]
     assert isinstance(pid, int)
     return pid
 
@@ -272,7 +273,7 @@ async def test_processes_have_cores_of_their_own_and_come_back(echoes: list[Repl
     pid = await pid_of(client)
     assert pid not in pids
     assert os.sched_getaffinity(pid) == affinities[0]
-    outputs = [output async for output in client.generate(GenerateInput(prompt="abc"))]
+    outputs = await collect(client, GenerateInput(prompt="abc"))
     assert [output.text for output in outputs] == ["abc"]
     assert echoes[0].last_end == "the engine is lost: the engine process was killed by SIGKILL (out of memory?)"
     assert all(replica.restarts == 0 for replica in echoes[1:])
@@ -281,9 +282,8 @@ async def test_processes_have_cores_of_their_own_and_come_back(echoes: list[Repl
 async def test_drained_process_finishes_what_it_has(echoes: list[Replica[AsyncEngineClient]]) -> None:
     replica = echoes[0]
     pid = await pid_of(replica.client)
-    stream = replica.client.generate(
-        GenerateInput(prompt="a" * 300, sampling=SamplingParams(max_new_tokens=None), stream=True)
-    )
+    request = GenerateInput(prompt="a" * 300, sampling=SamplingParams(max_new_tokens=None), stream=True)
+    stream = outputs_of(replica.client, request)
     await anext(stream)
     draining = asyncio.create_task(replica.drain())
     last = [output async for output in stream][-1]

@@ -11,14 +11,15 @@ from dataclasses import dataclass, field
 
 import pytest
 from helpers.engine_fakes import FAKE_VOCAB_SIZE, load_tokenizer
-from helpers.sleeping_core import launch_sleeping
+from helpers.sleeping_core import launch_sleeping, launch_sleeping_link
+from helpers.whole_outputs import collect
 
 from sglang_jax.config import Device, EngineConfig, LoadBalanceMethod
 from sglang_jax.engine.client import AsyncEngineClient
+from sglang_jax.engine.core_link import CoreLink
 from sglang_jax.engine.launch_replicated import replicated_client
 from sglang_jax.engine.placement import Placement
 from sglang_jax.engine.replica import Backoff, Replica
-from sglang_jax.engine.replicated import ReplicatedClient
 from sglang_jax.engine.types import GenerateInput, ReplicaLoad, ReplicaState
 from sglang_jax.errors import EngineDeadError, ReplicaLostError
 from sglang_jax.runner.fake import Oracle
@@ -38,7 +39,7 @@ class Tally:
     kills: int = 0
 
 
-def make_replicas(count: int) -> tuple[EngineConfig, list[Replica[AsyncEngineClient]], dict[int, int]]:
+def make_replicas(count: int) -> tuple[EngineConfig, list[Replica[CoreLink]], dict[int, int]]:
     """Replicas in processes of their own, and the process id of each, which is asked for at every start."""
     config = EngineConfig(
         model_path="sleep:0.01",
@@ -48,11 +49,11 @@ def make_replicas(count: int) -> tuple[EngineConfig, list[Replica[AsyncEngineCli
     )
     pids: dict[int, int] = {}
 
-    def start(index: int) -> Callable[[], Awaitable[AsyncEngineClient]]:
-        async def launch() -> AsyncEngineClient:
-            client = await launch_sleeping(config, Placement(name=f"replica {index}", device=Device.CPU))
-            pids[index] = int(client.model_info.architecture)
-            return client
+    def start(index: int) -> Callable[[], Awaitable[CoreLink]]:
+        async def launch() -> CoreLink:
+            link = await launch_sleeping_link(config, Placement(name=f"replica {index}", device=Device.CPU))
+            pids[index] = int(link.model_info.architecture)
+            return link
 
         return launch
 
@@ -60,7 +61,7 @@ def make_replicas(count: int) -> tuple[EngineConfig, list[Replica[AsyncEngineCli
     return config, [Replica(index, start(index), backoff=backoff) for index in range(count)], pids
 
 
-async def use(client: ReplicatedClient, tally: Tally, seed: int, over: asyncio.Event) -> None:
+async def use(client: AsyncEngineClient, tally: Tally, seed: int, over: asyncio.Event) -> None:
     """One user: request after request, each answer compared with what must come."""
     rng = random.Random(seed)
     oracle = Oracle(FAKE_VOCAB_SIZE)
@@ -71,7 +72,7 @@ async def use(client: ReplicatedClient, tally: Tally, seed: int, over: asyncio.E
         kills = tally.kills
         try:
             request = GenerateInput(prompt=prompt, sampling=sampling, stream=stream)
-            outputs = [one async for one in client.generate(request)]
+            outputs = await collect(client, request)
         except ReplicaLostError:
             assert tally.kills > kills, "nothing was killed while it ran"
             tally.failed[tally.kills] = tally.failed.get(tally.kills, 0) + 1
@@ -81,7 +82,7 @@ async def use(client: ReplicatedClient, tally: Tally, seed: int, over: asyncio.E
 
 
 async def kill_in_turn(
-    client: ReplicatedClient, pids: dict[int, int], tally: Tally, kills: int, seconds: float
+    client: AsyncEngineClient, pids: dict[int, int], tally: Tally, kills: int, seconds: float
 ) -> None:
     """Kills one replica after the other while requests wait there, `seconds` apart and each user's turn at least."""
     for number in range(kills):

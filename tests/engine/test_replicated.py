@@ -8,10 +8,12 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import pytest_asyncio
 from helpers.engine_fakes import CONTEXT_LENGTH
-from helpers.replica_fakes import ToldEngine, ToldReplicas, collect
+from helpers.replica_fakes import ToldLink, ToldReplicas
+from helpers.whole_outputs import collect
 
 from sglang_jax.config import LoadBalanceMethod
-from sglang_jax.engine.replicated import MAX_REROUTES, ReplicatedClient
+from sglang_jax.engine.client import AsyncEngineClient
+from sglang_jax.engine.router import MAX_REROUTES
 from sglang_jax.engine.types import FinishKind, GenerateInput, GenerateOutput, ReplicaState
 from sglang_jax.errors import (
     CapacityError,
@@ -33,7 +35,7 @@ async def until(condition: Callable[[], bool]) -> None:
     raise AssertionError("it does not come true")
 
 
-def ask(client: ReplicatedClient, prompt: str = "abc", **fields: object) -> asyncio.Task[list[GenerateOutput]]:
+def ask(client: AsyncEngineClient, prompt: str = "abc", **fields: object) -> asyncio.Task[list[GenerateOutput]]:
     return asyncio.create_task(collect(client, GenerateInput(prompt=prompt, **fields)))
 
 
@@ -43,32 +45,30 @@ def two() -> ToldReplicas:
 
 
 @pytest_asyncio.fixture
-async def client(two: ToldReplicas) -> AsyncIterator[ReplicatedClient]:
+async def client(two: ToldReplicas) -> AsyncIterator[AsyncEngineClient]:
     client = await two.client()
     yield client
     await client.close()
 
 
-def only(engine: ToldEngine) -> str:
+def only(engine: ToldLink) -> str:
     (name,) = engine.asked
     return name
 
 
-async def test_requests_are_shared_out_and_keep_their_names(two: ToldReplicas, client: ReplicatedClient) -> None:
+async def test_requests_are_shared_out_and_keep_their_names(two: ToldReplicas, client: AsyncEngineClient) -> None:
     tasks = [ask(client, request_id=f"mine-{number}") for number in range(4)]
     await until(lambda: sum(len(two.engine(index).asked) for index in (0, 1)) == 4)
     assert [load.in_flight for load in client.loads()] == [2, 2]
     for index in (0, 1):
-        for request in two.engine(index).asked.values():
-            assert list(request.prompt) == [97, 98, 99]
-            assert request.request_id not in {f"mine-{number}" for number in range(4)}
+        assert all(list(request.prompt) == [97, 98, 99] for request in two.engine(index).asked.values())
         two.engine(index).answer_all()
     outputs = [output for task in tasks for output in await task]
     assert [output.request_id for output in outputs] == [f"mine-{number}" for number in range(4)]
     assert [load.in_flight for load in client.loads()] == [0, 0]
 
 
-async def test_bad_requests_reach_no_replica(two: ToldReplicas, client: ReplicatedClient) -> None:
+async def test_bad_requests_reach_no_replica(two: ToldReplicas, client: AsyncEngineClient) -> None:
     for prompt, error in (("", ParameterError), ([-1], ParameterError), ([1] * CONTEXT_LENGTH, PromptTooLongError)):
         with pytest.raises(error):
             await collect(client, GenerateInput(prompt=prompt))
@@ -81,7 +81,7 @@ async def test_bad_requests_reach_no_replica(two: ToldReplicas, client: Replicat
     assert not two.engine(1).asked
 
 
-async def test_what_a_lost_replica_had_not_begun_goes_to_another(two: ToldReplicas, client: ReplicatedClient) -> None:
+async def test_what_a_lost_replica_had_not_begun_goes_to_another(two: ToldReplicas, client: AsyncEngineClient) -> None:
     waiting = ask(client)
     await until(lambda: bool(two.engine(0).asked))
     two.gates[0].clear()
@@ -91,7 +91,7 @@ async def test_what_a_lost_replica_had_not_begun_goes_to_another(two: ToldReplic
     assert [output.text for output in await waiting] == ["done"]
 
 
-async def test_what_a_lost_replica_ran_fails_cleanly(two: ToldReplicas, client: ReplicatedClient) -> None:
+async def test_what_a_lost_replica_ran_fails_cleanly(two: ToldReplicas, client: AsyncEngineClient) -> None:
     running = ask(client)
     await until(lambda: bool(two.engine(0).asked))
     two.engine(0).started.add(only(two.engine(0)))
@@ -104,7 +104,7 @@ async def test_what_a_lost_replica_ran_fails_cleanly(two: ToldReplicas, client: 
     assert not two.engine(1).asked
 
 
-async def test_what_has_given_an_output_is_not_begun_again(two: ToldReplicas, client: ReplicatedClient) -> None:
+async def test_what_has_given_an_output_is_not_begun_again(two: ToldReplicas, client: AsyncEngineClient) -> None:
     running = ask(client, sampling=SamplingParams(n=2))
     await until(lambda: bool(two.engine(0).asked))
     two.engine(0).answer(only(two.engine(0)), 1)
@@ -114,7 +114,7 @@ async def test_what_has_given_an_output_is_not_begun_again(two: ToldReplicas, cl
         await running
 
 
-async def test_what_kills_replicas_is_given_up(two: ToldReplicas, client: ReplicatedClient) -> None:
+async def test_what_kills_replicas_is_given_up(two: ToldReplicas, client: AsyncEngineClient) -> None:
     poison = ask(client)
     killed = 0
     while not poison.done():
@@ -129,23 +129,22 @@ async def test_what_kills_replicas_is_given_up(two: ToldReplicas, client: Replic
     assert killed == MAX_REROUTES + 1
 
 
-async def test_what_may_have_been_begun_is_tried_once_more(two: ToldReplicas, client: ReplicatedClient) -> None:
+async def test_what_may_have_been_begun_is_tried_once_more(two: ToldReplicas, client: AsyncEngineClient) -> None:
     unsure = ask(client)
     for index in (0, 1):
         await until(lambda index=index: bool(two.engine(index).asked))
-        inbox = two.engine(index)._inbox[only(two.engine(index))]
-        inbox.put_nowait(EngineDeadError("the connection broke", started=None))
+        two.engine(index).fail(only(two.engine(index)), EngineDeadError("the connection broke", started=None))
     with pytest.raises(ReplicaLostError, match="replica 1 was lost"):
         await unsure
 
 
-async def test_requests_wait_while_no_replica_serves(two: ToldReplicas, client: ReplicatedClient) -> None:
+async def test_requests_wait_while_no_replica_serves(two: ToldReplicas, client: AsyncEngineClient) -> None:
     for index in (0, 1):
         two.gates[index].clear()
         two.engine(index).die()
     assert not client.alive
     waiting = [ask(client, request_id=name) for name in "ab"]
-    await until(lambda: client._waiting == 2)
+    await until(lambda: two.router.num_waiting == 2)
     client.abort("b")
     assert [output.finish.kind for output in await waiting[1] if output.finish] == [FinishKind.ABORT]
     two.gates[1].set()
@@ -160,7 +159,7 @@ async def test_few_enough_wait_while_no_replica_serves(two: ToldReplicas) -> Non
         two.gates[index].clear()
         two.engine(index).die()
     waiting = ask(client)
-    await until(lambda: client._waiting == 1)
+    await until(lambda: two.router.num_waiting == 1)
     with pytest.raises(QueueFullError, match="no replica serves at the moment and 1 requests wait, the limit is 1"):
         await collect(client, GenerateInput(prompt="x"))
     await client.close()
@@ -168,7 +167,7 @@ async def test_few_enough_wait_while_no_replica_serves(two: ToldReplicas) -> Non
         await waiting
 
 
-async def test_no_replica_is_left(two: ToldReplicas, client: ReplicatedClient) -> None:
+async def test_no_replica_is_left(two: ToldReplicas, client: AsyncEngineClient) -> None:
     for index in (0, 1):
         two.failures[index] = EngineDeadError("no such device")
         two.engine(index).die()
@@ -177,7 +176,7 @@ async def test_no_replica_is_left(two: ToldReplicas, client: ReplicatedClient) -
     assert [load.state for load in client.loads()] == [ReplicaState.STOPPED] * 2
 
 
-async def test_a_full_queue_sends_the_request_on(two: ToldReplicas, client: ReplicatedClient) -> None:
+async def test_a_full_queue_sends_the_request_on(two: ToldReplicas, client: AsyncEngineClient) -> None:
     request = ask(client)
     await until(lambda: bool(two.engine(0).asked))
     two.engine(0).answer(only(two.engine(0)), error=QueueFullError("8 requests wait"))
@@ -187,7 +186,7 @@ async def test_a_full_queue_sends_the_request_on(two: ToldReplicas, client: Repl
         await request
 
 
-async def test_other_errors_are_the_requests_own(two: ToldReplicas, client: ReplicatedClient) -> None:
+async def test_other_errors_are_the_requests_own(two: ToldReplicas, client: AsyncEngineClient) -> None:
     request = ask(client)
     await until(lambda: bool(two.engine(0).asked))
     two.engine(0).answer(only(two.engine(0)), error=CapacityError("too large"))
@@ -197,7 +196,7 @@ async def test_other_errors_are_the_requests_own(two: ToldReplicas, client: Repl
     assert not two.engine(1).asked
 
 
-async def test_abort_reaches_the_replica_that_has_the_request(two: ToldReplicas, client: ReplicatedClient) -> None:
+async def test_abort_reaches_the_replica_that_has_the_request(two: ToldReplicas, client: AsyncEngineClient) -> None:
     tasks = [ask(client, request_id=name) for name in "ab"]
     await until(lambda: bool(two.engine(0).asked and two.engine(1).asked))
     client.abort("b")
@@ -210,7 +209,7 @@ async def test_abort_reaches_the_replica_that_has_the_request(two: ToldReplicas,
     await asyncio.gather(*tasks)
 
 
-async def test_an_aborted_request_is_not_given_to_another(two: ToldReplicas, client: ReplicatedClient) -> None:
+async def test_an_aborted_request_is_not_given_to_another(two: ToldReplicas, client: AsyncEngineClient) -> None:
     task = ask(client, request_id="a", sampling=SamplingParams(n=2))
     await until(lambda: bool(two.engine(0).asked))
     client.abort("a")
@@ -223,7 +222,7 @@ async def test_an_aborted_request_is_not_given_to_another(two: ToldReplicas, cli
     assert {(output.request_id, output.prompt_tokens) for output in outputs} == {("a", 3)}
 
 
-async def test_leaving_early_ends_the_request_at_its_replica(two: ToldReplicas, client: ReplicatedClient) -> None:
+async def test_leaving_early_ends_the_request_at_its_replica(two: ToldReplicas, client: AsyncEngineClient) -> None:
     task = ask(client)
     await until(lambda: bool(two.engine(0).asked))
     task.cancel()
@@ -232,7 +231,7 @@ async def test_leaving_early_ends_the_request_at_its_replica(two: ToldReplicas, 
     assert [load.in_flight for load in client.loads()] == [0, 0]
 
 
-async def test_flush_is_for_all_and_only_when_idle(two: ToldReplicas, client: ReplicatedClient) -> None:
+async def test_flush_is_for_all_and_only_when_idle(two: ToldReplicas, client: AsyncEngineClient) -> None:
     assert await client.flush_cache()
     assert [two.engine(index).flushed for index in (0, 1)] == [1, 1]
     two.engine(1).busy = True
@@ -245,7 +244,7 @@ async def test_flush_is_for_all_and_only_when_idle(two: ToldReplicas, client: Re
     await task
 
 
-async def test_states_and_figures_of_all(two: ToldReplicas, client: ReplicatedClient) -> None:
+async def test_states_and_figures_of_all(two: ToldReplicas, client: AsyncEngineClient) -> None:
     two.gates[1].clear()
     two.engine(1).die("killed")
     await until(lambda: client.loads()[1].state is ReplicaState.STARTING)
@@ -261,12 +260,12 @@ async def test_states_and_figures_of_all(two: ToldReplicas, client: ReplicatedCl
     assert (client.stats.num_running, client.stats.prompt_tokens, client.loads()[1].restarts) == (2, 20, 1)
 
 
-async def test_rolling_drain_refuses_nobody(two: ToldReplicas, client: ReplicatedClient) -> None:
+async def test_rolling_drain_refuses_nobody(two: ToldReplicas, client: AsyncEngineClient) -> None:
     running = [ask(client) for _ in range(2)]
     await until(lambda: bool(two.engine(0).asked and two.engine(1).asked))
     drain = asyncio.create_task(client.drain())
     await until(lambda: two.replicas[0].state is ReplicaState.DRAINING)
-    with pytest.raises(ParameterError, match="a drain goes on already"):
+    with pytest.raises(ParameterError, match="replicas are already being drained"):
         await client.drain(1)
     late = ask(client)
     await until(lambda: len(two.engine(1).asked) == 2)
@@ -290,11 +289,11 @@ async def test_drain_of_one_replica_that_is_all_there_is() -> None:
     one.gates[0].clear()
     drain = asyncio.create_task(client.drain())
     await until(lambda: one.replicas[0].state is ReplicaState.STARTING)
-    client._rolling = False
+    one.router._draining = False
     with pytest.raises(ParameterError, match="replica 0 is starting; only replicas that serve are drained"):
         await client.drain(0)
     waiting = ask(client)
-    await until(lambda: client._waiting == 1)
+    await until(lambda: one.router.num_waiting == 1)
     one.gates[0].set()
     await drain
     await until(lambda: bool(one.engine(0).asked))
@@ -318,7 +317,7 @@ async def test_load_decides_and_counts_completions(two: ToldReplicas) -> None:
     await client.close()
 
 
-async def test_keys_stick_until_their_replica_is_gone(two: ToldReplicas, client: ReplicatedClient) -> None:
+async def test_keys_stick_until_their_replica_is_gone(two: ToldReplicas, client: AsyncEngineClient) -> None:
     async def homes() -> dict[str, int]:
         found = {}
         for key in "abcdefgh":

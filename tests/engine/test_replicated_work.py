@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from helpers.engine_fakes import FAKE_VOCAB_SIZE
-from helpers.replica_fakes import collect, fake_replicas, shared_prefix_prompts
+from helpers.engine_fakes import FAKE_VOCAB_SIZE, ByteTokenizer
+from helpers.replica_fakes import fake_replicas, shared_prefix_prompts
+from helpers.whole_outputs import collect
 
 from sglang_jax.config import EngineConfig, LoadBalanceMethod
-from sglang_jax.engine.replicated import ReplicatedClient
+from sglang_jax.engine.client import AsyncEngineClient
+from sglang_jax.engine.core_link import CoreLink
+from sglang_jax.engine.router import Router
+from sglang_jax.engine.single_link import SingleLink
 from sglang_jax.engine.types import GenerateInput
 from sglang_jax.sampling.params import SamplingParams
 
@@ -22,7 +26,7 @@ def fake_config(**options: object) -> EngineConfig:
     )
 
 
-async def run_all(client: ReplicatedClient, requests: list[GenerateInput], at_once: int = 8) -> list[list[list[int]]]:
+async def run_all(client: AsyncEngineClient, requests: list[GenerateInput], at_once: int = 8) -> list[list[list[int]]]:
     """Output ids of each request's completions."""
     limit = asyncio.Semaphore(at_once)
 
@@ -57,8 +61,11 @@ async def test_requests_without_a_seed_draw_what_one_engine_would() -> None:
     assert len({tuple(ids) for (ids,) in outputs}) == len(requests)
     await client.close()
     single = await fake_replicas(1, LoadBalanceMethod.ROUND_ROBIN, fake_config())
-    engine = single._replicas[0].client
-    assert outputs == [[output.output_ids async for output in engine.generate(request)] for request in requests]
+    assert isinstance(single.links, Router)
+    link = single.links.replicas[0].client
+    assert isinstance(link, CoreLink)
+    engine = AsyncEngineClient(SingleLink(link), ByteTokenizer())
+    assert outputs == [[one.output_ids for one in await collect(engine, request)] for request in requests]
     await single.close()
 
 

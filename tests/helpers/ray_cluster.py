@@ -24,7 +24,7 @@ from sglang_jax.batch.ray.answerer import Launch
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.launch import launch_core
-from sglang_jax.engine.types import GenerateInput, GenerateOutput
+from sglang_jax.engine.types import GenerateInput, OutputDelta
 
 FATAL = "kill the actor"
 """A prompt that begins so ends the process which asks it, engine and all."""
@@ -156,7 +156,7 @@ class _Client:
     def __getattr__(self, name: str) -> object:
         return getattr(self._client, name)
 
-    async def generate(self, request: GenerateInput) -> AsyncGenerator[GenerateOutput, None]:
+    async def generate(self, request: GenerateInput) -> AsyncGenerator[OutputDelta, None]:
         if str(request.prompt).startswith(FATAL):
             os.kill(os.getpid(), signal.SIGKILL)
         while str(request.prompt).startswith(PATIENT) and len(starts(self._folder)) < 2:

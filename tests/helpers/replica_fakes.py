@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 from helpers.engine_fakes import MODEL_INFO, load_fake_model, load_tokenizer
 
 from sglang_jax.config import EngineConfig, LoadBalanceMethod
 from sglang_jax.engine.client import AsyncEngineClient
-from sglang_jax.engine.launch import launch_core
+from sglang_jax.engine.core_link import CoreLink
+from sglang_jax.engine.launch import launch_link
 from sglang_jax.engine.launch_replicated import replicated_client
+from sglang_jax.engine.output import RequestOutputs
 from sglang_jax.engine.replica import Backoff, Replica
-from sglang_jax.engine.replicated import ReplicatedClient
+from sglang_jax.engine.router import Router
 from sglang_jax.engine.routing import Balance, create_policy
-from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, GenerateOutput, ModelInfo
+from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, ModelInfo, OutputDelta
 from sglang_jax.errors import EngineDeadError, RequestError
 from sglang_jax.scheduler.messages import SchedulerStats
 
 AT_ONCE = Backoff(first=0.0, most=0.0)
 
+_names = itertools.count()
 
-class ToldEngine:
-    """A `ServingEngine` whose requests wait until they are answered, or until it dies.
 
-    - `asked`: requests that it has, by the id that they came with; `closed`, `flushed`: what it was told.
+class ToldLink:
+    """A `Link` whose requests wait until they are answered, or until it dies.
+
+    - `asked`: requests that it has, by a name that it gave them; `started`: names of those that it began;
+      `closed`, `flushed`: what it was told.
     """
 
     model_info: ModelInfo = MODEL_INFO
@@ -42,41 +47,28 @@ class ToldEngine:
         self.busy = False
         self.foreign_load = 0
         self.stats = SchedulerStats(num_running=1, prompt_tokens=10, cached_tokens=4)
-        self._inbox: dict[str, asyncio.Queue[GenerateOutput | RequestError]] = {}
+        self._outputs: dict[str, RequestOutputs] = {}
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     @property
     def alive(self) -> bool:
         return not self._over.done()
 
-    async def generate(self, request: GenerateInput) -> AsyncGenerator[GenerateOutput, None]:
+    def submit(self, outputs: RequestOutputs) -> None:
         if not self.alive:
             raise EngineDeadError("gone")
-        assert request.request_id is not None
-        name = request.request_id
-        self.asked[name] = request
-        inbox = self._inbox[name] = asyncio.Queue()
-        try:
-            for _ in range(request.sampling.n):
-                item = await inbox.get()
-                if isinstance(item, RequestError):
-                    raise item
-                yield item
-        finally:
-            del self.asked[name], self._inbox[name]
+        name = f"told-{next(_names)}"
+        self.asked[name], self._outputs[name] = outputs.request, outputs
 
     def answer(self, name: str, index: int = 0, *, error: RequestError | None = None) -> None:
         """One finished output; with `error` one that ended in it."""
         request = self.asked[name]
         reason = FinishReason(FinishKind.STOP) if error is None else FinishReason(FinishKind.ERROR, error=error)
-        self._inbox[name].put_nowait(
-            GenerateOutput(
-                request_id=name,
+        self._outputs[name].completions[index].add(
+            OutputDelta(
                 index=index,
                 text="done",
-                delta_text="done",
-                output_ids=[1],
-                delta_ids=[1],
+                token_ids=[1],
                 prompt_tokens=len(request.prompt),
                 completion_tokens=1,
                 cached_tokens=0,
@@ -85,20 +77,25 @@ class ToldEngine:
         )
 
     def answer_all(self) -> None:
-        for name, request in list(self.asked.items()):
+        for name, request in self.asked.items():
             for index in range(request.sampling.n):
                 self.answer(name, index)
 
+    def fail(self, name: str, error: RequestError) -> None:
+        """A request ends in an error."""
+        self._outputs[name].fail(error)
+
     def die(self, reason: str = "killed") -> None:
         self._over.set_result(reason)
-        for name, inbox in self._inbox.items():
-            inbox.put_nowait(EngineDeadError(reason, started=name in self.started))
+        for name in self.asked:
+            self.fail(name, EngineDeadError(reason, started=name in self.started))
 
-    def abort(self, request_id: str) -> None:
-        self.aborted.append(request_id)
+    def abort(self, outputs: RequestOutputs) -> None:
+        self.aborted += [name for name, one in self._outputs.items() if one is outputs]
 
-    def abort_all(self) -> None:
-        self.aborted.extend(self.asked)
+    def release(self, outputs: RequestOutputs) -> None:
+        for name in [name for name, one in self._outputs.items() if one is outputs]:
+            del self.asked[name], self._outputs[name]
 
     async def flush_cache(self) -> bool:
         self.flushed += 1
@@ -119,10 +116,10 @@ class ToldEngine:
 
 
 class ToldReplicas:
-    """Replicas of `ToldEngine`, and the client over them. `gates[i]` holds back the next start of replica i."""
+    """Replicas of `ToldLink`, and the front end over them. `gates[i]` holds back the next start of replica i."""
 
     def __init__(self, count: int) -> None:
-        self.engines: list[list[ToldEngine]] = [[] for _ in range(count)]
+        self.engines: list[list[ToldLink]] = [[] for _ in range(count)]
         self.gates = [asyncio.Event() for _ in range(count)]
         for gate in self.gates:
             gate.set()
@@ -132,33 +129,34 @@ class ToldReplicas:
             for index in range(count)
         ]
 
-    def _start(self, index: int) -> Callable[[], Awaitable[ToldEngine]]:
-        async def start() -> ToldEngine:
+    def _start(self, index: int) -> Callable[[], Awaitable[ToldLink]]:
+        async def start() -> ToldLink:
             await self.gates[index].wait()
             failure = self.failures[index]
             if failure is not None:
                 raise failure
-            self.engines[index].append(ToldEngine())
+            self.engines[index].append(ToldLink())
             return self.engines[index][-1]
 
         return start
 
-    def engine(self, index: int) -> ToldEngine:
+    def engine(self, index: int) -> ToldLink:
         return self.engines[index][-1]
 
     async def client(
         self, method: LoadBalanceMethod = LoadBalanceMethod.ROUND_ROBIN, *, max_waiting: int | None = None
-    ) -> ReplicatedClient:
+    ) -> AsyncEngineClient:
         await asyncio.gather(*(replica.start() for replica in self.replicas))
         policy = create_policy(method, 4, Balance(absolute=4))
-        return ReplicatedClient(self.replicas, load_tokenizer(EngineConfig()), policy, max_waiting=max_waiting)
+        self.router = Router(self.replicas, policy, max_waiting=max_waiting)
+        return AsyncEngineClient(self.router, load_tokenizer(EngineConfig()))
 
 
-async def fake_replicas(count: int, method: LoadBalanceMethod, config: EngineConfig) -> ReplicatedClient:
+async def fake_replicas(count: int, method: LoadBalanceMethod, config: EngineConfig) -> AsyncEngineClient:
     """Real schedulers over `FakeRunner`, each in a thread of this process."""
 
-    async def start() -> AsyncEngineClient:
-        return await launch_core(config, in_process=True, load=load_fake_model, load_tokenizer=load_tokenizer)
+    async def start() -> CoreLink:
+        return await launch_link(config, in_process=True, load=load_fake_model)
 
     replicas = [Replica(index, start, backoff=AT_ONCE) for index in range(count)]
     await asyncio.gather(*(replica.start() for replica in replicas))
@@ -177,7 +175,3 @@ def shared_prefix_prompts(
         for group, _ in itertools.product(range(groups), range(each))
     ]
     return [prompts[place] for place in rng.permutation(len(prompts)).tolist()]
-
-
-async def collect(client: ReplicatedClient, request: GenerateInput) -> list[GenerateOutput]:
-    return [output async for output in client.generate(request)]

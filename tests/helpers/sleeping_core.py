@@ -12,7 +12,8 @@ from helpers.engine_fakes import FAKE_EOS, FAKE_VOCAB_SIZE, MODEL_INFO, load_tok
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.channel import CoreChannel, Ready
 from sglang_jax.engine.client import AsyncEngineClient
-from sglang_jax.engine.launch import launch_core
+from sglang_jax.engine.core_link import CoreLink
+from sglang_jax.engine.launch import launch_core, launch_link
 from sglang_jax.engine.placement import Placement
 from sglang_jax.runner.fake import FakeRunner
 from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec, StepPlan, StepResult
@@ -98,4 +99,11 @@ async def launch_sleeping(config: EngineConfig, placement: Placement) -> AsyncEn
         load=load_sleeping,
         load_tokenizer=load_tokenizer,
         placement=dataclasses.replace(placement, cores=()),
+    )
+
+
+async def launch_sleeping_link(config: EngineConfig, placement: Placement) -> CoreLink:
+    """As `launch_sleeping`, for a front end that is there already."""
+    return await launch_link(
+        config, in_process=False, load=load_sleeping, placement=dataclasses.replace(placement, cores=())
     )

@@ -9,6 +9,11 @@ import pytest
 from helpers.echo_server import EchoServer, serve_echo, wait_for
 from helpers.engine_fakes import CONTEXT_LENGTH, EOS, VOCAB_SIZE, load_fake_model
 from helpers.stepped_core import Steps, load_stepped
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+
+from sglang_jax.server.metrics import LATENCY_BUCKETS, LatencyHistogram
 
 LONG = {"text": "a" * 1000, "sampling_params": {"max_new_tokens": 1000}}
 
@@ -142,6 +147,23 @@ def test_metrics_of_requests() -> None:
     assert values["sglang:e2e_request_latency_seconds_count"] == 3
     assert values["sglang:e2e_request_latency_seconds_sum"] >= 0.05
     assert values["sglang:engine_alive"] == 1
+
+
+@given(st.lists(st.tuples(st.floats(0, 1000), st.integers(1, 3)), max_size=20))
+def test_latencies_are_exposed_as_prometheus_own_histograms_are(values: list[tuple[float, int]]) -> None:
+    theirs, ours = CollectorRegistry(), CollectorRegistry()
+    reference = Histogram("x", "Text.", ["model_name"], registry=theirs, buckets=LATENCY_BUCKETS).labels("m")
+    mine = LatencyHistogram("x", "Text.", LATENCY_BUCKETS, "m")
+    ours.register(mine)
+    for seconds, count in values:
+        mine.observe(seconds, count)
+        for _ in range(count):
+            reference.observe(seconds)
+    expected = [line for line in generate_latest(theirs).decode().splitlines() if "_created" not in line]
+    found = generate_latest(ours).decode().splitlines()
+    [expected_sum], [found_sum] = ([line for line in lines if "x_sum" in line] for lines in (expected, found))
+    assert [line for line in found if line != found_sum] == [line for line in expected if line != expected_sum]
+    assert float(found_sum.split()[-1]) == pytest.approx(float(expected_sum.split()[-1]))
 
 
 def test_metrics_of_the_scheduler() -> None:

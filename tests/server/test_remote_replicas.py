@@ -16,7 +16,7 @@ from sglang_jax.config import ServerConfig
 from sglang_jax.engine.types import EngineClient, GenerateInput
 from sglang_jax.errors import ConfigError, EngineDeadError
 from sglang_jax.sampling import GenerationDefaults, SamplingParams
-from sglang_jax.server import remote_engine
+from sglang_jax.server import remote_link
 from sglang_jax.server.native_schema import GenerateBody, native_request
 from sglang_jax.server.remote_replicas import connect_engines, read_addresses
 
@@ -202,7 +202,7 @@ def test_figures_flush_and_state(behind: EchoServer, door: EchoServer) -> None:
 
 
 def test_a_server_that_goes_is_taken_out_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_engine, "HEALTH_SECONDS", 0.05)
+    monkeypatch.setattr(remote_link, "HEALTH_SECONDS", 0.05)
     with serve_echo() as first:
         with serve_echo() as second:
             addresses = f"127.0.0.1:{first.port},127.0.0.1:{second.port}"
@@ -327,7 +327,7 @@ def test_a_request_arrives_as_it_was_sent(sampling: SamplingParams) -> None:
         routing_key="key",
         continues_text=False,
     )
-    body = json.loads(json.dumps(remote_engine._body(sent, 100)))
+    body = json.loads(json.dumps(remote_link._body(sent, "x", 100)))
     defaults = GenerationDefaults(temperature=0.3, top_p=0.2, top_k=3, min_p=0.5, repetition_penalty=2.0)
     (arrived,) = native_request(GenerateBody(**body), defaults, Headers()).prompts
     sampling = dataclasses.replace(arrived.sampling, stop_token_ids=tuple(arrived.sampling.stop_token_ids))

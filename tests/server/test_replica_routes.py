@@ -16,18 +16,19 @@ from helpers.replica_fakes import AT_ONCE
 
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.client import AsyncEngineClient
-from sglang_jax.engine.launch import launch_core
+from sglang_jax.engine.core_link import CoreLink
+from sglang_jax.engine.launch import launch_link
 from sglang_jax.engine.launch_replicated import replicated_client
 from sglang_jax.engine.replica import Replica
-from sglang_jax.engine.replicated import ReplicatedClient
+from sglang_jax.engine.router import Router
 from sglang_jax.engine.types import ReplicaState
 
 
-async def launch_two(config: ServerConfig) -> ReplicatedClient:
+async def launch_two(config: ServerConfig) -> AsyncEngineClient:
     """Two echoes in threads of this process."""
 
-    async def start() -> AsyncEngineClient:
-        return await launch_core(config, in_process=True, load=load_echo, load_tokenizer=load_tokenizer)
+    async def start() -> CoreLink:
+        return await launch_link(config, in_process=True, load=load_echo)
 
     replicas = [Replica(index, start, backoff=AT_ONCE) for index in range(2)]
     await asyncio.gather(*(replica.start() for replica in replicas))
@@ -51,12 +52,17 @@ def seen(server: EchoServer) -> list[int]:
     return [len(json.loads(str(state.get("seen", "[]")))) for state in server.await_(server.engine.states())]
 
 
+def router(server: EchoServer) -> Router:
+    assert isinstance(server.engine, AsyncEngineClient)
+    assert isinstance(server.engine.links, Router)
+    return server.engine.links
+
+
 def lose(server: EchoServer, index: int) -> None:
     """As if the replica's process had been killed."""
-    assert isinstance(server.engine, ReplicatedClient)
-    engine = server.engine._replicas[index].client
-    assert isinstance(engine, AsyncEngineClient)
-    server.loop.call_soon_threadsafe(engine._lose, "the engine process was killed by SIGKILL")
+    link = router(server).replicas[index].client
+    assert isinstance(link, CoreLink)
+    server.loop.call_soon_threadsafe(link._lose, "the engine process was killed by SIGKILL")
 
 
 ROUTES: list[tuple[str, dict[str, Any]]] = [
@@ -196,15 +202,14 @@ def test_a_rolling_drain_under_load_refuses_nobody(slow_pair: EchoServer) -> Non
 
 
 def test_health_while_no_replica_serves(slow_pair: EchoServer) -> None:
-    assert isinstance(slow_pair.engine, ReplicatedClient)
     gate = asyncio.Event()
 
-    async def held() -> AsyncEngineClient:
+    async def held() -> CoreLink:
         await gate.wait()
         raise AssertionError("never let in")
 
     for index in (0, 1):
-        slow_pair.engine._replicas[index]._start = held
+        router(slow_pair).replicas[index]._start = held
         lose(slow_pair, index)
     wait_for(lambda: not slow_pair.engine.alive)
     answer = slow_pair.http.get("/health")

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing
+import uuid
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import httpx2
 import msgspec
 
+from sglang_jax.engine.output import RequestOutputs
 from sglang_jax.engine.types import (
     FinishKind,
     FinishReason,
     GenerateInput,
-    GenerateOutput,
     ModelInfo,
+    OutputDelta,
     TextTokenizer,
     TokenLogprob,
 )
 from sglang_jax.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.messages import SchedulerStats
-from sglang_jax.server.sampling import renamed_fields
+from sglang_jax.server.sampling import rename_field
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +49,12 @@ _NATIVE_NAMES = {"rid": "request_id", "input_ids": "prompt"}
 """Names of the native route, and the engine's."""
 
 
-class RemoteEngine:
-    """A `ServingEngine` on another machine. Made by `connect`; all methods run on one event loop.
+class RemoteLink:
+    """`Link` to a server on another machine. Made by `connect`; all methods run on one event loop.
 
-    What is not streamed is asked for in one piece. A connection that breaks before anything came back leaves open
-    whether the request was begun.
+    The server is asked for text as well as tokens, since it must look for stop strings anyway. What is not streamed is
+    asked for in one piece. A connection that breaks before anything came back leaves open whether the request was
+    begun.
     """
 
     def __init__(self, address: str, http: httpx2.AsyncClient, model_info: ModelInfo) -> None:
@@ -64,10 +68,13 @@ class RemoteEngine:
         self._foreign_load = 0
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._watch: asyncio.Task[None] | None = None
-        self._aborts: set[asyncio.Task[None]] = set()
+        self._runs: dict[RequestOutputs, _Run] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._name = uuid.uuid4().hex
+        self._numbers = itertools.count()
 
     @classmethod
-    async def connect(cls, address: str, tokenizer: TextTokenizer, api_key: str | None) -> RemoteEngine:
+    async def connect(cls, address: str, tokenizer: TextTokenizer, api_key: str | None) -> RemoteLink:
         """Connects to the server at HOST:PORT.
 
         **Raises:** `EngineDeadError` if it does not answer or does not serve; `ConfigError` if its model has another
@@ -83,13 +90,13 @@ class RemoteEngine:
             await _get(http, "/health")
             info = msgspec.convert(await _get(http, "/model_info"), ModelInfo, strict=False)
             await _check_tokenizer(http, address, tokenizer)
-            engine = cls(address, http, info)
-            await engine._look()
+            link = cls(address, http, info)
+            await link._look()
         except BaseException:
             await http.aclose()
             raise
-        engine._watch = asyncio.create_task(engine._keep_looking(), name=f"watch-{address}")
-        return engine
+        link._watch = asyncio.create_task(link._keep_looking(), name=f"watch-{address}")
+        return link
 
     @property
     def model_info(self) -> ModelInfo:
@@ -103,12 +110,12 @@ class RemoteEngine:
 
     @property
     def max_total_tokens(self) -> int:
-        """See `ServingEngine.max_total_tokens`."""
+        """See `Link.max_total_tokens`."""
         return self._tokens
 
     @property
     def foreign_load(self) -> int:
-        """See `ServingEngine.foreign_load`; as it was at the last look."""
+        """See `Link.foreign_load`; as it was at the last look."""
         return self._foreign_load
 
     @property
@@ -121,34 +128,26 @@ class RemoteEngine:
         """What it said of its load at the last look."""
         return self._stats
 
-    async def generate(self, request: GenerateInput) -> AsyncGenerator[GenerateOutput, None]:
-        """See `EngineClient.generate`. Leaving it closes the connection, which ends the request there."""
+    def submit(self, outputs: RequestOutputs) -> None:
+        """See `Link.submit`."""
         if not self.alive:
             raise EngineDeadError(f"{self.address} is lost: {self._over.result()}")
-        body = _body(request, self._model_info.context_length)
-        self._in_flight += request.sampling.n
-        begun = False
-        try:
-            with renamed_fields(_NATIVE_NAMES):
-                async with aclosing(self._outputs(request, body)) as outputs:
-                    async for output in outputs:
-                        begun = True
-                        yield output
-        except httpx2.ConnectError as error:
-            self._lose(f"cannot connect: {error}")
-            raise EngineDeadError(f"cannot connect to {self.address}: {error}") from error
-        except httpx2.TransportError as error:
-            raise EngineDeadError(
-                f"the connection to {self.address} broke: {type(error).__name__} {error}", started=begun or None
-            ) from error
-        finally:
-            self._in_flight -= request.sampling.n
+        self._in_flight += outputs.request.sampling.n
+        name = f"{self._name}-{next(self._numbers)}"
+        self._runs[outputs] = _Run(name, self._start(self._run(outputs, name)))
 
-    def abort(self, request_id: str) -> None:
-        """See `EngineClient.abort`."""
-        task = asyncio.get_running_loop().create_task(self._abort(request_id))
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
+    def abort(self, outputs: RequestOutputs) -> None:
+        """See `Link.abort`."""
+        run = self._runs.get(outputs)
+        if run is not None:
+            self._start(self._abort(run.name))
+
+    def release(self, outputs: RequestOutputs) -> None:
+        """See `Link.release`. Closes the connection, which ends the request there."""
+        run = self._runs.pop(outputs, None)
+        if run is not None:
+            run.task.cancel()
+            self._in_flight -= outputs.request.sampling.n
 
     async def flush_cache(self) -> bool:
         """See `EngineClient.flush_cache`."""
@@ -162,7 +161,7 @@ class RemoteEngine:
         return dict(states[0]) if len(states) == 1 else {"replicas": states}
 
     async def ended(self) -> str:
-        """See `ReplicaEngine.ended`."""
+        """See `Link.ended`."""
         return await asyncio.shield(self._over)
 
     async def close(self, *, drain: bool = False) -> None:
@@ -171,18 +170,49 @@ class RemoteEngine:
             self._watch.cancel()
             await asyncio.wait({self._watch})
         self._lose("it was let go")
+        for outputs in list(self._runs):
+            outputs.fail(EngineDeadError(f"{self.address} was let go", started=outputs.started or None))
+            self.release(outputs)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._http.aclose()
 
-    async def _outputs(self, request: GenerateInput, body: dict[str, Any]) -> AsyncGenerator[GenerateOutput, None]:
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _run(self, outputs: RequestOutputs, name: str) -> None:
+        """Asks, and fills the outputs. Nobody waits for this task: what fails is the outputs' error."""
+        try:
+            await self._ask(outputs, name)
+        except httpx2.ConnectError as error:
+            self._lose(f"cannot connect: {error}")
+            outputs.fail(EngineDeadError(f"cannot connect to {self.address}: {error}"))
+        except httpx2.TransportError as error:
+            broke = f"the connection to {self.address} broke: {type(error).__name__} {error}"
+            outputs.fail(EngineDeadError(broke, started=outputs.started or None))
+        except RequestError as error:
+            rename_field(error, _NATIVE_NAMES)
+            outputs.fail(error)
+        except Exception as error:  # an answer that is none
+            logger.exception("%s answered what cannot be read", self.address)
+            unread = RequestError(f"{self.address} answered what cannot be read: {type(error).__name__} {error}")
+            unread.status = 500
+            outputs.fail(unread)
+
+    async def _ask(self, outputs: RequestOutputs, name: str) -> None:
+        request = outputs.request
+        body = _body(request, name, self._model_info.context_length)
         if not request.stream:
             response = await self._http.post("/generate", json=body)
             if response.status_code != 200:
                 raise self._error(response)
             answer = response.json()
             for number, one in enumerate(answer if isinstance(answer, list) else [answer]):
-                yield _output(request, {"index": number, **one}, None)
+                _add(outputs, {"index": number, **one}, first=True)
             return
-        before: dict[int, GenerateOutput] = {}
+        begun: set[int] = set()
         async with self._http.stream("POST", "/generate", json=body) as response:
             if response.status_code != 200:
                 await response.aread()
@@ -190,11 +220,10 @@ class RemoteEngine:
             async for event in _events(response):
                 if "error" in event:
                     raise self._as_raised(event["error"], 500)
-                output = _output(request, event, before.get(int(event.get("index", 0))))
-                before[output.index] = output
-                yield output
-            if len(before) < request.sampling.n or any(one.finish is None for one in before.values()):
-                raise httpx2.RemoteProtocolError("the stream ended before its last event")
+                index = _add(outputs, event, first=int(event.get("index", 0)) not in begun)
+                begun.add(index)
+        if any(completion.finish is None for completion in outputs.completions):
+            raise httpx2.RemoteProtocolError("the stream ended before its last event")
 
     def _error(self, response: httpx2.Response) -> RequestError:
         try:
@@ -289,7 +318,15 @@ async def _check_tokenizer(http: httpx2.AsyncClient, address: str, tokenizer: Te
         )
 
 
-def _body(request: GenerateInput, context_length: int) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A request at the server: its name there, and the task that asks for it."""
+
+    name: str
+    task: asyncio.Task[None]
+
+
+def _body(request: GenerateInput, name: str, context_length: int) -> dict[str, Any]:
     """What the native route is sent. Sampling fields are all given, so that the server's defaults do not matter."""
     prompt = request.prompt
     assert not isinstance(prompt, str)
@@ -299,7 +336,7 @@ def _body(request: GenerateInput, context_length: int) -> dict[str, Any]:
         "sampling_params": _sampling(request.sampling, context_length - len(ids)),
         "stream": request.stream,
         "incremental_output": request.stream,
-        "rid": request.request_id,
+        "rid": name,
         "priority": request.priority,
         "continues_text": request.continues_text,
         "return_logprob": request.return_logprob,
@@ -341,31 +378,26 @@ async def _events(response: httpx2.Response) -> AsyncIterator[dict[str, Any]]:
             yield msgspec.json.decode(line.removeprefix("data: ").encode())
 
 
-def _output(request: GenerateInput, answer: Mapping[str, Any], before: GenerateOutput | None) -> GenerateOutput:
-    """An answer of the native route as the engine has it: what is new since `before`, or all of it if that is None."""
-    meta = answer["meta_info"]
-    text, ids = answer["text"], answer["output_ids"]
-    logprobs = _logprobs(meta.get("output_token_logprobs"), meta.get("output_top_logprobs"))
+def _add(outputs: RequestOutputs, answer: Mapping[str, Any], *, first: bool) -> int:
+    """Adds an answer of the native route, `first` of its completion; gives the completion's index."""
+    request, meta = outputs.request, answer["meta_info"]
     prompt_logprobs: list[TokenLogprob] | None = None
-    if before is not None:
-        prompt_logprobs = before.prompt_logprobs
-    elif request.return_logprob and request.logprob_start_len >= 0:
+    if first and request.return_logprob and request.logprob_start_len >= 0:
         prompt_logprobs = _logprobs(meta.get("input_token_logprobs"), meta.get("input_top_logprobs"))
-    return GenerateOutput(
-        request_id=request.request_id or "",
+    delta = OutputDelta(
         index=int(answer.get("index", 0)),
-        text=before.text + text if before else text,
-        delta_text=text,
-        output_ids=before.output_ids + ids if before else ids,
-        delta_ids=ids,
+        text=answer["text"],
+        token_ids=answer["output_ids"],
         prompt_tokens=meta["prompt_tokens"],
         completion_tokens=meta["completion_tokens"],
         cached_tokens=meta["cached_tokens"],
         finish=_finish(meta["finish_reason"]),
-        logprobs=before.logprobs + logprobs if before else logprobs,
-        delta_logprobs=logprobs,
+        logprobs=_logprobs(meta.get("output_token_logprobs"), meta.get("output_top_logprobs")),
         prompt_logprobs=prompt_logprobs,
     )
+    outputs.started = True
+    outputs.completions[delta.index].add(delta)
+    return delta.index
 
 
 def _finish(reason: Mapping[str, Any] | None) -> FinishReason | None:

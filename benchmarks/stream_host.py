@@ -1,0 +1,396 @@
+"""Host time of streamed tokens, from the wire of the engine core to the response.
+
+    python benchmarks/stream_host.py [--json FILE] [--seconds 8]
+
+Three tables, none of which needs a model:
+
+- *Completion*: a token enters an output and is taken from it again as text, at 1k, 8k and 32k tokens of output.
+  Target: at most 3 us, equal within 10 %.
+- *Engine client*: a step's message for 64 streams, until each of the 64 tasks that read has its token, the event loop
+  included.
+- *Server*: the engine client, detokenizing, and the HTTP server that writes events of `/v1/chat/completions`, for 64
+  streams of 50 tokens a second: as an ASGI application whose events are dropped, and over sockets on the loopback,
+  where what the kernel does for them counts too. The core and the readers of sockets are processes of their own; the
+  figure is that of the server's process. Target: at most 15 % of a core.
+
+All figures are processor time, so that other programs on the machine matter little. All text goes through the
+detokenizer that models have, over a table of short words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvicorn
+from fastapi import FastAPI
+from machine import report
+from starlette.types import Message
+from uvicorn.loops.auto import auto_loop_factory
+
+from sglang_jax.checkpoint.text_stream import TextStream
+from sglang_jax.config import EngineConfig, ServerConfig
+from sglang_jax.engine.channel import CoreChannel, Published, Ready, Stopped
+from sglang_jax.engine.client import AsyncEngineClient
+from sglang_jax.engine.core_link import CoreLink
+from sglang_jax.engine.detokenizer import OutputText
+from sglang_jax.engine.launch import launch_core
+from sglang_jax.engine.output import Completion, RequestOutputs
+from sglang_jax.engine.single_link import SingleLink
+from sglang_jax.engine.types import GenerateInput, ModelInfo
+from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler.messages import (
+    AbortRequest,
+    Inbound,
+    NewRequest,
+    SchedulerStats,
+    Shutdown,
+    StepOutputs,
+)
+from sglang_jax.server.app import create_app, create_context
+from sglang_jax.server.serve import bind
+
+LENGTHS = (1024, 8192, 32768)
+STREAMS = 64
+TOKENS_PER_SECOND = 50
+TURNS = 15
+TOKENS_PER_TURN = 20
+"""Few, so that the output is hardly longer at the end than at the beginning."""
+
+VOCAB = [f" w{number}".encode() for number in range(1000)]
+MODEL = ModelInfo(
+    model_path="paced",
+    architecture="none",
+    context_length=1 << 20,
+    vocab_size=len(VOCAB),
+    eos_token_ids=(0,),
+    bos_token_id=None,
+    dtype="none",
+)
+READY = Ready(model_info=MODEL, max_running_requests=STREAMS, max_total_tokens=1 << 26)
+ENDLESS = SamplingParams(max_new_tokens=None)
+
+PATH = "/v1/chat/completions"
+BODY = json.dumps({"messages": [{"role": "user", "content": "go on"}], "stream": True}).encode()
+SCOPE = {
+    "type": "http",
+    "method": "POST",
+    "query_string": b"",
+    "headers": [(b"content-type", b"application/json")],
+    "http_version": "1.1",
+    "scheme": "http",
+}
+
+
+class WordTokenizer:
+    """As much of a tokenizer as a chat needs: each byte of a prompt is a token, and each token a short word."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def stream_decoder(self, skip_special_tokens: bool = True, *, continues_text: bool = False) -> TextStream:
+        return TextStream(VOCAB.__getitem__, frozenset({0}), 0)
+
+    def check_roles(self, roles: Sequence[object]) -> None:
+        """All are known."""
+
+    def render_chat(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        return "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+
+
+def load_words(config: EngineConfig) -> Any:
+    return WordTokenizer()
+
+
+def step_message(ids: Sequence[int], tokens: int, first: int) -> StepOutputs:
+    """A step that gave each request so many tokens."""
+    drawn = [1 + (first + number) % (len(VOCAB) - 1) for number in range(tokens)]
+    return StepOutputs(
+        ids=np.repeat(np.array(ids, "<i8"), tokens).tobytes(), tokens=np.array(drawn * len(ids), "<i4").tobytes()
+    )
+
+
+# --- Completion ---
+
+
+def completion(length: int) -> Completion:
+    """An output that has this many tokens, all of them taken."""
+    text = OutputText(WordTokenizer().stream_decoder(), (), frozenset({0}))
+    made = Completion(RequestOutputs(GenerateInput(prompt=[1], stream=True)), index=0, prompt_tokens=1, text=text)
+    for token in range(length):
+        made.push(1 + token % 999)
+    made.take()
+    return made
+
+
+def measure_completions() -> list[list[float]]:
+    """Microseconds per token of each turn, for each length. Lengths take turns, each as often the first."""
+    times: list[list[float]] = [[] for _ in LENGTHS]
+    for turn in range(4 * TURNS):
+        outputs = [completion(length) for length in LENGTHS]
+        for output in [*outputs, *outputs]:
+            spend(output)  # the caches are warm, as they are between the tokens of a step
+        for place in range(len(LENGTHS)):
+            number = (turn + place) % len(LENGTHS)
+            start = time.thread_time()
+            spend(outputs[number])
+            times[number].append((time.thread_time() - start) / TOKENS_PER_TURN * 1e6)
+    return times
+
+
+def spend(output: Completion) -> None:
+    for token in range(TOKENS_PER_TURN):
+        output.push(1 + token)
+        output.take()
+
+
+# --- Engine client ---
+
+
+class OpenChannel:
+    """The client's end of a wire whose other end is this program, and the core that is there until it is told to
+    stop."""
+
+    def __init__(self) -> None:
+        self.new: list[int] = []
+        self.deliver: Callable[[Published], None] = lambda message: None
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def start(self, deliver: Callable[[Published], None]) -> None:
+        self.deliver = deliver
+
+    def send(self, message: Inbound) -> None:
+        if isinstance(message, NewRequest):
+            self.new.append(message.id)
+        if isinstance(message, Shutdown):
+            self.deliver(Stopped())
+            self.kill()
+
+    def kill(self) -> None:
+        self.ended.set_result("told to stop")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Crowd:
+    """`STREAMS` tasks that read streams of one client, and how many tokens they have."""
+
+    def __init__(self, length: int) -> None:
+        self.tokens = 0
+        self.channel = OpenChannel()
+        channel: Any = self.channel
+        tokenizer: Any = WordTokenizer()
+        self._client = AsyncEngineClient(
+            SingleLink(CoreLink(channel, channel, READY, contextlib.ExitStack())), tokenizer
+        )
+        self._tasks = [asyncio.create_task(self._read()) for _ in range(STREAMS)]
+        self._length = length
+        self._steps = 0
+
+    async def begin(self) -> None:
+        while len(self.channel.new) < STREAMS:
+            await asyncio.sleep(0)
+        await self.step(self._length)
+
+    async def step(self, tokens: int = 1) -> None:
+        """Delivers a step and waits until each task has what it gave."""
+        expected = self.tokens + tokens * STREAMS
+        self.channel.deliver(step_message(self.channel.new, tokens, self._steps))
+        self._steps += 1
+        while self.tokens < expected:
+            await asyncio.sleep(0)
+
+    async def end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+        await self._client.close()
+
+    async def _read(self) -> None:
+        async for output in self._client.generate(GenerateInput(prompt=[1, 2], sampling=ENDLESS, stream=True)):
+            self.tokens += len(output.token_ids)
+
+
+async def measure_clients() -> list[list[float]]:
+    """Microseconds per token of each turn, for each length. Lengths take turns."""
+    crowds = [Crowd(length) for length in LENGTHS]
+    for crowd in crowds:
+        await crowd.begin()
+    times: list[list[float]] = [[] for _ in LENGTHS]
+    for _ in range(TURNS):
+        for crowd, found in zip(crowds, times, strict=True):
+            start = time.thread_time()
+            for _ in range(TOKENS_PER_TURN):
+                await crowd.step()
+            found.append((time.thread_time() - start) / TOKENS_PER_TURN / STREAMS * 1e6)
+    for crowd in crowds:
+        await crowd.end()
+    return times
+
+
+# --- Server ---
+
+
+class PacedCore:
+    """Gives every request `TOKENS_PER_SECOND`, behind a first burst. `model_path` is `paced:TOKENS` of that burst."""
+
+    def __init__(self, config: EngineConfig, channel: CoreChannel) -> None:
+        self.ready = READY
+        self._burst = int(config.model_path.partition(":")[2])
+        self._channel = channel
+        self._requests: list[int] = []
+        self._tokens = 0
+
+    def run(self) -> None:
+        due = time.monotonic()
+        steps = 0
+        while True:
+            for message in self._channel.receive(block=not self._requests):
+                match message:
+                    case NewRequest():
+                        self._requests.append(message.id)
+                        self._send([message.id], self._burst, 0)
+                    case AbortRequest():
+                        self._requests.remove(message.id)
+                    case Shutdown():
+                        return
+            steps += 1
+            self._send(self._requests, 1, steps)
+            due = max(due + 1 / TOKENS_PER_SECOND, time.monotonic())
+            time.sleep(due - time.monotonic() if due > time.monotonic() else 0)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _send(self, ids: Sequence[int], tokens: int, first: int) -> None:
+        if ids:
+            self._channel.send(step_message(ids, tokens, first))
+            self._tokens += tokens * len(ids)
+            self._channel.send(SchedulerStats(generation_tokens=self._tokens, num_running=len(self._requests)))
+
+
+def load_paced(config: EngineConfig, channel: CoreChannel) -> PacedCore:
+    return PacedCore(config, channel)
+
+
+async def read_streams(port: int) -> None:
+    """Another process: `STREAMS` clients that read and drop what they get, until they are ended."""
+    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(BODY)}\r\n\r\n"
+
+    async def read() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head.encode() + BODY)
+        while await reader.read(1 << 20):
+            pass
+
+    await asyncio.gather(*(read() for _ in range(STREAMS)))
+
+
+@contextlib.asynccontextmanager
+async def over_sockets(app: FastAPI) -> AsyncGenerator[None, None]:
+    """The application serves on the loopback, and another process reads its streams."""
+    listener = bind("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, log_level="error"))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    readers = subprocess.Popen([sys.executable, __file__, "--read", str(listener.getsockname()[1])])
+    try:
+        yield
+    finally:
+        readers.kill()
+        readers.wait()
+        server.should_exit = True
+        await serving
+        listener.close()
+
+
+@contextlib.asynccontextmanager
+async def without_sockets(app: FastAPI) -> AsyncGenerator[None, None]:
+    """The application is called in this process, and what it sends is dropped."""
+
+    async def call() -> None:
+        inbox: asyncio.Queue[Message] = asyncio.Queue()
+        inbox.put_nowait({"type": "http.request", "body": BODY, "more_body": False})
+
+        async def send(message: Message) -> None:
+            """Taken at once."""
+
+        await app({**SCOPE, "path": PATH, "raw_path": PATH.encode()}, inbox.get, send)
+
+    calls = [asyncio.create_task(call()) for _ in range(STREAMS)]
+    try:
+        yield
+    finally:
+        for task in calls:
+            task.cancel()
+        await asyncio.wait(calls)
+
+
+async def measure_server(burst: int, seconds: float, *, sockets: bool) -> dict[str, float]:
+    """The share of a core that this process takes while 64 streams run, and microseconds of it per token."""
+    config = ServerConfig(model_path=f"paced:{burst}")
+    client = await launch_core(config, in_process=False, load=load_paced, load_tokenizer=load_words)
+    app = create_app(create_context(client, config))
+    try:
+        async with over_sockets(app) if sockets else without_sockets(app):
+            while client.stats.num_running < STREAMS:
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(2.0)
+            gc.collect()
+            await asyncio.sleep(0.2)  # what the collection held up is read
+            begin, cpu, tokens = time.perf_counter(), time.process_time(), client.stats.generation_tokens
+            await asyncio.sleep(seconds)
+            wall = time.perf_counter() - begin
+            cpu, tokens = time.process_time() - cpu, client.stats.generation_tokens - tokens
+            return {"share of a core": cpu / wall, "us per token": cpu / tokens * 1e6, "tokens/s": tokens / wall}
+    finally:
+        await client.close()
+
+
+def table(what: str, times: list[list[float]], target: str) -> list[dict[str, Any]]:
+    shortest = statistics.median(times[0])
+    return [
+        {
+            "what": what,
+            "output": length,
+            "median us": statistics.median(found),
+            "least us": min(found),
+            "of shortest": statistics.median(found) / shortest,
+            "target": target,
+        }
+        for length, found in zip(LENGTHS, times, strict=True)
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--seconds", type=float, default=8.0, help="how long the server is measured at each length")
+    parser.add_argument("--read", type=int, metavar="PORT", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.read is not None:
+        asyncio.run(read_streams(arguments.read))
+        return
+    rows = table("completion, a token", measure_completions(), "<= 3 us, +-10 %")
+    with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+        rows += table("engine client, a token", runner.run(measure_clients()), "")
+        for sockets, what in ((False, "server without sockets"), (True, "server over sockets")):
+            for length in LENGTHS[:2]:
+                found = runner.run(measure_server(length, arguments.seconds, sockets=sockets))
+                rows.append({"what": what, "output": length, **found, "target": "<= 0.15 of a core"})
+    report("Host time of streamed tokens", rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

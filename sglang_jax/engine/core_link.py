@@ -1,0 +1,271 @@
+"""A link to an engine core that this process started: requests and outputs over a channel."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from typing import Protocol
+
+import numpy as np
+
+from sglang_jax.engine import validation
+from sglang_jax.engine.channel import ClientChannel, Published, Ready, Stopped
+from sglang_jax.engine.output import Completion, RequestOutputs
+from sglang_jax.engine.types import ModelInfo
+from sglang_jax.errors import EngineDeadError
+from sglang_jax.scheduler.messages import (
+    AbortRequest,
+    FlushCache,
+    GetState,
+    Inbound,
+    NewRequest,
+    Reply,
+    SchedulerStats,
+    Shutdown,
+    StepOutputs,
+    StopRequest,
+)
+
+logger = logging.getLogger(__name__)
+
+STOP_SECONDS = 5.0
+"""How long a core that was told to stop at once may take."""
+
+LAST_WORDS_SECONDS = 0.2
+"""How long messages may be on their way once their sender has ended."""
+
+SHUT_DOWN = "the engine was shut down"
+
+
+class CoreHandle(Protocol):
+    """The running engine core, as its client holds it."""
+
+    @property
+    def ended(self) -> asyncio.Future[str]:
+        """Done once the core is gone; the result tells how it ended."""
+        ...
+
+    def kill(self) -> None:
+        """Ends the core by force if that is possible: a process can be killed, a thread cannot."""
+        ...
+
+
+class CoreLink:
+    """`Link` over a channel. Made by `launch.launch_core_link`; all methods run on one event loop.
+
+    **Arguments:** `resources` is closed once the core has ended.
+    """
+
+    def __init__(self, channel: ClientChannel, core: CoreHandle, ready: Ready, resources: contextlib.ExitStack) -> None:
+        self._channel = channel
+        self._core = core
+        self._ready = ready
+        self._resources = resources
+        self._requests: set[RequestOutputs] = set()
+        self._completions: dict[int, Completion] = {}
+        self._calls: dict[int, asyncio.Future[Reply]] = {}
+        self._numbers = itertools.count()
+        self._stats = SchedulerStats()
+        self._closing = False
+        self._end: str | None = None
+        self._over = asyncio.Event()
+        core.ended.add_done_callback(self._on_core_ended)
+        channel.start(self._receive)
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """What is known of the model."""
+        return self._ready.model_info
+
+    @property
+    def max_running_requests(self) -> int:
+        """Most completions that the engine runs at once."""
+        return self._ready.max_running_requests
+
+    @property
+    def max_total_tokens(self) -> int:
+        """KV tokens that the engine's pool holds."""
+        return self._ready.max_total_tokens
+
+    @property
+    def foreign_load(self) -> int:
+        """See `Link.foreign_load`: nobody else speaks to this core."""
+        return 0
+
+    @property
+    def alive(self) -> bool:
+        """See `Link.alive`."""
+        return self._end is None and not self._closing
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """See `Link.stats`."""
+        return self._stats
+
+    def check_alive(self) -> None:
+        """Raises `EngineDeadError` if no request is taken any more."""
+        if not self.alive:
+            raise EngineDeadError(self._end or "the engine is shutting down")
+
+    def submit(self, outputs: RequestOutputs) -> None:
+        """See `Link.submit`."""
+        self.check_alive()
+        self._requests.add(outputs)
+        request = outputs.request
+        assert isinstance(request.prompt, np.ndarray)
+        room = self.model_info.context_length - len(request.prompt)
+        token_ids, arrival = request.prompt.tobytes(), time.monotonic()
+        for completion, sampling in zip(outputs.completions, validation.expand(request.sampling, room), strict=True):
+            completion.wire_id = next(self._numbers)
+            self._completions[completion.wire_id] = completion
+            self._channel.send(
+                NewRequest(
+                    id=completion.wire_id,
+                    token_ids=token_ids,
+                    sampling=sampling,
+                    stream=request.stream or bool(request.sampling.stop),
+                    top_logprobs=request.top_logprobs_num if request.return_logprob else -1,
+                    logprob_start=request.logprob_start_len if request.return_logprob else -1,
+                    extra_key=request.extra_key,
+                    priority=request.priority,
+                    arrival=arrival,
+                )
+            )
+
+    def abort(self, outputs: RequestOutputs) -> None:
+        """See `Link.abort`."""
+        for completion in outputs.completions:
+            if self._completions.get(completion.wire_id) is completion:
+                self._tell(AbortRequest(completion.wire_id))
+
+    def release(self, outputs: RequestOutputs) -> None:
+        """See `Link.release`."""
+        self.abort(outputs)
+        for completion in outputs.completions:
+            if self._completions.get(completion.wire_id) is completion:
+                del self._completions[completion.wire_id]
+        self._requests.discard(outputs)
+
+    async def flush_cache(self) -> bool:
+        """See `EngineClient.flush_cache`."""
+        reply = await self._call(FlushCache(next(self._numbers)))
+        if not reply.ok:
+            logger.info("The prefix cache was not emptied: %s", reply.message)
+        return reply.ok
+
+    async def state(self) -> dict[str, object]:
+        """See `Link.state`."""
+        reply = await self._call(GetState(next(self._numbers)))
+        return dict(reply.state)
+
+    async def ended(self) -> str:
+        """See `Link.ended`."""
+        await self._over.wait()
+        return self._end or SHUT_DOWN
+
+    async def close(self, *, drain: bool = False) -> None:
+        """Ends the core. With `drain`, requests in flight finish first; otherwise they get `EngineDeadError`.
+
+        No new request is taken from the call on. May be called again without `drain` to cut a drain short.
+        """
+        self._closing = True
+        if not drain:
+            self._fail_in_flight(SHUT_DOWN)
+        self._tell(Shutdown(drain))
+        try:
+            await asyncio.wait_for(asyncio.shield(self._core.ended), None if drain else STOP_SECONDS)
+        except TimeoutError:
+            logger.warning("The engine has not stopped within %g s; a process of its own is now killed", STOP_SECONDS)
+            self._core.kill()
+            await self._core.ended
+        await self._over.wait()
+        self._resources.close()
+
+    def _receive(self, message: Published) -> None:
+        match message:
+            case StepOutputs():
+                self._on_step(message)
+            case SchedulerStats():
+                self._stats = message
+            case Reply():
+                call = self._calls.pop(message.call, None)
+                if call is not None and not call.done():
+                    call.set_result(message)
+            case Stopped():
+                self._on_stopped(message)
+
+    def _on_stopped(self, message: Stopped) -> None:
+        if message.failure:
+            self._lose(message.failure)
+        elif self._closing:
+            self._note_end(SHUT_DOWN)
+        else:
+            self._lose("the engine stopped")
+
+    def _on_core_ended(self, ended: asyncio.Future[str]) -> None:
+        # What it published before it ended still counts, and may be on its way.
+        asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._lose, ended.result())
+
+    def _lose(self, reason: str) -> None:
+        if self._end is None:
+            logger.error("The engine is lost: %s", reason)
+            self._note_end(f"the engine is lost: {reason}")
+
+    def _note_end(self, reason: str) -> None:
+        self._end = reason
+        self._fail_in_flight(reason)
+        self._over.set()
+
+    def _fail_in_flight(self, reason: str) -> None:
+        for outputs in self._requests:
+            outputs.fail(EngineDeadError(reason, started=outputs.started))
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(EngineDeadError(reason))
+        self._calls.clear()
+
+    def _tell(self, message: Inbound) -> None:
+        """Sends what need not arrive if the engine is gone."""
+        with contextlib.suppress(EngineDeadError):
+            self._channel.send(message)
+
+    async def _call(self, message: FlushCache | GetState) -> Reply:
+        self.check_alive()
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._calls[message.call] = reply
+        try:
+            self._channel.send(message)
+            return await reply
+        finally:
+            self._calls.pop(message.call, None)
+
+    def _on_step(self, step: StepOutputs) -> None:
+        """One pass over a step. Tokens come after their logprobs, so that a token that ends its output finds them."""
+        completions = self._completions
+        for started in step.started:
+            if started.id in completions:
+                completions[started.id].cached_tokens = started.cached_tokens
+                completions[started.id].outputs.started = True
+        for wire_id, entries in step.prompt_logprobs:
+            if wire_id in completions:
+                completions[wire_id].add_prompt_logprobs(entries)
+        for wire_id, entry in step.logprobs:
+            if wire_id in completions:
+                completions[wire_id].add_logprob(entry)
+        ids, tokens = np.frombuffer(step.ids, "<i8").tolist(), np.frombuffer(step.tokens, "<i4").tolist()
+        for wire_id, token_id in zip(ids, tokens, strict=True):
+            completion = completions.get(wire_id)
+            if completion is None:
+                continue
+            if completion.push(token_id):
+                del completions[wire_id]
+                self._tell(StopRequest(wire_id))
+            elif completion.outputs.request.stream:
+                completion.outputs.wake()
+        for finished in step.finished:
+            completion = completions.pop(finished.id, None)
+            if completion is not None:
+                completion.end(finished)

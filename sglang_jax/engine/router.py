@@ -1,0 +1,278 @@
+"""Several replicas behind one front end: every request goes to one of them, and what is asked of the engine to all."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+
+from sglang_jax.engine.link import Link, RoutedRequest
+from sglang_jax.engine.replica import Replica, close_replicas
+from sglang_jax.engine.routing import Candidate, RoutingPolicy, sticky_choice
+from sglang_jax.engine.types import GenerateInput, ModelInfo, OutputDelta, ReplicaLoad, ReplicaState
+from sglang_jax.errors import EngineDeadError, ParameterError, QueueFullError, ReplicaLostError
+from sglang_jax.scheduler.arrivals import arrival_seed
+from sglang_jax.scheduler.messages import SchedulerStats
+
+logger = logging.getLogger(__name__)
+
+MAX_REROUTES = 3
+"""How often a request is given to another replica after it was lost: whatever kills engines kills no more than that."""
+
+
+class Router:
+    """`Links` of replicas. All methods run on one event loop.
+
+    A request that a replica had not begun when it was lost goes to another one, and so does one that a full queue
+    refused. One that ran fails with `ReplicaLostError`. While no replica serves, but one is being started, requests
+    wait.
+
+    Requests without a seed get theirs here, by order of arrival, so that what they sample does not depend on where.
+
+    **Arguments:**
+
+    - `replicas`: at least one serves.
+    - `policy`: which replica a request goes to, unless its `routing_key` tells.
+    - `max_waiting`: most requests that wait while no replica serves; None: no limit.
+    - `addresses`: HOST:PORT of each replica, where they are servers of their own.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica[Link]],
+        policy: RoutingPolicy,
+        *,
+        random_seed: int = 0,
+        max_waiting: int | None = None,
+        addresses: Sequence[str] = (),
+    ) -> None:
+        self.replicas = replicas
+        self._policy = policy
+        self._random_seed = random_seed
+        self._max_waiting = max_waiting
+        self._addresses = addresses or [""] * len(replicas)
+        self._model_info = next(one.client.model_info for one in replicas if one.state is ReplicaState.SERVING)
+        self._in_flight = [0] * len(replicas)
+        self._arrivals = 0
+        self._num_waiting = 0
+        self._changed = asyncio.Event()
+        self._draining = False
+        for replica in replicas:
+            replica.on_change = self._on_change
+            self._on_change(replica.index)
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """What is known of the model."""
+        return self._model_info
+
+    @property
+    def max_running_requests(self) -> int:
+        """Most completions that the replicas which serve run at once."""
+        return sum(replica.client.max_running_requests for replica in self._serving())
+
+    @property
+    def alive(self) -> bool:
+        """A replica serves."""
+        return bool(self._serving())
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """The replicas' newest snapshots together."""
+        return total_stats([load.stats for load in self.loads()])
+
+    def loads(self) -> list[ReplicaLoad]:
+        """See `EngineClient.loads`."""
+        return [self._load(replica) for replica in self.replicas]
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait because no replica serves."""
+        return self._num_waiting
+
+    def admit(self, request: GenerateInput) -> GenerateInput:
+        """See `Links.admit`: with a seed, if it has none."""
+        sampling = request.sampling
+        first = self._arrivals + 1
+        self._arrivals += sampling.n
+        if sampling.seed is not None:
+            return request
+        seed = arrival_seed(self._random_seed, first)
+        return dataclasses.replace(request, sampling=dataclasses.replace(sampling, seed=seed))
+
+    async def choose(self, routed: RoutedRequest) -> Link | None:
+        """See `Links.choose`."""
+        while not routed.aborted:
+            serving = self._serving()
+            if candidates := [one for one in serving if one.index not in routed.full]:
+                return self._pick(routed, candidates)
+            if serving:
+                raise QueueFullError("the queues of all replicas that serve are full; try again later")
+            await self._wait_for_replica()
+        return None
+
+    def leave(self, routed: RoutedRequest) -> None:
+        """See `Links.leave`."""
+        self._in_flight[routed.index] -= routed.request.sampling.n
+
+    def check_first(self, delta: OutputDelta) -> None:
+        """See `Links.check_first`."""
+        if delta.finish is not None and isinstance(delta.finish.error, QueueFullError):
+            raise delta.finish.error
+
+    def failed(self, routed: RoutedRequest, error: EngineDeadError | QueueFullError, *, begun: bool) -> None:
+        """See `Links.failed`."""
+        if isinstance(error, QueueFullError):
+            routed.full.add(routed.index)
+            if begun:
+                raise error
+            return
+        routed.lost += 1
+        if begun or error.started or routed.lost > (MAX_REROUTES if error.started is False else 1):
+            raise ReplicaLostError(
+                f"replica {routed.index} was lost while it had the request ({error.message}); send it again",
+                started=True,
+            ) from error
+        logger.info("A request that replica %d had not begun goes to another", routed.index)
+
+    def wake(self) -> None:
+        """See `Links.wake`."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def flush_cache(self, *, idle: bool) -> bool:
+        """See `EngineClient.flush_cache`: of all replicas that serve."""
+        if not idle:
+            return False
+        serving = self._serving()
+        done = await asyncio.gather(*(replica.client.flush_cache() for replica in serving))
+        for replica, empty in zip(serving, done, strict=True):
+            if empty:
+                self._policy.reset(replica.index, replica.client.max_total_tokens)
+        return all(done)
+
+    async def states(self) -> list[dict[str, object]]:
+        """See `EngineClient.states`; a replica that does not serve has nothing but its state."""
+        return await asyncio.gather(*(self._state(replica) for replica in self.replicas))
+
+    async def drain(self, index: int | None) -> None:
+        """Lets one replica, or all in turn, finish what it has, and starts it anew; others take new requests meanwhile.
+
+        **Raises:** `ParameterError` if there is no such replica, if it does not serve, or if another drain goes on;
+        `EngineDeadError` if a replica does not come back: those after it are left alone then.
+        """
+        if index is not None and not 0 <= index < len(self.replicas):
+            raise ParameterError(f"replica must be from 0 to {len(self.replicas) - 1}, got {index}", param="replica")
+        if any(self._addresses):
+            raise ParameterError(
+                f"the replicas are servers of their own ({', '.join(self._addresses)}): end one by SIGTERM, which "
+                "lets its requests finish while new ones go to the others, and start it again",
+                param="replica",
+            )
+        if self._draining:
+            raise ParameterError("replicas are already being drained; wait until that is done", param="replica")
+        todo = self.replicas if index is None else [self.replicas[index]]
+        idle = [one for one in todo if one.state is not ReplicaState.SERVING]
+        if idle:
+            raise ParameterError(
+                f"replica {idle[0].index} is {idle[0].state}; only replicas that serve are drained", param="replica"
+            )
+        self._draining = True
+        try:
+            for replica in todo:
+                await replica.drain()
+        finally:
+            self._draining = False
+
+    async def ended(self) -> str:
+        """See `Links.ended`."""
+        while not self._all_stopped():
+            await self._changed.wait()
+        return self._reasons()
+
+    async def close(self, *, drain: bool) -> None:
+        """Ends all replicas, with `drain` once their requests have finished."""
+        await close_replicas(self.replicas, drain=drain)
+
+    async def _wait_for_replica(self) -> None:
+        """Until something has changed. Raises `EngineDeadError` if no replica will serve again, and `QueueFullError`
+        if too many requests wait."""
+        if self._all_stopped():
+            raise EngineDeadError(f"no replica is left ({self._reasons()})")
+        if self._max_waiting is not None and self._num_waiting >= self._max_waiting:
+            raise QueueFullError(
+                f"no replica serves at the moment and {self._num_waiting} requests wait, the limit is "
+                f"{self._max_waiting}; try again later"
+            )
+        self._num_waiting += 1
+        try:
+            await self._changed.wait()
+        finally:
+            self._num_waiting -= 1
+
+    def _all_stopped(self) -> bool:
+        return all(replica.state is ReplicaState.STOPPED for replica in self.replicas)
+
+    def _reasons(self) -> str:
+        return "; ".join(f"{replica.index}: {replica.last_end}" for replica in self.replicas)
+
+    def _pick(self, routed: RoutedRequest, serving: Sequence[Replica[Link]]) -> Link:
+        candidates = [
+            Candidate(replica.index, self._in_flight[replica.index] + replica.client.foreign_load)
+            for replica in serving
+        ]
+        request = routed.request
+        assert isinstance(request.prompt, np.ndarray)
+        tokens, key, namespace = request.prompt.tobytes(), request.routing_key, request.extra_key
+        index = sticky_choice(key, candidates) if key else self._policy.choose(tokens, namespace, candidates)
+        self._policy.sent(index, tokens, namespace)
+        self._in_flight[index] += request.sampling.n
+        routed.index = index
+        return self.replicas[index].client
+
+    def _serving(self) -> list[Replica[Link]]:
+        """An engine is lost some turns of the event loop before its replica knows."""
+        return [one for one in self.replicas if one.state is ReplicaState.SERVING and one.client.alive]
+
+    def _on_change(self, index: int) -> None:
+        replica = self.replicas[index]
+        if replica.state is ReplicaState.SERVING:
+            self._policy.reset(index, replica.client.max_total_tokens)
+        self.wake()
+
+    def _load(self, replica: Replica[Link]) -> ReplicaLoad:
+        engine = replica.client if replica.state in (ReplicaState.SERVING, ReplicaState.DRAINING) else None
+        return ReplicaLoad(
+            index=replica.index,
+            state=replica.state,
+            max_running_requests=0 if engine is None else engine.max_running_requests,
+            max_total_tokens=0 if engine is None else engine.max_total_tokens,
+            stats=SchedulerStats() if engine is None else engine.stats,
+            address=self._addresses[replica.index],
+            in_flight=self._in_flight[replica.index],
+            restarts=replica.restarts,
+            last_end=replica.last_end,
+        )
+
+    async def _state(self, replica: Replica[Link]) -> dict[str, object]:
+        known: dict[str, object] = {"replica": replica.index, "replica_state": replica.state.value}
+        if replica.state is not ReplicaState.SERVING:
+            return known
+        try:
+            return known | await replica.client.state()
+        except EngineDeadError as error:
+            return known | {"replica_state": ReplicaState.DEAD.value, "error": error.message}
+
+
+_MEANS: dict[str, Callable[[Sequence[float]], float]] = {"new_token_reserve": lambda values: sum(values) / len(values)}
+"""How a figure of several schedulers becomes one, where it is not their sum."""
+
+
+def total_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
+    """The figures of several schedulers as those of one."""
+    values = [msgspec.structs.asdict(one) for one in stats]
+    return SchedulerStats(**{name: _MEANS.get(name, sum)([one[name] for one in values]) for name in values[0]})

@@ -1,0 +1,93 @@
+"""The one link of an engine without replicas."""
+
+from __future__ import annotations
+
+from sglang_jax.engine.core_link import CoreLink
+from sglang_jax.engine.link import Link, RoutedRequest
+from sglang_jax.engine.types import GenerateInput, ModelInfo, OutputDelta, ReplicaLoad, ReplicaState
+from sglang_jax.errors import EngineDeadError, ParameterError, QueueFullError
+from sglang_jax.scheduler.messages import SchedulerStats
+
+
+class SingleLink:
+    """`Links` of which there is one. What it cannot do, nobody can."""
+
+    def __init__(self, link: CoreLink) -> None:
+        self._link = link
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """See `Link.model_info`."""
+        return self._link.model_info
+
+    @property
+    def max_running_requests(self) -> int:
+        """See `Link.max_running_requests`."""
+        return self._link.max_running_requests
+
+    @property
+    def alive(self) -> bool:
+        """See `Link.alive`."""
+        return self._link.alive
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """See `Link.stats`."""
+        return self._link.stats
+
+    def admit(self, request: GenerateInput) -> GenerateInput:
+        """See `Links.admit`."""
+        self._link.check_alive()
+        return request
+
+    async def choose(self, routed: RoutedRequest) -> Link | None:
+        """See `Links.choose`."""
+        return None if routed.aborted else self._link
+
+    def leave(self, routed: RoutedRequest) -> None:
+        """Nothing is counted."""
+
+    def check_first(self, delta: OutputDelta) -> None:
+        """An error is the output's own: there is no other link."""
+
+    def failed(self, routed: RoutedRequest, error: EngineDeadError | QueueFullError, *, begun: bool) -> None:
+        """See `Links.failed`: there is no other."""
+        raise error
+
+    def wake(self) -> None:
+        """Nobody waits in `choose`."""
+
+    async def flush_cache(self, *, idle: bool) -> bool:
+        """See `Links.flush_cache`; the core itself knows whether it is idle."""
+        return await self._link.flush_cache()
+
+    def loads(self) -> list[ReplicaLoad]:
+        """See `EngineClient.loads`."""
+        return [
+            ReplicaLoad(
+                index=0,
+                state=ReplicaState.SERVING if self.alive else ReplicaState.STOPPED,
+                max_running_requests=self.max_running_requests,
+                max_total_tokens=self._link.max_total_tokens,
+                stats=self.stats,
+            )
+        ]
+
+    async def states(self) -> list[dict[str, object]]:
+        """See `EngineClient.states`."""
+        return [await self._link.state()]
+
+    async def drain(self, index: int | None) -> None:
+        """See `EngineClient.drain`."""
+        raise ParameterError(
+            "there is one engine, which cannot be started again while it serves: dp_size must be 2 or more for that",
+            param="replica",
+        )
+
+    async def ended(self) -> str:
+        """See `Link.ended`."""
+        return await self._link.ended()
+
+    async def close(self, *, drain: bool) -> None:
+        """See `Link.close`."""
+        await self._link.close(drain=drain)
