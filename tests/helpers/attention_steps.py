@@ -77,7 +77,8 @@ def softmax_attention(
 
 
 def make_step(case: Case, seed: int = 0) -> Step:
-    """Every slot starts as NaN; the keys and values of each sequence are then written to pages in random order."""
+    """Every slot starts as NaN; the keys and values of each sequence are then written to pages in random order, but for
+    pages that lie before every query's window: these may be anybody's."""
     rng = np.random.default_rng(seed)
     num_pages = 1 + case.rows * case.columns
     unused = list(1 + rng.permutation(num_pages - 1))
@@ -100,7 +101,8 @@ def make_step(case: Case, seed: int = 0) -> Step:
         for position in range(length):
             column, offset = divmod(position, case.page_size)
             page_table[row, column] = page_table[row, column] or unused.pop()
-            kv_pages[page_table[row, column], :, :, offset] = stored[position]
+            if (column + 1) * case.page_size > length - count - (case.window or length) + 1:
+                kv_pages[page_table[row, column], :, :, offset] = stored[position]
         mine = slice(place, place + count)
         keys_values = stored if scales is None else stored * scales[:, :, None]
         expected[mine] = softmax_attention(

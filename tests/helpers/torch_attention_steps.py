@@ -71,7 +71,8 @@ def softmax_attention(
 
 
 def make_step(case: Case, seed: int = 0) -> Step:
-    """Every slot starts as NaN; the keys and values of each sequence are then written to pages in random order."""
+    """Every slot starts as NaN; the keys and values of each sequence are then written to pages in random order, but for
+    pages that lie before every query's window: these may be anybody's."""
     rng = np.random.default_rng(seed)
     columns = case.columns or max(-(-length // case.page_size) for length in case.kv_lens) + 1
     num_pages = 1 + case.rows * columns
@@ -89,6 +90,9 @@ def make_step(case: Case, seed: int = 0) -> Step:
             _write(stored, scale, pages, rng.standard_normal((length, case.kv_heads, case.head_dim)))
             for stored, scale in ((kv.keys, kv.key_scale), (kv.values, kv.value_scale))
         )
+        before = max(length - count - (options.window or length) + 1, 0) // case.page_size
+        for stored in (kv.keys, kv.values):
+            stored[pages[:before]] = torch.nan
         queries.append(asked)
         expected.append(softmax_attention(asked.double().numpy(), keys, values, options))
     padded = (case.padding, case.kv_heads, case.group, case.head_dim)

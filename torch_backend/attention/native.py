@@ -99,7 +99,7 @@ class _Plan:
         self.group = group
         self._form = form
         self._kv_heads = kv.keys.shape[1]
-        self._gather = PageGather(group, batch, kv)
+        self._gather = PageGather(group, batch, kv, form.window)
         self._blocks = self._make_blocks(kv.keys.device)
 
     def attend(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> torch.Tensor:

@@ -10,19 +10,19 @@ from torch_backend.kv_pages import KVPages
 
 
 class PageGather:
-    """Where a group's keys lie and where they go, the same for all layers whose pages have one form.
+    """Where a group's keys lie and where they go, the same for all layers whose pages have one form and one `window`.
 
     Layers share the buffers: each gathers anew, and what it was given lasts until the next one.
     """
 
-    def __init__(self, group: SequenceGroup, batch: ForwardBatch, kv: KVPages) -> None:
+    def __init__(self, group: SequenceGroup, batch: ForwardBatch, kv: KVPages, window: int | None) -> None:
         kv_heads, page_size, head_dim = kv.keys.shape[1:]
         columns = -(-group.longest // page_size)
         device = kv.keys.device
         table = batch.page_table[group.sequences, None, :columns]
         heads = torch.arange(kv_heads, device=device)[:, None]
         self._index = (table * kv_heads + heads).flatten()
-        self._unused = _unused_rows(group, kv_heads, columns * page_size, device)
+        self._unused = _unused_rows(group, kv_heads, columns * page_size, window, device)
         self._row = page_size * head_dim
         self._sequences = len(group.lens)
         shape = (len(group.lens) * kv_heads, 1, columns * page_size, head_dim)
@@ -30,7 +30,8 @@ class PageGather:
         self._values = _Buffer(shape, self._row, group.longest, kv.values)
 
     def __call__(self, kv: KVPages) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[sequences * kv_heads, 1, longest, head_dim]` each, 0 after a sequence's end; float32 from float8 pages."""
+        """`[sequences * kv_heads, 1, longest, head_dim]` each, 0 after a sequence's end and before the window of its
+        first query; float32 from float8 pages."""
         return (
             self._gather(kv.keys, kv.key_scale, self._keys),
             self._gather(kv.values, kv.value_scale, self._values),
@@ -60,13 +61,19 @@ class _Buffer:
         self.seen = whole[:, :, :longest]
 
 
-def _unused_rows(group: SequenceGroup, kv_heads: int, slots: int, device: torch.device) -> torch.Tensor | None:
-    """Gathered slots that the longest sequence uses and that lie after the end of their own.
+def _unused_rows(
+    group: SequenceGroup, kv_heads: int, slots: int, window: int | None, device: torch.device
+) -> torch.Tensor | None:
+    """Gathered slots that the longest sequence uses and that lie after the end of their own, or before all that its
+    queries see.
 
     They are cleared, for they may hold NaN, which no mask takes out of a sum."""
-    if group.shortest == group.longest:
+    windowed = window is not None and group.longest - group.count >= window
+    if group.shortest == group.longest and not windowed:
         return None
     places = torch.arange(slots, device=device)
-    lens = torch.tensor(group.lens, device=device)
-    unused = (places >= lens[:, None]) & (places < group.longest)
+    lens = torch.tensor(group.lens, device=device)[:, None]
+    unused = (places >= lens) & (places < group.longest)
+    if window is not None:
+        unused |= places <= lens - group.count - window
     return unused.repeat_interleave(kv_heads, dim=0).flatten().nonzero().flatten()

@@ -91,6 +91,8 @@ def attend(
     """
     lanes = tl.arange(0, KEYS)
     dims = tl.arange(0, WIDTH)
+    # Pages before all that the queries see may be anybody's.
+    oldest = first if window is None else tl.min(positions, 0) - window + 1
     page = _load_pages(pages, first, last, PAGE_SIZE, KEYS)
     for start in range(first, last, KEYS):
         places = start + lanes
@@ -100,9 +102,12 @@ def attend(
         page = _load_pages(pages, start + KEYS, last, PAGE_SIZE, KEYS)
         offsets = slots[:, None] + dims[None, :]
 
-        # What lies behind the last key may be NaN, and NaN times a weight of 0 is NaN: it is not read.
+        # What lies behind the last key or before the oldest may be NaN, and NaN times a weight of 0 is NaN: it is not
+        # read.
         if EDGES:
             held = (places < last)[:, None] & (dims < HEAD_DIM)[None, :]
+            if window is not None:
+                held = held & (places >= oldest)[:, None]
             key_tile = tl.load(keys + offsets, mask=held, other=0.0)
         elif WIDTH == HEAD_DIM:
             key_tile = tl.load(keys + offsets)
@@ -136,6 +141,8 @@ def attend(
 
         if EDGES:
             held = (places < last)[:, None] & (dims < HEAD_DIM)[None, :]
+            if window is not None:
+                held = held & (places >= oldest)[:, None]
             value_tile = tl.load(values + offsets, mask=held, other=0.0)
         elif WIDTH == HEAD_DIM:
             value_tile = tl.load(values + offsets)

@@ -208,10 +208,13 @@ def _one_sequence(
     def masked(index: jax.Array, softmax: _Softmax) -> _Softmax:
         keys, values = gather(index, 1)
         places = index * keys_per_block + jnp.arange(keys_per_block)
-        values = jnp.where((places < keys_seen)[None, :, None], values, 0.0)
-        visible = (places <= positions[:, None]) & (places < keys_seen)
+        seen = places < keys_seen
+        visible = (places <= positions[:, None]) & seen
         if options.window is not None:
             visible &= positions[:, None] - places < options.window
+            # Pages before the window of every query may be anybody's, and hold what is not finite.
+            seen &= positions[0] - places < options.window
+        values = jnp.where(seen[None, :, None], values, 0.0)
         visible = jnp.repeat(visible, group, axis=0)[None]
         return softmax.add(packed, keys, values, visible, options.soft_cap)
 
