@@ -101,7 +101,7 @@ def roofline(
 
 def step_flops(config: ModelConfig, work: Work) -> float:
     """Of the whole group: two for each weight and token, four for each key, query head and lane of it."""
-    heads = sum(layer.attention.num_heads * layer.attention.head_dim for layer in config.layers)
+    heads = sum(layer.mixer.num_heads * layer.mixer.head_dim for layer in config.layers)
     attention = 4.0 * heads * work.keys_seen
     head = 2.0 * config.hidden_size * config.vocab_size * work.rows
     return 2.0 * matrix_weights_of_layers(config) * work.tokens + attention + head

@@ -53,9 +53,9 @@ class Transformer(nn.Module):
         self.tied = config.tie_word_embeddings
         if self.tied:
             self.head.linear.weight = self.embedding.weight
-        ropes = list(dict.fromkeys(layer.attention.rope for layer in config.layers))
+        ropes = list(dict.fromkeys(layer.mixer.rope for layer in config.layers))
         self._rotary = tuple(_tables(rope, config, device) for rope in ropes)
-        self._rotary_of_layer = tuple(ropes.index(layer.attention.rope) for layer in config.layers)
+        self._rotary_of_layer = tuple(ropes.index(layer.mixer.rope) for layer in config.layers)
         self._embedding_multiplier = float(torch.tensor(config.embedding_multiplier, dtype=dtype))
         self._attention = attention
 
