@@ -236,7 +236,7 @@ def test_other_types_are_refused() -> None:
 
 def test_a_checkpoint_that_does_not_fit() -> None:
     model = build_model(CONFIG, dtype=jnp.dtype("float32"), attention=AttentionImplementation.XLA)
-    other = replace(CONFIG, num_layers=2, intermediate_size=512)
+    other = small_config(**FORM | {"num_layers": 2, "intermediate_size": 512})
     with pytest.raises(CheckpointError) as caught:
         load_weights(model, DummyReader(other, seed=0), CONFIG, make_mesh(jax.devices()[:1]))
     assert "missing: model.layers.2.mlp.down_proj.weight (256, 1024)" in str(caught.value)
