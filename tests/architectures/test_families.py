@@ -12,8 +12,9 @@ from helpers.family_cases import FAMILIES
 from helpers.tiny_models import make_tiny_checkpoint, make_tiny_model
 
 from sglang_jax.architectures import CacheGroup, CacheKind, ModelConfig, cache_groups
+from sglang_jax.architectures.manifest import manifest_of
 from sglang_jax.architectures.registry import known_families
-from sglang_jax.checkpoint import expected_tensors, open_checkpoint
+from sglang_jax.checkpoint import ParameterReader, expected_tensors, open_checkpoint
 from sglang_jax.checkpoint.hf_config import load_hf_config
 from sglang_jax.config import LoadFormat
 from sglang_jax.errors import CheckpointError
@@ -43,6 +44,19 @@ def test_tensors_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         del shapes["lm_head.weight"]
     config = open_checkpoint(str(folder), LoadFormat.DUMMY).config
     assert expected_tensors(config) == shapes
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo2"])
+def test_norms_of_random_weights_multiply_by_1(name: str, tmp_path: Path) -> None:
+    case = FAMILIES[name]
+    folder = make_tiny_checkpoint(tmp_path, case.architecture, **case.changes)
+    dummy = open_checkpoint(str(folder), LoadFormat.DUMMY)
+    assert dummy.reader is not None
+    reader = ParameterReader(dummy.reader, dummy.config)
+    norms = [spec for spec in manifest_of(dummy.config).specs.values() if spec.is_norm]
+    assert len(norms) >= 1 + 4 * dummy.config.num_layers
+    for spec in norms:
+        assert (reader.read(spec.name) == 1).all()
 
 
 @pytest.mark.parametrize("family", [family.name for family in known_families()])
