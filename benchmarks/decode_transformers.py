@@ -34,7 +34,7 @@ def load(dtype: torch.dtype) -> LlamaForCausalLM:
             num_key_value_heads=config.num_kv_heads,
             rms_norm_eps=config.final_norm.eps,
             max_position_embeddings=config.max_position,
-            rope_theta=config.layers[0].attention.rope.theta,
+            rope_theta=config.layers[0].mixer.rope.theta,
             tie_word_embeddings=True,
         )
     )

@@ -110,7 +110,7 @@ def roofline(
 def step_flops(config: ModelConfig, work: Work) -> float:
     """Of the whole group: two for each weight and token, four for each key, query head and lane of it."""
     attention = 4.0 * sum(
-        layer.attention.num_heads * layer.attention.head_dim * work.within(layer.attention.window).keys_seen
+        layer.mixer.num_heads * layer.mixer.head_dim * work.within(layer.mixer.window).keys_seen
         for layer in config.layers
     )
     head = 2.0 * config.hidden_size * config.vocab_size * work.rows
@@ -129,7 +129,7 @@ def _hbm_bytes(config: ModelConfig, work: Work, tp: int, weight_bytes: int, kv_b
     table = 0.0
     if not config.tie_word_embeddings:
         table = _bytes_per_weight(config, weight_bytes, tp) * config.vocab_size * config.hidden_size / tp
-    read = sum(work.within(layer.attention.window).keys_read for layer in config.layers) / config.num_layers
+    read = sum(work.within(layer.mixer.window).keys_read for layer in config.layers) / config.num_layers
     kv = kv_bytes_per_token * (read + work.tokens)
     logits = 2 * _LOGIT_BYTES * work.rows * config.vocab_size / tp
     return weight_bytes - table + kv + logits

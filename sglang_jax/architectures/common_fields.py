@@ -121,9 +121,7 @@ class CommonFields:
     def pre_norm_layer(self, attention: AttentionConfig, feed_forward: FeedForwardConfig) -> LayerConfig:
         """A layer with a norm before attention and one before the feed-forward part."""
         norms = SublayerNorms(pre=self.norm())
-        return LayerConfig(
-            attention=attention, feed_forward=feed_forward, attention_norms=norms, feed_forward_norms=norms
-        )
+        return LayerConfig(mixer=attention, feed_forward=feed_forward, mixer_norms=norms, feed_forward_norms=norms)
 
     def sees(self, window: int | None) -> int | None:
         """A window, or None where no sequence outgrows it, as it then changes nothing."""

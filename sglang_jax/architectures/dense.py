@@ -41,7 +41,7 @@ def dense_decoder(
     """A model of `num_layers` equal layers: RMS norms before attention and SwiGLU; `qk_norm`: of each head."""
     norm = NormConfig(eps=rms_norm_eps)
     layer = LayerConfig(
-        attention=AttentionConfig(
+        mixer=AttentionConfig(
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -53,7 +53,7 @@ def dense_decoder(
             out_bias=attention_out_bias,
         ),
         feed_forward=FeedForwardConfig(size=intermediate_size, activation=Activation.SILU, bias=mlp_bias),
-        attention_norms=SublayerNorms(pre=norm),
+        mixer_norms=SublayerNorms(pre=norm),
         feed_forward_norms=SublayerNorms(pre=norm),
     )
     return ModelConfig(

@@ -153,15 +153,15 @@ def _named(config: ModelConfig, parameters: list[_Shaped], layer: int | None) ->
 
 def _layer(layer: LayerConfig, hidden: int) -> Iterator[_Shaped]:
     norms = (
-        (Part.ATTENTION_NORM, layer.attention_norms.pre),
-        (Part.ATTENTION_POST_NORM, layer.attention_norms.post),
+        (Part.ATTENTION_NORM, layer.mixer_norms.pre),
+        (Part.ATTENTION_POST_NORM, layer.mixer_norms.post),
         (Part.FEED_FORWARD_NORM, layer.feed_forward_norms.pre),
         (Part.FEED_FORWARD_POST_NORM, layer.feed_forward_norms.post),
     )
     for part, norm in norms:
         if norm is not None:
             yield _norm(part, hidden, norm.offset)
-    yield from _attention(layer.attention, hidden)
+    yield from _attention(layer.mixer, hidden)
     yield from _feed_forward(layer.feed_forward, hidden)
 
 

@@ -141,15 +141,15 @@ class MemoryGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    """A decoder layer: attention and feed-forward, each added to the residual stream.
+    """A decoder layer: what mixes tokens (attention) and feed-forward, each added to the residual stream.
 
-    - `parallel`: both read the same normalised input (`attention_norms.pre`), and their sum is added.
+    - `parallel`: both read the same normalised input (`mixer_norms.pre`), and their sum is added.
     - `residual_multiplier`: of what is added.
     """
 
-    attention: AttentionConfig
+    mixer: AttentionConfig
     feed_forward: FeedForwardConfig
-    attention_norms: SublayerNorms
+    mixer_norms: SublayerNorms
     feed_forward_norms: SublayerNorms
     parallel: bool = False
     residual_multiplier: float = 1.0
@@ -157,9 +157,9 @@ class LayerConfig:
     @property
     def memory_group(self) -> MemoryGroup:
         """Which pages the layer's keys and values belong to."""
-        if self.attention.window is None:
+        if self.mixer.window is None:
             return MemoryGroup(CacheKind.FULL)
-        return MemoryGroup(CacheKind.WINDOW, self.attention.window)
+        return MemoryGroup(CacheKind.WINDOW, self.mixer.window)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,15 +194,15 @@ class ModelConfig:
     @property
     def num_heads(self) -> int:
         """Of every layer, as are the next two. **Raises:** `ValueError` where layers differ: ask the layer."""
-        return self._of_all("num_heads", [layer.attention.num_heads for layer in self.layers])
+        return self._of_all("num_heads", [layer.mixer.num_heads for layer in self.layers])
 
     @property
     def num_kv_heads(self) -> int:
-        return self._of_all("num_kv_heads", [layer.attention.num_kv_heads for layer in self.layers])
+        return self._of_all("num_kv_heads", [layer.mixer.num_kv_heads for layer in self.layers])
 
     @property
     def head_dim(self) -> int:
-        return self._of_all("head_dim", [layer.attention.head_dim for layer in self.layers])
+        return self._of_all("head_dim", [layer.mixer.head_dim for layer in self.layers])
 
     def _of_all(self, what: str, values: Sequence[int]) -> int:
         if len(set(values)) != 1:

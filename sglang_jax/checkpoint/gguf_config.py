@@ -84,8 +84,8 @@ def _with_biases(layer: LayerConfig, file: GgufFile) -> LayerConfig:
     """Which biases there are, the file's tensors say."""
     return replace(
         layer,
-        attention=replace(
-            layer.attention,
+        mixer=replace(
+            layer.mixer,
             bias="blk.0.attn_q.bias" in file.tensors or "blk.0.attn_qkv.bias" in file.tensors,
             out_bias="blk.0.attn_output.bias" in file.tensors,
         ),
@@ -100,13 +100,13 @@ def _without_offsets(layer: LayerConfig) -> LayerConfig:
         pre, post = (None if norm is None else replace(norm, offset=0.0) for norm in (norms.pre, norms.post))
         return SublayerNorms(pre=pre, post=post)
 
-    attention, qk_norm = layer.attention, layer.attention.qk_norm
+    attention, qk_norm = layer.mixer, layer.mixer.qk_norm
     if qk_norm is not None:
         attention = replace(attention, qk_norm=replace(qk_norm, norm=replace(qk_norm.norm, offset=0.0)))
     return replace(
         layer,
-        attention=attention,
-        attention_norms=plain(layer.attention_norms),
+        mixer=attention,
+        mixer_norms=plain(layer.mixer_norms),
         feed_forward_norms=plain(layer.feed_forward_norms),
     )
 

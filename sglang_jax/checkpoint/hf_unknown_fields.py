@@ -74,8 +74,6 @@ _HARMLESS = frozenset(
     }
 )
 _HARMLESS_ENDINGS = ("_dropout", "_pdrop", "_initializer_range", "_init_std")
-_NOTHING: tuple[object, ...] = (None, False, 0, 1, 1.0, [], {}, "")
-"""Values by which a field says nothing."""
 
 
 def check_unread(fields: JsonFields) -> None:
@@ -84,7 +82,7 @@ def check_unread(fields: JsonFields) -> None:
     **Raises:** `CheckpointError` naming the field and its value.
     """
     unread = {
-        name: value for name, value in fields.values.items() if name not in fields.asked and value not in _NOTHING
+        name: value for name, value in fields.values.items() if name not in fields.asked and not _says_nothing(value)
     }
     for name in sorted(_CHANGES_OUTPUTS & unread.keys()):
         raise CheckpointError(
@@ -95,3 +93,10 @@ def check_unread(fields: JsonFields) -> None:
     unknown = [name for name in unknown if not name.endswith(_HARMLESS_ENDINGS)]
     if unknown:
         logger.warning("%s: fields that are not understood, and ignored: %s", fields.file, ", ".join(sorted(unknown)))
+
+
+def _says_nothing(value: object) -> bool:
+    """A value by which a field changes nothing: false, empty, a multiplier of 1."""
+    if isinstance(value, bool):
+        return not value
+    return value in (None, 0, 1, [], {}, "")

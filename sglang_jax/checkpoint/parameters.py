@@ -38,7 +38,7 @@ class ParameterReader:
     def head_dim(self, name: ParameterName) -> int:
         """Numbers of a head of the parameter's layer."""
         assert name.layer is not None
-        return self.config.layers[name.layer].attention.head_dim
+        return self.config.layers[name.layer].mixer.head_dim
 
     def _halves(self, rows: Array, name: ParameterName) -> Array:
         """Each head's row `2 * i + half` as row `half * head_dim / 2 + i`."""

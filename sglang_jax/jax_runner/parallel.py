@@ -44,7 +44,7 @@ class TensorParallel:
         copies = max(size // kv_heads, 1)
 
         def copied(layer: LayerConfig) -> LayerConfig:
-            return replace(layer, attention=replace(layer.attention, num_kv_heads=kv_heads * copies))
+            return replace(layer, mixer=replace(layer.mixer, num_kv_heads=kv_heads * copies))
 
         built = replace(config.with_layers(copied), vocab_size=-(-config.vocab_size // size) * size)
         return cls(built, size, copies, config.vocab_size)

@@ -33,11 +33,9 @@ class DecoderLayer(nnx.Module):
             return None if of is None else Norm([(Axis.HIDDEN, hidden_size)], of, dtype, part)
 
         self.config = config
-        self.attention_norm = norm(config.attention_norms.pre, Part.ATTENTION_NORM)
-        self.attention = Attention(
-            config.attention, hidden_size, dtype=dtype, kv_dtype=kv_dtype, implementation=attention
-        )
-        self.attention_post_norm = norm(config.attention_norms.post, Part.ATTENTION_POST_NORM)
+        self.attention_norm = norm(config.mixer_norms.pre, Part.ATTENTION_NORM)
+        self.attention = Attention(config.mixer, hidden_size, dtype=dtype, kv_dtype=kv_dtype, implementation=attention)
+        self.attention_post_norm = norm(config.mixer_norms.post, Part.ATTENTION_POST_NORM)
         self.feed_forward_norm = norm(config.feed_forward_norms.pre, Part.FEED_FORWARD_NORM)
         self.feed_forward = FeedForward(config.feed_forward, hidden_size, dtype=dtype)
         self.feed_forward_post_norm = norm(config.feed_forward_norms.post, Part.FEED_FORWARD_POST_NORM)

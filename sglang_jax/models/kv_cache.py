@@ -44,9 +44,9 @@ def kv_cache_spec(
     shapes = tuple(
         page_shape(
             counts[group],
-            layer.attention.num_kv_heads,
+            layer.mixer.num_kv_heads,
             page_size,
-            layer.attention.head_dim,
+            layer.mixer.head_dim,
             tiled=form.tiled_kv_pages,
         )
         for group, layer in zip(groups, config.layers, strict=True)

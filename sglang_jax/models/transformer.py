@@ -99,7 +99,7 @@ class Transformer(nnx.Module):
         written = list(kv_caches)
         for number, layer in enumerate(self.layers):
             own, kv_pages = batches[self.group_of_layer[number]], written[number]
-            tables = rotary[layer.config.attention.rope]
+            tables = rotary[layer.config.mixer.rope]
             x, residual, written[number] = _run_layer(*nnx.split(layer), x, residual, own, tables, kv_pages)
         hidden, _ = self.final_norm.add(x, residual)
         return hidden, tuple(written)
@@ -118,7 +118,7 @@ class Transformer(nnx.Module):
         tables = rotary_tables_once if self.form.computes_again_for_each_reader else rotary_tables
         config, found = self.config, dict[RopeConfig | None, RotaryTables | None]()
         for layer in config.layers:
-            rope = layer.attention.rope
+            rope = layer.mixer.rope
             if rope not in found:
                 scaling = None if rope is None else RotaryScaling(rope, config.head_dim, config.max_position)
                 found[rope] = None if scaling is None else tables(scaling, positions)

@@ -12,8 +12,9 @@ from helpers.family_cases import FAMILIES
 from helpers.tiny_models import make_tiny_checkpoint, make_tiny_model
 
 from sglang_jax.architectures import CacheGroup, CacheKind, ModelConfig, cache_groups
+from sglang_jax.architectures.manifest import manifest_of
 from sglang_jax.architectures.registry import known_families
-from sglang_jax.checkpoint import expected_tensors, open_checkpoint
+from sglang_jax.checkpoint import ParameterReader, expected_tensors, open_checkpoint
 from sglang_jax.checkpoint.hf_config import load_hf_config
 from sglang_jax.config import LoadFormat
 from sglang_jax.errors import CheckpointError
@@ -45,11 +46,24 @@ def test_tensors_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert expected_tensors(config) == shapes
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo2"])
+def test_norms_of_random_weights_multiply_by_1(name: str, tmp_path: Path) -> None:
+    case = FAMILIES[name]
+    folder = make_tiny_checkpoint(tmp_path, case.architecture, **case.changes)
+    dummy = open_checkpoint(str(folder), LoadFormat.DUMMY)
+    assert dummy.reader is not None
+    reader = ParameterReader(dummy.reader, dummy.config)
+    norms = [spec for spec in manifest_of(dummy.config).specs.values() if spec.is_norm]
+    assert len(norms) >= 1 + 4 * dummy.config.num_layers
+    for spec in norms:
+        assert (reader.read(spec.name) == 1).all()
+
+
 @pytest.mark.parametrize("family", [family.name for family in known_families()])
 def test_silent_fields_take_transformers_defaults(family: str, tmp_path: Path) -> None:
     config = configured(tmp_path, family)
     theirs = transformers.AutoConfig.for_model(family, **_SHAPE)
-    attention = config.layers[0].attention
+    attention = config.layers[0].mixer
     assert attention.num_kv_heads == theirs.num_key_value_heads
     assert attention.head_dim == (getattr(theirs, "head_dim", None) or 128)
     assert config.max_position == theirs.max_position_embeddings
@@ -65,9 +79,9 @@ def test_silent_fields_take_transformers_defaults(family: str, tmp_path: Path) -
         sliding = [window is not None] * 8
     outgrown = window is not None and window < theirs.max_position_embeddings
     expected = [window if slides and outgrown else None for slides in sliding]
-    assert [layer.attention.window for layer in config.layers] == expected
+    assert [layer.mixer.window for layer in config.layers] == expected
     if family != "gemma3_text":
-        thetas = {layer.attention.rope.theta for layer in config.layers if layer.attention.rope is not None}
+        thetas = {layer.mixer.rope.theta for layer in config.layers if layer.mixer.rope is not None}
         assert thetas == {theirs.rope_parameters["rope_theta"]}
     assert attention.soft_cap == getattr(theirs, "attn_logit_softcapping", None)
     assert config.logit_cap == getattr(theirs, "final_logit_softcapping", None)
@@ -86,7 +100,7 @@ def test_gemma3_in_both_spellings(tmp_path: Path) -> None:
     new = {"rope_parameters": theirs.rope_parameters, "layer_types": theirs.layer_types}
     config = configured(tmp_path, "gemma3_text", **old)
     assert config == configured(tmp_path, "gemma3_text", **new)
-    local, _, whole = (layer.attention for layer in config.layers[:3])
+    local, _, whole = (layer.mixer for layer in config.layers[:3])
     assert (local.rope.theta, whole.rope.theta, whole.rope.factor) == (5e4, 2e6, 8.0)
     assert cache_groups(config) == (
         CacheGroup(CacheKind.FULL, (2, 5)),
@@ -101,7 +115,7 @@ def test_layers_of_exaone4_rotate_unless_they_see_all_beside_others_that_do_not(
     types = [_LOCAL if window and (number + 1) % 4 else _WHOLE for number in range(8)]
     config = configured(tmp_path, "exaone4", sliding_window=window, sliding_window_pattern="LLLG")
     assert config == configured(tmp_path, "exaone4", sliding_window=window, layer_types=types)
-    rotates = [layer.attention.rope is not None for layer in config.layers]
+    rotates = [layer.mixer.rope is not None for layer in config.layers]
     assert rotates == [kind == _LOCAL or window is None for kind in types]
 
 

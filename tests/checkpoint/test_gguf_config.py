@@ -78,7 +78,7 @@ def test_shape(tmp_path: Path, architecture: str) -> None:
 
 def test_defaults(tmp_path: Path) -> None:
     config = config_of(tmp_path, change={"attention.head_count_kv": None, "rope.freq_base": None})
-    assert (config.num_kv_heads, config.head_dim, config.layers[0].attention.rope.theta) == (4, 16, 10000.0)
+    assert (config.num_kv_heads, config.head_dim, config.layers[0].mixer.rope.theta) == (4, 16, 10000.0)
     assert config.tie_word_embeddings
     assert (config.eos_token_ids, config.bos_token_id) == ((), None)
 
@@ -91,28 +91,26 @@ def test_counts_for_each_layer_must_agree(tmp_path: Path) -> None:
 
 def test_rope_scaling(tmp_path: Path) -> None:
     linear = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
-    assert config_of(tmp_path, change=linear).layers[0].attention.rope == RopeConfig(
+    assert config_of(tmp_path, change=linear).layers[0].mixer.rope == RopeConfig(
         kind=RopeKind.LINEAR, theta=500000.0, factor=4.0
     )
     old = {"rope.scale_linear": 2.0}
-    assert config_of(tmp_path, change=old).layers[0].attention.rope == RopeConfig(
+    assert config_of(tmp_path, change=old).layers[0].mixer.rope == RopeConfig(
         kind=RopeKind.LINEAR, theta=500000.0, factor=2.0
     )
-    assert config_of(tmp_path, change={"rope.scaling.type": "none"}).layers[0].attention.rope == RopeConfig(
-        theta=500000.0
-    )
+    assert config_of(tmp_path, change={"rope.scaling.type": "none"}).layers[0].mixer.rope == RopeConfig(theta=500000.0)
     yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 1024}
     config = config_of(tmp_path, change=yarn)
     expected = RopeConfig(kind=RopeKind.YARN, theta=500000.0, factor=4.0, original_max_position=1024)
-    assert config.layers[0].attention.rope == expected
-    scaled = config_of(tmp_path, change=yarn | {"rope.scaling.attn_factor": 0.5}).layers[0].attention.rope
+    assert config.layers[0].mixer.rope == expected
+    scaled = config_of(tmp_path, change=yarn | {"rope.scaling.attn_factor": 0.5}).layers[0].mixer.rope
     assert scaled.attention_factor == pytest.approx(0.5 * (1 + 0.1 * math.log(4)))
 
 
 def test_yarn_extends_the_context(tmp_path: Path) -> None:
     yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
     config = config_of(tmp_path, change=yarn)
-    assert (config.layers[0].attention.rope.original_max_position, config.max_position) == (4096, 16384)
+    assert (config.layers[0].mixer.rope.original_max_position, config.max_position) == (4096, 16384)
 
 
 def llama3_factors(factor: float, head_dim: int, **change: Any) -> np.ndarray:
@@ -137,7 +135,7 @@ def llama3_factors(factor: float, head_dim: int, **change: Any) -> np.ndarray:
 def test_llama3_factors_are_recognised(tmp_path: Path, factor: float, head_dim: int) -> None:
     tensors = {"rope_freqs.weight": llama3_factors(factor, head_dim)}
     config = config_of(tmp_path, change={"attention.key_length": head_dim}, tensors=tensors)
-    assert config.layers[0].attention.rope == RopeConfig(
+    assert config.layers[0].mixer.rope == RopeConfig(
         kind=RopeKind.LLAMA3,
         theta=500000.0,
         factor=factor,

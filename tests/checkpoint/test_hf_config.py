@@ -85,9 +85,9 @@ def test_shapes_agree_with_transformers(tmp_path: Path, architecture: str) -> No
     assert config.tie_word_embeddings is True
     assert (config.bos_token_id, config.eos_token_ids) == (0, (2,))
     assert config.dtype == "float32"
-    assert config.layers[0].attention.bias is (architecture == "qwen2")
-    assert config.layers[0].attention.out_bias is False
-    assert (config.layers[0].attention.qk_norm is not None) is (architecture == "qwen3")
+    assert config.layers[0].mixer.bias is (architecture == "qwen2")
+    assert config.layers[0].mixer.out_bias is False
+    assert (config.layers[0].mixer.qk_norm is not None) is (architecture == "qwen3")
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -105,7 +105,7 @@ def test_silent_fields_take_transformers_defaults(tmp_path: Path, architecture: 
     assert config.tie_word_embeddings is theirs.tie_word_embeddings
     assert config.bos_token_id == theirs.bos_token_id
     assert config.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
-    assert config.layers[0].attention.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert config.layers[0].mixer.rope.theta == theirs.rope_parameters["rope_theta"]
 
 
 @pytest.mark.parametrize("rope", ROPES)
@@ -121,27 +121,27 @@ def test_rope_in_both_spellings(tmp_path: Path, rope: str, form: str) -> None:
         values |= {"rope_theta": 5e5, "rope_scaling": {key: kind, **parameters} if parameters else None}
     config = load_hf_config(written(tmp_path, values))
     theirs = transformers.LlamaConfig(**values).rope_parameters
-    assert (config.layers[0].attention.rope.kind, config.layers[0].attention.rope.theta) == (
+    assert (config.layers[0].mixer.rope.kind, config.layers[0].mixer.rope.theta) == (
         RopeKind(kind),
         theirs["rope_theta"],
     )
-    assert config.layers[0].attention.rope.factor == theirs.get("factor", 1.0)
+    assert config.layers[0].mixer.rope.factor == theirs.get("factor", 1.0)
     for ours, name in (
-        (config.layers[0].attention.rope.low_freq_factor, "low_freq_factor"),
-        (config.layers[0].attention.rope.high_freq_factor, "high_freq_factor"),
-        (config.layers[0].attention.rope.beta_fast, "beta_fast"),
-        (config.layers[0].attention.rope.beta_slow, "beta_slow"),
-        (config.layers[0].attention.rope.mscale, "mscale"),
-        (config.layers[0].attention.rope.mscale_all_dim, "mscale_all_dim"),
-        (config.layers[0].attention.rope.attention_factor, "attention_factor"),
-        (config.layers[0].attention.rope.truncate, "truncate"),
+        (config.layers[0].mixer.rope.low_freq_factor, "low_freq_factor"),
+        (config.layers[0].mixer.rope.high_freq_factor, "high_freq_factor"),
+        (config.layers[0].mixer.rope.beta_fast, "beta_fast"),
+        (config.layers[0].mixer.rope.beta_slow, "beta_slow"),
+        (config.layers[0].mixer.rope.mscale, "mscale"),
+        (config.layers[0].mixer.rope.mscale_all_dim, "mscale_all_dim"),
+        (config.layers[0].mixer.rope.attention_factor, "attention_factor"),
+        (config.layers[0].mixer.rope.truncate, "truncate"),
     ):
         if name in parameters:
             assert ours == theirs[name] == parameters[name]
     if kind in ("llama3", "yarn"):
-        assert config.layers[0].attention.rope.original_max_position == theirs["original_max_position_embeddings"]
+        assert config.layers[0].mixer.rope.original_max_position == theirs["original_max_position_embeddings"]
     if kind == "dynamic":
-        assert config.layers[0].attention.rope.original_max_position == 2048
+        assert config.layers[0].mixer.rope.original_max_position == 2048
     assert config.max_position == 2048
 
 
@@ -151,20 +151,20 @@ def test_yarn_extends_the_declared_context(tmp_path: Path) -> None:
     assert load_hf_config(written(tmp_path, LLAMA | {"rope_scaling": scaling})).max_position == 8192
     del scaling["original_max_position_embeddings"]
     config = load_hf_config(written(tmp_path, LLAMA | {"rope_scaling": scaling}))
-    assert (config.layers[0].attention.rope.original_max_position, config.max_position) == (2048, 8192)
+    assert (config.layers[0].mixer.rope.original_max_position, config.max_position) == (2048, 8192)
 
 
 def test_biases_of_llama_and_qwen3(tmp_path: Path) -> None:
     config = load_hf_config(written(tmp_path, LLAMA | {"attention_bias": True, "mlp_bias": True}))
     assert (
-        config.layers[0].attention.bias,
-        config.layers[0].attention.out_bias,
+        config.layers[0].mixer.bias,
+        config.layers[0].mixer.out_bias,
         config.layers[0].feed_forward.bias,
     ) == (True, True, True)
     config = load_hf_config(written(tmp_path, architecture_values("qwen3") | {"attention_bias": True}))
     assert (
-        config.layers[0].attention.bias,
-        config.layers[0].attention.out_bias,
+        config.layers[0].mixer.bias,
+        config.layers[0].mixer.out_bias,
         config.layers[0].feed_forward.bias,
     ) == (True, True, False)
 
@@ -251,7 +251,7 @@ def test_layers_with_a_window_that_sequences_can_outgrow(
     tmp_path: Path, architecture: str, change: dict[str, Any], windows: list[int | None]
 ) -> None:
     config = load_hf_config(written(tmp_path, architecture_values(architecture) | change))
-    assert [layer.attention.window for layer in config.layers] == windows
+    assert [layer.mixer.window for layer in config.layers] == windows
     full = tuple(number for number, window in enumerate(windows) if window is None)
     sliding = tuple(number for number, window in enumerate(windows) if window is not None)
     groups = [CacheGroup(CacheKind.FULL, full), CacheGroup(CacheKind.WINDOW, sliding, 1024)]
@@ -261,7 +261,7 @@ def test_layers_with_a_window_that_sequences_can_outgrow(
 def test_mistral_without_the_field_has_a_window(tmp_path: Path) -> None:
     values = architecture_values("mistral") | {"max_position_embeddings": 32768}
     del values["sliding_window"]
-    assert load_hf_config(written(tmp_path, values)).layers[2].attention.window == 4096
+    assert load_hf_config(written(tmp_path, values)).layers[2].mixer.window == 4096
 
 
 def test_layer_types_that_are_not_known_are_named(tmp_path: Path) -> None:
@@ -275,7 +275,8 @@ def test_layer_types_that_are_not_known_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("attn_logit_softcapping", 50.0), ("num_local_experts", 8), ("no_rope_layers", [1, 0, 1])]
+    ("name", "value"),
+    [("attn_logit_softcapping", 50.0), ("num_local_experts", 8), ("no_rope_layers", [1, 0, 1]), ("use_qk_norm", True)],
 )
 def test_a_field_of_another_family_is_refused(tmp_path: Path, name: str, value: object) -> None:
     with pytest.raises(CheckpointError, match=rf"{name} is .*, which llama does not have here"):

@@ -14,7 +14,7 @@ from helpers.gguf_files import make_tiny_gguf, write_gguf
 from helpers.tiny_models import ARCHITECTURES, make_tiny_checkpoint, make_tiny_model, make_tiny_tokenizer
 from safetensors.numpy import load_file, save_file
 
-from sglang_jax.checkpoint import ORBAX_MARKER, SourceKind, TensorReader, expected_tensors, open_checkpoint
+from sglang_jax.checkpoint import ORBAX_MARKER, RopeConfig, SourceKind, TensorReader, expected_tensors, open_checkpoint
 from sglang_jax.config import LoadFormat
 from sglang_jax.errors import CheckpointError
 
@@ -114,7 +114,8 @@ def test_the_embedded_model() -> None:
     assert reader is not None
     assert (config.num_layers, config.hidden_size, config.layers[0].feed_forward.size) == (30, 576, 1536)
     assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (9, 3, 64, 49152)
-    assert (config.max_position, config.rope.theta, config.rms_norm_eps) == (8192, 100000.0, 1e-5)
+    attention = config.layers[0].mixer
+    assert (config.max_position, attention.rope, config.final_norm.eps) == (8192, RopeConfig(theta=1e5), 1e-5)
     assert (config.bos_token_id, config.eos_token_ids, config.tie_word_embeddings) == (1, (2,), True)
     assert reader.names() == expected_tensors(config).keys()
     theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(checkpoint.source.path).tensors}

@@ -31,7 +31,7 @@ def oracle_from(checkpoint: Checkpoint) -> LlamaForCausalLM:
             head_dim=config.head_dim,
             rms_norm_eps=config.final_norm.eps,
             max_position_embeddings=config.max_position,
-            rope_theta=config.layers[0].attention.rope.theta,
+            rope_theta=config.layers[0].mixer.rope.theta,
             tie_word_embeddings=config.tie_word_embeddings,
         )
     )

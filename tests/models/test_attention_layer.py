@@ -26,7 +26,7 @@ TOKENS, PAGE_SIZE = 12, 4
 
 def layer_with_weights(kv_dtype: jnp.dtype | None = None, **options: Any) -> Attention:
     layer = Attention(
-        replace(CONFIG.layers[0].attention, **options),
+        replace(CONFIG.layers[0].mixer, **options),
         CONFIG.hidden_size,
         dtype=jnp.dtype("float32"),
         implementation=AttentionImplementation.XLA,

@@ -113,7 +113,7 @@ def build(config):
 
 plain = small_config(num_heads=8, num_kv_heads=2, vocab_size=97, attention_bias=True, tie_word_embeddings=False)
 norm = QKNorm(norm=NormConfig(eps=1e-5, wide=True), whole=True)
-whole_norms = plain.with_layers(lambda layer: replace(layer, attention=replace(layer.attention, qk_norm=norm)))
+whole_norms = plain.with_layers(lambda layer: replace(layer, mixer=replace(layer.mixer, qk_norm=norm)))
 for config, folder, sizes in ((plain, "plain", (2, 4, 8)), (whole_norms, "whole_norms", (8,))):
     reader = DummyReader(config, seed=3)
     whole = build(config)

@@ -87,7 +87,7 @@ def test_of_layers_that_are_alike_one_is_traced(monkeypatch: pytest.MonkeyPatch)
     """Four layers of two kinds, which take turns."""
     plain = small_config(num_layers=4, hidden_size=48)
     layers = [
-        replace(layer, attention=replace(layer.attention, window=8, rope=None)) if number % 2 else layer
+        replace(layer, mixer=replace(layer.mixer, window=8, rope=None)) if number % 2 else layer
         for number, layer in enumerate(plain.layers)
     ]
     config = replace(plain, layers=tuple(layers))

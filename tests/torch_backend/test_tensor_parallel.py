@@ -185,7 +185,7 @@ def test_what_cannot_be_divided_is_refused(change: dict[str, int], size: int) ->
 
 def test_norms_over_all_heads_are_not_spread() -> None:
     norm = QKNorm(norm=NormConfig(eps=1e-6), whole=True)
-    config = CONFIG.with_layers(lambda layer: replace(layer, attention=replace(layer.attention, qk_norm=norm)))
+    config = CONFIG.with_layers(lambda layer: replace(layer, mixer=replace(layer.mixer, qk_norm=norm)))
     with pytest.raises(ConfigError, match="norm all heads of a token together"):
         ModelShard.of(config, 0, 2)
     assert ModelShard.of(config, 0, 1).heads == range(8)

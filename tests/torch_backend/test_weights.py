@@ -91,7 +91,7 @@ def test_faults_are_named_before_anything_is_read(tmp_path: Path) -> None:
     config = config.with_layers(
         lambda layer: replace(
             layer,
-            attention=replace(layer.attention, bias=True),
+            mixer=replace(layer.mixer, bias=True),
             feed_forward=replace(layer.feed_forward, size=96),
         )
     )

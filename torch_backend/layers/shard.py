@@ -64,7 +64,7 @@ class ModelShard:
                 f"a feed-forward layer of {indivisible[0]} columns cannot be spread over {size} processes: "
                 "choose a tensor parallel size that divides it"
             )
-        norms = [layer.attention.qk_norm for layer in config.layers]
+        norms = [layer.mixer.qk_norm for layer in config.layers]
         if size > 1 and any(norm is not None and norm.whole for norm in norms):
             raise ConfigError(
                 f"{config.architecture} models norm all heads of a token together, which the torch backend does not "

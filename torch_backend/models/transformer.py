@@ -53,10 +53,10 @@ class Transformer(nn.Module):
         self.tied = config.tie_word_embeddings
         if self.tied:
             self.head.linear.weight = self.embedding.weight
-        ropes = list(dict.fromkeys(layer.attention.rope for layer in config.layers))
+        ropes = list(dict.fromkeys(layer.mixer.rope for layer in config.layers))
         self._rotary = tuple(_tables(rope, config, device) for rope in ropes)
         groups = group_of_layers(config)
-        kinds = [(ropes.index(layer.attention.rope), group) for layer, group in zip(config.layers, groups, strict=True)]
+        kinds = [(ropes.index(layer.mixer.rope), group) for layer, group in zip(config.layers, groups, strict=True)]
         self._steps = list(dict.fromkeys(kinds))
         self._step_of_layer = tuple(self._steps.index(kind) for kind in kinds)
         self._num_groups = len(cache_groups(config))

@@ -23,9 +23,9 @@ def configure(fields: JsonFields) -> ModelConfig:
     rotated = replace(attention, rope=common.rope, window=common.sees(window))
     layers = [
         LayerConfig(
-            attention=rotated if slides and window is not None else attention,
+            mixer=rotated if slides and window is not None else attention,
             feed_forward=common.feed_forward(),
-            attention_norms=SublayerNorms(pre=norm),
+            mixer_norms=SublayerNorms(pre=norm),
             feed_forward_norms=SublayerNorms(),
             parallel=True,
         )

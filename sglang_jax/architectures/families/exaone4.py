@@ -25,9 +25,9 @@ def configure(fields: JsonFields) -> ModelConfig:
     sliding = replace(attention, window=None if window is None else common.sees(window))
     layers = [
         LayerConfig(
-            attention=sliding if slides else sees_all,
+            mixer=sliding if slides else sees_all,
             feed_forward=common.feed_forward(),
-            attention_norms=norms,
+            mixer_norms=norms,
             feed_forward_norms=norms,
         )
         for slides in common.sliding_layers(every=None if window is None else _every(fields))

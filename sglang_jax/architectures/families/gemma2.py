@@ -36,9 +36,9 @@ def configure(fields: JsonFields) -> ModelConfig:
     )
     layers = [
         LayerConfig(
-            attention=replace(attention, window=window if slides else None),
+            mixer=replace(attention, window=window if slides else None),
             feed_forward=common.feed_forward(field="hidden_activation"),
-            attention_norms=norms,
+            mixer_norms=norms,
             feed_forward_norms=norms,
         )
         for slides in common.sliding_layers(every=2)

@@ -39,9 +39,9 @@ def configure(fields: JsonFields) -> ModelConfig:
     )
     layers = [
         LayerConfig(
-            attention=replace(attention, window=window, rope=sliding) if slides else attention,
+            mixer=replace(attention, window=window, rope=sliding) if slides else attention,
             feed_forward=common.feed_forward(field="hidden_activation"),
-            attention_norms=norms,
+            mixer_norms=norms,
             feed_forward_norms=norms,
         )
         for slides in common.sliding_layers(every=fields.integer("sliding_window_pattern") or 6)

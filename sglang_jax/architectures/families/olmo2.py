@@ -19,9 +19,9 @@ def configure(fields: JsonFields) -> ModelConfig:
     norm = replace(common.norm(), wide=True)
     bias = fields.boolean("attention_bias") or False
     layer = LayerConfig(
-        attention=replace(common.attention(), qk_norm=QKNorm(norm=norm, whole=True), bias=bias, out_bias=bias),
+        mixer=replace(common.attention(), qk_norm=QKNorm(norm=norm, whole=True), bias=bias, out_bias=bias),
         feed_forward=common.feed_forward(),
-        attention_norms=SublayerNorms(post=norm),
+        mixer_norms=SublayerNorms(post=norm),
         feed_forward_norms=SublayerNorms(post=norm),
     )
     return common.model(_NAME, [layer] * common.num_layers, norm)
