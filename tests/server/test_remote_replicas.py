@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2
+import numpy as np
 import pytest
 from helpers.echo_server import EchoServer, serve_echo, wait_for
-from helpers.engine_fakes import ByteTokenizer
+from helpers.engine_fakes import MODEL_INFO, ByteDecoder, ByteTokenizer
 from starlette.datastructures import Headers
 
 from sglang_jax.config import ServerConfig
+from sglang_jax.engine.detokenizer import OutputText
+from sglang_jax.engine.output import Completion, RequestOutputs
 from sglang_jax.engine.types import EngineClient, GenerateInput
 from sglang_jax.errors import ConfigError, EngineDeadError
 from sglang_jax.sampling import GenerationDefaults, SamplingParams
 from sglang_jax.server import remote_link
 from sglang_jax.server.native_schema import GenerateBody, native_request
+from sglang_jax.server.remote_link import RemoteLink
 from sglang_jax.server.remote_replicas import connect_engines, read_addresses
 
 
@@ -231,6 +237,40 @@ def test_a_server_that_goes_is_taken_out_and_taken_back(monkeypatch: pytest.Monk
             assert router.http.get("/health").status_code == 200
         finally:
             router_of.__exit__(None, None, None)
+
+
+EVENT = {
+    "text": "a",
+    "output_ids": [97],
+    "meta_info": {"finish_reason": None, "prompt_tokens": 1, "completion_tokens": 1, "cached_tokens": 0},
+}
+
+
+@pytest.mark.parametrize("begun", [True, False])
+async def test_a_connection_that_breaks_says_whether_anything_came_back(begun: bool) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"}")
+        if begun:
+            event = f"data: {json.dumps(EVENT)}\n\n".encode()
+            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (len(event), event))
+            await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        link = RemoteLink(address, httpx2.AsyncClient(base_url=f"http://{address}"), MODEL_INFO)
+        outputs = RequestOutputs(GenerateInput(prompt=np.array([1]), stream=True))
+        text = OutputText(ByteDecoder(), (), frozenset())
+        outputs.completions = [Completion(outputs, index=0, prompt_tokens=1, text=text)]
+        link.submit(outputs)
+        async with asyncio.timeout(20):
+            if begun:
+                assert [delta.text for delta in await outputs.take()] == ["a"]
+            with pytest.raises(EngineDeadError, match=r"the connection to .* broke") as broke:
+                await outputs.take()
+        assert broke.value.started is (True if begun else None)
+        link.release(outputs)
+        await link.close()
 
 
 def config(**options: Any) -> ServerConfig:
