@@ -158,8 +158,8 @@ class RequestOutputs:
         self.request = request
         self.completions: Sequence[Completion] = ()
         self.started = False
-        self._news = asyncio.Event()
         self._failure: RequestError | None = None
+        self._news = asyncio.Event()
 
     def wake(self) -> None:
         """Tells the reader that there is something to take."""
@@ -168,23 +168,27 @@ class RequestOutputs:
     def fail(self, error: RequestError) -> None:
         """There will be no more: the reader gets what is there, then this error unless all outputs had ended."""
         self._failure = error
-        self._news.set()
+        self.wake()
 
     async def take(self) -> list[OutputDelta]:
         """Waits until something is new, and gives all that is; nothing once every output has given its last. Raises
         what `fail` was given."""
-        while waiting := [completion for completion in self.completions if not completion.delivered]:
+        while True:
+            ready, ended = self._ready()
+            if ready or ended:
+                return ready
+            if self._failure is not None:
+                raise self._failure
             await self._news.wait()
             self._news.clear()
-            ready = [
-                completion.take()
-                for completion in waiting
-                if completion.finish is not None or (self.request.stream and completion.has_news)
-            ]
-            if self._failure is not None and not all(completion.delivered for completion in waiting):
-                if not ready:
-                    raise self._failure
-                self._news.set()
-            if ready:
-                return ready
-        return []
+
+    def _ready(self) -> tuple[list[OutputDelta], bool]:
+        """What is new, and whether every output had given its last before."""
+        stream, ended = self.request.stream, True
+        ready = []
+        for completion in self.completions:
+            if not completion.delivered:
+                ended = False
+                if completion.finish is not None or (stream and completion.has_news):
+                    ready.append(completion.take())
+        return ready, ended

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from helpers.engine_fakes import ByteDecoder
@@ -58,6 +60,20 @@ def test_deltas_say_everything_once() -> None:
     assert (first.text, first.token_ids, first.completion_tokens) == ("a", [97], 1)
     assert (second.text, second.token_ids, second.completion_tokens) == ("b", [98], 2)
     assert [len(delta.prompt_logprobs or []) for delta in (first, second)] == [1, 0]
+
+
+def test_what_was_taken_is_forgotten() -> None:
+    each = completion(stop=("never",))
+    tracemalloc.start()
+    sizes = []
+    for _ in range(2):
+        for _ in range(2000):
+            each.add_logprob(logprob(97))
+            each.push(97)
+            each.take()
+        sizes.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert sizes[1] - sizes[0] < 2000  # a byte for each token would be too much
 
 
 def test_outputs_put_together_earlier_stay_as_they_were() -> None:

@@ -1,23 +1,29 @@
-"""Servers elsewhere as replicas: what a client gets through the door is what the server itself would have said."""
+"""Servers elsewhere as replicas: what a client gets through the router is what the server itself would have said."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2
+import numpy as np
 import pytest
 from helpers.echo_server import EchoServer, serve_echo, wait_for
-from helpers.engine_fakes import ByteTokenizer
+from helpers.engine_fakes import MODEL_INFO, ByteDecoder, ByteTokenizer
 from starlette.datastructures import Headers
 
 from sglang_jax.config import ServerConfig
+from sglang_jax.engine.detokenizer import OutputText
+from sglang_jax.engine.output import Completion, RequestOutputs
 from sglang_jax.engine.types import EngineClient, GenerateInput
 from sglang_jax.errors import ConfigError, EngineDeadError
 from sglang_jax.sampling import GenerationDefaults, SamplingParams
 from sglang_jax.server import remote_link
 from sglang_jax.server.native_schema import GenerateBody, native_request
+from sglang_jax.server.remote_link import RemoteLink
 from sglang_jax.server.remote_replicas import connect_engines, read_addresses
 
 
@@ -33,19 +39,19 @@ def behind() -> Iterator[EchoServer]:
 
 
 @pytest.fixture(scope="module")
-def door(behind: EchoServer) -> Iterator[EchoServer]:
+def router(behind: EchoServer) -> Iterator[EchoServer]:
     with serve_echo(launch=connect, connect=f"127.0.0.1:{behind.port}", served_model_name="echo-model") as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def slow_pair() -> Iterator[tuple[EchoServer, EchoServer]]:
-    """A slow server, and a door before it."""
+    """A slow server, and a router before it."""
     with (
         serve_echo(model_path="echo:0.02") as behind,
-        serve_echo(launch=connect, connect=f"127.0.0.1:{behind.port}") as door,
+        serve_echo(launch=connect, connect=f"127.0.0.1:{behind.port}") as router,
     ):
-        yield behind, door
+        yield behind, router
 
 
 GENERATE: list[dict[str, Any]] = [
@@ -79,16 +85,16 @@ def settled(answer: Any) -> Any:
 
 
 @pytest.mark.parametrize("body", GENERATE, ids=range(len(GENERATE)))
-def test_generate_through_the_door(behind: EchoServer, door: EchoServer, body: dict[str, Any]) -> None:
-    answers = [server.http.post("/generate", json=body).json() for server in (behind, door)]
+def test_generate_through_the_router(behind: EchoServer, router: EchoServer, body: dict[str, Any]) -> None:
+    answers = [server.http.post("/generate", json=body).json() for server in (behind, router)]
     assert "error" not in answers[0]
     assert settled(answers[1]) == settled(answers[0])
 
 
 @pytest.mark.parametrize("body", GENERATE, ids=range(len(GENERATE)))
-def test_streams_through_the_door_end_alike(behind: EchoServer, door: EchoServer, body: dict[str, Any]) -> None:
+def test_streams_through_the_router_end_alike(behind: EchoServer, router: EchoServer, body: dict[str, Any]) -> None:
     ends = []
-    for server in (behind, door):
+    for server in (behind, router):
         last: dict[int, Any] = {}
         for event in server.events("/generate", body):
             last[event.get("index", 0)] = settled(event)
@@ -106,12 +112,14 @@ OPENAI: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), OPENAI)
-def test_openai_routes_through_the_door(behind: EchoServer, door: EchoServer, path: str, body: dict[str, Any]) -> None:
-    answers = [server.http.post(path, json=body).json() for server in (behind, door)]
+def test_openai_routes_through_the_router(
+    behind: EchoServer, router: EchoServer, path: str, body: dict[str, Any]
+) -> None:
+    answers = [server.http.post(path, json=body).json() for server in (behind, router)]
     assert "error" not in answers[0]
     assert settled(answers[1]) == settled(answers[0])
     joined = []
-    for server in (behind, door):
+    for server in (behind, router):
         texts: dict[int, list[Any]] = {}
         for event in server.events(path, body):
             for choice in event["choices"]:
@@ -124,10 +132,10 @@ def test_openai_routes_through_the_door(behind: EchoServer, door: EchoServer, pa
     assert joined[1] == joined[0]
 
 
-def test_what_the_engine_is_asked_is_the_same(behind: EchoServer, door: EchoServer) -> None:
+def test_what_the_engine_is_asked_is_the_same(behind: EchoServer, router: EchoServer) -> None:
     fields = {"max_new_tokens": 7, "seed": 11, "stop": ["zzz"], "logit_bias": {"5": 1.5}}
     seen = []
-    for server in (behind, door):
+    for server in (behind, router):
         body = {"text": "abc", "sampling_params": fields, "extra_key": "salt", "priority": 2}
         assert server.http.post("/generate", json=body).status_code == 200
         last = dict(behind.seen()[-1])
@@ -136,8 +144,8 @@ def test_what_the_engine_is_asked_is_the_same(behind: EchoServer, door: EchoServ
     assert seen[1] == seen[0]
 
 
-def test_long_answers_have_the_rest_of_the_context(behind: EchoServer, door: EchoServer) -> None:
-    for server in (behind, door):
+def test_long_answers_have_the_rest_of_the_context(behind: EchoServer, router: EchoServer) -> None:
+    for server in (behind, router):
         answer = server.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]})
         assert answer.status_code == 200
     first, second = behind.seen()[-2:]
@@ -145,58 +153,58 @@ def test_long_answers_have_the_rest_of_the_context(behind: EchoServer, door: Ech
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_errors_of_the_engine_come_through(behind: EchoServer, door: EchoServer, stream: bool) -> None:
+def test_errors_of_the_engine_come_through(behind: EchoServer, router: EchoServer, stream: bool) -> None:
     body = {"input_ids": [259, 1], "stream": stream}
-    answers = [server.http.post("/generate", json=body) for server in (behind, door)]
+    answers = [server.http.post("/generate", json=body) for server in (behind, router)]
     assert answers[0].status_code == answers[1].status_code == 500
     assert answers[1].json() == answers[0].json()
     assert answers[1].json()["error"]["code"] == "kv_capacity_exceeded"
 
 
-def test_errors_of_the_body_are_the_doors_own(behind: EchoServer, door: EchoServer) -> None:
+def test_errors_of_the_body_are_the_routers_own(behind: EchoServer, router: EchoServer) -> None:
     seen = len(behind.seen())
     for body in ({"text": ""}, {"input_ids": [99999]}, {"text": "a", "sampling_params": {"temperature": -1}}):
-        answers = [server.http.post("/generate", json=body) for server in (behind, door)]
+        answers = [server.http.post("/generate", json=body) for server in (behind, router)]
         assert answers[0].status_code == answers[1].status_code == 400
         assert answers[1].json() == answers[0].json()
     assert len(behind.seen()) == seen
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_leaving_the_door_ends_the_request_behind_it(slow_pair: tuple[EchoServer, EchoServer], stream: bool) -> None:
-    behind, door = slow_pair
+def test_leaving_the_router_ends_the_request_behind_it(slow_pair: tuple[EchoServer, EchoServer], stream: bool) -> None:
+    behind, router = slow_pair
     aborted = len(behind.aborted())
     body = {"text": "a" * 2000, "sampling_params": {"max_new_tokens": 2000}, "stream": stream}
-    connection = door.send("/generate", body)
+    connection = router.send("/generate", body)
     wait_for(lambda: behind.running() == 1)
     connection.close()
     wait_for(lambda: behind.running() == 0)
     assert len(behind.aborted()) == aborted + 1
-    wait_for(lambda: not door.context.in_flight)
+    wait_for(lambda: not router.context.in_flight)
 
 
-def test_abort_reaches_behind_the_door(slow_pair: tuple[EchoServer, EchoServer]) -> None:
-    behind, door = slow_pair
+def test_abort_reaches_behind_the_router(slow_pair: tuple[EchoServer, EchoServer]) -> None:
+    behind, router = slow_pair
     body = {"text": "a" * 2000, "sampling_params": {"max_new_tokens": 2000}, "rid": "mine", "stream": True}
-    with door.http.stream("POST", "/generate", json=body) as response:
+    with router.http.stream("POST", "/generate", json=body) as response:
         lines = response.iter_lines()
         next(lines)
-        assert door.http.post("/abort_request", json={"rid": "mine"}).status_code == 200
+        assert router.http.post("/abort_request", json={"rid": "mine"}).status_code == 200
         events = [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]
     assert events[-1]["meta_info"]["finish_reason"]["type"] == "abort"
     assert events[-1]["meta_info"]["completion_tokens"] > 0
     assert behind.running() == 0
 
 
-def test_figures_flush_and_state(behind: EchoServer, door: EchoServer) -> None:
-    assert door.http.post("/flush_cache").status_code == 200
-    (load,) = door.http.get("/v1/loads").json()["loads"]
+def test_figures_flush_and_state(behind: EchoServer, router: EchoServer) -> None:
+    assert router.http.post("/flush_cache").status_code == 200
+    (load,) = router.http.get("/v1/loads").json()["loads"]
     assert (load["state"], load["address"]) == ("serving", f"127.0.0.1:{behind.port}")
     assert load["max_running_requests"] == behind.engine.loads()[0].max_running_requests
-    (state,) = door.http.get("/server_info").json()["internal_states"]
+    (state,) = router.http.get("/server_info").json()["internal_states"]
     assert state["pid"] == behind.state()["pid"]
-    assert 'sglang:engine_alive{dp_rank="0",model_name="echo-model"} 1.0' in door.http.get("/metrics").text
-    refused = door.http.post("/drain_replica", json={"replica": 0})
+    assert 'sglang:engine_alive{dp_rank="0",model_name="echo-model"} 1.0' in router.http.get("/metrics").text
+    refused = router.http.post("/drain_replica", json={"replica": 0})
     assert refused.status_code == 400
     assert "servers of their own" in refused.json()["error"]["message"]
 
@@ -206,29 +214,63 @@ def test_a_server_that_goes_is_taken_out_and_taken_back(monkeypatch: pytest.Monk
     with serve_echo() as first:
         with serve_echo() as second:
             addresses = f"127.0.0.1:{first.port},127.0.0.1:{second.port}"
-            door_of = serve_echo(launch=connect, connect=addresses, load_balance_method="round_robin")
-            door = door_of.__enter__()
+            router_of = serve_echo(launch=connect, connect=addresses, load_balance_method="round_robin")
+            router = router_of.__enter__()
             try:
                 for _ in range(4):
-                    assert door.http.post("/generate", json={"text": "abc"}).json()["text"] == "abc"
+                    assert router.http.post("/generate", json={"text": "abc"}).json()["text"] == "abc"
                 assert (len(first.seen()), len(second.seen())) == (2, 2)
                 second.context.draining = True  # as after a first SIGTERM: it refuses what is new
                 for _ in range(4):
-                    assert door.http.post("/generate", json={"text": "abc"}).json()["text"] == "abc"
+                    assert router.http.post("/generate", json={"text": "abc"}).json()["text"] == "abc"
                 assert (len(first.seen()), len(second.seen())) == (6, 2)
-                wait_for(lambda: door.engine.loads()[1].state.value in ("dead", "starting"))
+                wait_for(lambda: router.engine.loads()[1].state.value in ("dead", "starting"))
                 second.context.draining = False
-                wait_for(lambda: door.engine.loads()[1].state.value == "serving", 20)
-                assert door.engine.loads()[1].restarts == 1
+                wait_for(lambda: router.engine.loads()[1].state.value == "serving", 20)
+                assert router.engine.loads()[1].restarts == 1
             except BaseException:
-                door_of.__exit__(None, None, None)
+                router_of.__exit__(None, None, None)
                 raise
         try:
             for _ in range(3):  # the second is gone, and its connections with it
-                assert door.http.post("/generate", json={"text": "abc"}).json()["text"] == "abc"
-            assert door.http.get("/health").status_code == 200
+                assert router.http.post("/generate", json={"text": "abc"}).json()["text"] == "abc"
+            assert router.http.get("/health").status_code == 200
         finally:
-            door_of.__exit__(None, None, None)
+            router_of.__exit__(None, None, None)
+
+
+EVENT = {
+    "text": "a",
+    "output_ids": [97],
+    "meta_info": {"finish_reason": None, "prompt_tokens": 1, "completion_tokens": 1, "cached_tokens": 0},
+}
+
+
+@pytest.mark.parametrize("begun", [True, False])
+async def test_a_connection_that_breaks_says_whether_anything_came_back(begun: bool) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"}")
+        if begun:
+            event = f"data: {json.dumps(EVENT)}\n\n".encode()
+            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (len(event), event))
+            await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        link = RemoteLink(address, httpx2.AsyncClient(base_url=f"http://{address}"), MODEL_INFO)
+        outputs = RequestOutputs(GenerateInput(prompt=np.array([1]), stream=True))
+        text = OutputText(ByteDecoder(), (), frozenset())
+        outputs.completions = [Completion(outputs, index=0, prompt_tokens=1, text=text)]
+        link.submit(outputs)
+        async with asyncio.timeout(20):
+            if begun:
+                assert [delta.text for delta in await outputs.take()] == ["a"]
+            with pytest.raises(EngineDeadError, match=r"the connection to .* broke") as broke:
+                await outputs.take()
+        assert broke.value.started is (True if begun else None)
+        link.release(outputs)
+        await link.close()
 
 
 def config(**options: Any) -> ServerConfig:
