@@ -48,6 +48,7 @@ DEFAULTS_IN_WORDS = frozenset(
         "tokenizer_path",
         "context_length",
         "max_total_tokens",
+        "swa_full_tokens_ratio",
         "max_running_requests",
         "max_queued_requests",
         "cuda_graph_max_bs",

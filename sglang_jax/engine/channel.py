@@ -26,7 +26,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     """The first message of a core that started.
 
     - `max_running_requests`: rows of the runner.
-    - `max_total_tokens`: tokens that the KV pool holds, so the most that one request may ever need.
+    - `max_total_tokens`: tokens that the KV pool of the first cache group holds.
     """
 
     model_info: ModelInfo

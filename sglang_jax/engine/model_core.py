@@ -104,12 +104,14 @@ def warm_up(runner: Runner) -> None:
 
 def _ready(config: EngineConfig, checkpoint: Checkpoint, defaults: GenerationDefaults, runner: Runner) -> Ready:
     spec = runner.spec
-    pool = next(pool for pool in spec.pools if pool.kind is PoolKind.FULL)
+    pool = spec.pools[0]
     max_total_tokens = (pool.num_pages - 1) * pool.page_size  # page 0 is never handed out
+    # Of layers that all have windows a request of any length keeps a part.
+    most = max_total_tokens if pool.kind is PoolKind.FULL else spec.max_context
     info = ModelInfo(
         model_path=config.model_path,
         architecture=checkpoint.config.architecture,
-        context_length=min(spec.max_context, max_total_tokens),
+        context_length=min(spec.max_context, most),
         vocab_size=spec.vocab_size,
         eos_token_ids=checkpoint.config.eos_token_ids,
         bos_token_id=checkpoint.config.bos_token_id,

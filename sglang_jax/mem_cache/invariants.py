@@ -126,6 +126,9 @@ def _check_full(cache: KVCache, full: FullKV, dead: list[Node]) -> None:
     _require((evictable, protected) == (full.evictable, full.protected), "evictable or protected pages miscounted")
 
 
+_NOBODY: Counter[int] = Counter()
+
+
 def _check_window(cache: KVCache, group: WindowGroup, dead: list[Node]) -> None:
     window = group.component
     covers: dict[int, Counter[int]] = {}
@@ -139,14 +142,16 @@ def _check_window(cache: KVCache, group: WindowGroup, dead: list[Node]) -> None:
     evictable = protected = 0
     for node in (*cache.tree.nodes(), *dead):
         held = window.held(node)
-        expected = covers.get(node.id, Counter())
-        _require(held.covers == expected, f"node {node.id}: covered {held.covers}, requests {dict(expected)}")
-        _require(held.covered <= len(held.pages) <= _length(cache, node), f"node {node.id}: {held}")
-        _require(0 <= held.proven <= len(held.pages), f"node {node.id}: {held.proven} pages proven of {held.pages}")
+        expected = covers.get(node.id, _NOBODY)
+        if held.covers != expected:
+            raise InvariantError(f"node {node.id}: covered {held.covers}, requests {dict(expected)}")
+        if not (held.covered <= len(held.pages) <= _length(cache, node) and 0 <= held.proven <= len(held.pages)):
+            raise InvariantError(f"node {node.id} of {_length(cache, node)} pages: {held}")
         protected += held.covered
         loose = 0 if node.dead else len(held.pages) - held.covered
         evictable += loose
-        _require((node in window.order) == (loose > 0), f"node {node.id}: {loose} loose pages, the order differs")
+        if (node in window.order) != (loose > 0):
+            raise InvariantError(f"node {node.id}: {loose} loose pages, the order differs")
     _require((evictable, protected) == (window.evictable, window.protected), "evictable or protected pages miscounted")
 
 

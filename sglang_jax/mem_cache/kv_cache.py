@@ -120,6 +120,14 @@ class KVCache:
         """Pages that were evicted so far."""
         return sum(group.num_evicted for group in self.groups)
 
+    def named_groups(self) -> list[tuple[str, Group]]:
+        """Each group with the name that operators read: with its window where windows differ."""
+        several = len(self._windows) > 1
+        return [
+            (f"{group.name} {group.spec.window}" if several and group.spec.window else group.name, group)
+            for group in self.groups
+        ]
+
     def pages_for(self, tokens: int) -> int:
         """Pages that hold this many tokens."""
         return -(-tokens // self.page_size)

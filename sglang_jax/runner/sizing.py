@@ -104,7 +104,7 @@ class _Pools:
 
     def most(self, usable: int) -> int:
         """The largest number of pages with which all pools fit into `usable` bytes, -1 where none do."""
-        first, last = -1, usable // max(group.page for group in self._groups)
+        first, last = -1, usable // min(group.page for group in self._groups)
         while first < last:
             middle = (first + last + 1) // 2
             if self.bytes(middle) <= usable:

@@ -107,7 +107,7 @@ class SchedulerLoop:
         report = self._runner.report()
         stats = self.scheduler.log.stats(report.compiles_after_warm_up)
         state: dict[str, str | int | float | bool | None] = {
-            **msgspec.structs.asdict(stats),
+            **{name: value for name, value in msgspec.structs.asdict(stats).items() if name != "groups"},
             "token_usage": stats.token_usage,
             "cache_hit_rate": stats.cache_hit_rate,
             "backend": report.backend,
@@ -117,4 +117,9 @@ class SchedulerLoop:
             "kv_bytes": report.kv_bytes,
             **self.scheduler.budget.report(),
         }
+        for group in stats.groups:
+            name = group.name.replace(" ", "_")
+            state[f"{name}_used_tokens"] = group.used_tokens
+            state[f"{name}_max_tokens"] = group.max_tokens
+            state[f"{name}_token_usage"] = group.usage
         return state | dict(report.details)

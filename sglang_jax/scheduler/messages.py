@@ -126,10 +126,26 @@ class StepOutputs(msgspec.Struct, tag="step", frozen=True, kw_only=True):
     prompt_logprobs: list[tuple[int, list[WireLogprob]]] = []
 
 
+class GroupUsage(msgspec.Struct, frozen=True):
+    """KV tokens of one cache group. `name`: `full`, or `swa` for layers with a sliding window; where windows differ,
+    with their size."""
+
+    name: str
+    used_tokens: int
+    max_tokens: int
+
+    @property
+    def usage(self) -> float:
+        """Share of the pool that is neither free nor evictable."""
+        return self.used_tokens / self.max_tokens
+
+
 class SchedulerStats(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
     """A snapshot, published when it changed and at most a few times a second, and whenever the scheduler goes idle.
 
     Counters count since the start; `gen_throughput` is output tokens per second over the last interval.
+    `num_used_tokens` and `max_total_tokens` are those of the first cache group; `groups` tells of each where there are
+    several.
     """
 
     num_running: int = 0
@@ -148,10 +164,13 @@ class SchedulerStats(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
     compiles_after_warm_up: int = 0
     new_token_reserve: float = 0.0
     steps: int = 0
+    groups: list[GroupUsage] = []
 
     @property
     def token_usage(self) -> float:
-        """Share of the pool that is neither free nor evictable."""
+        """Share of the pool that is neither free nor evictable; of several that of the fullest."""
+        if self.groups:
+            return max(group.usage for group in self.groups)
         return self.num_used_tokens / self.max_total_tokens if self.max_total_tokens else 0.0
 
     @property

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang_jax.scheduler.messages import SchedulerStats
+from sglang_jax.scheduler.messages import GroupUsage, SchedulerStats
 from sglang_jax.scheduler.planner import Planned
 from sglang_jax.scheduler.request import Request
 
@@ -86,6 +86,11 @@ class StepLog:
             compiles_after_warm_up=compiles_after_warm_up,
             new_token_reserve=scheduler.reserve.ratio,
             steps=self.steps,
+            groups=[
+                GroupUsage(name, group.used_tokens, group.max_tokens)
+                for name, group in scheduler.cache.named_groups()
+                if len(scheduler.cache.groups) > 1
+            ],
         )
 
     def _measure(self) -> float:
@@ -97,15 +102,21 @@ class StepLog:
             self._throughput_since, self._throughput_tokens = now, self.counts.generation_tokens
         return self._throughput
 
+    def _usage(self) -> str:
+        """Used shares of the pools."""
+        groups = self._scheduler.cache.named_groups()
+        if len(groups) == 1:
+            return f"token usage: {groups[0][1].usage:.2f}"
+        return ", ".join([f"{name} token usage: {group.usage:.2f}" for name, group in groups])
+
     def _write_prefill_line(self, planned: Planned) -> None:
         scheduler = self._scheduler
         logger.info(
-            "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, "
-            "#running-req: %d, #queue-req: %d",
+            "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, %s, #running-req: %d, #queue-req: %d",
             len(planned.newcomers),
             sum(chunk.length for chunk in planned.chunks),
             sum(request.cached_tokens or 0 for request in planned.newcomers),
-            scheduler.token_usage,
+            self._usage(),
             scheduler.num_running,
             len(scheduler.queue),
         )
@@ -113,11 +124,10 @@ class StepLog:
     def _write_decode_line(self) -> None:
         scheduler = self._scheduler
         logger.info(
-            "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, gen throughput (token/s): %.2f, "
-            "#queue-req: %d",
+            "Decode batch, #running-req: %d, #token: %d, %s, gen throughput (token/s): %.2f, #queue-req: %d",
             scheduler.num_running,
             scheduler.num_used_tokens,
-            scheduler.token_usage,
+            self._usage(),
             self._measure(),
             len(scheduler.queue),
         )

@@ -51,12 +51,16 @@ class SchedulerCollector(Collector):
 
     def _gauges(self, load: ReplicaLoad) -> dict[str, tuple[float, str]]:
         stats = load.stats
-        return {
+        groups = {
+            f"{group.name.replace(' ', '_')}_token_usage": (group.usage, f"Used share of the {group.name} KV pool.")
+            for group in stats.groups
+        }
+        return groups | {
             "num_running_reqs": (stats.num_running, "Requests that hold a row."),
             "num_queue_reqs": (stats.num_waiting, "Requests that wait for one."),
             "num_used_tokens": (stats.num_used_tokens, "KV tokens that are neither free nor evictable."),
             "max_total_num_tokens": (stats.max_total_tokens, "KV tokens in the pool."),
-            "token_usage": (stats.token_usage, "Used share of the KV pool."),
+            "token_usage": (stats.token_usage, "Used share of the KV pool, of several that of the fullest."),
             "gen_throughput": (stats.gen_throughput, "Output tokens per second."),
             "cache_hit_rate": (stats.cache_hit_rate, "Share of prompt tokens found in the prefix cache."),
             "engine_alive": (float(load.state in ALIVE), "1 while the engine process runs."),

@@ -37,6 +37,7 @@ OTHER_VALUES: dict[str, Any] = {
     "mem_fraction_static": 0.5,
     "target_itl_ms": 40.0,
     "max_total_tokens": 4096,
+    "swa_full_tokens_ratio": 0.5,
     "max_running_requests": 9,
     "max_queued_requests": 8,
     "chunked_prefill_size": 64,

@@ -156,6 +156,32 @@ class Simulation(RuleBasedStateMachine):
             return
         self.live.append(request_id)
 
+    @precondition(lambda self: self.live)
+    @rule(tail=st.integers(1, 3))
+    def go_on(self, tail: int) -> None:
+        """The next turn of a conversation: the prompt of the last one that ended, its output, and more."""
+        for _ in range(12):
+            if ended := self.ended():
+                break
+            self.watch.step()
+        if not ended:
+            return
+        before = ended[-1]
+        prompt = [*self.bench.prompts[before], *self.bench.channel.output(before), *[1 + tail] * tail]
+        self.add((), 0, prompt, 4, 1, True, self.bench.requests[before].extra_key, (), True, -1, -1)
+
+    def ended(self) -> list[int]:
+        """Requests that ended by themselves, and that another can go on from."""
+        most = self.bench.context - 6
+        finished = self.bench.channel.finished
+        return [
+            one
+            for one in self.live
+            if one in finished
+            and finished[one].kind in ("stop", "length")
+            and len(self.bench.prompts[one]) + finished[one].num_tokens < most
+        ]
+
     @rule(count=st.integers(2, 6), priority=st.integers(0, 2), new_tokens=st.sampled_from([1, 3, 12]))
     def burst(self, count: int, priority: int, new_tokens: int) -> None:
         """Short prompts, which fit where others do not."""

@@ -8,7 +8,8 @@ import pytest
 
 from sglang_jax.config import EngineConfig
 from sglang_jax.errors import ConfigError
-from sglang_jax.runner.sizing import GroupMemory, Memory, choose_sizes
+from sglang_jax.runner.plan import PoolKind
+from sglang_jax.runner.sizing import GroupMemory, Memory, choose_sizes, describe_pools, pool_specs
 
 GIB = 2**30
 CPU = Memory("cpu", available=16 * GIB, weights=GIB, groups=(GroupMemory(2**20),))
@@ -64,3 +65,45 @@ def test_memory_that_holds_no_request_is_refused_with_its_numbers() -> None:
 def test_a_pool_that_memory_cannot_hold_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"max_total_tokens 1000000 needs 63,525 MiB .* 16,384 MiB are available"):
         choose_sizes(EngineConfig(max_total_tokens=1_000_000), 8192, CPU)
+
+
+GEMMA = Memory("tpu", available=16 * GIB, weights=GIB, groups=(GroupMemory(2**20), GroupMemory(5 * 2**20, window=1024)))
+"""One layer of six sees all tokens."""
+
+
+def test_a_pool_for_windows_is_a_share_of_the_other() -> None:
+    """A quarter, and for one request a window and two steps of 512 tokens: 1,024 + 2 * (512 + 16) of 16 a page."""
+    full, window = choose_sizes(EngineConfig(mem_fraction_static=0.5), 32768, GEMMA).num_pages
+    assert window - 1 == -(-(full - 1) // 4) + 130
+    assert 0 <= 7 * 1024 - (full + 5 * window) < 7
+    full, window = choose_sizes(EngineConfig(max_total_tokens=16000, swa_full_tokens_ratio=0.5), 32768, GEMMA).num_pages
+    assert (full, window) == (1001, 1 + 500 + 130)
+    full, window = choose_sizes(EngineConfig(max_total_tokens=16000, swa_full_tokens_ratio=1.0), 32768, GEMMA).num_pages
+    assert (full, window) == (1001, 1001), "no more than the other has"
+
+
+def test_by_default_a_long_window_has_a_larger_share() -> None:
+    half = Memory("tpu", 16 * GIB, GIB, (GroupMemory(2**20), GroupMemory(2**20, window=4096)))
+    full, window = choose_sizes(EngineConfig(max_total_tokens=160_000), 32768, half).num_pages
+    assert (full - 1, window - 1) == (10_000, 5_000 + (4096 + 2 * 528) // 16)
+
+
+def test_where_all_layers_have_windows_the_context_may_be_longer_than_the_pool() -> None:
+    alone = Memory("cpu", 16 * GIB, GIB, (GroupMemory(2**20, window=4096),))
+    sizes = choose_sizes(EngineConfig(max_total_tokens=8000), 32768, alone)
+    assert (sizes.num_pages, sizes.max_context) == ((501,), 32768)
+    (pool,) = pool_specs(alone, sizes, 16)
+    assert (pool.kind, pool.num_pages, pool.window) == (PoolKind.WINDOW, 501, 4096)
+
+
+def test_all_pools_count_against_memory() -> None:
+    config = EngineConfig(max_total_tokens=16 * 3000, swa_full_tokens_ratio=1.0)
+    with pytest.raises(ConfigError, match=r"max_total_tokens 48000 needs 19,030 MiB for weights and KV, 16,384 MiB"):
+        choose_sizes(config, 65536, GEMMA)
+
+
+def test_the_log_names_each_pool() -> None:
+    sizes = choose_sizes(EngineConfig(max_total_tokens=16000), 32768, GEMMA)
+    assert describe_pools(GEMMA, sizes, 16) == (
+        "16000 KV tokens in 1,001 MiB, 6080 KV tokens with a window of 1024 in 1,905 MiB"
+    )

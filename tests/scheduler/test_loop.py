@@ -181,6 +181,15 @@ def test_get_state_is_answered_with_figures_of_scheduler_and_runner() -> None:
     assert figures.items() <= reply.state.items()
 
 
+def test_the_state_tells_of_each_pool() -> None:
+    channel = ScriptedChannel([GetState(9)])
+    make_loop(channel, more=((8, 10),)).turn()
+    (reply,) = channel.replies
+    figures = {"full_max_tokens": 256, "swa_max_tokens": 40, "swa_used_tokens": 0, "swa_token_usage": 0.0}
+    assert figures.items() <= reply.state.items()
+    assert "groups" not in reply.state
+
+
 def test_every_kind_of_message_has_its_case() -> None:
     """A kind that the scheduler did not know killed it (note 39)."""
     served: dict[type[object], Inbound] = {

@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 from helpers.simulation import simulate
 
-from sglang_jax.mem_cache.group import Group
+from sglang_jax.mem_cache.group import Group, WindowGroup
 from sglang_jax.mem_cache.invariants import InvariantError
 from sglang_jax.mem_cache.kv_cache import KVCache, RowKV
-from sglang_jax.mem_cache.ledger import RETIRED, OwnershipError
+from sglang_jax.mem_cache.ledger import RETIRED, OwnershipError, request_owners
 from sglang_jax.mem_cache.page_table import PageTable
 from sglang_jax.mem_cache.radix_tree import Node, Probe, RadixTree
+from sglang_jax.mem_cache.window_kv import WindowKV
 from sglang_jax.runner.plan import PageDeltas
 from sglang_jax.scheduler.admission import Admission
-from sglang_jax.scheduler.departures import Departures
+from sglang_jax.scheduler.departures import Departure, Departures
 from sglang_jax.scheduler.publisher import Publisher
 from sglang_jax.scheduler.request import Request
 from sglang_jax.scheduler.scheduler import Scheduler
@@ -181,6 +182,107 @@ def miscount_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVCache, "pages_for", lambda self, tokens: tokens // self.page_size + 1)
 
 
+def reclaim_a_step_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages behind a window go while the step in flight still reads them."""
+
+    def let_go(self: KVCache, rows: np.ndarray) -> None:
+        for group in self._windows:
+            group.let_go(rows, self.lengths.kv_allocated[rows], self.open_rows)
+
+    monkeypatch.setattr(KVCache, "let_go", let_go)
+
+
+def keep_nothing_for_the_next_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window is a page shorter than it is."""
+    let_go = WindowGroup.let_go
+    monkeypatch.setattr(
+        WindowGroup,
+        "let_go",
+        lambda self, rows, reading, records: let_go(self, rows, reading + self.page_size, records),
+    )
+
+
+def match_over_a_tombstone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WindowKV, "accepts", lambda self, run: run > 0)
+
+
+def cover_a_page_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    cover, uncover = WindowKV.cover, WindowKV.uncover
+    monkeypatch.setattr(WindowKV, "cover", lambda self, node, count: cover(self, node, count - 1))
+    monkeypatch.setattr(WindowKV, "uncover", lambda self, node, count: uncover(self, node, count - 1))
+
+
+def keep_what_one_group_granted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first group's pages are taken before the second says no."""
+    grow = KVCache._grow
+
+    def grow_the_first(self: KVCache, rows: np.ndarray, columns: np.ndarray) -> bool:
+        if not grow(self, rows, columns):
+            first = self.groups[0]
+            if len(self.groups) > 1 and len(columns) <= first.pool.num_free:
+                first.table.write(rows, columns, first.take(len(columns), request_owners(rows)))
+            return False
+        return True
+
+    monkeypatch.setattr(KVCache, "_grow", grow_the_first)
+
+
+def tell_one_group_of_a_removal(monkeypatch: pytest.MonkeyPatch) -> None:
+    remove = RadixTree._remove_leaf
+
+    def remove_from_the_first(self: RadixTree, node: Node) -> Node:
+        components, self.components = self.components, self.components[:1]
+        parent = remove(self, node)
+        self.components = components
+        return parent
+
+    monkeypatch.setattr(RadixTree, "_remove_leaf", remove_from_the_first)
+
+
+def give_a_node_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request's pages go to a node that has its own, and to the retired ones."""
+    share = WindowGroup._repoint
+
+    def repoint(self: WindowGroup, row: int, node: Node, first: int, own: np.ndarray, there: int, step: Any) -> bool:
+        return share(self, row, node, first, own, max(there - 1, 0), step)
+
+    monkeypatch.setattr(WindowGroup, "_repoint", repoint)
+
+
+def insert_the_uncommitted_tail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token drawn last goes into the tree, though its KV was never written."""
+    release = Departures._release
+
+    def release_all(self: Departures, departure: Departure) -> None:
+        record, known = departure.request.record, int(self._table.num_tokens[departure.request.row])
+        if departure.insert and (known <= record.kv_allocated_len or self._cache.extend_row(record, known)):
+            record.lengths.kv_committed[record.row] = known
+        release(self, departure)
+
+    monkeypatch.setattr(Departures, "_release", release_all)
+
+
+def retire_in_one_group_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the second group duplicates are free at once, though the step in flight writes them."""
+    retire = Group._retire
+    monkeypatch.setattr(
+        WindowGroup, "_retire", lambda self, pages, owner, step: retire(self, pages, owner, None), raising=False
+    )
+    monkeypatch.setattr("sglang_jax.scheduler.admission.Admission._should_wait", lambda self, *arguments: False)
+
+
+WINDOW_FAULTS = [
+    reclaim_a_step_early,
+    keep_nothing_for_the_next_page,
+    match_over_a_tombstone,
+    cover_a_page_less,
+    keep_what_one_group_granted,
+    tell_one_group_of_a_removal,
+    give_a_node_what_it_has,
+    insert_the_uncommitted_tail,
+    retire_in_one_group_alone,
+]
+
 FAULTS = [
     skip_unlock,
     free_twice,
@@ -202,11 +304,12 @@ FAULTS = [
     no_turn_for_the_oldest,
     never_keep_room,
     miscount_what_does_not_fit,
+    *WINDOW_FAULTS,
 ]
 
 
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
 def test_fault_is_caught(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    with pytest.raises((OwnershipError, InvariantError, AssertionError, RuntimeError, IndexError)):
+    with pytest.raises((OwnershipError, InvariantError, AssertionError, RuntimeError, LookupError)):
         simulate(SCHEDULES, known_fault=True)

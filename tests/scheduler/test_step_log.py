@@ -108,3 +108,28 @@ def test_counters_count_each_request_once() -> None:
     assert stats.generation_tokens == sum(finished.num_tokens for finished in bench.channel.finished.values())
     assert (stats.num_running, stats.num_waiting, stats.num_used_tokens, stats.token_usage) == (0, 0, 0, 0.0)
     assert (stats.max_total_tokens, stats.compiles_after_warm_up) == (256, 3)
+
+
+def test_each_pool_of_several_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    bench = Bench(pages=20, more=((8, 10),), rows=2, chunk=16, budget=32)
+    bench.add(PREFIX[:20], sampling=endless(3))
+    bench.scheduler.step()
+    bench.scheduler.step()
+    assert caplog.messages == [
+        "Prefill batch, #new-seq: 1, #new-token: 16, #cached-token: 0, full token usage: 0.20, swa token usage: 0.40, "
+        "#running-req: 1, #queue-req: 0",
+        "Prefill batch, #new-seq: 0, #new-token: 4, #cached-token: 0, full token usage: 0.25, swa token usage: 0.50, "
+        "#running-req: 1, #queue-req: 0",
+    ]
+    stats = bench.scheduler.log.stats(0)
+    assert [(group.name, group.used_tokens, group.max_tokens) for group in stats.groups] == [
+        ("full", 20, 80),
+        ("swa", 20, 40),
+    ]
+    assert stats.token_usage == 0.5
+
+
+def test_windows_of_several_sizes_are_told_apart() -> None:
+    bench = Bench(more=((8, 10), (20, 16)))
+    assert [name for name, _ in bench.scheduler.cache.named_groups()] == ["full", "swa 8", "swa 20"]

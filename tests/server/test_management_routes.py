@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from sglang_jax.server.metrics import LATENCY_BUCKETS, LatencyHistogram
+from sglang_jax.engine.types import ReplicaLoad, ReplicaState
+from sglang_jax.scheduler.messages import GroupUsage, SchedulerStats
+from sglang_jax.server.metrics import LATENCY_BUCKETS, LatencyHistogram, SchedulerCollector
 
 LONG = {"text": "a" * 1000, "sampling_params": {"max_new_tokens": 1000}}
 
@@ -164,6 +167,19 @@ def test_latencies_are_exposed_as_prometheus_own_histograms_are(values: list[tup
     [expected_sum], [found_sum] = ([line for line in lines if "x_sum" in line] for lines in (expected, found))
     assert [line for line in found if line != found_sum] == [line for line in expected if line != expected_sum]
     assert float(found_sum.split()[-1]) == pytest.approx(float(expected_sum.split()[-1]))
+
+
+def test_each_pool_of_several_has_its_usage() -> None:
+    groups = [GroupUsage("full", 10, 100), GroupUsage("swa 8", 30, 40), GroupUsage("swa 20", 4, 40)]
+    stats = SchedulerStats(num_used_tokens=10, max_total_tokens=100, groups=groups)
+    load = ReplicaLoad(index=0, state=ReplicaState.SERVING, max_running_requests=1, max_total_tokens=100, stats=stats)
+    registry = CollectorRegistry()
+    registry.register(SchedulerCollector(SimpleNamespace(loads=lambda: [load]), "m"))
+    values = figures(generate_latest(registry).decode())
+    assert values["sglang:full_token_usage"] == 0.1
+    assert values["sglang:swa_8_token_usage"] == 0.75
+    assert values["sglang:swa_20_token_usage"] == 0.1
+    assert values["sglang:token_usage"] == 0.75
 
 
 def test_metrics_of_the_scheduler() -> None:

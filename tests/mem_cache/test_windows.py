@@ -1,0 +1,235 @@
+"""Groups of layers with windows beside others, or alone: what rows hold, what the tree keeps, where matches end."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from helpers.caches import compute, int32_bytes
+
+from sglang_jax.mem_cache.group import WindowGroup
+from sglang_jax.mem_cache.invariants import InvariantError, check_everything
+from sglang_jax.mem_cache.kv_cache import KVCache, RowKV
+from sglang_jax.mem_cache.window_kv import WindowKV
+from sglang_jax.runner.plan import PoolKind, PoolSpec
+
+PAGE = 4
+PROMPT = list(range(1, 41))
+"""Ten pages."""
+
+
+def cache_of(window: int = 9, pages: int = 24, full: int | None = 40, rows: int = 4) -> KVCache:
+    """A group that sees all (but for `full=None`), and one with a window of `window` tokens and `pages` pages."""
+    pools = [] if full is None else [PoolSpec(PoolKind.FULL, full + 1, PAGE)]
+    pools.append(PoolSpec(PoolKind.WINDOW, pages + 1, PAGE, window))
+    return KVCache(tuple(pools), rows, 200, step_tokens=16, debug=True)
+
+
+def window_of(cache: KVCache) -> tuple[WindowGroup, WindowKV]:
+    group = cache.groups[-1]
+    assert isinstance(group, WindowGroup)
+    return group, group.component
+
+
+def open_row(cache: KVCache, tokens: list[int]) -> RowKV:
+    return cache.open_row(cache.probe(int32_bytes(tokens), len(tokens) - 1, None))
+
+
+def decode(cache: KVCache, record: RowKV, count: int, first_step: int = 0) -> None:
+    """Steps of one token each, with one in flight while the next is planned."""
+    rows = np.array([record.row], np.int32)
+    for step in range(first_step, first_step + count):
+        lengths = cache.extend_decode(rows)
+        assert lengths is not None
+        cache.launched(step)
+        cache.settle(step - 1)
+        cache.lengths.kv_committed[record.row] = lengths[0]
+        check_everything(cache)
+    cache.settle(first_step + count - 1)
+
+
+def finish(cache: KVCache, tokens: list[int], insert: bool = True) -> None:
+    """A request that computes its prompt and ends."""
+    record = open_row(cache, tokens)
+    compute(cache, record, tokens)
+    cache.release_kv_cache(record, int32_bytes(tokens), insert=insert)
+    check_everything(cache)
+
+
+def cached(cache: KVCache, tokens: list[int]) -> int:
+    return cache.peek(int32_bytes(tokens), len(tokens), None)
+
+
+@pytest.mark.parametrize("full", [60, None])
+def test_an_endless_output_keeps_its_window_alone(full: int | None) -> None:
+    cache = cache_of(window=9, pages=6, full=full)
+    group, _ = window_of(cache)
+    record = open_row(cache, PROMPT[:3])
+    compute(cache, record, PROMPT[:3])
+    decode(cache, record, 150)
+    held = cache.pages_for(record.kv_allocated_len) - group.held_from(record.row)
+    assert held <= group.reach + 2
+    assert group.pool.num_free >= 6 - (group.reach + 2)
+    if full is not None:
+        assert cache.groups[0].pool.num_free == full - cache.pages_for(153)
+
+
+def test_no_page_goes_that_the_step_in_flight_reads() -> None:
+    """The query at position 16 sees tokens from 8 on; the one of the step in flight, at 15, sees token 7 as well."""
+    cache = cache_of(window=9)
+    group, _ = window_of(cache)
+    record = open_row(cache, PROMPT[:15])
+    cache.extend_row(record, 15)
+    cache.lengths.kv_committed[record.row] = 15
+    rows = np.array([record.row], np.int32)
+    cache.extend_decode(rows)
+    cache.launched(0)
+    cache.let_go(rows)
+    assert group.held_from(record.row) == 1, "while its step is in flight, the query at 15 sees page 1"
+    cache.settle(0)
+    cache.let_go(rows)
+    assert group.held_from(record.row) == 2
+
+
+def test_growth_is_granted_by_all_groups_or_by_none() -> None:
+    cache = cache_of(window=40, pages=3, full=40)
+    record = open_row(cache, PROMPT)
+    assert cache.extend_row(record, 12)
+    free = [group.pool.num_free for group in cache.groups]
+    assert not cache.extend_row(record, 13)
+    assert [group.pool.num_free for group in cache.groups] == free
+    assert record.kv_allocated_len == 12
+    check_everything(cache)
+
+
+def test_a_match_ends_where_the_window_before_it_is_whole() -> None:
+    """Two pages of a window of nine tokens hold the eight before a prefix's end; full pages stay, and serve nobody
+    where these are gone."""
+    cache = cache_of(window=9)
+    _, component = window_of(cache)
+    finish(cache, PROMPT)
+    assert cached(cache, PROMPT) == 40
+    cache.tree.evict(component, 5)
+    assert cache.groups[0].component.evictable == 10, "full pages stay"
+    assert cached(cache, PROMPT) == 40
+    assert cached(cache, PROMPT[:32]) == 32, "the pages before token 32 are there"
+    assert cached(cache, PROMPT[:28]) == 28
+    assert cached(cache, PROMPT[:27]) == 0, "of the two before token 24 one is gone"
+    check_everything(cache)
+    cache.tree.evict(component, 4)
+    assert cached(cache, PROMPT) == 0
+    assert cache.tree.num_nodes == 0, "what is left serves nobody"
+    assert all(each.pool.num_free == each.pool.total for each in cache.groups)
+
+
+def test_who_computes_a_lost_part_again_gives_it_to_the_node() -> None:
+    cache = cache_of(window=9)
+    group, component = window_of(cache)
+    finish(cache, PROMPT)
+    finish(cache, [*PROMPT[:20], *range(100, 120)])
+    cache.tree.evict(component, 9)
+    assert cached(cache, PROMPT[:20]) < 20
+    free = group.pool.num_free
+    finish(cache, PROMPT[:20])
+    assert cached(cache, PROMPT[:20]) == 20
+    assert group.pool.num_free == free - 4, "the tree has the request's own pages now, each once"
+    assert cache.groups[0].pool.num_free == 40 - 10, "of the others its copies were freed"
+    check_everything(cache)
+
+
+def test_a_row_covers_less_as_it_goes_on() -> None:
+    cache = cache_of(window=9)
+    _, component = window_of(cache)
+    finish(cache, PROMPT[:24])
+    record = open_row(cache, PROMPT[:25])
+    assert (record.cache_protected_len, component.protected) == (24, 2)
+    compute(cache, record, PROMPT[:25])
+    decode(cache, record, 8)
+    assert component.protected == 1
+    decode(cache, record, 4, 8)
+    assert component.protected == 0
+    assert cache.groups[0].component.protected == 6, "the others are locked to the end"
+    cache.release_kv_cache(record, b"", insert=False)
+    check_everything(cache)
+
+
+def test_a_leaf_whose_window_went_while_it_was_locked_goes_with_the_lock() -> None:
+    cache = cache_of(window=9)
+    _, component = window_of(cache)
+    finish(cache, PROMPT[:24])
+    record = open_row(cache, PROMPT[:25])
+    compute(cache, record, PROMPT[:25])
+    decode(cache, record, 12)
+    cache.tree.evict(component, 99)
+    assert cache.tree.num_nodes > 0
+    check_everything(cache)
+    cache.release_kv_cache(record, b"", insert=False)
+    assert cache.tree.num_nodes == 0
+    assert all(each.pool.num_free == each.pool.total for each in cache.groups)
+
+
+def test_what_a_draw_proves_of_a_window_is_what_it_read() -> None:
+    """A later request that starts further back reads pages that no draw has seen. If it fails, they go."""
+    cache = cache_of(window=9)
+    record = open_row(cache, PROMPT)
+    compute(cache, record, PROMPT)
+    assert cache.prove(record, 0)
+    cache.release_kv_cache(record, int32_bytes(PROMPT), insert=True)
+    other = open_row(cache, [*PROMPT[:20], 77, 78, 79, 80, 81])
+    assert other.cache_protected_len == 20
+    cache.distrust(other)
+    assert cached(cache, PROMPT) == 0, "the pages before token 20 are in doubt"
+    cache.release_kv_cache(other, b"", insert=False)
+    check_everything(cache)
+
+
+def test_what_was_proven_stays_when_another_fails_behind_it() -> None:
+    cache = cache_of(window=9)
+    record = open_row(cache, PROMPT)
+    compute(cache, record, PROMPT)
+    assert cache.prove(record, 0)
+    cache.release_kv_cache(record, int32_bytes(PROMPT), insert=True)
+    tokens = [*PROMPT, 77, 78, 79, 80, 81]
+    other = open_row(cache, tokens)
+    compute(cache, other, tokens)
+    cache.distrust(other)
+    assert cached(cache, tokens) == 40
+    cache.release_kv_cache(other, b"", insert=False)
+    check_everything(cache)
+
+
+def test_pages_of_all_groups_hold_as_many_tokens() -> None:
+    pools = (PoolSpec(PoolKind.FULL, 9, 4), PoolSpec(PoolKind.WINDOW, 9, 8, 5))
+    with pytest.raises(ValueError, match=r"same number of tokens, got \[4, 8\]"):
+        KVCache(pools, 2, 32)
+
+
+@pytest.mark.parametrize(("kind", "window"), [(PoolKind.FULL, 5), (PoolKind.WINDOW, 0)])
+def test_a_pool_has_the_window_that_its_kind_has(kind: PoolKind, window: int) -> None:
+    with pytest.raises(ValueError, match=f"kind {kind} has a window of {window}"):
+        PoolSpec(kind, 9, 4, window)
+
+
+def test_wrong_books_of_a_window_are_noticed() -> None:
+    def faulty() -> tuple[KVCache, WindowKV]:
+        cache = cache_of(window=9)
+        finish(cache, PROMPT[:24])
+        open_row(cache, PROMPT[:25])
+        return cache, window_of(cache)[1]
+
+    cache, component = faulty()
+    next(iter(cache.tree.nodes())).values[1].covers[2] = 2
+    with pytest.raises(InvariantError, match="covered"):
+        check_everything(cache)
+    cache, component = faulty()
+    component.evictable += 1
+    component.pool.num_free -= 1
+    with pytest.raises(InvariantError, match="miscounted"):
+        check_everything(cache)
+    cache, component = faulty()
+    component.order.discard(next(iter(cache.tree.nodes())))
+    with pytest.raises(InvariantError, match="loose pages, the order differs"):
+        check_everything(cache)
+    cache, component = faulty()
+    next(iter(cache.tree.nodes())).values[1].proven = 9
+    with pytest.raises(InvariantError, match="of 6 pages"):
+        check_everything(cache)
