@@ -95,7 +95,7 @@ def largest_in_transformers(folder: Path) -> NDArray[np.float32]:
             module.register_forward_hook(
                 lambda _, __, out, name=f"{layer}{name}": projected.update({name: out.unflatten(-1, (KV_HEADS, -1))})
             )
-    model(torch.from_numpy(calibration_batch(VOCABULARY, LENGTH, 16).tokens.reshape(ROWS, LENGTH)).long())
+    model(torch.from_numpy(calibration_batch(VOCABULARY, LENGTH, 16, 1).tokens.reshape(ROWS, LENGTH)).long())
     found = np.empty((LAYERS, KV_HEADS, 2), np.float32)
     for layer in range(LAYERS):
         keys = projected[f"{layer}k_proj"].unflatten(-1, (2, -1))

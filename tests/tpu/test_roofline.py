@@ -59,9 +59,21 @@ def test_devices_share_the_work_and_exchange_what_the_layers_sum() -> None:
     assert bounds(4).exchanged_bytes == pytest.approx(sums + 4 * 64 * 128256 * 3 / 16)
 
 
-@pytest.mark.parametrize(("name", "billions"), [("llama-3.1-8b", 8.03), ("qwen3-32b", 32.8)])
+@pytest.mark.parametrize(("name", "billions"), [("llama-3.1-8b", 8.03), ("qwen3-32b", 32.8), ("gemma-3-27b", 27.0)])
 def test_shapes_have_the_parameters_that_the_models_are_known_by(name: str, billions: float) -> None:
     config = load_shape(name)
-    head = config.vocab_size * config.hidden_size
-    assert (step_flops(config, Work(1, 1, 0, 0)) / 2 + head) / 1e9 == pytest.approx(billions, rel=0.003)
+    embeddings = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    assert (step_flops(config, Work(1, 1, 0, 0)) / 2 + embeddings) / 1e9 == pytest.approx(billions, rel=0.003)
     assert name in SHAPES
+
+
+def test_layers_with_a_window_read_that_much() -> None:
+    """Of Gemma 3 every sixth layer reads all 4,096 keys of a row, the others 1,024."""
+    work = Work.decode(8, 4096)
+    assert work.within(1024) == Work.decode(8, 1024)
+    assert work.within(None) == work.within(5000) == work
+    chunk = Work.prefill(6)
+    assert chunk.within(4) == Work(6, 1, 1 + 2 + 3 + 4 + 4 + 4, 6)
+    config = load_shape("gemma-3-27b")
+    seen = step_flops(config, work) - step_flops(config, Work(8, 8, 0, 0))
+    assert seen == 4.0 * 32 * 128 * 8 * (10 * 4096 + 52 * 1024)
