@@ -2,8 +2,9 @@
 
     python benchmarks/host_step.py [--json FILE]
 
-Targets: at most 60 us at 64 rows and 150 us at 256, the same at 1k and 8k tokens of context within 10 %. Every row
-streams its tokens, and what is published is encoded as it would be for the wire.
+Targets: at most 60 us at 64 rows and 150 us at 256, the same at 1k and 8k tokens of context within 10 %; with a second
+group of layers, whose window is 1,024 tokens, at most 1.5 times that. Every row streams its tokens, and what is
+published is encoded as it would be for the wire.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from sglang_jax.scheduler.scheduler import Scheduler
 STEPS = 1200
 TURN = 40
 CONTEXTS = (1024, 8192)
+WINDOW = 1024
 
 
 class FreeHandle:
@@ -75,11 +77,15 @@ class EncodingChannel:
         self.sent_bytes += len(self._encoder.encode(message))
 
 
-def steady(rows: int, context: int, page_size: int) -> Scheduler:
-    """A scheduler all of whose rows decode, each after a prompt of about `context` tokens."""
+def steady(rows: int, context: int, page_size: int, window: int = 0) -> Scheduler:
+    """A scheduler all of whose rows decode, each after a prompt of about `context` tokens; with a second group of
+    layers if they have a `window`."""
     total = context + STEPS + 2 * rows + 64
     pages = rows * -(-total // page_size) + 1
-    spec = RunnerSpec((PoolSpec(PoolKind.FULL, pages, page_size),), rows, max(8192, 2 * rows), total, 1000)
+    pools = [PoolSpec(PoolKind.FULL, pages, page_size)]
+    if window:
+        pools.append(PoolSpec(PoolKind.WINDOW, pages, page_size, window))
+    spec = RunnerSpec(tuple(pools), rows, max(8192, 2 * rows), total, 1000)
     config = EngineConfig(chunked_prefill_size=8192, page_size=page_size, debug_memory=False)
     scheduler = Scheduler(FreeRunner(spec), (0,), config, EncodingChannel())
     random = np.random.default_rng(0)
@@ -117,15 +123,17 @@ def main() -> None:
     arguments = parser.parse_args()
     table = []
     for rows, target in ((64, 60), (256, 150)):
-        schedulers = [steady(rows, context, arguments.page_size) for context in CONTEXTS]
+        cases = [(context, 0) for context in CONTEXTS] + [(CONTEXTS[-1], WINDOW)]
+        schedulers = [steady(rows, context, arguments.page_size, window) for context, window in cases]
         times = measure(schedulers)
         assert all(scheduler.num_running == rows for scheduler in schedulers)
         shortest = statistics.median(times[0])
-        for context, found in zip(CONTEXTS, times, strict=True):
+        for (context, window), found in zip(cases, times, strict=True):
             table.append(
                 {
                     "rows": rows,
                     "context": context,
+                    "groups": 2 if window else 1,
                     "median us": statistics.median(found),
                     "mean us": statistics.mean(found),
                     "p99 us": statistics.quantiles(found, n=100)[98],

@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     from sglang_jax.mem_cache.kv_cache import RowKV
 
 
+_SLACK = 8
+"""The share of a window that a row may keep in vain while pages are not short: giving up each page by itself costs the
+host as much as all else that a step does."""
+
+
 class Group(ABC):
     """What all groups share: taking, sharing, retiring and giving back pages of one pool.
 
@@ -230,6 +235,7 @@ class WindowGroup(Group):
         super().__init__(spec, component, lengths, columns)
         self.window = component.window
         self.reach = component.reach
+        self.slack = max(self.reach // _SLACK, 1)
         self._held_from: Int32 = np.zeros(len(lengths.kv_allocated), np.int32)
         self._most = min(self.reach + 2 * (self.pages_for(step_tokens) + 1), self.pool.total)
 
@@ -276,34 +282,46 @@ class WindowGroup(Group):
         self._uncover(record, self.held_from(record.row))
         self._held_from[record.row] = 0
 
-    def let_go(self, rows: Int32, reading: Int32, records: Mapping[int, RowKV]) -> None:
-        """Gives up what no query of `rows` `[rows]` from position `reading` `[rows]` on will see."""
+    def let_go(self, rows: Int32, reading: Int32, records: Mapping[int, RowKV], tight: bool) -> None:
+        """Gives up what no query of `rows` `[rows]` from position `reading` `[rows]` on will see.
+
+        Not `tight`: only of rows that have an eighth of a window to give.
+        """
         needed = reading // np.int32(self.page_size) - np.int32(self.reach)
-        behind = needed > self._held_from[rows]
+        held = self._held_from[rows]
+        behind = needed - held >= (1 if tight else self.slack)
         if not behind.any():
             return
-        rows, needed = rows[behind], needed[behind]
+        rows, needed, held = rows[behind], needed[behind], held[behind]
         protected = self.lengths.cache_protected[rows] // np.int32(self.page_size)
-        first = np.maximum(self._held_from[rows], protected)
-        counts = np.maximum(needed - first, 0)
+        covering = held < protected
+        if covering.any():
+            for row, column in zip(rows[covering].tolist(), needed[covering].tolist(), strict=True):
+                record = records[row]
+                self.component.cover(record.receipt, max(record.cache_protected_len // self.page_size - column, 0))
+                self._uncover(record, self.held_from(row))
+            held = np.maximum(held, protected)
+        self._free_columns(rows, held, needed)
+        self._held_from[rows] = needed
+
+    def _free_columns(self, rows: Int32, first: Int32, last: Int32) -> None:
+        """Frees pages of requests, columns `[first, last)` of `rows`, all `[rows]`."""
+        counts = np.maximum(last - first, 0)
         total = int(counts.sum())
-        if total:
-            repeated = np.repeat(rows, counts)
+        if total == 0:
+            return
+        columns = first
+        if total != len(rows) or counts.max() > 1:
+            rows = np.repeat(rows, counts)
             starts = np.cumsum(counts) - counts
             columns = np.arange(total, dtype=np.int32) + np.repeat(first - starts, counts).astype(np.int32)
-            self.pool.free(self.table.take_out(repeated, columns), request_owners(repeated))
-        for row, column in zip(rows.tolist(), needed.tolist(), strict=True):
-            record = records[row]
-            pages = record.cache_protected_len // self.page_size
-            if self._held_from[row] < pages:
-                self.component.cover(record.receipt, max(pages - column, 0))
-                self._uncover(record, self.held_from(row))
-        self._held_from[rows] = needed
+        self.pool.free(self.table.take_out(rows, columns), request_owners(rows))
 
     def prove(self, record: RowKV, node: Node) -> None:
         """What a row with the prefix that ends at `node` drew was finite."""
         last = record.cache_protected_len // self.page_size
-        read_from = max(record.kv_committed_len - self.window, 0)
+        # The draw is of the token behind the committed ones, or, where the first draw did not tell, of the next.
+        read_from = max(record.kv_committed_len - self.window + 1, 0)
         self.component.prove(node, last - self.pages_for(read_from))
 
     def in_doubt(self, record: RowKV, node: Node, last: int) -> bool:

@@ -18,6 +18,9 @@ from sglang_jax.mem_cache.lengths import RowLengths
 from sglang_jax.mem_cache.radix_tree import TOKEN_BYTES, Namespace, Node, Probe, RadixTree
 from sglang_jax.runner.plan import Int32, PageDeltas, PoolSpec
 
+_MOST_BETWEEN = 8
+"""Steps in which some row takes a page, between those in which rows give up what is behind their windows."""
+
 
 @dataclass(slots=True)
 class RowKV:
@@ -89,6 +92,8 @@ class KVCache:
         self.tree = RadixTree(self.page_size, tuple(group.component for group in self.groups))
         self.open_rows: dict[int, RowKV] = {}
         self._windows = [group for group in self.groups if isinstance(group, WindowGroup)]
+        self._steps_between = min([_MOST_BETWEEN, *(group.slack for group in self._windows)])
+        self._steps_since_let_go = 0
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._max_rows = max_rows
         self._serial = 0
@@ -192,7 +197,8 @@ class KVCache:
         crossing = (lengths & (self.page_size - 1)) == 0
         if crossing.any():
             needy = rows[crossing]
-            self.let_go(needy if len(needy) <= self.available_pages else self._all_rows())
+            if self._windows:
+                self._let_go_now_and_then(len(needy) > self.available_pages)
             if not self._grow(needy, lengths[crossing] // np.int32(self.page_size)):
                 return None
         if self._windows:
@@ -201,14 +207,25 @@ class KVCache:
         self.lengths.kv_allocated[rows] = lengths
         return lengths
 
-    def let_go(self, rows: Int32) -> None:
+    def _let_go_now_and_then(self, short: bool) -> None:
+        """Decode rows give up pages together, once in so many steps in which some row takes one, or where pages are
+        short: looking at all of them costs little more than looking at one."""
+        self._steps_since_let_go += 1
+        if short or self._steps_since_let_go >= self._steps_between:
+            self._steps_since_let_go = 0
+            self.let_go(self._all_rows(), tight=short)
+
+    def let_go(self, rows: Int32, *, tight: bool = False) -> None:
         """Gives up what no step in flight and none to come will read of `rows` `[rows]`, which the next step does not
-        have yet."""
+        have yet. `tight`: to the page; else windows may keep a little of the tree's."""
         if self._windows:
             in_flight = self._launched > self._settled
-            reading = (self.lengths.first_query if in_flight else self.lengths.kv_allocated)[rows]
+            if in_flight:
+                reading = self.lengths.first_query[rows]
+            else:  # what a request that is over leaves behind ends with what it has committed
+                reading = np.minimum(self.lengths.kv_allocated[rows], self.lengths.kv_committed[rows])
             for group in self._windows:
-                group.let_go(rows, reading, self.open_rows)
+                group.let_go(rows, reading, self.open_rows, tight)
 
     def cache_prefix(self, record: RowKV, tokens: bytes, length: int, step: int | None) -> None:
         """Puts the first `length` of a request's tokens (int32 bytes), which it has computed, in the tree up to the

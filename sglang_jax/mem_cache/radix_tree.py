@@ -6,6 +6,7 @@ RadixAttention (Zheng et al. 2023) over pages; what a node holds is its componen
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -113,6 +114,16 @@ class RadixTree:
         root = self.roots.get(namespace)
         if root is None:
             return Probe(self.root(namespace), 0, True, 0)
+        if self._partial:
+            return self._probe_partial(root, tokens)
+        last = deque(self._walk(root, tokens), maxlen=1)
+        if not last:
+            return Probe(root, 0, True, 0)
+        node, start, end, whole = last[0]
+        return Probe(node, (end - start) // self.page_bytes, whole, end // TOKEN_BYTES)
+
+    def _probe_partial(self, root: Node, tokens: bytes) -> Probe:
+        """`probe` where nodes may lack a part of what some component holds."""
         best = Probe(root, 0, True, 0)
         runs = [UNBROKEN] * len(self._partial)
         for node, start, end, whole in self._walk(root, tokens):
@@ -197,7 +208,8 @@ class RadixTree:
                     component.unpin(node)
             node = node.parent
         if loose:
-            self._prune(last)
+            if self._partial:
+                self._prune(last)
             self._give_back()
 
     def prove(self, node: Node) -> None:
@@ -221,7 +233,8 @@ class RadixTree:
             for component in self.components:
                 component.bury(each)
         self._drop_empty_root(parent)
-        self._prune(parent)
+        if self._partial:
+            self._prune(parent)
         self._give_back()
 
     def evict(self, component: Component, shortfall: int) -> int:
@@ -239,15 +252,14 @@ class RadixTree:
                 node = self._remove_leaf(node)
             elif keep * self.page_bytes < len(node.key):
                 self._trim_leaf(node, keep)
-            self._prune(node)
+            if self._partial:
+                self._prune(node)
         self._give_back()
         return before - component.evictable
 
     def _prune(self, node: Node) -> None:
         """Removes a leaf that nobody depends on and at whose end no match may end, so that what it holds serves nobody;
         then its parent, if that has become such a leaf."""
-        if not self._partial:
-            return
         while (
             node.parent is not None
             and not (node.children or node.locks or node.dead)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sglang_jax.mem_cache.kv_cache import KVCache
+from sglang_jax.mem_cache.kv_cache import KVCache, RowKV
 from sglang_jax.runner.plan import INVALID_TOKEN, Int32, StepResult
 from sglang_jax.scheduler.planner import Planned, RunningSet
 from sglang_jax.scheduler.request import Request, RequestState
@@ -41,7 +41,7 @@ class Judge:
         self._running = running
         self._fail = fail
         self._restart = restart
-        self._to_prove: list[Request] = []
+        self._to_prove: list[tuple[Request, RowKV]] = []
 
     def judge(self, planned: Planned, result: StepResult) -> None:
         """Looks at what a step gave, before anything of it is published."""
@@ -85,9 +85,11 @@ class Judge:
 
     def _prove(self, planned: Planned) -> None:
         """Those whose first draw this step brought, and those whose first one did not tell."""
-        drew = self._to_prove + [chunk.request for chunk in planned.chunks if chunk.last and chunk.request.draws]
+        drew = [chunk.request for chunk in planned.chunks if chunk.last and chunk.request.draws]
+        waiting = self._to_prove + [(request, request.kv) for request in drew if request.kv is not None]
+        # Whoever lost its row meanwhile has drawn nothing from the one that it has now.
         self._to_prove = [
-            request
-            for request in drew
-            if self._runs(request) and not self._cache.prove(request.record, planned.plan.step)
+            (request, record)
+            for request, record in waiting
+            if request.kv is record and self._runs(request) and not self._cache.prove(record, planned.plan.step)
         ]

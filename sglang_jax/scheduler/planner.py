@@ -163,7 +163,7 @@ class Planner:
         cache, work = self._cache, self._work()
         starts = [request.prefill_len - left for request, left in zip(prompts, work, strict=True)]
         parts = self._sharing.share(prompts, work, allowance)
-        cache.let_go(np.array([request.row for request in prompts], np.int32))
+        cache.let_go(np.array([request.row for request in prompts], np.int32), tight=True)
         pages = cache.available_pages
         chunks: list[Chunk] = []
         for request, start, length in zip(prompts, starts, parts, strict=True):

@@ -28,6 +28,7 @@ from hypothesis.stateful import (
 )
 
 from sglang_jax.config import EvictionPolicy, SchedulePolicy
+from sglang_jax.mem_cache.group import WindowGroup
 from sglang_jax.mem_cache.invariants import check_everything
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.judge import MAX_RESTARTS
@@ -220,15 +221,57 @@ class Simulation(RuleBasedStateMachine):
     @rule(family=st.sampled_from(FAMILIES), shared=st.integers(0, 20))
     def spoil(self, family: tuple[int, ...], shared: int) -> None:
         """A fault of the device: whoever has a part in this step may end with an error, and nobody else."""
-        runner, scheduler = self.bench.runner, self.bench.scheduler
         if shared:
             self.two_that_begin_alike(family, shared + 4, shared, 1)
+        self._spoil_a_step()
+
+    def _spoil_a_step(self) -> None:
+        runner, scheduler = self.bench.runner, self.bench.scheduler
         runner.spoil_next = True
         self.watch.step()
         if not runner.spoil_next and scheduler._in_flight is not None:
             rows = scheduler._in_flight.planned.plan.rows.tolist()
             self.doubtful |= {scheduler.table.at(row).id for row in rows}
         runner.spoil_next = False
+
+    @rule(pages=st.integers(1, 8), index=st.integers(0, 3))
+    def lose(self, pages: int, index: int) -> None:
+        """Cached pages of one group go, as when others need them."""
+        cache = self.bench.scheduler.cache
+        cache.tree.evict(cache.groups[index % len(cache.groups)].component, pages)
+
+    @precondition(lambda self: self.subject is None)
+    @rule(family=st.sampled_from(FAMILIES), length=st.integers(2, 40), short=st.integers(1, 24), whole=st.booleans())
+    def spoil_what_is_computed_again(self, family: tuple[int, ...], length: int, short: int, whole: bool) -> None:
+        """A prompt is proven, its head (or all of it) loses its windows, and a spoilt step computes them again for
+        somebody who goes before it draws. A draw at the prompt's end proves nothing of the head, where one more
+        starts."""
+        scheduler = self.bench.scheduler
+        prompt = [*family[:length]][: self.bench.context - 3]
+        short = min(short, len(prompt))
+        self._alone([*prompt, 7])
+        for group in scheduler.cache.groups:
+            if isinstance(group, WindowGroup):
+                pages = group.component.evictable if whole else group.pages_for(short)
+                scheduler.cache.tree.evict(group.component, pages)
+        self._add_one([*prompt[:short], 8])
+        self._spoil_a_step()
+        scheduler.abort(self.live[-1])
+        self._alone([*prompt, 9])
+        self._add_one([*prompt[:short], 10])
+
+    def _add_one(self, prompt: list[int]) -> None:
+        self.live.append(self.bench.add(prompt, max_new_tokens=1, seed=1))
+
+    def _alone(self, prompt: list[int]) -> None:
+        """A request when others are done, as far as they are in some steps."""
+        for _ in range(12):
+            if self.bench.scheduler.idle:
+                break
+            self.watch.step()
+        self._add_one(prompt)
+        for _ in range(4):
+            self.watch.step()
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())

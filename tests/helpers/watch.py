@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from helpers.scheduling import Bench
 
-from sglang_jax.mem_cache.group import Group
+from sglang_jax.mem_cache.group import Group, WindowGroup
 from sglang_jax.mem_cache.invariants import check_everything
 from sglang_jax.scheduler.admission import RETRY_STEPS
 from sglang_jax.scheduler.request import Request, RequestState
@@ -60,6 +60,7 @@ class Watch:
         retractions = scheduler.log.counts.retractions
         scheduler.step()
         check_everything(scheduler.cache)
+        self._check_windows()
         retired = (step for group in scheduler.cache.groups for step, _ in group._retired)
         late = [step for step in retired if step <= scheduler._departures.finished_step]
         assert not late, f"pages stay retired though steps {late} have finished"
@@ -68,6 +69,16 @@ class Watch:
         self.met["several prompts under way"] += len(self._under_way()) > 1
         self.met["retracted for lack of pages"] += scheduler.log.counts.retractions - retractions
         self.met["computed anew"] += any(one.restarts for one in scheduler.requests.values())
+
+    def _check_windows(self) -> None:
+        """No row holds more of a window than two steps of it take."""
+        cache = self._scheduler.cache
+        for group in cache.groups:
+            if isinstance(group, WindowGroup):
+                bound = group.reach + group.slack + 2 * (cache.pages_for(self._chunk) + 1)
+                for record in cache.open_rows.values():
+                    held = cache.pages_for(record.kv_allocated_len) - group.held_from(record.row)
+                    assert held <= bound, f"row {record.row} holds {held} pages of a window, and needs {bound} at most"
 
     def _around(
         self, call: Callable[..., object], *, before: Callable[..., None] | None = None, after: object = None

@@ -9,6 +9,7 @@ from sglang_jax.mem_cache.invariants import check_everything
 from sglang_jax.mem_cache.kv_cache import KVCache, RowKV
 from sglang_jax.runner.plan import StepPlan, StepResult
 from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler.admission import Admission
 from sglang_jax.scheduler.judge import MAX_RESTARTS
 
 SYSTEM = [1 + (7 * i) % 37 for i in range(32)]
@@ -322,3 +323,33 @@ def test_books_that_do_not_add_up_at_idle_are_logged_and_counted(
     for _ in range(3):
         bench.scheduler.step()
     assert bench.scheduler.log.counts.memory_faults == 1, "one fault is told once"
+
+
+def test_who_lost_its_row_proves_nothing_of_the_one_it_has_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first draw did not tell, as it had been re-pointed; then it was retracted. What it computes now was drawn
+    from by nobody: held for proven, a spoilt chunk of it failed whoever shared it, for ever."""
+    monkeypatch.setattr(Admission, "_should_wait", lambda self, *arguments: False)
+    bench = Bench(pages=64, page_size=4, rows=4, chunk=64, budget=64, context=64)
+    scheduler = bench.scheduler
+    prompt = list(range(1, 17))
+    bench.add(prompt, sampling=SamplingParams(max_new_tokens=1, seed=1, ignore_eos=True))
+    again = bench.add(prompt, sampling=SamplingParams(max_new_tokens=30, seed=2, ignore_eos=True))
+    scheduler.step()
+    request = scheduler.requests[again]
+    scheduler.drain_in_flight()
+    assert not request.record.proven
+    scheduler.retract_newest()
+    scheduler.cache.flush()
+    scheduler._planner._budget._size = 4
+    bench.runner.spoil_next = True
+    scheduler.step()
+    sharer = bench.add([*prompt[:4], 30], sampling=SamplingParams(max_new_tokens=4, seed=3, ignore_eos=True))
+    scheduler._planner._budget._size = 64
+    scheduler.drain_in_flight()
+    assert not request.record.proven
+    scheduler.abort(again)
+    bench.run()
+    assert bench.channel.output(sharer) == bench.wanted[sharer]
+    last = bench.add([*prompt[:4], 31], sampling=SamplingParams(max_new_tokens=4, seed=3, ignore_eos=True))
+    bench.run()
+    assert bench.channel.output(last) == bench.wanted[last]

@@ -185,9 +185,9 @@ def miscount_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 def reclaim_a_step_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages behind a window go while the step in flight still reads them."""
 
-    def let_go(self: KVCache, rows: np.ndarray) -> None:
+    def let_go(self: KVCache, rows: np.ndarray, *, tight: bool = False) -> None:
         for group in self._windows:
-            group.let_go(rows, self.lengths.kv_allocated[rows], self.open_rows)
+            group.let_go(rows, self.lengths.kv_allocated[rows], self.open_rows, tight)
 
     monkeypatch.setattr(KVCache, "let_go", let_go)
 
@@ -195,11 +195,11 @@ def reclaim_a_step_early(monkeypatch: pytest.MonkeyPatch) -> None:
 def keep_nothing_for_the_next_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """A window is a page shorter than it is."""
     let_go = WindowGroup.let_go
-    monkeypatch.setattr(
-        WindowGroup,
-        "let_go",
-        lambda self, rows, reading, records: let_go(self, rows, reading + self.page_size, records),
-    )
+
+    def let_go_more(self: WindowGroup, rows: np.ndarray, reading: np.ndarray, *arguments: Any) -> None:
+        let_go(self, rows, reading + self.page_size, *arguments)
+
+    monkeypatch.setattr(WindowGroup, "let_go", let_go_more)
 
 
 def match_over_a_tombstone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +271,27 @@ def retire_in_one_group_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang_jax.scheduler.admission.Admission._should_wait", lambda self, *arguments: False)
 
 
+def prove_the_whole_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draw proves windows that it did not see."""
+    monkeypatch.setattr(
+        WindowGroup, "prove", lambda self, record, node: self.component.prove(node, record.cache_protected_len)
+    )
+
+
+def doubt_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WindowGroup, "in_doubt", lambda self, record, node, last: False)
+
+
+def keep_what_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row gives up nothing until pages are short."""
+    let_go = KVCache.let_go
+    monkeypatch.setattr(KVCache, "let_go", lambda self, rows, *, tight=False: let_go(self, rows[:0], tight=tight))
+
+
 WINDOW_FAULTS = [
+    prove_the_whole_path,
+    doubt_no_window,
+    keep_what_is_behind,
     reclaim_a_step_early,
     keep_nothing_for_the_next_page,
     match_over_a_tombstone,
