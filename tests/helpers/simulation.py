@@ -45,6 +45,7 @@ class Simulation(RuleBasedStateMachine):
     """Rules are what clients and shortages may do; time passes only in `step`."""
 
     subject: ClassVar[StandInSubject | None] = None
+    groups: ClassVar[tuple[tuple[int, ...], ...]] = GROUPS
     met: ClassVar[Counter[str]] = Counter()
 
     def __init__(self) -> None:
@@ -67,7 +68,7 @@ class Simulation(RuleBasedStateMachine):
         conservativeness=st.sampled_from([0.01, 0.1, 1.0, 2.0]),
         aged_turn=st.sampled_from([2, 3, 8]),
         backfill=st.sampled_from([(0, 256), (2, 256), (32, 5), (32, 256)]),
-        groups=st.sampled_from(GROUPS),
+        choice=st.integers(0, len(GROUPS) - 1),
         siblings=st.integers(2, 24),
     )
     def start(
@@ -84,9 +85,10 @@ class Simulation(RuleBasedStateMachine):
         conservativeness: float,
         aged_turn: int,
         backfill: tuple[int, int],
-        groups: tuple[int, ...],
+        choice: int,
         siblings: int,
     ) -> None:
+        groups = self.groups[choice % len(self.groups)]
         options = {
             "schedule_policy": policy,
             "radix_eviction_policy": eviction,
@@ -406,15 +408,21 @@ class Simulation(RuleBasedStateMachine):
 
 
 def simulate(
-    schedules: int, *, steps: int = 25, known_fault: bool = False, subject: StandInSubject | None = None
+    schedules: int,
+    *,
+    steps: int = 25,
+    known_fault: bool = False,
+    subject: StandInSubject | None = None,
+    groups: tuple[tuple[int, ...], ...] = GROUPS,
 ) -> Counter[str]:
     """Runs the machine on this many generated schedules, over `FakeRunner` or the runners of `subject`; tells how often
     it met what it is about.
 
-    With `known_fault` the schedules are always the same and a failure is not shrunk: its cause is known.
+    `groups`: of layers, of which a schedule has one choice (see `GROUPS`). With `known_fault` the schedules are always
+    the same and a failure is not shrunk: its cause is known.
     """
     options = {"derandomize": True, "database": None, "phases": (Phase.generate,)} if known_fault else {}
-    machine = type("Simulation", (Simulation,), {"subject": subject, "met": Counter()})
+    machine = type("Simulation", (Simulation,), {"subject": subject, "groups": groups, "met": Counter()})
     run_state_machine_as_test(
         machine,
         settings=settings(

@@ -25,6 +25,9 @@ from sglang_jax.scheduler.scheduler import Scheduler
 
 SCHEDULES = 2000
 
+ONE_POOL = ((0,),)
+WINDOWS = ((0, 5), (0, 17), (5,), (3, 20))
+
 
 def skip_unlock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RadixTree, "unlock", lambda self, node: None)
@@ -271,13 +274,6 @@ def retire_in_one_group_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang_jax.scheduler.admission.Admission._should_wait", lambda self, *arguments: False)
 
 
-def prove_the_whole_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draw proves windows that it did not see."""
-    monkeypatch.setattr(
-        WindowGroup, "prove", lambda self, record, node: self.component.prove(node, record.cache_protected_len)
-    )
-
-
 def doubt_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WindowGroup, "in_doubt", lambda self, record, node, last: False)
 
@@ -289,7 +285,6 @@ def keep_what_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 WINDOW_FAULTS = [
-    prove_the_whole_path,
     doubt_no_window,
     keep_what_is_behind,
     reclaim_a_step_early,
@@ -331,5 +326,6 @@ FAULTS = [
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
 def test_fault_is_caught(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
+    groups = WINDOWS if plant in WINDOW_FAULTS else ONE_POOL
     with pytest.raises((OwnershipError, InvariantError, AssertionError, RuntimeError, LookupError)):
-        simulate(SCHEDULES, known_fault=True)
+        simulate(SCHEDULES, known_fault=True, groups=groups)
