@@ -17,7 +17,7 @@ from helpers.small_configs import small_config
 from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.errors import CheckpointError
 from sglang_jax.jax_runner.weights import load_weights
-from sglang_jax.layers.batch import ForwardBatch
+from sglang_jax.layers.batch import ForwardBatch, GroupPages
 from sglang_jax.layers.parameter import matmul, matmul_outputs_first
 from sglang_jax.layers.platform import PlatformForm
 from sglang_jax.layers.sharding import make_mesh
@@ -97,11 +97,11 @@ def test_of_layers_that_are_alike_one_is_traced(monkeypatch: pytest.MonkeyPatch)
     run = DecoderLayer.__call__
     monkeypatch.setattr(DecoderLayer, "__call__", lambda layer, *rest: traced.append(layer.config) or run(layer, *rest))
     spec = kv_cache_spec(config, jnp.dtype("float32"), NUM_PAGES, PAGE_SIZE, platform="cpu")
-    kv_caches = (jax.ShapeDtypeStruct(spec.shape, spec.storage),) * spec.num_layers
+    kv_caches = tuple(jax.ShapeDtypeStruct(shape, spec.storage) for shape in spec.shapes)
     graph, state = nnx.split(model)
-    jax.eval_shape(
-        lambda state, caches, batch: nnx.merge(graph, state)(batch, caches), state, kv_caches, batch_shapes(8, 8)
-    )
+    batch = batch_shapes(8, 8)
+    batch = replace(batch, further=(GroupPages(batch.write_slots, batch.page_table),))
+    jax.eval_shape(lambda state, caches, batch: nnx.merge(graph, state)(batch, caches), state, kv_caches, batch)
     assert traced == layers[:2]
 
 
