@@ -27,8 +27,9 @@ class RowKV:
     """One request's ownership record: its row, and the node it locks (the lock receipt).
 
     The lengths live in the arrays of `RowLengths`, so that a decode batch advances them at once. `serial` tells records
-    of the same row apart. `matched`: tokens of the cached prefix that it started with. `proven`: what was drawn from
-    this row's KV was finite. `repointed`: the last step that was launched with copies of the row's own, in whose place
+    of the same row apart. `matched`: tokens of the cached prefix that it started with; `on_trust`: of these it read
+    window pages that nothing proved, and that may be gone by the time it draws. `proven`: what was drawn from this
+    row's KV was finite. `repointed`: the last step that was launched with copies of the row's own, in whose place
     it reads somebody else's since.
     """
 
@@ -38,6 +39,7 @@ class RowKV:
     lengths: RowLengths
     serial: int = 0
     matched: int = 0
+    on_trust: bool = False
     proven: bool = False
     repointed: int = -1
 
@@ -163,8 +165,17 @@ class KVCache:
             self.lengths.start(record.row, probe.length)
             for group in self.groups:
                 group.open(record.row, node, probe.length // self.page_size)
+            record.on_trust = self._reads_unproven_windows(record)
         self.open_rows[record.row] = record
         return record
+
+    def _reads_unproven_windows(self, record: RowKV) -> bool:
+        last = record.matched // self.page_size
+        for node in record.receipt.path() if self._windows else ():
+            if any(group.in_doubt(record, node, last) for group in self._windows):
+                return True
+            last -= len(node.key) // self.tree.page_bytes
+        return False
 
     def extend_row(self, record: RowKV, length: int) -> bool:
         """`extend_rows` for one."""
@@ -291,8 +302,9 @@ class KVCache:
 
     @staticmethod
     def borrowed_trouble(record: RowKV) -> bool:
-        """True where a row reads KV that somebody else computed and that was cut off since."""
-        return any(node.dead and node.writer != record.serial for node in record.receipt.path())
+        """True where a row reads KV that somebody else computed and that was cut off since, or began with window pages
+        that nothing proved."""
+        return record.on_trust or any(node.dead and node.writer != record.serial for node in record.receipt.path())
 
     def release_kv_cache(self, record: RowKV, tokens: bytes, *, insert: bool) -> None:
         """The one way a request gives its KV up: finish, retract, abort and close all end here.

@@ -353,3 +353,22 @@ def test_who_lost_its_row_proves_nothing_of_the_one_it_has_now(monkeypatch: pyte
     last = bench.add([*prompt[:4], 31], sampling=SamplingParams(max_new_tokens=4, seed=3, ignore_eos=True))
     bench.run()
     assert bench.channel.output(last) == bench.wanted[last]
+
+
+def test_who_read_a_spoilt_window_that_is_gone_is_computed_anew() -> None:
+    """The head of a proven prompt lost its window, and a spoilt step computed it again for somebody who went. Whoever
+    began there failed, as the pages that it had read were given up by the time it drew."""
+    bench = Bench(pages=5, page_size=1, rows=1, chunk=3, budget=3, context=24, window=5)
+    scheduler, cache = bench.scheduler, bench.scheduler.cache
+    prompt = [1, 2, 5, 10, 17]
+    bench.add([*prompt, 7], 1, seed=1)
+    bench.run()
+    cache.tree.evict(cache.groups[0].component, 1)
+    gone = bench.add([1, 8], 1, seed=1)
+    bench.runner.spoil_next = True
+    scheduler.step()
+    scheduler.abort(gone)
+    reader = bench.add([*prompt, 9], 1, seed=1)
+    bench.run()
+    assert bench.channel.finished[reader].kind == "length"
+    assert bench.channel.output(reader) == bench.wanted[reader]
