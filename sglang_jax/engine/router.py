@@ -16,7 +16,7 @@ from sglang_jax.engine.routing import Candidate, RoutingPolicy, sticky_choice
 from sglang_jax.engine.types import GenerateInput, ModelInfo, OutputDelta, ReplicaLoad, ReplicaState
 from sglang_jax.errors import EngineDeadError, ParameterError, QueueFullError, ReplicaLostError
 from sglang_jax.scheduler.arrivals import arrival_seed
-from sglang_jax.scheduler.messages import SchedulerStats
+from sglang_jax.scheduler.messages import GroupUsage, SchedulerStats
 
 logger = logging.getLogger(__name__)
 
@@ -275,4 +275,16 @@ _MEANS: dict[str, Callable[[Sequence[float]], float]] = {"new_token_reserve": la
 def total_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
     """The figures of several schedulers as those of one."""
     values = [msgspec.structs.asdict(one) for one in stats]
-    return SchedulerStats(**{name: _MEANS.get(name, sum)([one[name] for one in values]) for name in values[0]})
+    figures = {name: _MEANS.get(name, sum)([one[name] for one in values]) for name in values[0] if name != "groups"}
+    return SchedulerStats(**figures, groups=_total_groups(stats))
+
+
+def _total_groups(stats: Sequence[SchedulerStats]) -> list[GroupUsage]:
+    """The pools of all replicas, added up by name: replicas that have not told yet have none."""
+    totals: dict[str, GroupUsage] = {}
+    for group in (group for one in stats for group in one.groups):
+        so_far = totals.get(group.name, GroupUsage(group.name, 0, 0))
+        totals[group.name] = GroupUsage(
+            group.name, so_far.used_tokens + group.used_tokens, so_far.max_tokens + group.max_tokens
+        )
+    return list(totals.values())

@@ -13,7 +13,7 @@ from helpers.whole_outputs import collect
 
 from sglang_jax.config import LoadBalanceMethod
 from sglang_jax.engine.client import AsyncEngineClient
-from sglang_jax.engine.router import MAX_REROUTES
+from sglang_jax.engine.router import MAX_REROUTES, total_stats
 from sglang_jax.engine.types import FinishKind, GenerateInput, GenerateOutput, ReplicaState
 from sglang_jax.errors import (
     CapacityError,
@@ -24,6 +24,7 @@ from sglang_jax.errors import (
     ReplicaLostError,
 )
 from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler.messages import GroupUsage, SchedulerStats
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -337,3 +338,15 @@ async def test_keys_stick_until_their_replica_is_gone(two: ToldReplicas, client:
     two.gates[0].set()
     await until(lambda: two.replicas[0].state is ReplicaState.SERVING)
     assert await homes() == first
+
+
+def test_pools_of_all_replicas_are_added_up_by_name() -> None:
+    full, swa = GroupUsage("full", 10, 100), GroupUsage("swa", 30, 40)
+    several = [
+        SchedulerStats(groups=[full, swa], steps=2),
+        SchedulerStats(),
+        SchedulerStats(groups=[full, swa], steps=3),
+    ]
+    total = total_stats(several)
+    assert total.groups == [GroupUsage("full", 20, 200), GroupUsage("swa", 60, 80)]
+    assert (total.steps, total.token_usage) == (5, 0.75)
