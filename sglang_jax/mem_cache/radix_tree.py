@@ -124,14 +124,19 @@ class RadixTree:
 
     def _probe_partial(self, root: Node, tokens: bytes) -> Probe:
         """`probe` where nodes may lack a part of what some component holds."""
-        best = Probe(root, 0, True, 0)
-        runs = [UNBROKEN] * len(self._partial)
-        for node, start, end, whole in self._walk(root, tokens):
-            pages = (end - start) // self.page_bytes
-            runs = [one.follow(run, node, pages) for run, (_, one) in zip(runs, self._partial, strict=True)]
-            if all(one.accepts(run) for run, (_, one) in zip(runs, self._partial, strict=True)):
-                best = Probe(node, pages, whole, end // TOKEN_BYTES)
-        return best
+        best = (root, 0, 0, True)
+        components = [one for _, one in self._partial]
+        runs = [UNBROKEN] * len(components)
+        for reached in self._walk(root, tokens):
+            node, start, end, _ = reached
+            pages, good = (end - start) // self.page_bytes, True
+            for index, one in enumerate(components):
+                run = runs[index] = one.follow(runs[index], node, pages)
+                good = good and one.accepts(run)
+            if good:
+                best = reached
+        node, start, end, whole = best
+        return Probe(node, (end - start) // self.page_bytes, whole, end // TOKEN_BYTES)
 
     def claim(self, probe: Probe) -> Node:
         """The node at whose end a probe's prefix ends; a request starts there."""
