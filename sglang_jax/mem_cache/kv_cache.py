@@ -303,8 +303,10 @@ class KVCache:
     @staticmethod
     def borrowed_trouble(record: RowKV) -> bool:
         """True where a row reads KV that somebody else computed and that was cut off since, or began with window pages
-        that nothing proved."""
-        return record.on_trust or any(node.dead and node.writer != record.serial for node in record.receipt.path())
+        that nothing proved and has drawn nothing since."""
+        if record.on_trust and not record.proven:
+            return True
+        return any(node.dead and node.writer != record.serial for node in record.receipt.path())
 
     def release_kv_cache(self, record: RowKV, tokens: bytes, *, insert: bool) -> None:
         """The one way a request gives its KV up: finish, retract, abort and close all end here.

@@ -183,6 +183,16 @@ def test_what_a_draw_proves_of_a_window_is_what_it_read() -> None:
     check_everything(cache)
 
 
+def test_who_began_on_trust_is_in_borrowed_trouble_until_it_draws() -> None:
+    cache = cache_of(window=9)
+    finish(cache, PROMPT)
+    record = open_row(cache, [*PROMPT[:20], 77, 78])
+    assert cache.borrowed_trouble(record)
+    compute(cache, record, [*PROMPT[:20], 77, 78])
+    assert cache.prove(record, 0)
+    assert not cache.borrowed_trouble(record), "what goes wrong from here on is its own"
+
+
 def test_what_was_proven_stays_when_another_fails_behind_it() -> None:
     cache = cache_of(window=9)
     record = open_row(cache, PROMPT)
