@@ -3,9 +3,9 @@
     python benchmarks/prefix_cache.py [--json FILE]
 
 Targets, medians: match at most 200 us, insert 300 us, eviction of one page (amortised over 2,000) 20 us. The tree holds
-conversations: families of prompts that branch every few hundred tokens, so that a path has tens of nodes. Beside a
-group of layers that see all, one with a window of 1,024 tokens at most makes it 1.5 times as slow; pages of that one
-are evicted.
+conversations: families of prompts that branch every few hundred tokens, so that a path has tens of nodes. A second
+group, of layers with a window of 1,024 tokens, should make each at most 1.5 times as slow; pages of that one are evicted
+then.
 """
 
 from __future__ import annotations
