@@ -4,8 +4,7 @@
 
 Targets, medians: match at most 200 us, insert 300 us, eviction of one page (amortised over 2,000) 20 us. The tree holds
 conversations: families of prompts that branch every few hundred tokens, so that a path has tens of nodes. A second
-group, of layers with a window of 1,024 tokens, should make each at most 1.5 times as slow; pages of that one are evicted
-then.
+group, of layers with a window of 1,024 tokens, should make each at most 1.5 times as slow; its pages are evicted then.
 """
 
 from __future__ import annotations
