@@ -22,6 +22,7 @@ from sglang_jax.runner.plan import (
     StepResult,
     TopLogprobs,
     one_each,
+    refuse_drafts,
 )
 from sglang_jax.runner.protocol import RunnerReport
 from sglang_jax.runner.row_updates import count_history, pack_row_updates
@@ -168,6 +169,7 @@ class TorchRunner:
 
         **Raises:** `ValueError`, before anything has changed, for a plan beyond the spec.
         """
+        refuse_drafts(plan)
         if plan.num_tokens > self._spec.token_budget or len(plan.rows) > self._spec.max_rows:
             raise ValueError(
                 f"a step of {plan.num_tokens} tokens in {len(plan.rows)} rows is beyond the runner's "
