@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import socket
+import tempfile
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import ray
 from ray import ObjectRef
@@ -92,9 +95,10 @@ class GroupKeeper:
         hosts = in_order([start_host(group, number, placement) for number in range(placement.hosts)])
         update = {"dist_init_addr": ray.get(hosts[0].address.remote())}
         configs = [config.model_copy(update={**update, "node_rank": rank}) for rank in range(placement.hosts)]
-        leading = hosts[0].lead.remote(configs[0], asking, launch)
+        secret = secrets.token_hex(32)
+        leading = hosts[0].lead.remote(configs[0], secret, asking, launch)
         following = [
-            host.follow.remote(EngineConfig(**one.model_dump(include=set(EngineConfig.model_fields))))
+            host.follow.remote(EngineConfig(**one.model_dump(include=set(EngineConfig.model_fields))), secret)
             for host, one in zip(hosts[1:], configs[1:], strict=True)
         ]
         [first], _ = ray.wait([leading, *following])
@@ -120,6 +124,7 @@ class Host:
 
     def __init__(self) -> None:
         self._answerer: Answerer | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="sglang-jax-host-", ignore_cleanup_errors=True)
 
     def number(self) -> int:
         """Its place in the TPU slice; 0 where there is none."""
@@ -131,8 +136,9 @@ class Host:
         with socket.create_server((host, 0)) as listener:
             return f"{host}:{listener.getsockname()[1]}"
 
-    def lead(self, config: ServerConfig, asking: Asking, launch: Launch) -> None:
-        """Starts the engine, with the others' help."""
+    def lead(self, config: ServerConfig, secret: str, asking: Asking, launch: Launch) -> None:
+        """Starts the engine, with the others' help. `secret`: what the hosts know each other by."""
+        config = config.model_copy(update=self._keep(secret, config))
         self._answerer = Answerer(config, asking, launch=_Once(launch), backoff=Backoff(give_up=1))
 
     def answer(self, lines: Sequence[Line | BadLine]) -> list[Answer]:
@@ -140,9 +146,19 @@ class Host:
         assert self._answerer is not None
         return self._answerer.answer(lines)
 
-    def follow(self, config: EngineConfig) -> None:
+    def follow(self, config: EngineConfig, secret: str) -> None:
         """Helps until the leader ends."""
+        config = config.model_copy(update=self._keep(secret, config))
         load_follower(config)(config)
+
+    def _keep(self, secret: str, config: EngineConfig) -> dict[str, Path]:
+        """The option that gives the secret to the engine, which may be another process; none where a file of the user's
+        does. The folder is this user's alone."""
+        if config.group_secret_file is not None:
+            return {}
+        file = Path(self._folder.name) / "secret"
+        file.write_text(secret)
+        return {"group_secret_file": file}
 
 
 class _Once:
