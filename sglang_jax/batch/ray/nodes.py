@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import socket
+import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import ray
 from ray import ObjectRef
@@ -159,6 +162,7 @@ class GroupKeeper:
         """Reserves nodes and starts the engine. Returns the `NodeActor` that answers. Raises what any node raises."""
         placement = self._placement
         group = placement.reserve()
+<<<<<<< ours
         nodes = in_order([start_node(group, number, placement) for number in range(placement.nodes)])
         update = {"dist_init_addr": ray.get(nodes[0].address.remote())}
         configs = [config.model_copy(update={**update, "node_rank": rank}) for rank in range(placement.nodes)]
@@ -166,6 +170,16 @@ class GroupKeeper:
         following = [
             node.follow.remote(EngineConfig(**one.model_dump(include=set(EngineConfig.model_fields))))
             for node, one in zip(nodes[1:], configs[1:], strict=True)
+=======
+        hosts = in_order([start_host(group, number, placement) for number in range(placement.hosts)])
+        update = {"dist_init_addr": ray.get(hosts[0].address.remote())}
+        configs = [config.model_copy(update={**update, "node_rank": rank}) for rank in range(placement.hosts)]
+        secret = secrets.token_hex(32)
+        leading = hosts[0].lead.remote(configs[0], secret, asking, launch)
+        following = [
+            host.follow.remote(EngineConfig(**one.model_dump(include=set(EngineConfig.model_fields))), secret)
+            for host, one in zip(hosts[1:], configs[1:], strict=True)
+>>>>>>> theirs
         ]
         [first], _ = ray.wait([leading, *following])
         ray.get(first)  # raises what it ended with; a node that follows does not end before the leader
@@ -189,7 +203,12 @@ class NodeActor:
     """The actor on one of the nodes."""
 
     def __init__(self) -> None:
+<<<<<<< ours
         self._engine: LocalEngine | None = None
+=======
+        self._answerer: Answerer | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="sglang-jax-host-", ignore_cleanup_errors=True)
+>>>>>>> theirs
 
     def number(self) -> int:
         """Its place in the TPU slice; 0 where there is none."""
@@ -201,18 +220,35 @@ class NodeActor:
         with socket.create_server((address, 0)) as listener:
             return f"{address}:{listener.getsockname()[1]}"
 
+<<<<<<< ours
     def lead(self, config: ServerConfig, asking: Asking, launch: Launch) -> None:
         """Starts the engine, with the others' help."""
         self._engine = LocalEngine(config, asking, launch=_Once(launch), backoff=Backoff(give_up=1))
+=======
+    def lead(self, config: ServerConfig, secret: str, asking: Asking, launch: Launch) -> None:
+        """Starts the engine, with the others' help. `secret`: what the hosts know each other by."""
+        config = config.model_copy(update=self._keep(secret, config))
+        self._answerer = Answerer(config, asking, launch=_Once(launch), backoff=Backoff(give_up=1))
+>>>>>>> theirs
 
     def answer(self, lines: Sequence[Line | BadLine]) -> list[Answer]:
         """See `LocalEngine`."""
         assert self._engine is not None
         return self._engine.answer(lines)
 
-    def follow(self, config: EngineConfig) -> None:
+    def follow(self, config: EngineConfig, secret: str) -> None:
         """Helps until the leader ends."""
+        config = config.model_copy(update=self._keep(secret, config))
         load_follower(config)(config)
+
+    def _keep(self, secret: str, config: EngineConfig) -> dict[str, Path]:
+        """The option that gives the secret to the engine, which may be another process; none where a file of the user's
+        does. The folder is this user's alone."""
+        if config.group_secret_file is not None:
+            return {}
+        file = Path(self._folder.name) / "secret"
+        file.write_text(secret)
+        return {"group_secret_file": file}
 
 
 class _Once:
