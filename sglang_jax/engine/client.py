@@ -135,8 +135,7 @@ class AsyncEngineClient:
         return routed
 
     async def _read_prompt(self, routed: RoutedRequest) -> None:
-        prompt = await self._reader.token_ids(routed.request.prompt, self.model_info.vocab_size)
-        validation.check_length(routed.request, len(prompt), self.model_info.context_length)
+        prompt = await self._reader.token_ids(routed.request, self.model_info)
         routed.request = replace(routed.request, prompt=prompt)
 
     def _outputs(self, request: GenerateInput) -> RequestOutputs:

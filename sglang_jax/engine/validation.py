@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_jax.engine.types import GenerateInput, ModelInfo
+from sglang_jax.engine.types import GenerateInput, ModelInfo, TextTokenizer
 from sglang_jax.errors import ParameterError, PromptTooLongError
 from sglang_jax.sampling.params import MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, SEED_LIMIT, SamplingParams
 
@@ -74,6 +74,17 @@ def prompt_array(token_ids: Sequence[int] | NDArray[np.int32], vocab_size: int) 
             param="prompt",
         )
     return ids.astype("<i4")
+
+
+def check_characters(text: str, tokenizer: TextTokenizer, context_length: int, param: str = "prompt") -> None:
+    """Raises `PromptTooLongError` for a text that cannot fit whatever its tokens are, before they are looked for."""
+    limit = context_length * tokenizer.longest_token
+    if len(text) > limit:
+        raise PromptTooLongError(
+            f"{param} has {len(text)} characters; the limit is {limit}, as the context has {context_length} tokens "
+            f"(--context-length) and the longest token has {tokenizer.longest_token} characters",
+            param=param,
+        )
 
 
 def check_length(request: GenerateInput, prompt_tokens: int, context_length: int) -> None:

@@ -167,11 +167,11 @@ def chat_router(context: ServerContext) -> APIRouter:
         """Answers a conversation."""
         context.check_model(body.model)
         body.check_logprobs()
-        tokenizer = context.client.tokenizer
+        tokenizer, context_length = context.client.tokenizer, context.client.model_info.context_length
         if len(await request.body()) <= LONG_BODY:
-            token_ids = chat_token_ids(tokenizer, body)
+            token_ids = chat_token_ids(tokenizer, body, context_length)
         else:
-            token_ids = await asyncio.to_thread(chat_token_ids, tokenizer, body)
+            token_ids = await asyncio.to_thread(chat_token_ids, tokenizer, body, context_length)
         form = ChatFormat(body, tokenizer, context.config.model_name, body.rid or new_id("chatcmpl"))
         prompt = form.input(token_ids, context.generation_defaults, request.headers)
         if body.stream:

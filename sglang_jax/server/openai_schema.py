@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar
 from pydantic import Discriminator, Tag
 
 from sglang_jax.engine.types import TextTokenizer
+from sglang_jax.engine.validation import check_characters
 from sglang_jax.errors import ParameterError
 from sglang_jax.server.fields import Body, Priority, Prompt
 from sglang_jax.server.sampling import OpenAISampling, one_of
@@ -156,16 +157,22 @@ def _part_text(path: str, part: ContentPart) -> str:
     return part.text
 
 
-def chat_token_ids(tokenizer: TextTokenizer, body: ChatBody) -> list[int]:
+def chat_token_ids(tokenizer: TextTokenizer, body: ChatBody, context_length: int) -> list[int]:
     """The conversation as the model reads it, up to where its answer starts or goes on.
 
-    **Raises:** `ParameterError`; `RequestError` if the chat template refuses the messages.
+    **Raises:** `ParameterError`; `PromptTooLongError` for what no context of `context_length` tokens holds; `RequestError` if the chat template refuses the messages.
     """
+    text = _chat_text(tokenizer, body)
+    check_characters(text, tokenizer, context_length, "messages")
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _chat_text(tokenizer: TextTokenizer, body: ChatBody) -> str:
     # Before what the messages hold is looked at: what a message must have depends on its role.
     tokenizer.check_roles([message.role for message in body.messages])
     conversation = body.conversation()
     if not body.continue_final_message:
-        return tokenizer.encode(tokenizer.render_chat(conversation), add_special_tokens=False)
+        return tokenizer.render_chat(conversation)
     begun = str(conversation[-1]["content"]).strip()
     if conversation[-1]["role"] != "assistant" or not begun:
         raise ParameterError(
@@ -179,4 +186,4 @@ def chat_token_ids(tokenizer: TextTokenizer, body: ChatBody) -> list[int]:
             "the chat template does not repeat the last message as it is, so it cannot be continued",
             param="continue_final_message",
         )
-    return tokenizer.encode(text[:end], add_special_tokens=False)
+    return text[:end]
