@@ -31,10 +31,10 @@ class PromptReader:
         **Raises:** `PromptTooLongError`; `ParameterError` for ids that the model does not have, and as
         `validation.check_length` does.
         """
-        ids = request.prompt
-        if isinstance(ids, str):
-            validation.check_characters(ids, self._tokenizer, info.context_length)
-            ids = await self._encode(ids)
+        prompt = request.prompt
+        if isinstance(prompt, str):
+            validation.check_characters(prompt, self._tokenizer, info.context_length)
+        ids = await self._encode(prompt) if isinstance(prompt, str) else prompt
         if isinstance(ids, (Sequence, np.ndarray)) and len(ids) > 0:
             validation.check_length(request, len(ids), info.context_length)
         return validation.prompt_array(ids, info.vocab_size)

@@ -15,7 +15,7 @@ from sglang_jax.errors import ParameterError, RequestError
 from sglang_jax.sampling import SamplingParams
 from sglang_jax.server.context import ServerContext, new_id
 from sglang_jax.server.errors import ShuttingDownError, UnavailableError
-from sglang_jax.server.fields import Body, OneOrMany, TokenIds, as_list
+from sglang_jax.server.fields import Body, OneOrMany, ShortText, TokenIds, as_list
 from sglang_jax.server.json_body import JsonRoute
 
 HEALTH_SECONDS = 20.0
@@ -31,7 +31,7 @@ class CacheBusyError(RequestError):
 class AbortBody(Body):
     """`POST /abort_request`."""
 
-    rid: str | None = None
+    rid: ShortText | None = None
     abort_all: bool | None = None
 
 
