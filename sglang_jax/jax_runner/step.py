@@ -15,7 +15,7 @@ from sglang_jax.jax_runner.packing import StepInputs, StepLayout
 from sglang_jax.jax_runner.sampler import sample
 from sglang_jax.jax_runner.sampling_state import SamplingState
 from sglang_jax.layers.batch import ForwardBatch, GroupPages
-from sglang_jax.runner.plan import INVALID_TOKEN, NO_LOGPROBS
+from sglang_jax.runner.plan import INVALID_TOKEN, LAST_TOKEN, NO_LOGPROBS
 
 Weights = list[jax.Array]
 KVCaches = Any
@@ -80,7 +80,7 @@ def build_batch(
 ) -> ForwardBatch:
     """The forward batch of `num_slots` (T) tokens: where each token stands, and the slots its KV goes to."""
     places = jnp.arange(num_slots, dtype=jnp.int32)
-    if inputs.prefill_tokens.shape[0] == 0:
+    if inputs.tokens.shape[0] == 0:
         sequences, tokens = places, last_tokens[inputs.rows]
         positions = inputs.kv_lens - 1
     else:
@@ -88,8 +88,8 @@ def build_batch(
         sequences = jnp.searchsorted(ends, places, side="right", method="compare_all").astype(jnp.int32)
         sequences = jnp.minimum(sequences, inputs.rows.shape[0] - 1)
         positions = inputs.kv_lens[sequences] - (ends[sequences] - places)
-        decoded = last_tokens[inputs.rows[sequences]]
-        tokens = jnp.where(places < inputs.num_decode, decoded, inputs.prefill_tokens)
+        last = last_tokens[inputs.rows[sequences]]
+        tokens = jnp.where(inputs.tokens == LAST_TOKEN, last, inputs.tokens)
     real = places < inputs.num_tokens
     positions = jnp.where(real, positions, 0)
 

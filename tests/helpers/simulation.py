@@ -53,7 +53,7 @@ class Simulation(RuleBasedStateMachine):
         self.live: list[int] = []
         self.stopped: set[int] = set()
         self.doubtful: set[int] = set()
-        self.checked_step = 0
+        self.checked_step = -1
 
     @initialize(
         page_size=st.sampled_from([1, 4, 16]),
@@ -68,6 +68,7 @@ class Simulation(RuleBasedStateMachine):
         conservativeness=st.sampled_from([0.01, 0.1, 1.0, 2.0]),
         aged_turn=st.sampled_from([2, 3, 8]),
         backfill=st.sampled_from([(0, 256), (2, 256), (32, 5), (32, 256)]),
+        drafts=st.sampled_from([0, 0, 1, 4]),
         choice=st.integers(0, len(GROUPS) - 1),
         siblings=st.integers(2, 24),
     )
@@ -85,6 +86,7 @@ class Simulation(RuleBasedStateMachine):
         conservativeness: float,
         aged_turn: int,
         backfill: tuple[int, int],
+        drafts: int,
         choice: int,
         siblings: int,
     ) -> None:
@@ -99,6 +101,7 @@ class Simulation(RuleBasedStateMachine):
         if self.subject is not None:
             page_size = min(self.subject.page_sizes, key=lambda known: abs(known - page_size))
             groups = self.subject.windows
+            drafts = 0
         budget = max(chunk, 2 * rows)
         sizes = (pages, page_size, rows, chunk, budget, context, lazy)
         self.bench = Bench(
@@ -108,6 +111,7 @@ class Simulation(RuleBasedStateMachine):
             subject=self.subject,
             window=groups[0],
             more=tuple((window, siblings) for window in groups[1:]),
+            max_samples=1 + drafts,
         )
         admission = self.bench.scheduler._admission
         admission.aged_turn = aged_turn
@@ -233,7 +237,7 @@ class Simulation(RuleBasedStateMachine):
         self.watch.step()
         if not runner.spoil_next and scheduler._in_flight is not None:
             rows = scheduler._in_flight.planned.plan.rows.tolist()
-            self.doubtful |= {scheduler.table.at(row).id for row in rows}
+            self.doubtful |= {scheduler.rows.at(row).id for row in rows}
         runner.spoil_next = False
 
     @rule(pages=st.integers(1, 8), index=st.integers(0, 3))
@@ -301,9 +305,9 @@ class Simulation(RuleBasedStateMachine):
     @invariant()
     def conserved(self) -> None:
         """After what is no step; `Watch` checks each step."""
-        if self.bench.scheduler._next_step == self.checked_step:
+        if self.bench.scheduler.cache.launched_step == self.checked_step:
             check_everything(self.bench.scheduler.cache)
-        self.checked_step = self.bench.scheduler._next_step
+        self.checked_step = self.bench.scheduler.cache.launched_step
 
     def teardown(self) -> None:
         bench, channel = self.bench, self.bench.channel

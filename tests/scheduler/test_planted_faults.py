@@ -18,10 +18,9 @@ from sglang_jax.mem_cache.radix_tree import Node, Probe, RadixTree
 from sglang_jax.mem_cache.window_kv import WindowKV
 from sglang_jax.runner.plan import PageDeltas
 from sglang_jax.scheduler.admission import Admission
-from sglang_jax.scheduler.departures import Departure, Departures
 from sglang_jax.scheduler.publisher import Publisher
 from sglang_jax.scheduler.request import Request
-from sglang_jax.scheduler.scheduler import Scheduler
+from sglang_jax.scheduler.rows import Departure, Rows
 
 SCHEDULES = 2000
 
@@ -73,7 +72,7 @@ def protect_a_page_more(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def release_while_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     """A finished request's row and pages go back while the step in flight still has them."""
-    monkeypatch.setattr(Departures, "_done", lambda self, row: True)
+    monkeypatch.setattr(Rows, "_done", lambda self, row: True)
 
 
 def free_duplicates_while_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,11 +96,11 @@ def commit_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last drawn token counts as committed, though its KV was never written."""
     publish = Publisher.tokens
 
-    def publish_and_commit(self: Publisher, rows: np.ndarray, tokens: np.ndarray) -> None:
-        publish(self, rows, tokens)
+    def publish_and_commit(self: Publisher, rows: np.ndarray, *arguments: Any) -> None:
+        publish(self, rows, *arguments)
         for row in rows.tolist():
-            record = self._table.at(row).record
-            record.lengths.kv_committed[row] = self._table.num_tokens[row]
+            record = self._rows.at(row).record
+            record.lengths.kv_committed[row] = self._rows.num_tokens[row]
 
     monkeypatch.setattr(Publisher, "tokens", publish_and_commit)
 
@@ -117,11 +116,15 @@ def settle_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_look_after_a_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    def released(self: Scheduler, request: Request, requeue: bool) -> None:
-        if requeue:
-            self.queue.add(request)
+    give_back = Rows._give_back
 
-    monkeypatch.setattr(Scheduler, "_released", released)
+    def give_back_quietly(self: Rows, departure: Departure) -> None:
+        pause = self._queue._pause
+        give_back(self, departure)
+        if not departure.requeue:
+            self._queue.pause(pause)
+
+    monkeypatch.setattr(Rows, "_give_back", give_back_quietly)
 
 
 def no_look_after_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +137,7 @@ def share_by_the_first_page(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def should_wait(self: Admission, request: Request, probe: Probe, look: Any) -> bool:
         page = self._cache.page_size * 4
-        return any(one.tokens[:page] == request.tokens[:page] for one in self._prefilling)
+        return any(one.tokens[:page] == request.tokens[:page] for one in self._rows.prefilling)
 
     monkeypatch.setattr(Admission, "_should_wait", should_wait)
 
@@ -254,15 +257,15 @@ def give_a_node_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def insert_the_uncommitted_tail(monkeypatch: pytest.MonkeyPatch) -> None:
     """The token drawn last goes into the tree, though its KV was never written."""
-    release = Departures._release
+    give_back = Rows._give_back
 
-    def release_all(self: Departures, departure: Departure) -> None:
-        record, known = departure.request.record, int(self._table.num_tokens[departure.request.row])
+    def give_back_all(self: Rows, departure: Departure) -> None:
+        record, known = departure.request.record, int(self.num_tokens[departure.request.row])
         if departure.insert and (known <= record.kv_allocated_len or self._cache.extend_row(record, known)):
             record.lengths.kv_committed[record.row] = known
-        release(self, departure)
+        give_back(self, departure)
 
-    monkeypatch.setattr(Departures, "_release", release_all)
+    monkeypatch.setattr(Rows, "_give_back", give_back_all)
 
 
 def retire_in_one_group_alone(monkeypatch: pytest.MonkeyPatch) -> None:
