@@ -290,6 +290,12 @@ def read_secret_file(path: Path) -> str:
 class ServerConfig(EngineConfig):
     """An engine behind HTTP."""
 
+    max_queued_requests: PositiveInt | None = Field(
+        4096, description="most completions waiting; more are refused with 503"
+    )
+    max_completions_per_request: PositiveInt = Field(
+        1024, description="most completions of one HTTP request: its prompts times n; more are refused with 400"
+    )
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(30000, ge=0, le=65535, description="port to listen on")
     served_model_name: str | None = Field(None, description="name in /v1/models; default: model_path")
@@ -298,6 +304,16 @@ class ServerConfig(EngineConfig):
         description="HOST:PORT,...: servers of the same model that are the replicas, instead of engines of this one's",
     )
     api_key: str | None = Field(None, description="bearer token that every route but health asks for")
+    max_body_bytes: PositiveInt = Field(
+        8 * 2**20, description="most bytes of a request's body; larger ones are refused with 413"
+    )
+    client_timeout: float = Field(
+        30.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="seconds that a client may take to send a request's head, to send more of its body, and to read "
+        "some of the answer; then its connection is closed",
+    )
     chat_template: str | None = Field(None, description="a Jinja file, or the template; default: the tokenizer's")
     log_level: LogLevel = Field(LogLevel.INFO, description="least severe level logged")
 

@@ -62,6 +62,9 @@ OTHER_VALUES: dict[str, Any] = {
     "served_model_name": "name",
     "connect": "10.0.0.1:30000,10.0.0.2:30000",
     "api_key": "secret",
+    "max_completions_per_request": 100,
+    "max_body_bytes": 1000,
+    "client_timeout": 5.0,
     "chat_template": "template.jinja",
     "log_level": "debug",
 }

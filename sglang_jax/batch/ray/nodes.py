@@ -162,24 +162,14 @@ class GroupKeeper:
         """Reserves nodes and starts the engine. Returns the `NodeActor` that answers. Raises what any node raises."""
         placement = self._placement
         group = placement.reserve()
-<<<<<<< ours
         nodes = in_order([start_node(group, number, placement) for number in range(placement.nodes)])
         update = {"dist_init_addr": ray.get(nodes[0].address.remote())}
         configs = [config.model_copy(update={**update, "node_rank": rank}) for rank in range(placement.nodes)]
-        leading = nodes[0].lead.remote(configs[0], asking, launch)
-        following = [
-            node.follow.remote(EngineConfig(**one.model_dump(include=set(EngineConfig.model_fields))))
-            for node, one in zip(nodes[1:], configs[1:], strict=True)
-=======
-        hosts = in_order([start_host(group, number, placement) for number in range(placement.hosts)])
-        update = {"dist_init_addr": ray.get(hosts[0].address.remote())}
-        configs = [config.model_copy(update={**update, "node_rank": rank}) for rank in range(placement.hosts)]
         secret = secrets.token_hex(32)
-        leading = hosts[0].lead.remote(configs[0], secret, asking, launch)
+        leading = nodes[0].lead.remote(configs[0], secret, asking, launch)
         following = [
-            host.follow.remote(EngineConfig(**one.model_dump(include=set(EngineConfig.model_fields))), secret)
-            for host, one in zip(hosts[1:], configs[1:], strict=True)
->>>>>>> theirs
+            node.follow.remote(EngineConfig(**one.model_dump(include=set(EngineConfig.model_fields))), secret)
+            for node, one in zip(nodes[1:], configs[1:], strict=True)
         ]
         [first], _ = ray.wait([leading, *following])
         ray.get(first)  # raises what it ended with; a node that follows does not end before the leader
@@ -203,12 +193,8 @@ class NodeActor:
     """The actor on one of the nodes."""
 
     def __init__(self) -> None:
-<<<<<<< ours
         self._engine: LocalEngine | None = None
-=======
-        self._answerer: Answerer | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="sglang-jax-host-", ignore_cleanup_errors=True)
->>>>>>> theirs
+        self._folder = tempfile.TemporaryDirectory(prefix="sglang-jax-node-", ignore_cleanup_errors=True)
 
     def number(self) -> int:
         """Its place in the TPU slice; 0 where there is none."""
@@ -220,16 +206,10 @@ class NodeActor:
         with socket.create_server((address, 0)) as listener:
             return f"{address}:{listener.getsockname()[1]}"
 
-<<<<<<< ours
-    def lead(self, config: ServerConfig, asking: Asking, launch: Launch) -> None:
-        """Starts the engine, with the others' help."""
-        self._engine = LocalEngine(config, asking, launch=_Once(launch), backoff=Backoff(give_up=1))
-=======
     def lead(self, config: ServerConfig, secret: str, asking: Asking, launch: Launch) -> None:
-        """Starts the engine, with the others' help. `secret`: what the hosts know each other by."""
+        """Starts the engine, with the others' help. `secret`: what the nodes know each other by."""
         config = config.model_copy(update=self._keep(secret, config))
-        self._answerer = Answerer(config, asking, launch=_Once(launch), backoff=Backoff(give_up=1))
->>>>>>> theirs
+        self._engine = LocalEngine(config, asking, launch=_Once(launch), backoff=Backoff(give_up=1))
 
     def answer(self, lines: Sequence[Line | BadLine]) -> list[Answer]:
         """See `LocalEngine`."""
