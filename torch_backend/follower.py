@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 
 from sglang_jax.checkpoint import open_checkpoint
 from sglang_jax.runner.group import Leave, Order, follow
+from sglang_jax.runner.pulse import write_stacks_on_signal
 from torch_backend.devices import select_device
 from torch_backend.followers import Assignment
 from torch_backend.loading import load_rank
@@ -26,6 +27,7 @@ def main(orders: Connection) -> None:
     # Interrupts that a terminal sends to the whole group are for rank 0's parent to judge.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    write_stacks_on_signal()
     assignment = orders.recv()
     assert isinstance(assignment, Assignment)
     inbox: queue.SimpleQueue[Order] = queue.SimpleQueue()
