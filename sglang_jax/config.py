@@ -234,6 +234,13 @@ class EngineConfig(BaseModel):
         description="sampling fields that a request leaves out: the model's generation_config.json, or neutral values",
     )
     skip_warmup: bool = Field(False, description="compile each program at its first use instead of at the start")
+    watchdog_timeout: float = Field(
+        300.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="seconds that an engine process may take for a step, unless it compiles, before it is killed and "
+        "started again",
+    )
     compilation_cache_dir: Path | None = Field(
         None, description="persistent compilation cache; default: the user's cache folder"
     )

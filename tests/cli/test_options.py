@@ -54,6 +54,7 @@ OTHER_VALUES: dict[str, Any] = {
     "random_seed": 42,
     "sampling_defaults": "openai",
     "skip_warmup": True,
+    "watchdog_timeout": 30.0,
     "compilation_cache_dir": Path("some/cache"),
     "decode_log_interval": 7,
     "debug_memory": True,
