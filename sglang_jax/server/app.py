@@ -8,6 +8,7 @@ from sglang_jax.config import ServerConfig
 from sglang_jax.engine.types import EngineClient
 from sglang_jax.server import management
 from sglang_jax.server.auth import ApiKeyMiddleware
+from sglang_jax.server.callers import Callers
 from sglang_jax.server.context import ServerContext
 from sglang_jax.server.errors import install_error_handlers
 from sglang_jax.server.loads import loads_router
@@ -19,7 +20,8 @@ from sglang_jax.server.openai_completions import completions_router
 
 
 def create_context(client: EngineClient, config: ServerConfig) -> ServerContext:
-    return ServerContext(client, config, ServerMetrics(client, config.model_name))
+    """Raises `ConfigError` for keys that are empty, are given twice, or cannot be read."""
+    return ServerContext(client, config, ServerMetrics(client, config.model_name), Callers.of(config))
 
 
 def create_app(context: ServerContext) -> FastAPI:
@@ -40,6 +42,5 @@ def create_app(context: ServerContext) -> FastAPI:
         metrics_router(context.metrics),
     ):
         app.include_router(router)
-    if context.config.api_key is not None:
-        app.add_middleware(ApiKeyMiddleware, api_key=context.config.api_key)
+    app.add_middleware(ApiKeyMiddleware, callers=context.callers)
     return app

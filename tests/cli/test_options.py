@@ -62,6 +62,11 @@ OTHER_VALUES: dict[str, Any] = {
     "served_model_name": "name",
     "connect": "10.0.0.1:30000,10.0.0.2:30000",
     "api_key": "secret",
+    "api_key_file": Path("some/key"),
+    "api_keys": Path("some/keys.yaml"),
+    "admin_api_key": "other secret",
+    "admin_api_key_file": Path("some/admin-key"),
+    "allowed_hosts": "proxy.example",
     "chat_template": "template.jinja",
     "log_level": "debug",
 }
