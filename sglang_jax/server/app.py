@@ -19,9 +19,12 @@ from sglang_jax.server.openai_chat import chat_router
 from sglang_jax.server.openai_completions import completions_router
 
 
-def create_context(client: EngineClient, config: ServerConfig) -> ServerContext:
-    """Raises `ConfigError` for keys that are empty, are given twice, or cannot be read."""
-    return ServerContext(client, config, ServerMetrics(client, config.model_name), Callers.of(config))
+def create_context(client: EngineClient, config: ServerConfig, callers: Callers | None = None) -> ServerContext:
+    """`callers`: None for those that the options name. Raises `ConfigError` for keys that are empty, are given twice,
+    or cannot be read."""
+    if callers is None:
+        callers = Callers.of(config)
+    return ServerContext(client, config, ServerMetrics(client, config.model_name), callers)
 
 
 def create_app(context: ServerContext) -> FastAPI:

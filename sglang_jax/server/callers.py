@@ -187,6 +187,12 @@ class Callers:
         open_to_all = client_key is None and config.api_keys is None
         return cls(by_key, Caller("anybody", admin=admin_key is None) if open_to_all else None)
 
+    @classmethod
+    def within(cls) -> Callers:
+        """For an application that nobody reaches but the process that it is in: whatever keys there are, none is asked
+        for."""
+        return cls({}, Caller("this process", admin=True))
+
     @property
     def asks_for_a_key(self) -> bool:
         """Nobody is let in without one."""
