@@ -237,6 +237,13 @@ class EngineConfig(BaseModel):
         description="sampling fields that a request leaves out: the model's generation_config.json, or neutral values",
     )
     skip_warmup: bool = Field(False, description="compile each program at its first use instead of at the start")
+    watchdog_timeout: float = Field(
+        300.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="seconds that an engine process may take for a step, unless it compiles, before it is killed and "
+        "started again",
+    )
     compilation_cache_dir: Path | None = Field(
         None, description="persistent compilation cache; default: the user's cache folder"
     )
@@ -316,6 +323,12 @@ def _one_key(name: str, given: str | None, file: Path | None, from_environment: 
 class ServerConfig(EngineConfig):
     """An engine behind HTTP."""
 
+    max_queued_requests: PositiveInt | None = Field(
+        4096, description="most completions waiting; more are refused with 503"
+    )
+    max_completions_per_request: PositiveInt = Field(
+        1024, description="most completions of one HTTP request: its prompts times n; more are refused with 400"
+    )
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(30000, ge=0, le=65535, description="port to listen on")
     served_model_name: str | None = Field(None, description="name in /v1/models; default: model_path")
@@ -334,10 +347,15 @@ class ServerConfig(EngineConfig):
         "then not; also by SGLANG_JAX_ADMIN_API_KEY",
     )
     admin_api_key_file: Path | None = Field(None, description="file that holds it")
-    allowed_hosts: str | None = Field(
-        None,
-        description="NAME,...: what clients may call a server without a key on a loopback address, beside localhost "
-        "and its address; * for anything",
+    max_body_bytes: PositiveInt = Field(
+        8 * 2**20, description="most bytes of a request's body; larger ones are refused with 413"
+    )
+    client_timeout: float = Field(
+        30.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="seconds that a client may take to send a request's head, to send more of its body, and to read "
+        "some of the answer; then its connection is closed",
     )
     chat_template: str | None = Field(None, description="a Jinja file, or the template; default: the tokenizer's")
     log_level: LogLevel = Field(LogLevel.INFO, description="least severe level logged")

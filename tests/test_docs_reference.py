@@ -65,7 +65,6 @@ DEFAULTS_IN_WORDS = frozenset(
         "api_keys",
         "admin_api_key",
         "admin_api_key_file",
-        "allowed_hosts",
         "chat_template",
     }
 )

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from sglang_jax.checkpoint import open_checkpoint
 from sglang_jax.runner.group import ORDERS, GiveUp, Leave, Order, follow
+from sglang_jax.runner.pulse import write_stacks_on_signal
 from sglang_jax.runner.wire import FrameError
 from torch_backend.devices import select_device
 from torch_backend.followers import ASSIGNMENTS, READY
@@ -30,6 +31,7 @@ def main(orders: Connection) -> None:
     # Interrupts that a terminal sends to the whole group are for rank 0's parent to judge.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    write_stacks_on_signal()
     assignment = ASSIGNMENTS.decode(orders.recv_bytes())
     inbox: queue.SimpleQueue[Order] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(orders, inbox), name="orders", daemon=True).start()

@@ -25,6 +25,7 @@ from sglang_jax.runner.plan import (
     refuse_drafts,
 )
 from sglang_jax.runner.protocol import RunnerReport
+from sglang_jax.runner.pulse import Building
 from sglang_jax.runner.row_updates import count_history, pack_row_updates
 from torch_backend.batch import ForwardBatch
 from torch_backend.devices import device_name
@@ -163,6 +164,9 @@ class TorchRunner:
             captured = partial(graphs.capture_all, lambda done, what: progress(len(kinds) + done, total, what))
             self._stream.submit(captured).wait()
             self._warm_graphs = len(graphs)
+
+    def announce_builds(self, building: Building) -> None:
+        """See `Runner`. Here first uses build single kernels: that takes seconds, and is not told."""
 
     def launch(self, plan: StepPlan) -> TorchStep:
         """Starts a step and returns without waiting for it.

@@ -30,6 +30,7 @@ from sglang_jax.runner.plan import (
     refuse_drafts,
 )
 from sglang_jax.runner.protocol import RunnerReport
+from sglang_jax.runner.pulse import Building
 from sglang_jax.runner.row_updates import count_history, pack_row_updates
 
 
@@ -122,6 +123,10 @@ class JaxRunner:
             outputs.tokens.block_until_ready()
             progress(done, total, f"running {bucket}")
         self._compiles_in_warm_up = self._counter.count
+
+    def announce_builds(self, building: Building) -> None:
+        """See `Runner`."""
+        self._programs.building = building
 
     def launch(self, plan: StepPlan) -> JaxStep:
         """Starts a step and returns without waiting for it.

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from sglang_jax.runner.plan import RunnerSpec, StepPlan, StepResult
 from sglang_jax.runner.protocol import Runner, RunnerReport, StepHandle
+from sglang_jax.runner.pulse import Building
 from sglang_jax.runner.wire import Codec
 
 _STEPS_IN_FLIGHT = 2
@@ -89,6 +90,10 @@ class GroupRunner:
         """See `Runner`."""
         self._followers.send(WarmUp())
         self._runner.warm_up(progress)
+
+    def announce_builds(self, building: Building) -> None:
+        """See `Runner`. The others build what this process builds, at the same time."""
+        self._runner.announce_builds(building)
 
     def launch(self, plan: StepPlan) -> GroupStep:
         """See `Runner`. This process launches first: it refuses what none may run."""

@@ -17,6 +17,7 @@ from sglang_jax.server.models import models_router
 from sglang_jax.server.native import native_router
 from sglang_jax.server.openai_chat import chat_router
 from sglang_jax.server.openai_completions import completions_router
+from sglang_jax.server.request_body import BodyLimit
 
 
 def create_context(client: EngineClient, config: ServerConfig, callers: Callers | None = None) -> ServerContext:
@@ -45,5 +46,7 @@ def create_app(context: ServerContext) -> FastAPI:
         metrics_router(context.metrics),
     ):
         app.include_router(router)
-    app.add_middleware(ApiKeyMiddleware, callers=context.callers)
+    config = context.config
+    app.add_middleware(BodyLimit, max_body_bytes=config.max_body_bytes, client_timeout=config.client_timeout)
+    app.add_middleware(ApiKeyMiddleware, callers=context.callers)  # last, so it comes first: what has no key is not read
     return app

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable
-
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang_jax.config import ServerConfig
 from sglang_jax.server.callers import Callers, set_caller
-from sglang_jax.server.errors import AuthenticationError, ForeignPageError, error_response, shown
+from sglang_jax.server.errors import AuthenticationError, ForeignPageError, error_response
 
 OPEN_PATHS = frozenset({"/health"})
 """What answers without a key: load balancers and orchestrators have none."""
@@ -37,48 +35,27 @@ class ApiKeyMiddleware:
 
 
 class OwnPagesOnly:
-    """Refuses what a browser sends because a page from elsewhere told it to.
+    """Refuses what a browser sends because another site's page told it to.
 
     A server on the loopback interface without a key is protected by being reached from this machine alone, and browsers
-    on this machine run everybody's pages. Such a page reaches it by a name of its own that leads here (DNS rebinding),
-    which then stands in the `Host` header; or by a request whose answer it cannot read, which browsers mark with
-    `Sec-Fetch-Site: cross-site`.
-
-    **Arguments:** `hosts`: names that it may be called by, without a port; `*` among them for any.
+    on this machine run everybody's pages. Such a page cannot read the answer, but what it asks for would be done.
+    Browsers mark such requests with `Sec-Fetch-Site: cross-site`.
     """
 
-    def __init__(self, app: ASGIApp, hosts: Iterable[str]) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._hosts = frozenset(host.lower() for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            headers = Headers(scope=scope)
-            host = headers.get("host", "")
-            if not self._known(host):
-                error = ForeignPageError(
-                    f"this server without a key does not know the name {shown(host)}: call it localhost, name it in "
-                    "--allowed-hosts, or give it an --api-key"
-                )
-            elif headers.get("sec-fetch-site") == "cross-site":
-                error = ForeignPageError("a page from elsewhere asked for this; give the server an --api-key")
-            else:
-                await self._app(scope, receive, send)
-                return
+        if scope["type"] == "http" and Headers(scope=scope).get("sec-fetch-site") == "cross-site":
+            error = ForeignPageError("this server has no key, and another site's page asked for this: set --api-key")
             await error_response(error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
-    def _known(self, host: str) -> bool:
-        name = _without_port(host).lower()
-        return "*" in self._hosts or name in self._hosts or not host or is_loopback(name)
-
 
 def only_own_pages(app: ASGIApp, config: ServerConfig, callers: Callers) -> ASGIApp:
     """The application behind `OwnPagesOnly` where that is all its protection: no key, and a loopback address."""
-    if callers.asks_for_a_key or not is_loopback(config.host):
-        return app
-    return OwnPagesOnly(app, [config.host, *(name.strip() for name in (config.allowed_hosts or "").split(","))])
+    return app if callers.asks_for_a_key or not is_loopback(config.host) else OwnPagesOnly(app)
 
 
 def is_loopback(host: str) -> bool:
@@ -89,10 +66,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _without_port(host: str) -> str:
-    """`[::1]:30000` to `::1`, `localhost:30000` to `localhost`."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0]

@@ -9,10 +9,14 @@ from typing import Annotated, ClassVar, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 from starlette.datastructures import Headers
 
-from sglang_jax.server.errors import UnsupportedParameterError, shown
+from sglang_jax.errors import cut, shown
+from sglang_jax.server.errors import UnsupportedParameterError
 
 MAX_STOP_STRINGS = 16
 """Most stop strings of one request (OpenAI allows 4)."""
+
+MAX_NAME_CHARACTERS = 1024
+"""Most characters of ids and keys that clients choose."""
 
 IGNORED_FIELDS = frozenset(
     {
@@ -68,9 +72,9 @@ class Body(BaseModel):
             if any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL_VALUES.get(name, ())):
                 continue
             raise UnsupportedParameterError(
-                f"{name} is not supported by this server and ignoring it could change the output; "
+                f"{cut(name)} is not supported by this server and ignoring it could change the output; "
                 f"leave it out (got {shown(value)})",
-                param=name,
+                param=cut(name),
             )
         return self
 
@@ -97,26 +101,32 @@ def _prompt_shape(value: object) -> str:
 
 Item = TypeVar("Item")
 
+Many = Annotated[list[Item], Field(fail_fast=True)]
+"""A list, of whose faulty items the first alone is told: a megabyte of them would make errors for seconds."""
+
 OneOrMany = Annotated[
-    Annotated[Item, Tag("<one>")] | Annotated[list[Item], Tag("<many>")],
+    Annotated[Item, Tag("<one>")] | Annotated[Many[Item], Tag("<many>")],
     Discriminator(_one_or_many),
 ]
 """A value, or a list of them. The branch is chosen by looking for a list, so that an error speaks of one branch."""
 
 Prompt = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[list[str], Tag("<texts>")]
-    | Annotated[list[int], Tag("<ids>")]
-    | Annotated[list[list[int]], Tag("<id lists>")],
+    | Annotated[Many[str], Tag("<texts>")]
+    | Annotated[Many[int], Tag("<ids>")]
+    | Annotated[Many[Many[int]], Tag("<id lists>")],
     Discriminator(_prompt_shape),
 ]
 """OpenAI's completion prompt: a text, texts, token ids, or lists of token ids."""
 
 TokenIds = Annotated[
-    Annotated[list[int], Tag("<ids>")] | Annotated[list[list[int]], Tag("<id lists>")],
+    Annotated[Many[int], Tag("<ids>")] | Annotated[Many[Many[int]], Tag("<id lists>")],
     Discriminator(lambda value: "<id lists>" if _prompt_shape(value) == "<id lists>" else "<ids>"),
 ]
 """One list of token ids, or several."""
+
+ShortText = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]
+"""An id or a key that a client chooses: kept with its request, and some repeated in each event."""
 
 TokenId = Annotated[int, Field(strict=False)]
 """A token id as key of a JSON object, where it can only be a string of digits."""

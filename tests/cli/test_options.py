@@ -54,6 +54,7 @@ OTHER_VALUES: dict[str, Any] = {
     "random_seed": 42,
     "sampling_defaults": "openai",
     "skip_warmup": True,
+    "watchdog_timeout": 30.0,
     "compilation_cache_dir": Path("some/cache"),
     "decode_log_interval": 7,
     "debug_memory": True,
@@ -66,7 +67,9 @@ OTHER_VALUES: dict[str, Any] = {
     "api_keys": Path("some/keys.yaml"),
     "admin_api_key": "other secret",
     "admin_api_key_file": Path("some/admin-key"),
-    "allowed_hosts": "proxy.example",
+    "max_completions_per_request": 100,
+    "max_body_bytes": 1000,
+    "client_timeout": 5.0,
     "chat_template": "template.jinja",
     "log_level": "debug",
 }

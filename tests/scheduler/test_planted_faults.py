@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,14 +19,18 @@ from sglang_jax.mem_cache.radix_tree import Node, Probe, RadixTree
 from sglang_jax.mem_cache.window_kv import WindowKV
 from sglang_jax.runner.plan import PageDeltas
 from sglang_jax.scheduler.admission import Admission
+from sglang_jax.scheduler.planner import Planner
 from sglang_jax.scheduler.publisher import Publisher
 from sglang_jax.scheduler.request import Request
-from sglang_jax.scheduler.rows import Departure, Rows
+from sglang_jax.scheduler.rows import Advance, Departure, Rows
 
 SCHEDULES = 2000
 
 ONE_POOL = ((0,),)
 WINDOWS = ((0, 5), (0, 17), (5,), (3, 20))
+
+NO_DRAFTS = (0,)
+MANY_DRAFTS = (1, 4)
 
 
 def skip_unlock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +214,7 @@ def keep_nothing_for_the_next_page(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def match_over_a_tombstone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WindowKV, "accepts", lambda self, run: run > 0)
+    monkeypatch.setattr(WindowKV, "last_start", lambda self, passed, index: index)
 
 
 def cover_a_page_less(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,6 +292,54 @@ def keep_what_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVCache, "let_go", lambda self, rows, *, tight=False: let_go(self, rows[:0], tight=tight))
 
 
+def count_wrong_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows stay as long as was planned."""
+    monkeypatch.setattr(KVCache, "shorten", lambda self, rows, tokens: None)
+
+
+def begin_where_the_host_thinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row goes on at the most that its length may be."""
+    learnt = Planner._learnt
+
+    def none_is(self: Planner, rows: np.ndarray) -> np.ndarray | None:
+        found = learnt(self, rows)
+        return None if found is None else np.zeros_like(found)
+
+    monkeypatch.setattr(Planner, "_learnt", none_is)
+
+
+def keep_what_is_behind_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    advance = Rows.advance
+
+    def advance_by_all(self: Rows, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> Advance:
+        kept = advance(self, rows, tokens, counts)
+        most = np.minimum(counts, self.total_len[rows] - kept.num_tokens + kept.kept)
+        return replace(kept, kept=most.astype(np.int32))
+
+    monkeypatch.setattr(Rows, "advance", advance_by_all)
+
+
+def reclaim_behind_the_longest_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages behind the window of a query that is further on than the row may be."""
+    extend = KVCache.extend_rows
+
+    def extend_and_guess(self: KVCache, rows: np.ndarray, lengths: np.ndarray) -> bool:
+        before = self.lengths.kv_planned[rows]
+        done = extend(self, rows, lengths)
+        if done:
+            self.lengths.first_query[rows] = before
+        return done
+
+    monkeypatch.setattr(KVCache, "extend_rows", extend_and_guess)
+
+
+DRAFT_FAULTS = [
+    count_wrong_drafts,
+    begin_where_the_host_thinks,
+    keep_what_is_behind_a_stop,
+    reclaim_behind_the_longest_guess,
+]
+
 WINDOW_FAULTS = [
     doubt_no_window,
     keep_what_is_behind,
@@ -323,12 +376,14 @@ FAULTS = [
     never_keep_room,
     miscount_what_does_not_fit,
     *WINDOW_FAULTS,
+    *DRAFT_FAULTS,
 ]
 
 
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
 def test_fault_is_caught(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    groups = WINDOWS if plant in WINDOW_FAULTS else ONE_POOL
+    groups = WINDOWS if plant in WINDOW_FAULTS or plant is reclaim_behind_the_longest_guess else ONE_POOL
+    drafts = MANY_DRAFTS if plant in DRAFT_FAULTS else NO_DRAFTS
     with pytest.raises((OwnershipError, InvariantError, AssertionError, RuntimeError, LookupError)):
-        simulate(SCHEDULES, known_fault=True, groups=groups)
+        simulate(SCHEDULES, known_fault=True, groups=groups, drafts=drafts)
