@@ -61,6 +61,10 @@ DEFAULTS_IN_WORDS = frozenset(
         "served_model_name",
         "connect",
         "api_key",
+        "api_key_file",
+        "api_keys",
+        "admin_api_key",
+        "admin_api_key_file",
         "chat_template",
     }
 )

@@ -21,6 +21,8 @@ from sglang_jax.engine.types import EngineClient
 from sglang_jax.errors import ConfigError
 from sglang_jax.runner.backends import load_follower
 from sglang_jax.server.app import create_app, create_context
+from sglang_jax.server.auth import is_loopback, only_own_pages
+from sglang_jax.server.callers import Callers
 from sglang_jax.server.context import ServerContext
 from sglang_jax.server.remote_replicas import connect_engines
 
@@ -91,13 +93,21 @@ def run(config: ServerConfig, launch: Launch = launch_or_connect) -> int:
     """Serves until a signal ends it; a host of `node_rank` above 0 follows host 0 until that ends. The exit status: 0,
     or 1 if the engine died meanwhile.
 
-    **Raises:** `ConfigError` for an address that cannot be listened on, and what `launch_or_connect` raises.
+    **Raises:** `ConfigError` for an address that cannot be listened on or keys that cannot be used, and what
+    `launch_or_connect` raises.
     """
     begin = time.perf_counter()
     logging.basicConfig(level=config.log_level.upper(), format=LOG_FORMAT)
     if config.node_rank > 0:
         load_follower(config)(config)
         return 0
+    callers = Callers.of(config)
+    if not callers.asks_for_a_key and not is_loopback(config.host):
+        logger.warning(
+            "Whoever reaches %s may use this server: it has no key. Give it one with --api-key-file, or let it "
+            "listen on 127.0.0.1",
+            config.host,
+        )
     listener = bind(config.host, config.port)  # before the model is loaded: a taken port shows at once
     with listener, asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
         try:
@@ -112,7 +122,7 @@ async def _serve(config: ServerConfig, listener: socket.socket, launch: Launch, 
     try:
         context = create_context(client, config)
         uvicorn_config = uvicorn.Config(
-            create_app(context),
+            only_own_pages(create_app(context), config, context.callers),
             lifespan="off",
             log_config=None,
             log_level="info" if config.log_level is LogLevel.DEBUG else "warning",
@@ -120,7 +130,7 @@ async def _serve(config: ServerConfig, listener: socket.socket, launch: Launch, 
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
         )
         url = _url(config.host, listener.getsockname()[1])
-        server = DrainingServer(uvicorn_config, context, lambda: _announce(config, url, begin))
+        server = DrainingServer(uvicorn_config, context, lambda: _announce(context, url, begin))
         await server.serve(sockets=[listener])
         return 0 if client.alive else 1
     finally:
@@ -165,10 +175,10 @@ def _url(host: str, port: int) -> str:
     return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
 
 
-def _announce(config: ServerConfig, url: str, begin: float) -> None:
-    key = ' -H "Authorization: Bearer $API_KEY"' if config.api_key is not None else ""
+def _announce(context: ServerContext, url: str, begin: float) -> None:
+    key = ' -H "Authorization: Bearer $API_KEY"' if context.callers.asks_for_a_key else ""
     print(
-        f"Ready after {time.perf_counter() - begin:.1f} s: serving {config.model_name} at {url}. Try it:\n"
+        f"Ready after {time.perf_counter() - begin:.1f} s: serving {context.config.model_name} at {url}. Try it:\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key}"
         ' -d \'{"messages": [{"role": "user", "content": "Hello!"}]}\'',
         flush=True,

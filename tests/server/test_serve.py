@@ -141,7 +141,7 @@ def test_the_death_of_the_engine() -> None:
         assert port is not None
         waiting = socket.create_connection(("127.0.0.1", port))
         body = json.dumps({"text": "a" * 2000, "sampling_params": {"max_new_tokens": 2000}}).encode()
-        head = "POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
         waiting.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         stream_body = {"prompt": "a" * 2000, "max_tokens": 2000, "stream": True}
         with running.http.stream("POST", "/v1/completions", json=stream_body) as response:
