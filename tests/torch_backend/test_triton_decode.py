@@ -155,7 +155,7 @@ def test_layers_of_one_step_share_what_they_may() -> None:
     steps += [make_step(replace(case, kv_heads=2, group=1)), make_step(replace(case, group=8, head_dim=256))]
     attention = TritonAttention(HOPPER).prepare(steps[0].batch)
     for step in steps:
-        assert torch.equal(step.batch.page_table, steps[0].batch.page_table)  # drawn from the same seed
+        assert torch.equal(step.batch.page_table, steps[0].batch.page_table)  # sampled from the same seed
         output = attention(step.queries, step.kv, step.options)
         torch.testing.assert_close(output.double(), torch.from_numpy(step.expected), atol=1.6e-2, rtol=0)
 
