@@ -57,6 +57,8 @@ MODEL = ModelInfo(
 class InstantTokenizer:
     """As much of a tokenizer as a chat needs."""
 
+    longest_token = 1
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 

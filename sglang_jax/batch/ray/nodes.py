@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import socket
+import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import ray
 from ray import ObjectRef
@@ -162,9 +165,10 @@ class GroupKeeper:
         nodes = in_order([start_node(group, number, placement) for number in range(placement.nodes)])
         update = {"dist_init_addr": ray.get(nodes[0].address.remote())}
         configs = [config.model_copy(update={**update, "node_rank": rank}) for rank in range(placement.nodes)]
-        leading = nodes[0].lead.remote(configs[0], asking, launch)
+        secret = secrets.token_hex(32)
+        leading = nodes[0].lead.remote(configs[0], secret, asking, launch)
         following = [
-            node.follow.remote(EngineConfig(**one.model_dump(include=set(EngineConfig.model_fields))))
+            node.follow.remote(EngineConfig(**one.model_dump(include=set(EngineConfig.model_fields))), secret)
             for node, one in zip(nodes[1:], configs[1:], strict=True)
         ]
         [first], _ = ray.wait([leading, *following])
@@ -190,6 +194,7 @@ class NodeActor:
 
     def __init__(self) -> None:
         self._engine: LocalEngine | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="sglang-jax-node-", ignore_cleanup_errors=True)
 
     def number(self) -> int:
         """Its place in the TPU slice; 0 where there is none."""
@@ -201,8 +206,9 @@ class NodeActor:
         with socket.create_server((address, 0)) as listener:
             return f"{address}:{listener.getsockname()[1]}"
 
-    def lead(self, config: ServerConfig, asking: Asking, launch: Launch) -> None:
-        """Starts the engine, with the others' help."""
+    def lead(self, config: ServerConfig, secret: str, asking: Asking, launch: Launch) -> None:
+        """Starts the engine, with the others' help. `secret`: what the nodes know each other by."""
+        config = config.model_copy(update=self._keep(secret, config))
         self._engine = LocalEngine(config, asking, launch=_Once(launch), backoff=Backoff(give_up=1))
 
     def answer(self, lines: Sequence[Line | BadLine]) -> list[Answer]:
@@ -210,9 +216,19 @@ class NodeActor:
         assert self._engine is not None
         return self._engine.answer(lines)
 
-    def follow(self, config: EngineConfig) -> None:
+    def follow(self, config: EngineConfig, secret: str) -> None:
         """Helps until the leader ends."""
+        config = config.model_copy(update=self._keep(secret, config))
         load_follower(config)(config)
+
+    def _keep(self, secret: str, config: EngineConfig) -> dict[str, Path]:
+        """The option that gives the secret to the engine, which may be another process; none where a file of the user's
+        does. The folder is this user's alone."""
+        if config.group_secret_file is not None:
+            return {}
+        file = Path(self._folder.name) / "secret"
+        file.write_text(secret)
+        return {"group_secret_file": file}
 
 
 class _Once:
