@@ -39,7 +39,7 @@ class TestByHand:
         assert small.peek([]) == 0
 
     def test_an_insert_tells_how_much_was_there_already(self) -> None:
-        """The caller frees exactly these duplicates: a number off by a page leaks or frees twice (note 4)."""
+        """The caller frees exactly these duplicates: a number off by a page leaks or frees twice."""
         small = SmallTree()
         small.insert(A + B + C)
         for run, there in ((A + B + C, 12), (A + B + D, 8), (A + B, 8), (D, 0), (A + B + C + D, 12)):

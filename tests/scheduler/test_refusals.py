@@ -71,7 +71,7 @@ def test_too_many_ids_that_end_a_request() -> None:
 
 
 def test_a_full_queue_refuses_the_one_that_comes_and_nobody_else() -> None:
-    """A full queue must answer, with 503, not hang (note 15)."""
+    """A full queue must answer, with 503, not hang."""
     bench = Bench(rows=1, options={"max_queued_requests": 2})
     running = bench.add(PROMPT, sampling=endless(6))
     bench.scheduler.step()
