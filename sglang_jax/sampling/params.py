@@ -59,7 +59,7 @@ class SamplingParams:
     - `stop`: strings that end the output; the output is cut before the match unless `include_stop`.
     - `stop_token_ids`: further token ids that end the output.
     - `ignore_eos`: the model's own end-of-sequence tokens do not end the output.
-    - `seed`: makes the samples a function of (seed, position) alone.
+    - `seed`: makes sampling a function of (seed, position) alone.
     - `n`: number of independent completions.
     - `skip_special_tokens`: leave special tokens out of the text.
 

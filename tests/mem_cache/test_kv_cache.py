@@ -67,7 +67,7 @@ class TestLifeCycle:
         assert page_balance(cache, cache.groups[0]).evictable == 1
 
     def test_at_finish_the_last_tokens_kv_is_not_committed(self) -> None:
-        """The last drawn token was never run: a page that counts it is cached with a hole."""
+        """The last sampled token was never run: a page that counts it is cached with a hole."""
         cache = small_cache()
         record = open_row(cache, PROMPT[:4])
         compute(cache, record, PROMPT[:4])
@@ -318,11 +318,11 @@ class TestDuplicates:
         cache = small_cache()
         record = open_row(cache, PROMPT)
         compute(cache, record, PROMPT[:10])
-        before, receipt = page_balance(cache, cache.groups[0]), record.receipt
+        before, locked_node = page_balance(cache, cache.groups[0]), record.locked_node
         cache.cache_prefix(record, int32_bytes(PROMPT), 10, None)
         cache.cache_prefix(record, int32_bytes(PROMPT), 5, None)
         assert page_balance(cache, cache.groups[0]) == before
-        assert record.receipt is receipt
+        assert record.locked_node is locked_node
         check_everything(cache)
 
 

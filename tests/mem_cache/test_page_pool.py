@@ -68,8 +68,7 @@ def test_the_pad_page_is_never_handed_out_and_never_taken_back(ledger: bool) -> 
 
 @with_and_without_ledger
 def test_double_free_across_calls_is_noticed(ledger: bool) -> None:
-    """A second release path freed what the first had freed; nothing was said until two requests shared a page
-    ."""
+    """A second release path freed what the first had freed; nothing was said until two requests shared a page."""
     pool = make_pool(9, ledger)
     pages = pool.alloc(3, OWNER)
     assert pages is not None

@@ -70,11 +70,11 @@ def test_equals_the_reference(kind: Kind) -> None:
 
 def test_a_sample_depends_on_nothing_but_its_request(kind: Kind) -> None:
     @settings(max_examples=kind.few(40), deadline=None)
-    @given(case=CASE, company=st.lists(CASE, min_size=3, max_size=3), row=st.integers(0, 2), line=st.integers(0, 3))
-    def check(case: Case, company: list[Case], row: int, line: int) -> None:
+    @given(case=CASE, others=st.lists(CASE, min_size=3, max_size=3), row=st.integers(0, 2), line=st.integers(0, 3))
+    def check(case: Case, others: list[Case], row: int, line: int) -> None:
         rows = [3, 4, 5]
         rows.insert(line, row)
-        together = kind.sample([*company[:line], case, *company[line:]], rows)
+        together = kind.sample([*others[:line], case, *others[line:]], rows)
         assert together[line] == kind.sample([case])[0]
 
     check()

@@ -23,7 +23,7 @@ def endless(tokens: int, seed: int = 5, **fields: object) -> SamplingParams:
 
 
 def seed_that_ends_at(length: int, token: int = EOS) -> int:
-    """A seed with which `token` is drawn as output number `length` and not before."""
+    """A seed with which `token` is sampled as output number `length` and not before."""
     oracle = Oracle(40)
     for seed in range(100_000):
         output = oracle.output(PROMPT, seed, length, (token,))
@@ -87,9 +87,9 @@ class TestByToken:
         request = bench.add(PROMPT, sampling=sampling)
         bench.run()
         finished = bench.channel.finished[request]
-        drawn = bench.channel.output(request)
+        sampled = bench.channel.output(request)
         assert finished.kind == "stop"
-        assert finished.matched_token == drawn[-1]
+        assert finished.matched_token == sampled[-1]
         assert finished.matched_token in sampling.stop_token_ids
         bench.check_outputs()
 

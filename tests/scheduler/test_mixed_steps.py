@@ -41,17 +41,17 @@ def test_decode_never_waits_for_a_long_prompt() -> None:
     bench.scheduler.step()
     plans = plans_of(bench)
     second = bench.add(prompt(100, first=2), sampling=endless(4))
-    drawn = []
+    sampled = []
     while second not in bench.channel.streams:
         bench.scheduler.step()
-        drawn.append(len(bench.channel.streams.get(first, [])))
+        sampled.append(len(bench.channel.streams.get(first, [])))
     assert [shape(plan) for plan in plans[:7]] == [(1, [16])] * 6 + [(1, [4])]
-    assert drawn == list(range(1, 9)), "the first request draws a token each step"
+    assert sampled == list(range(1, 9)), "the first request samples a token each step"
     bench.run()
     bench.check_outputs()
 
 
-def test_a_chunk_draws_only_where_it_ends_its_prompt() -> None:
+def test_a_chunk_samples_only_where_it_ends_its_prompt() -> None:
     bench = Bench(chunk=16)
     plans = plans_of(bench)
     bench.add(prompt(40), sampling=endless(2))

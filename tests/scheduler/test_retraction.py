@@ -159,7 +159,7 @@ class TestCapacity:
         bench.check_outputs()
 
     def test_filling_the_pool_to_the_last_slot_is_no_shortage(self) -> None:
-        """KV of the last drawn token is never written, so 17 tokens fit into 16 slots."""
+        """KV of the last sampled token is never written, so 17 tokens fit into 16 slots."""
         bench = Bench(pages=4, context=64)
         exact = bench.add(prompt(6), sampling=endless(11))
         run_checked(bench)
@@ -167,7 +167,7 @@ class TestCapacity:
         bench.check_outputs()
 
     @pytest.mark.parametrize("limit", [50, None])
-    def test_alone_a_request_is_admitted_whatever_it_may_draw(self, limit: int | None) -> None:
+    def test_alone_a_request_is_admitted_whatever_it_may_sample(self, limit: int | None) -> None:
         """Most requests end long before their limit; one that waits for room for all of it waits for ever."""
         bench = Bench(pages=4, context=64)
         seed = next(s for s in range(1000) if len(bench.oracle.output(prompt(14), s, 3, (EOS,))) < 3)

@@ -134,7 +134,7 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("window", [None, SPLIT + 9])
-def test_a_row_does_not_depend_on_its_company(window: int | None) -> None:
+def test_a_row_is_batch_invariant(window: int | None) -> None:
     """The same bits alone, in another order, on a chip with more processors, and with programs in any order."""
     step = make_step(decode(700, 9, 300, 64, SPLIT, kv_heads=1, page_size=16, window=window, sinks=True))
     together = attend(step)
