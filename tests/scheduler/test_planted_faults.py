@@ -214,7 +214,7 @@ def keep_nothing_for_the_next_page(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def match_over_a_tombstone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WindowKV, "accepts", lambda self, run: run > 0)
+    monkeypatch.setattr(WindowKV, "last_start", lambda self, passed, index: index)
 
 
 def cover_a_page_less(monkeypatch: pytest.MonkeyPatch) -> None:
