@@ -157,7 +157,7 @@ class EngineConfig(BaseModel):
     load_format: LoadFormat = Field(LoadFormat.AUTO, description="how the weights are stored; dummy: random weights")
     backend: Backend = Field(
         Backend.AUTO,
-        description="which engine runs the model; auto: jax on a TPU, torch on a GPU, else what is installed",
+        description="inference backend that runs the model; auto: jax on a TPU, torch on a GPU, else what is installed",
     )
     device: Device = Field(Device.AUTO, description="where it runs")
     dtype: Dtype = Field(Dtype.AUTO, description="type of weights and activations; auto: measured best for the device")
@@ -334,7 +334,7 @@ class ServerConfig(EngineConfig):
     served_model_name: str | None = Field(None, description="name in /v1/models; default: model_path")
     connect: str | None = Field(
         None,
-        description="HOST:PORT,...: servers of the same model that are the replicas, instead of engines of this one's",
+        description="HOST:PORT,...: existing servers of the same model to load-balance across, in place of own engines",
     )
     api_key: str | None = Field(
         None, description="bearer token that every route but health asks for; also by SGLANG_JAX_API_KEY"

@@ -1,4 +1,4 @@
-"""Errors that cross rooms: what a request may be refused with, and how HTTP says it."""
+"""Errors that cross packages: what a request may be refused with, and how HTTP says it."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ class Simulation(RuleBasedStateMachine):
     @rule(family=st.sampled_from(FAMILIES), length=st.integers(2, 40), short=st.integers(1, 24), whole=st.booleans())
     def spoil_what_is_computed_again(self, family: tuple[int, ...], length: int, short: int, whole: bool) -> None:
         """A prompt is proven, its head (or all of it) loses its windows, and a spoilt step computes them again for
-        somebody who goes before it draws. A draw at the prompt's end proves nothing of the head, where one more
+        somebody who goes before it samples. A sample at the prompt's end proves nothing of the head, where one more
         starts."""
         scheduler = self.bench.scheduler
         prompt = [*family[:length]][: self.bench.context - 3]

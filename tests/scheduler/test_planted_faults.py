@@ -98,7 +98,7 @@ def lose_a_delta(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def commit_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last drawn token counts as committed, though its KV was never written."""
+    """The last sampled token counts as committed, though its KV was never written."""
     publish = Publisher.tokens
 
     def publish_and_commit(self: Publisher, rows: np.ndarray, *arguments: Any) -> None:
@@ -261,7 +261,7 @@ def give_a_node_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def insert_the_uncommitted_tail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The token drawn last goes into the tree, though its KV was never written."""
+    """The token sampled last goes into the tree, though its KV was never written."""
     give_back = Rows._give_back
 
     def give_back_all(self: Rows, departure: Departure) -> None:
