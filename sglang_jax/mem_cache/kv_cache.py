@@ -64,6 +64,7 @@ class KVCache:
     - `pools`: one for each group of layers, all with pages of the same number of tokens; `max_rows`, `max_context`: of
       the page tables.
     - `step_tokens`: most tokens that one step computes of a row; `max_context` unless given.
+    - `drafts`: steps may write tokens that turn out not to be the row's.
     - `reuse`: False turns prefix reuse off: nothing matches and nothing is inserted, all else is the same.
     - `debug`: keep a ledger of owners.
     """
@@ -75,6 +76,7 @@ class KVCache:
         max_context: int,
         *,
         step_tokens: int | None = None,
+        drafts: bool = False,
         reuse: bool = True,
         eviction: EvictionPolicy = EvictionPolicy.LRU,
         debug: bool = False,
@@ -84,7 +86,7 @@ class KVCache:
             raise ValueError(f"pages of all groups must hold the same number of tokens, got {sorted(sizes)}")
         (self.page_size,) = sizes
         self.reuse = reuse
-        self.lengths = RowLengths(max_rows)
+        self.lengths = RowLengths(max_rows, drafts)
         columns = -(-max_context // self.page_size)
         most = max_context if step_tokens is None else min(step_tokens, max_context)
         self.groups: tuple[Group, ...] = tuple(
@@ -201,20 +203,20 @@ class KVCache:
             if not self._grow(repeated, columns):
                 return False
         self.lengths.first_query[rows] = np.minimum(before, self.lengths.kv_committed[rows])
-        self.lengths.kv_planned[rows] = lengths
         self.lengths.kv_allocated[rows] = np.maximum(held, lengths)
+        self.lengths.kv_planned[rows] = lengths
         return True
 
     def extend_decode(self, rows: Int32, widths: Int32 | None = None) -> Int32 | None:
-        """Allocates one more token, or `widths` `[rows]` more, for each of `rows` `[rows]`, or for none of them: then
-        None.
+        """Allocates one more token, or `widths` `[rows]` more where steps have drafts, for each of `rows` `[rows]`, or
+        for none of them: then None.
 
         Returns what `kv_planned` is then of each, `[rows]`.
         """
         if widths is not None:
             return self._extend_by(rows, widths)
-        lengths, held = self.lengths.kv_planned[rows], self.lengths.kv_allocated[rows]
-        crossing = ((lengths & (self.page_size - 1)) == 0) & (lengths == held)
+        lengths = self.lengths.kv_allocated[rows]
+        crossing = (lengths & (self.page_size - 1)) == 0
         if crossing.any():
             needy = rows[crossing]
             if self._windows:
@@ -224,8 +226,7 @@ class KVCache:
         if self._windows:
             self.lengths.first_query[rows] = lengths
         lengths += 1
-        self.lengths.kv_planned[rows] = lengths
-        self.lengths.kv_allocated[rows] = np.maximum(held, lengths)
+        self.lengths.kv_allocated[rows] = lengths
         return lengths
 
     def _extend_by(self, rows: Int32, widths: Int32) -> Int32 | None:

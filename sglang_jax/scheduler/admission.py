@@ -52,6 +52,9 @@ class Decisions:
     too_large: list[Request]
 
 
+_NOBODY = Decisions([], [])
+
+
 class Admission:
     """Takes requests from the queue in its order, while the step has tokens for them; once it has none, those that have
     less work than the prompts under way, as a chunk of theirs goes first.
@@ -83,7 +86,7 @@ class Admission:
     def admit(self, allowance: int, step: int) -> Decisions:
         """Decides who starts. `allowance`: prompt tokens that the step may compute; `step`: its number."""
         if allowance <= 0 or not self._cache.num_free_rows or not self._queue.worth_a_look():
-            return Decisions([], [])
+            return _NOBODY
         look = _Look(self._cache, self._rows, self._reserve, step, allowance)
         for request in self._candidates(look):
             if not self._cache.num_free_rows and not self._reclaim():

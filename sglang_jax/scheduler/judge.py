@@ -25,6 +25,9 @@ class Verdict:
     restarted: list[Request]
 
 
+_NOBODY = Verdict([], [])
+
+
 class Judge:
     """Keeps KV that is not finite from whoever did not compute it.
 
@@ -45,17 +48,17 @@ class Judge:
 
     def judge(self, planned: Planned, result: StepResult) -> Verdict:
         """Looks at what a step gave, before anything of it is published. Once the verdict is carried out, `prove`."""
-        verdict = Verdict([], [])
         last = _sampled_last(result, planned.picks)
-        if planned.logprob_requests or (len(last) and last.min() <= INVALID_TOKEN):
-            in_trouble = [request for request in self._in_trouble(planned, result, last) if self._rows.runs(request)]
-            for request in in_trouble:
-                self._cache.distrust(request.record)
-            for request in in_trouble:
-                (verdict.restarted if self._may_restart(request) else verdict.failed).append(request)
-            if in_trouble:
-                verdict.restarted.extend(self._readers(in_trouble))
-        return verdict
+        if not planned.logprob_requests and not (len(last) and last.min() <= INVALID_TOKEN):
+            return _NOBODY
+        in_trouble = [request for request in self._in_trouble(planned, result, last) if self._rows.runs(request)]
+        if not in_trouble:
+            return _NOBODY
+        for request in in_trouble:
+            self._cache.distrust(request.record)
+        restarted = [request for request in in_trouble if self._may_restart(request)]
+        failed = [request for request in in_trouble if request not in restarted]
+        return Verdict(failed, restarted + self._readers(in_trouble))
 
     def _may_restart(self, request: Request) -> bool:
         return request.restarts < MAX_RESTARTS and self._cache.borrowed_trouble(request.record)

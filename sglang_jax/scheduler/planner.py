@@ -99,8 +99,8 @@ class Planner:
         """
         self._rows.sweep()
         rows = self._rows.decode_rows
-        left = self._rows.total_len[rows] - 1 - self._cache.lengths.kv_planned[rows]
-        open_ended = left > 0
+        left = self._rows.total_len[rows] - self._cache.lengths.kv_planned[rows]
+        open_ended = left > 1  # the token sampled last is not computed
         if not open_ended.all():  # the others are at their limit, or may be once the step in flight has finished
             rows, left = rows[open_ended], left[open_ended]
         if self._max_samples > 1 and len(rows) and (part := self._extend_with_drafts(rows, left)) is not None:
@@ -114,7 +114,7 @@ class Planner:
     def _extend_with_drafts(self, rows: Int32, left: Int32) -> DecodePart | None:
         """As many drafts as half of the step's other tokens allow; None where there is no room for any."""
         most = 1 + (self._token_budget - len(rows)) // (2 * len(rows))
-        widths = np.minimum(left, min(self._max_samples, most))
+        widths = np.minimum(left - 1, min(self._max_samples, most))
         drafting = widths > 1
         if not drafting.any():
             return None

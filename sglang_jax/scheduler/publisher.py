@@ -41,7 +41,7 @@ class Publisher:
         ids = self._rows.ids[rows]
         if not streams.all():
             ids, tokens, counts = ids[streams], tokens[streams], counts[streams]
-        if tokens.shape[1] == 1 and counts.all():
+        if tokens.shape[1] == 1:
             tokens = tokens[:, 0]
         else:
             ids = np.repeat(ids, counts)

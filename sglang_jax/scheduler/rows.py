@@ -30,9 +30,10 @@ RECLAIMED_AT_ONCE = 32
 @dataclass(frozen=True, slots=True)
 class Advance:
     """What sampling did to some rows, each `[rows]`: how many of the tokens count, as those behind a stop token and
-    beyond the limit do not; ended by a stop token; reached its last token."""
+    beyond the limit do not; how many the row has now; ended by a stop token; reached its last token."""
 
     kept: Int32
+    num_tokens: Int32
     stopped: Bool
     full: Bool
 
@@ -161,25 +162,25 @@ class Rows:
         return len(done)
 
     def advance(self, rows: Int32, tokens: Int32, counts: Int32) -> Advance:
-        """Appends to each of `rows` `[rows]` the first `counts`, `[rows]`, of its `tokens`, `[rows, width]`."""
-        if tokens.shape[1] == 1 and counts.all():
-            stopped, full = self._append(rows, tokens[:, 0])
-            return Advance(counts, stopped, full)
-        kept = np.zeros(len(rows), np.int32)
+        """Appends to each of `rows` `[rows]` the first `counts`, `[rows]` >= 1, of its `tokens`, `[rows, width]`."""
+        if tokens.shape[1] == 1:
+            known, stopped, full = self._append(rows, tokens[:, 0])
+            return Advance(counts, known, stopped, full)
+        kept, known = np.zeros(len(rows), np.int32), np.zeros(len(rows), np.int32)
         stopped = np.zeros(len(rows), np.bool_)
         full = np.zeros(len(rows), np.bool_)
         for place in range(tokens.shape[1]):
             going = np.flatnonzero((counts > place) & ~stopped & ~full)
-            stopped[going], full[going] = self._append(rows[going], tokens[going, place])
+            known[going], stopped[going], full[going] = self._append(rows[going], tokens[going, place])
             kept[going] += 1
-        return Advance(kept, stopped, full)
+        return Advance(kept, known, stopped, full)
 
     def token_bytes(self, row: int, first: int, last: int) -> bytes:
         """Tokens `[first, last)` of a row as int32 bytes."""
         return self.tokens[row, first:last].tobytes()
 
-    def _append(self, rows: Int32, tokens: Int32) -> tuple[Bool, Bool]:
-        """One token for each of `rows`: who was stopped by it, and who is full now."""
+    def _append(self, rows: Int32, tokens: Int32) -> tuple[Int32, Bool, Bool]:
+        """One token for each of `rows`: how many they have now, who was stopped by it, and who is full."""
         counts = self.num_tokens[rows]
         self.tokens[rows, counts] = tokens
         counts += 1
@@ -188,7 +189,7 @@ class Rows:
             stopped = self.stop_ids[rows, 0] == tokens
         else:
             stopped = (self.stop_ids[rows, : self.stop_width] == tokens[:, None]).any(axis=1)
-        return stopped, counts >= self.total_len[rows]
+        return counts, stopped, counts >= self.total_len[rows]
 
     def _done(self, row: int) -> bool:
         return bool(self.last_step[row] <= self._cache.finished_step)

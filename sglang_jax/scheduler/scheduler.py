@@ -72,6 +72,7 @@ class Scheduler:
             spec.max_rows,
             spec.max_context,
             step_tokens=min(config.chunked_prefill_size, spec.token_budget),
+            drafts=spec.max_samples > 1,
             reuse=not config.disable_radix_cache,
             eviction=config.radix_eviction_policy,
             debug=config.debug_memory,
@@ -300,8 +301,7 @@ class Scheduler:
             (result.tokens, result.counts) if picks is None else (result.tokens[picks], result.counts[picks])
         )
         advance = self.rows.advance(rows, tokens, counts)
-        known = self.rows.num_tokens[rows]
-        self.cache.lengths.kv_committed[rows] = known - 1
+        self.cache.lengths.kv_committed[rows] = advance.num_tokens - 1
         if planned.plan.top_logprobs >= 0:
             picks = self._all_picks[: len(rows)] if picks is None else picks
             self._publisher.logprobs(result, rows, picks, advance.kept)
@@ -309,7 +309,7 @@ class Scheduler:
         over = advance.stopped | advance.full
         if over.any():
             ended = np.nonzero(over)[0]
-            last = self.rows.tokens[rows[ended], known[ended] - 1].tolist()
+            last = self.rows.tokens[rows[ended], advance.num_tokens[ended] - 1].tolist()
             for row, by_token, token in zip(rows[ended].tolist(), advance.stopped[ended].tolist(), last, strict=True):
                 request = self.rows.at(row)
                 if by_token:
