@@ -110,6 +110,7 @@ def test_a_signal_drains(number: signal.Signals) -> None:
         assert running.wait() == 0
 
 
+@pytest.mark.alone
 def test_a_second_signal_stops_at_once() -> None:
     with server(model_path="echo:0.03") as running:
         running.wait_ready()
@@ -134,6 +135,7 @@ def test_a_signal_while_the_engine_starts() -> None:
         assert running.wait() in (128 + signal.SIGTERM, -signal.SIGTERM)  # the second if it came during the imports
 
 
+@pytest.mark.alone
 def test_the_death_of_the_engine() -> None:
     with server(model_path="echo:0.03") as running:
         running.wait_ready()
