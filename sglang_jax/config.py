@@ -265,6 +265,9 @@ class ServerConfig(EngineConfig):
     max_body_bytes: PositiveInt = Field(
         8 * 2**20, description="most bytes of a request's body; larger ones are refused with 413"
     )
+    max_connections: PositiveInt = Field(
+        4096, description="most connections open at once; a new one takes the place of an idle one, or gets 503"
+    )
     client_timeout: float = Field(
         30.0,
         gt=0.0,

@@ -60,6 +60,13 @@ class BusyError(RequestError):
     code = "busy"
 
 
+class TooManyConnectionsError(RequestError):
+    """`max_connections` are open, and none of them is idle."""
+
+    status = 503
+    code = "too_many_connections"
+
+
 class MediaTypeError(RequestError):
     """The body is announced as something other than JSON."""
 

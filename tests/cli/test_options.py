@@ -62,6 +62,7 @@ OTHER_VALUES: dict[str, Any] = {
     "api_key": "secret",
     "max_completions_per_request": 100,
     "max_body_bytes": 1000,
+    "max_connections": 50,
     "client_timeout": 5.0,
     "chat_template": "template.jinja",
     "log_level": "debug",
