@@ -275,6 +275,11 @@ class ServerConfig(EngineConfig):
         description="seconds that a client may take to send a request's head, to send more of its body, and to read "
         "some of the answer; then its connection is closed",
     )
+    allowed_hosts: str | None = Field(
+        None,
+        description="NAME,...: hosts by which a server without a key that listens on this machine alone may be called, "
+        "besides this machine's; * for all",
+    )
     chat_template: str | None = Field(None, description="a Jinja file, or the template; default: the tokenizer's")
     log_level: LogLevel = Field(LogLevel.INFO, description="least severe level logged")
 

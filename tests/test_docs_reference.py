@@ -58,6 +58,7 @@ DEFAULTS_IN_WORDS = frozenset(
         "debug_memory",
         "served_model_name",
         "connect",
+        "allowed_hosts",
         "api_key",
         "chat_template",
     }

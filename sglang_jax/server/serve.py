@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.loops.auto import auto_loop_factory
 
 from sglang_jax.config import LogLevel, ServerConfig
@@ -28,6 +29,7 @@ from sglang_jax.server.connections import (
     raise_descriptor_limit,
 )
 from sglang_jax.server.context import ServerContext
+from sglang_jax.server.local_hosts import LocalHosts, is_loopback
 from sglang_jax.server.remote_replicas import connect_engines
 
 logger = logging.getLogger(__name__)
@@ -133,8 +135,11 @@ def http_config(context: ServerContext) -> uvicorn.Config:
     """How uvicorn serves the context's engine."""
     config = context.config
     limits = ConnectionLimits(raise_descriptor_limit(config.max_connections), config.client_timeout)
+    app: ASGIApp = create_app(context)
+    if config.api_key is None and is_loopback(config.host):
+        app = LocalHosts(app, (config.allowed_hosts or "").split(","))
     return uvicorn.Config(
-        create_app(context),
+        app,
         http=bounded_connections(limits),
         ws="none",
         lifespan="off",

@@ -64,6 +64,7 @@ OTHER_VALUES: dict[str, Any] = {
     "max_body_bytes": 1000,
     "max_connections": 50,
     "client_timeout": 5.0,
+    "allowed_hosts": "a.example,b.example",
     "chat_template": "template.jinja",
     "log_level": "debug",
 }

@@ -45,13 +45,18 @@ def rest_of(connection: socket.socket) -> bytes:
 
 def healthy(server: EchoServer) -> bool:
     with connect(server) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         return rest_of(connection).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize(
     "sent",
-    [b"", b"GET /hea", b"GET /health HTTP/1.1\r\nHost: a\r\nX-Slow: ", b"GET /health HTTP/1.1\r\nHost: a\r\n\r\nGET /"],
+    [
+        b"",
+        b"GET /hea",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Slow: ",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /",
+    ],
 )
 def test_a_head_that_does_not_come_ends_its_connection(strict: EchoServer, sent: bytes) -> None:
     begin = time.monotonic()
@@ -67,7 +72,7 @@ def test_a_head_that_does_not_come_ends_its_connection(strict: EchoServer, sent:
 def test_a_head_that_trickles_ends_its_connection(strict: EchoServer) -> None:
     begin = time.monotonic()
     with connect(strict) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
         with pytest.raises(OSError, match=r"[Rr]eset|[Bb]roken"):  # noqa: PT012  # whichever write meets the end
             while time.monotonic() - begin < 15:
                 connection.sendall(b"X: y\r\n")
@@ -139,7 +144,7 @@ def test_a_client_that_reads_a_long_answer_slowly_gets_it(strict: EchoServer) ->
 
 def test_a_head_has_a_size(strict: EchoServer) -> None:
     with connect(strict) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\nX-Long: " + b"x" * (MAX_HEAD_BYTES + SLICE))
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * (MAX_HEAD_BYTES + SLICE))
         head, _, body = rest_of(connection).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 431")
     error = json.loads(body)["error"]
@@ -161,7 +166,8 @@ def test_a_body_in_thousands_of_chunks(strict: EchoServer) -> None:
     text = "".join(chr(97 + number % 26) for number in range(3000))
     payload = json.dumps({"prompt": text}).encode()
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in payload) + b"0\r\n\r\n"
-    head = b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += b"Transfer-Encoding: chunked\r\n\r\n"
     tokens = json.dumps([*text.encode()], separators=(",", ":")).encode()
     with connect(strict) as connection:
         # Two requests at once: the second is behind the first, in the same slice as its end.
@@ -177,7 +183,7 @@ def test_an_endless_body_ends_its_connection(strict: EchoServer) -> None:
     begin = time.monotonic()
     with connect(strict) as connection:
         connection.sendall(
-            b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             b"Transfer-Encoding: chunked\r\n\r\n"
         )
         with pytest.raises(OSError, match=r"[Rr]eset|[Bb]roken"):  # noqa: PT012  # whichever write meets the end
