@@ -226,6 +226,12 @@ class EngineConfig(BaseModel):
         description="seconds that an engine process may take for a step, unless it compiles, before it is killed and "
         "started again",
     )
+    max_engine_restarts: int = Field(
+        5,
+        ge=0,
+        description="times in a row that an engine process is started again which failed to start or did not last a "
+        "minute; the server ends with status 1 once none is left",
+    )
     compilation_cache_dir: Path | None = Field(
         None, description="persistent compilation cache; default: the user's cache folder"
     )
@@ -261,6 +267,18 @@ class ServerConfig(EngineConfig):
     connect: str | None = Field(
         None,
         description="HOST:PORT,...: servers of the same model that are the replicas, instead of engines of this one's",
+    )
+    drain_timeout: float = Field(
+        300.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="seconds that requests in flight have to finish once the server or a replica is told to stop",
+    )
+    write_timeout: float = Field(
+        60.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="seconds that a client may read nothing of what it is sent before its connection is closed",
     )
     api_key: str | None = Field(None, description="bearer token that every route but health asks for")
     chat_template: str | None = Field(None, description="a Jinja file, or the template; default: the tokenizer's")

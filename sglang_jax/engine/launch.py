@@ -86,7 +86,7 @@ async def launch_link(
     return link
 
 
-async def launch_replica_link(config: EngineConfig, placement: Placement) -> CoreLink:
+async def launch_replica_link(config: EngineConfig, placement: Placement | None) -> CoreLink:
     """A link to an engine core in a process of its own that serves the model which `config` names. Raises as
     `launch_engine` does."""
     # Here, for the same reason as above.

@@ -9,12 +9,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang_jax.server.errors import AuthenticationError, error_response
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/livez", "/readyz"})
 """What answers without a key: load balancers and orchestrators have none."""
 
 
 class ApiKeyMiddleware:
-    """Asks for `Authorization: Bearer KEY` (RFC 6750, section 2.1) on every path but `/health`.
+    """Asks for `Authorization: Bearer KEY` (RFC 6750, section 2.1) on every path but `OPEN_PATHS`.
 
     Keys are compared in constant time, so that how long a refusal takes says nothing about the key.
     """
