@@ -16,11 +16,13 @@ from sglang_jax.runner.plan import (
     NO_LOGPROBS,
     PageDeltas,
     PromptLogprobs,
-    RowUpdate,
     RunnerSpec,
+    SamplingUpdate,
     StepPlan,
     StepResult,
     TopLogprobs,
+    one_each,
+    refuse_drafts,
 )
 from sglang_jax.runner.protocol import RunnerReport
 from sglang_jax.runner.pulse import Building
@@ -63,7 +65,9 @@ class TorchStep:
         logprobs = None
         if plan.top_logprobs != NO_LOGPROBS:
             logprobs = _of_all_sequences(outputs.logprobs, plan)
-        return StepResult(tokens, logprobs, tuple(_on_host(found) for found in outputs.prompt_logprobs))
+        return StepResult(
+            *one_each(tokens, plan.samples), logprobs, tuple(_on_host(found) for found in outputs.prompt_logprobs)
+        )
 
 
 def _on_host(found: Logprobs) -> TopLogprobs:
@@ -169,12 +173,13 @@ class TorchRunner:
 
         **Raises:** `ValueError`, before anything has changed, for a plan beyond the spec.
         """
+        refuse_drafts(plan)
         if plan.num_tokens > self._spec.token_budget or len(plan.rows) > self._spec.max_rows:
             raise ValueError(
                 f"a step of {plan.num_tokens} tokens in {len(plan.rows)} rows is beyond the runner's "
                 f"{self._spec.token_budget} tokens and {self._spec.max_rows} rows"
             )
-        self._needs.replace(plan.row_updates)
+        self._needs.replace(plan.row_updates.sampling)
         needs = self._needs.of_step(plan)
         return TorchStep(plan, self._stream.submit(partial(self._run, plan, needs)))
 
@@ -197,8 +202,8 @@ class TorchRunner:
 
     def _run(self, plan: StepPlan, needs: Needs) -> StepOutputs:
         """The whole step, on the stream."""
-        if plan.row_updates:
-            self._replace_rows(plan.row_updates)
+        if plan.row_updates.sampling:
+            self._replace_rows(plan.row_updates.sampling)
         inputs, hidden = self._hidden(plan)
         tokens, logprobs = None, None
         if plan.samples.any():
@@ -254,7 +259,7 @@ class TorchRunner:
         part = hidden[start : start + len(wanted.targets)]
         return prompt_logprobs(part, targets, plan.prompt_top_logprobs, self._model.logits)
 
-    def _replace_rows(self, updates: tuple[RowUpdate, ...]) -> None:
+    def _replace_rows(self, updates: tuple[SamplingUpdate, ...]) -> None:
         packed = pack_row_updates(updates, len(updates), self._dump_row, self._spec.vocab_size)
         self._sampling.apply(integers_to_device(self._stream, packed))
         for update in updates:
@@ -275,8 +280,8 @@ class TorchRunner:
         packed = np.zeros(layout.size, np.int32)
         inputs = layout.unpack(integers_to_device(self._stream, packed))
         inputs.rows.fill_(self._dump_row)
-        if layout.prefill_tokens:
-            inputs.query_starts[1:] = inputs.kv_lens[:] = layout.prefill_tokens
+        if layout.tokens:
+            inputs.query_starts[1:] = inputs.kv_lens[:] = layout.tokens
         else:
             torch.arange(layout.rows + 1, dtype=torch.int32, out=inputs.query_starts)
         logits = self._model.logits(self._forward(inputs)[: layout.sampled])

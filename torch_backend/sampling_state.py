@@ -10,7 +10,7 @@ from enum import IntFlag
 import numpy as np
 import torch
 
-from sglang_jax.runner.plan import RowUpdate, StepPlan
+from sglang_jax.runner.plan import SamplingUpdate, StepPlan
 from sglang_jax.runner.row_updates import FIELDS, ONE_OUTPUT, FieldKind
 from sglang_jax.sampling.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 
@@ -110,7 +110,7 @@ class RowNeeds:
         self._masked_until = np.zeros(rows, np.int64)
         """KV length from which on stop ids are not masked any more."""
 
-    def replace(self, updates: Sequence[RowUpdate]) -> None:
+    def replace(self, updates: Sequence[SamplingUpdate]) -> None:
         """Takes over the requests that now have the rows."""
         for update in updates:
             sampling = update.sampling

@@ -145,6 +145,7 @@ class CoreLink:
         assert isinstance(request.prompt, np.ndarray)
         room = self.model_info.context_length - len(request.prompt)
         token_ids, arrival = request.prompt.tobytes(), time.monotonic()
+        logprob_start = request.logprob_start_len if request.return_logprob else -1
         for completion, sampling in zip(outputs.completions, validation.expand(request.sampling, room), strict=True):
             completion.wire_id = next(self._numbers)
             self._completions[completion.wire_id] = completion
@@ -155,12 +156,13 @@ class CoreLink:
                     sampling=sampling,
                     stream=request.stream or bool(request.sampling.stop),
                     top_logprobs=request.top_logprobs_num if request.return_logprob else -1,
-                    logprob_start=request.logprob_start_len if request.return_logprob else -1,
+                    logprob_start=logprob_start,
                     extra_key=request.extra_key,
                     priority=request.priority,
                     arrival=arrival,
                 )
             )
+            logprob_start = -1  # the prompt's are the same for all
 
     def abort(self, outputs: RequestOutputs) -> None:
         """See `Link.abort`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from sglang_jax.jax_runner.buckets import Bucket
-from sglang_jax.runner.plan import PageDeltas, StepPlan
+from sglang_jax.runner.plan import LAST_TOKEN, PageDeltas, StepPlan
 
 
 def practice_plan(bucket: Bucket, dump_row: int, max_context: int) -> StepPlan:
@@ -31,7 +31,7 @@ def practice_plan(bucket: Bucket, dump_row: int, max_context: int) -> StepPlan:
         num_decode=num_decode,
         query_lens=lengths,
         kv_lens=lengths,
-        prefill_tokens=np.zeros(prompt, np.int32),
+        tokens=np.concatenate((np.full(num_decode, LAST_TOKEN, np.int32), np.zeros(prompt, np.int32))),
         samples=np.zeros(len(lengths), bool),
         page_deltas=(PageDeltas(nothing, nothing, nothing),),
     )

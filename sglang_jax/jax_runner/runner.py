@@ -21,11 +21,13 @@ from sglang_jax.runner.page_tables import side_by_side
 from sglang_jax.runner.plan import (
     NO_LOGPROBS,
     PageDeltas,
-    RowUpdate,
     RunnerSpec,
+    SamplingUpdate,
     StepPlan,
     StepResult,
     TopLogprobs,
+    one_each,
+    refuse_drafts,
 )
 from sglang_jax.runner.protocol import RunnerReport
 from sglang_jax.runner.pulse import Building
@@ -46,7 +48,7 @@ class JaxStep:
         logprobs = None
         if plan.top_logprobs != NO_LOGPROBS:
             logprobs = _on_host(outputs.logprobs, 0, len(plan.rows), plan.top_logprobs)
-        return StepResult(tokens, logprobs, self._prompt_logprobs())
+        return StepResult(*one_each(tokens, plan.samples), logprobs, self._prompt_logprobs())
 
     def _prompt_logprobs(self) -> tuple[TopLogprobs, ...]:
         plan, found = self.plan, self.outputs.prompt_logprobs
@@ -131,8 +133,9 @@ class JaxRunner:
 
         **Raises:** `ValueError`, before anything has changed, for a plan beyond the spec.
         """
+        refuse_drafts(plan)
         bucket = self._buckets.pick(plan.num_tokens, len(plan.rows), plan.num_decode)
-        self._replace_rows(plan.row_updates)
+        self._replace_rows(plan.row_updates.sampling)
         deltas = side_by_side(plan.page_deltas, self._spec.max_pages_per_row)
         deltas = self._apply_excess(deltas, bucket)
         packed = self._programs.layouts[bucket].pack(plan, deltas)
@@ -158,7 +161,7 @@ class JaxRunner:
         for array in jax.tree.leaves((self._state, self._weights)):
             array.delete()
 
-    def _replace_rows(self, updates: Sequence[RowUpdate]) -> None:
+    def _replace_rows(self, updates: Sequence[SamplingUpdate]) -> None:
         """Sets the sampling state of rows, in as few runs of the fixed sizes as it takes."""
         sampling = self._state.sampling
         remaining = list(updates)

@@ -15,6 +15,7 @@ from typing import Protocol
 from sglang_jax.runner.plan import RunnerSpec, StepPlan, StepResult
 from sglang_jax.runner.protocol import Runner, RunnerReport, StepHandle
 from sglang_jax.runner.pulse import Building
+from sglang_jax.runner.wire import Codec
 
 _STEPS_IN_FLIGHT = 2
 
@@ -29,8 +30,18 @@ class Leave:
     """Leave the group and end."""
 
 
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Rank 0 has failed: end with an error, whatever is waited for."""
+
+    reason: str
+
+
 Order = WarmUp | StepPlan | Leave
-"""What a follower is told."""
+"""What a follower is told, in this order."""
+
+ORDERS: Codec[Order | GiveUp] = Codec(WarmUp, StepPlan, Leave, GiveUp)
+"""Orders as they go from process to process, and what breaks in on them."""
 
 
 class Followers(Protocol):

@@ -88,7 +88,7 @@ class DrainingServer(uvicorn.Server):
 
     async def _drop_stalled(self) -> None:
         """Closes the connections of clients that read nothing, which ends their requests."""
-        clients = StalledClients(self._context.config.write_timeout)
+        clients = StalledClients(self._context.config.client_timeout)
         while True:
             await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
             transports = [one.transport for one in self.server_state.connections if one.transport is not None]

@@ -73,6 +73,9 @@ class ByteDecoder:
 class ByteTokenizer:
     """One token for each byte of UTF-8."""
 
+    longest_token = 16
+    """More than a byte has, so that tests reach the limits that count tokens."""
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 

@@ -36,7 +36,7 @@ class Recorder(FakeRunner):
         self._seen = seen
 
     def launch(self, plan: StepPlan) -> FakeHandle:
-        self._seen += [update.sampling for update in plan.row_updates]
+        self._seen += [update.sampling for update in plan.row_updates.sampling]
         return super().launch(plan)
 
 

@@ -15,7 +15,7 @@ from jax.extend.random import threefry_2x32
 
 from sglang_jax.jax_runner import sampling_state as jax_state
 from sglang_jax.jax_runner.sampler import sample as jax_sample
-from sglang_jax.runner.plan import INVALID_TOKEN, PageDeltas, RowUpdate, StepPlan
+from sglang_jax.runner.plan import INVALID_TOKEN, LAST_TOKEN, PageDeltas, SamplingUpdate, StepPlan
 from sglang_jax.runner.row_updates import count_history, pack_row_updates
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.sampling.reference import ReferenceDraw, reference_sample
@@ -46,10 +46,10 @@ class Case:
     def kv_len(self) -> int:
         return len(self.prompt) + len(self.output)
 
-    def update(self, row: int) -> RowUpdate:
+    def update(self, row: int) -> SamplingUpdate:
         history = np.array([*self.prompt, *self.output], np.int32) if self.sampling.counts_tokens else None
         stop_ids = np.array(self.stop_ids, np.int32)
-        return RowUpdate(row, self.sampling, self.seed, len(self.prompt), stop_ids, history)
+        return SamplingUpdate(row, self.sampling, self.seed, len(self.prompt), stop_ids, history)
 
     def reference(self) -> ReferenceDraw:
         """What it must draw."""
@@ -78,7 +78,7 @@ def token_of(reference: ReferenceDraw) -> int:
 class Sampler(Protocol):
     """A sampler and its state of `ROWS` rows and a dump row."""
 
-    def update(self, updates: Sequence[RowUpdate]) -> None:
+    def update(self, updates: Sequence[SamplingUpdate]) -> None:
         """Gives rows to requests."""
         ...
 
@@ -116,7 +116,7 @@ class Kind:
     def draws_of(self, logits: np.ndarray, sampling: SamplingParams, count: int) -> list[int]:
         """Tokens drawn by one request at `count` positions."""
         sampler = self.make(len(logits))
-        sampler.update([RowUpdate(0, sampling, 2**40 + 17, 1, np.zeros(0, np.int32), None)])
+        sampler.update([SamplingUpdate(0, sampling, 2**40 + 17, 1, np.zeros(0, np.int32), None)])
         most = 500
         tokens: list[int] = []
         for start in range(0, count, most):
@@ -137,7 +137,7 @@ class JaxSampler:
         self._vocab = vocab
         self._state = jax_state.SamplingState.empty(ROWS + 1, vocab)
 
-    def update(self, updates: Sequence[RowUpdate]) -> None:
+    def update(self, updates: Sequence[SamplingUpdate]) -> None:
         self._state = _jit_apply(self._state, pack_row_updates(updates, 8, ROWS, self._vocab))
         for update in updates:
             if update.history is not None:
@@ -171,7 +171,7 @@ class TorchSampler:
         self._state = SamplingState.empty(ROWS + 1, vocab, torch.device("cpu"))
         self._needs = RowNeeds(ROWS + 1)
 
-    def update(self, updates: Sequence[RowUpdate]) -> None:
+    def update(self, updates: Sequence[SamplingUpdate]) -> None:
         self._needs.replace(updates)
         self._state.apply(torch.from_numpy(pack_row_updates(updates, len(updates), ROWS, self._vocab)))
         for update in updates:
@@ -208,7 +208,7 @@ def decode_plan(rows: np.ndarray, kv_lens: np.ndarray) -> StepPlan:
         num_decode=len(rows),
         query_lens=np.ones(len(rows), np.int32),
         kv_lens=kv_lens,
-        prefill_tokens=nothing,
+        tokens=np.full(len(rows), LAST_TOKEN, np.int32),
         samples=np.ones(len(rows), np.bool_),
         page_deltas=(PageDeltas(nothing, nothing, nothing),),
     )

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from sglang_jax.runner.plan import INVALID_TOKEN, RowUpdate
+from sglang_jax.runner.plan import INVALID_TOKEN, SamplingUpdate
 from sglang_jax.runner.row_updates import FIELDS
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.sampling.reference import probabilities
@@ -223,7 +223,7 @@ def test_rows_that_draw_nothing_leave_the_counts_alone(kind: Kind) -> None:
     sampling = SamplingParams(temperature=0.0, frequency_penalty=1.0)
     history = np.array([3, 3, 4, 5, 5], np.int32)
     sampler = kind.make(VOCAB)
-    sampler.update([RowUpdate(1, sampling, 0, 2, NO_IDS, history)])
+    sampler.update([SamplingUpdate(1, sampling, 0, 2, NO_IDS, history)])
     assert sampler.parameter("occurrences")[1, 3:6].tolist() == [1, 2, 4]
     sampler.count([1], [7])
     sampler.count([1], [INVALID_TOKEN])
@@ -237,9 +237,9 @@ def test_row_updates_leave_other_rows_untouched(kind: Kind) -> None:
     names = [field.name for field in FIELDS] + ["occurrences"]
     sampler = kind.make(VOCAB)
     stop_ids, history = np.array([1, 2], np.int32), np.array([1], np.int32)
-    sampler.update([RowUpdate(2, full, 0x123456789ABCDEF, 11, stop_ids, history)])
+    sampler.update([SamplingUpdate(2, full, 0x123456789ABCDEF, 11, stop_ids, history)])
     before = {name: sampler.parameter(name)[2].tolist() for name in names}
-    sampler.update([RowUpdate(4, GREEDY, 1, 2, NO_IDS, None)])
+    sampler.update([SamplingUpdate(4, GREEDY, 1, 2, NO_IDS, None)])
     assert {name: sampler.parameter(name)[2].tolist() for name in names} == before
     assert sampler.parameter("temperature")[2] == np.float32(0.7)
     assert sampler.parameter("top_k").tolist() == [VOCAB, VOCAB, 3, VOCAB, VOCAB, VOCAB, VOCAB]
@@ -255,7 +255,7 @@ def test_a_row_asks_for_nothing_that_only_the_request_before_asked_for(kind: Kin
         temperature=1.5, top_k=3, min_new_tokens=9, repetition_penalty=3.0, logit_bias=dict.fromkeys(range(20), -50.0)
     )
     sampler = kind.make(VOCAB)
-    sampler.update([RowUpdate(0, loud, 5, 1, np.arange(20, VOCAB - 1, dtype=np.int32), np.array([36], np.int32))])
+    sampler.update([SamplingUpdate(0, loud, 5, 1, np.arange(20, VOCAB - 1, dtype=np.int32), np.array([36], np.int32))])
     assert sampler.sample(logits[None], [0], [1]) == [36]
-    sampler.update([RowUpdate(0, GREEDY, 5, 1, NO_IDS, None)])
+    sampler.update([SamplingUpdate(0, GREEDY, 5, 1, NO_IDS, None)])
     assert sampler.sample(logits[None], [0], [1]) == [int(logits.argmax())]

@@ -246,7 +246,7 @@ def fail_alone(bench: Bench, request: int) -> None:
 
     def spoilt(plan: StepPlan, begin: list[int]) -> StepResult:
         result = run(plan, begin)
-        result.tokens[plan.rows == row] = -1
+        result.tokens[plan.rows == row, 0] = -1
         return result
 
     bench.runner._run = spoilt

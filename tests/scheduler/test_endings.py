@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sglang_jax.mem_cache.invariants import check_everything, page_balance
 from sglang_jax.runner.fake import Oracle
-from sglang_jax.runner.plan import RowUpdate
+from sglang_jax.runner.plan import SamplingUpdate
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.messages import StepOutputs
 from sglang_jax.scheduler.request import RequestState
@@ -47,8 +47,8 @@ def idle_and_clean(bench: Bench) -> None:
     assert not bench.scheduler.requests
 
 
-def last_updates(bench: Bench) -> list[RowUpdate]:
-    return [update for plan in bench.runner.plans for update in plan.row_updates]
+def last_updates(bench: Bench) -> list[SamplingUpdate]:
+    return [update for plan in bench.runner.plans for update in plan.row_updates.sampling]
 
 
 class TestByToken:
@@ -308,7 +308,7 @@ class TestTelling:
         bench = Bench()
         request = bench.add(PROMPT, sampling=endless(12), stream=False)
         for retract_at in (4, 9):
-            while not bench.scheduler.table.num_tokens.max() >= 6 + retract_at:
+            while not bench.scheduler.rows.num_tokens.max() >= 6 + retract_at:
                 bench.scheduler.step()
             bench.scheduler.drain_in_flight()
             bench.scheduler.retract_newest()

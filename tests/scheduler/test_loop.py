@@ -64,7 +64,7 @@ class ScriptedChannel(RecordingChannel):
 def make_loop(channel: ScriptedChannel, **sizes: object) -> SchedulerLoop:
     bench = Bench(scribble=False, **sizes)
     loop = SchedulerLoop(bench.runner, (EOS,), bench.config, channel)
-    bench.runner.namespace_of = lambda row: loop.scheduler.table.at(row).namespace
+    bench.runner.namespace_of = lambda row: loop.scheduler.rows.at(row).namespace
     channel.must_sleep = lambda: loop.scheduler.idle
     return loop
 

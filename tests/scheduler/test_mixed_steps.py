@@ -10,7 +10,7 @@ import pytest
 from helpers.scheduling import Bench
 
 from sglang_jax.mem_cache.invariants import check_everything
-from sglang_jax.runner.plan import StepPlan, StepResult
+from sglang_jax.runner.plan import LAST_TOKEN, StepPlan, StepResult
 from sglang_jax.runner.protocol import StepHandle
 from sglang_jax.sampling.params import SamplingParams
 
@@ -63,8 +63,8 @@ def test_a_chunk_draws_only_where_it_ends_its_prompt() -> None:
         ((1, []), [True]),
     ]
     assert [plan.kv_lens.tolist() for plan in plans] == [[16], [32], [40], [41]]
-    assert np.concatenate([plan.prefill_tokens for plan in plans]).tolist() == prompt(40)
-    assert [len(plan.row_updates) for plan in plans] == [1, 0, 0, 0], "the runner is told once who has the row"
+    assert np.concatenate([plan.tokens for plan in plans]).tolist() == [*prompt(40), LAST_TOKEN]
+    assert [len(plan.row_updates.sampling) for plan in plans] == [1, 0, 0, 0], "the runner is told once who has the row"
 
 
 def test_several_prompts_share_a_step() -> None:
@@ -141,12 +141,12 @@ class SpiedHandle:
 
 def assert_same(plan: StepPlan, copied: StepPlan) -> None:
     """Every array of the plan holds what it held at the launch."""
-    for name in ("rows", "query_lens", "kv_lens", "prefill_tokens", "samples"):
+    for name in ("rows", "query_lens", "kv_lens", "tokens", "samples"):
         assert np.array_equal(getattr(plan, name), getattr(copied, name)), name
     for deltas, before in zip(plan.page_deltas, copied.page_deltas, strict=True):
         for name in ("rows", "columns", "pages"):
             assert np.array_equal(getattr(deltas, name), getattr(before, name)), name
-    for update, earlier in zip(plan.row_updates, copied.row_updates, strict=True):
+    for update, earlier in zip(plan.row_updates.sampling, copied.row_updates.sampling, strict=True):
         assert update.stop_ids.tolist() == earlier.stop_ids.tolist()
         assert (update.history is None) == (earlier.history is None)
         if update.history is not None:
@@ -228,7 +228,7 @@ def test_steady_decode_sends_changes_and_nothing_else() -> None:
     for _ in range(64):
         bench.scheduler.step()
     sent = [len(plan.page_deltas[0].pages) for plan in plans]
-    assert all(shape(plan) == (8, []) and not plan.row_updates for plan in plans)
+    assert all(shape(plan) == (8, []) and not plan.row_updates.sampling for plan in plans)
     assert sum(sent) == before - bench.scheduler.cache.groups[0].pool.num_free == 8 * 4
     assert sum(count > 0 for count in sent) == 4, "rows of the same length cross into a new page together"
     rows = {id(plan.rows) for plan in plans}

@@ -38,7 +38,7 @@ def note_retractions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[in
     retract = Scheduler._retract
 
     def noting(self: Scheduler, request: Request) -> None:
-        noted.append((request.id, [other.id for other in self.table.requests if other is not None]))
+        noted.append((request.id, [other.id for other in self.rows.requests if other is not None]))
         retract(self, request)
 
     monkeypatch.setattr(Scheduler, "_retract", noting)

@@ -161,7 +161,7 @@ def test_a_row_does_not_inherit_the_wishes_of_the_one_before() -> None:
     bench.run()
     assert [plan.top_logprobs for plan in bench.runner.plans][-3:] == [NO_LOGPROBS] * 3
     assert after not in bench.channel.logprobs
-    assert bench.scheduler.table.num_with_logprobs == 0
+    assert bench.scheduler.rows.num_with_logprobs == 0
 
 
 def test_prompt_alternatives_use_buckets_too() -> None:

@@ -83,7 +83,7 @@ def in_flight(running: Server) -> int:
 
 
 def test_who_reads_nothing_is_let_go_and_a_drain_has_an_end() -> None:
-    with server(model_path="echo:0.001", write_timeout=1.5, drain_timeout=2.0) as running:
+    with server(model_path="echo:0.001", client_timeout=1.5, drain_timeout=2.0) as running:
         running.wait_ready()
         with stalled_stream(running):
             wait_for(lambda: in_flight(running) == 8)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.samplers import decode_plan
 
-from sglang_jax.runner.plan import RowUpdate
+from sglang_jax.runner.plan import SamplingUpdate
 from sglang_jax.sampling.params import SamplingParams
 from torch_backend.sampler import DrawParameters, sample
 from torch_backend.sampling_state import Needs, RowNeeds, SamplingState
@@ -18,9 +18,9 @@ ROWS = 5
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def update(row: int, sampling: SamplingParams, stop_ids: tuple[int, ...] = (), prompt_len: int = 10) -> RowUpdate:
+def update(row: int, sampling: SamplingParams, stop_ids: tuple[int, ...] = (), prompt_len: int = 10) -> SamplingUpdate:
     history = np.arange(prompt_len, dtype=np.int32) if sampling.counts_tokens else None
-    return RowUpdate(row, sampling, 0, prompt_len, np.array(stop_ids, np.int32), history)
+    return SamplingUpdate(row, sampling, 0, prompt_len, np.array(stop_ids, np.int32), history)
 
 
 def needs_of(needs: RowNeeds, *rows: int, kv_len: int = 10) -> Needs:
