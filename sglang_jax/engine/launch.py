@@ -107,7 +107,7 @@ async def _launch(
         resources.callback(meanwhile.close)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         resources.callback(context.term)
-        address = "inproc://core"
+        address, folder = "inproc://core", None
         if not in_process:
             folder = tempfile.TemporaryDirectory(prefix="sglang-jax-", ignore_cleanup_errors=True)
             address = f"ipc://{resources.enter_context(folder)}/core"
@@ -125,6 +125,8 @@ async def _launch(
             core.kill()
             await core.ended
             raise
+        if folder is not None:
+            folder.cleanup()  # they are connected: nobody needs a path any more
         return CoreLink(channel, core, ready, resources.pop_all(), config.watchdog_timeout), result
 
 

@@ -55,7 +55,7 @@ class SleepingRunner:
         self._inner.warm_up(progress)
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        if self._trap is not None and TRAP in plan.prefill_tokens:
+        if self._trap is not None and TRAP in plan.tokens:
             self._trap()
         self._end = max(self._end, time.monotonic()) + self._seconds
         return SleepingHandle(self._inner.launch(plan), self._end)
