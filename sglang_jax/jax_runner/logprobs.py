@@ -63,8 +63,8 @@ def prompt_logprobs(
     Costs nothing where no position has a target; otherwise only blocks with a target are computed.
 
     **Arguments:** `hidden` `[tokens, hidden]`, whose first `num_tokens` count; `targets` int32 `[tokens]`, -1 where
-    none is wanted; `to_logprobs` gives the logprobs of `[m, hidden]` at `[m]` targets, as `token_logprobs` does. The number of tokens is a multiple of
-    `PROMPT_BLOCK`, or below it.
+    none is wanted; `to_logprobs` gives the logprobs of `[m, hidden]` at `[m]` targets, as `token_logprobs` does. The
+    number of tokens is a multiple of `PROMPT_BLOCK`, or below it.
     """
     tokens = hidden.shape[0]
     block = min(PROMPT_BLOCK, tokens)
