@@ -350,12 +350,20 @@ class ServerConfig(EngineConfig):
     max_body_bytes: PositiveInt = Field(
         8 * 2**20, description="most bytes of a request's body; larger ones are refused with 413"
     )
+    max_connections: PositiveInt = Field(
+        4096, description="most connections open at once; a new one takes the place of an idle one, or gets 503"
+    )
     client_timeout: float = Field(
         30.0,
         gt=0.0,
         allow_inf_nan=False,
         description="seconds that a client may take to send a request's head, to send more of its body, and to read "
         "some of the answer; then its connection is closed",
+    )
+    allowed_hosts: str | None = Field(
+        None,
+        description="NAME,...: hosts by which a server without a key that listens on this machine alone may be called, "
+        "besides this machine's; * for all",
     )
     chat_template: str | None = Field(None, description="a Jinja file, or the template; default: the tokenizer's")
     log_level: LogLevel = Field(LogLevel.INFO, description="least severe level logged")

@@ -48,5 +48,7 @@ def create_app(context: ServerContext) -> FastAPI:
         app.include_router(router)
     config = context.config
     app.add_middleware(BodyLimit, max_body_bytes=config.max_body_bytes, client_timeout=config.client_timeout)
-    app.add_middleware(ApiKeyMiddleware, callers=context.callers)  # last, so it comes first: what has no key is not read
+    app.add_middleware(
+        ApiKeyMiddleware, callers=context.callers
+    )  # last, so it comes first: what has no key is not read
     return app

@@ -66,6 +66,20 @@ class BusyError(RequestError):
     code = "busy"
 
 
+class HostNotAllowedError(RequestError):
+    """A server without a key, for this machine alone, was called by another machine's name."""
+
+    status = 403
+    code = "host_not_allowed"
+
+
+class TooManyConnectionsError(RequestError):
+    """`max_connections` are open, and none of them is idle."""
+
+    status = 503
+    code = "too_many_connections"
+
+
 class MediaTypeError(RequestError):
     """The body is announced as something other than JSON."""
 

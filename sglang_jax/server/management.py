@@ -72,6 +72,7 @@ def health_router(context: ServerContext) -> APIRouter:
             raise ShuttingDownError("the server is shutting down")
 
     @router.get("/health")
+    @router.head("/health", include_in_schema=False)
     async def health() -> dict[str, str]:
         """200 while the engine lives and new requests are taken, else 503."""
         check()

@@ -69,7 +69,9 @@ OTHER_VALUES: dict[str, Any] = {
     "admin_api_key_file": Path("some/admin-key"),
     "max_completions_per_request": 100,
     "max_body_bytes": 1000,
+    "max_connections": 50,
     "client_timeout": 5.0,
+    "allowed_hosts": "a.example,b.example",
     "chat_template": "template.jinja",
     "log_level": "debug",
 }
