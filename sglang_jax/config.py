@@ -157,7 +157,7 @@ class EngineConfig(BaseModel):
     load_format: LoadFormat = Field(LoadFormat.AUTO, description="how the weights are stored; dummy: random weights")
     backend: Backend = Field(
         Backend.AUTO,
-        description="which engine runs the model; auto: jax on a TPU, torch on a GPU, else what is installed",
+        description="inference backend that runs the model; auto: jax on a TPU, torch on a GPU, else what is installed",
     )
     device: Device = Field(Device.AUTO, description="where it runs")
     dtype: Dtype = Field(Dtype.AUTO, description="type of weights and activations; auto: measured best for the device")
@@ -243,6 +243,12 @@ class EngineConfig(BaseModel):
         allow_inf_nan=False,
         description="seconds that an engine process may take for a step, unless it compiles, before it is killed and "
         "started again",
+    )
+    max_engine_restarts: int = Field(
+        5,
+        ge=0,
+        description="times in a row that an engine process is started again which failed to start or did not last a "
+        "minute; the server ends with status 1 once none is left",
     )
     compilation_cache_dir: Path | None = Field(
         None, description="persistent compilation cache; default: the user's cache folder"
@@ -334,7 +340,13 @@ class ServerConfig(EngineConfig):
     served_model_name: str | None = Field(None, description="name in /v1/models; default: model_path")
     connect: str | None = Field(
         None,
-        description="HOST:PORT,...: servers of the same model that are the replicas, instead of engines of this one's",
+        description="HOST:PORT,...: existing servers of the same model to load-balance across, in place of own engines",
+    )
+    drain_timeout: float = Field(
+        300.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="seconds that requests in flight have to finish once the server or a replica is told to stop",
     )
     api_key: str | None = Field(
         None, description="bearer token that every route but health asks for; also by SGLANG_JAX_API_KEY"

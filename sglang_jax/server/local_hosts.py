@@ -1,4 +1,4 @@
-"""Who may be called by which name, and by whose pages."""
+"""A server that only this machine reaches: by which names it may be called, and from whose pages."""
 
 from __future__ import annotations
 

@@ -197,6 +197,8 @@ class TestWhoMayDoWhat:
         }
         everybodys = {
             ("GET", "/health"),
+            ("GET", "/livez"),
+            ("GET", "/readyz"),
             ("GET", "/health_generate"),
             ("GET", "/model_info"),
             ("GET", "/get_model_info"),
@@ -362,7 +364,7 @@ def test_a_bucket_fills_evenly_and_no_higher_than_a_minute() -> None:
 
 def test_any_text_names_a_part_of_the_own_cache() -> None:
     ann = Caller("ann", cache_secret=b"made of ann's key")
-    found = [ann.own(GenerateInput("a", extra_key=name)).extra_key for name in (None, "", "a", "\udc00")]
+    found = [ann.own(GenerateInput(prompt="a", extra_key=name)).extra_key for name in (None, "", "a", "\udc00")]
     assert found[0] == found[1]
     assert len(set(found)) == 3
 
@@ -390,6 +392,41 @@ class TestServersWithoutAKey:
         with caplog.at_level(logging.WARNING), pytest.raises(Launched):
             serving.run(ServerConfig(host=host, port=0, **options), launch)
         assert (f"Whoever reaches {host} may use this server" in caplog.text) == warned
+
+    @pytest.mark.parametrize(
+        ("host", "status"),
+        [
+            ("localhost", 200),
+            ("LocalHost:1234", 200),
+            ("127.0.0.1:30000", 200),
+            ("127.8.9.1", 200),
+            ("[::1]:30000", 200),
+            ("evil.example", 403),
+            ("localhost.evil.example:30000", 403),
+            ("127.0.0.1.evil.example", 403),
+            ("192.168.0.7:30000", 200),
+            ("[2001:db8::1]", 200),
+        ],
+    )
+    def test_names_of_others_are_refused(self, server: EchoServer, host: str, status: int) -> None:
+        found = server.http.get("/model_info", headers={"Host": host})
+        assert found.status_code == status
+        if status == 403:
+            assert found.json()["error"]["code"] == "host_not_allowed"
+            assert "--allowed-hosts" in found.json()["error"]["message"]
+
+    def test_a_name_may_be_allowed(self) -> None:
+        with serve_echo(allowed_hosts="proxy.example, other.example") as server:
+            for host, status in (("proxy.example", 200), ("OTHER.example:80", 200), ("evil.example", 403)):
+                assert server.http.get("/health", headers={"Host": host}).status_code == status
+        with serve_echo(allowed_hosts="*") as server:
+            assert server.http.get("/health", headers={"Host": "any.example"}).status_code == 200
+
+    @pytest.mark.parametrize("options", [{"api_key": "k"}, {"host": "0.0.0.0"}])
+    def test_with_a_key_or_on_a_public_address_any_name_will_do(self, options: dict[str, str]) -> None:
+        with serve_echo(**options) as server:
+            found = server.http.get("/model_info", headers={"Host": "any.example", **bearer("k")})
+            assert found.status_code == 200
 
     def test_a_page_from_elsewhere_can_do_nothing(self, server: EchoServer) -> None:
         for site, status in (("cross-site", 403), ("same-origin", 200), ("none", 200)):
