@@ -37,7 +37,7 @@ FAMILIES = tuple(tuple(1 + (7 * k + position * position) % (VOCAB - 2) for posit
 """Prompts start with a prefix of one of these, so that the tree has something to share."""
 
 
-GROUPS = ((0,), (0,), (0, 0), (0, 5), (0, 17), (5,), (17,), (5, 0), (3, 20), (0, 1, 9))
+GROUPS = ((None,), (None,), (None, None), (None, 5), (None, 17), (5,), (17,), (5, None), (3, 20), (None, 1, 9))
 """Windows of the groups of layers, in tokens, 0 where they see all: smaller and larger than a page."""
 
 DRAFTS = (0, 0, 1, 4)
@@ -48,7 +48,7 @@ class Simulation(RuleBasedStateMachine):
     """Rules are what clients and shortages may do; time passes only in `step`."""
 
     subject: ClassVar[StandInSubject | None] = None
-    groups: ClassVar[tuple[tuple[int, ...], ...]] = GROUPS
+    groups: ClassVar[tuple[tuple[int | None, ...], ...]] = GROUPS
     drafts: ClassVar[tuple[int, ...]] = DRAFTS
     met: ClassVar[Counter[str]] = Counter()
 
@@ -376,7 +376,8 @@ class Simulation(RuleBasedStateMachine):
         short = {
             pages * size
             for window, pages in ((bench.window, bench.pages), *bench.more)
-            if min(-(-(tokens + 1) // size), 1 + max(-(-(window - 1) // size), 1) if window else tokens + 1) > pages
+            if min(-(-(tokens + 1) // size), 1 + max(-(-(window - 1) // size), 1) if window is not None else tokens + 1)
+            > pages
         }
         assert pool in short, message
 
@@ -421,7 +422,7 @@ def simulate(
     steps: int = 25,
     known_fault: bool = False,
     subject: StandInSubject | None = None,
-    groups: tuple[tuple[int, ...], ...] = GROUPS,
+    groups: tuple[tuple[int | None, ...], ...] = GROUPS,
     drafts: tuple[int, ...] = DRAFTS,
 ) -> Counter[str]:
     """Runs the machine on this many generated schedules, over `FakeRunner` or the runners of `subject`; tells how often
