@@ -183,6 +183,7 @@ def test_memory_follows_blocks_and_not_the_table() -> None:
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 8 * block_of_keys
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("tokens", [1, 8], ids=["decode", "mixed"])
 def test_time_follows_lengths_and_not_the_table(tokens: int) -> None:
     """Some hundred blocks take longer than one; the margin is wide, for a busy machine."""
