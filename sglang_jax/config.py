@@ -244,6 +244,12 @@ class EngineConfig(BaseModel):
         description="seconds that an engine process may take for a step, unless it compiles, before it is killed and "
         "started again",
     )
+    max_engine_restarts: int = Field(
+        5,
+        ge=0,
+        description="times in a row that an engine process is started again which failed to start or did not last a "
+        "minute; the server ends with status 1 once none is left",
+    )
     compilation_cache_dir: Path | None = Field(
         None, description="persistent compilation cache; default: the user's cache folder"
     )
@@ -335,6 +341,12 @@ class ServerConfig(EngineConfig):
     connect: str | None = Field(
         None,
         description="HOST:PORT,...: existing servers of the same model to load-balance across, in place of own engines",
+    )
+    drain_timeout: float = Field(
+        300.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="seconds that requests in flight have to finish once the server or a replica is told to stop",
     )
     api_key: str | None = Field(
         None, description="bearer token that every route but health asks for; also by SGLANG_JAX_API_KEY"

@@ -113,5 +113,9 @@ class ConfigError(ValueError):
     """An option, or a combination of options, that the engine cannot run with."""
 
 
+class NoRoomError(ConfigError):
+    """Options that could be, on a device with more memory."""
+
+
 class BatchError(Exception):
     """An offline batch cannot begin or go on: the message says why, and what to do."""

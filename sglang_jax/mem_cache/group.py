@@ -186,6 +186,19 @@ class Group(ABC):
             self.pool.free(self.table.run(row, first, allocated), request_owner(row))
         self.table.clear(row, allocated)
 
+    def free_columns(self, rows: Int32, first: Int32, last: Int32) -> None:
+        """Frees pages of requests, columns `[first, last)` of `rows`, all `[rows]`."""
+        counts = np.maximum(last - first, 0)
+        total = int(counts.sum())
+        if total == 0:
+            return
+        columns = first
+        if total != len(rows) or counts.max() > 1:
+            rows = np.repeat(rows, counts)
+            starts = np.cumsum(counts) - counts
+            columns = np.arange(total, dtype=np.int32) + np.repeat(first - starts, counts).astype(np.int32)
+        self.pool.free(self.table.take_out(rows, columns), request_owners(rows))
+
 
 class FullGroup(Group):
     """Layers that see all of a row's tokens."""
@@ -302,21 +315,8 @@ class WindowGroup(Group):
                 self.component.cover(record.locked_node, max(record.cache_protected_len // self.page_size - column, 0))
                 self._uncover(record, self.held_from(row))
             held = np.maximum(held, protected)
-        self._free_columns(rows, held, needed)
+        self.free_columns(rows, held, needed)
         self._held_from[rows] = needed
-
-    def _free_columns(self, rows: Int32, first: Int32, last: Int32) -> None:
-        """Frees pages of requests, columns `[first, last)` of `rows`, all `[rows]`."""
-        counts = np.maximum(last - first, 0)
-        total = int(counts.sum())
-        if total == 0:
-            return
-        columns = first
-        if total != len(rows) or counts.max() > 1:
-            rows = np.repeat(rows, counts)
-            starts = np.cumsum(counts) - counts
-            columns = np.arange(total, dtype=np.int32) + np.repeat(first - starts, counts).astype(np.int32)
-        self.pool.free(self.table.take_out(rows, columns), request_owners(rows))
 
     def prove(self, record: RowKV, node: Node) -> None:
         """What a row with the prefix that ends at `node` sampled was finite."""

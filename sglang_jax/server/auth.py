@@ -8,12 +8,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from sglang_jax.server.callers import Callers, set_caller
 from sglang_jax.server.errors import AuthenticationError, error_response
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/livez", "/readyz"})
 """What answers without a key: load balancers and orchestrators have none."""
 
 
 class ApiKeyMiddleware:
-    """Finds out whose request it is, by `Authorization: Bearer KEY`, on every path but `/health`."""
+    """Finds out whose request it is, by `Authorization: Bearer KEY`, on every path but `OPEN_PATHS`."""
 
     def __init__(self, app: ASGIApp, callers: Callers) -> None:
         self._app = app

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter, Depends
 
-from sglang_jax.engine.types import GenerateInput, ReplicaLoad
+from sglang_jax.engine.types import GenerateInput, ReplicaLoad, ReplicaState
 from sglang_jax.engine.validation import check_characters
 from sglang_jax.errors import ParameterError, RequestError
 from sglang_jax.sampling import SamplingParams
@@ -71,6 +71,15 @@ def health_router(context: ServerContext) -> APIRouter:
         if context.draining:
             raise ShuttingDownError("the server is shutting down")
 
+    @router.get("/livez")
+    async def livez() -> dict[str, str]:
+        """200 while this process answers and its engine is there or is being started again, else 503: start the server
+        again."""
+        if context.client.gone:
+            raise UnavailableError(_why_not_alive(context.client.loads()))
+        return {"status": "ok"}
+
+    @router.get("/readyz")
     @router.get("/health")
     @router.head("/health", include_in_schema=False)
     async def health() -> dict[str, str]:
@@ -100,7 +109,10 @@ def health_router(context: ServerContext) -> APIRouter:
 
 def _why_not_alive(loads: list[ReplicaLoad]) -> str:
     if len(loads) == 1 and not loads[0].address:
-        return "the engine is gone; restart the server"
+        reason = f" ({loads[0].last_end})" if loads[0].last_end else ""
+        if loads[0].state is ReplicaState.STOPPED:
+            return f"the engine is gone{reason}; restart the server"
+        return f"the engine is started again{reason}; try again later"
     return "no replica serves: " + ", ".join(f"{load.index} is {load.state}" for load in loads)
 
 
@@ -157,9 +169,9 @@ def control_router(context: ServerContext) -> APIRouter:
 
     @router.post("/drain_replica", dependencies=OPERATORS_ALONE)
     async def drain_replica(body: DrainBody) -> dict[str, object]:
-        """Lets a replica finish what it has and starts it anew, or all in turn; answers when they serve again. Goes on
-        if the client leaves."""
-        await asyncio.shield(context.client.drain(body.replica))
+        """Lets a replica finish what it has, for `--drain-timeout` at most, and starts it anew, or all in turn; answers
+        when they serve again. Goes on if the client leaves."""
+        await asyncio.shield(context.client.drain(body.replica, context.config.drain_timeout))
         return {"success": True}
 
     return router

@@ -113,7 +113,7 @@ class Bench:
             PoolSpec(CacheKind.FULL if window is None else CacheKind.WINDOW, pages + 1, self.page_size, window)
             for window, pages in groups
         )
-        spec = RunnerSpec(pools, self.rows, self.budget, self.context, VOCAB, self.max_samples)
+        spec = RunnerSpec(pools, self.rows, self.budget, self.context, VOCAB, max_samples=self.max_samples)
         if self.subject is None:
             self.runner = FakeRunner(spec, lazy=self.lazy, invalid_token=self.invalid_token)
         else:
