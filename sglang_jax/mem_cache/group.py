@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_jax.architectures import CacheKind
 from sglang_jax.config import EvictionPolicy
 from sglang_jax.mem_cache.component import PooledComponent
 from sglang_jax.mem_cache.eviction import EvictionOrder
@@ -25,7 +26,7 @@ from sglang_jax.mem_cache.page_pool import PagePool
 from sglang_jax.mem_cache.page_table import PageTable
 from sglang_jax.mem_cache.radix_tree import Insertion, Node, Probe
 from sglang_jax.mem_cache.window_kv import WindowKV
-from sglang_jax.runner.plan import Int32, PoolKind, PoolSpec
+from sglang_jax.runner.plan import Int32, PoolSpec
 
 if TYPE_CHECKING:
     from sglang_jax.mem_cache.kv_cache import RowKV
@@ -55,7 +56,7 @@ class Group(ABC):
     @property
     def name(self) -> str:
         """What metrics, logs and errors call it."""
-        return "swa" if self.spec.kind is PoolKind.WINDOW else "full"
+        return "swa" if self.spec.kind is CacheKind.WINDOW else "full"
 
     @property
     def available(self) -> int:
@@ -348,6 +349,6 @@ def build_group(
     """The group of a pool. `ledger`: record who owns each page."""
     pool = PagePool(spec.num_pages, spec.page_size, PageLedger(spec.num_pages) if ledger else None)
     order = EvictionOrder(eviction)
-    if spec.kind is PoolKind.WINDOW:
+    if spec.window is not None:
         return WindowGroup(spec, WindowKV(pool, order, spec.window), lengths, columns, step_tokens)
     return FullGroup(spec, FullKV(pool, order), lengths, columns)

@@ -7,11 +7,11 @@ them at any time until it has handed over the result.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_jax.architectures import CacheKind
 from sglang_jax.sampling.params import SamplingParams
 
 Int32 = NDArray[np.int32]
@@ -33,25 +33,20 @@ DRAFT = -2
 whose `RunnerSpec.max_samples` is above 1."""
 
 
-class PoolKind(StrEnum):
-    """What layers see of a row: all of its tokens, or the last ones."""
-
-    FULL = "full"
-    WINDOW = "window"
-
-
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """The KV pages of one group of layers. `num_pages` counts the pad page 0, which is never handed out. `window`:
-    tokens that a query sees, its own among them; 0 for those that see all."""
+    """The KV pages that a runner has for one cache group of the model (`architectures.CacheGroup` says which layers
+    these are). `num_pages` counts the pad page 0, which is never handed out. `window`: tokens that a query sees, its
+    own among them; None for those that see all."""
 
-    kind: PoolKind
+    kind: CacheKind
     num_pages: int
     page_size: int
-    window: int = 0
+    window: int | None = None
 
     def __post_init__(self) -> None:
-        if (self.kind is PoolKind.WINDOW) != (self.window > 0):
+        wrong = self.window is not None if self.kind is CacheKind.FULL else self.window is None or self.window < 1
+        if wrong:
             raise ValueError(f"a pool of kind {self.kind} has a window of {self.window} tokens")
 
 

@@ -27,8 +27,8 @@ from sglang_jax.scheduler.rows import Advance, Departure, Rows
 
 SCHEDULES = 2000
 
-ONE_POOL = {"groups": st.just((0,))}
-WINDOWS = {"groups": st.sampled_from([(0, 5), (0, 17), (5,), (3, 20)])}
+ONE_POOL = {"groups": st.just((None,))}
+WINDOWS = {"groups": st.sampled_from([(None, 5), (None, 17), (5,), (3, 20)])}
 
 NO_DRAFTS = {"drafts": st.just(0)}
 MANY_DRAFTS = {"drafts": st.sampled_from([1, 4])}
@@ -390,7 +390,7 @@ PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
         "conservativeness": st.just(1.0),
     },
     never_keep_room: {"backfill": st.just((2, 256)), "aged_turn": st.sampled_from([2, 3]), "pages": st.integers(6, 24)},
-    doubt_no_window: {"groups": st.sampled_from([(5,), (0, 5)]), "reuse": st.just(True)},
+    doubt_no_window: {"groups": st.sampled_from([(5,), (None, 5)]), "reuse": st.just(True)},
 }
 """Sizes with which a fault shows, where few of those that are drawn else would do."""
 
