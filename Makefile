@@ -51,7 +51,7 @@ soak: $(TEST_READY) ## the long searches for rare faults
 	$(BIN)/python -m pytest -m soak --timeout 0 $(ARGS)
 
 kernel-table: $(TEST_READY) ## compile every Triton kernel for sm_80, sm_90 and sm_100, and write what each takes of the chip
-	$(BIN)/python tests/helpers/triton_ahead_of_time.py --write torch_backend/kernels/aot_table.json
+	$(BIN)/python tests/helpers/triton_ahead_of_time.py --write tests/helpers/triton_table.json
 
 gpu-suite: $(SERVE_READY) ## check and measure kernels and engine on this machine's GPU: EXTRA=cuda; parts: ARGS="--only decode"
 	PYTHONPATH=. $(BIN)/python benchmarks/gpu_suite.py $(ARGS)

@@ -96,6 +96,8 @@ SCOPE = {
 class WordTokenizer:
     """As much of a tokenizer as a chat needs: each byte of a prompt is a token, and each token a short word."""
 
+    longest_token = 8
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 

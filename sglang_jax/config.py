@@ -13,6 +13,11 @@ from platformdirs import user_cache_dir
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from sglang_jax.errors import ConfigError
+
+MIN_GROUP_SECRET = 16
+"""Fewest characters of the secret of a group of hosts."""
+
 
 class Backend(StrEnum):
     """Name of an entry point in the group `sglang_jax.backends`, or auto."""
@@ -100,11 +105,13 @@ class Environment(BaseSettings):
     """What is read from the environment; nothing else in the project reads it.
 
     - `SGLANG_JAX_DEBUG_MEMORY=1`: every page has one recorded owner, and each step checks conservation.
+    - `SGLANG_JAX_GROUP_SECRET`: what the hosts of a group know each other by, where `group_secret_file` is not given.
     """
 
-    model_config = SettingsConfigDict(env_prefix="SGLANG_JAX_")
+    model_config = SettingsConfigDict(env_prefix="SGLANG_JAX_", hide_input_in_errors=True)
 
     debug_memory: bool = False
+    group_secret: str | None = None
 
 
 class TpuEnvironment(BaseSettings):
@@ -169,6 +176,14 @@ class EngineConfig(BaseModel):
     dist_init_addr: str | None = Field(
         None, description="HOST:PORT of host 0, where the hosts meet; needed with several hosts"
     )
+    dist_bind_host: str | None = Field(
+        None, description="address that host 0 listens on for the others; default: that of dist_init_addr"
+    )
+    group_secret_file: Path | None = Field(
+        None,
+        description="file with a secret that the hosts know each other by, the same on each; also by "
+        "SGLANG_JAX_GROUP_SECRET; default: none, and whoever reaches host 0 may take a host's place",
+    )
     context_length: PositiveInt | None = Field(
         None, description="most tokens of one request, prompt and output; default: the model's"
     )
@@ -219,6 +234,13 @@ class EngineConfig(BaseModel):
         description="sampling fields that a request leaves out: the model's generation_config.json, or neutral values",
     )
     skip_warmup: bool = Field(False, description="compile each program at its first use instead of at the start")
+    watchdog_timeout: float = Field(
+        300.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="seconds that an engine process may take for a step, unless it compiles, before it is killed and "
+        "started again",
+    )
     compilation_cache_dir: Path | None = Field(
         None, description="persistent compilation cache; default: the user's cache folder"
     )
@@ -238,6 +260,25 @@ class EngineConfig(BaseModel):
             )
         return self
 
+    def group_secret(self) -> bytes:
+        """What the hosts of a group know each other by; empty if they have nothing.
+
+        **Raises:** `ConfigError` if the file cannot be read, or if the secret is too short.
+        """
+        if self.group_secret_file is not None:
+            where, secret = f"group_secret_file {self.group_secret_file}", read_secret_file(self.group_secret_file)
+        else:
+            given = Environment().group_secret
+            if given is None:
+                return b""
+            where, secret = "SGLANG_JAX_GROUP_SECRET", given.strip()
+        if len(secret) < MIN_GROUP_SECRET:
+            raise ConfigError(
+                f"{where} holds {len(secret)} characters, a secret has at least {MIN_GROUP_SECRET}: "
+                "`openssl rand -hex 32` makes one"
+            )
+        return secret.encode()
+
     def cache_folder(self) -> Path:
         """Where compiled programs are kept between runs."""
         if self.compilation_cache_dir is not None:
@@ -245,9 +286,23 @@ class EngineConfig(BaseModel):
         return Path(user_cache_dir("sglang-jax")) / "compilation"
 
 
+def read_secret_file(path: Path) -> str:
+    """The file's text without spaces and line ends around it. Raises `ConfigError` if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
 class ServerConfig(EngineConfig):
     """An engine behind HTTP."""
 
+    max_queued_requests: PositiveInt | None = Field(
+        4096, description="most completions waiting; more are refused with 503"
+    )
+    max_completions_per_request: PositiveInt = Field(
+        1024, description="most completions of one HTTP request: its prompts times n; more are refused with 400"
+    )
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(30000, ge=0, le=65535, description="port to listen on")
     served_model_name: str | None = Field(None, description="name in /v1/models; default: model_path")
@@ -256,6 +311,16 @@ class ServerConfig(EngineConfig):
         description="HOST:PORT,...: servers of the same model that are the replicas, instead of engines of this one's",
     )
     api_key: str | None = Field(None, description="bearer token that every route but health asks for")
+    max_body_bytes: PositiveInt = Field(
+        8 * 2**20, description="most bytes of a request's body; larger ones are refused with 413"
+    )
+    client_timeout: float = Field(
+        30.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="seconds that a client may take to send a request's head, to send more of its body, and to read "
+        "some of the answer; then its connection is closed",
+    )
     chat_template: str | None = Field(None, description="a Jinja file, or the template; default: the tokenizer's")
     log_level: LogLevel = Field(LogLevel.INFO, description="least severe level logged")
 

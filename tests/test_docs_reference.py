@@ -53,6 +53,8 @@ DEFAULTS_IN_WORDS = frozenset(
         "max_queued_requests",
         "cuda_graph_max_bs",
         "dist_init_addr",
+        "dist_bind_host",
+        "group_secret_file",
         "target_itl_ms",
         "compilation_cache_dir",
         "debug_memory",

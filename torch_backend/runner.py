@@ -22,8 +22,10 @@ from sglang_jax.runner.plan import (
     StepResult,
     TopLogprobs,
     one_each,
+    refuse_drafts,
 )
 from sglang_jax.runner.protocol import RunnerReport
+from sglang_jax.runner.pulse import Building
 from sglang_jax.runner.row_updates import count_history, pack_row_updates
 from torch_backend.batch import ForwardBatch
 from torch_backend.devices import device_name
@@ -163,11 +165,15 @@ class TorchRunner:
             self._stream.submit(captured).wait()
             self._warm_graphs = len(graphs)
 
+    def announce_builds(self, building: Building) -> None:
+        """See `Runner`. Here first uses build single kernels: that takes seconds, and is not told."""
+
     def launch(self, plan: StepPlan) -> TorchStep:
         """Starts a step and returns without waiting for it.
 
         **Raises:** `ValueError`, before anything has changed, for a plan beyond the spec.
         """
+        refuse_drafts(plan)
         if plan.num_tokens > self._spec.token_budget or len(plan.rows) > self._spec.max_rows:
             raise ValueError(
                 f"a step of {plan.num_tokens} tokens in {len(plan.rows)} rows is beyond the runner's "

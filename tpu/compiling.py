@@ -88,6 +88,7 @@ def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Bui
     memory = memory_of_one_device(parallel, model, kv_dtype, options.page_size, _PLATFORM, hbm)
     sizes = choose_sizes(options, parallel.config.max_position, memory)
     spec = runner_spec(memory, sizes, options.page_size, parallel)
+    model.arrange(parallel.size)
     functions, weights = split_model(model)
     placed = [
         jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=named_sharding(mesh, parameter.axes))

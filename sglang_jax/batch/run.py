@@ -16,7 +16,6 @@ import click
 from msgspec import Raw
 from uvicorn.loops.auto import auto_loop_factory
 
-from sglang_jax.batch.desk import Desk
 from sglang_jax.batch.driver import READ_LINES, Driver
 from sglang_jax.batch.journal import Journal, Sink
 from sglang_jax.batch.line_set import LineSet
@@ -26,6 +25,7 @@ from sglang_jax.batch.ordered import OrderedJournal, Spool
 from sglang_jax.batch.progress import Figures, Progress, count_lines
 from sglang_jax.batch.run_folder import OptionValue, RunFolder, identify
 from sglang_jax.batch.source import FileFormat, Record, Source, open_source, require_pyarrow
+from sglang_jax.batch.work_queue import WorkQueue
 from sglang_jax.config import EngineConfig, ServerConfig
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.lookahead import Lookahead
@@ -138,7 +138,7 @@ async def _answer_with_engines(
     driver = Driver(
         records,
         work.sink,
-        Desk(Lookahead(batch.lookahead, WINDOW_BYTES, reorder=not batch.no_reorder), batch.max_retries),
+        WorkQueue(Lookahead(batch.lookahead, WINDOW_BYTES, reorder=not batch.no_reorder), batch.max_retries),
         progress,
         defaults=work.defaults,
         random_seed=config.random_seed,

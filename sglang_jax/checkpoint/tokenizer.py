@@ -25,6 +25,9 @@ from sglang_jax.errors import CheckpointError, ParameterError, RequestError
 
 TOKENIZER_FILE = "tokenizer.json"
 
+SHORT_TEXT = 1024
+"""Texts of so many characters are tokenized without letting other threads run: that costs less than waking any."""
+
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     TypeError,
@@ -50,6 +53,7 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._longest_token = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
         self._roles = self._learn_roles()
 
     @property
@@ -57,6 +61,11 @@ class Tokenizer:
         """Tokens that have a text. The model's vocabulary may be padded beyond it."""
         size: int = self._backend.get_vocab_size(with_added_tokens=True)
         return size
+
+    @property
+    def longest_token(self) -> int:
+        """Most characters that one token stands for. It is never less: a vocabulary spells a byte as a character."""
+        return self._longest_token
 
     @property
     def bos_token_id(self) -> int | None:
@@ -82,7 +91,12 @@ class Tokenizer:
             raise ParameterError(
                 f"text holds the lone surrogate U+{ord(text[error.start]):04X} at position {error.start}", param="text"
             ) from error
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) <= SHORT_TEXT:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        else:
+            # As a batch of one: the same ids, but other threads of Python run meanwhile.
+            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids = encoding.ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -125,7 +125,7 @@ async def _launch(
             core.kill()
             await core.ended
             raise
-        return CoreLink(channel, core, ready, resources.pop_all()), result
+        return CoreLink(channel, core, ready, resources.pop_all(), config.watchdog_timeout), result
 
 
 async def _wait_ready(channel: ClientChannel, core: CoreHandle) -> Ready:

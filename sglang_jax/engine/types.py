@@ -179,6 +179,11 @@ class StreamDecoder(Protocol):
 class TextTokenizer(Protocol):
     """Text to ids and back. Thread-safe."""
 
+    @property
+    def longest_token(self) -> int:
+        """Most characters of a text that one token stands for."""
+        ...
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...

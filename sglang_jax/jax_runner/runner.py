@@ -27,8 +27,10 @@ from sglang_jax.runner.plan import (
     StepResult,
     TopLogprobs,
     one_each,
+    refuse_drafts,
 )
 from sglang_jax.runner.protocol import RunnerReport
+from sglang_jax.runner.pulse import Building
 from sglang_jax.runner.row_updates import count_history, pack_row_updates
 
 
@@ -122,11 +124,16 @@ class JaxRunner:
             progress(done, total, f"running {bucket}")
         self._compiles_in_warm_up = self._counter.count
 
+    def announce_builds(self, building: Building) -> None:
+        """See `Runner`."""
+        self._programs.building = building
+
     def launch(self, plan: StepPlan) -> JaxStep:
         """Starts a step and returns without waiting for it.
 
         **Raises:** `ValueError`, before anything has changed, for a plan beyond the spec.
         """
+        refuse_drafts(plan)
         bucket = self._buckets.pick(plan.num_tokens, len(plan.rows), plan.num_decode)
         self._replace_rows(plan.row_updates.sampling)
         deltas = side_by_side(plan.page_deltas, self._spec.max_pages_per_row)

@@ -271,10 +271,10 @@ class WindowGroup(Group):
         self.table.write_run(row, pages - held, self.component.collect(node, held))
 
     def share(self, record: RowKV, added: Insertion, first: int, own: Pages, step: int | None) -> bool:
-        row, held_from = record.row, self.held_from(record.row)
+        row = record.row
         repointed = self._repoint(row, added.node, first, own, added.already_there // self.page_size, step)
-        self.component.cover(added.node, max(first + len(own) - held_from, 0))
-        self._uncover(record, held_from)
+        # What it covers of the prefix before `first` stays covered.
+        self.component.cover(added.node, min(len(own), first + len(own) - self.held_from(row)))
         return repointed
 
     def release(self, record: RowKV, allocated: int) -> None:

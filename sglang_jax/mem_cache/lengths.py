@@ -13,8 +13,8 @@ class RowLengths:
     tokens that are the request's for certain. Allocated: what launched steps may write, drafts among it.
 
     `kv_planned`: the length once all launched steps have run; where one in flight has drafts, the most that it may be.
-    At most `kv_allocated`, and less than it where drafts were wrong: without `drafts` they are one array. `first_query`:
-    the first position that the row's last launched step may compute.
+    At most `kv_allocated`, and less than it where drafts were wrong: without `drafts` they are one array.
+    `first_query`: the first position that the row's last launched step may compute.
     """
 
     def __init__(self, rows: int, drafts: bool = False) -> None:

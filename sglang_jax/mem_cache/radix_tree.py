@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_jax.mem_cache.component import UNBROKEN, Component
+from sglang_jax.mem_cache.component import Component
 from sglang_jax.mem_cache.ledger import Pages
 
 TOKEN_BYTES = 4
@@ -124,19 +124,18 @@ class RadixTree:
 
     def _probe_partial(self, root: Node, tokens: bytes) -> Probe:
         """`probe` where nodes may lack a part of what some component holds."""
-        best = (root, 0, 0, True)
-        components = [one for _, one in self._partial]
-        runs = [UNBROKEN] * len(components)
-        for reached in self._walk(root, tokens):
-            node, start, end, _ = reached
-            pages, good = (end - start) // self.page_bytes, True
-            for index, one in enumerate(components):
-                run = runs[index] = one.follow(runs[index], node, pages)
-                good = good and one.accepts(run)
-            if good:
-                best = reached
-        node, start, end, whole = best
-        return Probe(node, (end - start) // self.page_bytes, whole, end // TOKEN_BYTES)
+        reached = list(self._walk(root, tokens))
+        passed = [(node, (end - start) // self.page_bytes) for node, start, end, _ in reached]
+        last, agreed = len(passed) - 1, False
+        while not agreed:
+            before = last
+            for _, one in self._partial:
+                last = one.last_start(passed, last)
+            agreed = last == before or len(self._partial) == 1
+        if last < 0:
+            return Probe(root, 0, True, 0)
+        node, _, end, whole = reached[last]
+        return Probe(node, passed[last][1], whole, end // TOKEN_BYTES)
 
     def claim(self, probe: Probe) -> Node:
         """The node at whose end a probe's prefix ends; a request starts there."""

@@ -31,6 +31,7 @@ from sglang_jax.runner.plan import (
     TopLogprobs,
 )
 from sglang_jax.runner.protocol import RunnerReport
+from sglang_jax.runner.pulse import Building
 
 _MASK = 2**64 - 1
 _MULTIPLIER = 0x9E3779B97F4A7C15
@@ -201,6 +202,9 @@ class FakeRunner:
 
     def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
         progress(1, 1, "nothing to build")
+
+    def announce_builds(self, building: Building) -> None:
+        """Nothing is built."""
 
     def report(self) -> RunnerReport:
         return RunnerReport("fake", "none", 0, 0, 0, 0, {})

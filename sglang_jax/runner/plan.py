@@ -215,3 +215,12 @@ class StepResult:
 def one_each(tokens: Int32, samples: Bool) -> tuple[Int32, Int32]:
     """`tokens` and `counts` of a result in which each of `tokens`, `[n]`, was sampled alone, where `samples`, `[n]`."""
     return tokens[:, None], samples.astype(np.int32)
+
+
+def refuse_drafts(plan: StepPlan) -> None:
+    """For runners without drafts, whose host knows every length.
+
+    **Raises:** `ValueError` for a plan with rows that learn their length on the device.
+    """
+    if plan.learnt is not None:
+        raise ValueError(f"step {plan.step} has rows that learn their length, this runner samples one token a row")

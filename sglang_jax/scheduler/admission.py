@@ -45,8 +45,8 @@ Offer = tuple[Namespace, int, bytes]
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """What one look at the queue decided: who starts, in this order, each with memory and in PREFILL; and who can never
-    fit, and still waits to be told."""
+    """What one look at the queue decided, and whom it took out of it: who starts, in this order, each with memory and
+    in PREFILL; and who can never fit, and is to be told."""
 
     seated: list[Request]
     too_large: list[Request]
@@ -111,7 +111,7 @@ class Admission:
                 look.aged = queue.oldest()
                 tried.add(look.aged.id)
                 yield look.aged
-            if request.kv is None and request.id not in tried and request.state is not RequestState.FINISHED:
+            if request.kv is None and request.id not in tried:
                 tried.add(request.id)
                 yield request
 
@@ -119,7 +119,7 @@ class Admission:
     def _has_its_turn(oldest: Request, look: _Look) -> bool:
         """False once this look gave the oldest its turn, or found that it does not fit. That it was passed over, for
         the sake of a prefix, does not count: the turn is given without waiting for one."""
-        return oldest is not look.aged and oldest not in look.refused and oldest not in look.too_large
+        return oldest is not look.aged and oldest not in look.refused
 
     def _by_order(self, look: _Look, reach: int) -> Iterator[Request]:
         """By policy while the step has tokens that nobody has claimed, and not too many do not fit; then those with
@@ -143,6 +143,7 @@ class Admission:
     def _consider(self, request: Request, look: _Look) -> bool:
         """Seats a request, passes it over or refuses it; False where the look at the queue is over."""
         if self._cache.too_small_for(request.prefill_len) is not None:
+            self._queue.remove(request)
             look.too_large.append(request)
             return True
         probe = self._cache.probe(request.tokens, request.match_limit, request.namespace)

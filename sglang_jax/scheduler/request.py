@@ -42,12 +42,14 @@ TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
 class Waiting:
     """What admission remembers of a request in the queue.
 
+    - `queued`: it is in the queue.
     - `work`: tokens that were still to be computed when it was queued or last looked at.
     - `refused_at`: the step at which it was first found not to fit, None before; `passed`: requests behind it that were
       given room since.
     - `seen`, `idle_looks`: cached tokens at the last look, and looks since they grew, while a prefix of it is computed.
     """
 
+    queued: bool = False
     work: int = 0
     refused_at: int | None = None
     passed: int = 0

@@ -330,7 +330,7 @@ class Scheduler:
         """Ends a request in any state. Its row is given back once no step in flight has it, see `Rows`."""
         if kind is not None:
             self._publisher.finished(request, kind, matched_token=matched_token, error=error)
-        if request.kv is None:
+        if request.waiting.queued:
             self.queue.remove(request)
         request.move_to(RequestState.FINISHED)
         del self.requests[request.id]

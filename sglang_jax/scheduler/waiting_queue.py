@@ -61,7 +61,7 @@ class WaitingQueue:
     def add(self, request: Request) -> None:
         """Enters a request at its place; a retracted one before its equals."""
         self.look_again()
-        request.waiting = Waiting(work=request.prefill_len - self._cached_prefix(request))
+        request.waiting = Waiting(queued=True, work=request.prefill_len - self._cached_prefix(request))
         _enter(self._entries, self._key(request), request)
         _enter(self._by_work, _work_key(request), request)
         self._added += 1
@@ -73,6 +73,7 @@ class WaitingQueue:
     def remove(self, request: Request) -> None:
         """Takes a request out; it must be in, in the state in which it came."""
         self.look_again()
+        request.waiting.queued = False
         _leave(self._entries, self._key(request), request)
         _leave(self._by_work, _work_key(request), request)
 
@@ -130,7 +131,7 @@ class WaitingQueue:
 
 
 def _waits(request: Request) -> bool:
-    return request.kv is None and request.state in (RequestState.WAITING, RequestState.RETRACTED)
+    return request.waiting.queued
 
 
 def _work_key(request: Request) -> Key:

@@ -16,6 +16,7 @@ from sglang_jax.server.models import models_router
 from sglang_jax.server.native import native_router
 from sglang_jax.server.openai_chat import chat_router
 from sglang_jax.server.openai_completions import completions_router
+from sglang_jax.server.request_body import BodyLimit
 
 
 def create_context(client: EngineClient, config: ServerConfig) -> ServerContext:
@@ -40,6 +41,8 @@ def create_app(context: ServerContext) -> FastAPI:
         metrics_router(context.metrics),
     ):
         app.include_router(router)
-    if context.config.api_key is not None:
-        app.add_middleware(ApiKeyMiddleware, api_key=context.config.api_key)
+    config = context.config
+    app.add_middleware(BodyLimit, max_body_bytes=config.max_body_bytes, client_timeout=config.client_timeout)
+    if config.api_key is not None:  # added last, so it comes first: what has no key is not read
+        app.add_middleware(ApiKeyMiddleware, api_key=config.api_key)
     return app

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 from sglang_jax.config import ServerConfig
+from sglang_jax.engine.batch import FLIGHTS_PER_ROW
 from sglang_jax.engine.types import EngineClient, GenerateInput, OutputDelta
-from sglang_jax.errors import ModelNotFoundError, ParameterError, RequestError
+from sglang_jax.errors import ModelNotFoundError, ParameterError, RequestError, shown
 from sglang_jax.sampling import GenerationDefaults
 from sglang_jax.server.errors import ShuttingDownError
 from sglang_jax.server.metrics import ServerMetrics
@@ -19,6 +20,9 @@ from sglang_jax.server.sampling import rename_field
 
 ANY_MODEL = "default"
 """The model name of clients that do not care."""
+
+AT_A_TIME = 8
+"""Prompts of one request that are begun before the event loop turns: each takes some time to check and to send."""
 
 ENGINE_NAMES = {"request_id": "rid"}
 """The engine's names of fields, and what clients call them on every route."""
@@ -49,7 +53,18 @@ class ServerContext:
         """Raises `ModelNotFoundError` for a name that is not the served model's."""
         if model not in (None, ANY_MODEL, self.config.model_name):
             raise ModelNotFoundError(
-                f"the model {model!r} is not served here; this server has {self.config.model_name!r}", param="model"
+                f"the model {shown(model)} is not served here; this server has {self.config.model_name!r}",
+                param="model",
+            )
+
+    def check_size(self, prompts: int, completions: int, param: str) -> None:
+        """Raises `ParameterError` for an HTTP request of more completions than one may have, before they are made."""
+        limit = self.config.max_completions_per_request
+        if completions > limit:
+            raise ParameterError(
+                f"{param} holds {prompts} prompts, which with n makes {shown(completions)} completions; the limit of "
+                f"one request is {limit} (--max-completions-per-request)",
+                param=param,
             )
 
     def generate(
@@ -83,7 +98,7 @@ class ServerContext:
         ids = tuple(prompt.request_id or "" for prompt in prompts)
         taken = [name for name in {request_id, *ids} if name in self.in_flight or name in self.in_engine]
         if taken or len(set(ids)) < len(ids):
-            which = repr(taken[0]) if taken else "one that is given twice"
+            which = shown(taken[0]) if taken else "one that is given twice"
             raise ParameterError(f"rid must be unique among the requests in flight, got {which}", param="rid")
         self.in_flight[request_id] = ids
         self.in_engine.update(ids)
@@ -118,7 +133,7 @@ class Call:
     async def __aenter__(self) -> Self:
         self._context.enter(self._request_id, [stream.prompt for stream in self._streams])
         if len(self._streams) > 1:
-            self._merged = MergedStreams(self._streams)
+            self._merged = MergedStreams(self._streams, FLIGHTS_PER_ROW * self._context.client.max_running_requests)
         return self
 
     async def __aexit__(
@@ -172,12 +187,15 @@ class PromptStream:
 
 
 class MergedStreams:
-    """The deltas of several prompts as they come."""
+    """The deltas of several prompts as they come.
 
-    def __init__(self, streams: Sequence[PromptStream]) -> None:
+    **Arguments:** `most_completions`: run at once, or wait in the engine; the prompts of others come before the rest.
+    """
+
+    def __init__(self, streams: Sequence[PromptStream], most_completions: int) -> None:
         # One place: whoever cannot put its delta here lets the engine gather more for it.
         self._ready: asyncio.Queue[tuple[int, OutputDelta] | Exception | None] = asyncio.Queue(maxsize=1)
-        self._producer = asyncio.create_task(self._forward_all(streams))
+        self._producer = asyncio.create_task(self._forward_all(streams, most_completions))
 
     async def next(self) -> tuple[int, OutputDelta]:
         """The next delta and the number of its stream. Raises `StopAsyncIteration` after the last, and what the first
@@ -194,24 +212,29 @@ class MergedStreams:
         self._producer.cancel()
         await asyncio.wait({self._producer})
 
-    async def _forward_all(self, streams: Sequence[PromptStream]) -> None:
+    async def _forward_all(self, streams: Sequence[PromptStream], most_completions: int) -> None:
+        most_each = max(stream.prompt.sampling.n for stream in streams)
+        todo = iter(enumerate(streams))
         try:
             async with asyncio.TaskGroup() as tasks:
-                for number, stream in enumerate(streams):
-                    tasks.create_task(self._forward(number, stream))
+                for started in range(min(len(streams), max(1, most_completions // most_each))):
+                    tasks.create_task(self._forward_each(todo))
+                    if started % AT_A_TIME == AT_A_TIME - 1:
+                        await asyncio.sleep(0)
         except ExceptionGroup as group:
             await self._ready.put(group.exceptions[0])  # raised by `next`
         else:
             await self._ready.put(None)
 
-    async def _forward(self, number: int, stream: PromptStream) -> None:
-        try:
-            while True:
-                await self._ready.put((number, await stream.next()))
-        except StopAsyncIteration:
-            return
-        finally:
-            await stream.close()
+    async def _forward_each(self, todo: Iterator[tuple[int, PromptStream]]) -> None:
+        for number, stream in todo:
+            try:
+                while True:
+                    await self._ready.put((number, await stream.next()))
+            except StopAsyncIteration:
+                pass
+            finally:
+                await stream.close()
 
 
 def new_id(prefix: str) -> str:

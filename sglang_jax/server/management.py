@@ -10,11 +10,12 @@ from typing import Any
 from fastapi import APIRouter
 
 from sglang_jax.engine.types import GenerateInput, ReplicaLoad
+from sglang_jax.engine.validation import check_characters
 from sglang_jax.errors import ParameterError, RequestError
 from sglang_jax.sampling import SamplingParams
 from sglang_jax.server.context import ServerContext, new_id
 from sglang_jax.server.errors import ShuttingDownError, UnavailableError
-from sglang_jax.server.fields import Body, OneOrMany, TokenIds, as_list
+from sglang_jax.server.fields import Body, OneOrMany, ShortText, TokenIds, as_list
 from sglang_jax.server.json_body import JsonRoute
 
 HEALTH_SECONDS = 20.0
@@ -30,7 +31,7 @@ class CacheBusyError(RequestError):
 class AbortBody(Body):
     """`POST /abort_request`."""
 
-    rid: str | None = None
+    rid: ShortText | None = None
     abort_all: bool | None = None
 
 
@@ -164,12 +165,16 @@ def tokenizer_router(context: ServerContext) -> APIRouter:
         """Token ids of a text, or of each of several. Runs in a worker thread."""
         context.check_model(body.model)
         special = body.add_special_tokens is not False
-        ids = [context.client.tokenizer.encode(text, add_special_tokens=special) for text in as_list(body.prompt)]
+        tokenizer, context_length = context.client.tokenizer, context.client.model_info.context_length
+        texts = as_list(body.prompt)
+        for text in texts:
+            check_characters(text, tokenizer, context_length)
+        ids = [tokenizer.encode(text, add_special_tokens=special) for text in texts]
         single = isinstance(body.prompt, str)
         return {
             "tokens": ids[0] if single else ids,
             "count": len(ids[0]) if single else [len(one) for one in ids],
-            "max_model_len": context.client.model_info.context_length,
+            "max_model_len": context_length,
         }
 
     @router.post("/detokenize")

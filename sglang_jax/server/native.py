@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -15,7 +17,7 @@ from sglang_jax.server.context import ENGINE_NAMES, ServerContext
 from sglang_jax.server.json_body import JsonRoute
 from sglang_jax.server.logprobs import reported
 from sglang_jax.server.native_schema import GenerateBody, NativeRequest, native_request
-from sglang_jax.server.streaming import event, json_response, open_event_stream, until_disconnect
+from sglang_jax.server.streaming import event, json_response, open_event_stream, until_disconnect, written
 
 _encoder = msgspec.json.Encoder()
 
@@ -51,6 +53,11 @@ class NativeFormat:
                 meta["input_top_logprobs"] = [self._top(one) for one in positions]
                 meta["output_top_logprobs"] = [self._top(one) for one in delta.logprobs]
         return {"text": delta.text, "output_ids": delta.token_ids, "meta_info": meta}
+
+    def whole(self, outputs: list[list[OutputDelta]]) -> object:
+        """The answer that does not stream, of the finished outputs of each prompt."""
+        answers = [self.answer(number, output) for number, group in enumerate(outputs) for output in group]
+        return answers[0] if self.request.single else answers
 
     def _entry(self, one: TokenLogprob) -> Entry:
         return (reported(one.logprob), one.token_id, self._text(one.token_id))
@@ -113,15 +120,14 @@ def native_router(context: ServerContext) -> APIRouter:
         """Completes one prompt, or a batch of prompts."""
         begin = time.perf_counter()
         context.check_model(body.model)
-        call = native_request(body, context.generation_defaults, request.headers)
+        call = native_request(body, context.generation_defaults, request.headers, context.check_size)
         form = NativeFormat(call, context.client.tokenizer, bool(body.return_text_in_logprobs), begin)
         if body.stream:
             return await open_event_stream(request, _events(context, form, bool(body.incremental_output)))
         names = {**ENGINE_NAMES, "prompt": call.prompt_field}
         work = context.collect(call.request_id, call.prompts, names)
         outputs = await until_disconnect(request.receive, work)
-        answers = [form.answer(number, output) for number, group in enumerate(outputs) for output in group]
-        return json_response(answers[0] if call.single else answers)
+        return await written(lambda: json_response(form.whole(outputs)), chain(*outputs))
 
     return router
 
@@ -133,7 +139,10 @@ async def _events(context: ServerContext, form: NativeFormat, incremental: bool)
     async with context.generate(call.request_id, call.prompts, names) as deltas:
         async for number, delta in deltas:
             index = call.first_index[number] + delta.index
-            answer = form.answer(number, delta)
+            if delta.prompt_logprobs:
+                answer = await written(partial(form.answer, number, delta), [delta])
+            else:
+                answer = form.answer(number, delta)
             if not incremental:
                 answer = repeated.setdefault(index, RepeatedAnswer()).add(answer)
             yield event(answer if call.single else {"index": index, **answer})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import jax
@@ -68,6 +70,28 @@ def test_warm_up_reports_each_program_and_builds_none_twice() -> None:
     runner.warm_up(lambda done, total, what: None)
     assert runner.report().compiled_programs == 6
     assert runner.report().compiles_after_warm_up == 0
+    runner.close()
+
+
+def test_builds_are_announced_and_nothing_else() -> None:
+    """Whoever waits for a step is patient meanwhile."""
+    runner = stand_in_runner(random_weights(), max_rows=2, token_budget=16)
+    during: list[int] = []
+
+    @contextmanager
+    def building() -> Iterator[None]:
+        during.append(runner.report().compiled_programs)
+        yield
+        assert runner.report().compiled_programs == during[-1] + 1
+
+    runner.announce_builds(building)
+    driver = PlanDriver(runner)
+    request = driver.admit([1, 2, 3])
+    driver.generate(request, 2)
+    built = len(during)
+    assert built == runner.report().compiled_programs
+    driver.generate(request, 2)
+    assert len(during) == built
     runner.close()
 
 

@@ -371,7 +371,7 @@ def test_a_request_arrives_as_it_was_sent(sampling: SamplingParams) -> None:
     )
     body = json.loads(json.dumps(remote_link._body(sent, "x", 100)))
     defaults = GenerationDefaults(temperature=0.3, top_p=0.2, top_k=3, min_p=0.5, repetition_penalty=2.0)
-    (arrived,) = native_request(GenerateBody(**body), defaults, Headers()).prompts
+    (arrived,) = native_request(GenerateBody(**body), defaults, Headers(), lambda *_: None).prompts
     sampling = dataclasses.replace(arrived.sampling, stop_token_ids=tuple(arrived.sampling.stop_token_ids))
     assert dataclasses.replace(arrived, sampling=sampling) == sent
 

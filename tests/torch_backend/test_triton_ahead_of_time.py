@@ -20,8 +20,7 @@ from helpers.triton_ahead_of_time import (
     row_prefix,
     run_compiling,
 )
-
-from torch_backend.kernels.shipped import shipped_kernels
+from helpers.triton_inventory import shipped_kernels
 
 assert helpers.triton_interpreter  # the kernels are imported here for their names
 

@@ -52,6 +52,7 @@ def test_services_find_their_pods() -> None:
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert MEETING_PORT in {port["containerPort"] for port in container["ports"]}
     assert job["spec"]["completions"] == job["spec"]["parallelism"]
+    assert "SGLANG_JAX_GROUP_SECRET" in {variable["name"] for variable in container["env"]}
 
 
 def test_skypilot_asks_for_a_slice_and_starts_the_launcher() -> None:

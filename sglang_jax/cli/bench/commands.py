@@ -1,11 +1,14 @@
-"""`bench serving`: latency and throughput of a running server."""
+"""`bench serving`: latency and throughput of a running server. `bench offline`: throughput of an engine in this
+process, with every prompt handed over at once."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +17,23 @@ import httpx2
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from tqdm import tqdm
 
-from sglang_jax.cli.bench.apis import Api
-from sglang_jax.cli.bench.load import Target, call, open_client, run_load
-from sglang_jax.cli.bench.metrics import RequestRecord, serving_summary
-from sglang_jax.cli.bench.plot import check_plotting, plot_serving
-from sglang_jax.cli.bench.report import append_json_line, format_serving
+from sglang_jax.cli.bench.load import Api, Target, call, open_client, run_load
+from sglang_jax.cli.bench.metrics import (
+    RequestRecord,
+    append_json_line,
+    check_plotting,
+    format_offline,
+    format_serving,
+    offline_summary,
+    plot_serving,
+    serving_summary,
+)
 from sglang_jax.cli.bench.workloads import WORDS, Conversation, WorkloadConfig, make_workload
 from sglang_jax.cli.options import options_of
-from sglang_jax.config import PositiveInt
+from sglang_jax.config import EngineConfig, PositiveInt
+from sglang_jax.engine.types import GenerateOutput
+from sglang_jax.errors import ConfigError
+from sglang_jax.sampling import SamplingParams
 
 WARMUP_SEED_OFFSET = 1_000_003
 """Warm-up prompts come from another seed, so that none of them is in the cache when the measured ones come."""
@@ -159,3 +171,85 @@ def _line(
             for record in records
         ]
     return line
+
+
+Generate = Callable[[Sequence[Sequence[int]], Sequence[SamplingParams]], Sequence[GenerateOutput]]
+"""Prompts as token ids and one `SamplingParams` for each, to one finished output for each, in their order."""
+
+
+class OfflineConfig(BaseModel):
+    """What `bench offline` has besides an engine and a workload."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    result_filename: Path | None = Field(None, description="file to which a line of JSON is appended")
+
+
+@dataclass(slots=True)
+class Totals:
+    """What a run added up to. `seconds` counts generation alone."""
+
+    seconds: float = 0.0
+    requests: int = 0
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
+@click.command()
+@options_of(engine=EngineConfig, workload=WorkloadConfig, offline=OfflineConfig)
+def bench_offline(engine: EngineConfig, workload: WorkloadConfig, offline: OfflineConfig) -> int:
+    """Measure the throughput of an engine without a server."""
+    from sglang_jax.engine.engine import Engine
+
+    with Engine(config=engine) as running:
+        context_length = running.model_info.context_length
+        if workload.longest_context > context_length:
+            raise ConfigError(
+                f"the workload's longest request has {workload.longest_context} tokens, "
+                f"the context length is {context_length}"
+            )
+
+        def generate(prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[GenerateOutput]:
+            outputs = running.generate(prompts, sampling)
+            return outputs if isinstance(outputs, list) else [outputs]
+
+        totals = run_workload(generate, make_workload(workload, running.model_info.vocab_size))
+        compiles = running.stats.compiles_after_warm_up
+    figures = offline_summary(
+        duration=totals.seconds,
+        requests=totals.requests,
+        input_tokens=totals.input_tokens,
+        cached_tokens=totals.cached_tokens,
+        output_tokens=totals.output_tokens,
+    )
+    click.echo(format_offline(figures))
+    if offline.result_filename is not None:
+        settings = {**engine.model_dump(mode="json"), **workload.model_dump(mode="json")}
+        append_json_line(offline.result_filename, {**settings, **figures, "compiles_after_warm_up": compiles})
+    return 0
+
+
+def run_workload(generate: Generate, conversations: Sequence[Conversation]) -> Totals:
+    """Runs the first turn of every conversation as one batch, then every second turn, and so on.
+
+    Outputs have exactly the length asked for: greedy, end-of-sequence tokens ignored.
+    """
+    totals = Totals()
+    said: list[list[int]] = [[] for _ in conversations]
+    for number in range(max(len(conversation.turns) for conversation in conversations)):
+        live = [i for i, conversation in enumerate(conversations) if number < len(conversation.turns)]
+        turns = [conversations[i].turns[number] for i in live]
+        for i, turn in zip(live, turns, strict=True):
+            said[i] += turn.token_ids
+        sampling = [SamplingParams(max_new_tokens=turn.output_len, temperature=0.0, ignore_eos=True) for turn in turns]
+        start = time.perf_counter()
+        outputs = generate([said[i] for i in live], sampling)
+        totals.seconds += time.perf_counter() - start
+        for i, output in zip(live, outputs, strict=True):
+            totals.requests += 1
+            totals.input_tokens += output.prompt_tokens
+            totals.cached_tokens += output.cached_tokens
+            totals.output_tokens += output.completion_tokens
+            said[i] += output.output_ids
+    return totals

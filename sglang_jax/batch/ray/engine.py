@@ -10,8 +10,8 @@ from typing import Protocol
 from starlette.types import ASGIApp
 
 from sglang_jax.batch.answers import Answer, answered, failed, post
-from sglang_jax.batch.desk import Desk, Job
 from sglang_jax.batch.lines import BadLine, Line
+from sglang_jax.batch.work_queue import Job, WorkQueue
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.batch import FLIGHTS_PER_ROW
 from sglang_jax.engine.client import AsyncEngineClient
@@ -39,7 +39,7 @@ class _Served:
 class Asking:
     """How lines are asked.
 
-    - `max_retries`: see `Desk`.
+    - `max_retries`: see `WorkQueue`.
     - `lookahead`: most lines that wait for the engine, among which those that begin alike are asked together.
     - `reorder`: False asks in the order in which lines come.
     """
@@ -60,7 +60,7 @@ class LineEngine(Protocol):
         ...
 
 
-class Answerer:
+class LocalEngine:
     """Has an engine answer lines. The engine's core is a process of its own; when it is lost it is started again, and
     the lines that it had are asked again.
 
@@ -81,7 +81,7 @@ class Answerer:
         backoff: Backoff | None = None,
     ) -> None:
         self._config = config
-        self._desk = Desk(Lookahead(asking.lookahead, WINDOW_BYTES, reorder=asking.reorder), asking.max_retries)
+        self._queue = WorkQueue(Lookahead(asking.lookahead, WINDOW_BYTES, reorder=asking.reorder), asking.max_retries)
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._served_now: _Served | None = None
         self._workers: list[asyncio.Task[None]] = []
@@ -116,8 +116,8 @@ class Answerer:
         good = [line for line in lines if isinstance(line, Line)]
         for line in good:
             self._waiting[line.number] = asyncio.get_running_loop().create_future()
-            self._desk.push(line)
-        self._desk.pushed()
+            self._queue.push(line)
+        self._queue.pushed()
         answers = await asyncio.gather(*(self._waiting[line.number] for line in good))
         of_number = dict(zip((line.number for line in good), answers, strict=True))
         return [
@@ -130,12 +130,12 @@ class Answerer:
         index = self._replica.index
         while True:
             served = await self._served()
-            job = await self._desk.next(index)
+            job = await self._queue.next(index)
             assert job is not None  # the input never ends
             if served.engine.alive:
                 await self._ask(served.app, job)
             else:
-                self._desk.give_back(index, job)
+                self._queue.give_back(index, job)
 
     async def _served(self) -> _Served:
         """The engine once it serves. Raises `EngineDeadError` if it was given up."""
@@ -152,12 +152,12 @@ class Answerer:
         reply = await post(app, line)
         if not reply.transient:
             answer = answered(line, reply)
-        elif self._desk.lose(index, job):
+        elif self._queue.lose(index, job):
             return
         else:
             message = f"the engine was lost each of the {job.losses} times that this line was asked"
             answer = failed(line, "engine_dead", message)
-        self._desk.finish(index)
+        self._queue.finish(index)
         self._waiting.pop(line.number).set_result(answer)
 
     def _on_end(self, worker: asyncio.Task[None]) -> None:

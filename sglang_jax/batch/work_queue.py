@@ -18,7 +18,7 @@ class Job:
     losses: int = 0
 
 
-class Desk:
+class WorkQueue:
     """One queue that all replicas take from, each as soon as it has room.
 
     When an engine is lost, each line that it had may be the cause. Those lines are asked again, and the last time that
