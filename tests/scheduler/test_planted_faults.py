@@ -25,6 +25,8 @@ from sglang_jax.scheduler.publisher import Publisher
 from sglang_jax.scheduler.request import Request
 from sglang_jax.scheduler.rows import Advance, Departure, Rows
 
+pytestmark = pytest.mark.slow
+
 SCHEDULES = 2000
 
 ONE_POOL = {"groups": st.just((0,))}

@@ -23,6 +23,8 @@ from sglang_jax.config import ServerConfig
 from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.server.serve import bind, run
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys
