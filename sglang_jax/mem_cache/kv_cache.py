@@ -24,18 +24,18 @@ _MOST_BETWEEN = 8
 
 @dataclass(slots=True)
 class RowKV:
-    """One request's ownership record: its row, and the node it locks (the lock receipt).
+    """One request's ownership record: its row, and the node it locks (`locked_node`).
 
     The lengths live in the arrays of `RowLengths`, so that a decode batch advances them at once. `serial` tells records
     of the same row apart. `matched`: tokens of the cached prefix that it started with; `on_trust`: of these it read
-    window pages that nothing proved, and that may be gone by the time it draws. `proven`: what was drawn from this
+    window pages that nothing proved, and that may be gone by the time it samples. `proven`: what was sampled from this
     row's KV was finite. `repointed`: the last step that was launched with copies of the row's own, in whose place
     it reads somebody else's since.
     """
 
     row: int
     namespace: Namespace
-    receipt: Node
+    locked_node: Node
     lengths: RowLengths
     serial: int = 0
     matched: int = 0
@@ -178,7 +178,7 @@ class KVCache:
 
     def _reads_unproven_windows(self, record: RowKV) -> bool:
         last = record.matched // self.page_size
-        for node in record.receipt.path() if self._windows else ():
+        for node in record.locked_node.path() if self._windows else ():
             if any(group.in_doubt(record, node, last) for group in self._windows):
                 return True
             last -= len(node.key) // self.tree.page_bytes
@@ -273,20 +273,20 @@ class KVCache:
         """
         length = length // self.page_size * self.page_size
         protected = record.cache_protected_len
-        receipt = record.receipt
-        if not self.reuse or length <= protected or receipt.dead:
+        locked = record.locked_node
+        if not self.reuse or length <= protected or locked.dead:
             return
         row = record.row
         first, last = protected // self.page_size, length // self.page_size
         runs = tuple([group.table.run(row, first, last) for group in self.groups])
         run = tokens[protected * TOKEN_BYTES : length * TOKEN_BYTES]
-        added = self.tree.insert(receipt, run, runs, request_owner(row), record.serial)
-        if receipt.parent is None:
+        added = self.tree.insert(locked, run, runs, request_owner(row), record.serial)
+        if locked.parent is None:
             self.tree.lock(added.node)
         else:
-            self.tree.extend_lock(receipt, added.node)
+            self.tree.extend_lock(locked, added.node)
         repointed = [group.share(record, added, first, own, step) for group, own in zip(self.groups, runs, strict=True)]
-        record.receipt = added.node
+        record.locked_node = added.node
         self.lengths.cache_protected[row] = length
         if any(repointed):
             if step is not None:
@@ -295,7 +295,7 @@ class KVCache:
             self._prove(record)
 
     def prove(self, record: RowKV, step: int) -> bool:
-        """What a row drew in `step` was finite: all that it read, and what it will still add, is fit to be shared.
+        """What a row sampled in `step` was finite: all that it read, and what it will still add, is fit to be shared.
 
         False, and nothing is proven, if the step read copies of the row's own in place of what it depends on now.
         """
@@ -306,15 +306,15 @@ class KVCache:
         return True
 
     def _prove(self, record: RowKV) -> None:
-        self.tree.prove(record.receipt)
+        self.tree.prove(record.locked_node)
         for group in self._windows:
-            group.prove(record, record.receipt)
+            group.prove(record, record.locked_node)
 
     def distrust(self, record: RowKV) -> None:
-        """A row drew something that is not finite: nothing that it computed, or read unproven, is matched again. Who
+        """A row sampled something that is not finite: nothing that it computed, or read unproven, is matched again. Who
         depends on such KV keeps it until it lets go."""
         top, last = None, record.cache_protected_len // self.page_size
-        for node in record.receipt.path():
+        for node in record.locked_node.path():
             if not node.dead and (
                 node.writer == record.serial
                 or not node.proven
@@ -328,10 +328,10 @@ class KVCache:
     @staticmethod
     def borrowed_trouble(record: RowKV) -> bool:
         """True where a row reads KV that somebody else computed and that was cut off since, or began with window pages
-        that nothing proved and has drawn nothing since."""
+        that nothing proved and has sampled nothing since."""
         if record.on_trust and not record.proven:
             return True
-        return any(node.dead and node.writer != record.serial for node in record.receipt.path())
+        return any(node.dead and node.writer != record.serial for node in record.locked_node.path())
 
     def release_kv_cache(self, record: RowKV, tokens: bytes, *, insert: bool) -> None:
         """The one way a request gives its KV up: finish, retract, abort and close all end here.
@@ -344,7 +344,7 @@ class KVCache:
         allocated = self.pages_for(record.kv_allocated_len)
         for group in self.groups:
             group.release(record, allocated)
-        self.tree.unlock(record.receipt)
+        self.tree.unlock(record.locked_node)
         self._free_row(record.row)
 
     def launched(self, step: int) -> None:

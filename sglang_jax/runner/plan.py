@@ -104,10 +104,10 @@ class SamplingUpdate:
     """How a row samples from now on: it was taken by a request, newly admitted or admitted again after a retraction.
 
     - `seed`: resolved, non-negative, below 2**63.
-    - `prompt_len`: tokens before the first output token; output number k is drawn at `kv_len == prompt_len + k`.
-    - `stop_ids`: `[ids]`, masked while fewer than `sampling.min_new_tokens` outputs were drawn.
+    - `prompt_len`: tokens before the first output token; output number k is sampled at `kv_len == prompt_len + k`.
+    - `stop_ids`: `[ids]`, masked while fewer than `sampling.min_new_tokens` outputs were sampled.
     - `history`: `[tokens]` prompt and kept output, given only where `sampling.counts_tokens`. Output tokens
-      drawn later are counted by the runner itself.
+      sampled later are counted by the runner itself.
     """
 
     row: int

@@ -29,7 +29,7 @@ _NO_TOKENS: Int32 = np.zeros(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens `[start, start + length)` of a request, computed in one step; the last chunk draws a token."""
+    """Tokens `[start, start + length)` of a request, computed in one step; the last chunk samples a token."""
 
     request: Request
     start: int
@@ -63,14 +63,14 @@ class DecodePart:
 class Planned:
     """A plan, and what the scheduler must remember of it until it has run.
 
-    - `draws`: rows that sample `[draws]`; `picks`: their indices in `plan.rows`, None where all do.
-    - `decode`: the decode part; its rows are the first of `draws`.
+    - `sampling_rows`: rows that sample `[samples]`; `picks`: their indices in `plan.rows`, None where all do.
+    - `decode`: the decode part; its rows are the first of `sampling_rows`.
     - `chunks`: the prefill part; `newcomers`: requests whose first chunk in their row this is; `logprob_requests`:
       whom `plan.prompt_logprobs` are for, in order.
     """
 
     plan: StepPlan
-    draws: Int32
+    sampling_rows: Int32
     picks: Int32 | None
     decode: DecodePart
     chunks: tuple[Chunk, ...] = ()
@@ -216,8 +216,8 @@ class Planner:
         num_decode, query_lens, sources = self._queries(decode)
         prefill_rows = np.array([chunk.request.row for chunk in chunks], np.int32)
         rows = np.concatenate((decode.rows, prefill_rows))
-        draws = np.array([chunk.last and chunk.request.draws for chunk in chunks], np.bool_)
-        samples = np.concatenate((self._yes[:count], draws))
+        samples = np.array([chunk.last and chunk.request.samples for chunk in chunks], np.bool_)
+        samples = np.concatenate((self._yes[:count], samples))
         picks = np.nonzero(samples)[0].astype(np.int32)
         wanted = self._prompt_logprobs(chunks, count)
         tokens = b"".join(

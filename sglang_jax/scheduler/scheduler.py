@@ -230,7 +230,7 @@ class Scheduler:
             self._end(request, "error", insert=False, error=error)
 
     def _announce(self, planned: Planned) -> None:
-        """Tells who starts, before the step that may be the engine's last: what it ran can be told from what waited."""
+        """Publishes `Started` before a launch, so that after a crash executed requests can be told from queued ones."""
         first_time = [request for request in planned.newcomers if request.cached_tokens is None]
         for request in first_time:
             request.cached_tokens = request.record.kv_committed_len
@@ -240,7 +240,7 @@ class Scheduler:
             self._publisher.flush()
 
     def _note_chunks(self, planned: Planned) -> None:
-        """A launched chunk's KV is as good as written: share it, and let whole prompts draw from the next step on."""
+        """A launched chunk's KV is as good as written: share it, and let whole prompts sample from the next step on."""
         whole = []
         for chunk in planned.chunks:
             request, end = chunk.request, chunk.start + chunk.length
@@ -265,9 +265,9 @@ class Scheduler:
         self._judge_step(planned, result)
         if planned.logprob_requests:
             self._publisher.prompt_logprobs(planned, result)
-        sampled = self._advance(planned, result) if len(planned.draws) else 0
+        sampled = self._advance(planned, result) if len(planned.sampling_rows) else 0
         for chunk in planned.chunks:
-            if chunk.last and not chunk.request.draws and chunk.request.state is RequestState.DECODE:
+            if chunk.last and not chunk.request.samples and chunk.request.state is RequestState.DECODE:
                 self._end(chunk.request, "length", insert=True)
         self.log.finished(sampled)
         self.reserve.decay()
@@ -293,7 +293,7 @@ class Scheduler:
 
     def _advance(self, planned: Planned, result: StepResult) -> int:
         """Records what rows sampled, tells the clients, ends what has ended; how many tokens there were."""
-        rows, picks = planned.draws, planned.picks
+        rows, picks = planned.sampling_rows, planned.picks
         if self.rows.num_leaving and not (staying := self.rows.active[rows]).all():
             picks = self._all_picks[: len(rows)] if picks is None else picks
             rows, picks = rows[staying], picks[staying]

@@ -97,6 +97,7 @@ async def test_drain_delivers_all_outputs_before_the_process_ends(client: AsyncE
     assert output.text == "abc" * 20
 
 
+@pytest.mark.alone
 async def test_killed_process_is_noticed_at_once(client: AsyncEngineClient) -> None:
     pid = await core_pid(client)
     tasks = [asyncio.create_task(collect(client, GenerateInput(prompt="a", sampling=LONG))) for _ in range(3)]

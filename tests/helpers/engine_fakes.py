@@ -274,7 +274,7 @@ def load_echo(config: EngineConfig, channel: CoreChannel) -> EchoCore:
 FAKE_VOCAB_SIZE = 128
 FAKE_EOS = 0
 FAKE_INVALID = 127
-"""With `model_path` numerical, a row that draws after this token has logits that are not finite."""
+"""With `model_path` numerical, a row that samples after this token has logits that are not finite."""
 
 
 class FakeModelCore:

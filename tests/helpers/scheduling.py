@@ -72,7 +72,7 @@ class RecordingChannel:
 
 
 class Subject(Protocol):
-    """A runner in the place of `FakeRunner`, and what it must draw."""
+    """A runner in the place of `FakeRunner`, and what it must sample."""
 
     def runner(self, spec: RunnerSpec) -> Runner: ...
 

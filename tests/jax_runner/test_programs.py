@@ -10,6 +10,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from helpers.plan_driver import DECODE, PlanDriver
 from helpers.stand_in_jax import STAND_IN, stand_in_runner
 from helpers.stand_in_model import HIDDEN, LAYERS, VOCAB, random_weights
@@ -94,6 +95,7 @@ def test_builds_are_announced_and_nothing_else() -> None:
     runner.close()
 
 
+@pytest.mark.alone
 def test_launching_does_not_wait_for_the_device() -> None:
     def slow_logits(weights: Weights, hidden: jax.Array) -> jax.Array:
         work = jax.lax.fori_loop(0, 60, lambda _, x: jnp.tanh(x @ x), jnp.full((512, 512), hidden[0, 0]))

@@ -20,6 +20,8 @@ from sglang_jax.runner.remote_group import LeaderLink, RemoteFollowers
 
 SECRET = b"s" * 32
 
+pytestmark = pytest.mark.alone  # who is silent for half a second is lost here
+
 
 @pytest.fixture(autouse=True)
 def _quick_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ CHECKED: dict[type, st.SearchStrategy[Any]] = {
         ignore_eos=st.booleans(),
         seed=st.none() | st.integers(-(2**63), 2**63 - 1),
     ),
-    PoolSpec: st.builds(PoolSpec, st.just(PoolKind.FULL), st.integers(1), st.integers(1))
+    PoolSpec: st.builds(PoolSpec, st.just(PoolKind.FULL), st.integers(1, 2**31 - 1), st.integers(1, 9))
     | st.builds(PoolSpec, st.just(PoolKind.WINDOW), st.integers(1, 9), st.integers(1, 9), window=st.integers(1, 9)),
 }
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.simulation import simulate
+from helpers.simulation import Strategy, simulate
+from hypothesis import strategies as st
 
 from sglang_jax.mem_cache.group import Group, WindowGroup
 from sglang_jax.mem_cache.invariants import InvariantError
@@ -26,11 +27,11 @@ from sglang_jax.scheduler.rows import Advance, Departure, Rows
 
 SCHEDULES = 2000
 
-ONE_POOL = ((0,),)
-WINDOWS = ((0, 5), (0, 17), (5,), (3, 20))
+ONE_POOL = {"groups": st.just((0,))}
+WINDOWS = {"groups": st.sampled_from([(0, 5), (0, 17), (5,), (3, 20)])}
 
-NO_DRAFTS = (0,)
-MANY_DRAFTS = (1, 4)
+NO_DRAFTS = {"drafts": st.just(0)}
+MANY_DRAFTS = {"drafts": st.sampled_from([1, 4])}
 
 
 def skip_unlock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +99,7 @@ def lose_a_delta(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def commit_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last drawn token counts as committed, though its KV was never written."""
+    """The last sampled token counts as committed, though its KV was never written."""
     publish = Publisher.tokens
 
     def publish_and_commit(self: Publisher, rows: np.ndarray, *arguments: Any) -> None:
@@ -214,7 +215,7 @@ def keep_nothing_for_the_next_page(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def match_over_a_tombstone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WindowKV, "accepts", lambda self, run: run > 0)
+    monkeypatch.setattr(WindowKV, "last_start", lambda self, passed, index: index)
 
 
 def cover_a_page_less(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +262,7 @@ def give_a_node_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def insert_the_uncommitted_tail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The token drawn last goes into the tree, though its KV was never written."""
+    """The token sampled last goes into the tree, though its KV was never written."""
     give_back = Rows._give_back
 
     def give_back_all(self: Rows, departure: Departure) -> None:
@@ -379,11 +380,26 @@ FAULTS = [
     *DRAFT_FAULTS,
 ]
 
+PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
+    # Room for the second appears, by the rounding of pages, while a first alone goes on.
+    no_look_after_a_refusal: {
+        "page_size": st.just(16),
+        "pages": st.integers(4, 6),
+        "rows": st.integers(2, 6),
+        "context": st.just(60),
+        "conservativeness": st.just(1.0),
+    },
+    never_keep_room: {"backfill": st.just((2, 256)), "aged_turn": st.sampled_from([2, 3]), "pages": st.integers(6, 24)},
+    doubt_no_window: {"groups": st.sampled_from([(5,), (0, 5)]), "reuse": st.just(True)},
+}
+"""Sizes with which a fault shows, where few of those that are drawn else would do."""
+
 
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
 def test_fault_is_caught(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    groups = WINDOWS if plant in WINDOW_FAULTS or plant is reclaim_behind_the_longest_guess else ONE_POOL
+    windows = plant in WINDOW_FAULTS or plant is reclaim_behind_the_longest_guess
     drafts = MANY_DRAFTS if plant in DRAFT_FAULTS else NO_DRAFTS
+    sizes = (WINDOWS if windows else ONE_POOL) | drafts | PLACES.get(plant, {})
     with pytest.raises((OwnershipError, InvariantError, AssertionError, RuntimeError, LookupError)):
-        simulate(SCHEDULES, known_fault=True, groups=groups, drafts=drafts)
+        simulate(SCHEDULES, known_fault=True, sizes=sizes)

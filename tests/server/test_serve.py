@@ -58,6 +58,7 @@ def test_a_signal_drains(number: signal.Signals) -> None:
         assert running.wait() == 0
 
 
+@pytest.mark.alone
 def test_a_second_signal_stops_at_once() -> None:
     with server(model_path="echo:0.03") as running:
         running.wait_ready()
@@ -82,6 +83,7 @@ def test_a_signal_while_the_engine_starts() -> None:
         assert running.wait() in (128 + signal.SIGTERM, -signal.SIGTERM)  # the second if it came during the imports
 
 
+@pytest.mark.alone
 def test_the_death_of_the_engine() -> None:
     with server(model_path="echo:0.03") as running:
         running.wait_ready()
@@ -89,7 +91,7 @@ def test_the_death_of_the_engine() -> None:
         assert port is not None
         waiting = socket.create_connection(("127.0.0.1", port))
         body = json.dumps({"text": "a" * 2000, "sampling_params": {"max_new_tokens": 2000}}).encode()
-        head = "POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
         waiting.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         stream_body = {"prompt": "a" * 2000, "max_tokens": 2000, "stream": True}
         with running.http.stream("POST", "/v1/completions", json=stream_body) as response:
