@@ -156,9 +156,10 @@ def test_what_finds_scales_for_an_int8_cache_is_compiled_as_well(model: Path, tm
 def test_a_model_on_four_chips(model: Path, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     slice_ = ("--topology", "v6e:2x2", "--tp", "4")
-    float8 = ("--kv-cache-dtype", "fp8_e4m3")
-    answer = check("--model", str(model), *slice_, *float8, "--quick", *SMALL, figures=figures)
+    float8, rows = ("--kv-cache-dtype", "fp8_e4m3"), ("--roofline-context", "1000")
+    answer = check("--model", str(model), *slice_, *float8, "--quick", *rows, *SMALL, figures=figures)
     assert answer.status == 0, answer.text + answer.error
+    assert "Decode rows hold 1,000 tokens each" in answer.text
     deployment = answer.figures["deployment"]
     norms = 2 * 5 * 256
     scales = 2 * 4 * 2 * 4
