@@ -23,7 +23,7 @@ from host_step import EncodingChannel
 from machine import report
 
 from sglang_jax.config import EngineConfig
-from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec, StepPlan, StepResult
+from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec, StepPlan, StepResult, one_each
 from sglang_jax.runner.protocol import RunnerReport
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler import admission
@@ -68,7 +68,7 @@ class TimedHandle:
 
 
 class TimedRunner:
-    """Draws token 7 for everyone, after a while."""
+    """Samples token 7 for everyone, after a while."""
 
     def __init__(self, spec: RunnerSpec, device: Device) -> None:
         self.spec = spec
@@ -77,7 +77,9 @@ class TimedRunner:
     def launch(self, plan: StepPlan) -> TimedHandle:
         device = self._device
         device.done = max(device.done, device.now) + device.cost(plan)
-        return TimedHandle(device, device.done, StepResult(np.full(len(plan.rows), 7, np.int32)))
+        return TimedHandle(
+            device, device.done, StepResult(*one_each(np.full(len(plan.rows), 7, np.int32), plan.samples))
+        )
 
     def report(self) -> RunnerReport:
         return RunnerReport("timed", "none", 0, 0, 0, 0, {})

@@ -44,11 +44,13 @@ class FreeHandle:
 
 
 class FreeRunner:
-    """Draws token 7 for everyone, at no cost."""
+    """Samples token 7 for everyone, at no cost."""
 
     def __init__(self, spec: RunnerSpec) -> None:
         self.spec = spec
-        self._handles = [FreeHandle(StepResult(np.full(n, 7, np.int32))) for n in range(spec.max_rows + 1)]
+        self._handles = [
+            FreeHandle(StepResult(np.full((n, 1), 7, np.int32), np.ones(n, np.int32))) for n in range(spec.max_rows + 1)
+        ]
 
     def launch(self, plan: StepPlan) -> FreeHandle:
         return self._handles[len(plan.rows)]

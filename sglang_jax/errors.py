@@ -1,6 +1,28 @@
-"""Errors that cross rooms: what a request may be refused with, and how HTTP says it."""
+"""Errors that cross packages: what a request may be refused with, and how HTTP says it."""
 
 from __future__ import annotations
+
+import reprlib
+
+SHOWN_LENGTH = 100
+"""Most characters of a value that an error message shows."""
+
+_short = reprlib.Repr()
+_short.maxlevel, _short.maxother = 3, SHOWN_LENGTH
+_short.maxlist = _short.maxtuple = _short.maxdict = _short.maxset = _short.maxfrozenset = 10
+_short.maxstring = _short.maxlong = SHOWN_LENGTH // 2
+
+
+def shown(value: object) -> str:
+    """A value as an error message shows it: its repr, cut where it gets long. Costs little however large it is."""
+    if isinstance(value, (str, list)) and len(value) > SHOWN_LENGTH:
+        return f"{cut(_short.repr(value))} ({len(value)} long)"
+    return repr(value) if isinstance(value, str) else cut(_short.repr(value))
+
+
+def cut(text: str) -> str:
+    """A name that a client chose, as an error message repeats it."""
+    return text if len(text) <= SHOWN_LENGTH else text[:SHOWN_LENGTH] + "..."
 
 
 class RequestError(Exception):

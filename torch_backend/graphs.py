@@ -184,7 +184,7 @@ def _padding_alone() -> StepPlan:
         num_decode=0,
         query_lens=nothing,
         kv_lens=nothing,
-        prefill_tokens=nothing,
+        tokens=nothing,
         samples=np.zeros(0, np.bool_),
         page_deltas=(_no_deltas(),),
     )

@@ -18,9 +18,9 @@ class StepInputs:
     - `num_decode`: known to the host; all sequences, padding included, in a captured step.
     - `rows`, `kv_lens`: `[R]`; padding is in the dump row, with length 0.
     - `query_starts`: `[R + 1]`.
-    - `sampled`: `[S]`, the sequences that draw a token.
+    - `sampled`: `[S]`, the sequences that sample a token.
     - `delta_rows`, `delta_columns`, `delta_pages`: `[D]`; padding writes page 0 into the dump row.
-    - `prefill_tokens`: tokens of the sequences that are not decode rows.
+    - `tokens`: `[T]`, as in the plan; empty in a step of decode rows alone, each of which has its last token.
     """
 
     num_decode: int
@@ -31,7 +31,7 @@ class StepInputs:
     delta_rows: torch.Tensor
     delta_columns: torch.Tensor
     delta_pages: torch.Tensor
-    prefill_tokens: torch.Tensor
+    tokens: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class StepLayout:
     rows: int
     sampled: int
     deltas: int
-    prefill_tokens: int
+    tokens: int
     num_decode: int
 
     @classmethod
@@ -51,14 +51,14 @@ class StepLayout:
             rows=len(plan.rows),
             sampled=int(np.count_nonzero(plan.samples)),
             deltas=len(deltas.rows),
-            prefill_tokens=len(plan.prefill_tokens),
+            tokens=0 if plan.num_decode == len(plan.rows) else plan.num_tokens,
             num_decode=plan.num_decode,
         )
 
     @classmethod
     def decode(cls, rows: int, deltas: int) -> StepLayout:
-        """Of decode rows alone, which all draw."""
-        return cls(rows=rows, sampled=rows, deltas=deltas, prefill_tokens=0, num_decode=rows)
+        """Of decode rows alone, which all sample."""
+        return cls(rows=rows, sampled=rows, deltas=deltas, tokens=0, num_decode=rows)
 
     @property
     def size(self) -> int:
@@ -72,7 +72,7 @@ class StepLayout:
     def pack(self, plan: StepPlan, deltas: PageDeltas, dump_row: int, packed: Int32) -> None:
         """Writes a plan that fits into `packed`, `[size]`; `deltas` are those of its page deltas that go along."""
         fields = [packed[start:end] for start, end in pairwise(self._ends())]
-        rows, kv_lens, query_starts, sampled, delta_rows, delta_columns, delta_pages, prefill_tokens = fields
+        rows, kv_lens, query_starts, sampled, delta_rows, delta_columns, delta_pages, tokens = fields
         sequences, entries = len(plan.rows), len(deltas.rows)
         rows[:sequences] = plan.rows
         rows[sequences:] = dump_row
@@ -81,18 +81,18 @@ class StepLayout:
         query_starts[0] = 0
         np.cumsum(plan.query_lens, out=query_starts[1 : sequences + 1])
         query_starts[sequences + 1 :] = np.arange(sequences + 1, self.rows + 1)  # padding has one token as well
-        drawing = np.flatnonzero(plan.samples)
-        sampled[: len(drawing)] = drawing
-        sampled[len(drawing) :] = np.arange(len(drawing), self.sampled)
+        who = np.flatnonzero(plan.samples)
+        sampled[: len(who)] = who
+        sampled[len(who) :] = np.arange(len(who), self.sampled)
         delta_rows[:entries] = deltas.rows
         delta_rows[entries:] = dump_row
         delta_columns[:entries] = deltas.columns
         delta_columns[entries:] = 0
         delta_pages[:entries] = deltas.pages
         delta_pages[entries:] = 0
-        prefill_tokens[:] = plan.prefill_tokens
+        tokens[:] = plan.tokens[: len(tokens)]
 
     def _ends(self) -> list[int]:
         rows, deltas = self.rows, self.deltas
-        lengths = (rows, rows, rows + 1, self.sampled, deltas, deltas, deltas, self.prefill_tokens)
+        lengths = (rows, rows, rows + 1, self.sampled, deltas, deltas, deltas, self.tokens)
         return list(accumulate(lengths, initial=0))

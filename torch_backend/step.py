@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from sglang_jax.runner.plan import LAST_TOKEN
 from torch_backend.batch import ForwardBatch, GroupPages
 from torch_backend.packing import StepInputs
 
@@ -29,7 +30,7 @@ class RowTensors:
 
     - `page_table`: int32 `[rows + 1, groups * pages]`, those of all cache groups side by side; the dump row holds page
       0 alone.
-    - `last_tokens`: int32 `[rows + 1]`, what each row drew last.
+    - `last_tokens`: int32 `[rows + 1]`, what each row sampled last.
     """
 
     page_table: torch.Tensor
@@ -49,17 +50,18 @@ def build_batch(inputs: StepInputs, state: RowTensors, page_size: int, num_group
     state.page_table.index_put_((inputs.delta_rows.long(), inputs.delta_columns.long()), inputs.delta_pages)
     rows = inputs.rows.long()
     tables = [table[rows] for table in state.page_table.chunk(num_groups, 1)]
-    # A row whose logits were not finite holds no token; its request ends once the host has seen it.
-    tokens = state.last_tokens[rows[: inputs.num_decode]].clamp(min=0)
+    last_tokens = state.last_tokens[rows]
     if inputs.num_decode == len(rows):
+        tokens = last_tokens
         positions = (inputs.kv_lens - 1).clamp(min=0)
         columns = (positions // page_size).long()[:, None]
         pages = [table.gather(1, columns)[:, 0] for table in tables]
     else:
-        tokens = torch.cat([tokens, inputs.prefill_tokens])
+        count = len(inputs.tokens)
         ends = inputs.query_starts[1:]
-        places = torch.arange(len(tokens), dtype=torch.int32, device=tokens.device)
-        sequences = torch.repeat_interleave(ends - inputs.query_starts[:-1], output_size=len(tokens))
+        places = torch.arange(count, dtype=torch.int32, device=rows.device)
+        sequences = torch.repeat_interleave(ends - inputs.query_starts[:-1], output_size=count)
+        tokens = torch.where(inputs.tokens == LAST_TOKEN, last_tokens[sequences], inputs.tokens)
         positions = (inputs.kv_lens - ends)[sequences] + places
         columns = (positions // page_size).long()
         pages = [table[sequences, columns] for table in tables]
@@ -68,7 +70,8 @@ def build_batch(inputs: StepInputs, state: RowTensors, page_size: int, num_group
         for own, table in zip(pages, tables, strict=True)
     ]
     return ForwardBatch(
-        tokens=tokens,
+        # A row whose logits were not finite holds no token; its request ends once the host has seen it.
+        tokens=tokens.clamp(min=0),
         positions=positions,
         write_slots=first.write_slots,
         page_table=first.page_table,

@@ -70,6 +70,8 @@ TINY = dense_decoder(
 class NoText:
     """A tokenizer without text: prompts are token ids, and outputs are read as ids too."""
 
+    longest_token = 1
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         raise ValueError("prompts of this benchmark are token ids")
 

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Raw
 
 from sglang_jax.batch.seeds import add_seed, seed_of
-from sglang_jax.server.errors import shown
+from sglang_jax.errors import shown
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

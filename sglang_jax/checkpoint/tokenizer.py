@@ -6,7 +6,8 @@ here directly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,25 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.hub import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_FILE
 
+from sglang_jax.architectures.files import check_regular, read_file
 from sglang_jax.checkpoint.chat_roles import ChatRoles, learn_roles
 from sglang_jax.checkpoint.gguf_file import open_gguf
 from sglang_jax.checkpoint.gguf_tokenizer import gguf_tokenizer
 from sglang_jax.checkpoint.resolve import ModelSource, SourceKind
 from sglang_jax.checkpoint.text_stream import TextStream
 from sglang_jax.checkpoint.token_spelling import spelling_of
-from sglang_jax.errors import CheckpointError, ParameterError, RequestError
+from sglang_jax.errors import CheckpointError, ParameterError, RequestError, cut
 
 TOKENIZER_FILE = "tokenizer.json"
+
+_MAX_TOKENIZER_BYTES = 256 << 20
+_MAX_TEMPLATE_BYTES = 1 << 20
+
+_DAMAGED = (ValueError, TypeError, LookupError, AttributeError, OSError, RecursionError)
+"""What transformers raises for files that are not what they should be."""
+
+SHORT_TEXT = 1024
+"""Texts of so many characters are tokenized without letting other threads run: that costs less than waking any."""
 
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
@@ -50,6 +61,7 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._longest_token = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
         self._roles = self._learn_roles()
 
     @property
@@ -57,6 +69,11 @@ class Tokenizer:
         """Tokens that have a text. The model's vocabulary may be padded beyond it."""
         size: int = self._backend.get_vocab_size(with_added_tokens=True)
         return size
+
+    @property
+    def longest_token(self) -> int:
+        """Most characters that one token stands for. It is never less: a vocabulary spells a byte as a character."""
+        return self._longest_token
 
     @property
     def bos_token_id(self) -> int | None:
@@ -82,7 +99,12 @@ class Tokenizer:
             raise ParameterError(
                 f"text holds the lone surrogate U+{ord(text[error.start]):04X} at position {error.start}", param="text"
             ) from error
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) <= SHORT_TEXT:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        else:
+            # As a batch of one: the same ids, but other threads of Python run meanwhile.
+            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids = encoding.ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -182,14 +204,35 @@ def _from_folder(folder: Path) -> PreTrainedTokenizerFast:
             f"{folder} has no {TOKENIZER_FILE}; give --tokenizer-path with a folder that has one (older tokenizer "
             "files can be converted by loading and saving them with transformers)"
         )
+    for file in folder.glob("*.json"):
+        check_regular(file)  # transformers opens what it knows of these
+    if (size := (folder / TOKENIZER_FILE).stat().st_size) > _MAX_TOKENIZER_BYTES:
+        raise CheckpointError(f"{folder / TOKENIZER_FILE} has {size} bytes, the limit is {_MAX_TOKENIZER_BYTES}")
     for file in (*folder.glob(CHAT_TEMPLATE_FILE), *folder.glob(f"{CHAT_TEMPLATE_DIR}/*.jinja")):
         _read_template(file)  # transformers reads it too, but names no file in its errors
-    hugging_face: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+    with _damage_named(folder):
+        hugging_face: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(
+            str(folder), local_files_only=True
+        )
     return hugging_face
 
 
+@contextmanager
+def _damage_named(source: Path) -> Iterator[None]:
+    """Raises `CheckpointError` for whatever the libraries raise over a tokenizer that is not what it should be."""
+    try:
+        yield
+    except Exception as error:
+        # Nothing finer can be caught: the tokenizers package raises `Exception` itself.
+        if type(error) is not Exception and not isinstance(error, _DAMAGED):
+            raise
+        reason = f"{type(error).__name__}: {cut(str(error))}"
+        raise CheckpointError(f"the tokenizer of {source} cannot be read: {reason}") from error
+
+
 def _from_gguf(file: Path) -> PreTrainedTokenizerFast:
-    parts = gguf_tokenizer(open_gguf(file))
+    with _damage_named(file):
+        parts = gguf_tokenizer(open_gguf(file))
     hugging_face = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=parts.backend,
         bos_token=parts.bos_token,
@@ -215,6 +258,6 @@ def _template_text(chat_template: str) -> str:
 
 def _read_template(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return read_file(file, _MAX_TEMPLATE_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
         raise CheckpointError(f"chat template {file} is not UTF-8: {error}") from error

@@ -20,7 +20,7 @@ from sglang_jax.engine.types import (
     ReplicaLoad,
     TextTokenizer,
 )
-from sglang_jax.errors import EngineDeadError, ParameterError, QueueFullError
+from sglang_jax.errors import EngineDeadError, ParameterError, QueueFullError, shown
 from sglang_jax.scheduler.messages import SchedulerStats
 
 
@@ -52,6 +52,11 @@ class AsyncEngineClient:
     def alive(self) -> bool:
         """Requests that come now are taken."""
         return self.links.alive
+
+    @property
+    def gone(self) -> bool:
+        """See `EngineClient.gone`."""
+        return self.links.gone
 
     @property
     def stats(self) -> SchedulerStats:
@@ -111,9 +116,9 @@ class AsyncEngineClient:
         """See `EngineClient.states`."""
         return await self.links.states()
 
-    async def drain(self, index: int | None = None) -> None:
+    async def drain(self, index: int | None = None, timeout: float | None = None) -> None:
         """See `EngineClient.drain`."""
-        await self.links.drain(index)
+        await self.links.drain(index, timeout)
 
     async def ended(self) -> str:
         """Waits until the engine, or the last of its replicas, is gone for good; tells how it ended."""
@@ -130,13 +135,14 @@ class AsyncEngineClient:
     def _register(self, request: GenerateInput) -> RoutedRequest:
         request_id = uuid.uuid4().hex if request.request_id is None else request.request_id
         if request_id in self._requests:
-            raise ParameterError(f"request_id {request_id!r} belongs to a request that still runs", param="request_id")
+            raise ParameterError(
+                f"request_id {shown(request_id)} belongs to a request that still runs", param="request_id"
+            )
         routed = self._requests[request_id] = RoutedRequest(replace(request, request_id=request_id))
         return routed
 
     async def _read_prompt(self, routed: RoutedRequest) -> None:
-        prompt = await self._reader.token_ids(routed.request.prompt, self.model_info.vocab_size)
-        validation.check_length(routed.request, len(prompt), self.model_info.context_length)
+        prompt = await self._reader.token_ids(routed.request, self.model_info)
         routed.request = replace(routed.request, prompt=prompt)
 
     def _outputs(self, request: GenerateInput) -> RequestOutputs:
@@ -153,10 +159,7 @@ class AsyncEngineClient:
             validation.stop_token_ids(sampling, self.model_info),
             include_stop=sampling.include_stop,
         )
-        completion = Completion(outputs, index=index, prompt_tokens=len(request.prompt), text=text)
-        if request.return_logprob and request.logprob_start_len >= 0:
-            completion.prompt_logprobs = []
-        return completion
+        return Completion(outputs, index=index, prompt_tokens=len(request.prompt), text=text)
 
 
 def _aborted(request: GenerateInput) -> Sequence[OutputDelta]:

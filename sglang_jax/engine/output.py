@@ -51,8 +51,8 @@ class Completion:
         self.prompt_tokens = prompt_tokens
         self.cached_tokens = 0
         self.finish: FinishReason | None = None
-        self.prompt_logprobs: list[TokenLogprob] | None = None
         self.delivered = False
+        self._begun = False
         self._index = index
         self._text = text
         self._num_tokens = 0
@@ -62,10 +62,8 @@ class Completion:
         self._new_logprobs: list[TokenLogprob] = []
 
     def add_prompt_logprobs(self, entries: Sequence[WireLogprob]) -> None:
-        """Appends the logprobs of the next prompt positions."""
-        if self.prompt_logprobs is None:
-            self.prompt_logprobs = []
-        self.prompt_logprobs.extend(token_logprob(entry) for entry in entries)
+        """Appends the logprobs of the next prompt positions, which all completions of the request share."""
+        self.outputs.add_prompt_logprobs([token_logprob(entry) for entry in entries])
 
     def add_logprob(self, entry: WireLogprob) -> None:
         """Appends the logprob of the next output token, which follows."""
@@ -90,8 +88,8 @@ class Completion:
         self._new_logprobs += delta.logprobs
         self._num_logprobs += len(delta.logprobs)
         self.prompt_tokens, self.cached_tokens = delta.prompt_tokens, delta.cached_tokens
-        if delta.prompt_logprobs is not None:
-            self.prompt_logprobs = delta.prompt_logprobs
+        if delta.prompt_logprobs is not None and not self.outputs.prompt_logprobs:
+            self.outputs.add_prompt_logprobs(delta.prompt_logprobs)
         if delta.finish is not None:
             self._finish(delta.finish)
         elif self.outputs.request.stream:
@@ -139,10 +137,10 @@ class Completion:
             cached_tokens=self.cached_tokens,
             finish=self.finish,
             logprobs=self._new_logprobs,
-            prompt_logprobs=self.prompt_logprobs,
+            prompt_logprobs=None if self._begun else self.outputs.prompt_logprobs,
         )
+        self._begun = True
         self._new_text, self._new_tokens, self._new_logprobs = [], [], []
-        self.prompt_logprobs = None
         self.delivered = self.finish is not None
         return delta
 
@@ -151,19 +149,31 @@ class RequestOutputs:
     """The outputs of one request at one link, for the one task that reads them. They are given as they grow where the
     request streams, otherwise each once, finished.
 
-    `started`: the link's core had begun the request.
+    - `started`: the link's core had begun the request.
+    - `prompt_logprobs`: of the request's prompt, if they are wanted. The core computes them for the first completion;
+      the others wait for them, and all share this one list: it may be larger by far than all that they say.
     """
 
     def __init__(self, request: GenerateInput) -> None:
         self.request = request
         self.completions: Sequence[Completion] = ()
         self.started = False
+        wanted = request.return_logprob and request.logprob_start_len >= 0
+        self.prompt_logprobs: list[TokenLogprob] | None = [] if wanted else None
+        self._missing = len(request.prompt) - request.logprob_start_len if wanted else 0
         self._failure: RequestError | None = None
         self._news = asyncio.Event()
 
     def wake(self) -> None:
         """Tells the reader that there is something to take."""
         self._news.set()
+
+    def add_prompt_logprobs(self, entries: list[TokenLogprob]) -> None:
+        """Appends the logprobs of the next prompt positions."""
+        self.prompt_logprobs = [] if self.prompt_logprobs is None else self.prompt_logprobs
+        self.prompt_logprobs += entries
+        self._missing -= len(entries)
+        self.wake()
 
     def fail(self, error: RequestError) -> None:
         """There will be no more: the reader gets what is there, then this error unless all outputs had ended."""
@@ -189,6 +199,8 @@ class RequestOutputs:
         for completion in self.completions:
             if not completion.delivered:
                 ended = False
+                if self._missing > 0 and self.completions[0].finish is None:
+                    continue
                 if completion.finish is not None or (stream and completion.has_news):
                     ready.append(completion.take())
         return ready, ended

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_jax.engine import validation
-from sglang_jax.engine.types import TextTokenizer
+from sglang_jax.engine.types import GenerateInput, ModelInfo, TextTokenizer
 
 LONG_TEXT = 1024
 """Prompts of more characters are tokenized in a thread, so that the event loop goes on meanwhile."""
@@ -25,14 +25,24 @@ class PromptReader:
         self._tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
 
-    async def token_ids(self, prompt: str | Sequence[int] | NDArray[np.int32], vocab_size: int) -> NDArray[np.int32]:
-        """The ids `[tokens]` of a prompt. Raises `ParameterError` for ids that the model does not have."""
-        if not isinstance(prompt, str):
-            return validation.prompt_array(prompt, vocab_size)
-        if len(prompt) <= LONG_TEXT:
-            return validation.prompt_array(self._tokenizer.encode(prompt), vocab_size)
-        ids = await asyncio.get_running_loop().run_in_executor(self._threads, self._tokenizer.encode, prompt)
-        return validation.prompt_array(ids, vocab_size)
+    async def token_ids(self, request: GenerateInput, info: ModelInfo) -> NDArray[np.int32]:
+        """The ids `[tokens]` of a request's prompt. What is too long is refused before it costs anything.
+
+        **Raises:** `PromptTooLongError`; `ParameterError` for ids that the model does not have, and as
+        `validation.check_length` does.
+        """
+        prompt = request.prompt
+        if isinstance(prompt, str):
+            validation.check_characters(prompt, self._tokenizer, info.context_length)
+        ids = await self._encode(prompt) if isinstance(prompt, str) else prompt
+        if isinstance(ids, (Sequence, np.ndarray)) and len(ids) > 0:
+            validation.check_length(request, len(ids), info.context_length)
+        return validation.prompt_array(ids, info.vocab_size)
+
+    async def _encode(self, text: str) -> list[int]:
+        if len(text) <= LONG_TEXT:
+            return self._tokenizer.encode(text)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._tokenizer.encode, text)
 
     def close(self) -> None:
         """Ends the threads once they are done with what they have."""

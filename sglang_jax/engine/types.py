@@ -179,6 +179,11 @@ class StreamDecoder(Protocol):
 class TextTokenizer(Protocol):
     """Text to ids and back. Thread-safe."""
 
+    @property
+    def longest_token(self) -> int:
+        """Most characters of a text that one token stands for."""
+        ...
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
@@ -223,7 +228,12 @@ class EngineClient(Protocol):
 
     @property
     def alive(self) -> bool:
-        """False once the engine process is gone."""
+        """False while no engine process takes requests."""
+        ...
+
+    @property
+    def gone(self) -> bool:
+        """No engine process is left, and none is started again."""
         ...
 
     @property
@@ -253,9 +263,9 @@ class EngineClient(Protocol):
         """The scheduler's and runner's figures of each replica, for `/server_info`. Raises `EngineDeadError`."""
         ...
 
-    async def drain(self, index: int | None = None) -> None:
-        """Lets one replica, or all in turn, finish what it has, and starts it anew. Raises `ParameterError` if that
-        cannot be done."""
+    async def drain(self, index: int | None = None, timeout: float | None = None) -> None:
+        """Lets one replica, or all in turn, finish what it has within `timeout` seconds, and starts it anew.
+        Raises `ParameterError` if that cannot be done."""
         ...
 
     def loads(self) -> list[ReplicaLoad]:

@@ -8,9 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_jax.engine.types import GenerateInput, ModelInfo
-from sglang_jax.errors import ParameterError, PromptTooLongError
+from sglang_jax.engine.types import GenerateInput, ModelInfo, TextTokenizer
+from sglang_jax.errors import ParameterError, PromptTooLongError, shown
 from sglang_jax.sampling.params import MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, SEED_LIMIT, SamplingParams
+
+MAX_PROMPT_LOGPROBS = 2**20
+"""Most logprobs of prompt tokens in one answer, alternatives and repetitions for n completions included. Each takes
+about a hundred bytes."""
 
 
 def check_input(request: GenerateInput, info: ModelInfo) -> None:
@@ -63,17 +67,29 @@ def prompt_array(token_ids: Sequence[int] | NDArray[np.int32], vocab_size: int) 
     except (ValueError, OverflowError) as error:  # nested lists of unlike lengths
         raise ParameterError("prompt must be a flat list of token ids", param="prompt") from error
     if ids.ndim != 1 or ids.dtype.kind not in "iuO":
-        raise ParameterError(f"prompt must be a flat list of integers, got {token_ids[0]!r} in it", param="prompt")
+        raise ParameterError(f"prompt must be a flat list of integers, got {shown(token_ids[0])} in it", param="prompt")
     if ids.dtype.kind == "O" and not all(isinstance(token, int) for token in token_ids):
         raise ParameterError("prompt must be a flat list of integers, got something else in it", param="prompt")
     outside = (ids < 0) | (ids >= vocab_size)
     if outside.any():
         position = int(np.argmax(outside))
         raise ParameterError(
-            f"prompt holds token id {ids[position]} at position {position}, ids go from 0 to {vocab_size - 1}",
+            f"prompt holds token id {shown(int(ids[position]))} at position {position}, "
+            f"ids go from 0 to {vocab_size - 1}",
             param="prompt",
         )
     return ids.astype("<i4")
+
+
+def check_characters(text: str, tokenizer: TextTokenizer, context_length: int, param: str = "prompt") -> None:
+    """Raises `PromptTooLongError` for a text that cannot fit whatever its tokens are, before they are looked for."""
+    limit = context_length * tokenizer.longest_token
+    if len(text) > limit:
+        raise PromptTooLongError(
+            f"{param} has {len(text)} characters; the limit is {limit}, as the context has {context_length} tokens "
+            f"(--context-length) and the longest token has {tokenizer.longest_token} characters",
+            param=param,
+        )
 
 
 def check_length(request: GenerateInput, prompt_tokens: int, context_length: int) -> None:
@@ -92,6 +108,16 @@ def check_length(request: GenerateInput, prompt_tokens: int, context_length: int
             f"{request.logprob_start_len}",
             param="logprob_start_len",
         )
+    if request.return_logprob and request.logprob_start_len >= 0:
+        per_position = request.sampling.n * (1 + request.top_logprobs_num)
+        count = (prompt_tokens - request.logprob_start_len) * per_position
+        if count > MAX_PROMPT_LOGPROBS:
+            raise ParameterError(
+                f"top_logprobs_num ({request.top_logprobs_num}) asks for {count} logprobs of "
+                f"{prompt_tokens - request.logprob_start_len} prompt tokens, for n = {request.sampling.n} completions; "
+                f"the limit is {MAX_PROMPT_LOGPROBS}",
+                param="top_logprobs_num",
+            )
 
 
 def expand(sampling: SamplingParams, room: int) -> list[SamplingParams]:

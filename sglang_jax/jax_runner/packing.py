@@ -21,11 +21,11 @@ class StepInputs:
 
     - `num_decode`, `num_tokens`: scalars, padding left out.
     - `top_logprobs`, `prompt_top_logprobs`: scalars, as in the plan.
-    - `rows`, `kv_lens`, `samples` (0 or 1): `[R]`; padding is in the dump row, with length 0, and draws nothing.
+    - `rows`, `kv_lens`, `samples` (0 or 1): `[R]`; padding is in the dump row, with length 0, and samples nothing.
     - `query_starts`: `[R + 1]`; padding repeats the number of tokens.
     - `delta_rows`, `delta_columns`, `delta_pages`: `[D]`; padding writes page 0 into the dump row.
-    - `prefill_tokens`: `[T]`, the token at each place of the step, 0 at those of decode rows and padding; empty for
-      a decode bucket, as is `prompt_targets`: `[T]`, the token whose logprob is wanted, or `NO_TARGET`.
+    - `tokens`: `[T]`, as in the plan, 0 at places of padding; empty for a decode bucket, whose rows all have their
+      last token, as is `prompt_targets`: `[T]`, the token whose logprob is wanted, or `NO_TARGET`.
     """
 
     num_decode: jax.Array
@@ -39,7 +39,7 @@ class StepInputs:
     delta_rows: jax.Array
     delta_columns: jax.Array
     delta_pages: jax.Array
-    prefill_tokens: jax.Array
+    tokens: jax.Array
     prompt_targets: jax.Array
 
 
@@ -82,7 +82,7 @@ class StepLayout:
         delta_columns[: len(deltas.rows)] = deltas.columns
         delta_pages[: len(deltas.rows)] = deltas.pages
         if not self.bucket.decode_only:
-            tokens[plan.num_decode : plan.num_tokens] = plan.prefill_tokens
+            tokens[: plan.num_tokens] = plan.tokens
             targets[:] = NO_TARGET
             for wanted in plan.prompt_logprobs:
                 start = query_starts[wanted.sequence] + wanted.first

@@ -13,21 +13,24 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
 from sglang_jax.jax_runner.compiles import CompileCounter
 from sglang_jax.jax_runner.logprobs import Logprobs
-from sglang_jax.jax_runner.practice import practice_plan
 from sglang_jax.jax_runner.programs import DELTA_BLOCK, Programs
 from sglang_jax.jax_runner.sampling_state import SamplingState
 from sglang_jax.jax_runner.step import DeviceState, KVCaches, ModelFunctions, StepOutputs, Weights
+from sglang_jax.jax_runner.warmup import warmup_plan
 from sglang_jax.runner.page_tables import side_by_side
 from sglang_jax.runner.plan import (
     NO_LOGPROBS,
     PageDeltas,
-    RowUpdate,
     RunnerSpec,
+    SamplingUpdate,
     StepPlan,
     StepResult,
     TopLogprobs,
+    one_each,
+    refuse_drafts,
 )
 from sglang_jax.runner.protocol import RunnerReport
+from sglang_jax.runner.pulse import Building
 from sglang_jax.runner.row_updates import count_history, pack_row_updates
 
 
@@ -45,7 +48,7 @@ class JaxStep:
         logprobs = None
         if plan.top_logprobs != NO_LOGPROBS:
             logprobs = _on_host(outputs.logprobs, 0, len(plan.rows), plan.top_logprobs)
-        return StepResult(tokens, logprobs, self._prompt_logprobs())
+        return StepResult(*one_each(tokens, plan.samples), logprobs, self._prompt_logprobs())
 
     def _prompt_logprobs(self) -> tuple[TopLogprobs, ...]:
         plan, found = self.plan, self.outputs.prompt_logprobs
@@ -114,20 +117,25 @@ class JaxRunner:
         total = programs + len(steps)
         self._programs.build_all(lambda done, _, what: progress(done, total, what))
         for done, bucket in enumerate(steps, programs + 1):
-            plan = practice_plan(bucket, self._programs.dump_row, self._spec.max_context)
+            plan = warmup_plan(bucket, self._programs.dump_row, self._spec.max_context)
             packed = self._programs.layouts[bucket].pack(plan, plan.page_deltas[0])
             self._state, outputs = self._programs.step(bucket, self._state, packed)
             outputs.tokens.block_until_ready()
             progress(done, total, f"running {bucket}")
         self._compiles_in_warm_up = self._counter.count
 
+    def announce_builds(self, building: Building) -> None:
+        """See `Runner`."""
+        self._programs.building = building
+
     def launch(self, plan: StepPlan) -> JaxStep:
         """Starts a step and returns without waiting for it.
 
         **Raises:** `ValueError`, before anything has changed, for a plan beyond the spec.
         """
+        refuse_drafts(plan)
         bucket = self._buckets.pick(plan.num_tokens, len(plan.rows), plan.num_decode)
-        self._replace_rows(plan.row_updates)
+        self._replace_rows(plan.row_updates.sampling)
         deltas = side_by_side(plan.page_deltas, self._spec.max_pages_per_row)
         deltas = self._apply_excess(deltas, bucket)
         packed = self._programs.layouts[bucket].pack(plan, deltas)
@@ -153,7 +161,7 @@ class JaxRunner:
         for array in jax.tree.leaves((self._state, self._weights)):
             array.delete()
 
-    def _replace_rows(self, updates: Sequence[RowUpdate]) -> None:
+    def _replace_rows(self, updates: Sequence[SamplingUpdate]) -> None:
         """Sets the sampling state of rows, in as few runs of the fixed sizes as it takes."""
         sampling = self._state.sampling
         remaining = list(updates)

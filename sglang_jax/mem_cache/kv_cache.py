@@ -24,18 +24,18 @@ _MOST_BETWEEN = 8
 
 @dataclass(slots=True)
 class RowKV:
-    """One request's ownership record: its row, and the node it locks (the lock receipt).
+    """One request's ownership record: its row, and the node it locks (`locked_node`).
 
     The lengths live in the arrays of `RowLengths`, so that a decode batch advances them at once. `serial` tells records
     of the same row apart. `matched`: tokens of the cached prefix that it started with; `on_trust`: of these it read
-    window pages that nothing proved, and that may be gone by the time it draws. `proven`: what was drawn from this
+    window pages that nothing proved, and that may be gone by the time it samples. `proven`: what was sampled from this
     row's KV was finite. `repointed`: the last step that was launched with copies of the row's own, in whose place
     it reads somebody else's since.
     """
 
     row: int
     namespace: Namespace
-    receipt: Node
+    locked_node: Node
     lengths: RowLengths
     serial: int = 0
     matched: int = 0
@@ -64,6 +64,7 @@ class KVCache:
     - `pools`: one for each group of layers, all with pages of the same number of tokens; `max_rows`, `max_context`: of
       the page tables.
     - `step_tokens`: most tokens that one step computes of a row; `max_context` unless given.
+    - `drafts`: steps may write tokens that turn out not to be the row's.
     - `reuse`: False turns prefix reuse off: nothing matches and nothing is inserted, all else is the same.
     - `debug`: keep a ledger of owners.
     """
@@ -75,6 +76,7 @@ class KVCache:
         max_context: int,
         *,
         step_tokens: int | None = None,
+        drafts: bool = False,
         reuse: bool = True,
         eviction: EvictionPolicy = EvictionPolicy.LRU,
         debug: bool = False,
@@ -84,7 +86,7 @@ class KVCache:
             raise ValueError(f"pages of all groups must hold the same number of tokens, got {sorted(sizes)}")
         (self.page_size,) = sizes
         self.reuse = reuse
-        self.lengths = RowLengths(max_rows)
+        self.lengths = RowLengths(max_rows, drafts)
         columns = -(-max_context // self.page_size)
         most = max_context if step_tokens is None else min(step_tokens, max_context)
         self.groups: tuple[Group, ...] = tuple(
@@ -99,7 +101,12 @@ class KVCache:
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._max_rows = max_rows
         self._serial = 0
-        self._launched = self._settled = -1
+        self.launched_step = self.finished_step = -1
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step is in flight."""
+        return self.launched_step > self.finished_step
 
     @property
     def num_free_rows(self) -> int:
@@ -171,7 +178,7 @@ class KVCache:
 
     def _reads_unproven_windows(self, record: RowKV) -> bool:
         last = record.matched // self.page_size
-        for node in record.receipt.path() if self._windows else ():
+        for node in record.locked_node.path() if self._windows else ():
             if any(group.in_doubt(record, node, last) for group in self._windows):
                 return True
             last -= len(node.key) // self.tree.page_bytes
@@ -185,9 +192,9 @@ class KVCache:
         """Allocates up to `lengths` `[rows]` tokens for `rows` `[rows]`, each named once; False, and nothing is taken,
         if some group's pages are short."""
         size = np.int32(self.page_size)
-        before = self.lengths.kv_allocated[rows]
-        first = -(-before // size)
-        counts = -(-lengths // size) - first
+        before, held = self.lengths.kv_planned[rows], self.lengths.kv_allocated[rows]
+        first = -(-held // size)
+        counts = np.maximum(-(-lengths // size) - first, 0)
         total = int(counts.sum())
         if total:
             repeated = np.repeat(rows, counts)
@@ -195,15 +202,19 @@ class KVCache:
             columns = np.arange(total, dtype=np.int32) + np.repeat(first - starts, counts).astype(np.int32)
             if not self._grow(repeated, columns):
                 return False
-        self.lengths.first_query[rows] = before
-        self.lengths.kv_allocated[rows] = lengths
+        self.lengths.first_query[rows] = np.minimum(before, self.lengths.kv_committed[rows])
+        self.lengths.kv_allocated[rows] = np.maximum(held, lengths)
+        self.lengths.kv_planned[rows] = lengths
         return True
 
-    def extend_decode(self, rows: Int32) -> Int32 | None:
-        """Allocates one more token for each of `rows` `[rows]`, or for none of them: then None.
+    def extend_decode(self, rows: Int32, widths: Int32 | None = None) -> Int32 | None:
+        """Allocates one more token, or `widths` `[rows]` more where steps have drafts, for each of `rows` `[rows]`, or
+        for none of them: then None.
 
-        Returns the new `kv_allocated_len` of each, `[rows]`.
+        Returns what `kv_planned` is then of each, `[rows]`.
         """
+        if widths is not None:
+            return self._extend_by(rows, widths)
         lengths = self.lengths.kv_allocated[rows]
         crossing = (lengths & (self.page_size - 1)) == 0
         if crossing.any():
@@ -218,6 +229,22 @@ class KVCache:
         self.lengths.kv_allocated[rows] = lengths
         return lengths
 
+    def _extend_by(self, rows: Int32, widths: Int32) -> Int32 | None:
+        lengths = self.lengths.kv_planned[rows] + widths
+        if self._windows:
+            self._let_go_now_and_then(False)
+        if self.extend_rows(rows, lengths):
+            return lengths
+        if self._windows:
+            self._let_go_now_and_then(True)
+            if self.extend_rows(rows, lengths):
+                return lengths
+        return None
+
+    def shorten(self, rows: Int32, tokens: Int32) -> None:
+        """Steps that have finished wrote so many tokens less, `[rows]`, than was planned for `rows` `[rows]`."""
+        self.lengths.kv_planned[rows] -= tokens
+
     def _let_go_now_and_then(self, short: bool) -> None:
         """Decode rows give up pages together, once in so many steps in which some row takes one, or where pages are
         short: looking at all of them costs little more than looking at one."""
@@ -230,11 +257,9 @@ class KVCache:
         """Gives up what no step in flight and none to come will read of `rows` `[rows]`, which the next step does not
         have yet. `tight`: to the page; else windows may keep a little of the tree's."""
         if self._windows:
-            in_flight = self._launched > self._settled
-            if in_flight:
-                reading = self.lengths.first_query[rows]
-            else:  # what a request that is over leaves behind ends with what it has committed
-                reading = np.minimum(self.lengths.kv_allocated[rows], self.lengths.kv_committed[rows])
+            # What a request that is over leaves behind ends with what it has committed.
+            lengths = self.lengths.first_query if self.in_flight else self.lengths.kv_committed
+            reading = lengths[rows]
             for group in self._windows:
                 group.let_go(rows, reading, self.open_rows, tight)
 
@@ -248,20 +273,20 @@ class KVCache:
         """
         length = length // self.page_size * self.page_size
         protected = record.cache_protected_len
-        receipt = record.receipt
-        if not self.reuse or length <= protected or receipt.dead:
+        locked = record.locked_node
+        if not self.reuse or length <= protected or locked.dead:
             return
         row = record.row
         first, last = protected // self.page_size, length // self.page_size
         runs = tuple([group.table.run(row, first, last) for group in self.groups])
         run = tokens[protected * TOKEN_BYTES : length * TOKEN_BYTES]
-        added = self.tree.insert(receipt, run, runs, request_owner(row), record.serial)
-        if receipt.parent is None:
+        added = self.tree.insert(locked, run, runs, request_owner(row), record.serial)
+        if locked.parent is None:
             self.tree.lock(added.node)
         else:
-            self.tree.extend_lock(receipt, added.node)
+            self.tree.extend_lock(locked, added.node)
         repointed = [group.share(record, added, first, own, step) for group, own in zip(self.groups, runs, strict=True)]
-        record.receipt = added.node
+        record.locked_node = added.node
         self.lengths.cache_protected[row] = length
         if any(repointed):
             if step is not None:
@@ -270,7 +295,7 @@ class KVCache:
             self._prove(record)
 
     def prove(self, record: RowKV, step: int) -> bool:
-        """What a row drew in `step` was finite: all that it read, and what it will still add, is fit to be shared.
+        """What a row sampled in `step` was finite: all that it read, and what it will still add, is fit to be shared.
 
         False, and nothing is proven, if the step read copies of the row's own in place of what it depends on now.
         """
@@ -281,15 +306,15 @@ class KVCache:
         return True
 
     def _prove(self, record: RowKV) -> None:
-        self.tree.prove(record.receipt)
+        self.tree.prove(record.locked_node)
         for group in self._windows:
-            group.prove(record, record.receipt)
+            group.prove(record, record.locked_node)
 
     def distrust(self, record: RowKV) -> None:
-        """A row drew something that is not finite: nothing that it computed, or read unproven, is matched again. Who
+        """A row sampled something that is not finite: nothing that it computed, or read unproven, is matched again. Who
         depends on such KV keeps it until it lets go."""
         top, last = None, record.cache_protected_len // self.page_size
-        for node in record.receipt.path():
+        for node in record.locked_node.path():
             if not node.dead and (
                 node.writer == record.serial
                 or not node.proven
@@ -303,10 +328,10 @@ class KVCache:
     @staticmethod
     def borrowed_trouble(record: RowKV) -> bool:
         """True where a row reads KV that somebody else computed and that was cut off since, or began with window pages
-        that nothing proved and has drawn nothing since."""
+        that nothing proved and has sampled nothing since."""
         if record.on_trust and not record.proven:
             return True
-        return any(node.dead and node.writer != record.serial for node in record.receipt.path())
+        return any(node.dead and node.writer != record.serial for node in record.locked_node.path())
 
     def release_kv_cache(self, record: RowKV, tokens: bytes, *, insert: bool) -> None:
         """The one way a request gives its KV up: finish, retract, abort and close all end here.
@@ -319,16 +344,16 @@ class KVCache:
         allocated = self.pages_for(record.kv_allocated_len)
         for group in self.groups:
             group.release(record, allocated)
-        self.tree.unlock(record.receipt)
+        self.tree.unlock(record.locked_node)
         self._free_row(record.row)
 
     def launched(self, step: int) -> None:
         """Step `step` is in flight, with all that rows were extended by."""
-        self._launched = step
+        self.launched_step = step
 
     def settle(self, step: int) -> None:
         """Step `step` has finished: what was retired until then is free."""
-        self._settled = step
+        self.finished_step = step
         for group in self.groups:
             group.settle(step)
 

@@ -1,10 +1,13 @@
-"""A runner without a model: what a row draws is a hash of everything that the row can see.
+"""A runner without a model: what a row samples is a hash of everything that the row can see.
 
 Each KV slot holds a hash of its token, its position, and all that its query saw when it was written. A page mistake
-anywhere, now or earlier, changes what is drawn. Each group of layers has slots of its own; of one with a window a query
-sees the last ones. `FakeRunner` keeps copies of its own (page tables, last tokens, sampling state), fed by the plans
-alone, so mistakes in what a plan carries show too. KV of one namespace differs from that of
-another, and a step that a device fault spoils writes KV from which nothing finite can be drawn.
+anywhere, now or earlier, changes what is sampled. Each group of layers has slots of its own; of one with a window a
+query sees the last ones. `FakeRunner` keeps copies of its own (page tables, last tokens, sampling state), fed by the
+plans alone, so mistakes in what a plan carries show too. KV of one namespace differs from that of
+another, and a step that a device fault spoils writes KV from which nothing finite can be sampled.
+
+With a `RunnerSpec.max_samples` above 1 it drafts: guesses of its own, some of them right, whose KV it writes like any
+other. What a row samples does not depend on them, how much of it in one step does.
 """
 
 from __future__ import annotations
@@ -15,17 +18,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_jax.runner.plan import (
+    DRAFT,
     INVALID_TOKEN,
+    LAST_TOKEN,
     NO_LOGPROBS,
     Int32,
     PromptLogprobs,
-    RowUpdate,
     RunnerSpec,
+    SamplingUpdate,
     StepPlan,
     StepResult,
     TopLogprobs,
 )
 from sglang_jax.runner.protocol import RunnerReport
+from sglang_jax.runner.pulse import Building
 
 _MASK = 2**64 - 1
 _MULTIPLIER = 0x9E3779B97F4A7C15
@@ -60,7 +66,7 @@ def _write(seen: int, token: int, position: int) -> int:
     return _NOT_FINITE if seen == _NOT_FINITE else _mix(seen, token, position)
 
 
-def _draw(seen: int, seed: int, prompt_len: int, vocab_size: int) -> int:
+def _sample(seen: int, seed: int, prompt_len: int, vocab_size: int) -> int:
     return _mix(seen, seed, prompt_len) % vocab_size
 
 
@@ -105,7 +111,7 @@ def _content(value: int, group: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Oracle:
-    """What `FakeRunner` must draw, computed from the tokens alone. `windows`: of each group, 0 where it sees all."""
+    """What `FakeRunner` must sample, computed from the tokens alone. `windows`: of each group, 0 where it sees all."""
 
     vocab_size: int
     windows: tuple[int, ...] = (0,)
@@ -124,7 +130,7 @@ class Oracle:
         queries = self._queries(tokens, namespace)
         seen = [next(queries) for _ in prompt][-1]
         while len(output) < max_new_tokens:
-            token = _draw(seen, seed, len(prompt), self.vocab_size)
+            token = _sample(seen, seed, len(prompt), self.vocab_size)
             output.append(token)
             if token in stops:
                 break
@@ -167,10 +173,10 @@ class FakeRunner:
     **Arguments:**
 
     - `lazy`: steps run when their result is asked for, as late as a device may; otherwise when launched.
-    - `invalid_token`: a row that draws right after having computed this token reports logits that are not finite.
+    - `invalid_token`: a row that samples right after having computed this token reports logits that are not finite.
 
-    `spoil_next`: the next step to be launched writes KV that is not finite and draws nothing. `namespace_of`: tells the
-    namespace of a row's request at the launch; without it all are None's.
+    `spoil_next`: the next step to be launched writes KV that is not finite and samples nothing. `namespace_of`: tells
+    the namespace of a row's request at the launch; without it all are None's.
     """
 
     def __init__(self, spec: RunnerSpec, *, lazy: bool = True, invalid_token: int | None = None) -> None:
@@ -184,7 +190,8 @@ class FakeRunner:
         self._slots = [[0xBAD] * (pool.num_pages * self._page_size) for pool in spec.pools]
         self._tables = [np.zeros((spec.max_rows, spec.max_pages_per_row), np.int32) for _ in spec.pools]
         self._last_token: Int32 = np.full(spec.max_rows, -7, np.int32)
-        self._rows: dict[int, RowUpdate] = {}
+        self._kv_lens: Int32 = np.zeros(spec.max_rows, np.int32)
+        self._rows: dict[int, SamplingUpdate] = {}
         self._next_step = 0
         self.plans: list[StepPlan] = []
         self.keep_plans = False
@@ -195,6 +202,9 @@ class FakeRunner:
 
     def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
         progress(1, 1, "nothing to build")
+
+    def announce_builds(self, building: Building) -> None:
+        """Nothing is built."""
 
     def report(self) -> RunnerReport:
         return RunnerReport("fake", "none", 0, 0, 0, 0, {})
@@ -227,7 +237,14 @@ class FakeRunner:
         assert len(set(plan.rows.tolist())) == count, "a row appears twice"
         assert (plan.query_lens >= 1).all()
         assert (plan.query_lens[: plan.num_decode] == 1).all()
-        assert len(plan.prefill_tokens) == plan.query_lens[plan.num_decode :].sum()
+        assert plan.num_tokens == plan.query_lens.sum()
+        assert (plan.tokens[: plan.num_decode] == LAST_TOKEN).all()
+        assert plan.tokens.min() >= DRAFT
+        assert plan.tokens.max() < self._spec.vocab_size
+        drafts = np.flatnonzero(plan.tokens == DRAFT)
+        assert (plan.tokens[drafts - 1] < 0).all(), "a draft behind a token of the plan"
+        assert self._spec.max_samples > 1 or not len(drafts), "the runner was not asked to draft"
+        assert plan.learnt is None or self._spec.max_samples > 1, "the runner was not asked to learn lengths"
         assert plan.num_tokens <= self._spec.token_budget, f"{plan.num_tokens} tokens in one step"
         assert plan.samples[: plan.num_decode].all()
         assert int(plan.kv_lens.max()) <= self._spec.max_context
@@ -238,50 +255,89 @@ class FakeRunner:
             assert (deltas.pages > 0).all(), "the pad page was handed out"
 
     def _run(self, plan: StepPlan, begin: list[int]) -> StepResult:
-        for update in plan.row_updates:
+        for update in plan.row_updates.sampling:
             self._rows[update.row] = update
         for table, deltas in zip(self._tables, plan.page_deltas, strict=True):
             table[deltas.rows, deltas.columns] = deltas.pages
-        tokens = np.full(len(plan.rows), INVALID_TOKEN, np.int32)
+        tokens = np.full((len(plan.rows), self._spec.max_samples), INVALID_TOKEN, np.int32)
+        counts = np.zeros(len(plan.rows), np.int32)
         seen_after: list[list[int]] = []
         first = 0
         for index, row in enumerate(plan.rows.tolist()):
-            length, kv_len = int(plan.query_lens[index]), int(plan.kv_lens[index])
-            if index < plan.num_decode:
-                queries = [int(self._last_token[row])]
-            else:
-                queries = plan.prefill_tokens[first : first + length].tolist()
-                first += length
-            seen_after.append(self._forward(row, kv_len - length, queries, begin[index]))
-            finite = seen_after[-1][-1] != _NOT_FINITE and queries[-1] != self._invalid_token
-            if plan.samples[index] and finite:
-                state = self._rows[row]
-                drawn = _draw(seen_after[-1][-1], state.seed, state.prompt_len, self._spec.vocab_size)
-                tokens[index] = self._last_token[row] = drawn
+            length = int(plan.query_lens[index])
+            queries, first = plan.tokens[first : first + length].tolist(), first + length
+            seen, sampled = self._forward(row, self._start(plan, index), queries, begin[index])
+            seen_after.append(seen)
+            if plan.samples[index]:
+                counts[index] = len(sampled)
+                tokens[index, : len(sampled)] = sampled
+                self._last_token[row] = sampled[-1]
+                self._kv_lens[row] += len(sampled) - 1
         return StepResult(
             tokens,
+            counts,
             None if plan.top_logprobs == NO_LOGPROBS else self._logprobs(plan, tokens, seen_after),
             tuple(self._prompt_logprobs(asked, plan, seen_after) for asked in plan.prompt_logprobs),
         )
+
+    def _start(self, plan: StepPlan, index: int) -> int:
+        """Position of a sequence's first query."""
+        row, length = int(plan.rows[index]), int(plan.query_lens[index])
+        start = int(plan.kv_lens[index]) - length
+        if plan.learnt is not None and plan.learnt[index]:
+            assert self._kv_lens[row] <= start, f"row {row} is at {self._kv_lens[row]}, the plan says at most {start}"
+            return int(self._kv_lens[row])
+        return start
 
     def _slot(self, group: int, row: int, position: int) -> int:
         page = int(self._tables[group][row, position // self._page_size])
         return page * self._page_size + position % self._page_size
 
-    def _forward(self, row: int, start: int, tokens: list[int], begin: int) -> list[int]:
-        """Computes tokens at positions from `start` on; what each of their queries knows, who knew `begin` before."""
+    def _forward(self, row: int, start: int, tokens: list[int], begin: int) -> tuple[list[int], list[int]]:
+        """Computes tokens at positions from `start` on: what each of their queries knows, who knew `begin` before; and
+        what the row samples, were it to sample. Drafts do not count as part of the row yet."""
         sight = _Sight(self._windows, begin, lambda group, place: self._slots[group][self._slot(group, row, place)])
-        result = []
+        seen: list[int] = []
+        sampled: list[int] = []
+        committed = start + len(tokens) - tokens.count(DRAFT)
+        wrong = False
         for position, token in enumerate(tokens, start):
+            if token == LAST_TOKEN:
+                assert self._kv_lens[row] == start, f"row {row} ended at {self._kv_lens[row]} and goes on at {start}"
+                token = int(self._last_token[row])
+            elif token == DRAFT:
+                token = self._guess(seen[-1], sampled[-1])
+                wrong = wrong or token != sampled[-1]
             value = _write(sight.of(position, position), token, position)
             for group, slots in enumerate(self._slots):
                 slots[self._slot(group, row, position)] = _content(value, group)
-            result.append(sight.of(position, position + 1))
-        return result
+            seen.append(sight.of(position, position + 1))
+            if position >= committed - 1 and not wrong:
+                sampled.append(self._sample(row, seen[-1], token))
+        self._kv_lens[row] = committed
+        return seen, sampled
+
+    def _sample(self, row: int, seen: int, token: int) -> int:
+        """What a row samples after `token`, by one that it took in this step or before."""
+        state = self._rows.get(row)
+        if state is None or seen == _NOT_FINITE or token == self._invalid_token:
+            return INVALID_TOKEN
+        return _sample(seen, state.seed, state.prompt_len, self._spec.vocab_size)
+
+    def _guess(self, seen: int, sampled: int) -> int:
+        """A draft of what was sampled: right as often as not, never after logits that were not finite."""
+        return (
+            sampled if sampled != INVALID_TOKEN and _mix(seen, 0xD4AF7) & 64 else (sampled + 1) % self._spec.vocab_size
+        )
 
     def _logprobs(self, plan: StepPlan, tokens: Int32, seen_after: list[list[int]]) -> TopLogprobs:
-        seen = [queries[-1] for queries in seen_after]
-        return _report(seen, tokens, plan.top_logprobs)
+        """Of every place in `tokens` `[n, width]`; where nothing was sampled they mean nothing."""
+        width = tokens.shape[1]
+        drafts = np.add.reduceat(plan.tokens == DRAFT, np.cumsum(plan.query_lens) - plan.query_lens).tolist()
+        seen: list[int] = []
+        for queries, guessed in zip(seen_after, drafts, strict=True):
+            seen += (queries[-1 - guessed :] + [0] * width)[:width]
+        return _report(seen, tokens.reshape(-1), plan.top_logprobs)
 
     def _prompt_logprobs(self, asked: PromptLogprobs, plan: StepPlan, seen_after: list[list[int]]) -> TopLogprobs:
         seen = seen_after[asked.sequence][asked.first : asked.first + len(asked.targets)]

@@ -25,6 +25,13 @@ NO_LOGPROBS = -1
 INVALID_TOKEN = -1
 """A sampled row whose logits were not finite reports this token."""
 
+LAST_TOKEN = -1
+"""Among a plan's tokens: what the row sampled last. It lies on the device; the host may not know it yet."""
+
+DRAFT = -2
+"""Among a plan's tokens, behind a `LAST_TOKEN`: what the runner guesses that the row samples next. Only for runners
+whose `RunnerSpec.max_samples` is above 1."""
+
 
 class PoolKind(StrEnum):
     """What layers see of a row: all of its tokens, or the last ones."""
@@ -56,6 +63,7 @@ class RunnerSpec:
     - `token_budget`: most tokens (decode rows + prefill chunks) of one step.
     - `max_context`: most tokens of one row.
     - `vocab_size`: token ids are in `[0, vocab_size)`.
+    - `max_samples`: most tokens that a row samples in one step; above 1 for a runner that drafts.
     - `mixed_shapes`: (tokens, rows) of the programs that run steps with chunks, smallest first: a step costs what the
       first costs that it fits in. Empty for a runner that pads nothing.
     """
@@ -65,6 +73,7 @@ class RunnerSpec:
     token_budget: int
     max_context: int
     vocab_size: int
+    max_samples: int = 1
     mixed_shapes: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -91,14 +100,14 @@ class PageDeltas:
 
 
 @dataclass(frozen=True, slots=True)
-class RowUpdate:
-    """A row taken by a request (newly admitted, or admitted again after a retraction).
+class SamplingUpdate:
+    """How a row samples from now on: it was taken by a request, newly admitted or admitted again after a retraction.
 
     - `seed`: resolved, non-negative, below 2**63.
-    - `prompt_len`: tokens before the first output token; output number k is drawn at `kv_len == prompt_len + k`.
-    - `stop_ids`: `[ids]`, masked while fewer than `sampling.min_new_tokens` outputs were drawn.
+    - `prompt_len`: tokens before the first output token; output number k is sampled at `kv_len == prompt_len + k`.
+    - `stop_ids`: `[ids]`, masked while fewer than `sampling.min_new_tokens` outputs were sampled.
     - `history`: `[tokens]` prompt and kept output, given only where `sampling.counts_tokens`. Output tokens
-      drawn later are counted by the runner itself.
+      sampled later are counted by the runner itself.
     """
 
     row: int
@@ -107,6 +116,16 @@ class RowUpdate:
     prompt_len: int
     stop_ids: Int32
     history: Int32 | None
+
+
+@dataclass(frozen=True, slots=True)
+class RowUpdates:
+    """What changes of rows before a step runs, one field for each facet of a row. A facet knows nothing of others."""
+
+    sampling: tuple[SamplingUpdate, ...] = ()
+
+
+NO_UPDATES = RowUpdates()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,17 +146,20 @@ class StepPlan:
 
     - `step`: counts up by one; plans are executed in this order.
     - `rows`: `[n]`.
-    - `num_decode`: the first `num_decode` sequences have one query, whose token is the one that the row drew
-      last (it lives on the device, indexed by row; the host may not know it yet).
+    - `num_decode`: the first `num_decode` sequences have one query each, `LAST_TOKEN`, and sample.
     - `query_lens`: `[n]` >= 1; `kv_lens`: `[n]` KV length once this step has written. Query i of a sequence is
       at position `kv_len - query_len + i` and sees every key at or before its own position.
-    - `prefill_tokens`: `[sum(query_lens[num_decode:])]`, the tokens of the other sequences, in order.
-    - `samples`: `[n]` True where the sequence draws a token after its last query; False for a chunk that
-      does not end its prompt, or whose request only scores it. A drawn token becomes the row's last token.
+    - `tokens`: `[sum(query_lens)]`, where each query's token comes from: an id, `LAST_TOKEN` or `DRAFT`.
+    - `samples`: `[n]` True where the sequence samples a token after its last query; False for a chunk that
+      does not end its prompt, or whose request only scores it. The token sampled last becomes the row's last token.
+    - `learnt`: `[n]` True where the sequence goes on where the row's step before ended, which only the device knows
+      while that one is in flight: `kv_lens` is then the most that it may be. None where no sequence does so. Only for
+      runners whose `RunnerSpec.max_samples` is above 1. A sequence with drafts samples after its last token, and after
+      each draft that was right, up to the first that was wrong.
     - `page_deltas`: one for each pool of the spec. Of a pool with a window, entries that the step's queries see are
       right; those before them may name pages that are somebody else's by now.
-    - `row_updates`: rows whose sampling state is to be replaced before the step.
-    - `top_logprobs`: `NO_LOGPROBS`, or one of `LOGPROB_BUCKETS`: alternatives reported beside the drawn
+    - `row_updates`: what is to be replaced of rows before the step.
+    - `top_logprobs`: `NO_LOGPROBS`, or one of `LOGPROB_BUCKETS`: alternatives reported beside the sampled
       token's own logprob.
     """
 
@@ -146,10 +168,11 @@ class StepPlan:
     num_decode: int
     query_lens: Int32
     kv_lens: Int32
-    prefill_tokens: Int32
+    tokens: Int32
     samples: Bool
     page_deltas: tuple[PageDeltas, ...]
-    row_updates: tuple[RowUpdate, ...] = ()
+    learnt: Bool | None = None
+    row_updates: RowUpdates = NO_UPDATES
     top_logprobs: int = NO_LOGPROBS
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     prompt_top_logprobs: int = 0
@@ -157,7 +180,7 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         """Tokens that the step computes."""
-        return self.num_decode + len(self.prefill_tokens)
+        return len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +197,30 @@ class TopLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step drew. `tokens`: `[n]`, meaningful where `plan.samples`; `INVALID_TOKEN` where the logits were not
-    finite. `logprobs` has m = n and is None unless asked for; `prompt_logprobs` answers the plan's in order."""
+    """What a step sampled.
+
+    - `tokens`: `[n, width]`, `counts`: `[n]`: sequence i sampled `tokens[i, :counts[i]]`; none where not
+      `plan.samples`. `INVALID_TOKEN`, the last of them, where the logits were not finite. `width` is at most the
+      runner's `max_samples`.
+    - `logprobs`: None unless asked for; m = n * width, entry `i * width + j` belongs to `tokens[i, j]`.
+    - `prompt_logprobs`: answers the plan's in order.
+    """
 
     tokens: Int32
+    counts: Int32
     logprobs: TopLogprobs | None = None
     prompt_logprobs: tuple[TopLogprobs, ...] = ()
+
+
+def one_each(tokens: Int32, samples: Bool) -> tuple[Int32, Int32]:
+    """`tokens` and `counts` of a result in which each of `tokens`, `[n]`, was sampled alone, where `samples`, `[n]`."""
+    return tokens[:, None], samples.astype(np.int32)
+
+
+def refuse_drafts(plan: StepPlan) -> None:
+    """For runners without drafts, whose host knows every length.
+
+    **Raises:** `ValueError` for a plan with rows that learn their length on the device.
+    """
+    if plan.learnt is not None:
+        raise ValueError(f"step {plan.step} has rows that learn their length, this runner samples one token a row")

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from sglang_jax.runner.plan import Int32, RowUpdate
+from sglang_jax.runner.plan import Int32, SamplingUpdate
 from sglang_jax.sampling.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 
 IN_PROMPT = 1
@@ -67,7 +67,7 @@ PACKED_ROW = FIELDS[-1].words.stop
 """int32 words of one packed row update."""
 
 
-def pack_row_updates(updates: Sequence[RowUpdate], size: int, pad_row: int, vocab_size: int) -> Int32:
+def pack_row_updates(updates: Sequence[SamplingUpdate], size: int, pad_row: int, vocab_size: int) -> Int32:
     """Packs up to `size` updates into one int32 `[size, PACKED_ROW]` array, floats and seeds as their bits.
 
     Unused entries replace row `pad_row` by greedy sampling.
@@ -87,7 +87,7 @@ def pack_row_updates(updates: Sequence[RowUpdate], size: int, pad_row: int, voca
     return packed
 
 
-def _fill(fields: dict[str, np.ndarray], update: RowUpdate, vocab_size: int) -> None:
+def _fill(fields: dict[str, np.ndarray], update: SamplingUpdate, vocab_size: int) -> None:
     """Writes one update over the neutral values of `fields`, each `[its words]`."""
     sampling = update.sampling
     if len(update.stop_ids) > MAX_STOP_TOKEN_IDS:
@@ -110,7 +110,7 @@ def _fill(fields: dict[str, np.ndarray], update: RowUpdate, vocab_size: int) -> 
         fields["bias_values"][: len(sampling.logit_bias)] = tuple(sampling.logit_bias.values())
 
 
-def count_history(update: RowUpdate, vocab_size: int) -> Int32:
+def count_history(update: SamplingUpdate, vocab_size: int) -> Int32:
     """How often the request's tokens so far occur, int32 `[vocab]`: `ONE_OUTPUT` for each time in the output, plus
     `IN_PROMPT` if the prompt holds the token."""
     assert update.history is not None

@@ -6,13 +6,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sglang_jax.errors import ParameterError
+from sglang_jax.errors import ParameterError, shown
 
 MAX_LOGIT_BIAS = 320
 """Most entries of one request's `logit_bias` (OpenAI documents 300)."""
 
 MAX_STOP_TOKEN_IDS = 16
 """Most token ids that may end one request, the model's own end-of-sequence ids included."""
+
+MAX_STOP_CHARACTERS = 4096
+"""Most characters of one request's stop strings together: what is held back and searched at each token."""
 
 MAX_TOP_LOGPROBS = 20
 """Most alternatives reported per position."""
@@ -22,21 +25,21 @@ SEED_LIMIT = 2**63
 
 def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ParameterError(f"{name} must be a number, got {value!r}", param=name)
+        raise ParameterError(f"{name} must be a number, got {shown(value)}", param=name)
     below = value <= low if open_low else value < low
     if math.isnan(value) or below or value > high:
         bracket = "(" if open_low else "["
-        raise ParameterError(f"{name} must be in {bracket}{low:g}, {high:g}], got {value!r}", param=name)
+        raise ParameterError(f"{name} must be in {bracket}{low:g}, {high:g}], got {shown(value)}", param=name)
 
 
 def _integer(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ParameterError(f"{name} must be an integer in [{low}, {high}], got {value!r}", param=name)
+        raise ParameterError(f"{name} must be an integer in [{low}, {high}], got {shown(value)}", param=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request's tokens are drawn, and when it ends.
+    """How one request's tokens are sampled, and when it ends.
 
     Applied in this order: logit bias, penalties, temperature, top-k, top-p, min-p. Reported logprobs are
     those of the raw logits.
@@ -45,7 +48,7 @@ class SamplingParams:
 
     - `max_new_tokens`: most tokens generated; None means up to the context length. 0 computes the prompt alone, for
       its logprobs or for the prefix cache.
-    - `min_new_tokens`: end-of-sequence and stop tokens are masked until this many were drawn.
+    - `min_new_tokens`: end-of-sequence and stop tokens are masked until this many were sampled.
     - `temperature`: 0 is greedy.
     - `top_k`: keep the k likeliest tokens; -1 keeps all.
     - `top_p`: keep the smallest set with at least this probability (nucleus sampling, Holtzman et al. 2019).
@@ -56,7 +59,7 @@ class SamplingParams:
     - `stop`: strings that end the output; the output is cut before the match unless `include_stop`.
     - `stop_token_ids`: further token ids that end the output.
     - `ignore_eos`: the model's own end-of-sequence tokens do not end the output.
-    - `seed`: makes the draws a function of (seed, position) alone.
+    - `seed`: makes sampling a function of (seed, position) alone.
     - `n`: number of independent completions.
     - `skip_special_tokens`: leave special tokens out of the text.
 
@@ -103,7 +106,12 @@ class SamplingParams:
 
     def _check_sequences(self) -> None:
         if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
-            raise ParameterError(f"stop must be a list of non-empty strings, got {self.stop!r}", param="stop")
+            raise ParameterError(f"stop must be a list of non-empty strings, got {shown(self.stop)}", param="stop")
+        characters = sum(map(len, self.stop))
+        if characters > MAX_STOP_CHARACTERS:
+            raise ParameterError(
+                f"stop may hold at most {MAX_STOP_CHARACTERS} characters together, got {characters}", param="stop"
+            )
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise ParameterError(
                 f"stop_token_ids may hold at most {MAX_STOP_TOKEN_IDS} ids, got {len(self.stop_token_ids)}",
@@ -126,7 +134,7 @@ class SamplingParams:
             for token in ids:
                 if token >= vocab_size:
                     raise ParameterError(
-                        f"{name} holds token id {token}, the vocabulary ends at {vocab_size - 1}", param=name
+                        f"{name} holds token id {shown(token)}, the vocabulary ends at {vocab_size - 1}", param=name
                     )
 
     @property

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,8 +13,8 @@ from sglang_jax.mem_cache.radix_tree import TOKEN_BYTES, Namespace, Node, Probe
 from sglang_jax.runner.plan import Int32
 from sglang_jax.scheduler.chunking import PrefillWork
 from sglang_jax.scheduler.request import Request, RequestState
-from sglang_jax.scheduler.request_table import RequestTable
 from sglang_jax.scheduler.reserve import CLIP, NewTokenReserve
+from sglang_jax.scheduler.rows import RECLAIMED_AT_ONCE, Rows
 from sglang_jax.scheduler.waiting_queue import WaitingQueue
 
 MAX_SHARERS_PASSED = 64
@@ -42,18 +43,27 @@ Offer = tuple[Namespace, int, bytes]
 """A page that is about to be computed: where in the tree it will hang, and its tokens."""
 
 
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """What one look at the queue decided, and whom it took out of it: who starts, in this order, each with memory and
+    in PREFILL; and who can never fit, and is to be told."""
+
+    seated: list[Request]
+    too_large: list[Request]
+
+
+_NOBODY = Decisions([], [])
+
+
 class Admission:
     """Takes requests from the queue in its order, while the step has tokens for them; once it has none, those that have
-    less work than the prompts under way, as a chunk of theirs goes first. Those that could not fit even alone are
-    refused.
+    less work than the prompts under way, as a chunk of theirs goes first.
 
     Nobody starves. While the oldest request waits, every `AGED_TURN`-th row is its own. One that does not fit lets
     others into room that it cannot use, for a bounded number of them and of steps; then room is kept for it.
 
     A request whose prompt goes on like one that is being computed is passed over until that prefix is in the tree:
     computing it once and waiting a step is cheaper than computing it twice.
-
-    **Arguments:** `reclaim` releases some rows of requests that are over; False if there are none to be had.
     """
 
     aged_turn = AGED_TURN
@@ -63,52 +73,33 @@ class Admission:
     def __init__(
         self,
         cache: KVCache,
-        table: RequestTable,
+        rows: Rows,
         queue: WaitingQueue,
-        prefilling: list[Request],
         reserve: NewTokenReserve,
-        refuse: Callable[[Request], None],
-        reclaim: Callable[[], bool],
     ) -> None:
         self._cache = cache
-        self._table = table
+        self._rows = rows
         self._queue = queue
-        self._prefilling = prefilling
         self._reserve = reserve
-        self._refuse = refuse
-        self._reclaim = reclaim
-        self._retry_in = 0
         self._younger_seats = 0
 
-    def retry(self) -> None:
-        """Something was released, cached or queued: look at the queue again."""
-        self._retry_in = 0
-
-    def cached_prefix(self, request: Request) -> int:
-        """Tokens of a waiting request that the tree holds."""
-        return self._cache.peek(request.tokens, request.match_limit, request.namespace)
-
-    def admit(self, allowance: int, step: int) -> None:
-        """Seats requests: each then has a row, is in PREFILL, and stands at the end of `prefilling`.
-
-        `allowance`: prompt tokens that the step may compute; `step`: its number.
-        """
-        if not self._queue or allowance <= 0 or not self._cache.num_free_rows:
-            return
-        if self._retry_in > 0:
-            self._retry_in -= 1
-            return
-        look = _Look(self._cache, self._table, self._prefilling, self._reserve, step, allowance)
+    def admit(self, allowance: int, step: int) -> Decisions:
+        """Decides who starts. `allowance`: prompt tokens that the step may compute; `step`: its number."""
+        if allowance <= 0 or not self._cache.num_free_rows or not self._queue.worth_a_look():
+            return _NOBODY
+        look = _Look(self._cache, self._rows, self._reserve, step, allowance)
         for request in self._candidates(look):
             if not self._cache.num_free_rows and not self._reclaim():
                 break
             if not self._consider(request, look):
                 break
-        if look.seated:
-            self._table.seat(look.seated)
-            self._prefilling += look.seated
-        else:
-            self._retry_in = RETRY_STEPS
+        if not look.seated:
+            self._queue.pause(RETRY_STEPS)
+        return Decisions(look.seated, look.too_large)
+
+    def _reclaim(self) -> bool:
+        """Takes rows of requests that are over; False if there are none to be had."""
+        return self._rows.release(RECLAIMED_AT_ONCE) > 0
 
     def _candidates(self, look: _Look) -> Iterator[Request]:
         """Waiting requests in the order in which to look at them; the oldest comes whenever it is its turn."""
@@ -120,7 +111,7 @@ class Admission:
                 look.aged = queue.oldest()
                 tried.add(look.aged.id)
                 yield look.aged
-            if request.kv is None and request.id not in tried and request.state is not RequestState.FINISHED:
+            if request.kv is None and request.id not in tried:
                 tried.add(request.id)
                 yield request
 
@@ -141,7 +132,7 @@ class Admission:
             else:
                 return
         for request in self._queue.front(LEAST_WORK_LOOKS // 2):
-            self._queue.set_work(request, request.prefill_len - self.cached_prefix(request))
+            self._queue.update_work(request)
         for request in self._queue.least_work(LEAST_WORK_LOOKS):
             if look.work.ahead_of(request, request.waiting.work) >= look.allowance:
                 break
@@ -152,7 +143,8 @@ class Admission:
     def _consider(self, request: Request, look: _Look) -> bool:
         """Seats a request, passes it over or refuses it; False where the look at the queue is over."""
         if self._cache.too_small_for(request.prefill_len) is not None:
-            self._refuse(request)
+            self._queue.remove(request)
+            look.too_large.append(request)
             return True
         probe = self._cache.probe(request.tokens, request.match_limit, request.namespace)
         if request is not look.aged and self._should_wait(request, probe, look):
@@ -213,25 +205,25 @@ class _Look:
     def __init__(
         self,
         cache: KVCache,
-        table: RequestTable,
-        prefilling: list[Request],
+        rows: Rows,
         reserve: NewTokenReserve,
         step: int,
         allowance: int,
     ) -> None:
         self._cache = cache
-        self._table = table
+        self._rows = rows
         self._ratio = reserve.ratio
-        self._under_way = prefilling
+        self._under_way = rows.prefilling
         self.step = step
         self.allowance = allowance
-        self.work = PrefillWork(prefilling)
+        self.work = PrefillWork(rows.prefilling)
         self.seated: list[Request] = []
+        self.too_large: list[Request] = []
         self.refused: list[Request] = []
         self.passed = 0
         self.aged: Request | None = None
         self.offers: set[Offer] = set()
-        for request in prefilling:
+        for request in rows.prefilling:
             self._add_offer(request)
         self._rooms = [_Room(group) for group in cache.groups]
         self._counted = False
@@ -260,21 +252,21 @@ class _Look:
         record, page = request.record, self._cache.page_size
         first = record.cache_protected_len
         if first + page <= request.prefill_len:
-            self.offers.add(_offer(request, record.receipt, first, page))
+            self.offers.add(_offer(request, record.locked_node, first, page))
 
     def _count(self) -> None:
         """What those take still that had rows before this look, and are not over."""
-        cache, table = self._cache, self._table
-        rows = np.nonzero(table.active)[0]
-        known = np.maximum(table.num_tokens[rows], cache.lengths.kv_allocated[rows])
-        left = np.minimum(table.total_len[rows] - known, CLIP).clip(0)
+        every = self._rows
+        rows = np.nonzero(every.active)[0]
+        known = np.maximum(every.num_tokens[rows], self._cache.lengths.kv_allocated[rows])
+        left = np.minimum(every.total_len[rows] - known, CLIP).clip(0)
         for room in self._rooms:
             room.count(known, left, self._under_way)
         self._counted = True
 
 
 class _Room:
-    """What is spoken for of one group's pages: `pages` by prompts under way, `output` in tokens that may be drawn."""
+    """What is spoken for of one group's pages: `pages` by prompts under way, `output` in tokens that may be sampled."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -282,7 +274,7 @@ class _Room:
         self._output = 0
 
     def count(self, known: Int32, left: Int32, under_way: list[Request]) -> None:
-        """Adds rows with `known` tokens that may draw `left` more, `[rows]` each, and the rest of prompts."""
+        """Adds rows with `known` tokens that may sample `left` more, `[rows]` each, and the rest of prompts."""
         self._output += self._group.output_need(known, left)
         self._pages += sum([self._group.rest_need(request.prefill_len, request.row) for request in under_way])
 
@@ -292,7 +284,8 @@ class _Room:
         self._output += self._output_of(request)
 
     def fits(self, request: Request, probe: Probe, ratio: float) -> bool:
-        """Whether there is room for one more, where `ratio` of what may be drawn is kept free; 0 where nobody runs."""
+        """Whether there is room for one more, where `ratio` of what may be sampled is kept free; 0 where nobody
+        runs."""
         group = self._group
         needed = group.prompt_need(request.prefill_len, probe.length) + self._pages
         if ratio:

@@ -2,49 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.runner.plan import (
+    DRAFT,
+    LAST_TOKEN,
     LOGPROB_BUCKETS,
     NO_LOGPROBS,
     Bool,
     Int32,
     PromptLogprobs,
-    RowUpdate,
+    RowUpdates,
     RunnerSpec,
+    SamplingUpdate,
     StepPlan,
 )
-from sglang_jax.scheduler.admission import Admission
 from sglang_jax.scheduler.chunking import ChunkBudget, ChunkSharing
-from sglang_jax.scheduler.request import Request, RequestState
-from sglang_jax.scheduler.request_table import RequestTable
+from sglang_jax.scheduler.request import Request
+from sglang_jax.scheduler.rows import Rows
 
 _NO_TOKENS: Int32 = np.zeros(0, np.int32)
 
 
-@dataclass(slots=True)
-class RunningSet:
-    """Who has a row: rows that draw a token each step (`[rows]`, replaced and never written to), and requests whose
-    tokens are still being computed, in order of admission. Who has ended stays until the next `sweep`."""
-
-    decode_rows: Int32 = field(default_factory=lambda: _NO_TOKENS)
-    prefilling: list[Request] = field(default_factory=list)
-    stale: bool = False
-
-    def sweep(self, active: Bool) -> None:
-        """Drops what takes no part in further steps, all at once: `active` `[rows]` of the request table."""
-        if self.stale:
-            self.decode_rows = self.decode_rows[active[self.decode_rows]]
-            self.prefilling[:] = [request for request in self.prefilling if request.state is RequestState.PREFILL]
-            self.stale = False
-
-
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens `[start, start + length)` of a request, computed in one step; the last chunk draws a token."""
+    """Tokens `[start, start + length)` of a request, computed in one step; the last chunk samples a token."""
 
     request: Request
     start: int
@@ -60,17 +45,34 @@ class OutOfPages(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class DecodePart:
+    """The decode rows of a step, `[rows]`, those with one query first: their lengths once it has run, and how many
+    queries each has, None where all have one."""
+
+    rows: Int32
+    kv_lens: Int32
+    widths: Int32 | None
+
+    @property
+    def num_tokens(self) -> int:
+        """Queries of all rows."""
+        return len(self.rows) if self.widths is None else int(self.widths.sum())
+
+
+@dataclass(frozen=True, slots=True)
 class Planned:
     """A plan, and what the scheduler must remember of it until it has run.
 
-    - `draws`: rows that draw a token `[draws]`; `picks`: their indices in `plan.rows`, None where all do.
+    - `sampling_rows`: rows that sample `[samples]`; `picks`: their indices in `plan.rows`, None where all do.
+    - `decode`: the decode part; its rows are the first of `sampling_rows`.
     - `chunks`: the prefill part; `newcomers`: requests whose first chunk in their row this is; `logprob_requests`:
       whom `plan.prompt_logprobs` are for, in order.
     """
 
     plan: StepPlan
-    draws: Int32
+    sampling_rows: Int32
     picks: Int32 | None
+    decode: DecodePart
     chunks: tuple[Chunk, ...] = ()
     newcomers: tuple[Request, ...] = ()
     logprob_requests: tuple[Request, ...] = ()
@@ -79,86 +81,113 @@ class Planned:
 class Planner:
     """Builds plans. A plan's arrays are never written to after it was built."""
 
-    def __init__(
-        self,
-        spec: RunnerSpec,
-        budget: ChunkBudget,
-        cache: KVCache,
-        table: RequestTable,
-        running: RunningSet,
-        admission: Admission,
-    ) -> None:
+    def __init__(self, spec: RunnerSpec, budget: ChunkBudget, cache: KVCache, rows: Rows) -> None:
         self._token_budget = spec.token_budget
+        self._max_samples = spec.max_samples
         self._budget = budget
         self._cache = cache
-        self._table = table
-        self._running = running
-        self._admission = admission
+        self._rows = rows
         self._sharing = ChunkSharing()
         self._ones: Int32 = np.ones(spec.max_rows, np.int32)
         self._yes: Bool = np.ones(spec.max_rows, np.bool_)
+        self._last_tokens: Int32 = np.full(spec.max_rows, LAST_TOKEN, np.int32)
 
-    def plan(self, step: int) -> Planned | None:
-        """The next step, or None if there is nothing to do.
+    def extend_decode(self) -> DecodePart:
+        """Gives every decode row room for what it computes next: the token that it sampled last, and drafts.
+
+        **Raises:** `OutOfPages`, with nothing changed.
+        """
+        self._rows.sweep()
+        rows = self._rows.decode_rows
+        left = self._rows.total_len[rows] - self._cache.lengths.kv_planned[rows]
+        open_ended = left > 1  # the token sampled last is not computed
+        if not open_ended.all():  # the others are at their limit, or may be once the step in flight has finished
+            rows, left = rows[open_ended], left[open_ended]
+        if self._max_samples > 1 and len(rows) and (part := self._extend_with_drafts(rows, left)) is not None:
+            return part
+        widths = None if self._max_samples == 1 else self._ones[: len(rows)]
+        kv_lens = self._cache.extend_decode(rows, widths)
+        if kv_lens is None:
+            raise OutOfPages
+        return DecodePart(rows, kv_lens, None)
+
+    def _extend_with_drafts(self, rows: Int32, left: Int32) -> DecodePart | None:
+        """As many drafts as half of the step's other tokens allow; None where there is no room for any."""
+        most = 1 + (self._token_budget - len(rows)) // (2 * len(rows))
+        widths = np.minimum(left - 1, min(self._max_samples, most))
+        drafting = widths > 1
+        if not drafting.any():
+            return None
+        order = np.argsort(drafting, kind="stable")
+        rows, widths = rows[order], widths[order]
+        kv_lens = self._cache.extend_decode(rows, widths)
+        return None if kv_lens is None else DecodePart(rows, kv_lens, widths)
+
+    def plan(self, step: int, decode: DecodePart) -> Planned | None:
+        """The step of these decode rows and chunks of prompts under way, or None if there is nothing to do.
 
         **Raises:** `OutOfPages` if there is something to do but pages are short.
         """
-        self._running.sweep(self._table.active)
-        rows = self._rows_to_decode()
-        kv_lens = self._cache.extend_decode(rows)
-        if kv_lens is None:
-            raise OutOfPages
-        self._admission.admit(self._allowance(kv_lens), step)
-        chunks = self._choose_chunks(kv_lens)
+        chunks = self._choose_chunks(decode)
         if chunks:
-            return self._mixed(step, rows, kv_lens, chunks)
-        if len(rows):
-            return self._decode_only(step, rows, kv_lens)
-        if self._running.prefilling:
+            return self._mixed(step, decode, chunks)
+        if len(decode.rows):
+            return self._decode_only(step, decode)
+        if self._rows.prefilling:
             raise OutOfPages
         return None
 
-    def _rows_to_decode(self) -> Int32:
-        """Rows that may draw a token whose predecessor is known or in flight; those at their limit drop out."""
-        rows = self._running.decode_rows
-        open_ended = self._cache.lengths.kv_allocated[rows] < self._table.total_len[rows] - 1
-        if not open_ended.all():
-            rows = self._running.decode_rows = rows[open_ended]
-        return rows
-
-    def _decode_only(self, step: int, rows: Int32, kv_lens: Int32) -> Planned:
-        count = len(rows)
-        self._table.last_step[rows] = step
+    def _decode_only(self, step: int, decode: DecodePart) -> Planned:
+        rows, count = decode.rows, len(decode.rows)
+        num_decode, query_lens, tokens = self._queries(decode)
         plan = StepPlan(
             step=step,
             rows=rows,
-            num_decode=count,
-            query_lens=self._ones[:count],
-            kv_lens=kv_lens,
-            prefill_tokens=_NO_TOKENS,
+            num_decode=num_decode,
+            query_lens=query_lens,
+            kv_lens=decode.kv_lens,
+            tokens=tokens,
             samples=self._yes[:count],
             page_deltas=self._cache.take_deltas(),
+            learnt=self._learnt(rows),
             top_logprobs=self._top_logprobs(rows),
         )
-        return Planned(plan, rows, None)
+        self._rows.last_step[rows] = step
+        return Planned(plan, rows, None, decode)
+
+    def _queries(self, decode: DecodePart) -> tuple[int, Int32, Int32]:
+        """How many rows have one query; the numbers of queries `[rows]`; where the token of each comes from."""
+        count, widths = len(decode.rows), decode.widths
+        if widths is None:
+            return count, self._ones[:count], self._last_tokens[:count]
+        tokens = np.full(decode.num_tokens, DRAFT, np.int32)
+        tokens[np.cumsum(widths) - widths] = LAST_TOKEN
+        return int(np.count_nonzero(widths == 1)), widths, tokens
+
+    def _learnt(self, rows: Int32) -> Bool | None:
+        """Which rows go on where a step in flight ends."""
+        if self._max_samples == 1:
+            return None
+        learnt: Bool = self._rows.last_step[rows] > self._cache.finished_step
+        return learnt
 
     def _work(self) -> list[int]:
         """Tokens that each of the prompts under way has left."""
-        prompts = self._running.prefilling
+        prompts = self._rows.prefilling
         if not prompts:
             return []
-        starts = self._cache.lengths.kv_allocated[[request.row for request in prompts]].tolist()
+        starts = self._cache.lengths.kv_planned[[request.row for request in prompts]].tolist()
         return [request.prefill_len - start for request, start in zip(prompts, starts, strict=True)]
 
-    def _allowance(self, kv_lens: Int32) -> int:
-        """Tokens of prompts that a step beside decode rows of these lengths `[rows]` has."""
-        most = self._token_budget - len(kv_lens)
-        return self._budget.allowance(kv_lens, self._running.prefilling, self._work(), most)
+    def allowance(self, decode: DecodePart) -> int:
+        """Tokens of prompts that a step beside these decode rows has."""
+        most = self._token_budget - decode.num_tokens
+        return self._budget.allowance(decode.kv_lens, self._rows.prefilling, self._work(), most)
 
-    def _choose_chunks(self, kv_lens: Int32) -> list[Chunk]:
+    def _choose_chunks(self, decode: DecodePart) -> list[Chunk]:
         """Gives prompts under way their parts of what the step has for them, as far as pages go."""
-        prompts = self._running.prefilling
-        if not prompts or (allowance := self._allowance(kv_lens)) <= 0:
+        prompts = self._rows.prefilling
+        if not prompts or (allowance := self.allowance(decode)) <= 0:
             return []
         cache, work = self._cache, self._work()
         starts = [request.prefill_len - left for request, left in zip(prompts, work, strict=True)]
@@ -179,16 +208,16 @@ class Planner:
             assert granted, "chunks were cut to the pages that there are"
         return chunks
 
-    def _mixed(self, step: int, decode_rows: Int32, decode_lens: Int32, chunks: list[Chunk]) -> Planned:
+    def _mixed(self, step: int, decode: DecodePart, chunks: list[Chunk]) -> Planned:
         newcomers = tuple(chunk.request for chunk in chunks if not chunk.request.announced)
         for request in newcomers:
             request.announced = True
-        count = len(decode_rows)
+        count = len(decode.rows)
+        num_decode, query_lens, sources = self._queries(decode)
         prefill_rows = np.array([chunk.request.row for chunk in chunks], np.int32)
-        rows = np.concatenate((decode_rows, prefill_rows))
-        self._table.last_step[rows] = step
-        draws = np.array([chunk.last and chunk.request.draws for chunk in chunks], np.bool_)
-        samples = np.concatenate((self._yes[:count], draws))
+        rows = np.concatenate((decode.rows, prefill_rows))
+        samples = np.array([chunk.last and chunk.request.samples for chunk in chunks], np.bool_)
+        samples = np.concatenate((self._yes[:count], samples))
         picks = np.nonzero(samples)[0].astype(np.int32)
         wanted = self._prompt_logprobs(chunks, count)
         tokens = b"".join(
@@ -199,24 +228,31 @@ class Planner:
         plan = StepPlan(
             step=step,
             rows=rows,
-            num_decode=count,
-            query_lens=np.concatenate((self._ones[:count], lengths)),
-            kv_lens=np.concatenate((decode_lens, starts + lengths)),
-            prefill_tokens=np.frombuffer(tokens, np.int32),
+            num_decode=num_decode,
+            query_lens=np.concatenate((query_lens, lengths)),
+            kv_lens=np.concatenate((decode.kv_lens, starts + lengths)),
+            tokens=np.concatenate((sources, np.frombuffer(tokens, np.int32))),
             samples=samples,
             page_deltas=self._cache.take_deltas(),
-            row_updates=tuple([_row_update(request) for request in newcomers]),
+            learnt=self._learnt_beside(decode.rows, len(chunks)),
+            row_updates=RowUpdates(tuple([_sampling_update(request) for request in newcomers])),
             top_logprobs=self._top_logprobs(rows[picks]),
             prompt_logprobs=tuple(entry for _, entry in wanted),
             prompt_top_logprobs=_bucket(max((request.top_logprobs for request, _ in wanted), default=0)),
         )
         requests = tuple(request for request, _ in wanted)
-        return Planned(plan, rows[picks], picks, tuple(chunks), newcomers, requests)
+        self._rows.last_step[rows] = step
+        return Planned(plan, rows[picks], picks, decode, tuple(chunks), newcomers, requests)
+
+    def _learnt_beside(self, decode_rows: Int32, chunks: int) -> Bool | None:
+        """As `_learnt`, with chunks behind the decode rows, whose starts are known."""
+        learnt = self._learnt(decode_rows)
+        return None if learnt is None else np.concatenate((learnt, np.zeros(chunks, np.bool_)))
 
     def _top_logprobs(self, rows: Int32) -> int:
-        if not self._table.num_with_logprobs or not len(rows):
+        if not self._rows.num_with_logprobs or not len(rows):
             return NO_LOGPROBS
-        most = int(self._table.top_logprobs[rows].max())
+        most = int(self._rows.top_logprobs[rows].max())
         return NO_LOGPROBS if most < 0 else _bucket(most)
 
     def _prompt_logprobs(self, chunks: list[Chunk], first_sequence: int) -> list[tuple[Request, PromptLogprobs]]:
@@ -237,8 +273,8 @@ def _bucket(count: int) -> int:
     return next(bucket for bucket in LOGPROB_BUCKETS if bucket >= count)
 
 
-def _row_update(request: Request) -> RowUpdate:
-    return RowUpdate(
+def _sampling_update(request: Request) -> SamplingUpdate:
+    return SamplingUpdate(
         row=request.row,
         sampling=request.sampling,
         seed=request.seed,

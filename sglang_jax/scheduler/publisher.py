@@ -6,12 +6,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_jax.errors import RequestError
-from sglang_jax.runner.plan import INVALID_TOKEN, Int32, StepResult, TopLogprobs
+from sglang_jax.runner.plan import Int32, StepResult, TopLogprobs
 from sglang_jax.scheduler.channel import Channel
 from sglang_jax.scheduler.messages import Finished, Started, StepOutputs, WireError, WireLogprob
 from sglang_jax.scheduler.planner import Planned
 from sglang_jax.scheduler.request import Request, RequestState
-from sglang_jax.scheduler.request_table import RequestTable
+from sglang_jax.scheduler.rows import Rows
 
 _NO_IDS: NDArray[np.int64] = np.zeros(0, np.int64)
 _NO_TOKENS: Int32 = np.zeros(0, np.int32)
@@ -25,9 +25,9 @@ def wire_error(error: RequestError) -> WireError:
 class Publisher:
     """One `StepOutputs` for each step that has something to say."""
 
-    def __init__(self, channel: Channel, table: RequestTable) -> None:
+    def __init__(self, channel: Channel, rows: Rows) -> None:
         self._channel = channel
-        self._table = table
+        self._rows = rows
         self._ids = _NO_IDS
         self._tokens = _NO_TOKENS
         self._started: list[Started] = []
@@ -35,12 +35,17 @@ class Publisher:
         self._logprobs: list[tuple[int, WireLogprob]] = []
         self._prompt_logprobs: list[tuple[int, list[WireLogprob]]] = []
 
-    def tokens(self, rows: Int32, tokens: Int32) -> None:
-        """Rows `[rows]` drew these tokens; the streaming ones are told."""
-        streams = self._table.streams[rows]
-        ids = self._table.ids[rows]
+    def tokens(self, rows: Int32, tokens: Int32, counts: Int32) -> None:
+        """Rows `[rows]` sampled the first `counts` `[rows]` of `tokens` `[rows, width]`; tells the streaming ones."""
+        streams = self._rows.streams[rows]
+        ids = self._rows.ids[rows]
         if not streams.all():
-            ids, tokens = ids[streams], tokens[streams]
+            ids, tokens, counts = ids[streams], tokens[streams], counts[streams]
+        if tokens.shape[1] == 1:
+            tokens = tokens[:, 0]
+        else:
+            ids = np.repeat(ids, counts)
+            tokens = tokens[np.arange(tokens.shape[1]) < counts[:, None]]
         self._ids, self._tokens = (
             (ids, tokens)
             if not len(self._ids)
@@ -56,8 +61,8 @@ class Publisher:
     ) -> None:
         """A request ended. While it has a row its output is in the table, otherwise it was kept with the request."""
         if request.kv is not None:
-            count = int(self._table.num_tokens[request.row])
-            output = self._table.token_bytes(request.row, request.prompt_len, count)
+            count = int(self._rows.num_tokens[request.row])
+            output = self._rows.token_bytes(request.row, request.prompt_len, count)
         else:
             output = request.tokens[request.prompt_len * 4 :]
         self._finished.append(
@@ -76,17 +81,18 @@ class Publisher:
         """A message that never became a request."""
         self._finished.append(Finished(request_id, "error", None, 0, b"", 0, wire_error(error)))
 
-    def logprobs(self, result: StepResult, rows: Int32, picks: Int32) -> None:
-        """Logprobs of the tokens that `rows` `[rows]` drew; `picks` are their indices in the plan. A row without a
-        valid token has none."""
-        reported = result.logprobs
+    def logprobs(self, result: StepResult, rows: Int32, picks: Int32, counts: Int32) -> None:
+        """Logprobs of the first `counts` tokens that each of `rows` `[rows]` sampled; `picks` are their indices in the
+        plan."""
+        reported, width = result.logprobs, result.tokens.shape[1]
         if reported is None:
             return
-        counts = self._table.top_logprobs[rows]
-        for index in np.nonzero((counts >= 0) & (result.tokens[picks] != INVALID_TOKEN))[0].tolist():
-            pick = int(picks[index])
-            entry = _entry(int(result.tokens[pick]), reported, pick, int(counts[index]))
-            self._logprobs.append((int(self._table.ids[rows[index]]), entry))
+        alternatives = self._rows.top_logprobs[rows]
+        for index in np.nonzero(alternatives >= 0)[0].tolist():
+            request_id, pick = int(self._rows.ids[rows[index]]), int(picks[index])
+            for place, token in enumerate(result.tokens[pick, : counts[index]].tolist()):
+                entry = _entry(token, reported, pick * width + place, int(alternatives[index]))
+                self._logprobs.append((request_id, entry))
 
     def prompt_logprobs(self, planned: Planned, result: StepResult) -> None:
         """Logprobs of prompt tokens that the step's chunks were asked for."""

@@ -17,20 +17,19 @@ from sglang_jax.config import EngineConfig
 from sglang_jax.errors import CapacityError, NumericalError, RequestError
 from sglang_jax.mem_cache.invariants import check_conservation, idle_fault
 from sglang_jax.mem_cache.kv_cache import KVCache
-from sglang_jax.runner.plan import Int32, RunnerSpec
+from sglang_jax.runner.plan import Int32, RunnerSpec, StepResult
 from sglang_jax.runner.protocol import Runner, StepHandle
 from sglang_jax.scheduler.admission import Admission
 from sglang_jax.scheduler.arrivals import Arrivals
 from sglang_jax.scheduler.channel import Channel
 from sglang_jax.scheduler.chunking import ChunkBudget, FixedChunk, TimedChunk
-from sglang_jax.scheduler.departures import RECLAIMED_AT_ONCE, RELEASES_PER_STEP, Departures
 from sglang_jax.scheduler.judge import Judge
 from sglang_jax.scheduler.messages import NewRequest
-from sglang_jax.scheduler.planner import OutOfPages, Planned, Planner, RunningSet
+from sglang_jax.scheduler.planner import OutOfPages, Planned, Planner
 from sglang_jax.scheduler.publisher import Publisher
 from sglang_jax.scheduler.request import Request, RequestState
-from sglang_jax.scheduler.request_table import RequestTable
 from sglang_jax.scheduler.reserve import NewTokenReserve
+from sglang_jax.scheduler.rows import RECLAIMED_AT_ONCE, RELEASES_PER_STEP, Rows
 from sglang_jax.scheduler.step_log import StepLog
 from sglang_jax.scheduler.step_time import Padding
 from sglang_jax.scheduler.waiting_queue import WaitingQueue
@@ -73,34 +72,24 @@ class Scheduler:
             spec.max_rows,
             spec.max_context,
             step_tokens=min(config.chunked_prefill_size, spec.token_budget),
+            drafts=spec.max_samples > 1,
             reuse=not config.disable_radix_cache,
             eviction=config.radix_eviction_policy,
             debug=config.debug_memory,
         )
-        self.table = RequestTable(spec.max_rows, spec.max_context)
         self.requests: dict[int, Request] = {}
+        self.queue = WaitingQueue(config.schedule_policy, self._cached_prefix)
+        self.rows = Rows(self.cache, self.queue, spec.max_rows, spec.max_context)
         self.reserve = NewTokenReserve(config.schedule_conservativeness)
-        self._arrivals = Arrivals(spec, eos_ids, config.random_seed, config.max_queued_requests)
-        self._running = RunningSet()
-        self._departures = Departures(self.cache, self.table, self._released)
-        self._judge = Judge(self.cache, self.table, self._running, self._fail, self._restart)
-        self.queue = WaitingQueue(config.schedule_policy, lambda request: self._admission.cached_prefix(request))
-        self._admission = Admission(
-            self.cache,
-            self.table,
-            self.queue,
-            self._running.prefilling,
-            self.reserve,
-            self._refuse_too_large,
-            lambda: self._departures.release(RECLAIMED_AT_ONCE) > 0,
-        )
         self.budget = _chunk_budget(config, spec)
-        self._planner = Planner(spec, self.budget, self.cache, self.table, self._running, self._admission)
-        self._publisher = Publisher(channel, self.table)
+        self._arrivals = Arrivals(spec, eos_ids, config.random_seed, config.max_queued_requests)
+        self._admission = Admission(self.cache, self.rows, self.queue, self.reserve)
+        self._planner = Planner(spec, self.budget, self.cache, self.rows)
+        self._judge = Judge(self.cache, self.rows)
+        self._publisher = Publisher(channel, self.rows)
         self.log = StepLog(self, config.decode_log_interval)
         self._clock = clock
         self._finished_at = clock()
-        self._next_step = 0
         self._books_checked = True
         self._all_picks: Int32 = np.arange(spec.max_rows, dtype=np.int32)
         self._in_flight: Launched | None = None
@@ -108,12 +97,12 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Nothing runs, waits, is in flight, or has still to be released."""
-        return not self.requests and self._in_flight is None and not self._departures
+        return not self.requests and self._in_flight is None and not self.rows.num_leaving
 
     @property
     def num_running(self) -> int:
         """Requests that have a row and are not over."""
-        return len(self.cache.open_rows) - len(self._departures)
+        return self.rows.num_running
 
     @property
     def max_total_tokens(self) -> int:
@@ -141,7 +130,6 @@ class Scheduler:
         self.queue.add(request)
         if message.logprob_start == 0:
             self._publisher.first_prompt_token(request)
-        self._admission.retry()
 
     def abort(self, request_id: int) -> None:
         """Ends a request wherever it is; its KV is dropped. Unknown ids are ignored: it may just have finished."""
@@ -163,7 +151,7 @@ class Scheduler:
         if self.requests:
             return False
         self._finish_in_flight()
-        self._departures.release(len(self._departures))
+        self.rows.release(self.rows.num_leaving)
         self.cache.flush()
         return True
 
@@ -172,8 +160,8 @@ class Scheduler:
         launched = self._launch_next()
         self._finish_in_flight()
         self._in_flight = launched
-        if self._departures:
-            self._departures.release(RELEASES_PER_STEP)
+        if self.rows.num_leaving:
+            self.rows.release(RELEASES_PER_STEP)
         self._publisher.flush()
         if self._check:
             check_conservation(self.cache)
@@ -187,7 +175,7 @@ class Scheduler:
         `RETRACTIONS_IN_TURN` times more than others is spared until they have caught up, so that no priority is kept
         from ending for ever.
         """
-        running = [request for request in self.table.requests if request is not None and self.table.active[request.row]]
+        running = [request for request in self.rows.requests if request is not None and self.rows.runs(request)]
         if not running:
             return False
         self._retract(max(running, key=_retraction_key))
@@ -200,13 +188,12 @@ class Scheduler:
     def _launch_next(self) -> Launched | None:
         while True:
             try:
-                planned = self._planner.plan(self._next_step)
+                planned = self._plan(self.cache.launched_step + 1)
             except OutOfPages:
                 self._make_room()
                 continue
             if planned is None:
                 return None
-            self._next_step += 1
             self._announce(planned)
             handle = self._runner.launch(planned.plan)
             self.cache.launched(planned.plan.step)
@@ -214,17 +201,27 @@ class Scheduler:
             self.log.launched(planned)
             return Launched(planned, handle, self._clock())
 
+    def _plan(self, step: int) -> Planned | None:
+        """**Raises:** `OutOfPages` if there is something to do but pages are short."""
+        decode = self._planner.extend_decode()
+        decisions = self._admission.admit(self._planner.allowance(decode), step)
+        if decisions.seated:
+            self.rows.seat(decisions.seated)
+        for request in decisions.too_large:
+            self._refuse_too_large(request)
+        return self._planner.plan(step, decode)
+
     def _make_room(self) -> None:
         """Pages are short: release who is over, then learn what the step in flight has finished, then retract."""
-        if self._departures.release(RECLAIMED_AT_ONCE):
+        if self.rows.release(RECLAIMED_AT_ONCE):
             return
         if self._in_flight is not None:
             self._finish_in_flight()
         elif self.num_running > 1:
             self.retract_newest()
         else:
-            (request,) = (request for request in self.table.requests if request is not None)
-            tokens = int(self.table.num_tokens[request.row])
+            (request,) = (request for request in self.rows.requests if request is not None)
+            tokens = int(self.rows.num_tokens[request.row])
             group = self.cache.too_small_for(tokens + 1) or self.cache.groups[0]
             error = CapacityError(
                 f"the request needs KV of {tokens} tokens and runs alone, but the pool holds {group.size}; "
@@ -233,7 +230,7 @@ class Scheduler:
             self._end(request, "error", insert=False, error=error)
 
     def _announce(self, planned: Planned) -> None:
-        """Tells who starts, before the step that may be the engine's last: what it ran can be told from what waited."""
+        """Publishes `Started` before a launch, so that after a crash executed requests can be told from queued ones."""
         first_time = [request for request in planned.newcomers if request.cached_tokens is None]
         for request in first_time:
             request.cached_tokens = request.record.kv_committed_len
@@ -243,22 +240,18 @@ class Scheduler:
             self._publisher.flush()
 
     def _note_chunks(self, planned: Planned) -> None:
-        """A launched chunk's KV is as good as written: share it, and let whole prompts draw from the next step on."""
-        joining = []
+        """A launched chunk's KV is as good as written: share it, and let whole prompts sample from the next step on."""
+        whole = []
         for chunk in planned.chunks:
             request, end = chunk.request, chunk.start + chunk.length
             self.cache.lengths.kv_committed[request.row] = end
             self.cache.cache_prefix(request.record, request.tokens, end, planned.plan.step)
             if chunk.last:
-                request.move_to(RequestState.DECODE)
-                self._running.stale = True
-                if request.draws:
-                    joining.append(request.row)
+                whole.append(request)
         if planned.chunks:
-            self._admission.retry()
-        if joining:
-            rows = np.array(joining, np.int32)
-            self._running.decode_rows = np.concatenate((self._running.decode_rows, rows))
+            self.queue.look_again()
+        if whole:
+            self.rows.prefilled(whole)
 
     def _finish_in_flight(self) -> None:
         launched, self._in_flight = self._in_flight, None
@@ -267,47 +260,63 @@ class Scheduler:
         planned = launched.planned
         result = launched.handle.result()
         self._note_time(launched)
-        self._departures.finished_step = planned.plan.step
         self.cache.settle(planned.plan.step)
-        self._judge.judge(planned, result)
+        self._learn_lengths(planned, result)
+        self._judge_step(planned, result)
         if planned.logprob_requests:
             self._publisher.prompt_logprobs(planned, result)
-        rows, tokens, picks = planned.draws, result.tokens, planned.picks
-        if self._departures and not (staying := self.table.active[rows]).all():
-            picks = self._all_picks[: len(rows)] if picks is None else picks
-            rows, picks = rows[staying], picks[staying]
-        if picks is not None:
-            tokens = tokens[picks]
-        if planned.plan.top_logprobs >= 0:
-            self._publisher.logprobs(result, rows, self._all_picks[: len(rows)] if picks is None else picks)
-        if len(rows):
-            self._advance(rows, tokens)
+        sampled = self._advance(planned, result) if len(planned.sampling_rows) else 0
         for chunk in planned.chunks:
-            if chunk.last and not chunk.request.draws and chunk.request.state is RequestState.DECODE:
+            if chunk.last and not chunk.request.samples and chunk.request.state is RequestState.DECODE:
                 self._end(chunk.request, "length", insert=True)
-        self.log.finished(len(rows))
+        self.log.finished(sampled)
         self.reserve.decay()
+
+    def _learn_lengths(self, planned: Planned, result: StepResult) -> None:
+        """Drafts that were wrong leave rows shorter than was planned."""
+        widths = planned.decode.widths
+        if widths is not None:
+            self.cache.shorten(planned.decode.rows, widths - result.counts[: len(widths)])
+
+    def _judge_step(self, planned: Planned, result: StepResult) -> None:
+        verdict = self._judge.judge(planned, result)
+        for request in verdict.failed:
+            self._fail(request)
+        for request in verdict.restarted:
+            self._restart(request)
+        self._judge.prove(planned)
 
     def _note_time(self, launched: Launched) -> None:
         """The device ran the step since it had it and was done with the one before."""
         begun, self._finished_at = max(launched.at, self._finished_at), self._clock()
         self.budget.observe(launched.planned.plan, self._finished_at - begun)
 
-    def _advance(self, rows: Int32, tokens: Int32) -> None:
-        """`rows` `[rows]` drew `tokens`: record them, tell the clients, end what has ended."""
-        self.cache.lengths.kv_committed[rows] = self.table.num_tokens[rows]
-        advance = self.table.advance(rows, tokens)
-        self._publisher.tokens(rows, tokens)
+    def _advance(self, planned: Planned, result: StepResult) -> int:
+        """Records what rows sampled, tells the clients, ends what has ended; how many tokens there were."""
+        rows, picks = planned.sampling_rows, planned.picks
+        if self.rows.num_leaving and not (staying := self.rows.active[rows]).all():
+            picks = self._all_picks[: len(rows)] if picks is None else picks
+            rows, picks = rows[staying], picks[staying]
+        tokens, counts = (
+            (result.tokens, result.counts) if picks is None else (result.tokens[picks], result.counts[picks])
+        )
+        advance = self.rows.advance(rows, tokens, counts)
+        self.cache.lengths.kv_committed[rows] = advance.num_tokens - 1
+        if planned.plan.top_logprobs >= 0:
+            picks = self._all_picks[: len(rows)] if picks is None else picks
+            self._publisher.logprobs(result, rows, picks, advance.kept)
+        self._publisher.tokens(rows, tokens, advance.kept)
         over = advance.stopped | advance.full
         if over.any():
             ended = np.nonzero(over)[0]
-            stopped, last = advance.stopped[ended].tolist(), tokens[ended].tolist()
-            for row, by_token, token in zip(rows[ended].tolist(), stopped, last, strict=True):
-                request = self.table.at(row)
+            last = self.rows.tokens[rows[ended], advance.num_tokens[ended] - 1].tolist()
+            for row, by_token, token in zip(rows[ended].tolist(), advance.stopped[ended].tolist(), last, strict=True):
+                request = self.rows.at(row)
                 if by_token:
                     self._end(request, "stop", insert=True, matched_token=token)
                 else:
                     self._end(request, "length", insert=True)
+        return len(rows) if tokens.shape[1] == 1 else int(advance.kept.sum())
 
     def _end(
         self,
@@ -318,36 +327,28 @@ class Scheduler:
         matched_token: int | None = None,
         error: RequestError | None = None,
     ) -> None:
-        """Ends a request in any state. Its row is given back once no step in flight has it, see `Departures`."""
+        """Ends a request in any state. Its row is given back once no step in flight has it, see `Rows`."""
         if kind is not None:
             self._publisher.finished(request, kind, matched_token=matched_token, error=error)
-        if request.kv is None:
+        if request.waiting.queued:
             self.queue.remove(request)
-            self._admission.retry()
         request.move_to(RequestState.FINISHED)
         del self.requests[request.id]
         self.log.counts.finished += 1
         self._books_checked = False
         if request.kv is not None:
-            self._running.stale = True
-            self._departures.add(request, insert=insert)
+            self.rows.leave(request, insert=insert)
 
     def _release_one(self) -> None:
         """While nothing is in flight nobody has to wait for the end of a step."""
         if self._in_flight is None:
-            self._departures.release(1)
-
-    def _released(self, request: Request, requeue: bool) -> None:
-        """A row was given back."""
-        self._admission.retry()
-        if requeue:
-            self.queue.add(request)
+            self.rows.release(1)
 
     def _retract(self, request: Request) -> None:
         """Takes a request's row and puts it, with its output, back into the queue before its equals."""
         request.retractions += 1
         self._back_to_queue(request)
-        self._departures.release(len(self._departures))
+        self.rows.release(self.rows.num_leaving)
         self.reserve.raise_ratio()
         self.log.counts.retractions += 1
 
@@ -361,12 +362,11 @@ class Scheduler:
         self._back_to_queue(request)
 
     def _back_to_queue(self, request: Request) -> None:
-        self._running.stale = True
-        request.tokens = self.table.token_bytes(request.row, 0, int(self.table.num_tokens[request.row]))
+        request.tokens = self.rows.token_bytes(request.row, 0, int(self.rows.num_tokens[request.row]))
         request.next_prompt_logprob = request.told_prompt_logprob
         request.announced = False
         request.move_to(RequestState.RETRACTED)
-        self._departures.add(request, insert=False, requeue=True)
+        self.rows.leave(request, insert=False, requeue=True)
 
     def _check_books(self) -> None:
         """At idle every page is free or evictable. A fault is logged and counted; the server goes on."""
@@ -384,6 +384,10 @@ class Scheduler:
         assert group is not None
         message = f"{request.prefill_len} tokens do not fit the KV pool of {group.size}; raise {group.remedy}"
         self._end(request, "error", insert=False, error=CapacityError(message))
+
+    def _cached_prefix(self, request: Request) -> int:
+        """Tokens of a waiting request that the tree holds."""
+        return self.cache.peek(request.tokens, request.match_limit, request.namespace)
 
 
 def _chunk_budget(config: EngineConfig, spec: RunnerSpec) -> ChunkBudget:

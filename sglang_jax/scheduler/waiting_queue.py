@@ -38,13 +38,30 @@ class WaitingQueue:
         self._by_work: list[tuple[Key, Request]] = []
         self._by_age: list[tuple[int, int, Request]] = []
         self._added = 0
+        self._pause = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
+    def look_again(self) -> None:
+        """Something was released, cached or queued: who does not fit may fit now."""
+        self._pause = 0
+
+    def pause(self, steps: int) -> None:
+        """Nobody fits: looking again is not worth the while for so many steps, unless something changes."""
+        self._pause = steps
+
+    def worth_a_look(self) -> bool:
+        """Whether anybody waits and may fit; asked once a step."""
+        if self._pause > 0:
+            self._pause -= 1
+            return False
+        return bool(self._entries)
+
     def add(self, request: Request) -> None:
         """Enters a request at its place; a retracted one before its equals."""
-        request.waiting = Waiting(work=request.prefill_len - self._cached_prefix(request))
+        self.look_again()
+        request.waiting = Waiting(queued=True, work=request.prefill_len - self._cached_prefix(request))
         _enter(self._entries, self._key(request), request)
         _enter(self._by_work, _work_key(request), request)
         self._added += 1
@@ -55,6 +72,8 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Takes a request out; it must be in, in the state in which it came."""
+        self.look_again()
+        request.waiting.queued = False
         _leave(self._entries, self._key(request), request)
         _leave(self._by_work, _work_key(request), request)
 
@@ -83,8 +102,9 @@ class WaitingQueue:
                 return request
             heapq.heappop(self._by_age)
 
-    def set_work(self, request: Request, work: int) -> None:
-        """Notes how many tokens of a waiting request are to be computed as things are now."""
+    def update_work(self, request: Request) -> None:
+        """Finds how many tokens of a waiting request are to be computed as things are now."""
+        work = request.prefill_len - self._cached_prefix(request)
         if work != request.waiting.work:
             _leave(self._by_work, _work_key(request), request)
             request.waiting.work = work
@@ -111,7 +131,7 @@ class WaitingQueue:
 
 
 def _waits(request: Request) -> bool:
-    return request.kv is None and request.state in (RequestState.WAITING, RequestState.RETRACTED)
+    return request.waiting.queued
 
 
 def _work_key(request: Request) -> Key:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 from sglang_jax.config import ServerConfig
+from sglang_jax.engine.batch import FLIGHTS_PER_ROW
 from sglang_jax.engine.types import EngineClient, GenerateInput, OutputDelta
-from sglang_jax.errors import ModelNotFoundError, ParameterError, RequestError
+from sglang_jax.errors import ModelNotFoundError, ParameterError, RequestError, shown
 from sglang_jax.sampling import GenerationDefaults
+from sglang_jax.server.callers import Caller, Callers, Usage, current_caller
 from sglang_jax.server.errors import ShuttingDownError
 from sglang_jax.server.metrics import ServerMetrics
 from sglang_jax.server.sampling import rename_field
 
 ANY_MODEL = "default"
 """The model name of clients that do not care."""
+
+AT_A_TIME = 8
+"""Prompts of one request that are begun before the event loop turns: each takes some time to check and to send."""
 
 ENGINE_NAMES = {"request_id": "rid"}
 """The engine's names of fields, and what clients call them on every route."""
@@ -29,16 +34,18 @@ class ServerContext:
     """One engine behind HTTP.
 
     - `draining`: the server was told to stop; what is in flight finishes, nothing new starts.
+    - `callers`: who may call.
     - `in_flight`: HTTP requests that generate, by id, each with the ids of its prompts in the engine; `in_engine` has
-      those of all prompts.
+      whose they are, by the ids of all prompts.
     """
 
     client: EngineClient
     config: ServerConfig
     metrics: ServerMetrics
+    callers: Callers
     draining: bool = False
     in_flight: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    in_engine: set[str] = field(default_factory=set)
+    in_engine: dict[str, Caller] = field(default_factory=dict)
 
     @property
     def generation_defaults(self) -> GenerationDefaults:
@@ -49,7 +56,18 @@ class ServerContext:
         """Raises `ModelNotFoundError` for a name that is not the served model's."""
         if model not in (None, ANY_MODEL, self.config.model_name):
             raise ModelNotFoundError(
-                f"the model {model!r} is not served here; this server has {self.config.model_name!r}", param="model"
+                f"the model {shown(model)} is not served here; this server has {self.config.model_name!r}",
+                param="model",
+            )
+
+    def check_size(self, prompts: int, completions: int, param: str) -> None:
+        """Raises `ParameterError` for an HTTP request of more completions than one may have, before they are made."""
+        limit = self.config.max_completions_per_request
+        if completions > limit:
+            raise ParameterError(
+                f"{param} holds {prompts} prompts, which with n makes {shown(completions)} completions; the limit of "
+                f"one request is {limit} (--max-completions-per-request)",
+                param=param,
             )
 
     def generate(
@@ -59,7 +77,7 @@ class ServerContext:
 
         **Arguments:** `prompts`: have their `request_id` set; `field_names`: what the route calls the engine's fields.
         """
-        return Call(self, request_id, prompts, field_names)
+        return Call(self, request_id, prompts, field_names, current_caller())
 
     async def collect(
         self, request_id: str, prompts: Sequence[GenerateInput], field_names: Mapping[str, str] = ENGINE_NAMES
@@ -72,25 +90,29 @@ class ServerContext:
         return [sorted(finished, key=lambda output: output.index) for finished in outputs]
 
     def abort(self, request_id: str) -> None:
-        """Ends the HTTP request with this id, or the one prompt that has it; unknown ids are ignored."""
+        """Ends the HTTP request with this id, or the one prompt that has it; unknown ids are ignored, and so are other
+        callers', unless it is an operator who asks."""
+        caller = current_caller()
         for engine_id in self.in_flight.get(request_id, (request_id,)):
-            self.client.abort(engine_id)
+            if caller.admin or self.in_engine.get(engine_id) is caller:
+                self.client.abort(engine_id)
 
-    def enter(self, request_id: str, prompts: Sequence[GenerateInput]) -> None:
+    def enter(self, request_id: str, prompts: Sequence[GenerateInput], caller: Caller) -> None:
         """Notes a request as in flight. Raises `ShuttingDownError`, and `ParameterError` for an id that is taken."""
         if self.draining:
             raise ShuttingDownError("the server is shutting down and takes no new requests")
         ids = tuple(prompt.request_id or "" for prompt in prompts)
         taken = [name for name in {request_id, *ids} if name in self.in_flight or name in self.in_engine]
         if taken or len(set(ids)) < len(ids):
-            which = repr(taken[0]) if taken else "one that is given twice"
+            which = shown(taken[0]) if taken else "one that is given twice"
             raise ParameterError(f"rid must be unique among the requests in flight, got {which}", param="rid")
         self.in_flight[request_id] = ids
-        self.in_engine.update(ids)
+        self.in_engine.update(dict.fromkeys(ids, caller))
 
     def leave(self, request_id: str) -> None:
         """The request is no longer in flight."""
-        self.in_engine.difference_update(self.in_flight.pop(request_id))
+        for engine_id in self.in_flight.pop(request_id):
+            del self.in_engine[engine_id]
 
 
 class Call:
@@ -99,7 +121,8 @@ class Call:
 
     Plain coroutines, not generators: each generator on the way costs every token a microsecond.
 
-    **Raises:** `RequestError` as soon as one prompt fails; the others are aborted.
+    **Raises:** `RequestError` as soon as one prompt fails; the others are aborted. Entering it raises it for what its
+    caller may not ask for.
     """
 
     def __init__(
@@ -108,17 +131,27 @@ class Call:
         request_id: str,
         prompts: Sequence[GenerateInput],
         field_names: Mapping[str, str],
+        caller: Caller,
     ) -> None:
         self._context = context
         self._request_id = request_id
         self._field_names = field_names
-        self._streams = [PromptStream(context, prompt) for prompt in prompts]
+        self._caller = caller
+        self._streams = [PromptStream(context, caller.own(prompt)) for prompt in prompts]
         self._merged: MergedStreams | None = None
+        self._usage = None if caller.tokens is None else Usage(caller.tokens)
+        self._completions = 0
 
     async def __aenter__(self) -> Self:
-        self._context.enter(self._request_id, [stream.prompt for stream in self._streams])
+        prompts = [stream.prompt for stream in self._streams]
+        self._completions = self._caller.enter(prompts)
+        try:
+            self._context.enter(self._request_id, prompts, self._caller)
+        except RequestError:
+            self._caller.leave(self._completions)
+            raise
         if len(self._streams) > 1:
-            self._merged = MergedStreams(self._streams)
+            self._merged = MergedStreams(self._streams, FLIGHTS_PER_ROW * self._context.client.max_running_requests)
         return self
 
     async def __aexit__(
@@ -131,6 +164,7 @@ class Call:
                 await self._streams[0].close()
         finally:
             self._context.leave(self._request_id)
+            self._caller.leave(self._completions)
 
     def __aiter__(self) -> Self:
         return self
@@ -138,11 +172,15 @@ class Call:
     async def __anext__(self) -> tuple[int, OutputDelta]:
         try:
             if self._merged is not None:
-                return await self._merged.next()
-            return 0, await self._streams[0].next()
+                number, delta = await self._merged.next()
+            else:
+                number, delta = 0, await self._streams[0].next()
         except RequestError as error:
             rename_field(error, self._field_names)
             raise
+        if self._usage is not None:
+            self._usage.add(number, delta)
+        return number, delta
 
 
 class PromptStream:
@@ -172,12 +210,15 @@ class PromptStream:
 
 
 class MergedStreams:
-    """The deltas of several prompts as they come."""
+    """The deltas of several prompts as they come.
 
-    def __init__(self, streams: Sequence[PromptStream]) -> None:
+    **Arguments:** `most_completions`: run at once, or wait in the engine; the prompts of others come before the rest.
+    """
+
+    def __init__(self, streams: Sequence[PromptStream], most_completions: int) -> None:
         # One place: whoever cannot put its delta here lets the engine gather more for it.
         self._ready: asyncio.Queue[tuple[int, OutputDelta] | Exception | None] = asyncio.Queue(maxsize=1)
-        self._producer = asyncio.create_task(self._forward_all(streams))
+        self._producer = asyncio.create_task(self._forward_all(streams, most_completions))
 
     async def next(self) -> tuple[int, OutputDelta]:
         """The next delta and the number of its stream. Raises `StopAsyncIteration` after the last, and what the first
@@ -194,24 +235,29 @@ class MergedStreams:
         self._producer.cancel()
         await asyncio.wait({self._producer})
 
-    async def _forward_all(self, streams: Sequence[PromptStream]) -> None:
+    async def _forward_all(self, streams: Sequence[PromptStream], most_completions: int) -> None:
+        most_each = max(stream.prompt.sampling.n for stream in streams)
+        todo = iter(enumerate(streams))
         try:
             async with asyncio.TaskGroup() as tasks:
-                for number, stream in enumerate(streams):
-                    tasks.create_task(self._forward(number, stream))
+                for started in range(min(len(streams), max(1, most_completions // most_each))):
+                    tasks.create_task(self._forward_each(todo))
+                    if started % AT_A_TIME == AT_A_TIME - 1:
+                        await asyncio.sleep(0)
         except ExceptionGroup as group:
             await self._ready.put(group.exceptions[0])  # raised by `next`
         else:
             await self._ready.put(None)
 
-    async def _forward(self, number: int, stream: PromptStream) -> None:
-        try:
-            while True:
-                await self._ready.put((number, await stream.next()))
-        except StopAsyncIteration:
-            return
-        finally:
-            await stream.close()
+    async def _forward_each(self, todo: Iterator[tuple[int, PromptStream]]) -> None:
+        for number, stream in todo:
+            try:
+                while True:
+                    await self._ready.put((number, await stream.next()))
+            except StopAsyncIteration:
+                pass
+            finally:
+                await stream.close()
 
 
 def new_id(prefix: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from sglang_jax.errors import ParameterError, RequestError
+from sglang_jax.errors import ParameterError, RequestError, cut, shown
 
 logger = logging.getLogger(__name__)
 
@@ -20,15 +21,63 @@ CLIENT_CLOSED_REQUEST = 499
 """Status recorded for a client that left (nginx's number); nobody reads it."""
 
 RETRY_AFTER_SECONDS = 1
-SHOWN_VALUE_LENGTH = 100
 
-TYPES_BY_STATUS = {401: "authentication_error", 503: "service_unavailable"}
+MAX_MESSAGE_CHARACTERS = 1000
+"""Most characters of an error's message: it may repeat numbers of thousands of digits."""
+
+TYPES_BY_STATUS = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    503: "service_unavailable",
+}
 
 
 class MalformedRequestError(RequestError):
     """The body is not what the route reads."""
 
     code = "malformed_request"
+
+
+class BodyTooComplexError(RequestError):
+    """The body's JSON is nested too deeply, or has too many parts."""
+
+    code = "body_too_complex"
+
+
+class BodyTooLargeError(RequestError):
+    """The body has more bytes than `max_body_bytes`."""
+
+    status = 413
+    code = "body_too_large"
+
+
+class ClientTooSlowError(RequestError):
+    """The client stopped sending its body."""
+
+    status = 408
+    code = "client_too_slow"
+
+
+class BusyError(RequestError):
+    """There is no room for the body beside those of the requests in flight."""
+
+    status = 503
+    code = "busy"
+
+
+class HostNotAllowedError(RequestError):
+    """A server without a key, for this machine alone, was called by another machine's name."""
+
+    status = 403
+    code = "host_not_allowed"
+
+
+class TooManyConnectionsError(RequestError):
+    """`max_connections` are open, and none of them is idle."""
+
+    status = 503
+    code = "too_many_connections"
 
 
 class MediaTypeError(RequestError):
@@ -51,6 +100,31 @@ class AuthenticationError(RequestError):
     code = "invalid_api_key"
 
 
+class AdminKeyError(RequestError):
+    """The key is not an operator's."""
+
+    status = 403
+    code = "admin_key_required"
+
+
+class ForeignPageError(RequestError):
+    """A page from elsewhere had a browser ask a server that has no key."""
+
+    status = 403
+    code = "foreign_page"
+
+
+class RateLimitError(RequestError):
+    """The key has as much in flight, or has used as much, as it may. `retry_after`: seconds to wait."""
+
+    status = 429
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 class ShuttingDownError(RequestError):
     """The server was told to stop: requests in flight finish, new ones are refused."""
 
@@ -68,7 +142,10 @@ class UnavailableError(RequestError):
 def error_body(error: RequestError) -> dict[str, dict[str, str | None]]:
     """OpenAI's error object; what a stream sends as its last event when it fails midway."""
     kind = TYPES_BY_STATUS.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+    message = error.message
+    if len(message) > MAX_MESSAGE_CHARACTERS:
+        message = message[:MAX_MESSAGE_CHARACTERS] + "..."
+    return {"error": {"message": message, "type": kind, "param": error.param, "code": error.code}}
 
 
 def error_response(error: RequestError) -> Response:
@@ -77,15 +154,9 @@ def error_response(error: RequestError) -> Response:
         headers["WWW-Authenticate"] = "Bearer"
     if error.status == 503:
         headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
+    if isinstance(error, RateLimitError):
+        headers["Retry-After"] = str(max(math.ceil(error.retry_after), 1))
     return Response(msgspec.json.encode(error_body(error)), error.status, headers, "application/json")
-
-
-def shown(value: object) -> str:
-    """A value as an error message shows it: its repr, cut where it gets long."""
-    if isinstance(value, (str, list)) and len(value) > SHOWN_VALUE_LENGTH:
-        return f"{value[: SHOWN_VALUE_LENGTH // 2]!r:.{SHOWN_VALUE_LENGTH}}... ({len(value)} long)"
-    text = repr(value)
-    return text if len(text) <= SHOWN_VALUE_LENGTH else text[:SHOWN_VALUE_LENGTH] + "..."
 
 
 def field_path(location: Sequence[int | str]) -> str:
@@ -95,7 +166,8 @@ def field_path(location: Sequence[int | str]) -> str:
         if isinstance(part, int):
             path += f"[{part}]"
         elif not part.startswith(("<", "[")):
-            path += f".{part}" if path else part
+            name = cut(part)
+            path += f".{name}" if path else name
     return path
 
 
@@ -109,11 +181,14 @@ def validation_error(errors: Sequence[Mapping[str, Any]], content_type: str | No
             code="malformed_json",
         )
     if isinstance(value, bytes):
-        return MediaTypeError(f"the body must be sent as Content-Type: application/json, got {content_type!r}")
+        return MediaTypeError(f"the body must be sent as Content-Type: application/json, got {shown(content_type)}")
     if first["type"] == "missing":
         return ParameterError(f"{path or 'a JSON body'} is required", param=path or None, code="missing_field")
     if not path:
         return MalformedRequestError(f"the body must be a JSON object, got {shown(value)}")
+    refusal = first.get("ctx", {}).get("error")
+    if isinstance(refusal, RequestError):  # of a check of this server's own
+        return refusal
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     return ParameterError(f"{path}: {first['msg']}, got {shown(value)}{more}", param=path)
 
@@ -132,8 +207,8 @@ def install_error_handlers(app: FastAPI) -> None:
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         reasons = {
-            404: ("not_found", f"there is no route {request.method} {request.url.path}"),
-            405: ("method_not_allowed", f"{request.url.path} does not answer {request.method}"),
+            404: ("not_found", f"there is no route {request.method} {cut(request.url.path)}"),
+            405: ("method_not_allowed", f"{cut(request.url.path)} does not answer {request.method}"),
         }
         code, message = reasons.get(error.status_code, ("invalid_request", error.detail))
         refusal = RequestError(message, code=code)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Annotated, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 from starlette.datastructures import Headers
 
-from sglang_jax.server.errors import UnsupportedParameterError, shown
+from sglang_jax.errors import cut, shown
+from sglang_jax.server.errors import UnsupportedParameterError
 
 MAX_STOP_STRINGS = 16
 """Most stop strings of one request (OpenAI allows 4)."""
+
+MAX_NAME_CHARACTERS = 1024
+"""Most characters of ids and keys that clients choose."""
 
 IGNORED_FIELDS = frozenset(
     {
@@ -66,9 +72,9 @@ class Body(BaseModel):
             if any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL_VALUES.get(name, ())):
                 continue
             raise UnsupportedParameterError(
-                f"{name} is not supported by this server and ignoring it could change the output; "
+                f"{cut(name)} is not supported by this server and ignoring it could change the output; "
                 f"leave it out (got {shown(value)})",
-                param=name,
+                param=cut(name),
             )
         return self
 
@@ -95,26 +101,32 @@ def _prompt_shape(value: object) -> str:
 
 Item = TypeVar("Item")
 
+Many = Annotated[list[Item], Field(fail_fast=True)]
+"""A list, of whose faulty items the first alone is told: a megabyte of them would make errors for seconds."""
+
 OneOrMany = Annotated[
-    Annotated[Item, Tag("<one>")] | Annotated[list[Item], Tag("<many>")],
+    Annotated[Item, Tag("<one>")] | Annotated[Many[Item], Tag("<many>")],
     Discriminator(_one_or_many),
 ]
 """A value, or a list of them. The branch is chosen by looking for a list, so that an error speaks of one branch."""
 
 Prompt = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[list[str], Tag("<texts>")]
-    | Annotated[list[int], Tag("<ids>")]
-    | Annotated[list[list[int]], Tag("<id lists>")],
+    | Annotated[Many[str], Tag("<texts>")]
+    | Annotated[Many[int], Tag("<ids>")]
+    | Annotated[Many[Many[int]], Tag("<id lists>")],
     Discriminator(_prompt_shape),
 ]
 """OpenAI's completion prompt: a text, texts, token ids, or lists of token ids."""
 
 TokenIds = Annotated[
-    Annotated[list[int], Tag("<ids>")] | Annotated[list[list[int]], Tag("<id lists>")],
+    Annotated[Many[int], Tag("<ids>")] | Annotated[Many[Many[int]], Tag("<id lists>")],
     Discriminator(lambda value: "<id lists>" if _prompt_shape(value) == "<id lists>" else "<ids>"),
 ]
 """One list of token ids, or several."""
+
+ShortText = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]
+"""An id or a key that a client chooses: kept with its request, and some repeated in each event."""
 
 TokenId = Annotated[int, Field(strict=False)]
 """A token id as key of a JSON object, where it can only be a string of digits."""
@@ -130,6 +142,14 @@ def routing_key(field: str | None, headers: Headers) -> str | None:
     if field:
         return field
     return next((headers[name] for name in ROUTING_KEY_HEADERS if headers.get(name)), None)
+
+
+def cache_namespace(extra_key: str | None, salt: str | None) -> str | None:
+    """The engine's `extra_key` of a request: the client's own, or, where there is a salt, a digest of both. Who does
+    not know a salt finds no other pair that gives the same: nothing is joined that could be cut at another place."""
+    if not salt:
+        return extra_key or None
+    return "salted-" + hashlib.sha256(json.dumps([salt, extra_key or None]).encode()).hexdigest()
 
 
 def as_list(value: Item | list[Item] | None) -> list[Item]:

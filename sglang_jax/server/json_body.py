@@ -2,15 +2,63 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import numpy as np
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
+from sglang_jax.server.errors import BodyTooComplexError
+
+MAX_DEPTH = 64
+"""Deepest nesting of a body's objects and lists."""
+
+MAX_OBJECTS = 65_536
+"""Most objects and lists of a body, and most fields of its objects: each costs much more than its bytes."""
+
+MAX_VALUES = 1_048_576
+"""Most values of a body, token ids and all."""
+
+LONG_BODY = 65_536
+"""Bodies of more bytes are looked at in a thread."""
+
+# What a byte is to the shape of JSON: a quote, an opening or a closing bracket, a comma, a colon, or nothing.
+_QUOTE, _OPEN, _CLOSE, _COMMA, _COLON = range(1, 6)
+_KINDS = np.zeros(256, np.uint8)
+for _characters, _kind in ((b'"', _QUOTE), (b"[{", _OPEN), (b"]}", _CLOSE), (b",", _COMMA), (b":", _COLON)):
+    _KINDS[list(_characters)] = _kind
+
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def check_shape(body: bytes) -> None:
+    """Raises `BodyTooComplexError` for JSON that is nested too deeply, or made of more parts than it has room for.
+
+    Parsing, checking and repeating a value costs by its parts and depth, not by its bytes, and holds up all else
+    meanwhile. So they are counted first, all at once, by what cannot be text: marks outside of strings.
+    """
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH and body.count(b",") < MAX_OBJECTS:
+        return  # whatever of it is text: it is neither deep nor many
+    kinds = _KINDS[np.frombuffer(body.replace(b"\\\\", b"  ").replace(b'\\"', b"  "), np.uint8)]
+    kinds = kinds[kinds > 0]
+    in_string = np.logical_xor.accumulate(kinds == _QUOTE)
+    kinds = kinds[~in_string]  # closing quotes are left; they say nothing
+    opened = kinds == _OPEN
+    depth = int(np.cumsum(opened.astype(np.int8) - (kinds == _CLOSE).astype(np.int8), dtype=np.int32).max(initial=0))
+    num_objects, num_fields = np.count_nonzero(opened), np.count_nonzero(kinds == _COLON)
+    num_values = np.count_nonzero(kinds == _COMMA) + num_objects
+    for what, count, limit in (
+        ("levels of nesting", depth, MAX_DEPTH),
+        ("objects and lists", num_objects, MAX_OBJECTS),
+        ("fields", num_fields, MAX_OBJECTS),
+        ("values", num_values, MAX_VALUES),
+    ):
+        if count > limit:
+            raise BodyTooComplexError(f"the body has {count} {what}; the limit is {limit}")
 
 
 class JsonRequest(Request):
@@ -46,6 +94,12 @@ class JsonRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def handle_json(request: Request) -> Response:
-            return await handle(JsonRequest(request.scope, request.receive))
+            json_request = JsonRequest(request.scope, request.receive)
+            body = await json_request.body()
+            if len(body) <= LONG_BODY:
+                check_shape(body)
+            else:
+                await asyncio.to_thread(check_shape, body)
+            return await handle(json_request)
 
         return handle_json

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
 from sglang_jax.engine.types import FinishKind, FinishReason, OutputDelta, TextTokenizer, TokenLogprob
+from sglang_jax.server.callers import current_caller
 from sglang_jax.server.context import ENGINE_NAMES, ServerContext
 from sglang_jax.server.json_body import JsonRoute
 from sglang_jax.server.logprobs import reported
 from sglang_jax.server.native_schema import GenerateBody, NativeRequest, native_request
-from sglang_jax.server.streaming import event, json_response, open_event_stream, until_disconnect
+from sglang_jax.server.streaming import event, json_response, open_event_stream, until_disconnect, written
+
+REPEATED_BYTES = 32 * 2**20
+"""Bytes a second of events that repeat all so far, in all streams together: about a tenth of a core."""
+
+SHORT_EVENT = 16_384
+"""Events of so many bytes wait for nothing: some thousand tokens without logprobs."""
 
 _encoder = msgspec.json.Encoder()
 
@@ -30,6 +40,7 @@ class NativeFormat:
     request: NativeRequest
     tokenizer: TextTokenizer
     text_in_logprobs: bool
+    hide_cached_tokens: bool
     begin: float
 
     def answer(self, number: int, delta: OutputDelta) -> dict[str, object]:
@@ -40,7 +51,7 @@ class NativeFormat:
             "finish_reason": finish_object(delta.finish, delta.completion_tokens),
             "prompt_tokens": delta.prompt_tokens,
             "completion_tokens": delta.completion_tokens,
-            "cached_tokens": delta.cached_tokens,
+            "cached_tokens": None if self.hide_cached_tokens else delta.cached_tokens,
             "e2e_latency": time.perf_counter() - self.begin,
         }
         if prompt.return_logprob:
@@ -51,6 +62,11 @@ class NativeFormat:
                 meta["input_top_logprobs"] = [self._top(one) for one in positions]
                 meta["output_top_logprobs"] = [self._top(one) for one in delta.logprobs]
         return {"text": delta.text, "output_ids": delta.token_ids, "meta_info": meta}
+
+    def whole(self, outputs: list[list[OutputDelta]]) -> object:
+        """The answer that does not stream, of the finished outputs of each prompt."""
+        answers = [self.answer(number, output) for number, group in enumerate(outputs) for output in group]
+        return answers[0] if self.request.single else answers
 
     def _entry(self, one: TokenLogprob) -> Entry:
         return (reported(one.logprob), one.token_id, self._text(one.token_id))
@@ -94,6 +110,27 @@ class RepeatedAnswer:
         return msgspec.Raw(b"[" + written + b"]")
 
 
+class RepeatPace:
+    """How fast the streams of a server may repeat what they have said, all together.
+
+    An event that repeats is as long as the output so far, so a stream is as long as its square: 600 tokens with 20
+    alternatives each made 106 MiB. A stream that waits after a long event finds more tokens in its next one, and
+    repeats less often; what it says in the end is the same.
+    """
+
+    def __init__(self) -> None:
+        self._free_at = 0.0
+
+    async def after(self, size: int, *, last: bool) -> None:
+        """Waits for as long as an event of `size` bytes has to be waited for; not after the last of an output."""
+        if size <= SHORT_EVENT:
+            return
+        now = asyncio.get_running_loop().time()
+        self._free_at = max(now, self._free_at) + size / REPEATED_BYTES
+        if not last:
+            await asyncio.sleep(self._free_at - now)
+
+
 def finish_object(finish: FinishReason | None, completion_tokens: int) -> dict[str, object] | None:
     """SGLang's `finish_reason`; None while the output grows."""
     if finish is None:
@@ -107,33 +144,41 @@ def finish_object(finish: FinishReason | None, completion_tokens: int) -> dict[s
 
 def native_router(context: ServerContext) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
+    pace = RepeatPace()
 
     @router.post("/generate")
     async def generate(body: GenerateBody, request: Request) -> Response:
         """Completes one prompt, or a batch of prompts."""
         begin = time.perf_counter()
         context.check_model(body.model)
-        call = native_request(body, context.generation_defaults, request.headers)
-        form = NativeFormat(call, context.client.tokenizer, bool(body.return_text_in_logprobs), begin)
+        call = native_request(body, context.generation_defaults, request.headers, context.check_size)
+        hide = current_caller().hide_cached_tokens
+        form = NativeFormat(call, context.client.tokenizer, bool(body.return_text_in_logprobs), hide, begin)
         if body.stream:
-            return await open_event_stream(request, _events(context, form, bool(body.incremental_output)))
+            return await open_event_stream(request, _events(context, form, None if body.incremental_output else pace))
         names = {**ENGINE_NAMES, "prompt": call.prompt_field}
         work = context.collect(call.request_id, call.prompts, names)
         outputs = await until_disconnect(request.receive, work)
-        answers = [form.answer(number, output) for number, group in enumerate(outputs) for output in group]
-        return json_response(answers[0] if call.single else answers)
+        return await written(lambda: json_response(form.whole(outputs)), chain(*outputs))
 
     return router
 
 
-async def _events(context: ServerContext, form: NativeFormat, incremental: bool) -> AsyncGenerator[bytes, None]:
+async def _events(context: ServerContext, form: NativeFormat, pace: RepeatPace | None) -> AsyncGenerator[bytes, None]:
+    """The events of a stream; they repeat all so far if there is a `pace`."""
     call = form.request
     names = {**ENGINE_NAMES, "prompt": call.prompt_field}
     repeated: dict[int, RepeatedAnswer] = {}
     async with context.generate(call.request_id, call.prompts, names) as deltas:
         async for number, delta in deltas:
             index = call.first_index[number] + delta.index
-            answer = form.answer(number, delta)
-            if not incremental:
+            if delta.prompt_logprobs:
+                answer = await written(partial(form.answer, number, delta), [delta])
+            else:
+                answer = form.answer(number, delta)
+            if pace is not None:
                 answer = repeated.setdefault(index, RepeatedAnswer()).add(answer)
-            yield event(answer if call.single else {"index": index, **answer})
+            data = event(answer if call.single else {"index": index, **answer})
+            yield data
+            if pace is not None:
+                await pace.after(len(data), last=delta.finish is not None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeVar
@@ -13,7 +13,7 @@ from sglang_jax.engine.types import GenerateInput
 from sglang_jax.errors import ParameterError
 from sglang_jax.sampling import GenerationDefaults
 from sglang_jax.server.context import new_id, prompt_ids
-from sglang_jax.server.fields import Body, OneOrMany, Priority, TokenIds, as_list, routing_key
+from sglang_jax.server.fields import Body, OneOrMany, Priority, ShortText, TokenIds, as_list, routing_key
 from sglang_jax.server.sampling import NativeSampling, native_sampling
 
 Value = TypeVar("Value")
@@ -32,10 +32,10 @@ class GenerateBody(Body):
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
     incremental_output: bool | None = None
-    rid: OneOrMany[str] | None = None
+    rid: OneOrMany[ShortText] | None = None
     priority: Priority | None = None
-    extra_key: OneOrMany[str] | None = None
-    routing_key: OneOrMany[str] | None = None
+    extra_key: OneOrMany[ShortText] | None = None
+    routing_key: OneOrMany[ShortText] | None = None
     continues_text: bool | None = None
 
 
@@ -55,13 +55,18 @@ class NativeRequest:
     prompt_field: str
 
 
-def native_request(body: GenerateBody, defaults: GenerationDefaults, headers: Headers) -> NativeRequest:
-    """`defaults`: for sampling fields that the body leaves out. Raises `ParameterError` naming the field."""
+def native_request(
+    body: GenerateBody, defaults: GenerationDefaults, headers: Headers, check_size: Callable[[int, int, str], None]
+) -> NativeRequest:
+    """`defaults`: for sampling fields that the body leaves out; `check_size` see `ServerContext.check_size`. Raises
+    `ParameterError` naming the field."""
     field, prompts, batch = _prompts(body)
     count = len(prompts)
+    check_size(count, count, field)
     request_id, ids = _ids(body.rid, count)
     fields = _spread("sampling_params", body.sampling_params, count, NativeSampling())
     sampling = [native_sampling(one, defaults) for one in fields]
+    check_size(count, sum(one.n for one in sampling), field)
     return_logprob = _spread("return_logprob", body.return_logprob, count, False)
     logprob_start = _spread("logprob_start_len", body.logprob_start_len, count, -1)
     top_logprobs = _spread("top_logprobs_num", body.top_logprobs_num, count, 0)

@@ -14,6 +14,7 @@ from starlette.datastructures import Headers
 
 from sglang_jax.engine.types import GenerateInput, OutputDelta, TextTokenizer
 from sglang_jax.sampling import GenerationDefaults
+from sglang_jax.server.callers import current_caller
 from sglang_jax.server.context import ENGINE_NAMES, ServerContext, new_id
 from sglang_jax.server.fields import routing_key
 from sglang_jax.server.json_body import JsonRoute
@@ -21,7 +22,7 @@ from sglang_jax.server.logprobs import ChatLogprobs, chat_logprobs
 from sglang_jax.server.openai_schema import ChatBody, chat_token_ids
 from sglang_jax.server.openai_usage import Usage, UsageCount
 from sglang_jax.server.sampling import OPENAI_NAMES, openai_sampling
-from sglang_jax.server.streaming import event, json_response, open_event_stream, until_disconnect
+from sglang_jax.server.streaming import event, json_response, open_event_stream, until_disconnect, written
 
 FIELD_NAMES = {**ENGINE_NAMES, **OPENAI_NAMES, "prompt": "messages", "top_logprobs_num": "top_logprobs"}
 
@@ -96,7 +97,7 @@ class ChatFormat:
     model_name: str
     request_id: str
     created: int = field(default_factory=lambda: int(time.time()))
-    usage: UsageCount = field(default_factory=UsageCount)
+    usage: UsageCount = field(default_factory=lambda: UsageCount(current_caller()))
     _begun: set[int] = field(default_factory=set)
 
     def input(self, token_ids: list[int], defaults: GenerationDefaults, headers: Headers) -> GenerateInput:
@@ -167,17 +168,17 @@ def chat_router(context: ServerContext) -> APIRouter:
         """Answers a conversation."""
         context.check_model(body.model)
         body.check_logprobs()
-        tokenizer = context.client.tokenizer
+        tokenizer, context_length = context.client.tokenizer, context.client.model_info.context_length
         if len(await request.body()) <= LONG_BODY:
-            token_ids = chat_token_ids(tokenizer, body)
+            token_ids = chat_token_ids(tokenizer, body, context_length)
         else:
-            token_ids = await asyncio.to_thread(chat_token_ids, tokenizer, body)
+            token_ids = await asyncio.to_thread(chat_token_ids, tokenizer, body, context_length)
         form = ChatFormat(body, tokenizer, context.config.model_name, body.rid or new_id("chatcmpl"))
         prompt = form.input(token_ids, context.generation_defaults, request.headers)
         if body.stream:
             return await open_event_stream(request, _events(context, form, prompt))
         [outputs] = await until_disconnect(request.receive, context.collect(form.request_id, [prompt], FIELD_NAMES))
-        return json_response(form.answer(outputs))
+        return await written(lambda: json_response(form.answer(outputs)), outputs)
 
     return router
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -13,6 +15,7 @@ from starlette.datastructures import Headers
 
 from sglang_jax.engine.types import GenerateInput, OutputDelta, TextTokenizer
 from sglang_jax.sampling import GenerationDefaults
+from sglang_jax.server.callers import current_caller
 from sglang_jax.server.context import ENGINE_NAMES, ServerContext, new_id, prompt_ids
 from sglang_jax.server.fields import routing_key
 from sglang_jax.server.json_body import JsonRoute
@@ -20,7 +23,7 @@ from sglang_jax.server.logprobs import CompletionLogprobs, CompletionLogprobWrit
 from sglang_jax.server.openai_schema import COMPLETION_DEFAULT_MAX_TOKENS, CompletionBody
 from sglang_jax.server.openai_usage import Usage, UsageCount
 from sglang_jax.server.sampling import OPENAI_NAMES, openai_sampling
-from sglang_jax.server.streaming import event, json_response, open_event_stream, until_disconnect
+from sglang_jax.server.streaming import event, json_response, open_event_stream, until_disconnect, written
 
 FIELD_NAMES = {**ENGINE_NAMES, **OPENAI_NAMES, "top_logprobs_num": "logprobs"}
 
@@ -56,7 +59,7 @@ class CompletionFormat:
     model_name: str
     request_id: str
     created: int = field(default_factory=lambda: int(time.time()))
-    usage: UsageCount = field(default_factory=UsageCount)
+    usage: UsageCount = field(default_factory=lambda: UsageCount(current_caller()))
     _writers: dict[int, CompletionLogprobWriter] = field(default_factory=dict)
 
     def inputs(self, defaults: GenerationDefaults, headers: Headers) -> list[GenerateInput]:
@@ -109,6 +112,17 @@ class CompletionFormat:
             matched_stop=finish.matched if finish is not None else None,
         )
 
+    def whole(self, outputs: list[list[OutputDelta]]) -> Completion:
+        """The answer that does not stream, of the finished outputs of each prompt."""
+        choices: list[CompletionChoice] = []
+        for number, group in enumerate(outputs):
+            for output in group:
+                self.usage.add(number, output)
+                choice = self.choice(number, output)
+                assert choice is not None  # it has finished
+                choices.append(choice)
+        return self.answer(choices, self.usage.total())
+
     def _writer(self) -> CompletionLogprobWriter:
         return CompletionLogprobWriter(self.tokenizer, self._skip_special_tokens, from_prompt=bool(self.body.echo))
 
@@ -135,19 +149,14 @@ def completions_router(context: ServerContext) -> APIRouter:
         context.check_model(body.model)
         body.check_best_of()
         request_id = body.rid or new_id("cmpl")
-        form = CompletionFormat(body, body.prompts(), context.client.tokenizer, context.config.model_name, request_id)
+        prompts = body.prompts()
+        context.check_size(len(prompts), len(prompts) * (body.n or 1), "prompt")
+        form = CompletionFormat(body, prompts, context.client.tokenizer, context.config.model_name, request_id)
         inputs = form.inputs(context.generation_defaults, request.headers)
         if body.stream:
             return await open_event_stream(request, _events(context, form, inputs))
         outputs = await until_disconnect(request.receive, context.collect(request_id, inputs, FIELD_NAMES))
-        choices: list[CompletionChoice] = []
-        for number, group in enumerate(outputs):
-            for output in group:
-                form.usage.add(number, output)
-                choice = form.choice(number, output)
-                assert choice is not None  # it has finished
-                choices.append(choice)
-        return json_response(form.answer(choices, form.usage.total()))
+        return await written(lambda: json_response(form.whole(outputs)), chain(*outputs))
 
     return router
 
@@ -159,7 +168,10 @@ async def _events(
     async with context.generate(form.request_id, inputs, FIELD_NAMES) as deltas:
         async for number, delta in deltas:
             form.usage.add(number, delta)
-            choice = form.choice(number, delta)
+            if delta.prompt_logprobs:
+                choice = await written(partial(form.choice, number, delta), [delta])
+            else:
+                choice = form.choice(number, delta)
             if choice is not None:
                 yield event(form.answer([choice], no_usage))
     if form.body.include_usage:

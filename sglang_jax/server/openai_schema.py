@@ -7,8 +7,9 @@ from typing import Annotated, ClassVar
 from pydantic import Discriminator, Tag
 
 from sglang_jax.engine.types import TextTokenizer
-from sglang_jax.errors import ParameterError
-from sglang_jax.server.fields import Body, Priority, Prompt
+from sglang_jax.engine.validation import check_characters
+from sglang_jax.errors import ParameterError, shown
+from sglang_jax.server.fields import Body, Many, Priority, Prompt, ShortText, cache_namespace
 from sglang_jax.server.sampling import OpenAISampling, one_of
 
 COMPLETION_DEFAULT_MAX_TOKENS = 16
@@ -27,18 +28,16 @@ class OpenAIBody(OpenAISampling):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    rid: str | None = None
+    rid: ShortText | None = None
     priority: Priority | None = None
-    extra_key: str | None = None
-    routing_key: str | None = None
-    cache_salt: str | None = None
+    extra_key: ShortText | None = None
+    routing_key: ShortText | None = None
+    cache_salt: ShortText | None = None
 
     @property
     def cache_namespace(self) -> str | None:
         """The engine's `extra_key`."""
-        if self.extra_key is not None and self.cache_salt is not None:
-            return f"{self.cache_salt}\x1f{self.extra_key}"
-        return self.extra_key or self.cache_salt
+        return cache_namespace(self.extra_key, self.cache_salt)
 
     @property
     def include_usage(self) -> bool:
@@ -85,7 +84,7 @@ class ContentPart(Body):
 
 
 Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[ContentPart], Tag("<parts>")],
+    Annotated[str, Tag("<text>")] | Annotated[Many[ContentPart], Tag("<parts>")],
     Discriminator(lambda value: "<parts>" if isinstance(value, list) else "<text>"),
 ]
 
@@ -102,7 +101,7 @@ class ChatMessage(Body):
 class ChatBody(OpenAIBody):
     """`POST /v1/chat/completions`."""
 
-    messages: list[ChatMessage]
+    messages: Many[ChatMessage]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -141,7 +140,7 @@ def _for_template(number: int, message: ChatMessage) -> dict[str, object]:
     path = f"messages[{number}].content"
     content = message.content
     if content is None and message.role != "assistant":
-        raise ParameterError(f"{path} is required for the role {message.role!r}", param=path)
+        raise ParameterError(f"{path} is required for the role {shown(message.role)}", param=path)
     if isinstance(content, list):
         content = "\n".join(_part_text(f"{path}[{place}]", part) for place, part in enumerate(content))
     extras = {name: value for name, value in (message.model_extra or {}).items() if value is not None}
@@ -150,22 +149,29 @@ def _for_template(number: int, message: ChatMessage) -> dict[str, object]:
 
 def _part_text(path: str, part: ContentPart) -> str:
     if part.type != "text":
-        raise ParameterError(f"{path} has type {part.type!r}; this model reads text only", param=f"{path}.type")
+        raise ParameterError(f"{path} has type {shown(part.type)}; this model reads text only", param=f"{path}.type")
     if part.text is None:
         raise ParameterError(f"{path}.text is required", param=f"{path}.text")
     return part.text
 
 
-def chat_token_ids(tokenizer: TextTokenizer, body: ChatBody) -> list[int]:
+def chat_token_ids(tokenizer: TextTokenizer, body: ChatBody, context_length: int) -> list[int]:
     """The conversation as the model reads it, up to where its answer starts or goes on.
 
-    **Raises:** `ParameterError`; `RequestError` if the chat template refuses the messages.
+    **Raises:** `ParameterError`; `PromptTooLongError` for what no context of `context_length` tokens holds;
+    `RequestError` if the chat template refuses the messages.
     """
+    text = _chat_text(tokenizer, body)
+    check_characters(text, tokenizer, context_length, "messages")
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _chat_text(tokenizer: TextTokenizer, body: ChatBody) -> str:
     # Before what the messages hold is looked at: what a message must have depends on its role.
     tokenizer.check_roles([message.role for message in body.messages])
     conversation = body.conversation()
     if not body.continue_final_message:
-        return tokenizer.encode(tokenizer.render_chat(conversation), add_special_tokens=False)
+        return tokenizer.render_chat(conversation)
     begun = str(conversation[-1]["content"]).strip()
     if conversation[-1]["role"] != "assistant" or not begun:
         raise ParameterError(
@@ -179,4 +185,4 @@ def chat_token_ids(tokenizer: TextTokenizer, body: ChatBody) -> list[int]:
             "the chat template does not repeat the last message as it is, so it cannot be continued",
             param="continue_final_message",
         )
-    return tokenizer.encode(text[:end], add_special_tokens=False)
+    return text[:end]

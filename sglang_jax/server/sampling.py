@@ -5,13 +5,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from sglang_jax.errors import ParameterError, RequestError
+from pydantic import BeforeValidator
+
+from sglang_jax.errors import ParameterError, RequestError, shown
 from sglang_jax.sampling import GenerationDefaults, SamplingParams, with_defaults
-from sglang_jax.server.fields import MAX_STOP_STRINGS, Body, OneOrMany, TokenId, as_list
+from sglang_jax.sampling.params import MAX_LOGIT_BIAS
+from sglang_jax.server.fields import MAX_STOP_STRINGS, Body, Many, OneOrMany, TokenId, as_list
 
 Value = TypeVar("Value")
+
+
+def _check_size(value: object) -> object:
+    # Before its entries are looked at: each that is wrong would make an error.
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
+        raise ParameterError(
+            f"logit_bias may hold at most {MAX_LOGIT_BIAS} entries, got {len(value)}", param="logit_bias"
+        )
+    return value
 
 
 class SamplingFields(Body):
@@ -24,9 +36,9 @@ class SamplingFields(Body):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[TokenId, float] | None = None
+    logit_bias: Annotated[dict[TokenId, float], BeforeValidator(_check_size)] | None = None
     stop: OneOrMany[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Many[int] | None = None
     ignore_eos: bool | None = None
     seed: int | None = None
     n: int | None = None
@@ -110,7 +122,9 @@ def _add(chosen: dict[str, Any], name: str, value: object) -> None:
 def one_of(name: str, value: Value | None, other_name: str, other: Value | None) -> Value | None:
     """The value of two fields that mean the same. Raises `ParameterError` if both are given and differ."""
     if value is not None and other is not None and value != other:
-        raise ParameterError(f"{name} ({value!r}) and {other_name} ({other!r}) mean the same but differ", param=name)
+        raise ParameterError(
+            f"{name} ({shown(value)}) and {other_name} ({shown(other)}) mean the same but differ", param=name
+        )
     return other if value is None else value
 
 

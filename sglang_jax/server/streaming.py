@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -12,10 +12,14 @@ from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from sglang_jax.engine.types import OutputDelta
 from sglang_jax.errors import RequestError
 from sglang_jax.server.errors import error_body
 
 Result = TypeVar("Result")
+
+FEW_LOGPROBS = 2048
+"""So many logprobs are written on the event loop: about 2 ms."""
 
 DONE = b"data: [DONE]\n\n"
 
@@ -29,6 +33,16 @@ def event(payload: object) -> bytes:
 
 def json_response(payload: object) -> Response:
     return Response(_encoder.encode(payload), media_type="application/json")
+
+
+async def written(write: Callable[[], Result], outputs: Iterable[OutputDelta]) -> Result:
+    """What `write` makes of the outputs; in a thread where they hold so many logprobs that others would wait long."""
+    count = sum(
+        (len(tokens) * (1 + len(tokens[-1].top)) if tokens else 0)
+        for output in outputs
+        for tokens in (output.logprobs, output.prompt_logprobs)
+    )
+    return write() if count <= FEW_LOGPROBS else await asyncio.to_thread(write)
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

@@ -6,6 +6,8 @@ import random
 import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,14 @@ import pytest
 from helpers.gguf_files import byte_level_metadata, write_gguf
 from helpers.tiny_models import CHAT_TEMPLATE, make_tiny_checkpoint, make_tiny_tokenizer
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, processors
+from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 
 from sglang_jax.checkpoint import ModelSource, SourceKind, Tokenizer, load_tokenizer, resolve_model, resolve_tokenizer
 from sglang_jax.checkpoint.gguf_file import open_gguf
 from sglang_jax.checkpoint.gguf_tokenizer import gguf_tokenizer
+from sglang_jax.checkpoint.tokenizer import SHORT_TEXT
 from sglang_jax.errors import CheckpointError, ParameterError, RequestError
 
 TEXTS = [
@@ -376,3 +379,53 @@ print([name for name in ("torch", "jax", "flax", "tensorflow") if name in sys.mo
 
 def test_the_tiny_chat_template_is_the_one_saved(folder: Path) -> None:
     assert (folder / "chat_template.jinja").read_text() == CHAT_TEMPLATE
+
+
+@pytest.mark.parametrize("add_special_tokens", [False, True])
+def test_a_long_text_has_the_ids_that_its_tokenizer_gives(
+    demo: Tokenizer, tiny: Tokenizer, folder: Path, add_special_tokens: bool
+) -> None:
+    """Long texts are encoded another way than short ones."""
+    theirs = AutoTokenizer.from_pretrained(folder)
+    draw = random.Random(3)
+    for _ in range(5):
+        text = "".join(draw.choice(TEXTS) for _ in range(200))
+        assert len(text) > SHORT_TEXT
+        assert tiny.encode(text, add_special_tokens=add_special_tokens) == theirs.encode(
+            text, add_special_tokens=add_special_tokens
+        )
+        one_by_one = demo._backend.encode(text, add_special_tokens=add_special_tokens)
+        assert demo.encode(text, add_special_tokens=add_special_tokens) == one_by_one.ids
+
+
+def test_special_tokens_around_a_long_text() -> None:
+    backend = Backend(models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "[UNK]": 3}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>"])
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), "test")
+    text = "a " * SHORT_TEXT
+    assert tokenizer.encode(text) == [0, *[2] * SHORT_TEXT, 1]
+    assert tokenizer.encode(text, add_special_tokens=False) == [2] * SHORT_TEXT
+
+
+def test_tokenizing_leaves_other_threads_their_turn(demo: Tokenizer) -> None:
+    """Measured in the work that another thread gets done meanwhile, which does not depend on the machine."""
+    draw = random.Random(5)
+    text = " ".join("".join(draw.choices("abcdefghij", k=draw.randrange(1, 9))) for _ in range(30_000))
+    thread = threading.Thread(target=demo.encode, args=(text,))
+    thread.start()
+    turns = 0
+    while thread.is_alive():
+        turns += 1
+        time.sleep(0.001)
+    assert turns > 5
+
+
+def test_no_token_stands_for_more_characters_than_the_longest(demo: Tokenizer, tiny: Tokenizer) -> None:
+    for tokenizer in (demo, tiny):
+        longest = max(len(tokenizer.token_text(token)) for token in range(tokenizer.vocab_size))
+        assert longest <= tokenizer.longest_token < 200

@@ -86,7 +86,7 @@ def test_outputs_are_those_of_transformers(served: tuple[str, torch.nn.Module, E
             scheduler.step()
             check_everything(scheduler.cache)
             for row, record in scheduler.cache.open_rows.items():
-                if record.kv_allocated_len > scheduler.table.at(row).prefill_len + PAGE_SIZE:
+                if record.kv_allocated_len > scheduler.rows.at(row).prefill_len + PAGE_SIZE:
                     held = scheduler.cache.pages_for(record.kv_allocated_len) - windows[0].held_from(row)
                     most = max(most, held)
         assert turn == 0 or channel.cached[7] > 0, "the second time prefixes are cached"

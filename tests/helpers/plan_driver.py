@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sglang_jax.runner.plan import (
+    LAST_TOKEN,
     NO_LOGPROBS,
     PageDeltas,
     PromptLogprobs,
-    RowUpdate,
+    RowUpdates,
+    SamplingUpdate,
     StepPlan,
     StepResult,
     TopLogprobs,
@@ -56,7 +58,8 @@ class Launched:
         result = self.handle.result()
         for index, request in enumerate(self.requests):
             if self.plan.samples[index]:
-                request.output.append(int(result.tokens[index]))
+                (token,) = result.tokens[index, : result.counts[index]].tolist()
+                request.output.append(token)
                 if result.logprobs is not None:
                     entries = (result.logprobs.logprobs, result.logprobs.top_ids, result.logprobs.top_logprobs)
                     request.logprobs.append(TopLogprobs(*(entry[index : index + 1] for entry in entries)))
@@ -73,7 +76,7 @@ class PlanDriver:
         self.page_size = runner.spec.pools[0].page_size
         self.free_pages = np.random.default_rng(5).permutation(np.arange(1, runner.spec.pools[0].num_pages)).tolist()
         self.free_rows = list(range(runner.spec.max_rows))
-        self._updates: list[RowUpdate] = []
+        self._updates: list[SamplingUpdate] = []
         self._steps = 0
 
     def admit(
@@ -94,7 +97,7 @@ class PlanDriver:
         request.row = self.free_rows.pop(0)
         history = np.array(request.tokens, np.int32) if request.sampling.counts_tokens else None
         stop_ids = np.array(request.stop_ids, np.int32)
-        update = RowUpdate(request.row, request.sampling, request.seed, len(request.prompt), stop_ids, history)
+        update = SamplingUpdate(request.row, request.sampling, request.seed, len(request.prompt), stop_ids, history)
         self._updates.append(update)
 
     def release(self, request: Driven) -> None:
@@ -120,9 +123,10 @@ class PlanDriver:
         num_decode = sum(count == DECODE for _, count in parts)
         assert all((count == DECODE) == (index < num_decode) for index, (_, count) in enumerate(parts))
         counts = [max(count, 1) for _, count in parts]
-        prefill, samples = [], []
+        sources, samples = [], []
         for (request, count), tokens in zip(parts, counts, strict=True):
-            prefill += request.tokens[request.committed : request.committed + count]
+            known = request.tokens[request.committed : request.committed + count]
+            sources += [LAST_TOKEN] if count == DECODE else known
             request.committed += tokens
             samples.append(count == DECODE or request.committed == len(request.tokens))
         plan = StepPlan(
@@ -131,10 +135,10 @@ class PlanDriver:
             num_decode=num_decode,
             query_lens=np.array(counts, np.int32),
             kv_lens=np.array([request.committed for request, _ in parts], np.int32),
-            prefill_tokens=np.array(prefill, np.int32),
+            tokens=np.array(sources, np.int32),
             samples=np.array(samples, np.bool_),
             page_deltas=(self._new_pages([request for request, _ in parts]),),
-            row_updates=tuple(self._updates),
+            row_updates=RowUpdates(tuple(self._updates)),
             top_logprobs=top_logprobs,
             prompt_logprobs=tuple(prompt_logprobs),
             prompt_top_logprobs=prompt_top_logprobs,

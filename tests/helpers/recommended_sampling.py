@@ -1,4 +1,4 @@
-"""A checkpoint that recommends sampling values, on a backend that notes what its requests are drawn with."""
+"""A checkpoint that recommends sampling values, on a backend that notes what its requests are sampled with."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Recorder(FakeRunner):
         self._seen = seen
 
     def launch(self, plan: StepPlan) -> FakeHandle:
-        self._seen += [update.sampling for update in plan.row_updates]
+        self._seen += [update.sampling for update in plan.row_updates.sampling]
         return super().launch(plan)
 
 

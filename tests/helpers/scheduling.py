@@ -72,7 +72,7 @@ class RecordingChannel:
 
 
 class Subject(Protocol):
-    """A runner in the place of `FakeRunner`, and what it must draw."""
+    """A runner in the place of `FakeRunner`, and what it must sample."""
 
     def runner(self, spec: RunnerSpec) -> Runner: ...
 
@@ -87,7 +87,8 @@ class Subject(Protocol):
 class Bench:
     """A scheduler to play with, over `FakeRunner` unless a subject is given. `pages` does not count the pad page.
 
-    `window`: of the first group of layers, 0 where it sees all; `more`: window and pages of further groups.
+    `window`: of the first group of layers, 0 where it sees all; `more`: window and pages of further groups;
+    `max_samples`: most tokens that a row samples in a step, above 1 with drafts.
     """
 
     pages: int = 64
@@ -103,6 +104,7 @@ class Bench:
     subject: Subject | None = None
     window: int = 0
     more: tuple[tuple[int, int], ...] = ()
+    max_samples: int = 1
 
     def __post_init__(self) -> None:
         groups = ((self.window, self.pages), *self.more)
@@ -110,7 +112,7 @@ class Bench:
             PoolSpec(PoolKind.WINDOW if window else PoolKind.FULL, pages + 1, self.page_size, window)
             for window, pages in groups
         )
-        spec = RunnerSpec(pools, self.rows, self.budget, self.context, VOCAB)
+        spec = RunnerSpec(pools, self.rows, self.budget, self.context, VOCAB, self.max_samples)
         if self.subject is None:
             self.runner = FakeRunner(spec, lazy=self.lazy, invalid_token=self.invalid_token)
         else:
@@ -121,7 +123,7 @@ class Bench:
         self.channel = RecordingChannel()
         self.scheduler = Scheduler(self.runner, (EOS,), self.config, self.channel)
         if self.subject is None:
-            self.runner.namespace_of = lambda row: self.scheduler.table.at(row).namespace
+            self.runner.namespace_of = lambda row: self.scheduler.rows.at(row).namespace
         if self.scribble and self.subject is None:
             scribble_on_free(self.scheduler, self.runner)
         self.oracle = Oracle(VOCAB, tuple(window for window, _ in groups))

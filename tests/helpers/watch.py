@@ -41,6 +41,7 @@ class Watch:
         self._scheduler = scheduler = bench.scheduler
         self._chunk = min(bench.chunk, bench.budget)
         self._budget = bench.budget
+        self._max_samples = bench.max_samples
         self._waits: dict[int, Wait] = {}
         self._seats = 0
         self._overdue = 0
@@ -62,12 +63,13 @@ class Watch:
         check_everything(scheduler.cache)
         self._check_windows()
         retired = (step for group in scheduler.cache.groups for step, _ in group._retired)
-        late = [step for step in retired if step <= scheduler._departures.finished_step]
+        late = [step for step in retired if step <= scheduler.cache.finished_step]
         assert not late, f"pages stay retired though steps {late} have finished"
         self._overdue = self._overdue + 1 if owed and self._seats == seats else 0
         assert self._overdue <= (0 if changed else RETRY_STEPS), f"room for {scheduler.queue.first(1)}, and no row"
         self.met["several prompts under way"] += len(self._under_way()) > 1
         self.met["retracted for lack of pages"] += scheduler.log.counts.retractions - retractions
+        self.met["several tokens of a row in a step"] += self._several_of_a_row()
         self.met["computed anew"] += any(one.restarts for one in scheduler.requests.values())
 
     def _check_windows(self) -> None:
@@ -75,7 +77,7 @@ class Watch:
         cache = self._scheduler.cache
         for group in cache.groups:
             if isinstance(group, WindowGroup):
-                bound = group.reach + group.slack + 2 * (cache.pages_for(self._chunk) + 1)
+                bound = group.reach + group.slack + 2 * (cache.pages_for(max(self._chunk, self._max_samples)) + 1)
                 for record in cache.open_rows.values():
                     held = cache.pages_for(record.kv_allocated_len) - group.held_from(record.row)
                     assert held <= bound, f"row {record.row} holds {held} pages of a window, and needs {bound} at most"
@@ -120,22 +122,28 @@ class Watch:
             self.met["overtaken"] += request.sequence > wait.request.sequence
             assert wait.younger <= bound * (wait.older + 1), f"{wait} was overtaken more often than {bound} each"
 
+    def _several_of_a_row(self) -> bool:
+        launched = self._scheduler._in_flight
+        return launched is not None and launched.planned.decode.widths is not None
+
     def _under_way(self) -> list[Request]:
-        return [one for one in self._scheduler._running.prefilling if one.state is RequestState.PREFILL]
+        return [one for one in self._scheduler.rows.prefilling if one.state is RequestState.PREFILL]
 
     def _owes_a_row(self) -> bool:
         """Whether the first by policy and the oldest would both fit into what the next step finds, on a cautious count,
         and neither has a reason to wait."""
         scheduler = self._scheduler
         cache, under_way = scheduler.cache, self._under_way()
-        if not scheduler.queue or not cache.num_free_rows or scheduler._departures:
+        if not scheduler.queue or not cache.num_free_rows or scheduler.rows.num_leaving:
             return False
-        decode = scheduler._running.decode_rows
-        decode = decode[scheduler.table.active[decode]]
+        decode = scheduler.rows.decode_rows
+        decode = decode[scheduler.rows.active[decode]]
         crossing = int(np.count_nonzero(cache.lengths.kv_allocated[decode] % cache.page_size == 0))
+        if self._max_samples > 1:
+            crossing = len(decode) * (cache.pages_for(self._max_samples) + 1)
         starts = [cache.lengths.kv_allocated[one.row] for one in under_way]
         work = sum(int(one.prefill_len - start) for one, start in zip(under_way, starts, strict=True))
-        if work >= min(self._chunk, self._budget - len(decode)):
+        if work >= min(self._chunk, self._budget - len(decode) * self._max_samples):
             return False
         pages = sum(
             cache.pages_for(one.prefill_len) - cache.pages_for(int(start))
@@ -154,7 +162,7 @@ class Watch:
         """Of a group with a window this counts all that a group without one would take, but for the request's own
         prompt: while it is computed, it holds a window and two steps' tokens."""
         scheduler = self._scheduler
-        cache, table = scheduler.cache, scheduler.table
+        cache, table = scheduler.cache, scheduler.rows
         cached = cache.peek(request.tokens, request.match_limit, request.namespace) // cache.page_size
         window = group.spec.window
         reach = max(cache.pages_for(window - 1), 1)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
 from sglang_jax.jax_runner.packing import NO_TARGET, StepLayout
-from sglang_jax.runner.plan import PageDeltas, PromptLogprobs, StepPlan
+from sglang_jax.runner.plan import LAST_TOKEN, PageDeltas, PromptLogprobs, StepPlan
 
 
 def integers(*values: int) -> np.ndarray:
@@ -58,7 +58,7 @@ PLAN = StepPlan(
     num_decode=1,
     query_lens=integers(1, 2, 4),
     kv_lens=integers(9, 2, 7),
-    prefill_tokens=integers(11, 12, 21, 22, 23, 24),
+    tokens=integers(LAST_TOKEN, 11, 12, 21, 22, 23, 24),
     samples=np.array([True, False, True]),
     page_deltas=(PageDeltas(integers(0, 2), integers(0, 1), integers(8, 5)),),
     prompt_logprobs=(PromptLogprobs(2, 1, integers(23, 24)),),
@@ -80,7 +80,7 @@ def test_a_packed_plan_unpacks_to_its_fields_and_padding() -> None:
     assert inputs.delta_rows.tolist() == [0, 2, 6]
     assert inputs.delta_columns.tolist() == [0, 1, 0]
     assert inputs.delta_pages.tolist() == [8, 5, 0]
-    assert inputs.prefill_tokens.tolist() == [0, 11, 12, 21, 22, 23, 24, 0, 0, 0]
+    assert inputs.tokens.tolist() == [LAST_TOKEN, 11, 12, 21, 22, 23, 24, 0, 0, 0]
     assert inputs.prompt_targets.tolist() == [NO_TARGET] * 4 + [23, 24] + [NO_TARGET] * 4
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_jax.runner.plan import RowUpdate
+from sglang_jax.runner.plan import SamplingUpdate
 from sglang_jax.runner.row_updates import FIELDS, PACKED_ROW, FieldKind, count_history, pack_row_updates
 from sglang_jax.sampling.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SEED_LIMIT, SamplingParams
 
@@ -29,7 +29,7 @@ SAMPLING = st.builds(
     logit_bias=st.dictionaries(TOKENS, st.floats(-100, 100, width=32), max_size=5),
 )
 UPDATE = st.builds(
-    RowUpdate,
+    SamplingUpdate,
     row=st.integers(0, ROWS - 1),
     sampling=SAMPLING,
     seed=st.integers(0, SEED_LIMIT - 1),
@@ -46,7 +46,7 @@ def unpacked(words: np.ndarray) -> dict[str, list[float]]:
     return {field.name: words[field.words].view(field.kind.value).tolist() for field in FIELDS}
 
 
-def wanted(update: RowUpdate) -> dict[str, list[float]]:
+def wanted(update: SamplingUpdate) -> dict[str, list[float]]:
     sampling, ids = update.sampling, update.stop_ids.tolist()
     top_k = VOCAB if sampling.top_k == -1 else min(sampling.top_k, VOCAB)
     bias = dict(sampling.logit_bias)
@@ -70,7 +70,7 @@ def wanted(update: RowUpdate) -> dict[str, list[float]]:
 
 @settings(max_examples=100, deadline=None)
 @given(updates=st.lists(UPDATE, max_size=4, unique_by=lambda update: update.row), padding=st.integers(0, 3))
-def test_what_is_packed_comes_out_again(updates: list[RowUpdate], padding: int) -> None:
+def test_what_is_packed_comes_out_again(updates: list[SamplingUpdate], padding: int) -> None:
     packed = pack_row_updates(updates, len(updates) + padding, PAD_ROW, VOCAB)
     assert (packed.dtype, packed.shape) == (np.int32, (len(updates) + padding, PACKED_ROW))
     for words, update in zip(packed, updates, strict=False):
@@ -78,7 +78,7 @@ def test_what_is_packed_comes_out_again(updates: list[RowUpdate], padding: int) 
         assert unpacked(words) == wanted(update)
     for words in packed[len(updates) :]:
         assert words[0] == PAD_ROW
-        assert unpacked(words) == wanted(RowUpdate(PAD_ROW, GREEDY, 0, 0, np.zeros(0, np.int32), None))
+        assert unpacked(words) == wanted(SamplingUpdate(PAD_ROW, GREEDY, 0, 0, np.zeros(0, np.int32), None))
 
 
 def test_the_fields_fill_the_row_without_gaps() -> None:
@@ -90,20 +90,20 @@ def test_the_fields_fill_the_row_without_gaps() -> None:
 def test_as_many_biases_and_stop_ids_as_a_request_may_have() -> None:
     bias = dict(zip(range(MAX_LOGIT_BIAS), np.linspace(-100, 100, MAX_LOGIT_BIAS, dtype=np.float32), strict=True))
     sampling = SamplingParams(temperature=0.0, logit_bias={token: float(value) for token, value in bias.items()})
-    update = RowUpdate(3, sampling, SEED_LIMIT - 1, 1, np.arange(MAX_STOP_TOKEN_IDS, dtype=np.int32), None)
+    update = SamplingUpdate(3, sampling, SEED_LIMIT - 1, 1, np.arange(MAX_STOP_TOKEN_IDS, dtype=np.int32), None)
     (words,) = pack_row_updates([update], 1, PAD_ROW, VOCAB)
     assert unpacked(words) == wanted(update)
 
 
 def test_too_many_stop_ids_are_refused() -> None:
-    update = RowUpdate(0, GREEDY, 0, 1, np.arange(17, dtype=np.int32), None)
+    update = SamplingUpdate(0, GREEDY, 0, 1, np.arange(17, dtype=np.int32), None)
     with pytest.raises(ValueError, match="row 0 has 17 stop ids, the sampler holds 16"):
         pack_row_updates([update], 1, PAD_ROW, VOCAB)
 
 
 def test_history_is_counted_by_where_it_stands() -> None:
     history = np.array([3, 3, 4, 5, 5, 4, 5], np.int32)
-    counts = count_history(RowUpdate(1, GREEDY, 0, 3, np.zeros(0, np.int32), history), 8)
+    counts = count_history(SamplingUpdate(1, GREEDY, 0, 3, np.zeros(0, np.int32), history), 8)
     # Twice the times in the output (5, 5, 4, 5), and one where the prompt (3, 3, 4) holds the token.
     assert counts.tolist() == [0, 0, 0, 1, 3, 6, 0, 0]
     assert counts.dtype == np.int32

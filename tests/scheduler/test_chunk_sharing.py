@@ -123,7 +123,7 @@ class TestInTheScheduler:
         bench.add(prompt(100, 3), sampling=endless(), priority=3)
         bench.scheduler.step()
         assert chunks(bench.runner.plans[1])[0] == 4, "the oldest prompt's share"
-        assert bench.runner.plans[1].prefill_tokens.tolist()[4:] == prompt(100, 3)[:12]
+        assert bench.runner.plans[1].tokens.tolist()[4:] == prompt(100, 3)[:12]
         bench.run()
         bench.check_outputs()
 
@@ -307,7 +307,7 @@ def test_a_step_is_timed_from_when_the_device_had_it() -> None:
     now = [0.0]
     bench = Bench(options={"target_itl_ms": 50.0})
     scheduler = Scheduler(bench.runner, (0,), bench.config, bench.channel, clock=lambda: now[0])
-    bench.runner.namespace_of = lambda row: scheduler.table.at(row).namespace
+    bench.runner.namespace_of = lambda row: scheduler.rows.at(row).namespace
     seen: list[float] = []
     scheduler.budget.observe = lambda plan, seconds: seen.append(seconds)
     launch = bench.runner.launch

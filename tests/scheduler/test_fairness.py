@@ -14,9 +14,9 @@ from sglang_jax.mem_cache.invariants import check_everything
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler import loop as loop_module
 from sglang_jax.scheduler.admission import AGED_TURN, BACKFILL_SEATS, BACKFILL_STEPS
-from sglang_jax.scheduler.departures import RELEASES_PER_STEP
 from sglang_jax.scheduler.loop import MESSAGES_PER_TURN, SchedulerLoop
 from sglang_jax.scheduler.messages import AbortRequest, Inbound, NewRequest
+from sglang_jax.scheduler.rows import RELEASES_PER_STEP
 
 HOT = [1 + (7 * i) % 37 for i in range(16)]
 
@@ -281,13 +281,13 @@ class TestCrowds:
         bench.check_outputs()
 
     def test_room_is_not_kept_for_the_output_of_who_is_over(self) -> None:
-        """Its row is still in flight; what it might have drawn needs no room any more."""
+        """Its row is still in flight; what it might have sampled needs no room any more."""
         bench = Bench(pages=30, rows=4, context=120)
         gone = bench.add([5, 6], sampling=endless(110))
         bench.add([7, 8], sampling=endless(4))
         bench.scheduler.step()
         bench.scheduler.abort(gone)
-        assert len(bench.scheduler._departures) == 1
+        assert bench.scheduler.rows.num_leaving == 1
         late = bench.add([1 + (5 * i) % 37 for i in range(80)], sampling=endless(4))
         bench.scheduler.step()
         assert late in bench.channel.cached
@@ -323,10 +323,10 @@ class TestCrowds:
         bench.add([5], sampling=endless(30))
         bench.add([6], sampling=many)
         bench.scheduler.step()
-        assert bench.scheduler.table.stop_width == 10
+        assert bench.scheduler.rows.stop_width == 10
         for _ in range(6):
             bench.scheduler.step()
-        assert bench.scheduler.table.stop_width == 1
+        assert bench.scheduler.rows.stop_width == 1
         bench.run()
         bench.check_outputs()
 
@@ -347,7 +347,7 @@ class TestInbox:
         bench = Bench(scribble=False)
         channel = CountingChannel()
         loop = SchedulerLoop(bench.runner, (0,), bench.config, channel)
-        bench.runner.namespace_of = lambda row: loop.scheduler.table.at(row).namespace
+        bench.runner.namespace_of = lambda row: loop.scheduler.rows.at(row).namespace
         return loop, channel
 
     def test_a_turn_takes_in_so_many_messages_and_steps(self) -> None:

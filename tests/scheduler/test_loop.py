@@ -64,7 +64,7 @@ class ScriptedChannel(RecordingChannel):
 def make_loop(channel: ScriptedChannel, **sizes: object) -> SchedulerLoop:
     bench = Bench(scribble=False, **sizes)
     loop = SchedulerLoop(bench.runner, (EOS,), bench.config, channel)
-    bench.runner.namespace_of = lambda row: loop.scheduler.table.at(row).namespace
+    bench.runner.namespace_of = lambda row: loop.scheduler.rows.at(row).namespace
     channel.must_sleep = lambda: loop.scheduler.idle
     return loop
 
@@ -191,7 +191,7 @@ def test_the_state_tells_of_each_pool() -> None:
 
 
 def test_every_kind_of_message_has_its_case() -> None:
-    """A kind that the scheduler did not know killed it (note 39)."""
+    """A kind that the scheduler did not know killed it."""
     served: dict[type[object], Inbound] = {
         NewRequest: new(1),
         AbortRequest: AbortRequest(1),

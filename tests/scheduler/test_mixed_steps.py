@@ -10,7 +10,7 @@ import pytest
 from helpers.scheduling import Bench
 
 from sglang_jax.mem_cache.invariants import check_everything
-from sglang_jax.runner.plan import StepPlan, StepResult
+from sglang_jax.runner.plan import LAST_TOKEN, StepPlan, StepResult
 from sglang_jax.runner.protocol import StepHandle
 from sglang_jax.sampling.params import SamplingParams
 
@@ -41,17 +41,17 @@ def test_decode_never_waits_for_a_long_prompt() -> None:
     bench.scheduler.step()
     plans = plans_of(bench)
     second = bench.add(prompt(100, first=2), sampling=endless(4))
-    drawn = []
+    sampled = []
     while second not in bench.channel.streams:
         bench.scheduler.step()
-        drawn.append(len(bench.channel.streams.get(first, [])))
+        sampled.append(len(bench.channel.streams.get(first, [])))
     assert [shape(plan) for plan in plans[:7]] == [(1, [16])] * 6 + [(1, [4])]
-    assert drawn == list(range(1, 9)), "the first request draws a token each step"
+    assert sampled == list(range(1, 9)), "the first request samples a token each step"
     bench.run()
     bench.check_outputs()
 
 
-def test_a_chunk_draws_only_where_it_ends_its_prompt() -> None:
+def test_a_chunk_samples_only_where_it_ends_its_prompt() -> None:
     bench = Bench(chunk=16)
     plans = plans_of(bench)
     bench.add(prompt(40), sampling=endless(2))
@@ -63,12 +63,12 @@ def test_a_chunk_draws_only_where_it_ends_its_prompt() -> None:
         ((1, []), [True]),
     ]
     assert [plan.kv_lens.tolist() for plan in plans] == [[16], [32], [40], [41]]
-    assert np.concatenate([plan.prefill_tokens for plan in plans]).tolist() == prompt(40)
-    assert [len(plan.row_updates) for plan in plans] == [1, 0, 0, 0], "the runner is told once who has the row"
+    assert np.concatenate([plan.tokens for plan in plans]).tolist() == [*prompt(40), LAST_TOKEN]
+    assert [len(plan.row_updates.sampling) for plan in plans] == [1, 0, 0, 0], "the runner is told once who has the row"
 
 
 def test_several_prompts_share_a_step() -> None:
-    """One chunk at a time leaves most of the budget unused when prompts are short (note 34)."""
+    """One chunk at a time leaves most of the budget unused when prompts are short."""
     bench = Bench(chunk=16, budget=32)
     plans = plans_of(bench)
     for k in range(1, 5):
@@ -116,7 +116,7 @@ def test_output_does_not_depend_on_the_size_of_chunks_or_pages(chunk: int, page_
 
 
 def test_a_prompt_that_is_wholly_cached_still_runs_a_token() -> None:
-    """A query of length zero is a copy that never ends (note 11)."""
+    """A query of length zero is a copy that never ends."""
     bench = Bench()
     bench.add(prompt(16), sampling=endless(3))
     bench.run()
@@ -141,12 +141,12 @@ class SpiedHandle:
 
 def assert_same(plan: StepPlan, copied: StepPlan) -> None:
     """Every array of the plan holds what it held at the launch."""
-    for name in ("rows", "query_lens", "kv_lens", "prefill_tokens", "samples"):
+    for name in ("rows", "query_lens", "kv_lens", "tokens", "samples"):
         assert np.array_equal(getattr(plan, name), getattr(copied, name)), name
     for deltas, before in zip(plan.page_deltas, copied.page_deltas, strict=True):
         for name in ("rows", "columns", "pages"):
             assert np.array_equal(getattr(deltas, name), getattr(before, name)), name
-    for update, earlier in zip(plan.row_updates, copied.row_updates, strict=True):
+    for update, earlier in zip(plan.row_updates.sampling, copied.row_updates.sampling, strict=True):
         assert update.stop_ids.tolist() == earlier.stop_ids.tolist()
         assert (update.history is None) == (earlier.history is None)
         if update.history is not None:
@@ -169,7 +169,7 @@ def spy_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int
 
 
 def test_a_step_is_launched_before_the_result_of_the_one_before_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waiting for tokens between steps leaves the device idle for as long as the host thinks (note 30)."""
+    """Waiting for tokens between steps leaves the device idle for as long as the host thinks."""
     bench = Bench(chunk=8)
     events = spy_on(bench, monkeypatch)
     bench.add(prompt(20), sampling=endless(4))
@@ -195,7 +195,7 @@ def test_at_most_two_steps_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("lazy", [True, False])
 def test_a_plan_is_never_changed_after_its_launch(lazy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Host arrays that a step in flight still read were the source of races for two years (note 33)."""
+    """Host arrays that a step in flight still read were the source of races for two years."""
     bench = Bench(pages=24, rows=4, chunk=8, lazy=lazy, options={"schedule_conservativeness": 0.01})
     events = spy_on(bench, monkeypatch)
     aborted = []
@@ -217,7 +217,7 @@ def test_a_plan_is_never_changed_after_its_launch(lazy: bool, monkeypatch: pytes
 
 
 def test_steady_decode_sends_changes_and_nothing_else() -> None:
-    """Page tables rebuilt from all tokens at each step made the host slower than the device (note 30)."""
+    """Page tables rebuilt from all tokens at each step made the host slower than the device."""
     bench = Bench(pages=128, page_size=16, rows=8, chunk=64, budget=64, context=128)
     for k in range(1, 9):
         bench.add(prompt(7, first=k), sampling=endless(100))
@@ -228,7 +228,7 @@ def test_steady_decode_sends_changes_and_nothing_else() -> None:
     for _ in range(64):
         bench.scheduler.step()
     sent = [len(plan.page_deltas[0].pages) for plan in plans]
-    assert all(shape(plan) == (8, []) and not plan.row_updates for plan in plans)
+    assert all(shape(plan) == (8, []) and not plan.row_updates.sampling for plan in plans)
     assert sum(sent) == before - bench.scheduler.cache.groups[0].pool.num_free == 8 * 4
     assert sum(count > 0 for count in sent) == 4, "rows of the same length cross into a new page together"
     rows = {id(plan.rows) for plan in plans}
@@ -236,7 +236,7 @@ def test_steady_decode_sends_changes_and_nothing_else() -> None:
 
 
 def test_many_short_requests_through_few_rows() -> None:
-    """Tokens of the step in flight, kept in a ring, were overwritten once enough requests ran (note 31)."""
+    """Tokens of the step in flight, kept in a ring, were overwritten once enough requests ran."""
     bench = Bench(pages=40, rows=6, chunk=12, budget=24)
     for k in range(150):
         bench.add(prompt(1 + k % 11, first=1 + k % 5), 1 + k % 7, seed=k)

@@ -173,7 +173,7 @@ def test_codes_that_clients_look_for(server: EchoServer) -> None:
         ('"hi"', "malformed_request", "must be a JSON object, got 'hi'"),
         ("", "missing_field", "a JSON body is required"),
         (b'{"prompt": "\xff"}', "malformed_json", "not UTF-8 (invalid start byte) at character 12"),
-        ("[" * 100_000, "invalid_request", "body"),
+        ("[" * 100_000, "body_too_complex", "100000 levels of nesting; the limit is 64"),
     ],
 )
 def test_bodies(server: EchoServer, path: str, content: str | bytes, code: str, message: str) -> None:

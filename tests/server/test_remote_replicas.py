@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -305,6 +306,19 @@ async def test_a_key_opens_servers_that_ask_for_one() -> None:
         assert not client.alive
 
 
+async def test_servers_that_know_operators_are_asked_by_one(tmp_path: Path) -> None:
+    """What they have to do is not for everybody to see."""
+    key = tmp_path / "key"
+    key.write_text("operator's\n")
+    with serve_echo(api_key="client's", admin_api_key="operator's") as behind:
+        address = f"127.0.0.1:{behind.port}"
+        with pytest.raises(EngineDeadError, match="403"):
+            await connect(config(connect=address, api_key="client's"))
+        client = await connect(config(connect=address, api_key="mine", admin_api_key_file=key))
+        assert client.alive
+        await client.close()
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -371,7 +385,7 @@ def test_a_request_arrives_as_it_was_sent(sampling: SamplingParams) -> None:
     )
     body = json.loads(json.dumps(remote_link._body(sent, "x", 100)))
     defaults = GenerationDefaults(temperature=0.3, top_p=0.2, top_k=3, min_p=0.5, repetition_penalty=2.0)
-    (arrived,) = native_request(GenerateBody(**body), defaults, Headers()).prompts
+    (arrived,) = native_request(GenerateBody(**body), defaults, Headers(), lambda *_: None).prompts
     sampling = dataclasses.replace(arrived.sampling, stop_token_ids=tuple(arrived.sampling.stop_token_ids))
     assert dataclasses.replace(arrived, sampling=sampling) == sent
 

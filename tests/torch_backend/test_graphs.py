@@ -17,7 +17,7 @@ from helpers.stand_in_torch import CPU, StandIn, stand_in_runner
 from helpers.tiny_models import make_tiny_checkpoint
 
 from sglang_jax.checkpoint import open_checkpoint
-from sglang_jax.runner.plan import PageDeltas, PoolKind, PoolSpec, RunnerSpec
+from sglang_jax.runner.plan import LAST_TOKEN, PageDeltas, PoolKind, PoolSpec, RunnerSpec
 from torch_backend.attention.interface import AttentionOptions, StepAttention
 from torch_backend.attention.native import NativeAttention
 from torch_backend.attention.reference import ReferenceAttention
@@ -212,7 +212,7 @@ class BakesIn(ReadsOnHost):
         return StandIn.forward(self, self._cut(batch, int(batch.kv_lens.numpy().max())))
 
 
-def test_a_length_that_is_baked_into_a_capture_changes_what_is_drawn(capture: Recorder) -> None:
+def test_a_length_that_is_baked_into_a_capture_changes_what_is_sampled(capture: Recorder) -> None:
     """What these tests would see if it happened."""
     eager = stand_in_runner(WEIGHTS, BakesIn)
     driver = PlanDriver(eager)
@@ -296,7 +296,7 @@ def test_the_smallest_bucket_that_has_room_is_taken(rows: int, bucket: int | Non
     plan = decode_plan(np.arange(rows, dtype=np.int32), np.full(rows, 5, np.int32))
     assert graphs.bucket(plan) == bucket
     # A chunk of one token has its token from the plan, and is no decode row.
-    chunk = replace(plan, num_decode=rows - 1, prefill_tokens=np.array([3], np.int32))
+    chunk = replace(plan, num_decode=rows - 1, tokens=np.array([LAST_TOKEN] * (rows - 1) + [3], np.int32))
     assert graphs.bucket(chunk) is None
 
 

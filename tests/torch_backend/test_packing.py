@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_jax.runner.plan import PageDeltas, StepPlan
+from sglang_jax.runner.plan import LAST_TOKEN, PageDeltas, StepPlan
 from torch_backend.packing import StepInputs, StepLayout
 
 DUMP_ROW = 12
@@ -25,14 +25,14 @@ def plans(draw: st.DrawFn, *, decode_alone: bool) -> StepPlan:
     query_lens = [1] * num_decode + chunks
     kept = draw(st.lists(st.integers(0, 2**30), min_size=len(rows), max_size=len(rows)))
     entries = draw(st.lists(st.tuples(*[st.integers(0, 11)] * 2, st.integers(1, 2**31 - 1)), max_size=8))
-    tokens = draw(st.lists(st.integers(0, 2**31 - 1), min_size=sum(chunks), max_size=sum(chunks)))
+    ids = draw(st.lists(st.integers(0, 2**31 - 1), min_size=sum(chunks), max_size=sum(chunks)))
     return StepPlan(
         step=0,
         rows=np.array(rows, np.int32),
         num_decode=num_decode,
         query_lens=np.array(query_lens, np.int32),
         kv_lens=np.array(kept, np.int32) + np.array(query_lens, np.int32),
-        prefill_tokens=np.array(tokens, np.int32),
+        tokens=np.array([LAST_TOKEN] * num_decode + ids, np.int32),
         samples=np.array([True] * num_decode + samples, np.bool_),
         page_deltas=(PageDeltas(*np.array(entries, np.int32).reshape(-1, 3).T),),
     )
@@ -64,7 +64,7 @@ def test_an_exact_layout_holds_the_plan_and_nothing_else(plan: StepPlan) -> None
         (inputs.delta_rows, deltas.rows),
         (inputs.delta_columns, deltas.columns),
         (inputs.delta_pages, deltas.pages),
-        (inputs.prefill_tokens, plan.prefill_tokens),
+        (inputs.tokens, plan.tokens if plan.num_decode < len(plan.rows) else []),
     ):
         assert found.dtype == torch.int32
         assert found.tolist() == list(wanted)
@@ -87,7 +87,7 @@ def test_a_decode_layout_pads_with_the_dump_row(plan: StepPlan, more_rows: int, 
     assert inputs.delta_rows.tolist() == deltas.rows.tolist() + [DUMP_ROW] * more_deltas
     assert inputs.delta_columns.tolist() == deltas.columns.tolist() + [0] * more_deltas
     assert inputs.delta_pages.tolist() == deltas.pages.tolist() + [0] * more_deltas
-    assert inputs.prefill_tokens.tolist() == []
+    assert inputs.tokens.tolist() == []
 
 
 def test_what_is_unpacked_are_views() -> None:
@@ -98,4 +98,4 @@ def test_what_is_unpacked_are_views() -> None:
     packed.copy_(torch.arange(layout.size, dtype=torch.int32))
     tensors = (inputs.rows, inputs.kv_lens, inputs.query_starts, inputs.sampled)
     deltas = (inputs.delta_rows, inputs.delta_columns, inputs.delta_pages)
-    assert torch.cat([*tensors, *deltas, inputs.prefill_tokens]).tolist() == list(range(layout.size))
+    assert torch.cat([*tensors, *deltas, inputs.tokens]).tolist() == list(range(layout.size))

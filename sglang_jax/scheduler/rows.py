@@ -1,0 +1,222 @@
+"""The one state of running requests: who has which row, what it does there, and its tokens, as arrays.
+
+A request in a row is prefilling, then decoding, then leaving: over, or on its way back to the queue, it keeps the row
+while a step in flight has it. How far its KV goes is the cache's to know (`RowLengths`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_jax.mem_cache.kv_cache import KVCache
+from sglang_jax.runner.plan import Bool, Int32
+from sglang_jax.sampling.params import MAX_STOP_TOKEN_IDS
+from sglang_jax.scheduler.request import Request, RequestState
+from sglang_jax.scheduler.waiting_queue import WaitingQueue
+
+NO_TOKEN = -2
+"""Fills unused stop columns; no token id and not `INVALID_TOKEN`."""
+
+RELEASES_PER_STEP = 64
+"""Rows released in one step while nobody needs them: when a thousand requests end at once, no step pays for all."""
+
+RECLAIMED_AT_ONCE = 32
+"""Rows released when somebody needs a row or pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """What sampling did to some rows, each `[rows]`: how many of the tokens count, as those behind a stop token and
+    beyond the limit do not; how many the row has now; ended by a stop token; reached its last token."""
+
+    kept: Int32
+    num_tokens: Int32
+    stopped: Bool
+    full: Bool
+
+
+@dataclass(slots=True)
+class Departure:
+    """A request that is leaving: whether its KV is kept (`insert`), and whether it goes back to the queue
+    (`requeue`)."""
+
+    request: Request
+    insert: bool
+    requeue: bool
+
+
+class Rows:
+    """Struct of arrays, `[rows]` each but where stated, so that a decode batch is advanced by a few vector operations.
+
+    - `ids`: the clients' ids; `streams`: publish each token; `top_logprobs`: -1 or how many alternatives.
+    - `prompt_len`, `num_tokens` (known to the host), `total_len` (limit): tokens.
+    - `stop_ids`: `[rows, MAX_STOP_TOKEN_IDS]`, of which the first `stop_width` columns are in use by some row.
+    - `tokens`: `[rows, max_context + 1]` prompt and output.
+    - `last_step`: the last launched step that has the row.
+    - `active`: the row's request is not leaving, and what it samples counts.
+
+    And who takes part in the next step: `decode_rows`, `[decoding]`, replaced and never written to, and `prefilling`,
+    in order of admission. Who is leaving stays in both until the next `sweep`.
+
+    **Arguments:** whose row is given back leaves `cache`, and goes back to `queue` if that is where it belongs.
+    """
+
+    def __init__(self, cache: KVCache, queue: WaitingQueue, rows: int, max_context: int) -> None:
+        self.ids: NDArray[np.int64] = np.zeros(rows, np.int64)
+        self.streams: NDArray[np.bool_] = np.zeros(rows, np.bool_)
+        self.top_logprobs: NDArray[np.int8] = np.full(rows, -1, np.int8)
+        self.prompt_len: Int32 = np.zeros(rows, np.int32)
+        self.num_tokens: Int32 = np.zeros(rows, np.int32)
+        self.total_len: Int32 = np.zeros(rows, np.int32)
+        self.stop_ids: Int32 = np.full((rows, MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int32)
+        self.stop_width = 1
+        self.tokens: Int32 = np.zeros((rows, max_context + 1), np.int32)
+        self.last_step: NDArray[np.int64] = np.full(rows, -1, np.int64)
+        self.active: Bool = np.zeros(rows, np.bool_)
+        self.requests: list[Request | None] = [None] * rows
+        self.num_with_logprobs = 0
+        self.decode_rows: Int32 = np.zeros(0, np.int32)
+        self.prefilling: list[Request] = []
+        self._cache = cache
+        self._queue = queue
+        self._leaving: dict[int, Departure] = {}
+        self._stale = False
+        self._widths = [0] * (MAX_STOP_TOKEN_IDS + 1)
+
+    @property
+    def num_leaving(self) -> int:
+        """Requests that are leaving."""
+        return len(self._leaving)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a row and are not leaving."""
+        return len(self._cache.open_rows) - len(self._leaving)
+
+    def at(self, row: int) -> Request:
+        """The request in a row."""
+        request = self.requests[row]
+        assert request is not None, f"row {row} is empty"
+        return request
+
+    def runs(self, request: Request) -> bool:
+        """Whether it has a row and is not leaving."""
+        return request.kv is not None and bool(self.active[request.row])
+
+    def seat(self, requests: list[Request]) -> None:
+        """Enters requests that were given rows."""
+        rows = np.array([request.row for request in requests], np.int32)
+        self.ids[rows] = [request.id for request in requests]
+        self.streams[rows] = [request.stream for request in requests]
+        self.top_logprobs[rows] = [request.top_logprobs for request in requests]
+        self.prompt_len[rows] = [request.prompt_len for request in requests]
+        self.num_tokens[rows] = [request.prefill_len for request in requests]
+        self.total_len[rows] = [request.total_len for request in requests]
+        self.stop_ids[rows] = NO_TOKEN
+        self.active[rows] = True
+        for row, request in zip(rows.tolist(), requests, strict=True):
+            self.requests[row] = request
+            self.num_with_logprobs += request.top_logprobs >= 0
+            width = len(request.stop_ids)
+            self._widths[width] += 1
+            self.stop_ids[row, :width] = request.stop_ids
+            self.tokens[row, : request.prefill_len] = np.frombuffer(request.tokens, np.int32)
+        self._set_stop_width()
+        self.prefilling += requests
+
+    def prefilled(self, requests: list[Request]) -> None:
+        """The last chunks of these are on their way: those that sample decode from the next step on."""
+        for request in requests:
+            request.move_to(RequestState.DECODE)
+        joining = [request.row for request in requests if request.samples]
+        self._stale = True
+        self.decode_rows = np.concatenate((self.decode_rows, np.array(joining, np.int32)))
+
+    def leave(self, request: Request, *, insert: bool, requeue: bool = False) -> None:
+        """A request takes no part in further steps. Its row is given back by a `release` once no step in flight has it.
+        Who was to go back to the queue may end for good before that."""
+        self.active[request.row] = False
+        self._stale = True
+        self._leaving[request.row] = Departure(request, insert, requeue)
+
+    def sweep(self) -> None:
+        """Drops who takes no part in further steps from `decode_rows` and `prefilling`, all at once."""
+        if self._stale:
+            self.decode_rows = self.decode_rows[self.active[self.decode_rows]]
+            self.prefilling = [request for request in self.prefilling if request.state is RequestState.PREFILL]
+            self._stale = False
+
+    def release(self, most: int) -> int:
+        """Gives back up to `most` rows of who is leaving that no step in flight has; how many there were."""
+        done = []
+        for row in self._leaving:
+            if self._done(row):
+                done.append(row)
+                if len(done) == most:
+                    break
+        for row in done:
+            self._give_back(self._leaving.pop(row))
+        return len(done)
+
+    def advance(self, rows: Int32, tokens: Int32, counts: Int32) -> Advance:
+        """Appends to each of `rows` `[rows]` the first `counts`, `[rows]` >= 1, of its `tokens`, `[rows, width]`."""
+        if tokens.shape[1] == 1:
+            known, stopped, full = self._append(rows, tokens[:, 0])
+            return Advance(counts, known, stopped, full)
+        kept, known = np.zeros(len(rows), np.int32), np.zeros(len(rows), np.int32)
+        stopped = np.zeros(len(rows), np.bool_)
+        full = np.zeros(len(rows), np.bool_)
+        for place in range(tokens.shape[1]):
+            going = np.flatnonzero((counts > place) & ~stopped & ~full)
+            known[going], stopped[going], full[going] = self._append(rows[going], tokens[going, place])
+            kept[going] += 1
+        return Advance(kept, known, stopped, full)
+
+    def token_bytes(self, row: int, first: int, last: int) -> bytes:
+        """Tokens `[first, last)` of a row as int32 bytes."""
+        return self.tokens[row, first:last].tobytes()
+
+    def _append(self, rows: Int32, tokens: Int32) -> tuple[Int32, Bool, Bool]:
+        """One token for each of `rows`: how many they have now, who was stopped by it, and who is full."""
+        counts = self.num_tokens[rows]
+        self.tokens[rows, counts] = tokens
+        counts += 1
+        self.num_tokens[rows] = counts
+        if self.stop_width == 1:
+            stopped = self.stop_ids[rows, 0] == tokens
+        else:
+            stopped = (self.stop_ids[rows, : self.stop_width] == tokens[:, None]).any(axis=1)
+        return counts, stopped, counts >= self.total_len[rows]
+
+    def _done(self, row: int) -> bool:
+        return bool(self.last_step[row] <= self._cache.finished_step)
+
+    def _give_back(self, departure: Departure) -> None:
+        request = departure.request
+        record = request.record
+        tokens = self.token_bytes(record.row, 0, record.kv_committed_len) if departure.insert else b""
+        self._vacate(request)
+        self._cache.release_kv_cache(record, tokens, insert=departure.insert)
+        request.kv = None
+        self._queue.look_again()
+        if departure.requeue:
+            self._queue.add(request)
+
+    def _vacate(self, request: Request) -> None:
+        row = request.row
+        self.requests[row] = None
+        self.num_with_logprobs -= request.top_logprobs >= 0
+        self._widths[len(request.stop_ids)] -= 1
+        self._set_stop_width()
+        self.last_step[row] = -1
+
+    def _set_stop_width(self) -> None:
+        width = max(self.stop_width, 1)
+        while width < MAX_STOP_TOKEN_IDS and any(self._widths[width + 1 :]):
+            width += 1
+        while width > 1 and not self._widths[width]:
+            width -= 1
+        self.stop_width = width

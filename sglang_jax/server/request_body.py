@@ -1,0 +1,100 @@
+"""How much of a request's body is read, and how long that may take."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sglang_jax.errors import RequestError
+from sglang_jax.server.errors import BodyTooLargeError, BusyError, ClientTooSlowError, error_response
+
+BODIES_IN_FLIGHT = 8
+"""Of how many of the largest bodies there is room for the bytes, at once."""
+
+SMALL_BODY = 65_536
+"""Bodies of so many bytes are read however much others hold."""
+
+SLOWEST = 16_384
+"""Bytes a second that a client must send on average, behind its first `client_timeout` seconds."""
+
+
+@dataclass(slots=True)
+class _Share:
+    """Bytes that one request's body holds."""
+
+    size: int = 0
+
+
+class BodyLimit:
+    """Reads each body whole before the application sees the request; refuses one that is too large or too slow.
+
+    Starlette and FastAPI can count bytes as well. Here they are counted over all requests too, as a request keeps its
+    body while it runs; and the clock runs.
+    """
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int, client_timeout: float) -> None:
+        self._app = app
+        self._most = max_body_bytes
+        self._patience = client_timeout
+        self._held = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
+        if "content-length" not in headers and "transfer-encoding" not in headers:
+            await self._app(scope, receive, send)
+            return
+        share = _Share()
+        try:
+            try:
+                message = await self._read(headers, receive, share)
+            except RequestError as error:
+                await error_response(error)(scope, receive, send)
+                return
+            unread = [message]
+
+            async def replay() -> Message:
+                return unread.pop() if unread else await receive()
+
+            await self._app(scope, replay, send)
+        finally:
+            self._held -= share.size
+
+    async def _read(self, headers: Headers, receive: Receive, share: _Share) -> Message:
+        """The message that carries all of a body, or that tells that the client has left. Raises `RequestError`."""
+        announced = headers.get("content-length", "")
+        if announced.isdecimal():
+            self._check(int(announced), 0)
+        chunks: list[bytes] = []
+        begin = asyncio.get_running_loop().time()
+        try:
+            while True:
+                async with asyncio.timeout_at(begin + self._patience + share.size / SLOWEST):
+                    message = await receive()
+                if message["type"] != "http.request":
+                    return message
+                chunk: bytes = message.get("body", b"")
+                self._check(share.size + len(chunk), len(chunk))
+                chunks.append(chunk)
+                share.size += len(chunk)
+                self._held += len(chunk)
+                if not message.get("more_body", False):
+                    return {"type": "http.request", "body": b"".join(chunks), "more_body": False}
+        except TimeoutError as error:
+            raise ClientTooSlowError(
+                f"{share.size} bytes of the body came in {asyncio.get_running_loop().time() - begin:.1f} s; the limit "
+                f"is {self._patience:g} s without data (--client-timeout), then {SLOWEST} bytes/s"
+            ) from error
+
+    def _check(self, size: int, more: int) -> None:
+        """May a body of `size` bytes be read, the last `more` of them new? Raises `BodyTooLargeError`, `BusyError`."""
+        if size > self._most:
+            raise BodyTooLargeError(f"the body has at least {size} bytes; the limit is {self._most} (--max-body-bytes)")
+        limit = BODIES_IN_FLIGHT * self._most
+        if size > SMALL_BODY and self._held + more > limit:
+            raise BusyError(
+                f"the bodies of requests in flight hold {self._held} bytes, and {more} more do not fit; the limit is "
+                f"{limit} ({BODIES_IN_FLIGHT} times --max-body-bytes). Try again later"
+            )

@@ -1,0 +1,320 @@
+"""No client can ask for so much that the others notice: every limit, the error that names it, and what it costs."""
+
+from __future__ import annotations
+
+import gc
+import json
+import socket
+import time
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers.echo_server import EchoServer, serve_echo, wait_for
+from helpers.engine_fakes import CONTEXT_LENGTH, MAX_RUNNING, ByteTokenizer
+
+from sglang_jax.config import ServerConfig
+from sglang_jax.engine.batch import FLIGHTS_PER_ROW
+from sglang_jax.server import native, request_body
+
+JSON = {"Content-Type": "application/json"}
+MOST_CHARACTERS = CONTEXT_LENGTH * ByteTokenizer.longest_token
+
+
+def error_of(server: EchoServer, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+    response = server.http.post(path, content=json.dumps(body), headers=JSON)
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "body"),
+    [
+        ("/generate", "text", {"text": "a" * (MOST_CHARACTERS + 1)}),
+        ("/v1/completions", "prompt", {"prompt": ["a", "a" * (MOST_CHARACTERS + 1)]}),
+        ("/v1/chat/completions", "messages", {"messages": [{"role": "user", "content": "a" * MOST_CHARACTERS}]}),
+        ("/tokenize", "prompt", {"prompt": ["a", "a" * (MOST_CHARACTERS + 1)]}),
+    ],
+)
+def test_a_text_that_cannot_fit_is_not_tokenized(
+    server: EchoServer, monkeypatch: pytest.MonkeyPatch, path: str, field: str, body: Any
+) -> None:
+    tokenized: list[int] = []
+    encode = ByteTokenizer.encode
+
+    def noted(self: ByteTokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        tokenized.append(len(text))
+        return encode(self, text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(ByteTokenizer, "encode", noted)
+    error = error_of(server, path, body)
+    assert (error["param"], error["code"]) == (field, "context_length_exceeded")
+    assert f"characters; the limit is {MOST_CHARACTERS}" in error["message"]
+    assert "--context-length" in error["message"]
+    assert max(tokenized, default=0) <= 1
+
+
+def test_a_text_of_as_many_characters_as_can_fit(server: EchoServer) -> None:
+    response = server.http.post("/tokenize", json={"prompt": "a" * MOST_CHARACTERS})
+    assert response.json()["count"] == MOST_CHARACTERS
+
+
+def test_too_many_token_ids_are_counted_before_they_are_looked_at(server: EchoServer) -> None:
+    error = error_of(server, "/generate", {"input_ids": [-1] * (CONTEXT_LENGTH + 1)})
+    assert error["code"] == "context_length_exceeded"
+
+
+def test_stop_strings_have_a_length_together(server: EchoServer) -> None:
+    for stop in ("x" * 4097, ["x" * 4000, "y" * 97], "x" * 1_000_000):
+        error = error_of(server, "/v1/completions", {"prompt": "a", "stop": stop})
+        assert error["param"] == "stop"
+        assert f"at most 4096 characters together, got {sum(map(len, stop))}" in error["message"]
+    answer = server.http.post("/v1/completions", json={"prompt": "abc", "stop": ["b" * 4000, "c" * 96]})
+    assert answer.json()["choices"][0]["text"] == "abc"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [10**4000]},
+        {"prompt": "a", "max_tokens": 10**4000},
+        {"prompt": "a", "max_tokens": [10**4000] * 3},
+        {"prompt": "a", "seed": 10**4000},
+        {"prompt": "a", "stop_token_ids": [10**4000]},
+        {"prompt": "a", "logit_bias": {str(10**4000): 1}},
+        {"prompt": "a", "temperature": "9" * 4000},
+        {"prompt": "a", "x" * 100_000: "y"},
+        {"prompt": "a", "logit_bias": {"x" * 100_000: 1}},
+        {"prompt": "a", "suffix": {"x" * 100_000: ["y" * 100_000] * 20}},
+        {"prompt": "a", "stream_options": {"x" * 100_000: [[[[[["y"]]]]]]}},
+        {"prompt": "a", "model": "x" * 100_000},
+        {"prompt": "a", "best_of": 10**4000},
+    ],
+)
+def test_an_error_repeats_little_of_what_it_refuses(server: EchoServer, body: Any) -> None:
+    response = server.http.post("/v1/completions", content=json.dumps(body), headers=JSON)
+    assert response.status_code in (400, 404)
+    assert len(response.content) < 1200, response.text[:2000]
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[EchoServer]:
+    """Reads 100 kB of a body, and waits half a second for more of it."""
+    with serve_echo(max_body_bytes=100_000, client_timeout=0.5) as server:
+        yield server
+
+
+def head(path: str, headers: str) -> bytes:
+    return f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{headers}\r\n".encode()
+
+
+def answer(connection: socket.socket) -> tuple[int, dict[str, Any]]:
+    """The status and the body of an answer."""
+    connection.settimeout(20)
+    received = b""
+    while b"}}" not in received:
+        more = connection.recv(65536)
+        assert more, received
+        received += more
+    return int(received.split()[1]), json.loads(received.partition(b"\r\n\r\n")[2])
+
+
+def chunk(size: int) -> bytes:
+    return f"{size:x}\r\n".encode() + b"a" * size + b"\r\n"
+
+
+def test_a_large_body_is_refused_before_it_is_read(small: EchoServer) -> None:
+    with socket.create_connection(("127.0.0.1", small.port)) as connection:
+        connection.sendall(head("/v1/completions", "Content-Length: 100001\r\nExpect: 100-continue\r\n"))
+        status, body = answer(connection)
+    assert (status, body["error"]["code"]) == (413, "body_too_large")
+    assert "at least 100001 bytes; the limit is 100000 (--max-body-bytes)" in body["error"]["message"]
+
+
+def test_a_body_without_a_length_is_counted_while_it_is_read(small: EchoServer) -> None:
+    with socket.create_connection(("127.0.0.1", small.port)) as connection:
+        connection.sendall(head("/v1/completions", "Transfer-Encoding: chunked\r\n") + chunk(40_000) * 3)
+        status, body = answer(connection)
+    assert (status, body["error"]["code"]) == (413, "body_too_large")
+    assert "--max-body-bytes" in body["error"]["message"]
+
+
+def test_a_body_of_the_largest_size(small: EchoServer) -> None:
+    body = json.dumps({"prompt": "a", "user": ""})
+    body = body.replace('"user": "', '"user": "' + "x" * (100_000 - len(body)))
+    assert len(body) == 100_000
+    assert small.http.post("/v1/completions", content=body, headers=JSON).status_code == 200
+
+
+def test_a_body_that_does_not_come(small: EchoServer) -> None:
+    with socket.create_connection(("127.0.0.1", small.port)) as connection:
+        connection.sendall(head("/v1/completions", "Content-Length: 1000\r\n") + b'{"prompt')
+        status, body = answer(connection)
+    assert (status, body["error"]["code"]) == (408, "client_too_slow")
+    assert "0.5 s without data (--client-timeout)" in body["error"]["message"]
+
+
+def test_bodies_of_all_requests_have_a_limit_together(small: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_body, "SLOWEST", 200_000)
+    connections = [socket.create_connection(("127.0.0.1", small.port)) for _ in range(10)]
+    for connection in connections:
+        connection.sendall(head("/v1/completions", "Transfer-Encoding: chunked\r\n") + chunk(90_000))
+    answers = [answer(connection) for connection in connections]
+    assert {status for status, _ in answers} == {503, 408}
+    assert "(8 times --max-body-bytes)" in next(body for status, body in answers if status == 503)["error"]["message"]
+    for connection in connections:
+        connection.close()
+    # Small ones are always read; and what was held is given back.
+    assert small.http.post("/v1/completions", json={"prompt": "a"}).status_code == 200
+    assert small.http.post("/v1/completions", json={"prompt": "a", "user": "x" * 90_000}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "prefix", ['{"prompt": "a", "user": ', "", '{"messages": [{"role": "user", "content": "a", "name": ']
+)
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions", "/tokenize"])
+def test_a_body_may_not_be_deep(server: EchoServer, path: str, prefix: str) -> None:
+    for depth in (70, 900, 100_000):
+        for opening, closing in (("[", "]"), ('{"a":', "}")):
+            content = prefix + opening * depth + "1" + closing * depth
+            response = server.http.post(path, content=content, headers=JSON)
+            assert response.status_code == 400
+            assert response.json()["error"]["code"] == "body_too_complex"
+            assert "levels of nesting; the limit is 64" in response.json()["error"]["message"]
+
+
+def test_brackets_in_text_are_no_depth(server: EchoServer) -> None:
+    text = '[{"' * 500 + "\\" * 3 + '"'
+    body = {"user": "\\", "prompt": text, "max_tokens": 4, "metadata": [[[["\\", '"[']]]]}
+    assert server.http.post("/v1/completions", json=body).json()["choices"][0]["text"] == text[:4]
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ("[" + "{}," * 70_000 + "{}]", "objects and lists; the limit is 65536"),
+        ('{"user": {' + ",".join(f'"{i}":0' for i in range(70_000)) + "}}", "fields; the limit is 65536"),
+        ("[" + "1," * 1_100_000 + "1]", "values; the limit is 1048576"),
+    ],
+)
+def test_a_body_may_not_have_too_many_parts(server: EchoServer, content: str, what: str) -> None:
+    error = server.http.post("/v1/completions", content=content, headers=JSON).json()["error"]
+    assert error["code"] == "body_too_complex"
+    assert what in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": ["a"] + [1] * 60_000},
+        {"prompt": [1] + ["a"] * 60_000},
+        {"prompt": [[1]] + [["a"]] * 30_000},
+        {"prompt": "a", "stop": [1] * 60_000},
+        {"prompt": "a", "stop_token_ids": ["a"] * 60_000},
+        {"prompt": "a", "logit_bias": {f"x{number}": "y" for number in range(60_000)}},
+    ],
+)
+def test_faults_cost_no_more_than_what_is_right(server: EchoServer, body: Any) -> None:
+    """Each fault used to be an object of 400 bytes and more, of which one was told."""
+    content = json.dumps(body)
+    gc.collect()
+    tracemalloc.start()
+    response = server.http.post("/v1/completions", content=content, headers=JSON)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert response.status_code == 400
+    assert most < 40 * len(content), response.text
+
+
+def test_names_that_clients_choose_have_a_length(server: EchoServer) -> None:
+    for path, body in (("/generate", {"text": "a"}), ("/v1/completions", {"prompt": "a"})):
+        for name in ("rid", "extra_key", "routing_key"):
+            error = error_of(server, path, {**body, name: "x" * 1025})
+            assert error["param"] == name
+            assert "at most 1024 characters" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "body", "count"),
+    [
+        ("/v1/completions", "prompt", {"prompt": ["a"] * 1025}, 1025),
+        ("/v1/completions", "prompt", {"prompt": ["a"] * 65_000, "stream": True}, 65_000),
+        ("/v1/completions", "prompt", {"prompt": ["a"] * 9, "n": 128}, 1152),
+        ("/generate", "input_ids", {"input_ids": [[1]] * 20_000}, 20_000),
+        ("/generate", "text", {"text": ["a"] * 9, "sampling_params": {"n": 128}}, 1152),
+    ],
+)
+def test_one_request_has_so_many_completions(server: EchoServer, path: str, field: str, body: Any, count: int) -> None:
+    error = error_of(server, path, body)
+    assert error["param"] == field
+    assert f"{count} completions; the limit of one request is 1024 (--max-completions-per-request)" in error["message"]
+
+
+def test_a_batch_of_the_largest_size(server: EchoServer) -> None:
+    """It goes to the engine in parts, and is answered in order."""
+    prompts = [[65 + number % 26] * (1 + number % 3) for number in range(1024)]
+    answer = server.http.post("/v1/completions", json={"prompt": prompts, "max_tokens": 3}).json()
+    assert [choice["text"] for choice in answer["choices"]] == [bytes(prompt).decode() for prompt in prompts]
+
+
+def test_another_client_is_not_behind_all_of_a_batch(slow_server: EchoServer) -> None:
+    batch = slow_server.send("/v1/completions", {"prompt": ["abcdefgh"] * 1000, "max_tokens": 8})
+    wait_for(lambda: slow_server.running() >= FLIGHTS_PER_ROW * MAX_RUNNING)
+    for _ in range(10):
+        assert slow_server.running() <= FLIGHTS_PER_ROW * MAX_RUNNING
+    assert slow_server.http.post("/generate", json={"text": "b"}).json()["text"] == "b"
+    batch.close()
+    wait_for(lambda: slow_server.running() == 0 and not slow_server.context.in_flight)
+
+
+def test_the_queue_of_a_server_has_an_end() -> None:
+    assert ServerConfig().max_queued_requests == 4096
+
+
+def test_the_logprobs_of_an_answer_have_a_number(server: EchoServer) -> None:
+    body = {"prompt": [65] * 4000, "echo": True, "logprobs": 20, "n": 128, "max_tokens": 0}
+    error = error_of(server, "/v1/completions", body)
+    assert error["param"] == "logprobs"
+    assert "10752000 logprobs of 4000 prompt tokens, for n = 128 completions; the limit is 1048576" in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_all_completions_share_the_logprobs_of_their_prompt(server: EchoServer, stream: bool) -> None:
+    """They are computed and kept once. An answer repeats them, and long ones are written in a thread."""
+    before = len(server.seen())
+    fields = {"prompt": [65, 66] * 1000, "echo": True, "logprobs": 2, "n": 3, "max_tokens": 2}
+    if stream:
+        events = server.events("/v1/completions", fields)
+        choices = [choice for event in events for choice in event["choices"] if len(choice["logprobs"]["tokens"]) > 3]
+    else:
+        choices = server.http.post("/v1/completions", json=fields).json()["choices"]
+    assert sorted(choice["index"] for choice in choices) == [0, 1, 2]
+    for choice in choices:
+        assert choice["logprobs"]["tokens"][:2000] == ["A", "B"] * 1000
+        assert choice["logprobs"]["token_logprobs"][:2] == [-6.5, -6.6]
+    assert [seen["logprob_start"] for seen in server.seen()[before:]] == [0, -1, -1]
+
+
+def test_streams_that_repeat_have_a_pace(server: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1500 tokens with 5 alternatives make 300 MB where each has an event that repeats all before it."""
+    pace = 4 * 2**20
+    monkeypatch.setattr(native, "REPEATED_BYTES", pace)
+    fields = {
+        "text": "ab" * 750,
+        "stream": True,
+        "return_logprob": True,
+        "top_logprobs_num": 5,
+        "sampling_params": {"max_new_tokens": 1500},
+    }
+    begin, total, last = time.monotonic(), 0, ""
+    with server.http.stream("POST", "/generate", json=fields) as response:
+        for line in response.iter_lines():
+            total += len(line)
+            last = line if line.startswith("data: {") else last
+    answer = json.loads(last.removeprefix("data: "))
+    assert (answer["text"], len(answer["output_ids"])) == ("ab" * 750, 1500)
+    assert len(answer["meta_info"]["output_top_logprobs"]) == 1500
+    assert total < pace * (time.monotonic() - begin) + 3 * len(last)
+    assert total > 3 * len(last)  # it did stream
