@@ -82,31 +82,31 @@ def rank(pid: int) -> int:
 @dataclass(frozen=True)
 class Scenario:
     """`victim`: the process that gets `number`, of the server's. `behind`: it is one of two servers behind another one,
-    by `--connect`, which is asked; `hosts`: so many share the model, and the last one is the server's that gets it."""
+    by `--connect`, which is asked; `ranks`: as many processes of one machine share the model (torch); `hosts`: as many
+    share it as though each were a machine (JAX), and the last one gets it."""
 
     name: str
     victim: Callable[[int], int]
     number: signal.Signals
     options: tuple[str, ...] = ()
     behind: bool = False
-    hosts: int = 1
+    ranks: bool = False
+    hosts: bool = False
 
-
-TORCH_RANKS = ("--backend", "torch", "--tp-size", "3")
 
 SCENARIOS = [
     Scenario("engine killed", engine, signal.SIGKILL),
     Scenario("engine stopped", engine, signal.SIGSTOP),
     Scenario("replica killed", engine, signal.SIGKILL, ("--dp-size", "2")),
     Scenario("replica stopped", engine, signal.SIGSTOP, ("--dp-size", "2")),
-    Scenario("rank killed", rank, signal.SIGKILL, TORCH_RANKS),
-    Scenario("rank stopped", rank, signal.SIGSTOP, TORCH_RANKS),
+    Scenario("rank killed", rank, signal.SIGKILL, ranks=True),
+    Scenario("rank stopped", rank, signal.SIGSTOP, ranks=True),
     Scenario("server behind killed", front_end, signal.SIGKILL, behind=True),
     Scenario("server behind stopped", front_end, signal.SIGSTOP, behind=True),
     Scenario("engine behind stopped", engine, signal.SIGSTOP, behind=True),
     Scenario("front end killed", front_end, signal.SIGKILL),
-    Scenario("host killed", front_end, signal.SIGKILL, hosts=3),
-    Scenario("host stopped", front_end, signal.SIGSTOP, hosts=3),
+    Scenario("host killed", front_end, signal.SIGKILL, hosts=True),
+    Scenario("host stopped", front_end, signal.SIGSTOP, hosts=True),
 ]
 
 
@@ -203,7 +203,9 @@ async def look(http: httpx2.AsyncClient, tally: Tally, over: asyncio.Event) -> N
 
 
 def options_of(scenario: Scenario, arguments: argparse.Namespace) -> list[str]:
+    ranks = ["--backend", "torch", "--tp-size", str(arguments.ranks)] if scenario.ranks else []
     return [
+        *ranks,
         *("--model-path", arguments.model_path, "--context-length", "512", "--max-running-requests", "4"),
         *("--chunked-prefill-size", "64", "--watchdog-timeout", str(arguments.watchdog_timeout), *scenario.options),
     ]
@@ -212,13 +214,13 @@ def options_of(scenario: Scenario, arguments: argparse.Namespace) -> list[str]:
 def start(scenario: Scenario, arguments: argparse.Namespace, folder: Path) -> list[Server]:
     """The servers of a scenario; where hosts share the model, the first is asked."""
     options = options_of(scenario, arguments)
-    if scenario.hosts == 1:
+    if not scenario.hosts:
         return [Server(options, folder / f"server{number}.log") for number in range(2 if scenario.behind else 1)]
     address = f"127.0.0.1:{arguments.port}"
-    shared = ["--nnodes", str(scenario.hosts), "--tp-size", str(scenario.hosts), "--dist-init-addr", address]
+    shared = ["--nnodes", str(arguments.ranks), "--tp-size", str(arguments.ranks), "--dist-init-addr", address]
     return [
         Server([*options, *shared, "--node-rank", str(number)], folder / f"host{number}.log")
-        for number in range(scenario.hosts)
+        for number in range(arguments.ranks)
     ]
 
 
@@ -226,7 +228,7 @@ async def run(scenario: Scenario, arguments: argparse.Namespace, folder: Path) -
     servers = start(scenario, arguments, folder)
     asked = servers[0]
     try:
-        for server in servers[: 1 if scenario.hosts > 1 else None]:
+        for server in servers[: 1 if scenario.hosts else None]:
             await server.ready()
         if scenario.behind:
             addresses = ",".join(server.url.removeprefix("http://") for server in servers)
@@ -249,7 +251,7 @@ async def watch(
             tasks.create_task(use(http, number, tally, over))
         tasks.create_task(look(http, tally, over))
         await asyncio.sleep(LOAD_SECONDS)
-        victim = scenario.victim(servers[-1 if scenario.hosts > 1 else 0].process.pid)
+        victim = scenario.victim(servers[-1 if scenario.hosts else 0].process.pid)
         everybody = [one for server in servers for one in (server.process.pid, *descendants(server.process.pid))]
         os.kill(victim, scenario.number)
         begin = time.monotonic()
@@ -304,6 +306,7 @@ def main() -> None:
     parser.add_argument("--watchdog-timeout", type=float, default=10.0)
     parser.add_argument("--users", type=int, default=6)
     parser.add_argument("--model-path", default="demo")
+    parser.add_argument("--ranks", type=int, default=3, help="that share the model; its heads must be divisible by it")
     parser.add_argument("--port", type=int, default=29555, help="where hosts meet")
     parser.add_argument("--json", type=Path, default=None)
     arguments = parser.parse_args()

@@ -42,6 +42,11 @@ class Link(Protocol):
         ...
 
     @property
+    def silent_seconds(self) -> float:
+        """How long it has made no step though it has work; 0.0 where nobody watches."""
+        ...
+
+    @property
     def stats(self) -> SchedulerStats:
         """The newest snapshot that its scheduler published."""
         ...

@@ -266,6 +266,7 @@ class Router:
             stats=SchedulerStats() if engine is None else engine.stats,
             address=self._addresses[replica.index],
             in_flight=self._in_flight[replica.index],
+            silent_seconds=0.0 if engine is None else engine.silent_seconds,
             restarts=replica.restarts,
             last_end=replica.last_end,
         )

@@ -75,6 +75,7 @@ class SingleLink:
                 max_running_requests=self.max_running_requests,
                 max_total_tokens=self._link.max_total_tokens,
                 stats=self.stats,
+                silent_seconds=self._link.silent_seconds,
             )
         ]
 

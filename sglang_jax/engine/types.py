@@ -149,6 +149,7 @@ class ReplicaLoad:
     - `address`: HOST:PORT of one that is a server of its own, else empty.
     - `stats`: the newest snapshot of its scheduler; zeros while it has none.
     - `in_flight`: completions that this process has given it.
+    - `silent_seconds`: how long its engine has made no step though it has work.
     - `restarts`: how often it was started again; `last_end`: why the last time, or why it failed to start.
     """
 
@@ -159,6 +160,7 @@ class ReplicaLoad:
     stats: SchedulerStats
     address: str = ""
     in_flight: int = 0
+    silent_seconds: float = 0.0
     restarts: int = 0
     last_end: str = ""
 

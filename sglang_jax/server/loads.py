@@ -15,7 +15,8 @@ from sglang_jax.server.streaming import json_response
 
 
 class Load(msgspec.Struct, kw_only=True):
-    """One replica. Figures are those of its scheduler; `state`, `address`, `in_flight`, `restarts` and `last_end` are
+    """One replica. Figures are those of its scheduler; `state`, `address`, `in_flight`, `silent_seconds`,
+    `restarts` and `last_end` are
     what this server knows of it (see `ReplicaLoad`). `utilization` is the share of its rows that run."""
 
     dp_rank: int
@@ -32,6 +33,7 @@ class Load(msgspec.Struct, kw_only=True):
     state: str
     address: str
     in_flight: int
+    silent_seconds: float
     restarts: int
     last_end: str
 
@@ -90,6 +92,7 @@ def _load(one: ReplicaLoad, now: str) -> Load:
         state=one.state.value,
         address=one.address,
         in_flight=one.in_flight,
+        silent_seconds=one.silent_seconds,
         restarts=one.restarts,
         last_end=one.last_end,
     )

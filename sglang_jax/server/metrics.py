@@ -64,6 +64,10 @@ class SchedulerCollector(Collector):
             "token_usage": (stats.token_usage, "Used share of the KV pool, of several that of the fullest."),
             "gen_throughput": (stats.gen_throughput, "Output tokens per second."),
             "cache_hit_rate": (stats.cache_hit_rate, "Share of prompt tokens found in the prefix cache."),
+            "engine_silent_seconds": (
+                load.silent_seconds,
+                "Without a step though there is work; see --watchdog-timeout.",
+            ),
             "engine_alive": (float(load.state in ALIVE), "1 while the engine process runs."),
         }
 

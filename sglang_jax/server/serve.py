@@ -32,7 +32,6 @@ from sglang_jax.server.connections import (
 from sglang_jax.server.context import ServerContext
 from sglang_jax.server.local_hosts import LocalHosts, OwnPagesOnly, is_loopback
 from sglang_jax.server.remote_replicas import connect_engines
-from sglang_jax.server.stalled import StalledClients
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +50,6 @@ Launch = Callable[[ServerConfig], Awaitable[EngineClient]]
 SECONDS_TO_TELL = 2.0
 """How long clients have to read that the engine is gone before the server ends."""
 
-SECONDS_BETWEEN_LOOKS = 1.0
-"""At clients that may have stalled."""
-
 
 class DrainingServer(uvicorn.Server):
     """A first SIGTERM or SIGINT drains: `/health` turns 503, new requests are refused with 503, and the server ends
@@ -69,19 +65,11 @@ class DrainingServer(uvicorn.Server):
         self._on_ready = on_ready
         self._loop = asyncio.get_running_loop()
         self._deadline: asyncio.TimerHandle | None = None
-        self._looking: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Opens the sockets, and says so."""
         await super().startup(sockets)
-        self._looking = asyncio.create_task(self._drop_stalled(), name="stalled-clients")
         self._on_ready()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Closes what is open; clients have until the end of the drain to take what they were sent."""
-        await super().shutdown(sockets)
-        if self._looking is not None:
-            self._looking.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal came. Runs between two instructions of the main thread, so it only notes what to do."""
@@ -97,16 +85,6 @@ class DrainingServer(uvicorn.Server):
         if not self._context.in_flight and (self._context.draining or gone):
             self.should_exit = True
         return await super().on_tick(counter)
-
-    async def _drop_stalled(self) -> None:
-        """Closes the connections of clients that read nothing, which ends their requests."""
-        clients = StalledClients(self._context.config.client_timeout)
-        while True:
-            await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
-            transports = [one.transport for one in self.server_state.connections if one.transport is not None]
-            for transport in clients.look(transports, self._loop.time()):
-                logger.warning("A client has read nothing for %g s: its connection is closed", clients.timeout)
-                transport.abort()
 
     def _drain(self) -> None:
         seconds = self._context.config.drain_timeout

@@ -16,7 +16,6 @@ from helpers.engine_fakes import FAKE_VOCAB_SIZE
 from helpers.server_process import Server, server
 
 from sglang_jax.runner.fake import Oracle
-from sglang_jax.server.stalled import StalledClients
 
 WATCHDOG_SECONDS = 1.5
 PROMPT, SEED, TOKENS = [3, 5, 7], 11, 20
@@ -97,26 +96,3 @@ def test_who_reads_nothing_is_let_go_and_a_drain_has_an_end() -> None:
             begin = time.monotonic()
             assert running.wait() == 0
             assert 1.9 < time.monotonic() - begin < 10
-
-
-class Transport:
-    """So many bytes to write."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def get_write_buffer_size(self) -> int:
-        return self.size
-
-
-def test_who_stalls() -> None:
-    clients: Any = StalledClients(10.0)
-    stuck, slow, done = Transport(70_000), Transport(70_000), Transport(0)
-    found = {}
-    for now in range(25):
-        slow.size -= 1
-        found[now] = clients.look([stuck, slow, done], now)
-        if now == 11:
-            stuck.size += 5  # its answer grows: what is left to write is not the same
-    assert [now for now, stalled in found.items() if stalled] == [10, 11, 22, 23, 24]
-    assert found[10] == found[24] == [stuck]
