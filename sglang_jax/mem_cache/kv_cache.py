@@ -217,6 +217,7 @@ class KVCache:
         """
         if widths is not None:
             return self._extend_by(rows, widths, evict)
+        assert self.lengths.kv_planned is self.lengths.kv_allocated, "with drafts every row has a width"
         lengths = self.lengths.kv_allocated[rows]
         crossing = (lengths & (self.page_size - 1)) == 0
         if crossing.any():

@@ -91,6 +91,8 @@ class Planner:
         self._ones: Int32 = np.ones(spec.max_rows, np.int32)
         self._yes: Bool = np.ones(spec.max_rows, np.bool_)
         self._last_tokens: Int32 = np.full(spec.max_rows, LAST_TOKEN, np.int32)
+        for shared in (self._ones, self._yes, self._last_tokens):
+            shared.setflags(write=False)
 
     def extend_decode(self, prompts_wait: bool) -> DecodePart:
         """Gives every decode row room for what it computes next: the token that it sampled last, and drafts where there

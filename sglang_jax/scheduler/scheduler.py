@@ -263,8 +263,10 @@ class Scheduler:
         result = launched.handle.result()
         self._note_time(launched)
         self.cache.settle(planned.plan.step)
-        self._learn_lengths(planned, result)
-        sampled = self._advance_before_trouble(planned, result)
+        widths, sampled = planned.decode.widths, 0
+        if widths is not None:
+            self.cache.shorten(planned.decode.rows, widths - result.counts[: len(widths)])
+            sampled = self._advance_before_trouble(planned, result)
         self._judge_step(planned, result)
         if planned.logprob_requests:
             self._publisher.prompt_logprobs(planned, result)
@@ -275,12 +277,6 @@ class Scheduler:
                 self._end(chunk.request, "length", insert=True)
         self.log.finished(sampled)
         self.reserve.decay()
-
-    def _learn_lengths(self, planned: Planned, result: StepResult) -> None:
-        """Drafts that were wrong leave rows shorter than was planned."""
-        widths = planned.decode.widths
-        if widths is not None:
-            self.cache.shorten(planned.decode.rows, widths - result.counts[: len(widths)])
 
     def _judge_step(self, planned: Planned, result: StepResult) -> None:
         verdict = self._judge.judge(planned, result)
@@ -297,11 +293,8 @@ class Scheduler:
 
     def _advance_before_trouble(self, planned: Planned, result: StepResult) -> int:
         """Rows with drafts may have sampled something, and ended by it, before logits that are not finite."""
-        widths = planned.decode.widths
-        if widths is None:
-            return 0
-        counts = result.counts[: len(widths)]
-        last = result.tokens[self._all_picks[: len(widths)], counts - 1]
+        counts = result.counts[: len(planned.decode.rows)]
+        last = result.tokens[self._all_picks[: len(counts)], counts - 1]
         picks = np.nonzero((last <= INVALID_TOKEN) & (counts > 1))[0].astype(np.int32)
         if not len(picks):
             return 0

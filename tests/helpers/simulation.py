@@ -130,7 +130,7 @@ class Simulation(RuleBasedStateMachine):
         seed=st.integers(0, 3),
         stream=st.booleans(),
         namespace=st.sampled_from([None, None, None, "other"]),
-        stop=st.sampled_from([(), (3, 5, 8)]),
+        stop=st.sampled_from([(), (3, 5, 8), (5, VOCAB - 1)]),
         ignore_eos=st.booleans(),
         logprobs=st.sampled_from([-1, -1, 0, 3]),
         logprob_start=st.sampled_from([-1, -1, -1, 0, 1, 9]),
