@@ -37,7 +37,7 @@ serve: $(SERVE_READY) ## install what serving needs, and serve on port 30000; fl
 test: check ## install what tests need, then lint, types, import walls and the whole test suite; more cores: WORKERS=4
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
 
-test-fast: $(TEST_READY) ## while you work: the rooms that hold no tensors, without what compiles or starts servers; one: ARGS=tests/scheduler
+test-fast: $(TEST_READY) ## while you work: the packages that hold no tensors, without what compiles or starts servers; one: ARGS=tests/scheduler
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow and not soak" $(if $(filter tests%,$(ARGS)),,$(HOST_ROOMS)) $(ARGS)
 
 test-cpus: $(TEST_READY) ## the tests that compute, as on other CPUs; one, some tests: ARGS="--only haswell tests/models"
