@@ -105,12 +105,15 @@ class Environment(BaseSettings):
     """What is read from the environment; nothing else in the project reads it.
 
     - `SGLANG_JAX_DEBUG_MEMORY=1`: every page has one recorded owner, and each step checks conservation.
+    - `SGLANG_JAX_API_KEY`, `SGLANG_JAX_ADMIN_API_KEY`: the server's keys, where no option gives them.
     - `SGLANG_JAX_GROUP_SECRET`: what the hosts of a group know each other by, where `group_secret_file` is not given.
     """
 
     model_config = SettingsConfigDict(env_prefix="SGLANG_JAX_", hide_input_in_errors=True)
 
     debug_memory: bool = False
+    api_key: str | None = None
+    admin_api_key: str | None = None
     group_secret: str | None = None
 
 
@@ -154,7 +157,7 @@ class EngineConfig(BaseModel):
     load_format: LoadFormat = Field(LoadFormat.AUTO, description="how the weights are stored; dummy: random weights")
     backend: Backend = Field(
         Backend.AUTO,
-        description="which engine runs the model; auto: jax on a TPU, torch on a GPU, else what is installed",
+        description="inference backend that runs the model; auto: jax on a TPU, torch on a GPU, else what is installed",
     )
     device: Device = Field(Device.AUTO, description="where it runs")
     dtype: Dtype = Field(Dtype.AUTO, description="type of weights and activations; auto: measured best for the device")
@@ -241,6 +244,12 @@ class EngineConfig(BaseModel):
         description="seconds that an engine process may take for a step, unless it compiles, before it is killed and "
         "started again",
     )
+    max_engine_restarts: int = Field(
+        5,
+        ge=0,
+        description="times in a row that an engine process is started again which failed to start or did not last a "
+        "minute; the server ends with status 1 once none is left",
+    )
     compilation_cache_dir: Path | None = Field(
         None, description="persistent compilation cache; default: the user's cache folder"
     )
@@ -294,6 +303,29 @@ def read_secret_file(path: Path) -> str:
         raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
+def check_key(what: str, key: str) -> None:
+    """Raises `ConfigError` for a key that nobody could send, or that everybody would: an empty one."""
+    if not key:
+        raise ConfigError(f"{what} is empty, which would let everybody in: is a variable unset?")
+    if any(character.isspace() or not character.isprintable() for character in key):
+        raise ConfigError(f"{what} holds spaces or control characters, which no header can carry")
+
+
+def _one_key(name: str, given: str | None, file: Path | None, from_environment: str | None) -> str | None:
+    if given is not None and file is not None:
+        raise ConfigError(f"{name} and {name}_file are both given: leave one out")
+    if given is not None:
+        where, key = name, given
+    elif file is not None:
+        where, key = f"{name}_file {file}", read_secret_file(file)
+    elif from_environment is not None:
+        where, key = f"SGLANG_JAX_{name.upper()}", from_environment
+    else:
+        return None
+    check_key(where, key)
+    return key
+
+
 class ServerConfig(EngineConfig):
     """An engine behind HTTP."""
 
@@ -308,11 +340,30 @@ class ServerConfig(EngineConfig):
     served_model_name: str | None = Field(None, description="name in /v1/models; default: model_path")
     connect: str | None = Field(
         None,
-        description="HOST:PORT,...: servers of the same model that are the replicas, instead of engines of this one's",
+        description="HOST:PORT,...: existing servers of the same model to load-balance across, in place of own engines",
     )
-    api_key: str | None = Field(None, description="bearer token that every route but health asks for")
+    drain_timeout: float = Field(
+        300.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="seconds that requests in flight have to finish once the server or a replica is told to stop",
+    )
+    api_key: str | None = Field(
+        None, description="bearer token that every route but health asks for; also by SGLANG_JAX_API_KEY"
+    )
+    api_key_file: Path | None = Field(None, description="file that holds it, so that no list of processes shows it")
+    api_keys: Path | None = Field(None, description="YAML or JSON file of named keys with limits: see docs/security.md")
+    admin_api_key: str | None = Field(
+        None,
+        description="bearer token for what changes the server's state or shows what others do, which other keys may "
+        "then not; also by SGLANG_JAX_ADMIN_API_KEY",
+    )
+    admin_api_key_file: Path | None = Field(None, description="file that holds it")
     max_body_bytes: PositiveInt = Field(
         8 * 2**20, description="most bytes of a request's body; larger ones are refused with 413"
+    )
+    max_connections: PositiveInt = Field(
+        4096, description="most connections open at once; a new one takes the place of an idle one, or gets 503"
     )
     client_timeout: float = Field(
         30.0,
@@ -321,8 +372,21 @@ class ServerConfig(EngineConfig):
         description="seconds that a client may take to send a request's head, to send more of its body, and to read "
         "some of the answer; then its connection is closed",
     )
+    allowed_hosts: str | None = Field(
+        None,
+        description="NAME,...: hosts by which a server without a key that listens on this machine alone may be called, "
+        "besides this machine's; * for all",
+    )
     chat_template: str | None = Field(None, description="a Jinja file, or the template; default: the tokenizer's")
     log_level: LogLevel = Field(LogLevel.INFO, description="least severe level logged")
+
+    def client_key(self) -> str | None:
+        """The key that clients send, if there is one. Raises `ConfigError` for one that is empty or cannot be read."""
+        return _one_key("api_key", self.api_key, self.api_key_file, Environment().api_key)
+
+    def admin_key(self) -> str | None:
+        """The key that operators send, likewise."""
+        return _one_key("admin_api_key", self.admin_api_key, self.admin_api_key_file, Environment().admin_api_key)
 
     @property
     def model_name(self) -> str:

@@ -60,7 +60,12 @@ DEFAULTS_IN_WORDS = frozenset(
         "debug_memory",
         "served_model_name",
         "connect",
+        "allowed_hosts",
         "api_key",
+        "api_key_file",
+        "api_keys",
+        "admin_api_key",
+        "admin_api_key_file",
         "chat_template",
     }
 )
@@ -181,7 +186,7 @@ def error_codes() -> Iterator[tuple[int, str]]:
             if isinstance(value, type) and issubclass(value, errors.RequestError):
                 yield value.status, value.code
     yield from ((400, "missing_field"), (400, "malformed_json"), (400, "engine_busy"), (500, "internal_error"))
-    yield from ((404, "not_found"), (405, "method_not_allowed"))
+    yield from ((404, "not_found"), (405, "method_not_allowed"), (400, "malformed_http"), (431, "head_too_large"))
 
 
 def test_every_error_code_is_described_with_its_status() -> None:

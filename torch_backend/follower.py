@@ -16,7 +16,7 @@ from pathlib import Path
 
 from sglang_jax.checkpoint import open_checkpoint
 from sglang_jax.runner.group import ORDERS, GiveUp, Leave, Order, follow
-from sglang_jax.runner.pulse import write_stacks_on_signal
+from sglang_jax.runner.processes import die_with_parent, write_stacks_on_signal
 from sglang_jax.runner.wire import FrameError
 from torch_backend.devices import select_device
 from torch_backend.followers import ASSIGNMENTS, READY
@@ -32,6 +32,7 @@ def main(orders: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     write_stacks_on_signal()
+    die_with_parent()
     assignment = ASSIGNMENTS.decode(orders.recv_bytes())
     inbox: queue.SimpleQueue[Order] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(orders, inbox), name="orders", daemon=True).start()

@@ -116,7 +116,7 @@ def _load_on(
         spec,
         device=device,
         stream=stream,
-        draw=kernels.draw,
+        sampler=kernels.sampler,
         capture=_capture(stream, config, device, kernels),
         graph_buckets=row_buckets(most),
         weight_bytes=bytes_of_weights,
@@ -153,7 +153,8 @@ def _sizes(
     groups = tuple(
         GroupMemory(
             config.page_size * kv_bytes_per_token(len(group.layers), kv_heads, model_config.head_dim, kv_dtype),
-            group.window or 0,
+            group.kind,
+            group.window,
         )
         for group in cache_groups(model_config)
     )

@@ -16,6 +16,7 @@ import torch
 import torch_backend.loading
 from sglang_jax.runner.plan import RunnerSpec, StepPlan
 from sglang_jax.runner.protocol import Runner, RunnerReport, StepHandle
+from sglang_jax.runner.pulse import Building
 from torch_backend.streams import CpuThread, CudaStream, Pending
 
 T = TypeVar("T")
@@ -142,6 +143,10 @@ class TimedRunner:
     @property
     def spec(self) -> RunnerSpec:
         return self._runner.spec
+
+    def announce_builds(self, building: Building) -> None:
+        """See `Runner`."""
+        self._runner.announce_builds(building)
 
     def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
         """Leaves no steps in the log."""

@@ -34,6 +34,7 @@ from sglang_jax.engine.replica import Replica, close_replicas, launch_replicas
 from sglang_jax.errors import BatchError, ConfigError, EngineDeadError
 from sglang_jax.runner.backends import load_follower
 from sglang_jax.server.app import create_app, create_context
+from sglang_jax.server.callers import Callers
 
 ALL_ANSWERED, SOME_FAILED = 0, 1
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
@@ -144,7 +145,7 @@ async def _answer_with_engines(
         random_seed=config.random_seed,
         read_lines=min(READ_LINES, batch.lookahead),
         max_ahead=AHEAD_PER_LOOKAHEAD * batch.lookahead,
-        make_app=lambda client: create_app(create_context(client, config)),
+        make_app=lambda client: create_app(create_context(client, config, Callers.within())),
     )
     try:
         await driver.run(replicas)

@@ -128,6 +128,11 @@ class CoreLink:
         return self._end is None and not self._closing
 
     @property
+    def silent_seconds(self) -> float:
+        """See `Link.silent_seconds`."""
+        return 0.0 if self._watchdog is None else self._watchdog.silent_seconds
+
+    @property
     def stats(self) -> SchedulerStats:
         """See `Link.stats`."""
         return self._stats

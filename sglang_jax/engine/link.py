@@ -42,6 +42,11 @@ class Link(Protocol):
         ...
 
     @property
+    def silent_seconds(self) -> float:
+        """How long it has made no step though it has work; 0.0 where nobody watches."""
+        ...
+
+    @property
     def stats(self) -> SchedulerStats:
         """The newest snapshot that its scheduler published."""
         ...
@@ -115,6 +120,11 @@ class Links(Protocol):
         ...
 
     @property
+    def gone(self) -> bool:
+        """There will never be a link again."""
+        ...
+
+    @property
     def stats(self) -> SchedulerStats: ...
 
     def admit(self, request: GenerateInput) -> GenerateInput:
@@ -152,7 +162,7 @@ class Links(Protocol):
 
     async def states(self) -> list[dict[str, object]]: ...
 
-    async def drain(self, index: int | None) -> None: ...
+    async def drain(self, index: int | None, timeout: float | None) -> None: ...
 
     async def ended(self) -> str:
         """Waits until there will never be a link again; tells why."""

@@ -59,7 +59,7 @@ class _CountedPages(Component):
     def __init__(self) -> None:
         super().__init__(EvictionOrder(EvictionPolicy.LRU))
 
-    def adopt(self, node: Node, pages: Pages, previous_owner: int) -> None:
+    def attach_pages(self, node: Node, pages: Pages, previous_owner: int) -> None:
         self.evictable += len(pages)
 
     def fill(self, node: Node, pages: Pages, previous_owner: int) -> None:

@@ -18,9 +18,10 @@ import zmq
 
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.channel import CoreChannel
-from sglang_jax.engine.core import CoreLoader, run_core
+from sglang_jax.engine.core import Core, CoreLoader, run_core
 from sglang_jax.engine.placement import Placement
-from sglang_jax.runner.pulse import STACKS_SIGNAL, Pulse, Words, shared_words, write_stacks_on_signal
+from sglang_jax.runner.processes import STACKS_SIGNAL, die_with_parent, write_stacks_on_signal
+from sglang_jax.runner.pulse import Pulse, Words, shared_words
 
 logger = logging.getLogger(__name__)
 
@@ -173,15 +174,22 @@ def _process_main(
         placement.apply()
         log_format = LOG_FORMAT.replace("%(message)s", f"{placement.name}: %(message)s")
     logging.basicConfig(level=log_level, format=log_format)
-    threading.Thread(target=_die_with_parent, args=(address,), name="parent-watch", daemon=True).start()
+    threading.Thread(target=_follow_parent, args=(address,), name="parent-watch", daemon=True).start()
+
+    def load_and_cling(config: EngineConfig, channel: CoreChannel) -> Core:
+        core = load(config, channel)
+        die_with_parent()  # by the kernel, as from now on nothing is left to be removed
+        return core
+
     with ExitStack() as stack:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         stack.callback(context.term)
-        well = run_core(config, CoreChannel(context, address, Pulse(words)), load)
+        well = run_core(config, CoreChannel(context, address, Pulse(words)), load_and_cling)
     raise SystemExit(0 if well else 1)
 
 
-def _die_with_parent(address: str) -> None:
+def _follow_parent(address: str) -> None:
+    """Ends this process and those that it started when the one that started it has ended."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -149,6 +149,7 @@ class ReplicaLoad:
     - `address`: HOST:PORT of one that is a server of its own, else empty.
     - `stats`: the newest snapshot of its scheduler; zeros while it has none.
     - `in_flight`: completions that this process has given it.
+    - `silent_seconds`: how long its engine has made no step though it has work.
     - `restarts`: how often it was started again; `last_end`: why the last time, or why it failed to start.
     """
 
@@ -159,6 +160,7 @@ class ReplicaLoad:
     stats: SchedulerStats
     address: str = ""
     in_flight: int = 0
+    silent_seconds: float = 0.0
     restarts: int = 0
     last_end: str = ""
 
@@ -228,7 +230,12 @@ class EngineClient(Protocol):
 
     @property
     def alive(self) -> bool:
-        """False once the engine process is gone."""
+        """False while no engine process takes requests."""
+        ...
+
+    @property
+    def gone(self) -> bool:
+        """No engine process is left, and none is started again."""
         ...
 
     @property
@@ -258,9 +265,9 @@ class EngineClient(Protocol):
         """The scheduler's and runner's figures of each replica, for `/server_info`. Raises `EngineDeadError`."""
         ...
 
-    async def drain(self, index: int | None = None) -> None:
-        """Lets one replica, or all in turn, finish what it has, and starts it anew. Raises `ParameterError` if that
-        cannot be done."""
+    async def drain(self, index: int | None = None, timeout: float | None = None) -> None:
+        """Lets one replica, or all in turn, finish what it has within `timeout` seconds, and starts it anew.
+        Raises `ParameterError` if that cannot be done."""
         ...
 
     def loads(self) -> list[ReplicaLoad]:

@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from sglang_jax.jax_runner.logprobs import Logprobs, token_logprobs
-from sglang_jax.jax_runner.sampler import Asked, adjust_and_draw, first_argmax, only_finite, sample
+from sglang_jax.jax_runner.sampler import Asked, adjust_and_sample, first_argmax, only_finite, sample
 from sglang_jax.jax_runner.sampling_state import SamplingState
 
 _AXIS = "tensor"
@@ -77,15 +77,15 @@ class SpreadLogits:
             asked = Asked.of(own, kv_lens, active, state.vocab_size)
             largest, least, greedy_tokens = _extremes(columns, state.vocab_size)
 
-            def draw() -> jax.Array:
+            def randomly() -> jax.Array:
                 lines = _Lines(columns.shape[0], self._devices)
                 small = replace(own, occurrences=own.temperature)
                 mine, asked_here, rows_here, kv_lens_here = lines.mine((small, asked, rows, kv_lens))
                 mine = replace(mine, occurrences=own.occurrences)
                 whole = lines.exchange(columns)[:, : state.vocab_size]
-                return lines.gather(adjust_and_draw(whole, mine, asked_here, rows_here, kv_lens_here))
+                return lines.gather(adjust_and_sample(whole, mine, asked_here, rows_here, kv_lens_here))
 
-            tokens = lax.cond(asked.anything(), draw, lambda: greedy_tokens)
+            tokens = lax.cond(asked.anything(), randomly, lambda: greedy_tokens)
             return only_finite(tokens, largest, least, state.vocab_size)
 
         return self._on_each(run, 4)(logits, state, rows, kv_lens, active)

@@ -1,4 +1,4 @@
-"""Draws one token for each row of logits.
+"""Samples one token for each row of logits.
 
 Everything is an array indexed by row: a new mix of sampling parameters compiles nothing. What costs time runs under a
 `lax.cond` on "some row of this batch needs it", so that a greedy batch pays for one maximum over the vocabulary.
@@ -29,17 +29,17 @@ _LARGEST_BLOCK, _LEAST_BLOCK = 256, 16
 def sample(
     logits: jax.Array, state: SamplingState, rows: jax.Array, kv_lens: jax.Array, active: jax.Array
 ) -> jax.Array:
-    """Draws tokens, int32 `[n]`; `INVALID_TOKEN` for a row with a logit that is not finite.
+    """Samples tokens, int32 `[n]`; `INVALID_TOKEN` for a row with a logit that is not finite.
 
-    Order: logit bias, mask of stop ids, penalties, temperature, top-k, top-p, min-p, draw. Each filter works on what
-    the one before it kept, renormalised. Tokens that tie with the least likely one kept are kept as well, so that no
-    filter depends on an order of equal logits; of tokens that tie for the draw the lowest id wins.
+    Order: logit bias, mask of stop ids, penalties, temperature, top-k, top-p, min-p, Gumbel-max. Each filter works on
+    what the one before it kept, renormalised. Tokens that tie with the least likely one kept are kept as well, so that
+    no filter depends on an order of equal logits; of tokens that tie at the end the lowest id wins.
 
     **Arguments:**
 
     - `logits`: float32 `[n, vocab]`.
     - `state`: of all rows; `rows` int32 `[n]` says which row each line of logits belongs to.
-    - `kv_lens`: int32 `[n]`, position of the token to be drawn; with the row's seed it keys the noise.
+    - `kv_lens`: int32 `[n]`, position of the token to be sampled; with the row's seed it keys the noise.
     - `active`: bool `[n]`. What other lines ask for is not computed, and their tokens mean nothing.
     """
     own = state.select(rows)
@@ -47,7 +47,7 @@ def sample(
     # Around all the rest: whatever may change logits has them copied first, needed or not.
     tokens = lax.cond(
         asked.anything(),
-        lambda: adjust_and_draw(logits, own, asked, rows, kv_lens),
+        lambda: adjust_and_sample(logits, own, asked, rows, kv_lens),
         lambda: first_argmax(logits),
     )
     return only_finite(tokens, jnp.max(logits, axis=-1), jnp.min(logits, axis=-1), logits.shape[1])
@@ -83,7 +83,7 @@ class Asked(NamedTuple):
         return jnp.any(self.biased | self.masked | self.penalised | self.random)
 
 
-def adjust_and_draw(
+def adjust_and_sample(
     logits: jax.Array, own: SamplingState, asked: Asked, rows: jax.Array, kv_lens: jax.Array
 ) -> jax.Array:
     """What `sample` does for lines of which some ask for something: int32 `[n]`, the vocabulary's size or more where
@@ -96,7 +96,7 @@ def adjust_and_draw(
     greedy_tokens = first_argmax(logits)
     return lax.cond(
         jnp.any(asked.random),
-        lambda: jnp.where(asked.random, _draw(logits, own, kv_lens, asked.random), greedy_tokens),
+        lambda: jnp.where(asked.random, _gumbel_argmax(logits, own, kv_lens, asked.random), greedy_tokens),
         lambda: greedy_tokens,
     )
 
@@ -163,8 +163,8 @@ def _penalise(logits: jax.Array, own: SamplingState, rows: jax.Array, penalised:
     return _when(jnp.any(penalised), penalise, logits)
 
 
-def _draw(logits: jax.Array, own: SamplingState, kv_lens: jax.Array, random: jax.Array) -> jax.Array:
-    """Draws by the Gumbel-max trick among the tokens that the filters keep: int32 `[n]`.
+def _gumbel_argmax(logits: jax.Array, own: SamplingState, kv_lens: jax.Array, random: jax.Array) -> jax.Array:
+    """Samples by the Gumbel-max trick among the tokens that the filters keep: int32 `[n]`.
 
     Works on the distance of each scaled logit to the row's largest. A distance is never negative, so its bits as an
     integer have the same order as its value, and a filter is a largest distance kept.

@@ -74,7 +74,7 @@ class SamplingState:
         return replace(jax.tree.map(lambda values: values[rows], small), occurrences=self.occurrences)
 
     def count(self, rows: jax.Array, tokens: jax.Array, counted: jax.Array) -> SamplingState:
-        """Counts a drawn token in each of `rows` for which `counted` (all three `[n]`) holds."""
+        """Counts a sampled token in each of `rows` for which `counted` (all three `[n]`) holds."""
 
         def add(occurrences: jax.Array) -> jax.Array:
             amounts = jnp.where(counted, ONE_OUTPUT, 0)

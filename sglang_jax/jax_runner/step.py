@@ -1,4 +1,4 @@
-"""The step program: page-table deltas, forward, logits, draw and bookkeeping in one computation on the device."""
+"""The step program: page-table deltas, forward, logits, sample and bookkeeping in one computation on the device."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class DeviceState:
     - `kv`: KV pages of every layer.
     - `page_table`: int32 `[rows + 1, groups * pages]`, those of all cache groups side by side; the dump row holds page
       0 alone.
-    - `last_tokens`: int32 `[rows + 1]`, what each row drew last.
+    - `last_tokens`: int32 `[rows + 1]`, what each row sampled last.
     """
 
     kv: KVCaches
@@ -140,12 +140,12 @@ def make_step(
         logits = model.logits(weights, last_hidden)
         samples = inputs.samples > 0
         tokens = reader.sample(logits, state.sampling, inputs.rows, inputs.kv_lens, samples)
-        drawn = samples & (tokens != INVALID_TOKEN)
+        sampled = samples & (tokens != INVALID_TOKEN)
         new_state = DeviceState(
             kv=kv,
             page_table=page_table,
             last_tokens=_remember(state.last_tokens, inputs.rows, tokens, samples),
-            sampling=state.sampling.count(inputs.rows, tokens, drawn & state.sampling.penalised[inputs.rows]),
+            sampling=state.sampling.count(inputs.rows, tokens, sampled & state.sampling.penalised[inputs.rows]),
         )
         logprobs = lax.cond(
             inputs.top_logprobs != NO_LOGPROBS,
@@ -171,5 +171,5 @@ def _on_every_device(mesh: Mesh | None) -> Callable[[T], T]:
 
 
 def _remember(last_tokens: jax.Array, rows: jax.Array, tokens: jax.Array, samples: jax.Array) -> jax.Array:
-    """Rows that drew hold their new token; the others keep theirs (the dump row takes the writes of padding)."""
+    """Rows that sampled hold their new token; the others keep theirs (the dump row takes the writes of padding)."""
     return last_tokens.at[rows].set(jnp.where(samples, tokens, last_tokens[rows]))

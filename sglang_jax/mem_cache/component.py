@@ -49,7 +49,7 @@ class Component(ABC):
         return len(node.key) // self._tree.page_bytes
 
     @abstractmethod
-    def adopt(self, node: Node, pages: Pages, previous_owner: int) -> None:
+    def attach_pages(self, node: Node, pages: Pages, previous_owner: int) -> None:
         """A new leaf takes over `pages` `[pages of the node]` from the owner with this code."""
 
     @abstractmethod

@@ -26,7 +26,7 @@ class FullKV(PooledComponent):
         assert isinstance(value, np.ndarray)
         return value
 
-    def adopt(self, node: Node, pages: Pages, previous_owner: int) -> None:
+    def attach_pages(self, node: Node, pages: Pages, previous_owner: int) -> None:
         self._move(pages, previous_owner, node_owner(node.id))
         node.values.append(pages.copy())
         self.evictable += len(pages)

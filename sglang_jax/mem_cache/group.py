@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_jax.architectures import CacheKind
 from sglang_jax.config import EvictionPolicy
 from sglang_jax.mem_cache.component import PooledComponent
 from sglang_jax.mem_cache.eviction import EvictionOrder
@@ -25,7 +26,7 @@ from sglang_jax.mem_cache.page_pool import PagePool
 from sglang_jax.mem_cache.page_table import PageTable
 from sglang_jax.mem_cache.radix_tree import Insertion, Node, Probe
 from sglang_jax.mem_cache.window_kv import WindowKV
-from sglang_jax.runner.plan import Int32, PoolKind, PoolSpec
+from sglang_jax.runner.plan import Int32, PoolSpec
 
 if TYPE_CHECKING:
     from sglang_jax.mem_cache.kv_cache import RowKV
@@ -55,7 +56,7 @@ class Group(ABC):
     @property
     def name(self) -> str:
         """What metrics, logs and errors call it."""
-        return "swa" if self.spec.kind is PoolKind.WINDOW else "full"
+        return "swa" if self.spec.kind is CacheKind.WINDOW else "full"
 
     @property
     def available(self) -> int:
@@ -127,7 +128,7 @@ class Group(ABC):
 
     @abstractmethod
     def output_need(self, known: Int32 | int, left: Int32 | int) -> int:
-        """Tokens of this group that requests with `known` `[n]` tokens add to what they hold by drawing `left` `[n]`
+        """Tokens of this group that requests with `known` `[n]` tokens add to what they hold by sampling `left` `[n]`
         more, in all; or one request."""
 
     @abstractmethod
@@ -184,6 +185,19 @@ class Group(ABC):
         if allocated > first:
             self.pool.free(self.table.run(row, first, allocated), request_owner(row))
         self.table.clear(row, allocated)
+
+    def free_columns(self, rows: Int32, first: Int32, last: Int32) -> None:
+        """Frees pages of requests, columns `[first, last)` of `rows`, all `[rows]`."""
+        counts = np.maximum(last - first, 0)
+        total = int(counts.sum())
+        if total == 0:
+            return
+        columns = first
+        if total != len(rows) or counts.max() > 1:
+            rows = np.repeat(rows, counts)
+            starts = np.cumsum(counts) - counts
+            columns = np.arange(total, dtype=np.int32) + np.repeat(first - starts, counts).astype(np.int32)
+        self.pool.free(self.table.take_out(rows, columns), request_owners(rows))
 
 
 class FullGroup(Group):
@@ -298,29 +312,16 @@ class WindowGroup(Group):
         if covering.any():
             for row, column in zip(rows[covering].tolist(), needed[covering].tolist(), strict=True):
                 record = records[row]
-                self.component.cover(record.receipt, max(record.cache_protected_len // self.page_size - column, 0))
+                self.component.cover(record.locked_node, max(record.cache_protected_len // self.page_size - column, 0))
                 self._uncover(record, self.held_from(row))
             held = np.maximum(held, protected)
-        self._free_columns(rows, held, needed)
+        self.free_columns(rows, held, needed)
         self._held_from[rows] = needed
 
-    def _free_columns(self, rows: Int32, first: Int32, last: Int32) -> None:
-        """Frees pages of requests, columns `[first, last)` of `rows`, all `[rows]`."""
-        counts = np.maximum(last - first, 0)
-        total = int(counts.sum())
-        if total == 0:
-            return
-        columns = first
-        if total != len(rows) or counts.max() > 1:
-            rows = np.repeat(rows, counts)
-            starts = np.cumsum(counts) - counts
-            columns = np.arange(total, dtype=np.int32) + np.repeat(first - starts, counts).astype(np.int32)
-        self.pool.free(self.table.take_out(rows, columns), request_owners(rows))
-
     def prove(self, record: RowKV, node: Node) -> None:
-        """What a row with the prefix that ends at `node` drew was finite."""
+        """What a row with the prefix that ends at `node` sampled was finite."""
         last = record.cache_protected_len // self.page_size
-        # The draw is of the token behind the committed ones, or, where the first draw did not tell, of the next.
+        # The sample is of the token behind the committed ones, or, where the first sample did not tell, of the next.
         read_from = max(record.kv_committed_len - self.window + 1, 0)
         self.component.prove(node, last - self.pages_for(read_from))
 
@@ -332,7 +333,7 @@ class WindowGroup(Group):
     def _uncover(self, record: RowKV, held_from: int) -> None:
         count = record.cache_protected_len // self.page_size - held_from
         if count > 0:
-            self.component.uncover(record.receipt, count)
+            self.component.uncover(record.locked_node, count)
             self.component.give_back()
 
 
@@ -348,6 +349,6 @@ def build_group(
     """The group of a pool. `ledger`: record who owns each page."""
     pool = PagePool(spec.num_pages, spec.page_size, PageLedger(spec.num_pages) if ledger else None)
     order = EvictionOrder(eviction)
-    if spec.kind is PoolKind.WINDOW:
+    if spec.window is not None:
         return WindowGroup(spec, WindowKV(pool, order, spec.window), lengths, columns, step_tokens)
     return FullGroup(spec, FullKV(pool, order), lengths, columns)

@@ -25,7 +25,7 @@ class Node:
     """A run of pages. `values[i]` belongs to the tree's i-th component; a root has an empty key.
 
     - `writer`: serial of the record that computed it.
-    - `proven`: something was drawn from it and was finite. Whatever is above a proven node is proven.
+    - `proven`: something was sampled from it and was finite. Whatever is above a proven node is proven.
     - `locks`: how many requests depend on the prefix that ends here or below. Whatever is above a locked node is.
     - `dead`: cut off. No match reaches it or anything below it; it lasts as long as its locks.
     """
@@ -157,8 +157,8 @@ class RadixTree:
         """Adds the run `tokens` (whole pages) after the prefix that ends at `below`, which is not dead.
 
         `pages`: one array per component, `[pages of the run]`, 0 where there is none. Of the part that is there already
-        components take what they lack. What is new becomes one leaf, computed by `writer`, whose components adopt the
-        rest from the owner with code `previous_owner`.
+        components take what they lack. What is new becomes one leaf, computed by `writer`, to which components attach
+        the rest from the owner with code `previous_owner`.
         """
         self._now += 1
         if below.parent is None:
@@ -174,7 +174,7 @@ class RadixTree:
             node = self._add_leaf(node, tokens[there:] if there else tokens, writer)
             first = there // self.page_bytes
             for component, run in zip(self.components, pages, strict=True):
-                component.adopt(node, run[first:], previous_owner)
+                component.attach_pages(node, run[first:], previous_owner)
         self._touch(node)
         return Insertion(node, there // TOKEN_BYTES)
 
@@ -217,7 +217,7 @@ class RadixTree:
             self._give_back()
 
     def prove(self, node: Node) -> None:
-        """What was drawn from the prefix that ends at `node` was finite."""
+        """What was sampled from the prefix that ends at `node` was finite."""
         while not node.proven and node.parent is not None:
             node.proven = True
             node = node.parent

@@ -19,7 +19,7 @@ class WindowPages:
     """What a node has: the pages of the end of its key, `[pages]`; those before them are gone.
 
     - `covers`: how many of the last pages each request depends on, as {count: requests}.
-    - `proven`: how many of the last pages were read by a draw that was finite.
+    - `proven`: how many of the last pages were read by a sample that was finite.
     """
 
     pages: Pages
@@ -61,7 +61,7 @@ class WindowKV(PooledComponent):
     def pages(self, node: Node) -> Pages:
         return self.held(node).pages
 
-    def adopt(self, node: Node, pages: Pages, previous_owner: int) -> None:
+    def attach_pages(self, node: Node, pages: Pages, previous_owner: int) -> None:
         live = pages if pages[0] else pages[np.count_nonzero(pages == 0) :]
         self._move(live, previous_owner, node_owner(node.id))
         node.values.append(WindowPages(live.copy()))
@@ -173,7 +173,7 @@ class WindowKV(PooledComponent):
             self.touch(node)
 
     def prove(self, node: Node, count: int) -> None:
-        """The last `count` pages of the prefix that ends at `node` were read by a draw that was finite."""
+        """The last `count` pages of the prefix that ends at `node` were read by a sample that was finite."""
         while count > 0 and node.parent is not None:
             value = self.held(node)
             value.proven = max(value.proven, min(count, len(value.pages)))

@@ -8,8 +8,6 @@ it), its numbers stay as they are.
 from __future__ import annotations
 
 import ctypes
-import faulthandler
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,16 +30,6 @@ def shared_words() -> Words:
     """Memory for a pulse, to be given to a spawned process as an argument."""
     words: Words = get_context("spawn").RawArray(ctypes.c_int64, 5)
     return words
-
-
-STACKS_SIGNAL = signal.SIGUSR1
-"""Has a process of an engine, core or rank, write the Python stacks of all its threads to its standard error."""
-
-
-def write_stacks_on_signal() -> None:
-    """Does for this process what `STACKS_SIGNAL` says, also while it is in native code that holds the interpreter's
-    lock: the handler is native as well."""
-    faulthandler.register(STACKS_SIGNAL)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,12 @@ RETRY_AFTER_SECONDS = 1
 MAX_MESSAGE_CHARACTERS = 1000
 """Most characters of an error's message: it may repeat numbers of thousands of digits."""
 
-TYPES_BY_STATUS = {401: "authentication_error", 503: "service_unavailable"}
+TYPES_BY_STATUS = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    503: "service_unavailable",
+}
 
 
 class MalformedRequestError(RequestError):
@@ -60,6 +66,20 @@ class BusyError(RequestError):
     code = "busy"
 
 
+class HostNotAllowedError(RequestError):
+    """A server without a key, for this machine alone, was called by another machine's name."""
+
+    status = 403
+    code = "host_not_allowed"
+
+
+class TooManyConnectionsError(RequestError):
+    """`max_connections` are open, and none of them is idle."""
+
+    status = 503
+    code = "too_many_connections"
+
+
 class MediaTypeError(RequestError):
     """The body is announced as something other than JSON."""
 
@@ -78,6 +98,31 @@ class AuthenticationError(RequestError):
 
     status = 401
     code = "invalid_api_key"
+
+
+class AdminKeyError(RequestError):
+    """The key is not an operator's."""
+
+    status = 403
+    code = "admin_key_required"
+
+
+class ForeignPageError(RequestError):
+    """A page from elsewhere had a browser ask a server that has no key."""
+
+    status = 403
+    code = "foreign_page"
+
+
+class RateLimitError(RequestError):
+    """The key has as much in flight, or has used as much, as it may. `retry_after`: seconds to wait."""
+
+    status = 429
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class ShuttingDownError(RequestError):
@@ -109,6 +154,8 @@ def error_response(error: RequestError) -> Response:
         headers["WWW-Authenticate"] = "Bearer"
     if error.status == 503:
         headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
+    if isinstance(error, RateLimitError):
+        headers["Retry-After"] = str(max(math.ceil(error.retry_after), 1))
     return Response(msgspec.json.encode(error_body(error)), error.status, headers, "application/json")
 
 

@@ -7,14 +7,16 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 
 import msgspec
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Depends, Response
 
 from sglang_jax.engine.types import EngineClient, ReplicaLoad
+from sglang_jax.server.callers import require_admin
 from sglang_jax.server.streaming import json_response
 
 
 class Load(msgspec.Struct, kw_only=True):
-    """One replica. Figures are those of its scheduler; `state`, `address`, `in_flight`, `restarts` and `last_end` are
+    """One replica. Figures are those of its scheduler; `state`, `address`, `in_flight`, `silent_seconds`,
+    `restarts` and `last_end` are
     what this server knows of it (see `ReplicaLoad`). `utilization` is the share of its rows that run."""
 
     dp_rank: int
@@ -31,6 +33,7 @@ class Load(msgspec.Struct, kw_only=True):
     state: str
     address: str
     in_flight: int
+    silent_seconds: float
     restarts: int
     last_end: str
 
@@ -59,7 +62,7 @@ class Loads(msgspec.Struct, kw_only=True):
 def loads_router(client: EngineClient) -> APIRouter:
     router = APIRouter()
 
-    @router.get("/v1/loads")
+    @router.get("/v1/loads", dependencies=[Depends(require_admin)])
     async def loads() -> Response:
         """Running and waiting requests, memory and state of each replica."""
         now = datetime.now(UTC).isoformat()
@@ -89,6 +92,7 @@ def _load(one: ReplicaLoad, now: str) -> Load:
         state=one.state.value,
         address=one.address,
         in_flight=one.in_flight,
+        silent_seconds=one.silent_seconds,
         restarts=one.restarts,
         last_end=one.last_end,
     )

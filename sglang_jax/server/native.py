@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
@@ -13,11 +14,18 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from sglang_jax.engine.types import FinishKind, FinishReason, OutputDelta, TextTokenizer, TokenLogprob
+from sglang_jax.server.callers import current_caller
 from sglang_jax.server.context import ENGINE_NAMES, ServerContext
 from sglang_jax.server.json_body import JsonRoute
 from sglang_jax.server.logprobs import reported
 from sglang_jax.server.native_schema import GenerateBody, NativeRequest, native_request
 from sglang_jax.server.streaming import event, json_response, open_event_stream, until_disconnect, written
+
+REPEATED_BYTES = 32 * 2**20
+"""Bytes a second of events that repeat all so far, in all streams together: about a tenth of a core."""
+
+SHORT_EVENT = 16_384
+"""Events of so many bytes wait for nothing: some thousand tokens without logprobs."""
 
 _encoder = msgspec.json.Encoder()
 
@@ -32,6 +40,7 @@ class NativeFormat:
     request: NativeRequest
     tokenizer: TextTokenizer
     text_in_logprobs: bool
+    hide_cached_tokens: bool
     begin: float
 
     def answer(self, number: int, delta: OutputDelta) -> dict[str, object]:
@@ -42,7 +51,7 @@ class NativeFormat:
             "finish_reason": finish_object(delta.finish, delta.completion_tokens),
             "prompt_tokens": delta.prompt_tokens,
             "completion_tokens": delta.completion_tokens,
-            "cached_tokens": delta.cached_tokens,
+            "cached_tokens": None if self.hide_cached_tokens else delta.cached_tokens,
             "e2e_latency": time.perf_counter() - self.begin,
         }
         if prompt.return_logprob:
@@ -101,6 +110,27 @@ class RepeatedAnswer:
         return msgspec.Raw(b"[" + written + b"]")
 
 
+class RepeatPace:
+    """How fast the streams of a server may repeat what they have said, all together.
+
+    An event that repeats is as long as the output so far, so a stream is as long as its square: 600 tokens with 20
+    alternatives each made 106 MiB. A stream that waits after a long event finds more tokens in its next one, and
+    repeats less often; what it says in the end is the same.
+    """
+
+    def __init__(self) -> None:
+        self._free_at = 0.0
+
+    async def after(self, size: int, *, last: bool) -> None:
+        """Waits for as long as an event of `size` bytes has to be waited for; not after the last of an output."""
+        if size <= SHORT_EVENT:
+            return
+        now = asyncio.get_running_loop().time()
+        self._free_at = max(now, self._free_at) + size / REPEATED_BYTES
+        if not last:
+            await asyncio.sleep(self._free_at - now)
+
+
 def finish_object(finish: FinishReason | None, completion_tokens: int) -> dict[str, object] | None:
     """SGLang's `finish_reason`; None while the output grows."""
     if finish is None:
@@ -114,6 +144,7 @@ def finish_object(finish: FinishReason | None, completion_tokens: int) -> dict[s
 
 def native_router(context: ServerContext) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
+    pace = RepeatPace()
 
     @router.post("/generate")
     async def generate(body: GenerateBody, request: Request) -> Response:
@@ -121,9 +152,10 @@ def native_router(context: ServerContext) -> APIRouter:
         begin = time.perf_counter()
         context.check_model(body.model)
         call = native_request(body, context.generation_defaults, request.headers, context.check_size)
-        form = NativeFormat(call, context.client.tokenizer, bool(body.return_text_in_logprobs), begin)
+        hide = current_caller().hide_cached_tokens
+        form = NativeFormat(call, context.client.tokenizer, bool(body.return_text_in_logprobs), hide, begin)
         if body.stream:
-            return await open_event_stream(request, _events(context, form, bool(body.incremental_output)))
+            return await open_event_stream(request, _events(context, form, None if body.incremental_output else pace))
         names = {**ENGINE_NAMES, "prompt": call.prompt_field}
         work = context.collect(call.request_id, call.prompts, names)
         outputs = await until_disconnect(request.receive, work)
@@ -132,7 +164,8 @@ def native_router(context: ServerContext) -> APIRouter:
     return router
 
 
-async def _events(context: ServerContext, form: NativeFormat, incremental: bool) -> AsyncGenerator[bytes, None]:
+async def _events(context: ServerContext, form: NativeFormat, pace: RepeatPace | None) -> AsyncGenerator[bytes, None]:
+    """The events of a stream; they repeat all so far if there is a `pace`."""
     call = form.request
     names = {**ENGINE_NAMES, "prompt": call.prompt_field}
     repeated: dict[int, RepeatedAnswer] = {}
@@ -143,6 +176,9 @@ async def _events(context: ServerContext, form: NativeFormat, incremental: bool)
                 answer = await written(partial(form.answer, number, delta), [delta])
             else:
                 answer = form.answer(number, delta)
-            if not incremental:
+            if pace is not None:
                 answer = repeated.setdefault(index, RepeatedAnswer()).add(answer)
-            yield event(answer if call.single else {"index": index, **answer})
+            data = event(answer if call.single else {"index": index, **answer})
+            yield data
+            if pace is not None:
+                await pace.after(len(data), last=delta.finish is not None)

@@ -66,6 +66,7 @@ class RemoteLink:
         self._tokens = 0
         self._in_flight = 0
         self._foreign_load = 0
+        self._silent_seconds = 0.0
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._watch: asyncio.Task[None] | None = None
         self._runs: dict[RequestOutputs, _Run] = {}
@@ -122,6 +123,11 @@ class RemoteLink:
     def alive(self) -> bool:
         """The server has not been lost."""
         return not self._over.done()
+
+    @property
+    def silent_seconds(self) -> float:
+        """See `Link.silent_seconds`: of its own engines."""
+        return self._silent_seconds
 
     @property
     def stats(self) -> SchedulerStats:
@@ -277,6 +283,7 @@ class RemoteLink:
         loads = [load for load in answer["loads"] if load["state"] in ("serving", "draining")]
         self._rows = sum(load["max_running_requests"] for load in loads)
         self._tokens = sum(load["max_total_num_tokens"] for load in loads)
+        self._silent_seconds = max((load.get("silent_seconds", 0.0) for load in loads), default=0.0)
         self._stats = SchedulerStats(
             num_running=sum(load["num_running_reqs"] for load in loads),
             num_waiting=sum(load["num_waiting_reqs"] for load in loads),
@@ -390,7 +397,7 @@ def _add(outputs: RequestOutputs, answer: Mapping[str, Any], *, first: bool) -> 
         token_ids=answer["output_ids"],
         prompt_tokens=meta["prompt_tokens"],
         completion_tokens=meta["completion_tokens"],
-        cached_tokens=meta["cached_tokens"],
+        cached_tokens=meta["cached_tokens"] or 0,  # null where they are hidden from this server
         finish=_finish(meta["finish_reason"]),
         logprobs=_logprobs(meta.get("output_token_logprobs"), meta.get("output_top_logprobs")),
         prompt_logprobs=prompt_logprobs,

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.loops.auto import auto_loop_factory
 
 from sglang_jax.config import LogLevel, ServerConfig
@@ -21,7 +22,15 @@ from sglang_jax.engine.types import EngineClient
 from sglang_jax.errors import ConfigError
 from sglang_jax.runner.backends import load_follower
 from sglang_jax.server.app import create_app, create_context
+from sglang_jax.server.callers import Callers
+from sglang_jax.server.connections import (
+    MAX_HEAD_BYTES,
+    ConnectionLimits,
+    bounded_connections,
+    raise_descriptor_limit,
+)
 from sglang_jax.server.context import ServerContext
+from sglang_jax.server.local_hosts import LocalHosts, OwnPagesOnly, is_loopback
 from sglang_jax.server.remote_replicas import connect_engines
 
 logger = logging.getLogger(__name__)
@@ -29,21 +38,33 @@ logger = logging.getLogger(__name__)
 KEEP_ALIVE_SECONDS = 75
 """How long an idle connection stays open: longer than clients keep theirs, or a request could meet a closing one."""
 
+SEND_BUFFER = 131_072
+"""Bytes; Linux doubles them. Enough for 2 MB/s over 100 ms, and small enough to see soon that a client reads."""
+
 TERMINATED = 128 + signal.SIGTERM
 """Exit status after SIGTERM while the engine was still starting, as shells have it."""
 
 Launch = Callable[[ServerConfig], Awaitable[EngineClient]]
 
 
+SECONDS_TO_TELL = 2.0
+"""How long clients have to read that the engine is gone before the server ends."""
+
+
 class DrainingServer(uvicorn.Server):
     """A first SIGTERM or SIGINT drains: `/health` turns 503, new requests are refused with 503, and the server ends
-    once those in flight have finished. A second one ends it at once: requests are aborted, connections dropped."""
+    once those in flight have finished. A second one, or the end of `--drain-timeout`, ends it at once: requests are
+    aborted, connections dropped.
+
+    It also ends once its engine is gone for good: whoever manages the service is to start it again, maybe elsewhere.
+    """
 
     def __init__(self, config: uvicorn.Config, context: ServerContext, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._context = context
         self._on_ready = on_ready
         self._loop = asyncio.get_running_loop()
+        self._deadline: asyncio.TimerHandle | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Opens the sockets, and says so."""
@@ -57,21 +78,27 @@ class DrainingServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: is it time to end?"""
-        if not self._context.in_flight and (self._context.draining or self._lost_host):
+        gone = self._context.client.gone
+        if gone and self._deadline is None:
+            logger.error("The engine is gone for good: the server ends")
+            self._deadline = self._loop.call_later(SECONDS_TO_TELL, self._stop)
+        if not self._context.in_flight and (self._context.draining or gone):
             self.should_exit = True
         return await super().on_tick(counter)
 
-    @property
-    def _lost_host(self) -> bool:
-        """With several hosts the engine ends when any of them is lost, and then all must be started again: this one
-        does not stay to say so."""
-        return self._context.config.nnodes > 1 and not self._context.client.alive
-
     def _drain(self) -> None:
-        logger.info("Draining: %d requests in flight; a second signal stops at once", len(self._context.in_flight))
+        seconds = self._context.config.drain_timeout
+        logger.info(
+            "Draining: %d requests in flight have %g s; a second signal stops at once",
+            len(self._context.in_flight),
+            seconds,
+        )
+        if self._deadline is None:
+            self._deadline = self._loop.call_later(seconds, self._stop)
 
     def _stop(self) -> None:
-        logger.warning("Stopping: %d requests in flight are aborted", len(self._context.in_flight))
+        if self._context.in_flight:
+            logger.warning("Stopping: %d requests in flight are aborted", len(self._context.in_flight))
         self.should_exit = self.force_exit = True
         self._context.client.abort_all()
         for connection in list(self.server_state.connections):
@@ -89,15 +116,23 @@ async def launch_or_connect(config: ServerConfig) -> EngineClient:
 
 def run(config: ServerConfig, launch: Launch = launch_or_connect) -> int:
     """Serves until a signal ends it; a host of `node_rank` above 0 follows host 0 until that ends. The exit status: 0,
-    or 1 if the engine died meanwhile.
+    or 1 if the engine is gone for good.
 
-    **Raises:** `ConfigError` for an address that cannot be listened on, and what `launch_or_connect` raises.
+    **Raises:** `ConfigError` for an address that cannot be listened on or keys that cannot be used, and what
+    `launch_or_connect` raises.
     """
     begin = time.perf_counter()
     logging.basicConfig(level=config.log_level.upper(), format=LOG_FORMAT)
     if config.node_rank > 0:
         load_follower(config)(config)
         return 0
+    callers = Callers.of(config)
+    if not callers.asks_for_a_key and not is_loopback(config.host):
+        logger.warning(
+            "Whoever reaches %s may use this server: it has no key. Give it one with --api-key-file, or let it "
+            "listen on 127.0.0.1",
+            config.host,
+        )
     listener = bind(config.host, config.port)  # before the model is loaded: a taken port shows at once
     with listener, asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
         try:
@@ -111,20 +146,33 @@ async def _serve(config: ServerConfig, listener: socket.socket, launch: Launch, 
         client = await launch(config)
     try:
         context = create_context(client, config)
-        uvicorn_config = uvicorn.Config(
-            create_app(context),
-            lifespan="off",
-            log_config=None,
-            log_level="info" if config.log_level is LogLevel.DEBUG else "warning",
-            access_log=config.log_level is LogLevel.DEBUG,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        )
+        uvicorn_config = http_config(context)
         url = _url(config.host, listener.getsockname()[1])
-        server = DrainingServer(uvicorn_config, context, lambda: _announce(config, url, begin))
+        server = DrainingServer(uvicorn_config, context, lambda: _announce(context, url, begin))
         await server.serve(sockets=[listener])
-        return 0 if client.alive else 1
+        return 1 if client.gone else 0
     finally:
         await client.close()
+
+
+def http_config(context: ServerContext) -> uvicorn.Config:
+    """How uvicorn serves the context's engine."""
+    config = context.config
+    limits = ConnectionLimits(raise_descriptor_limit(config.max_connections), config.client_timeout)
+    app: ASGIApp = create_app(context)
+    if not context.callers.asks_for_a_key and is_loopback(config.host):
+        app = OwnPagesOnly(LocalHosts(app, (config.allowed_hosts or "").split(",")))
+    return uvicorn.Config(
+        app,
+        http=bounded_connections(limits),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="info" if config.log_level is LogLevel.DEBUG else "warning",
+        access_log=config.log_level is LogLevel.DEBUG,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+    )
 
 
 @contextmanager
@@ -151,6 +199,8 @@ def bind(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Each connection's: what waits in the kernel for a client that does not read. It may be megabytes otherwise.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         listener.bind(address)
     except OSError as error:
         listener.close()
@@ -165,10 +215,10 @@ def _url(host: str, port: int) -> str:
     return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
 
 
-def _announce(config: ServerConfig, url: str, begin: float) -> None:
-    key = ' -H "Authorization: Bearer $API_KEY"' if config.api_key is not None else ""
+def _announce(context: ServerContext, url: str, begin: float) -> None:
+    key = ' -H "Authorization: Bearer $API_KEY"' if context.callers.asks_for_a_key else ""
     print(
-        f"Ready after {time.perf_counter() - begin:.1f} s: serving {config.model_name} at {url}. Try it:\n"
+        f"Ready after {time.perf_counter() - begin:.1f} s: serving {context.config.model_name} at {url}. Try it:\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key}"
         ' -d \'{"messages": [{"role": "user", "content": "Hello!"}]}\'',
         flush=True,

@@ -126,8 +126,11 @@ async def test_a_core_that_hangs_is_killed_and_says_where(
         assert client.alive
         assert [delta async for delta in unread][-1].finish is not None
         begin = time.monotonic()
+        hanging = asyncio.create_task(collect(client, GenerateInput(prompt=[1, TRAP], sampling=LONG)))
+        while client.loads()[0].silent_seconds == 0.0:
+            await asyncio.sleep(0.01)
         with pytest.raises(EngineDeadError, match=r"hangs: it has made no step for .* while there was work"):
-            await asyncio.wait_for(collect(client, GenerateInput(prompt=[1, TRAP], sampling=LONG)), 20)
+            await asyncio.wait_for(hanging, 20)
         assert time.monotonic() - begin > 0.8 * TIMEOUT
         assert not client.alive
         assert await gone(pid_of(client))

@@ -1,4 +1,4 @@
-"""Small prefix trees and KV caches with a ledger, for tests of the memory rooms."""
+"""Small prefix trees and KV caches with a ledger, for tests of `mem_cache`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_jax.architectures import CacheKind
 from sglang_jax.config import EvictionPolicy
 from sglang_jax.mem_cache.eviction import EvictionOrder
 from sglang_jax.mem_cache.full_kv import FullKV
@@ -15,9 +16,9 @@ from sglang_jax.mem_cache.kv_cache import KVCache, RowKV
 from sglang_jax.mem_cache.ledger import PageLedger, request_owner
 from sglang_jax.mem_cache.page_pool import PagePool
 from sglang_jax.mem_cache.radix_tree import Namespace, Node, RadixTree
-from sglang_jax.runner.plan import PoolKind, PoolSpec
+from sglang_jax.runner.plan import PoolSpec
 
-GIVER = request_owner(0)
+PREVIOUS_OWNER = request_owner(0)
 
 
 def int32_bytes(tokens: Iterable[int]) -> bytes:
@@ -57,10 +58,10 @@ class SmallTree:
     def insert(self, tokens: Iterable[int], namespace: Namespace = None) -> Node:
         """Inserts whole pages of tokens from the root on; what was there already is freed again."""
         run = int32_bytes(tokens)
-        pages = self.pool.alloc(len(run) // 4 // self.page_size, GIVER)
+        pages = self.pool.alloc(len(run) // 4 // self.page_size, PREVIOUS_OWNER)
         assert pages is not None, "the test's pool is too small"
-        added = self.tree.insert(self.tree.root(namespace), run, (pages,), GIVER)
-        self.pool.free(pages[: added.already_there // self.page_size], GIVER)
+        added = self.tree.insert(self.tree.root(namespace), run, (pages,), PREVIOUS_OWNER)
+        self.pool.free(pages[: added.already_there // self.page_size], PREVIOUS_OWNER)
         return added.node
 
     def peek(self, tokens: Iterable[int], namespace: Namespace = None) -> int:
@@ -85,7 +86,7 @@ def small_cache(
     pages: int = 32, page_size: int = 4, rows: int = 4, context: int = 64, *, reuse: bool = True
 ) -> KVCache:
     """A cache with a ledger; `pages` does not count the pad page."""
-    return KVCache((PoolSpec(PoolKind.FULL, pages + 1, page_size),), rows, context, reuse=reuse, debug=True)
+    return KVCache((PoolSpec(CacheKind.FULL, pages + 1, page_size),), rows, context, reuse=reuse, debug=True)
 
 
 def compute(cache: KVCache, record: RowKV, tokens: list[int], step: int | None = None) -> None:

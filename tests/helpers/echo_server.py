@@ -20,9 +20,9 @@ from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.core import CoreLoader
 from sglang_jax.engine.launch import TokenizerLoader, launch_core
 from sglang_jax.engine.types import EngineClient
-from sglang_jax.server.app import create_app, create_context
+from sglang_jax.server.app import create_context
 from sglang_jax.server.context import ServerContext
-from sglang_jax.server.serve import Launch, bind
+from sglang_jax.server.serve import Launch, bind, http_config
 
 Result = TypeVar("Result")
 
@@ -119,7 +119,7 @@ def serve_echo(
         else:
             engine = await launch_core(config, in_process=in_process, load=load, load_tokenizer=load_tokenizer)
         context = create_context(engine, config)
-        server = uvicorn.Server(uvicorn.Config(create_app(context), lifespan="off", log_config=None, log_level="error"))
+        server = uvicorn.Server(http_config(context))
         servers.append(server)
         running.append(EchoServer(port, http, context, engine, asyncio.get_running_loop()))
         ready.set()

@@ -46,6 +46,7 @@ class ToldLink:
         self.flushed = 0
         self.busy = False
         self.foreign_load = 0
+        self.silent_seconds = 0.0
         self.stats = SchedulerStats(num_running=1, prompt_tokens=10, cached_tokens=4)
         self._outputs: dict[str, RequestOutputs] = {}
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()

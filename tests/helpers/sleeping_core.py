@@ -10,14 +10,16 @@ from collections.abc import Callable
 
 from helpers.engine_fakes import FAKE_EOS, FAKE_VOCAB_SIZE, MODEL_INFO, load_tokenizer
 
+from sglang_jax.architectures import CacheKind
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.channel import CoreChannel, Ready
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.core_link import CoreLink
 from sglang_jax.engine.launch import launch_core, launch_link
+from sglang_jax.engine.launch_replicated import launch_engines
 from sglang_jax.engine.placement import Placement
 from sglang_jax.runner.fake import FakeRunner
-from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec, StepPlan, StepResult
+from sglang_jax.runner.plan import PoolSpec, RunnerSpec, StepPlan, StepResult
 from sglang_jax.runner.protocol import Runner, RunnerReport, StepHandle
 from sglang_jax.runner.pulse import Building
 from sglang_jax.scheduler.loop import SchedulerLoop
@@ -54,7 +56,7 @@ class SleepingRunner:
         self._inner.warm_up(progress)
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        if self._trap is not None and TRAP in plan.prefill_tokens:
+        if self._trap is not None and TRAP in plan.tokens:
             self._trap()
         self._end = max(self._end, time.monotonic()) + self._seconds
         return SleepingHandle(self._inner.launch(plan), self._end)
@@ -91,7 +93,7 @@ class SleepingCore:
     rows as in the options. The model's architecture is the id of the core's process."""
 
     def __init__(self, config: EngineConfig, channel: CoreChannel) -> None:
-        pool = PoolSpec(PoolKind.FULL, (config.max_total_tokens or 4096) // config.page_size + 1, config.page_size)
+        pool = PoolSpec(CacheKind.FULL, (config.max_total_tokens or 4096) // config.page_size + 1, config.page_size)
         spec = RunnerSpec((pool,), config.max_running_requests or 8, 256, CONTEXT, FAKE_VOCAB_SIZE)
         kind, _, seconds = config.model_path.partition(":")
         runner = SleepingRunner(FakeRunner(spec), float(seconds), TRAPS[kind])
@@ -126,6 +128,15 @@ async def launch_sleeping(config: EngineConfig, placement: Placement) -> AsyncEn
         load_tokenizer=load_tokenizer,
         placement=dataclasses.replace(placement, cores=()),
     )
+
+
+async def launch_sleeping_engines(config: EngineConfig) -> AsyncEngineClient:
+    """As a server launches its engines."""
+
+    async def launch(options: EngineConfig, placement: Placement | None) -> CoreLink:
+        return await launch_link(options, in_process=False, load=load_sleeping)
+
+    return await launch_engines(config, launch=launch, load_tokenizer=load_tokenizer)
 
 
 async def launch_sleeping_link(config: EngineConfig, placement: Placement) -> CoreLink:

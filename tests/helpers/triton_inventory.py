@@ -16,12 +16,11 @@ import torch
 from torch_backend.attention.interface import AttentionOptions
 from torch_backend.kernels.chip import Chip
 from torch_backend.kernels.decode_attention import Partials, decode_attention, plan_decode
-from torch_backend.kernels.draw import draw, greedy
 from torch_backend.kernels.extend_attention import extend_attention, extend_tile, plan_extend
-from torch_backend.kernels.gelu_mul import gelu_mul
+from torch_backend.kernels.gated_activation import gelu_mul, silu_mul
 from torch_backend.kernels.rms_norm import add_rms_norm, rms_norm
 from torch_backend.kernels.rotate_and_write import rotate_and_write
-from torch_backend.kernels.silu_mul import silu_mul
+from torch_backend.kernels.sample import greedy, sample
 from torch_backend.kv_pages import KVPages
 from torch_backend.operations import HeadNorms, Rotation
 
@@ -54,8 +53,8 @@ def shipped_kernels() -> list[ShippedKernel]:
     """All of them, each with a name of its own."""
     activations = [_activation(name, dtype) for name in ("silu_mul", "gelu_mul") for dtype in _TYPES]
     # Vocabularies whose rows are aligned to 16 bytes, and not.
-    draws = [*_draws(128_256), *_draws(50_257)]
-    return [*_norms(), *_wide_weights(), *activations, *_rotations(), *draws, *_attention()]
+    samples = [*_samples(128_256), *_samples(50_257)]
+    return [*_norms(), *_wide_weights(), *activations, *_rotations(), *samples, *_attention()]
 
 
 def _empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -124,13 +123,13 @@ def _rotation(dtype: torch.dtype, pages: torch.dtype, head_dim: int, has_norms: 
     return ShippedKernel("rotate_and_write", configuration, launch)
 
 
-def _draws(vocab: int) -> Iterator[ShippedKernel]:
+def _samples(vocab: int) -> Iterator[ShippedKernel]:
     logits = _empty(torch.float32, _TOKENS, vocab)
     reals, words, seeds = _empty(torch.float32, _TOKENS), _empty(torch.int32, _TOKENS), _empty(torch.int32, _TOKENS, 2)
     configuration = f"vocabulary {vocab}"
     yield ShippedKernel("greedy", configuration, lambda _: greedy(logits))
     yield ShippedKernel(
-        "draw", configuration, lambda _: draw(logits, reals, words, reals, reals, seeds=seeds, positions=words)
+        "sample", configuration, lambda _: sample(logits, reals, words, reals, reals, seeds=seeds, positions=words)
     )
 
 

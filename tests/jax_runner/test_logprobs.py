@@ -15,7 +15,7 @@ RNG = np.random.default_rng(8)
 VOCAB = 30
 
 
-def test_drawn_tokens_and_alternatives() -> None:
+def test_sampled_tokens_and_alternatives() -> None:
     logits = RNG.normal(0, 4, (3, VOCAB)).astype(np.float32)
     found = jax.jit(token_logprobs)(logits, np.array([4, 0, INVALID_TOKEN]), np.int32(1))
     expected = log_softmax(logits, axis=-1)

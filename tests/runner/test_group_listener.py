@@ -115,7 +115,8 @@ def test_who_does_not_know_the_secret_is_sent_away(
     assert "it does not know the group's secret" in caplog.text
 
 
-def test_a_leader_that_does_not_know_the_secret_is_not_followed() -> None:
+@pytest.mark.parametrize("said", [group_listener._ANSWERS.encode(group_listener.Answer("")), b""])
+def test_a_leader_that_does_not_know_the_secret_is_not_followed(said: bytes) -> None:
     """It takes any proof for good, and cannot give one."""
 
     def pretend(server: socket.socket) -> None:
@@ -125,9 +126,8 @@ def test_a_leader_that_does_not_know_the_secret_is_not_followed() -> None:
             theirs = connection.recv(1000)
             while len(theirs) < 32 + 32 + 2 + 10:
                 theirs += connection.recv(1000)
-            answer = group_listener._ANSWERS.encode(group_listener.Answer(""))
             proof = theirs[32:64]  # the follower's own
-            connection.sendall(proof + len(answer).to_bytes(2, "big") + answer)
+            connection.sendall(proof + len(said).to_bytes(2, "big") + said)
             connection.recv(1)
 
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -29,8 +29,8 @@ pytestmark = pytest.mark.slow
 
 SCHEDULES = 2000
 
-ONE_POOL = {"groups": st.just((0,))}
-WINDOWS = {"groups": st.sampled_from([(0, 5), (0, 17), (5,), (3, 20)])}
+ONE_POOL = {"groups": st.just((None,))}
+WINDOWS = {"groups": st.sampled_from([(None, 5), (None, 17), (5,), (3, 20)])}
 
 NO_DRAFTS = {"drafts": st.just(0)}
 MANY_DRAFTS = {"drafts": st.sampled_from([1, 4])}
@@ -101,7 +101,7 @@ def lose_a_delta(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def commit_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last drawn token counts as committed, though its KV was never written."""
+    """The last sampled token counts as committed, though its KV was never written."""
     publish = Publisher.tokens
 
     def publish_and_commit(self: Publisher, rows: np.ndarray, *arguments: Any) -> None:
@@ -264,7 +264,7 @@ def give_a_node_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def insert_the_uncommitted_tail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The token drawn last goes into the tree, though its KV was never written."""
+    """The token sampled last goes into the tree, though its KV was never written."""
     give_back = Rows._give_back
 
     def give_back_all(self: Rows, departure: Departure) -> None:
@@ -392,7 +392,7 @@ PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
         "conservativeness": st.just(1.0),
     },
     never_keep_room: {"backfill": st.just((2, 256)), "aged_turn": st.sampled_from([2, 3]), "pages": st.integers(6, 24)},
-    doubt_no_window: {"groups": st.sampled_from([(5,), (0, 5)]), "reuse": st.just(True)},
+    doubt_no_window: {"groups": st.sampled_from([(5,), (None, 5)]), "reuse": st.just(True)},
     reclaim_behind_the_longest_guess: WINDOWS,
 }
 """Sizes with which a fault shows, where few of those that are drawn else would do."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import socket
+import time
 import tracemalloc
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,7 @@ from helpers.engine_fakes import CONTEXT_LENGTH, MAX_RUNNING, ByteTokenizer
 
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.batch import FLIGHTS_PER_ROW
-from sglang_jax.server import request_body
+from sglang_jax.server import native, request_body
 
 JSON = {"Content-Type": "application/json"}
 MOST_CHARACTERS = CONTEXT_LENGTH * ByteTokenizer.longest_token
@@ -294,3 +295,26 @@ def test_all_completions_share_the_logprobs_of_their_prompt(server: EchoServer, 
         assert choice["logprobs"]["tokens"][:2000] == ["A", "B"] * 1000
         assert choice["logprobs"]["token_logprobs"][:2] == [-6.5, -6.6]
     assert [seen["logprob_start"] for seen in server.seen()[before:]] == [0, -1, -1]
+
+
+def test_streams_that_repeat_have_a_pace(server: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1500 tokens with 5 alternatives make 300 MB where each has an event that repeats all before it."""
+    pace = 4 * 2**20
+    monkeypatch.setattr(native, "REPEATED_BYTES", pace)
+    fields = {
+        "text": "ab" * 750,
+        "stream": True,
+        "return_logprob": True,
+        "top_logprobs_num": 5,
+        "sampling_params": {"max_new_tokens": 1500},
+    }
+    begin, total, last = time.monotonic(), 0, ""
+    with server.http.stream("POST", "/generate", json=fields) as response:
+        for line in response.iter_lines():
+            total += len(line)
+            last = line if line.startswith("data: {") else last
+    answer = json.loads(last.removeprefix("data: "))
+    assert (answer["text"], len(answer["output_ids"])) == ("ab" * 750, 1500)
+    assert len(answer["meta_info"]["output_top_logprobs"]) == 1500
+    assert total < pace * (time.monotonic() - begin) + 3 * len(last)
+    assert total > 3 * len(last)  # it did stream

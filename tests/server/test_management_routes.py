@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from helpers.echo_server import EchoServer, serve_echo, wait_for
@@ -13,10 +14,16 @@ from helpers.stepped_core import Steps, load_stepped
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from starlette.types import ASGIApp, Message
 
+from sglang_jax.config import ServerConfig
 from sglang_jax.engine.types import ReplicaLoad, ReplicaState
 from sglang_jax.scheduler.messages import GroupUsage, SchedulerStats
+from sglang_jax.server.app import create_app
+from sglang_jax.server.callers import Callers
+from sglang_jax.server.local_hosts import LocalHosts
 from sglang_jax.server.metrics import LATENCY_BUCKETS, LatencyHistogram, SchedulerCollector
+from sglang_jax.server.serve import http_config
 
 LONG = {"text": "a" * 1000, "sampling_params": {"max_new_tokens": 1000}}
 
@@ -225,3 +232,68 @@ def test_the_documentation_describes_the_bodies(server: EchoServer) -> None:
     assert {"prompt", "max_tokens", "logit_bias"} <= set(
         schema["components"]["schemas"]["CompletionBody"]["properties"]
     )
+
+
+def test_health_without_a_body(server: EchoServer) -> None:
+    response = server.http.head("/health")
+    assert (response.status_code, response.content) == (200, b"")
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("evil.example:30000", 403),
+        ("evil.example", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("localhost.evil.example:1", 403),
+        ("localhost", 200),
+        ("LOCALHOST:30000", 200),
+        ("app.localhost:1", 200),
+        ("127.0.0.1:5", 200),
+        ("10.1.2.3", 200),
+        ("[::1]:30000", 200),
+        ("[::1]", 200),
+        ("proxy.example", 200),
+    ],
+)
+async def test_a_keyless_local_server_is_called_by_names_of_its_machine(
+    server: EchoServer, host: str, status: int
+) -> None:
+    if host != "proxy.example":
+        response = server.http.get("/health", headers={"Host": host})
+        assert response.status_code == status
+        if status == 403:
+            assert response.json()["error"]["code"] == "host_not_allowed"
+            assert host in response.json()["error"]["message"]
+            assert "--allowed-hosts" in response.json()["error"]["message"]
+    app = create_app(server.context)
+    assert await status_by(LocalHosts(app, ["proxy.example"]), host) == status
+    assert await status_by(LocalHosts(app, ["*"]), host) == 200
+
+
+async def status_by(app: ASGIApp, host: str) -> int:
+    """The status of an answer to whoever calls the server so."""
+    statuses: list[int] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    headers = [(b"host", host.encode()), (b"authorization", b"Bearer k")]
+    scope = {"type": "http", "method": "GET", "path": "/health", "query_string": b"", "headers": headers}
+    await app(scope, receive, send)
+    return statuses[0]
+
+
+async def test_which_servers_look_at_names(server: EchoServer) -> None:
+    async def status(**options: str) -> int:
+        config = ServerConfig(model_path="echo", **options)
+        context = dataclasses.replace(server.context, config=config, callers=Callers.of(config))
+        return await status_by(cast(ASGIApp, http_config(context).app), "evil.example")
+
+    assert [await status(), await status(host="::1"), await status(host="localhost")] == [403, 403, 403]
+    others: list[dict[str, str]] = [{"host": "0.0.0.0"}, {"api_key": "k"}, {"allowed_hosts": "a,evil.example"}]
+    assert [await status(**options) for options in others] == [200, 200, 200]

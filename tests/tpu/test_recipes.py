@@ -60,4 +60,4 @@ def test_skypilot_asks_for_a_slice_and_starts_the_launcher() -> None:
     assert parse_topology(task["resources"]["accelerators"]).hosts == 1
     assert "-m tpu.launch" in task["run"]
     assert ".[tpu]" in task["setup"]
-    assert {"MODEL", "HF_TOKEN"} == set(task["envs"])
+    assert {"MODEL", "HF_TOKEN", "SGLANG_JAX_API_KEY"} == set(task["envs"])

@@ -20,6 +20,7 @@ from sglang_jax.engine.lookahead import Lookahead
 from sglang_jax.engine.loop_thread import LoopThread
 from sglang_jax.engine.replica import Backoff, Replica
 from sglang_jax.server.app import create_app, create_context
+from sglang_jax.server.callers import Callers
 
 WINDOW_BYTES = 256 * 2**20
 """Room for the lines that wait here; who calls holds them in any case, so this only has to be enough."""
@@ -144,7 +145,8 @@ class LocalEngine:
             await asyncio.sleep(0)
             engine = await self._replica.serving()
         if self._served_now is None or self._served_now.engine is not engine:
-            self._served_now = _Served(engine, create_app(create_context(engine, self._config)))
+            context = create_context(engine, self._config, Callers.within())
+            self._served_now = _Served(engine, create_app(context))
         return self._served_now
 
     async def _ask(self, app: ASGIApp, job: Job) -> None:

@@ -89,7 +89,7 @@ class GenerateDialogue(Dialogue):
         reply.token_ids = event.get("output_ids", [])
         reply.tokens = figures["completion_tokens"]
         reply.prompt_tokens = figures["prompt_tokens"]
-        reply.cached_tokens = figures.get("cached_tokens", 0)
+        reply.cached_tokens = figures.get("cached_tokens") or 0
         reply.finished = figures["finish_reason"] is not None
         return reply.tokens is not None and reply.tokens > tokens_before
 

@@ -7,14 +7,16 @@ from helpers.stand_in_jax import stand_in_runner
 from helpers.stand_in_model import random_weights
 
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
-from sglang_jax.jax_runner.practice import practice_plan
 from sglang_jax.jax_runner.programs import Programs
+from sglang_jax.jax_runner.warmup import warmup_plan
 
 
 @pytest.mark.parametrize(("max_rows", "token_budget", "max_context"), [(1, 16, 8), (5, 100, 4000), (32, 512, 300)])
-def test_practice_fills_its_program_and_draws_nothing(max_rows: int, token_budget: int, max_context: int) -> None:
+def test_a_warmup_plan_fills_its_program_and_samples_nothing(
+    max_rows: int, token_budget: int, max_context: int
+) -> None:
     for bucket in Buckets.ladder(max_rows, token_budget, page_size=4):
-        plan = practice_plan(bucket, max_rows, max_context)
+        plan = warmup_plan(bucket, max_rows, max_context)
         assert plan.num_tokens == plan.query_lens.sum() <= bucket.tokens
         assert 0 < len(plan.rows) <= bucket.rows
         assert set(plan.rows) == {max_rows}

@@ -1,12 +1,12 @@
-"""Draws one token for each row of logits: temperature, top-k, top-p, min-p and the draw, without a sort.
+"""Samples one token for each row of logits: temperature, top-k, top-p, min-p and the Gumbel-max trick, without a sort.
 
-Three kernels in a row. The first gives each row one program: it finds the greedy token, and for a row that draws the
+Three kernels in a row. The first gives each row one program: it finds the greedy token, and for a row that samples the
 largest distance to the row's maximum that the filters keep. Distances are never negative, so their bits as integers
-have the order of their values, and a filter is a search for a least integer. The second draws among what is kept, many
-programs for each row since the noise costs most. The third takes the best of their draws. What a row does not ask for
-is skipped on the device; nothing is read on the host, so that all of it can be captured in a CUDA graph.
+have the order of their values, and a filter is a search for a least integer. The second samples among what is kept,
+many programs for each row since the noise costs most. The third takes the best of what they chose. What a row does not
+ask for is skipped on the device; nothing is read on the host, so that all of it can be captured in a CUDA graph.
 
-It draws what `sglang_jax.jax_runner.sampler` draws, except where rounding decides.
+It samples what `sglang_jax.jax_runner.sampler` samples, except where rounding decides.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import triton.language as tl
 # Tokens that a program looks at in one go, and limits that one pass over the vocabulary tries.
 _SEARCH_BLOCK = 2048
 _LIMITS = 8
-_DRAW_BLOCK = 1024
-_DRAW_PROGRAMS = 16
+_SAMPLE_BLOCK = 1024
+_SAMPLE_PROGRAMS = 16
 
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _ONE_EXPONENT = tl.constexpr(0x00800000)
 _LEAST_TEMPERATURE = tl.constexpr(1e-20)
 _INVALID_TOKEN = tl.constexpr(-1)
-# Stands for "this row draws nothing" among distances, which are not negative.
-_DRAWS_NOTHING = tl.constexpr(-1.0)
+# Stands for a row that samples nothing, among distances, which are not negative.
+_NOT_SAMPLED = tl.constexpr(-1.0)
 _PARITY = tl.constexpr(0x1BD11BDA)
 
 
@@ -131,7 +131,7 @@ def _filter_kernel(
     tl.store(tokens + row, token)
     if RANDOM:
         temperature = tl.load(temperatures + row)
-        kept = tl.full([], _DRAWS_NOTHING, tl.float32)
+        kept = tl.full([], _NOT_SAMPLED, tl.float32)
         if (temperature > 0.0) & (token >= 0):
             temperature = tl.maximum(temperature, _LEAST_TEMPERATURE)
             farthest = tl.div_rn(largest - least, temperature)
@@ -189,7 +189,7 @@ def _gumbel_noise(key_low, key_high, position, tokens):
 
 
 @triton.jit
-def _draw_kernel(
+def _sample_kernel(
     logits, row_stride, vocab, temperatures, largest_logits, kept_distances, seeds, positions, scores, candidates,
     BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
@@ -235,10 +235,10 @@ def _best_kernel(kept_distances, scores, candidates, vocab, tokens, PROGRAMS: tl
 class Kept:
     """Of each of n rows:
 
-    - `greedy`: int32 `[n]`, its first likeliest token; -1 for an invalid row (see `draw`).
+    - `greedy`: int32 `[n]`, its first likeliest token; -1 for an invalid row (see `sample`).
     - `largest`: float32 `[n]`, the logit of that.
     - `distances`: float32 `[n]`: tokens are kept whose logit, over the temperature, lies at most so far below the
-      largest. -1 for a row that draws nothing: greedy or invalid.
+      largest. -1 for a row that samples nothing: greedy or invalid.
     """
 
     greedy: torch.Tensor
@@ -247,7 +247,7 @@ class Kept:
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """The likeliest token of each row, the first of equals: int32 `[n]`; -1 for an invalid row (see `draw`).
+    """The likeliest token of each row, the first of equals: int32 `[n]`; -1 for an invalid row (see `sample`).
 
     **Arguments:** `logits` float32 `[n, vocab]`, tokens side by side.
     """
@@ -262,7 +262,7 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
     return tokens
 
 
-def draw(
+def sample(
     logits: torch.Tensor,
     temperature: torch.Tensor,
     top_k: torch.Tensor,
@@ -273,11 +273,12 @@ def draw(
 ) -> torch.Tensor:
     """One token for each row, int32 `[n]`: greedy where the temperature is 0, else by the Gumbel-max trick.
 
-    Order: temperature, top-k, top-p (Holtzman et al. 2019), min-p, draw. Each filter works on what the one before it
-    kept, renormalised. Tokens that tie with the least likely one kept are kept as well; of tokens that tie for the
-    draw the lowest wins. The noise comes from Threefry-2x32 keyed by the seed, counted by (position, token), so that
-    a row's draw depends neither on its company nor on where in the batch it stands. A row with a logit that is NaN or
-    +infinity, or without a finite one, is invalid and gives -1; -infinity is a token that cannot be drawn.
+    Order: temperature, top-k, top-p (Holtzman et al. 2019), min-p, Gumbel-max. Each filter works on what the one before
+    it kept, renormalised. Tokens that tie with the least likely one kept are kept as well; of tokens that tie at the
+    end the lowest wins. The noise comes from Threefry-2x32 keyed by the seed, counted by (position, token), so that
+    a row's token is batch-invariant: it depends neither on the other rows nor on where in the batch it stands. A row
+    with a logit that is NaN or +infinity, or without a finite one, is invalid and gives -1; -infinity is a token that
+    cannot be sampled.
 
     **Arguments:**
 
@@ -291,14 +292,14 @@ def draw(
     _check_rows("positions", positions, logits.shape[:1])
     rows, vocab = logits.shape
     if rows:
-        scores = torch.empty((rows, _DRAW_PROGRAMS), dtype=torch.float32, device=logits.device)
-        candidates = torch.empty((rows, _DRAW_PROGRAMS), dtype=torch.int32, device=logits.device)
-        _draw_kernel[(rows, _DRAW_PROGRAMS)](
+        scores = torch.empty((rows, _SAMPLE_PROGRAMS), dtype=torch.float32, device=logits.device)
+        candidates = torch.empty((rows, _SAMPLE_PROGRAMS), dtype=torch.int32, device=logits.device)
+        _sample_kernel[(rows, _SAMPLE_PROGRAMS)](
             logits, logits.stride(0), vocab, temperature, kept.largest, kept.distances, seeds, positions, scores,
-            candidates, BLOCK=_DRAW_BLOCK, PROGRAMS=_DRAW_PROGRAMS, num_warps=4,
+            candidates, BLOCK=_SAMPLE_BLOCK, PROGRAMS=_SAMPLE_PROGRAMS, num_warps=4,
         )  # fmt: skip
         _best_kernel[(rows,)](
-            kept.distances, scores, candidates, vocab, kept.greedy, PROGRAMS=_DRAW_PROGRAMS, num_warps=1
+            kept.distances, scores, candidates, vocab, kept.greedy, PROGRAMS=_SAMPLE_PROGRAMS, num_warps=1
         )
     return kept.greedy
 
@@ -306,7 +307,7 @@ def draw(
 def keep(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> Kept:
-    """What the filters keep of each row; arguments as of `draw`."""
+    """What the filters keep of each row; arguments as of `sample`."""
     _check_logits(logits)
     rows, vocab = logits.shape
     for name, values in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p), ("min_p", min_p)):

@@ -1,4 +1,4 @@
-"""Drawn tokens against the sampler in plain numpy that all backends are tested against."""
+"""Sampled tokens against the sampler in plain numpy that all backends are tested against."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpu.bench import Bench, Row, Table
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.sampling.reference import reference_sample
 from torch_backend.noise import gumbel_noise
-from torch_backend.sampler import DrawParameters
+from torch_backend.sampler import SamplerInputs
 
 _NEARLY_A_TIE = 1e-4
 """Margin within which rounding may decide otherwise."""
@@ -26,15 +26,15 @@ _KINDS = {
 }
 
 
-def draw_parameters(bench: Bench, sampling: list[SamplingParams], vocab: int) -> DrawParameters:
-    """One row for each; row i has the seed (i, 7) and draws the token at position 100 + i."""
+def sampler_inputs(bench: Bench, sampling: list[SamplingParams], vocab: int) -> SamplerInputs:
+    """One row for each; row i has the seed (i, 7) and samples the token at position 100 + i."""
     rows = len(sampling)
 
     def floats(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=bench.device)
 
     seeds = torch.stack([torch.arange(rows), torch.full((rows,), 7)], dim=1)
-    return DrawParameters(
+    return SamplerInputs(
         temperature=floats([params.temperature for params in sampling]),
         top_k=torch.tensor([vocab if p.top_k == -1 else p.top_k for p in sampling], dtype=torch.int32).to(bench.device),
         top_p=floats([params.top_p for params in sampling]),
@@ -45,12 +45,12 @@ def draw_parameters(bench: Bench, sampling: list[SamplingParams], vocab: int) ->
 
 
 def run(bench: Bench) -> Iterator[Table]:
-    """One table; rows of all kinds are drawn together."""
+    """One table; rows of all kinds are sampled together."""
     vocab, each = (1000, 1) if bench.small else (128_256, 4)
     sampling = [params for params in _KINDS.values() for _ in range(each)]
     logits = 3 * bench.normal(len(sampling), vocab, dtype=torch.float32)
-    found = bench.kernels.draw.draw(logits, draw_parameters(bench, sampling, vocab)).tolist()
-    greedy = bench.kernels.draw.greedy(logits).tolist()
+    found = bench.kernels.sampler.sample(logits, sampler_inputs(bench, sampling, vocab)).tolist()
+    greedy = bench.kernels.sampler.greedy(logits).tolist()
     values = logits.cpu().numpy()
     rows = [_row("greedy alone", len(sampling), int(sum(values.argmax(-1) != greedy)), 0)]
     ids = np.arange(vocab, dtype=np.uint32)
@@ -63,7 +63,7 @@ def run(bench: Bench) -> Iterator[Table]:
             near += int(differs and expected.margin < _NEARLY_A_TIE)
             wrong += int(differs and expected.margin >= _NEARLY_A_TIE)
         rows.append(_row(kind, each, wrong, near))
-    yield Table(f"draws ({bench.kernels.name}) against numpy", rows)
+    yield Table(f"sampling ({bench.kernels.name}) against numpy", rows)
 
 
 def _row(what: str, rows: int, wrong: int, near: int) -> Row:

@@ -1,6 +1,6 @@
-"""The random draw on a CPU: filters and Gumbel noise computed for the few tokens that can matter, exactly.
+"""Random sampling on a CPU: filters and Gumbel noise computed for the few tokens that can matter, exactly.
 
-A vocabulary has 50 to 150 thousand tokens, of which a draw can reach a few hundred. Sorting all of them, or computing
+A vocabulary has 50 to 150 thousand tokens, of which sampling can reach a few hundred. Sorting all of them, or computing
 20 rounds of Threefry for all of them, takes longer than the model's own step. Instead each row starts from the tokens
 near its likeliest one and goes further only where the answer may lie further.
 """
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from sglang_jax.runner.plan import INVALID_TOKEN
 from torch_backend.noise import LARGEST_NOISE, gumbel_noise
-from torch_backend.sampler import DrawParameters
+from torch_backend.sampler import SamplerInputs
 
 Float32 = NDArray[np.float32]
 
@@ -23,18 +23,18 @@ probability."""
 _LEAST_TEMPERATURE = np.float32(1e-20)
 
 
-class NativeDraw:
-    """`Draw` on a CPU, row by row in numpy, whose plain reductions run at the speed of memory on one thread."""
+class NativeSampler:
+    """`TokenSampler` on a CPU, row by row in numpy, whose plain reductions run at the speed of memory on one thread."""
 
     def greedy(self, logits: torch.Tensor) -> torch.Tensor:
-        """See `Draw.greedy`."""
+        """See `TokenSampler.greedy`."""
         rows = logits.numpy()
         tokens = rows.argmax(axis=-1)  # the first NaN, where there is one
         finite = np.isfinite(rows[np.arange(len(rows)), tokens])
         return torch.from_numpy(np.where(finite, tokens, INVALID_TOKEN).astype(np.int32))
 
-    def draw(self, logits: torch.Tensor, parameters: DrawParameters) -> torch.Tensor:
-        """See `Draw.draw`."""
+    def sample(self, logits: torch.Tensor, parameters: SamplerInputs) -> torch.Tensor:
+        """See `TokenSampler.sample`."""
         tokens = self.greedy(logits)
         temperature, seed, position = (
             column.numpy() for column in (parameters.temperature, parameters.seed, parameters.position)
@@ -45,7 +45,7 @@ class NativeDraw:
             distances = (values[tokens[row]] - values) / max(temperature[row], _LEAST_TEMPERATURE)
             limit = _kept_distance(distances, int(top_k[row]), top_p[row], min_p[row])
             low, high = seed[row].view(np.uint32)
-            tokens[row] = _race(distances, limit, (int(low), int(high)), int(position[row]))
+            tokens[row] = _gumbel_argmax(distances, limit, (int(low), int(high)), int(position[row]))
         return tokens
 
 
@@ -80,27 +80,27 @@ def _nucleus(distances: Float32, near: Float32, kept: np.float32, top_p: np.floa
     return least
 
 
-def _race(distances: Float32, limit: np.float32, key: tuple[int, int], position: int) -> int:
+def _gumbel_argmax(distances: Float32, limit: np.float32, key: tuple[int, int], position: int) -> int:
     """The token within `limit` for which noise minus distance is largest, the first of equals.
 
-    Noise is bounded, so that once one token has a score, tokens too far away to reach it are out of the race.
+    Noise is bounded, so that once one token has a score, tokens too far away to reach it need no noise.
     """
-    first = _entrants(distances, np.float32(-1.0), min(_NEAR, limit))
+    first = _tokens_between(distances, np.float32(-1.0), min(_NEAR, limit))
     scores = gumbel_noise(key, position, first) - distances[first]
     best = scores.argmax()
     reach = min(limit, np.float32(LARGEST_NOISE) - scores[best])
     if reach <= _NEAR:
         return int(first[best])
-    later = _entrants(distances, _NEAR, reach)
+    later = _tokens_between(distances, _NEAR, reach)
     if not len(later):
         return int(first[best])
     late_scores = gumbel_noise(key, position, later) - distances[later]
     best_late = late_scores.argmax()
-    contenders = [(-scores[best], int(first[best])), (-late_scores[best_late], int(later[best_late]))]
-    return min(contenders)[1]
+    candidates = [(-scores[best], int(first[best])), (-late_scores[best_late], int(later[best_late]))]
+    return min(candidates)[1]
 
 
-def _entrants(distances: Float32, above: np.float32, limit: np.float32) -> NDArray[np.uint32]:
+def _tokens_between(distances: Float32, above: np.float32, limit: np.float32) -> NDArray[np.uint32]:
     """Ids of the tokens at distances in (above, limit]."""
     inside = distances <= limit
     if above >= 0:

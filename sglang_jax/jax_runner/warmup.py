@@ -13,8 +13,8 @@ from sglang_jax.jax_runner.buckets import Bucket
 from sglang_jax.runner.plan import LAST_TOKEN, PageDeltas, StepPlan
 
 
-def practice_plan(bucket: Bucket, dump_row: int, max_context: int) -> StepPlan:
-    """As much as the bucket holds: decode rows, and in a mixed one a prompt beside one of them. Nothing is drawn.
+def warmup_plan(bucket: Bucket, dump_row: int, max_context: int) -> StepPlan:
+    """As much as the bucket holds: decode rows, and in a mixed one a prompt beside one of them. Nothing is sampled.
 
     Every sequence is in the dump row, whose pages are all page 0. They overwrite each other's keys and values there.
     """

@@ -1,4 +1,4 @@
-"""The CPU's draw looks at few tokens of a large vocabulary, and draws what looking at all of them does."""
+"""The CPU's sampler looks at few tokens of a large vocabulary, and samples what looking at all of them does."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_jax.runner.plan import INVALID_TOKEN
-from torch_backend.native_draw import NativeDraw
+from torch_backend.native_sampler import NativeSampler
 from torch_backend.noise import gumbel_noise
-from torch_backend.sampler import DrawParameters
+from torch_backend.sampler import SamplerInputs
 
 VOCAB = 50_000
 ROUNDING = 1e-9
@@ -22,7 +22,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Row:
-    """One row about to draw."""
+    """One row about to be sampled."""
 
     logits: np.ndarray
     temperature: float = 1.0
@@ -37,13 +37,13 @@ class Row:
         return self.seed & 0xFFFFFFFF, self.seed >> 32
 
 
-def drawn(rows: list[Row]) -> list[int]:
+def sampled(rows: list[Row]) -> list[int]:
     vocab = len(rows[0].logits)
 
     def column(values: list[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype)
 
-    parameters = DrawParameters(
+    parameters = SamplerInputs(
         temperature=column([row.temperature for row in rows]),
         top_k=column([vocab if row.top_k == -1 else min(row.top_k, vocab) for row in rows], torch.int32),
         top_p=column([row.top_p for row in rows]),
@@ -51,11 +51,11 @@ def drawn(rows: list[Row]) -> list[int]:
         seed=torch.from_numpy(np.array([row.key for row in rows], np.uint32).view(np.int32)),
         position=column([row.position for row in rows], torch.int32),
     )
-    return NativeDraw().draw(torch.from_numpy(np.stack([row.logits for row in rows])), parameters).tolist()
+    return NativeSampler().sample(torch.from_numpy(np.stack([row.logits for row in rows])), parameters).tolist()
 
 
 def from_all_tokens(row: Row) -> set[int]:
-    """What the row must draw, from a sort of the whole vocabulary and the noise of every token.
+    """What the row must sample, from a sort of the whole vocabulary and the noise of every token.
 
     More than one token where the nucleus ends within rounding of `top_p`.
     """
@@ -78,14 +78,14 @@ def from_all_tokens(row: Row) -> set[int]:
 
 @st.composite
 def rows(draw: st.DrawFn) -> Row:
-    """Flat, peaked and tied logits, below and above where the draw looks first."""
+    """Flat, peaked and tied logits, below and above where the sampler looks first."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     logits = rng.normal(0, draw(st.sampled_from((0.0, 1e-6, 0.5, 3.0, 30.0))), VOCAB).astype(np.float32)
     tie = draw(st.sampled_from((0.0, 0.0, 0.25, 4.0)))
     if tie:
         logits = np.round(logits / np.float32(tie)) * np.float32(tie)
     peaks = draw(st.integers(0, 3))
-    if peaks:  # some tokens so far above all others, which may have the draw none the less
+    if peaks:  # some tokens so far above all others, which may win none the less
         above = draw(st.sampled_from((0.0, 5.0, 7.9, 8.0, 8.1, 12.0, 16.0, 20.0)))
         logits[rng.integers(0, VOCAB, peaks)] = logits.max() + np.float32(above)
     masked = draw(st.sampled_from((0, 0, 1000, VOCAB - 3)))
@@ -103,8 +103,8 @@ def rows(draw: st.DrawFn) -> Row:
 
 @settings(max_examples=150, deadline=None)
 @given(row=rows())
-def test_draws_what_the_whole_vocabulary_would(row: Row) -> None:
-    assert drawn([row])[0] in from_all_tokens(row)
+def test_samples_what_the_whole_vocabulary_would(row: Row) -> None:
+    assert sampled([row])[0] in from_all_tokens(row)
 
 
 LARGEST = Row(np.zeros(0, np.float32), seed=17 | (2**20 + 3) << 32, position=7)
@@ -123,11 +123,11 @@ def test_the_largest_noise_reaches_as_far_as_it_can(lead: float, winner: int) ->
     logits[LARGEST_TOKEN] = noise[0] - noise[LARGEST_TOKEN] - np.float32(lead)
     row = Row(logits, seed=LARGEST.seed, position=LARGEST.position)
     assert from_all_tokens(row) == {winner}
-    assert drawn([row]) == [winner]
+    assert sampled([row]) == [winner]
 
 
 @pytest.mark.parametrize("distance", [7.5, 8.0, np.nextafter(np.float32(8), np.float32(9)), 8.5, 12.0])
-def test_a_token_wins_from_either_side_of_where_the_draw_looks_first(distance: float) -> None:
+def test_a_token_wins_from_either_side_of_where_the_sampler_looks_first(distance: float) -> None:
     ids = np.arange(VOCAB, dtype=np.uint32)
     noise = gumbel_noise(LARGEST.key, LARGEST.position, ids)
     # The one with the least noise is the likeliest: others win from far away.
@@ -135,21 +135,21 @@ def test_a_token_wins_from_either_side_of_where_the_draw_looks_first(distance: f
     logits[noise.argmin()], logits[LARGEST_TOKEN] = 0.0, -distance
     for filters in ({}, {"top_k": 2}, {"top_p": 1 - 1e-7}, {"min_p": 1e-6}):
         row = Row(logits, seed=LARGEST.seed, position=LARGEST.position, **filters)  # type: ignore[arg-type]
-        assert drawn([row]) == [LARGEST_TOKEN], filters
+        assert sampled([row]) == [LARGEST_TOKEN], filters
         assert from_all_tokens(row) == {LARGEST_TOKEN}
-    assert drawn([Row(logits, top_k=1, seed=LARGEST.seed, position=LARGEST.position)]) == [int(noise.argmin())]
+    assert sampled([Row(logits, top_k=1, seed=LARGEST.seed, position=LARGEST.position)]) == [int(noise.argmin())]
 
 
-def test_the_nucleus_reaches_beyond_where_the_draw_looks_first() -> None:
+def test_the_nucleus_reaches_beyond_where_the_sampler_looks_first() -> None:
     """One likely token, and 40 000 at a distance of 9 that have five times its probability together."""
     logits = np.full(VOCAB, -20.0, np.float32)
     logits[5], logits[10:40_010] = 0.0, -9.0
     rows = [Row(logits, top_p=0.5, position=position) for position in range(50)]
-    tokens = drawn(rows)
+    tokens = sampled(rows)
     assert [{token} for token in tokens] == [from_all_tokens(row) for row in rows]
     far = sum(10 <= token < 40_010 for token in tokens)
     assert 35 < far < 50
-    assert set(drawn([Row(logits, top_p=0.1, position=position) for position in range(50)])) == {5}
+    assert set(sampled([Row(logits, top_p=0.1, position=position) for position in range(50)])) == {5}
 
 
 @pytest.mark.parametrize("near_tokens", [range(46124), range(46125, VOCAB)], ids=["nearer first", "farther first"])
@@ -165,16 +165,16 @@ def test_equal_scores_go_to_the_first_token(near_tokens: range) -> None:
     logits[near], logits[LARGEST_TOKEN] = 0.0, noise[near] - largest
     row = Row(logits, seed=LARGEST.seed, position=LARGEST.position)
     assert from_all_tokens(row) == {min(near, LARGEST_TOKEN)}
-    assert drawn([row]) == [min(near, LARGEST_TOKEN)]
+    assert sampled([row]) == [min(near, LARGEST_TOKEN)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rows_without_any_token_to_draw(temperature: float) -> None:
+def test_rows_without_any_token_to_sample(temperature: float) -> None:
     lines = np.zeros((4, 100), np.float32)
     lines[0] = -np.inf
     lines[1, :99] = -np.inf
     lines[2, 50] = np.nan
     lines[3, [3, 99]] = np.inf, np.nan
     rows = [Row(line, temperature, top_p=0.9) for line in lines]
-    assert drawn(rows) == [INVALID_TOKEN, 99, INVALID_TOKEN, INVALID_TOKEN]
-    assert NativeDraw().greedy(torch.from_numpy(lines)).tolist() == [INVALID_TOKEN, 99, INVALID_TOKEN, INVALID_TOKEN]
+    assert sampled(rows) == [INVALID_TOKEN, 99, INVALID_TOKEN, INVALID_TOKEN]
+    assert NativeSampler().greedy(torch.from_numpy(lines)).tolist() == [INVALID_TOKEN, 99, INVALID_TOKEN, INVALID_TOKEN]

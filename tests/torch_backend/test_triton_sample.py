@@ -20,17 +20,18 @@ from sglang_jax.jax_runner.sampler import sample
 from sglang_jax.jax_runner.sampling_state import SamplingState
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.sampling.reference import kept_tokens
-from torch_backend.kernels.draw import Kept, _gumbel_noise, draw, greedy, keep
+from torch_backend.kernels.sample import Kept, _gumbel_noise, greedy, keep
+from torch_backend.kernels.sample import sample as triton_sample
 
 assert helpers.triton_interpreter
 
-# Where a filter or the draw is closer to ending otherwise, roundings may decide it.
+# Where a filter or the sample is closer to ending otherwise, roundings may decide it.
 ROUNDING = 1e-5
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row about to draw."""
+    """One row about to be sampled."""
 
     logits: np.ndarray
     temperature: float = 1.0
@@ -59,11 +60,11 @@ def kept_of(rows: list[Row]) -> Kept:
     return keep(torch.tensor(np.stack([row.logits for row in rows])), **columns(rows))
 
 
-def drawn(rows: list[Row]) -> list[int]:
+def sampled(rows: list[Row]) -> list[int]:
     seeds = torch.tensor(np.array([[row.seed & 0xFFFFFFFF, row.seed >> 32] for row in rows], np.uint32).view(np.int32))
     positions = torch.tensor([row.position for row in rows], dtype=torch.int32)
     logits = torch.tensor(np.stack([row.logits for row in rows]))
-    return draw(logits, **columns(rows), seeds=seeds, positions=positions).tolist()
+    return triton_sample(logits, **columns(rows), seeds=seeds, positions=positions).tolist()
 
 
 def noise_of(row: Row) -> np.ndarray:
@@ -76,7 +77,7 @@ def noise_of(row: Row) -> np.ndarray:
 
 
 def expected(row: Row) -> tuple[int, float]:
-    """The token, and how far the draw was from ending otherwise."""
+    """The token, and how far the sample was from ending otherwise."""
     if np.isnan(row.logits).any() or np.isposinf(row.logits).any() or np.isneginf(row.logits).all():
         return -1, np.inf
     if row.temperature == 0.0:
@@ -89,11 +90,11 @@ def expected(row: Row) -> tuple[int, float]:
     return int(scores.argmax()), min(margin, first - second)
 
 
-def assert_draws(rows: list[Row], undecided: int = 0) -> None:
-    """All rows draw what is expected; at most so many of them are within rounding of another end."""
+def assert_samples(rows: list[Row], undecided: int = 0) -> None:
+    """All rows sample what is expected; at most so many of them are within rounding of another end."""
     wanted = [expected(row) for row in rows]
     assert sum(margin < ROUNDING for _, margin in wanted) <= undecided
-    for row, token, (want, margin) in zip(rows, drawn(rows), wanted, strict=True):
+    for row, token, (want, margin) in zip(rows, sampled(rows), wanted, strict=True):
         assert token == want or margin < ROUNDING, row
 
 
@@ -120,8 +121,8 @@ ROW = st.builds(
 # Not shrunk: in the interpreter that would take minutes.
 @settings(max_examples=10, deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow])
 @given(rows=st.lists(ROW, min_size=6, max_size=6))
-def test_draws_what_the_reference_draws(rows: list[Row]) -> None:
-    assert_draws(rows, undecided=6)
+def test_samples_what_the_reference_samples(rows: list[Row]) -> None:
+    assert_samples(rows, undecided=6)
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 2047, 2048, 2049, 5000, 40_001])
@@ -132,7 +133,7 @@ def test_vocabularies_around_the_edges_of_blocks(vocab: int) -> None:
         Row(normal(vocab, 3), temperature=0.0),
         Row(normal(vocab, 4), temperature=0.6, top_p=0.95, min_p=0.05, seed=2**63 - 1, position=2**31 - 1),
     ]
-    assert_draws(rows, undecided=0)
+    assert_samples(rows, undecided=0)
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3, 100, 2500, 4999])
@@ -198,7 +199,7 @@ def test_the_first_of_equals_is_greedy() -> None:
     logits[2, [4000, 11]] = np.nan, 3.0
     logits[3] = -np.inf
     assert greedy(torch.tensor(logits)).tolist() == [0, 2100, -1, -1]
-    assert drawn([Row(line, temperature=0.0) for line in logits]) == [0, 2100, -1, -1]
+    assert sampled([Row(line, temperature=0.0) for line in logits]) == [0, 2100, -1, -1]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -212,24 +213,24 @@ def test_rows_that_are_not_finite(temperature: float) -> None:
         Row(_with(np.full(3000, -np.inf, np.float32), _2500=-4.0), temperature, top_k=3, top_p=0.5),
         Row(ordinary, temperature),
     ]
-    assert drawn(rows)[:5] == [-1, -1, -1, -1, 2500]
-    assert_draws(rows)
+    assert sampled(rows)[:5] == [-1, -1, -1, -1, 2500]
+    assert_samples(rows)
 
 
-def test_least_temperatures_draw_the_greedy_token() -> None:
+def test_least_temperatures_sample_the_greedy_token() -> None:
     rows = [Row(normal(3000, seed), temperature, top_p=0.9) for seed in range(4) for temperature in (1e-30, 1e-6)]
-    assert drawn(rows) == [int(row.logits.argmax()) for row in rows]
+    assert sampled(rows) == [int(row.logits.argmax()) for row in rows]
 
 
-def test_a_draw_depends_on_neither_company_nor_order() -> None:
+def test_a_sample_is_batch_invariant() -> None:
     rows = [Row(normal(3000, seed), 1.5, top_k=seed * 30 or -1, seed=seed << 33, position=seed) for seed in range(4)]
     rows.append(Row(normal(3000, 4), temperature=0.0))
-    together = drawn(rows)
+    together = sampled(rows)
     assert len(set(together)) == 5
-    assert [drawn([row])[0] for row in rows] == together
+    assert [sampled([row])[0] for row in rows] == together
     for seed in range(2):
         with shuffled_programs(seed):
-            assert drawn(rows) == together
+            assert sampled(rows) == together
 
 
 def test_rows_of_logits_may_lie_apart() -> None:
@@ -237,8 +238,8 @@ def test_rows_of_logits_may_lie_apart() -> None:
     padded[:, :3000] = torch.tensor(np.stack([normal(3000, 1), normal(3000, 2)]))
     rows = [Row(line, 1.1, top_p=0.9) for line in padded[:, :3000].numpy()]
     seeds, positions = torch.tensor([[5, 6], [7, 8]], dtype=torch.int32), torch.tensor([1, 2], dtype=torch.int32)
-    apart = draw(padded[:, :3000], **columns(rows), seeds=seeds, positions=positions)
-    together = draw(padded[:, :3000].contiguous(), **columns(rows), seeds=seeds, positions=positions)
+    apart = triton_sample(padded[:, :3000], **columns(rows), seeds=seeds, positions=positions)
+    together = triton_sample(padded[:, :3000].contiguous(), **columns(rows), seeds=seeds, positions=positions)
     assert apart.tolist() == together.tolist()
 
 
@@ -247,14 +248,14 @@ def test_rows_of_logits_may_lie_apart() -> None:
     [
         (Row(LOGITS["normal"], temperature=0.0, top_k=5, top_p=0.5), 1),
         (Row(_with(LOGITS["normal"], _9=np.nan), top_k=5, top_p=0.5), 1),
-        (Row(LOGITS["normal"], min_p=0.1), 2),  # the survey and the draw
+        (Row(LOGITS["normal"], min_p=0.1), 2),  # the survey and the sample
         (Row(LOGITS["normal"], top_k=5), 2 + 7),
         (Row(LOGITS["normal"], top_p=0.5), 2 + 7),
     ],
 )
 def test_rows_pay_for_no_more_than_they_ask_for(row: Row, passes: int) -> None:
     with counted_loads() as loads:
-        drawn([row])
+        sampled([row])
     # A handful of parameters and of candidates beside the passes over the vocabulary.
     assert loads.elements // len(row.logits) <= passes
     assert loads.elements % len(row.logits) < 200
@@ -271,7 +272,7 @@ def test_wrong_arguments_are_refused(argument: str) -> None:
     }
     arguments[argument] = arguments[argument].double()
     with pytest.raises(ValueError, match=argument):
-        draw(**arguments)
+        triton_sample(**arguments)
 
 
 @triton.jit
@@ -290,7 +291,7 @@ def test_noise_has_the_bits_of_jax() -> None:
     np.testing.assert_allclose(out.numpy(), noise_of(row), rtol=2e-6, atol=2e-6)
 
 
-def test_draws_the_tokens_that_the_jax_sampler_draws() -> None:
+def test_samples_the_tokens_that_the_jax_sampler_samples() -> None:
     generator = np.random.default_rng(8)
     rows = [
         Row(
@@ -304,10 +305,10 @@ def test_draws_the_tokens_that_the_jax_sampler_draws() -> None:
         )
         for i in range(20)
     ]
-    assert drawn(rows) == drawn_by_jax(rows)
+    assert sampled(rows) == sampled_by_jax(rows)
 
 
-def drawn_by_jax(rows: list[Row]) -> list[int]:
+def sampled_by_jax(rows: list[Row]) -> list[int]:
     seeds = np.array([[row.seed & 0xFFFFFFFF, row.seed >> 32] for row in rows], np.uint32)
     changes = {name: jax.numpy.asarray(values.numpy()) for name, values in columns(rows).items()}
     state = replace(SamplingState.empty(len(rows), len(rows[0].logits)), seed=jax.numpy.asarray(seeds), **changes)

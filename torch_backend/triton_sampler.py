@@ -1,23 +1,23 @@
-"""`Draw` by Triton kernels."""
+"""`TokenSampler` by Triton kernels."""
 
 from __future__ import annotations
 
 import torch
 
-from torch_backend.kernels.draw import draw, greedy
-from torch_backend.sampler import DrawParameters
+from torch_backend.kernels.sample import greedy, sample
+from torch_backend.sampler import SamplerInputs
 
 
-class TritonDraw:
+class TritonSampler:
     """Searches instead of sorts, and reads nothing on the host."""
 
     def greedy(self, logits: torch.Tensor) -> torch.Tensor:
-        """See `Draw.greedy`."""
+        """See `TokenSampler.greedy`."""
         return greedy(logits)
 
-    def draw(self, logits: torch.Tensor, parameters: DrawParameters) -> torch.Tensor:
-        """See `Draw.draw`."""
-        return draw(
+    def sample(self, logits: torch.Tensor, parameters: SamplerInputs) -> torch.Tensor:
+        """See `TokenSampler.sample`."""
+        return sample(
             logits,
             parameters.temperature,
             parameters.top_k,

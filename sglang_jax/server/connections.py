@@ -1,0 +1,214 @@
+"""Connections that cannot be held for nothing: how many there are, and how long each may keep the server waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import sys
+from dataclasses import dataclass
+
+import h11
+import msgspec
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from sglang_jax.errors import RequestError
+from sglang_jax.server.errors import TooManyConnectionsError, error_body
+
+logger = logging.getLogger(__name__)
+
+MAX_HEAD_BYTES = 32_768
+"""Most bytes of a request's head: request line and headers."""
+
+SLICE = 8192
+"""Bytes that are parsed before the event loop turns: of the smallest chunks of a body, 8 KiB take some 20 ms."""
+
+SPARE_DESCRIPTORS = 256
+"""What the process needs beside connections: the engine's sockets, logs, files that are read."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """`max_connections`: open at once. `client_timeout`: seconds, see the option of this name."""
+
+    max_connections: int
+    client_timeout: float
+
+
+def bounded_connections(limits: ConnectionLimits) -> type[H11Protocol]:
+    """uvicorn's connections with these limits, which all of them share."""
+    # In the order in which they began to wait for a request; the first has waited longest.
+    idle: dict[BoundedConnection, None] = {}
+
+    class Connection(BoundedConnection):
+        def __init__(self, *arguments: object, **options: object) -> None:
+            super().__init__(limits, idle, *arguments, **options)
+
+    return Connection
+
+
+class BoundedConnection(H11Protocol):
+    """uvicorn's connection, which ends when its client keeps it waiting.
+
+    - A client has `client_timeout` for the whole head of a request, from the connection's start or from the head's
+      first byte; uvicorn itself closes those that are idle between two requests.
+    - A client that reads nothing of an answer for that time is cut off. Until then uvicorn's write buffer holds 64 KiB
+      and one event, and the engine is not asked for more.
+    - Where `max_connections` are open, a new one takes the place of that which has waited longest for a request; if all
+      are at work, it is refused with 503. So silent connections keep nobody out.
+
+    What comes is parsed in slices, as a client may send a body in thousands of chunks at once.
+    """
+
+    def __init__(
+        self, limits: ConnectionLimits, idle: dict[BoundedConnection, None], *arguments: object, **options: object
+    ) -> None:
+        super().__init__(*arguments, **options)  # type: ignore[arg-type]  # those of uvicorn's own
+        self._limits = limits
+        self._idle = idle
+        self._rest = bytearray()
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        """Makes room for the connection, or refuses it."""
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.max_connections:
+            if not self._idle:
+                self._refuse(
+                    TooManyConnectionsError(
+                        f"{len(self.connections)} connections are open and at work; the limit is "
+                        f"{self._limits.max_connections} (--max-connections). Try again later"
+                    )
+                )
+                return
+            next(iter(self._idle)).drop()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forgets the connection."""
+        self._rest.clear()
+        self._idle.pop(self, None)
+        self._end_head_timer()
+        self._end_unread_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parses a slice of what came, and the rest in later turns of the event loop."""
+        self._rest += data
+        if len(self._rest) == len(data):  # otherwise a later turn is on its way
+            self._parse()
+
+    def _parse(self) -> None:
+        if self.transport.is_closing():
+            self._rest.clear()
+            return
+        data = bytes(self._rest[:SLICE])
+        del self._rest[:SLICE]
+        super().data_received(data)
+        self._watch()
+        if self._rest:
+            self.transport.pause_reading()
+            self.loop.call_soon(self._parse)
+        elif not self.flow.read_paused:
+            self.transport.resume_reading()
+
+    def on_response_complete(self) -> None:
+        """The next request may come."""
+        super().on_response_complete()
+        self._watch()
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than the server writes."""
+        super().pause_writing()
+        if self._unread_timer is None:
+            self._expect_reader(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        super().resume_writing()
+        self._end_unread_timer()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is no HTTP, or a head that is too large, with the error object that other errors have."""
+        problem = sys.exc_info()[1]
+        refusal = RequestError(f"{msg.rstrip('.')}: {problem or 'it is malformed'}", code="malformed_http")
+        if isinstance(problem, h11.RemoteProtocolError) and problem.error_status_hint == 431:
+            refusal = RequestError(f"the head of the request is too large; the limit is {MAX_HEAD_BYTES} bytes")
+            refusal.status, refusal.code = 431, "head_too_large"
+        self._refuse(refusal)
+
+    def drop(self) -> None:
+        """Closes the connection, whose client has asked for nothing."""
+        self._idle.pop(self, None)
+        self.transport.abort()
+
+    def _refuse(self, error: RequestError) -> None:
+        content = msgspec.json.encode(error_body(error))
+        headers = [("Content-Type", "application/json"), ("Content-Length", str(len(content))), ("Connection", "close")]
+        if error.status == 503:
+            headers.append(("Retry-After", "1"))
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            for event in (h11.Response(status_code=error.status, headers=headers), h11.Data(content)):
+                self.transport.write(self.conn.send(event) or b"")
+            self.transport.write(self.conn.send(h11.EndOfMessage()) or b"")
+        self.transport.close()
+
+    def _watch(self) -> None:
+        """Starts or ends the client's time for the head of a request."""
+        waiting = self.cycle is None or self.cycle.response_complete
+        if not waiting or self.transport.is_closing():
+            self._idle.pop(self, None)
+            self._end_head_timer()
+            return
+        self._idle.setdefault(self)
+        if self._head_timer is None and self.timeout_keep_alive_task is None:
+            self._head_timer = self.loop.call_later(self._limits.client_timeout, self.drop)
+
+    def _expect_reader(self, unread: int) -> None:
+        self._unread_timer = self.loop.call_later(self._limits.client_timeout, self._check_reader, unread)
+
+    def _check_reader(self, unread: int) -> None:
+        still = self.transport.get_write_buffer_size()
+        if still < unread:
+            self._expect_reader(still)
+            return
+        self._unread_timer = None
+        logger.warning(
+            "A client has read nothing of its answer for %g s (--client-timeout), and is cut off with %d bytes unread",
+            self._limits.client_timeout,
+            still,
+        )
+        self.transport.abort()
+
+    def _end_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _end_unread_timer(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
+
+
+def raise_descriptor_limit(max_connections: int) -> int:
+    """Lets the process open as many files as so many connections need, as far as its hard limit allows.
+
+    **Returns:** how many connections fit.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max_connections + SPARE_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return max_connections
+    fitting = max(1, soft - SPARE_DESCRIPTORS)
+    logger.warning(
+        "--max-connections is %d, but the process may open %d files (ulimit -Hn): the limit is %d connections",
+        max_connections,
+        soft,
+        fitting,
+    )
+    return fitting

@@ -1,0 +1,82 @@
+"""A server that only this machine reaches: by which names it may be called, and from whose pages."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from sglang_jax.errors import shown
+from sglang_jax.server.errors import ForeignPageError, HostNotAllowedError, error_response
+
+
+class LocalHosts:
+    """Refuses requests that name a host which is not this machine, for a server that only this machine reaches.
+
+    A web page may let its own name lead to 127.0.0.1 (DNS rebinding) and then speak, in its visitor's browser, to a
+    server that trusts whoever reaches it. Its requests name the page's host.
+
+    **Arguments:** `names`: further hosts; `*` for all.
+    """
+
+    def __init__(self, app: ASGIApp, names: Iterable[str]) -> None:
+        self._app = app
+        self._names = {"localhost", socket.gethostname().lower(), *(name.strip().lower() for name in names)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            host = Headers(scope=scope).get("host", "")
+            if not self._allowed(_without_port(host).lower()):
+                error = HostNotAllowedError(
+                    f"this server has no key and listens on this machine alone, but was called as {shown(host)}; "
+                    "name that host in --allowed-hosts, or set --api-key"
+                )
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _allowed(self, name: str) -> bool:
+        return not name or name in self._names or "*" in self._names or name.endswith(".localhost") or is_address(name)
+
+
+class OwnPagesOnly:
+    """Refuses what a browser sends because another site's page told it to.
+
+    A server on the loopback interface without a key is protected by being reached from this machine alone, and browsers
+    on this machine run everybody's pages. Such a page cannot read the answer, but what it asks for would be done.
+    Browsers mark such requests with `Sec-Fetch-Site: cross-site`.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and Headers(scope=scope).get("sec-fetch-site") == "cross-site":
+            error = ForeignPageError("this server has no key, and another site's page asked for this: set --api-key")
+            await error_response(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def is_address(name: str) -> bool:
+    """True for an IP address, which no page can choose as its name."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    """True for an address to listen on that other machines do not reach."""
+    return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def _without_port(host: str) -> str:
+    """`localhost` of `localhost:30000`, `::1` of `[::1]:30000`."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.rpartition(":")[0] if host.count(":") == 1 else host

@@ -1,0 +1,215 @@
+"""Clients that are silent, slow, too many or do not read: each loses its connection, and nobody else notices."""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers.echo_server import EchoServer, post_bytes, serve_echo, wait_for
+
+from sglang_jax.server.connections import MAX_HEAD_BYTES, SLICE
+
+TIMEOUT = 0.6
+MOST = 20
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[EchoServer]:
+    with serve_echo(model_path="echo:0.001", client_timeout=TIMEOUT, max_connections=MOST) as server:
+        yield server
+
+
+def connect(server: EchoServer) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    connection.settimeout(20)
+    return connection
+
+
+def rest_of(connection: socket.socket) -> bytes:
+    """What comes until the server closes."""
+    received = b""
+    try:
+        while more := connection.recv(65536):
+            received += more
+    except ConnectionResetError:
+        pass
+    return received
+
+
+def healthy(server: EchoServer) -> bool:
+    with connect(server) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        return rest_of(connection).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET /hea",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Slow: ",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /",
+    ],
+)
+def test_a_head_that_does_not_come_ends_its_connection(strict: EchoServer, sent: bytes) -> None:
+    begin = time.monotonic()
+    with connect(strict) as connection:
+        connection.sendall(sent)
+        if sent.endswith(b"GET /"):  # behind a request that was answered
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+            connection.sendall(b"he")
+        assert rest_of(connection).count(b"HTTP/1.1") <= 1
+    assert time.monotonic() - begin >= TIMEOUT * 0.9
+
+
+def test_a_head_that_trickles_ends_its_connection(strict: EchoServer) -> None:
+    begin = time.monotonic()
+    with connect(strict) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
+        with pytest.raises(OSError, match=r"[Rr]eset|[Bb]roken"):  # noqa: PT012  # whichever write meets the end
+            while time.monotonic() - begin < 15:
+                connection.sendall(b"X: y\r\n")
+                time.sleep(0.1)
+    assert time.monotonic() - begin < 10
+
+
+def test_silent_connections_keep_nobody_out(strict: EchoServer) -> None:
+    silent = [connect(strict) for _ in range(3 * MOST)]
+    assert healthy(strict)
+    assert strict.http.post("/generate", json={"text": "a"}).json()["text"] == "a"
+    assert rest_of(silent[0]) == b""
+    for connection in silent:
+        connection.close()
+
+
+def test_connections_at_work_are_not_closed_for_new_ones() -> None:
+    with serve_echo(model_path="echo:0.02", max_connections=3) as server:
+        silent = [connect(server) for _ in range(5)]
+        assert [rest_of(connection) for connection in silent[:2]] == [b"", b""]  # long before their time is up
+        for connection in silent:
+            connection.close()
+        working = [server.send("/generate", {"text": "a" * 100, "stream": True}) for _ in range(3)]
+        wait_for(lambda: server.running() == 3)
+        with connect(server) as refused:
+            answer = rest_of(refused)
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert b"too_many_connections" in answer
+        assert b"the limit is 3 (--max-connections)" in answer
+        for connection in working:
+            received = b""
+            while b"[DONE]" not in received:
+                received += connection.recv(65536)
+            connection.close()
+        wait_for(lambda: healthy(server))
+
+
+def test_a_client_that_does_not_read_is_cut_off(strict: EchoServer) -> None:
+    """And its request with it. One that reads slowly is not."""
+    body: dict[str, Any] = {"text": "a" * 2000, "stream": True, "sampling_params": {"max_new_tokens": 2000}}
+    slow, stalled = connect(strict), connect(strict)
+    for connection in (slow, stalled):
+        connection.sendall(post_bytes("/generate", body))
+    end = b""
+    for number in range(100_000):
+        more = slow.recv(65536)
+        assert more
+        end = end[-40:] + more
+        if b"[DONE]" in end:
+            break
+        if number < 24:
+            time.sleep(TIMEOUT / 6)
+    assert b"[DONE]" in end
+    wait_for(lambda: not strict.context.in_flight)
+    assert b"[DONE]" not in rest_of(stalled)
+
+
+def test_a_client_that_reads_a_long_answer_slowly_gets_it(strict: EchoServer) -> None:
+    with connect(strict) as connection:
+        connection.sendall(post_bytes("/tokenize", {"prompt": ["a" * 60_000] * 20}))
+        received, begin = 0, time.monotonic()
+        while received < 20 * 60_000 * 3:
+            more = connection.recv(65536)
+            assert more
+            received += len(more)
+            if time.monotonic() - begin < 3 * TIMEOUT:
+                time.sleep(TIMEOUT / 6)
+
+
+def test_a_head_has_a_size(strict: EchoServer) -> None:
+    with connect(strict) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * (MAX_HEAD_BYTES + SLICE))
+        head, _, body = rest_of(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 431")
+    error = json.loads(body)["error"]
+    assert (error["code"], error["type"]) == ("head_too_large", "invalid_request_error")
+    assert f"the limit is {MAX_HEAD_BYTES} bytes" in error["message"]
+
+
+@pytest.mark.parametrize("sent", [b"\x16\x03\x01\x02\x00", b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"])
+def test_what_is_no_http_gets_an_error_object(strict: EchoServer, sent: bytes) -> None:
+    with connect(strict) as connection:
+        connection.sendall(sent + b"\r\n\r\n")
+        head, _, body = rest_of(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400")
+    assert json.loads(body)["error"]["code"] == "malformed_http"
+
+
+def test_a_body_in_thousands_of_chunks(strict: EchoServer) -> None:
+    """It comes in one piece, and is parsed in many turns."""
+    text = "".join(chr(97 + number % 26) for number in range(3000))
+    payload = json.dumps({"prompt": text}).encode()
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in payload) + b"0\r\n\r\n"
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += b"Transfer-Encoding: chunked\r\n\r\n"
+    tokens = json.dumps([*text.encode()], separators=(",", ":")).encode()
+    with connect(strict) as connection:
+        # Two requests at once: the second is behind the first, in the same slice as its end.
+        connection.sendall((head + chunks) * 2)
+        received = b""
+        while received.count(tokens) < 2:
+            more = connection.recv(65536)
+            assert more, received
+            received += more
+
+
+def test_an_endless_body_ends_its_connection(strict: EchoServer) -> None:
+    begin = time.monotonic()
+    with connect(strict) as connection:
+        connection.sendall(
+            b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n"
+        )
+        with pytest.raises(OSError, match=r"[Rr]eset|[Bb]roken"):  # noqa: PT012  # whichever write meets the end
+            while time.monotonic() - begin < 20:
+                connection.sendall(b"10000\r\n" + b"a" * 65536 + b"\r\n")
+    assert time.monotonic() - begin < 15
+    assert healthy(strict)
+
+
+def test_nothing_is_left(strict: EchoServer) -> None:
+    strict.http.close()
+    wait_for(lambda: not strict.context.in_flight and strict.running() == 0)
+    assert [task for task in strict.tasks() if "run_asgi" in task] == []
+
+
+DESCRIPTORS = """
+import resource
+from sglang_jax.server.connections import raise_descriptor_limit
+for limits in ((100, 2000), (1500, 1500), (100, 700)):
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    print(raise_descriptor_limit(1000), *resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+def test_the_process_may_open_as_many_files_as_connections_need() -> None:
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] >= 2000
+    result = subprocess.run([sys.executable, "-c", DESCRIPTORS], check=True, capture_output=True, text=True)
+    assert result.stdout.splitlines() == ["1000 1256 2000", "1000 1500 1500", "444 700 700"]
+    assert result.stderr.count("--max-connections is 1000, but the process may open 700 files") == 1
