@@ -43,11 +43,18 @@ def pytest_collection() -> Generator[None, object, object]:
 # one when the others have finished.
 LONGEST = [
     "end_to_end/test_real_model.py",
-    "scheduler/test_simulator.py",
-    "models/test_parity.py",
     "tpu/test_check.py",
-    "kernels/test_pallas_attention.py",
+    "kernels/test_ragged_paged_attention.py",
+    "models/test_parity.py",
+    "scheduler/test_simulator.py",
+    "jax_runner/test_hosts.py",
     "runner/test_runner_simulation.py",
+    "kernels/test_pallas_attention.py",
+    "scheduler/test_planted_faults.py",
+    "runner/test_samplers.py",
+    "server/test_real_model_over_http.py",
+    "kernels/test_pallas_ahead_of_time.py",
+    "models/test_families.py",
 ]
 
 

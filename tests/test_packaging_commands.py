@@ -75,7 +75,9 @@ def test_an_old_interpreter_is_refused_with_a_remedy(tmp_path: Path) -> None:
     assert not (tmp_path / "venv").exists()
 
 
-@pytest.mark.parametrize("target", ["test", "test-cpus", "check", "format", "soak", "bench", "clean", "help"])
+@pytest.mark.parametrize(
+    "target", ["test", "test-fast", "test-cpus", "check", "format", "soak", "bench", "clean", "help"]
+)
 def test_targets_parse(target: str) -> None:
     assert make("-n", target).returncode == 0
 
