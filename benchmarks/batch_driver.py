@@ -26,13 +26,13 @@ from machine import report
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.loops.auto import auto_loop_factory
 
-from sglang_jax.batch.desk import Desk
 from sglang_jax.batch.driver import Driver
 from sglang_jax.batch.journal import Journal, Sink
 from sglang_jax.batch.lines import Line
 from sglang_jax.batch.ordered import OrderedJournal, Spool
 from sglang_jax.batch.progress import Figures, Progress
 from sglang_jax.batch.source import JsonLines
+from sglang_jax.batch.work_queue import WorkQueue
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.lookahead import Lookahead
 from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, ModelInfo, OutputDelta
@@ -142,7 +142,7 @@ def run(input_file: Path, folder: Path, make_app: Callable[[Any], ASGIApp], *, o
         driver = Driver(
             source.records(sink.is_written),
             sink,
-            Desk(window, 3),
+            WorkQueue(window, 3),
             Progress(Figures(), source, terminal=False),
             defaults={},
             random_seed=0,

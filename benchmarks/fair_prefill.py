@@ -68,7 +68,7 @@ class TimedHandle:
 
 
 class TimedRunner:
-    """Draws token 7 for everyone, after a while."""
+    """Samples token 7 for everyone, after a while."""
 
     def __init__(self, spec: RunnerSpec, device: Device) -> None:
         self.spec = spec

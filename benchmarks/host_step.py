@@ -44,7 +44,7 @@ class FreeHandle:
 
 
 class FreeRunner:
-    """Draws token 7 for everyone, at no cost."""
+    """Samples token 7 for everyone, at no cost."""
 
     def __init__(self, spec: RunnerSpec) -> None:
         self.spec = spec

@@ -4,7 +4,7 @@
 
 - `routing`: microseconds to choose a replica, and to remember the choice, with maps of 100,000 tokens for each.
 - `sleep`: output tokens per second of 1, 2 and 4 replicas whose steps take `--step-ms` without the host's CPU, as a
-  device's do: the scheduler, the wire and the door are the real ones. Each replica has 16 rows.
+  device's do: the scheduler, the wire and the router are the real ones. Each replica has 16 rows.
 - `model`: output tokens per second of a model on this machine's CPU: one engine with one core, one with two, and two
   replicas with a core each.
 

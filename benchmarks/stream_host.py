@@ -117,9 +117,9 @@ def load_words(config: EngineConfig) -> Any:
 
 def step_message(ids: Sequence[int], tokens: int, first: int) -> StepOutputs:
     """A step that gave each request so many tokens."""
-    drawn = [1 + (first + number) % (len(VOCAB) - 1) for number in range(tokens)]
+    sampled = [1 + (first + number) % (len(VOCAB) - 1) for number in range(tokens)]
     return StepOutputs(
-        ids=np.repeat(np.array(ids, "<i8"), tokens).tobytes(), tokens=np.array(drawn * len(ids), "<i4").tobytes()
+        ids=np.repeat(np.array(ids, "<i8"), tokens).tobytes(), tokens=np.array(sampled * len(ids), "<i4").tobytes()
     )
 
 

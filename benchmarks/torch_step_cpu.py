@@ -119,7 +119,7 @@ class Bench:
 
     @torch.inference_mode()
     def step(self, batch: ForwardBatch) -> torch.Tensor:
-        """The token that each sequence draws."""
+        """The token that each sequence samples."""
         hidden = self.model(batch, self.kv)
         last = hidden if batch.decode_only else hidden[batch.query_starts[1:].long() - 1]
         return self.model.logits(last).argmax(-1)

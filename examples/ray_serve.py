@@ -1,4 +1,4 @@
-"""Replicas of the server behind Ray Serve's door, which spreads requests over them and replaces those that die.
+"""Replicas of the server behind Ray Serve's proxy, which spreads requests over them and replaces those that die.
 
 Needs `pip install 'ray[serve]'`. Run it with `python examples/ray_serve.py [MODEL] [REPLICAS] [PORT]`, or on a cluster
 with `serve run examples.ray_serve:build model_path=demo num_replicas=2`; then, as with any server:

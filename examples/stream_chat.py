@@ -1,4 +1,4 @@
-"""A chat answer, printed as it is drawn: the chat template, then a stream.
+"""A chat answer, printed as it is sampled: the chat template, then a stream.
 
 Run it with `python examples/stream_chat.py`.
 """

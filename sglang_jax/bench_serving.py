@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from sglang_jax.cli.bench.serving import bench_serving
+from sglang_jax.cli.bench.commands import bench_serving
 from sglang_jax.cli.main import run
 
 if __name__ == "__main__":

@@ -13,6 +13,11 @@ from platformdirs import user_cache_dir
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from sglang_jax.errors import ConfigError
+
+MIN_GROUP_SECRET = 16
+"""Fewest characters of the secret of a group of hosts."""
+
 
 class Backend(StrEnum):
     """Name of an entry point in the group `sglang_jax.backends`, or auto."""
@@ -100,11 +105,16 @@ class Environment(BaseSettings):
     """What is read from the environment; nothing else in the project reads it.
 
     - `SGLANG_JAX_DEBUG_MEMORY=1`: every page has one recorded owner, and each step checks conservation.
+    - `SGLANG_JAX_API_KEY`, `SGLANG_JAX_ADMIN_API_KEY`: the server's keys, where no option gives them.
+    - `SGLANG_JAX_GROUP_SECRET`: what the hosts of a group know each other by, where `group_secret_file` is not given.
     """
 
-    model_config = SettingsConfigDict(env_prefix="SGLANG_JAX_")
+    model_config = SettingsConfigDict(env_prefix="SGLANG_JAX_", hide_input_in_errors=True)
 
     debug_memory: bool = False
+    api_key: str | None = None
+    admin_api_key: str | None = None
+    group_secret: str | None = None
 
 
 class TpuEnvironment(BaseSettings):
@@ -147,7 +157,7 @@ class EngineConfig(BaseModel):
     load_format: LoadFormat = Field(LoadFormat.AUTO, description="how the weights are stored; dummy: random weights")
     backend: Backend = Field(
         Backend.AUTO,
-        description="which engine runs the model; auto: jax on a TPU, torch on a GPU, else what is installed",
+        description="inference backend that runs the model; auto: jax on a TPU, torch on a GPU, else what is installed",
     )
     device: Device = Field(Device.AUTO, description="where it runs")
     dtype: Dtype = Field(Dtype.AUTO, description="type of weights and activations; auto: measured best for the device")
@@ -168,6 +178,14 @@ class EngineConfig(BaseModel):
     node_rank: int = Field(0, ge=0, description="which of them this is; 0 has the scheduler and the server")
     dist_init_addr: str | None = Field(
         None, description="HOST:PORT of host 0, where the hosts meet; needed with several hosts"
+    )
+    dist_bind_host: str | None = Field(
+        None, description="address that host 0 listens on for the others; default: that of dist_init_addr"
+    )
+    group_secret_file: Path | None = Field(
+        None,
+        description="file with a secret that the hosts know each other by, the same on each; also by "
+        "SGLANG_JAX_GROUP_SECRET; default: none, and whoever reaches host 0 may take a host's place",
     )
     context_length: PositiveInt | None = Field(
         None, description="most tokens of one request, prompt and output; default: the model's"
@@ -219,6 +237,19 @@ class EngineConfig(BaseModel):
         description="sampling fields that a request leaves out: the model's generation_config.json, or neutral values",
     )
     skip_warmup: bool = Field(False, description="compile each program at its first use instead of at the start")
+    watchdog_timeout: float = Field(
+        300.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="seconds that an engine process may take for a step, unless it compiles, before it is killed and "
+        "started again",
+    )
+    max_engine_restarts: int = Field(
+        5,
+        ge=0,
+        description="times in a row that an engine process is started again which failed to start or did not last a "
+        "minute; the server ends with status 1 once none is left",
+    )
     compilation_cache_dir: Path | None = Field(
         None, description="persistent compilation cache; default: the user's cache folder"
     )
@@ -238,11 +269,61 @@ class EngineConfig(BaseModel):
             )
         return self
 
+    def group_secret(self) -> bytes:
+        """What the hosts of a group know each other by; empty if they have nothing.
+
+        **Raises:** `ConfigError` if the file cannot be read, or if the secret is too short.
+        """
+        if self.group_secret_file is not None:
+            where, secret = f"group_secret_file {self.group_secret_file}", read_secret_file(self.group_secret_file)
+        else:
+            given = Environment().group_secret
+            if given is None:
+                return b""
+            where, secret = "SGLANG_JAX_GROUP_SECRET", given.strip()
+        if len(secret) < MIN_GROUP_SECRET:
+            raise ConfigError(
+                f"{where} holds {len(secret)} characters, a secret has at least {MIN_GROUP_SECRET}: "
+                "`openssl rand -hex 32` makes one"
+            )
+        return secret.encode()
+
     def cache_folder(self) -> Path:
         """Where compiled programs are kept between runs."""
         if self.compilation_cache_dir is not None:
             return self.compilation_cache_dir
         return Path(user_cache_dir("sglang-jax")) / "compilation"
+
+
+def read_secret_file(path: Path) -> str:
+    """The file's text without spaces and line ends around it. Raises `ConfigError` if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def check_key(what: str, key: str) -> None:
+    """Raises `ConfigError` for a key that nobody could send, or that everybody would: an empty one."""
+    if not key:
+        raise ConfigError(f"{what} is empty, which would let everybody in: is a variable unset?")
+    if any(character.isspace() or not character.isprintable() for character in key):
+        raise ConfigError(f"{what} holds spaces or control characters, which no header can carry")
+
+
+def _one_key(name: str, given: str | None, file: Path | None, from_environment: str | None) -> str | None:
+    if given is not None and file is not None:
+        raise ConfigError(f"{name} and {name}_file are both given: leave one out")
+    if given is not None:
+        where, key = name, given
+    elif file is not None:
+        where, key = f"{name}_file {file}", read_secret_file(file)
+    elif from_environment is not None:
+        where, key = f"SGLANG_JAX_{name.upper()}", from_environment
+    else:
+        return None
+    check_key(where, key)
+    return key
 
 
 class ServerConfig(EngineConfig):
@@ -259,9 +340,25 @@ class ServerConfig(EngineConfig):
     served_model_name: str | None = Field(None, description="name in /v1/models; default: model_path")
     connect: str | None = Field(
         None,
-        description="HOST:PORT,...: servers of the same model that are the replicas, instead of engines of this one's",
+        description="HOST:PORT,...: existing servers of the same model to load-balance across, in place of own engines",
     )
-    api_key: str | None = Field(None, description="bearer token that every route but health asks for")
+    drain_timeout: float = Field(
+        300.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="seconds that requests in flight have to finish once the server or a replica is told to stop",
+    )
+    api_key: str | None = Field(
+        None, description="bearer token that every route but health asks for; also by SGLANG_JAX_API_KEY"
+    )
+    api_key_file: Path | None = Field(None, description="file that holds it, so that no list of processes shows it")
+    api_keys: Path | None = Field(None, description="YAML or JSON file of named keys with limits: see docs/security.md")
+    admin_api_key: str | None = Field(
+        None,
+        description="bearer token for what changes the server's state or shows what others do, which other keys may "
+        "then not; also by SGLANG_JAX_ADMIN_API_KEY",
+    )
+    admin_api_key_file: Path | None = Field(None, description="file that holds it")
     max_body_bytes: PositiveInt = Field(
         8 * 2**20, description="most bytes of a request's body; larger ones are refused with 413"
     )
@@ -282,6 +379,14 @@ class ServerConfig(EngineConfig):
     )
     chat_template: str | None = Field(None, description="a Jinja file, or the template; default: the tokenizer's")
     log_level: LogLevel = Field(LogLevel.INFO, description="least severe level logged")
+
+    def client_key(self) -> str | None:
+        """The key that clients send, if there is one. Raises `ConfigError` for one that is empty or cannot be read."""
+        return _one_key("api_key", self.api_key, self.api_key_file, Environment().api_key)
+
+    def admin_key(self) -> str | None:
+        """The key that operators send, likewise."""
+        return _one_key("admin_api_key", self.admin_api_key, self.admin_api_key_file, Environment().admin_api_key)
 
     @property
     def model_name(self) -> str:

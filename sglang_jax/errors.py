@@ -1,4 +1,4 @@
-"""Errors that cross rooms: what a request may be refused with, and how HTTP says it."""
+"""Errors that cross packages: what a request may be refused with, and how HTTP says it."""
 
 from __future__ import annotations
 
@@ -111,6 +111,10 @@ class CheckpointError(Exception):
 
 class ConfigError(ValueError):
     """An option, or a combination of options, that the engine cannot run with."""
+
+
+class NoRoomError(ConfigError):
+    """Options that could be, on a device with more memory."""
 
 
 class BatchError(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 from collections.abc import Generator
@@ -18,6 +19,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 if "TESTS_CPU_INFO" in os.environ:  # tests/on_other_cpus.py hides features of this CPU
     host_machine._CPU_FEATURES = Path(os.environ["TESTS_CPU_INFO"])
 
+WORKER = "PYTEST_XDIST_WORKER"
+"""Set in the processes among which `make test` divides the tests."""
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
@@ -31,3 +35,49 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.enable()
+
+
+# -- Side by side ------------------------------------------------------------------------------------------------------
+
+# `make test` gives whole files to several workers. Files that take longest come first, so that no worker is left with
+# one when the others have finished.
+LONGEST = [
+    "end_to_end/test_real_model.py",
+    "scheduler/test_simulator.py",
+    "models/test_parity.py",
+    "tpu/test_check.py",
+    "kernels/test_pallas_attention.py",
+    "runner/test_runner_simulation.py",
+]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Puts the longest files first, and last those with tests that run alone: what they hold up is little by then."""
+    if WORKER not in os.environ:
+        return
+    folder = Path(__file__).parent
+    ranks = {folder / name: place - len(LONGEST) for place, name in enumerate(LONGEST)}
+    ranks |= {item.path: 1 for item in items if item.get_closest_marker("alone") is not None}
+    items.sort(key=lambda item: ranks.get(item.path, 0))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Runs a test marked `alone` while no other worker runs one.
+
+    Every test holds a lock, `alone` by itself and others together. Who waits for it holds a second one, so that whoever
+    comes later waits behind.
+    """
+    if WORKER not in os.environ:
+        return (yield)
+    shared = Path(item.config.getoption("basetemp")).parent  # the workers' folders lie side by side
+    alone = item.get_closest_marker("alone") is not None
+    with (shared / "turn").open("w") as turn, (shared / "quiet").open("w") as quiet:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        fcntl.flock(quiet, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(turn, fcntl.LOCK_UN)
+        try:
+            return (yield)
+        finally:
+            fcntl.flock(quiet, fcntl.LOCK_UN)  # a process that the test has left behind must not keep it

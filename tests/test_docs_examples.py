@@ -27,11 +27,11 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 RAY_EXAMPLES = {"ray_serve.py": ROOT / "tests/on_ray/test_ray_serve.py"}
 """Examples that need Ray, and the tests that run them by `make ray-test`."""
 
-RAY_ROOM = ast.parse((ROOT / "sglang_jax/batch/ray/__init__.py").read_text()).body
+RAY_PACKAGE = ast.parse((ROOT / "sglang_jax/batch/ray/__init__.py").read_text()).body
 PUBLIC = {
     "sglang_jax": set(sglang_jax.__all__),
     "sglang_jax.batch.ray": set(
-        next(ast.literal_eval(line.value) for line in RAY_ROOM if isinstance(line, ast.Assign))  # __all__
+        next(ast.literal_eval(line.value) for line in RAY_PACKAGE if isinstance(line, ast.Assign))  # __all__
     ),
     "sglang_jax.config": {"EngineConfig", "ServerConfig"},
     "sglang_jax.server.embedded": {"EmbeddedServer"},

@@ -58,6 +58,6 @@ def test_scripts_and_modules_in_commands_exist(page: Path) -> None:
 def test_the_layout_names_every_room() -> None:
     readme = (ROOT / "README.md").read_text()
     layout = readme.partition("## Layout")[2]
-    rooms = {path.name for path in (ROOT / "sglang_jax").iterdir() if (path / "__init__.py").exists()}
-    assert rooms
-    assert not [room for room in rooms if f"{room}/" not in layout]
+    packages = {path.name for path in (ROOT / "sglang_jax").iterdir() if (path / "__init__.py").exists()}
+    assert packages
+    assert not [room for room in packages if f"{room}/" not in layout]

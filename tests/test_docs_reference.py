@@ -53,6 +53,8 @@ DEFAULTS_IN_WORDS = frozenset(
         "max_queued_requests",
         "cuda_graph_max_bs",
         "dist_init_addr",
+        "dist_bind_host",
+        "group_secret_file",
         "target_itl_ms",
         "compilation_cache_dir",
         "debug_memory",
@@ -60,6 +62,10 @@ DEFAULTS_IN_WORDS = frozenset(
         "connect",
         "allowed_hosts",
         "api_key",
+        "api_key_file",
+        "api_keys",
+        "admin_api_key",
+        "admin_api_key_file",
         "chat_template",
     }
 )

@@ -31,18 +31,18 @@ def flags(spec: dict[str, Any]) -> dict[str, str]:
 
 def test_flags_are_those_of_the_server(parts) -> None:
     known = {name for parameter in serve.params for name in parameter.opts}
-    for key in (("StatefulSet", "replica"), ("Deployment", "sglang-jax-door")):
+    for key in (("StatefulSet", "replica"), ("Deployment", "sglang-jax-router")):
         assert container(parts[key])["command"] == ["python", "-m", "sglang_jax.launch_server"]
         assert set(flags(parts[key])) <= known
 
 
-def test_the_door_knows_every_replica_by_its_name(parts) -> None:
+def test_the_router_knows_every_replica_by_its_name(parts) -> None:
     replicas = parts["StatefulSet", "replica"]
-    door = flags(parts["Deployment", "sglang-jax-door"])
+    router = flags(parts["Deployment", "sglang-jax-router"])
     port = flags(replicas)["--port"]
     service = replicas["serviceName"]
-    assert door["--connect"].split(",") == [f"replica-{n}.{service}:{port}" for n in range(replicas["replicas"])]
-    assert door["--model-path"] == flags(replicas)["--model-path"]
+    assert router["--connect"].split(",") == [f"replica-{n}.{service}:{port}" for n in range(replicas["replicas"])]
+    assert router["--model-path"] == flags(replicas)["--model-path"]
 
 
 def test_services_select_what_is_there(parts) -> None:

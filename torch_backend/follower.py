@@ -12,13 +12,18 @@ import signal
 import sys
 import threading
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from sglang_jax.checkpoint import open_checkpoint
-from sglang_jax.runner.group import Leave, Order, follow
+from sglang_jax.runner.group import ORDERS, GiveUp, Leave, Order, follow
+from sglang_jax.runner.processes import die_with_parent, write_stacks_on_signal
+from sglang_jax.runner.wire import FrameError
 from torch_backend.devices import select_device
-from torch_backend.followers import Assignment
+from torch_backend.followers import ASSIGNMENTS, READY
 from torch_backend.loading import load_rank
 from torch_backend.process_group import join, leave
+
+logger = logging.getLogger(__name__)
 
 
 def main(orders: Connection) -> None:
@@ -26,18 +31,19 @@ def main(orders: Connection) -> None:
     # Interrupts that a terminal sends to the whole group are for rank 0's parent to judge.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    assignment = orders.recv()
-    assert isinstance(assignment, Assignment)
+    write_stacks_on_signal()
+    die_with_parent()
+    assignment = ASSIGNMENTS.decode(orders.recv_bytes())
     inbox: queue.SimpleQueue[Order] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(orders, inbox), name="orders", daemon=True).start()
     logging.basicConfig(
         level=assignment.log_level, format=f"[%(asctime)s] %(levelname)s rank {assignment.rank}: %(message)s"
     )
-    config = assignment.config
+    config = assignment.engine_config()
     checkpoint = open_checkpoint(config.model_path, config.load_format, seed=config.random_seed)
     device = select_device(config.device, assignment.rank)
-    orders.send(None)  # about to join
-    parallel = join(assignment.rank, assignment.size, assignment.meeting_point, device)
+    orders.send_bytes(READY)
+    parallel = join(assignment.rank, assignment.size, Path(assignment.meeting_point), device)
     runner = load_rank(config, checkpoint, parallel)
     follow(runner, inbox.get)
     leave()
@@ -47,9 +53,13 @@ def _receive(orders: Connection, inbox: queue.SimpleQueue[Order]) -> None:
     """Rank 0 may die while this rank waits for it inside a collective: only leaving the process ends that."""
     while True:
         try:
-            order = orders.recv()
+            order = ORDERS.decode(orders.recv_bytes())
         except (EOFError, ConnectionResetError):
             os._exit(1)
+        except FrameError as error:
+            logger.error("rank 0 sent %s: this process cannot go on", error)
+            os._exit(1)
+        assert not isinstance(order, GiveUp), "rank 0 ends its own children by closing their connection"
         inbox.put(order)
         if isinstance(order, Leave):
             return

@@ -14,20 +14,30 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from sglang_jax.config import EngineConfig
-from sglang_jax.runner.group import Leave, Order
+from sglang_jax.runner.group import ORDERS, Leave, Order
+from sglang_jax.runner.wire import Codec
 
 _SECONDS_TO_END = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What a follower is to be."""
+    """What a follower is to be. `config`: `EngineConfig` as JSON."""
 
-    config: EngineConfig
+    config: str
     rank: int
     size: int
-    meeting_point: Path
+    meeting_point: str
     log_level: int
+
+    def engine_config(self) -> EngineConfig:
+        """The options of the whole engine."""
+        return EngineConfig.model_validate_json(self.config)
+
+
+ASSIGNMENTS = Codec(Assignment)
+READY = b"ready"
+"""What a follower says once it has opened the checkpoint and is about to join the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +60,10 @@ class LocalFollowers:
         self._lost: str | None = None
         self._leaving = False
         self._followers = [self._start(rank) for rank in range(1, config.tp_size)]
+        options = config.model_dump_json(include=set(EngineConfig.model_fields))
         for follower in self._followers:
-            follower.orders.send(Assignment(config, follower.rank, config.tp_size, self.meeting_point, log_level))
+            assignment = Assignment(options, follower.rank, config.tp_size, str(self.meeting_point), log_level)
+            follower.orders.send_bytes(ASSIGNMENTS.encode(assignment))
             watch = threading.Thread(target=self._watch, args=(follower,), name="follower-watch", daemon=True)
             watch.start()
 
@@ -68,15 +80,16 @@ class LocalFollowers:
             while not follower.orders.poll(0.1):
                 self.check()
             try:
-                follower.orders.recv()
+                follower.orders.recv_bytes()
             except EOFError:
                 raise RuntimeError(_describe_end(follower)) from None
 
     def send(self, order: Order) -> None:
         """See `Followers`."""
         self.check()
+        data = ORDERS.encode(order)
         for follower in self._followers:
-            follower.orders.send(order)
+            follower.orders.send_bytes(data)
 
     def check(self) -> None:
         """See `Followers`."""
@@ -88,7 +101,7 @@ class LocalFollowers:
         self._leaving = True
         for follower in self._followers:
             with suppress(BrokenPipeError):  # it has ended
-                follower.orders.send(Leave())
+                follower.orders.send_bytes(ORDERS.encode(Leave()))
         for follower in self._followers:
             try:
                 follower.process.wait(_SECONDS_TO_END)

@@ -1,4 +1,4 @@
-"""Which implementations of attention, fused operations and draws a device runs."""
+"""Which implementations of attention, fused operations and sampling a device runs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.attention.native import NativeAttention
 from torch_backend.attention.reference import ReferenceAttention
 from torch_backend.host_trial import HostForm, HostKernelsError, make_host_kernels
-from torch_backend.native_draw import NativeDraw
 from torch_backend.native_operations import NativeOperations
+from torch_backend.native_sampler import NativeSampler
 from torch_backend.operations import Operations
-from torch_backend.sampler import Draw
+from torch_backend.sampler import TokenSampler
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Kernels:
     attention: AttentionImplementation
     attention_name: AttentionBackend
     operations: Operations
-    draw: Draw
+    sampler: TokenSampler
 
     @property
     def capturable(self) -> bool:
@@ -61,11 +61,11 @@ def choose_kernels(wanted: AttentionBackend, device: torch.device, form: HostFor
     from torch_backend.attention.triton import TritonAttention
     from torch_backend.kernels.chip import Chip
     from torch_backend.kernels.operations import TritonOperations
-    from torch_backend.triton_draw import TritonDraw
+    from torch_backend.triton_sampler import TritonSampler
 
     triton = name is AttentionBackend.TRITON
     attention = TritonAttention(Chip.of(device)) if triton else _attention_without_kernels(name)
-    return Kernels(attention, name, TritonOperations(), TritonDraw())
+    return Kernels(attention, name, TritonOperations(), TritonSampler())
 
 
 def _on_cpu(name: AttentionBackend, wanted: AttentionBackend, form: HostForm, cache_folder: Path) -> Kernels:
@@ -78,8 +78,8 @@ def _on_cpu(name: AttentionBackend, wanted: AttentionBackend, form: HostForm, ca
             logger.info("Torch operations in the place of host kernels: %s", error)
             name = AttentionBackend.NATIVE
         else:
-            return Kernels(host.attention, name, host.operations, NativeDraw())
-    return Kernels(_attention_without_kernels(name), name, NativeOperations(), NativeDraw())
+            return Kernels(host.attention, name, host.operations, NativeSampler())
+    return Kernels(_attention_without_kernels(name), name, NativeOperations(), NativeSampler())
 
 
 def _attention_without_kernels(name: AttentionBackend) -> AttentionImplementation:

@@ -116,7 +116,7 @@ def _load_on(
         spec,
         device=device,
         stream=stream,
-        draw=kernels.draw,
+        sampler=kernels.sampler,
         capture=_capture(stream, config, device, kernels),
         graph_buckets=row_buckets(most),
         weight_bytes=bytes_of_weights,

@@ -1,4 +1,4 @@
-"""Logprobs of the raw logits, for drawn tokens and for tokens of the prompt."""
+"""Logprobs of the raw logits, for sampled tokens and for tokens of the prompt."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Counter-based randomness: the noise of a draw is a function of (seed, position, token id) and of nothing else.
+"""Counter-based randomness: the noise of a sample is a function of (seed, position, token id) and of nothing else.
 
-The same function as the JAX backend's and the Triton kernel's, so that a request draws the same tokens on all of them.
+The same function as the JAX backend's and the Triton kernel's, so that a request samples the same tokens on all of
+them.
 """
 
 from __future__ import annotations

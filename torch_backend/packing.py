@@ -18,7 +18,7 @@ class StepInputs:
     - `num_decode`: known to the host; all sequences, padding included, in a captured step.
     - `rows`, `kv_lens`: `[R]`; padding is in the dump row, with length 0.
     - `query_starts`: `[R + 1]`.
-    - `sampled`: `[S]`, the sequences that draw a token.
+    - `sampled`: `[S]`, the sequences that sample a token.
     - `delta_rows`, `delta_columns`, `delta_pages`: `[D]`; padding writes page 0 into the dump row.
     - `tokens`: `[T]`, as in the plan; empty in a step of decode rows alone, each of which has its last token.
     """
@@ -57,7 +57,7 @@ class StepLayout:
 
     @classmethod
     def decode(cls, rows: int, deltas: int) -> StepLayout:
-        """Of decode rows alone, which all draw."""
+        """Of decode rows alone, which all sample."""
         return cls(rows=rows, sampled=rows, deltas=deltas, tokens=0, num_decode=rows)
 
     @property
@@ -81,9 +81,9 @@ class StepLayout:
         query_starts[0] = 0
         np.cumsum(plan.query_lens, out=query_starts[1 : sequences + 1])
         query_starts[sequences + 1 :] = np.arange(sequences + 1, self.rows + 1)  # padding has one token as well
-        drawing = np.flatnonzero(plan.samples)
-        sampled[: len(drawing)] = drawing
-        sampled[len(drawing) :] = np.arange(len(drawing), self.sampled)
+        who = np.flatnonzero(plan.samples)
+        sampled[: len(who)] = who
+        sampled[len(who) :] = np.arange(len(who), self.sampled)
         delta_rows[:entries] = deltas.rows
         delta_rows[entries:] = dump_row
         delta_columns[:entries] = deltas.columns

@@ -92,9 +92,9 @@ class DistributedTensorParallel:
 
     def least(self, value: int) -> int:
         """See `TensorParallel`. For start-up: waits for every process."""
-        values: list[int] = [0] * self._size
-        torch.distributed.all_gather_object(values, value, group=self._control)
-        return min(values)
+        least = torch.tensor(value, dtype=torch.int64)
+        torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=self._control)
+        return int(least)
 
     def abort(self) -> None:
         """Breaks off collectives that wait for a process which is gone; gloo notices by itself."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -9,6 +13,8 @@ import torch.distributed
 
 from sglang_jax.errors import ConfigError
 from torch_backend.parallel import DistributedTensorParallel
+
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def join(rank: int, size: int, meeting_point: Path, device: torch.device) -> DistributedTensorParallel:
@@ -24,7 +30,8 @@ def join(rank: int, size: int, meeting_point: Path, device: torch.device) -> Dis
             "a process of its own"
         )
     share_cores(size, device)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=size)
+    with _over_loopback():
+        torch.distributed.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=size)
     control = torch.distributed.group.WORLD
     assert control is not None
     if device.type == "cpu":
@@ -32,6 +39,20 @@ def join(rank: int, size: int, meeting_point: Path, device: torch.device) -> Dis
     torch.cuda.set_device(device)
     group = torch.distributed.new_group(backend="nccl", device_id=device)
     return DistributedTensorParallel(group, control)
+
+
+@contextmanager
+def _over_loopback() -> Iterator[None]:
+    """Where gloo listens, which lets in whoever comes: all ranks are on this machine. It asks the environment alone;
+    whoever has chosen an interface there keeps it."""
+    if _GLOO_INTERFACE in os.environ:
+        yield
+        return
+    os.environ[_GLOO_INTERFACE] = "lo0" if sys.platform == "darwin" else "lo"
+    try:
+        yield
+    finally:
+        del os.environ[_GLOO_INTERFACE]
 
 
 def share_cores(size: int, device: torch.device) -> None:

@@ -25,14 +25,15 @@ from sglang_jax.runner.plan import (
     refuse_drafts,
 )
 from sglang_jax.runner.protocol import RunnerReport
+from sglang_jax.runner.pulse import Building
 from sglang_jax.runner.row_updates import count_history, pack_row_updates
 from torch_backend.batch import ForwardBatch
 from torch_backend.devices import device_name
 from torch_backend.graphs import Capture, DecodeGraphs
 from torch_backend.logprobs import Logprobs, prompt_logprobs, token_logprobs
-from torch_backend.native_draw import NativeDraw
+from torch_backend.native_sampler import NativeSampler
 from torch_backend.packing import StepInputs, StepLayout
-from torch_backend.sampler import Draw, sample
+from torch_backend.sampler import TokenSampler, sample
 from torch_backend.sampling_state import Needs, RowNeeds, SamplingState
 from torch_backend.step import Model, RowTensors, build_batch
 from torch_backend.streams import CpuThread, Pending, Stream, integers_to_device
@@ -40,8 +41,8 @@ from torch_backend.streams import CpuThread, Pending, Stream, integers_to_device
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """Host tensors of what the plan asks for: `tokens` int32 of the sequences that draw one, logprobs of these, and of
-    each of the plan's prompt logprobs."""
+    """Host tensors of what the plan asks for: `tokens` int32 of the sequences that sample one, logprobs of these, and
+    of each of the plan's prompt logprobs."""
 
     tokens: torch.Tensor | None
     logprobs: Logprobs | None
@@ -74,7 +75,7 @@ def _on_host(found: Logprobs) -> TopLogprobs:
 
 
 def _of_all_sequences(found: Logprobs | None, plan: StepPlan) -> TopLogprobs:
-    """Zeros for sequences that drew nothing."""
+    """Zeros for sequences that sampled nothing."""
     sequences = len(plan.rows)
     logprobs = np.zeros(sequences, np.float32)
     if found is None:
@@ -102,7 +103,7 @@ class TorchRunner:
     A launch notes on the host what the step's rows ask for and submits the step to the stream, where steps run in
     order. Sampled tokens stay on the device, by row, where the next step reads them.
 
-    **Arguments:** `model` and its KV pages are handed over; `stream` and `draw` are the device's (the CPU's unless
+    **Arguments:** `model` and its KV pages are handed over; `stream` and `sampler` are the device's (the CPU's unless
     given); `graph_buckets` are the row counts of decode steps that `capture` captures (None: every step is eager);
     `details` go into the report.
     """
@@ -114,7 +115,7 @@ class TorchRunner:
         *,
         device: torch.device,
         stream: Stream | None = None,
-        draw: Draw | None = None,
+        sampler: TokenSampler | None = None,
         capture: Capture | None = None,
         graph_buckets: tuple[int, ...] = (),
         weight_bytes: int = 0,
@@ -125,7 +126,7 @@ class TorchRunner:
         self._model: Model = model
         self._device = device
         self._stream = stream or CpuThread()
-        self._draw = draw or NativeDraw()
+        self._sampler = sampler or NativeSampler()
         self._page_size = spec.pools[0].page_size
         rows = spec.max_rows + 1
         self._dump_row = spec.max_rows
@@ -163,6 +164,9 @@ class TorchRunner:
             captured = partial(graphs.capture_all, lambda done, what: progress(len(kinds) + done, total, what))
             self._stream.submit(captured).wait()
             self._warm_graphs = len(graphs)
+
+    def announce_builds(self, building: Building) -> None:
+        """See `Runner`. Here first uses build single kernels: that takes seconds, and is not told."""
 
     def launch(self, plan: StepPlan) -> TorchStep:
         """Starts a step and returns without waiting for it.
@@ -232,16 +236,16 @@ class TorchRunner:
     def _sample(
         self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor, needs: Needs
     ) -> tuple[torch.Tensor, Logprobs | None]:
-        """Draws the tokens of the sequences that do, and remembers them in their rows."""
-        drawing = int(np.count_nonzero(plan.samples))
-        sampled = inputs.sampled[:drawing].long()
-        if drawing == plan.num_decode == len(plan.rows):
-            last = hidden[:drawing]
+        """Samples the tokens of the sequences that do, and remembers them in their rows."""
+        count = int(np.count_nonzero(plan.samples))
+        sampled = inputs.sampled[:count].long()
+        if count == plan.num_decode == len(plan.rows):
+            last = hidden[:count]
         else:
             last = hidden[inputs.query_starts[1:][sampled].long() - 1]
         logits = self._model.logits(last)
         rows, kv_lens = inputs.rows[sampled].long(), inputs.kv_lens[sampled]
-        tokens = sample(logits, self._sampling, rows, kv_lens, needs, self._draw)
+        tokens = sample(logits, self._sampling, rows, kv_lens, needs, self._sampler)
         self._rows.last_tokens.index_copy_(0, rows, tokens)
         if needs & Needs.PENALTIES:
             self._sampling.count(rows, tokens)
@@ -283,5 +287,5 @@ class TorchRunner:
         logits = self._model.logits(self._forward(inputs)[: layout.sampled])
         rows, kv_lens = inputs.rows[: layout.sampled].long(), inputs.kv_lens[: layout.sampled]
         for needs in (Needs.NOTHING, Needs.everything()):
-            tokens = sample(logits, self._sampling, rows, kv_lens, needs, self._draw)
+            tokens = sample(logits, self._sampling, rows, kv_lens, needs, self._sampler)
         token_logprobs(logits, tokens, LOGPROB_BUCKETS[-1])

@@ -1,4 +1,4 @@
-"""Draws one token for each row of logits, doing only the work that the step's rows ask for."""
+"""Samples one token for each row of logits, doing only the work that the step's rows ask for."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch_backend.sampling_state import Needs, SamplingState
 
 
 @dataclass(frozen=True, slots=True)
-class DrawParameters:
+class SamplerInputs:
     """Parameters of each of n rows: float32 `[n]`, but `top_k` int32 `[n]` and `seed` int32 `[n, 2]`, the bits of
-    two words, low word first. `position` int32 `[n]`: where the drawn token will stand; it keys the noise as well.
+    two words, low word first. `position` int32 `[n]`: where the sampled token will stand; it keys the noise as well.
     """
 
     temperature: torch.Tensor
@@ -25,7 +25,7 @@ class DrawParameters:
     position: torch.Tensor
 
 
-class Draw(Protocol):
+class TokenSampler(Protocol):
     """The part of sampling that looks at every token. Results are int32 `[n]`, `INVALID_TOKEN` for a row of logits,
     float32 `[n, vocab]`, with a NaN or a positive infinity, or where none is finite."""
 
@@ -33,27 +33,32 @@ class Draw(Protocol):
         """The likeliest token of each row, the first of equals."""
         ...
 
-    def draw(self, logits: torch.Tensor, parameters: DrawParameters) -> torch.Tensor:
+    def sample(self, logits: torch.Tensor, parameters: SamplerInputs) -> torch.Tensor:
         """A token for each row; the likeliest for rows of temperature 0.
 
-        Order: temperature, top-k, top-p (Holtzman et al. 2019), min-p, draw by the Gumbel-max trick. Each filter works
+        Order: temperature, top-k, top-p (Holtzman et al. 2019), min-p, the Gumbel-max trick. Each filter works
         on what the one before it kept, renormalised, and keeps the tokens that tie with the least likely one it keeps.
         """
         ...
 
 
 def sample(
-    logits: torch.Tensor, state: SamplingState, rows: torch.Tensor, kv_lens: torch.Tensor, needs: Needs, draw: Draw
+    logits: torch.Tensor,
+    state: SamplingState,
+    rows: torch.Tensor,
+    kv_lens: torch.Tensor,
+    needs: Needs,
+    sampler: TokenSampler,
 ) -> torch.Tensor:
-    """Draws tokens, int32 `[n]`; `INVALID_TOKEN` for a row whose logits are not finite (see `Draw`).
+    """Samples tokens, int32 `[n]`; `INVALID_TOKEN` for a row whose logits are not finite (see `TokenSampler`).
 
-    Order: logit bias, mask of stop ids, penalties, then what `Draw` does.
+    Order: logit bias, mask of stop ids, penalties, then what `TokenSampler` does.
 
     **Arguments:**
 
     - `logits`: float32 `[n, vocab]`.
     - `state`: of all rows; `rows` int64 `[n]` says which row each line of logits belongs to.
-    - `kv_lens`: int32 `[n]`, position of the token to be drawn.
+    - `kv_lens`: int32 `[n]`, position of the token to be sampled.
     - `needs`: what at least one of the rows asks for.
     """
     if needs & Needs.BIAS:
@@ -62,12 +67,12 @@ def sample(
         logits = _mask_stop_ids(logits, state, rows, kv_lens)
     if needs & Needs.PENALTIES:
         logits = _penalise(logits, state, rows)
-    if not needs & Needs.DRAW:
-        return draw.greedy(logits)
-    parameters = DrawParameters(
+    if not needs & Needs.RANDOM:
+        return sampler.greedy(logits)
+    parameters = SamplerInputs(
         state.temperature[rows], state.top_k[rows], state.top_p[rows], state.min_p[rows], state.seed[rows], kv_lens
     )
-    return draw.draw(logits, parameters)
+    return sampler.sample(logits, parameters)
 
 
 def _add_bias(logits: torch.Tensor, state: SamplingState, rows: torch.Tensor) -> torch.Tensor:

@@ -22,12 +22,12 @@ class Needs(IntFlag):
     BIAS = 1
     STOP_MASK = 2
     PENALTIES = 4
-    DRAW = 8
+    RANDOM = 8
 
     @classmethod
     def everything(cls) -> Needs:
         """All parts."""
-        return cls.BIAS | cls.STOP_MASK | cls.PENALTIES | cls.DRAW
+        return cls.BIAS | cls.STOP_MASK | cls.PENALTIES | cls.RANDOM
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class SamplingState:
         self.occurrences[row] = occurrences
 
     def count(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Counts a drawn token, int32 `[n]` and negative where none was drawn, in each of `rows`, int64 `[n]`."""
+        """Counts a sampled token, int32 `[n]` and negative where none was sampled, in each of `rows`, int64 `[n]`."""
         amounts = torch.where(tokens >= 0, ONE_OUTPUT, 0).to(torch.int32)
         self.occurrences.index_put_((rows, tokens.clamp(min=0).long()), amounts, accumulate=True)
 
@@ -116,7 +116,7 @@ class RowNeeds:
             sampling = update.sampling
             needs = Needs.NOTHING
             if sampling.temperature > 0:
-                needs |= Needs.DRAW
+                needs |= Needs.RANDOM
             if sampling.logit_bias:
                 needs |= Needs.BIAS
             if sampling.counts_tokens:
@@ -126,7 +126,7 @@ class RowNeeds:
             self._masked_until[update.row] = update.prompt_len + sampling.min_new_tokens if masks else 0
 
     def of_step(self, plan: StepPlan) -> Needs:
-        """What the rows of a step that draw a token ask for together."""
+        """What the rows of a step that sample a token ask for together."""
         rows, kv_lens = plan.rows, plan.kv_lens
         if not plan.samples.all():
             rows, kv_lens = rows[plan.samples], kv_lens[plan.samples]

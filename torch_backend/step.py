@@ -30,7 +30,7 @@ class RowTensors:
 
     - `page_table`: int32 `[rows + 1, groups * pages]`, those of all cache groups side by side; the dump row holds page
       0 alone.
-    - `last_tokens`: int32 `[rows + 1]`, what each row drew last.
+    - `last_tokens`: int32 `[rows + 1]`, what each row sampled last.
     """
 
     page_table: torch.Tensor

@@ -15,8 +15,9 @@ from sglang_jax.checkpoint.opening import open_checkpoint
 from sglang_jax.cli.main import run
 from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig, KVCacheDtype, LoadFormat
 from sglang_jax.errors import ConfigError
+from tpu.alternatives import what_would_fit
 from tpu.choices import PAGE_SIZE, memory_fraction
-from tpu.figures import Deployment, ProgramFailure, ProgramFigures, Refusal, Request, Selection
+from tpu.figures import Deployment, Notice, ProgramFailure, ProgramFigures, Refusal, Request, Selection
 from tpu.report import Report, heading, render
 from tpu.shapes import SHAPES, load_shape
 from tpu.topologies import parse_topology
@@ -60,12 +61,25 @@ DOES_NOT_FIT = 1
 @click.option(
     "--all", "everything", is_flag=True, help="compile every program, not only the largest and smallest steps"
 )
+@click.option(
+    "--roofline-context",
+    type=click.IntRange(min=1),
+    help="tokens that each decode row holds in the least time; default: what the pages have for each",
+)
 @click.option("--quick", is_flag=True, help="compile the largest decode and the largest mixed step alone")
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="write the figures to a file"
 )
 def check(
-    *, model: str, topology: str, tp: int, everything: bool, quick: bool, json_file: Path | None, **given: object
+    *,
+    model: str,
+    topology: str,
+    tp: int,
+    everything: bool,
+    quick: bool,
+    json_file: Path | None,
+    roofline_context: int | None,
+    **given: object,
 ) -> int:
     """Compile what serving a model on a TPU slice would run, and say what it takes and whether it fits.
 
@@ -84,12 +98,18 @@ def check(
     )
     deployment: Deployment | None = None
     programs: list[ProgramFigures] = []
+    notices: list[str] = []
     failures: list[ProgramFailure] = []
     for message in compile_in_child(request):
         match message:
-            case Refusal():
-                click.echo(f"DOES NOT FIT: {message.reason}")
+            case Refusal(reason=reason, of_options=True):
+                raise ConfigError(reason)
+            case Refusal(reason=reason):
+                remedy = what_would_fit(request.model, slice_, tp)
+                click.echo(f"DOES NOT FIT: {reason}" + ("" if remedy is None else f". Would fit: {remedy}"))
                 return DOES_NOT_FIT
+            case Notice(text=text):
+                notices.append(text)
             case Deployment():
                 deployment = message
                 click.echo("\n".join(heading(model, slice_, tp, deployment, _compiler())))
@@ -101,7 +121,7 @@ def check(
             _show_progress(deployment, len(programs) + len(failures))
     if deployment is None:
         raise ConfigError("the compiling process said nothing")
-    report = Report(model, slice_, tp, deployment, programs, failures)
+    report = Report(model, slice_, tp, deployment, programs, failures, notices, roofline_context)
     click.echo("\n".join(render(report)))
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n")

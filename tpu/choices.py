@@ -78,10 +78,11 @@ def weight_bytes(model: ModelConfig) -> int:
 
 def _largest_tp(model: ModelConfig, devices: int) -> int:
     """Of those that leave whole replicas' worth of devices."""
-    return next(size for size in range(devices, 0, -1) if devices % size == 0 and _divides(model, size))
+    return next(size for size in range(devices, 0, -1) if devices % size == 0 and can_be_spread(model, size))
 
 
-def _divides(model: ModelConfig, size: int) -> bool:
+def can_be_spread(model: ModelConfig, size: int) -> bool:
+    """The model's layers can be divided among so many devices."""
     try:
         TensorParallel.of(model, size)
     except ConfigError:

@@ -5,6 +5,7 @@ The programs are the runner's own (`jax_runner.programs`), built from shapes: no
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -38,8 +40,11 @@ from sglang_jax.layers.sharding import KV_AXES, make_mesh, named_sharding
 from sglang_jax.models import Transformer, build_model, kv_cache_spec
 from sglang_jax.models.kv_cache import KVCacheSpec
 from sglang_jax.runner.sizing import choose_sizes, describe_pools
-from tpu.figures import Deployment, Message, ProgramFailure, ProgramFigures, Request, Selection
-from tpu.hlo import find_collectives, find_kernels, take_text
+from tpu.collectives import collectives_of
+from tpu.estimate import Estimate
+from tpu.figures import Deployment, Message, Notice, ProgramFailure, ProgramFigures, Request, Selection
+from tpu.hlo import find_kernels, take_text
+from tpu.operations import Module
 from tpu.topologies import Topology
 
 _PLATFORM = "tpu"
@@ -48,6 +53,8 @@ CALIBRATION = "calibrate scales"
 
 T = TypeVar("T")
 Builders = dict[str, Callable[[], Executable]]
+Names = dict[str, str]
+"""Of weights, by what a program calls them."""
 
 
 def compile_all(request: Request, dumps: Path, send: Callable[[Message], None]) -> None:
@@ -59,11 +66,27 @@ def compile_all(request: Request, dumps: Path, send: Callable[[Message], None]) 
     """
     devices = _devices(request.topology, request.options.tp_size)
     mesh = make_mesh(devices[: request.options.tp_size])
-    deployment, builders, buckets = _deploy(request, mesh, len(devices))
+    deployment, builders, buckets, names = _deploy(request, mesh, len(devices))
     send(deployment)
+    logging.getLogger("sglang_jax").addHandler(_Notices(send))
     by_name = {str(bucket): bucket for bucket in buckets}
     for name in deployment.programs:
-        send(_compile(name, by_name.get(name), builders[name], dumps))
+        send(_compile(name, by_name.get(name), builders[name], dumps, names))
+
+
+class _Notices(logging.Handler):
+    """Sends each warning once."""
+
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._send = send
+        self._sent: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if text not in self._sent:
+            self._sent.add(text)
+            self._send(Notice(text))
 
 
 def _devices(topology: Topology, count: int) -> list[jax.Device]:
@@ -76,7 +99,7 @@ def _devices(topology: Topology, count: int) -> list[jax.Device]:
     return devices
 
 
-def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Builders, Buckets]:
+def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Builders, Buckets, Names]:
     options, topology = request.options, request.topology
     parallel = TensorParallel.of(request.model, options.tp_size)
     dtype = jnp.dtype(jnp.bfloat16 if options.dtype is Dtype.AUTO else options.dtype.value)
@@ -88,6 +111,7 @@ def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Bui
     memory = memory_of_one_device(parallel, model, kv_dtype, options.page_size, _PLATFORM, hbm)
     sizes = choose_sizes(options, parallel.config.max_position, memory)
     spec = runner_spec(memory, sizes, options.page_size, parallel)
+    model.arrange(parallel.size)
     functions, weights = split_model(model)
     placed = [
         jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=named_sharding(mesh, parameter.axes))
@@ -123,7 +147,8 @@ def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Bui
         programs=tuple(_selected(names, buckets, request.selection)),
         all_programs=len(names),
     )
-    return deployment, builders, buckets
+    paths = (".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model)))
+    return deployment, builders, buckets, {f"weights[{number}]": path for number, path in enumerate(paths)}
 
 
 def _build_calibration(
@@ -171,7 +196,7 @@ def _selected(names: list[str], buckets: Buckets, selection: Selection) -> list[
 
 
 def _compile(
-    name: str, bucket: Bucket | None, build: Callable[[], Executable], dumps: Path
+    name: str, bucket: Bucket | None, build: Callable[[], Executable], dumps: Path, names: Names
 ) -> ProgramFigures | ProgramFailure:
     start = time.monotonic()
     try:
@@ -181,6 +206,7 @@ def _compile(
     seconds = time.monotonic() - start
     memory, costs = program.memory_analysis(), program.cost_analysis()
     text = take_text(dumps)
+    operations = () if text is None else Module(text).operations()
     return ProgramFigures(
         name=name,
         tokens=bucket.tokens if bucket else 0,
@@ -193,8 +219,9 @@ def _compile(
         code=memory.generated_code_size_in_bytes,
         flops=costs.get("flops", 0.0),
         accessed=costs.get("bytes accessed", 0.0),
-        collectives=None if text is None else find_collectives(text),
+        collectives=None if text is None else collectives_of(operations),
         kernels=None if text is None else find_kernels(text),
+        estimate=None if text is None else Estimate.of(operations, names if bucket else {}),
     )
 
 

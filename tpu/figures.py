@@ -7,7 +7,9 @@ from enum import StrEnum
 
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.config import EngineConfig
-from tpu.hlo import Collective, Kernel
+from tpu.collectives import Collective
+from tpu.estimate import Estimate
+from tpu.hlo import Kernel
 from tpu.topologies import Topology
 
 
@@ -54,7 +56,7 @@ class ProgramFigures:
     - `temporaries`: what the program takes while it runs; `aliased`: outputs that are written over arguments; `code`:
       its instructions, which stay in HBM.
     - `flops`, `accessed`: of XLA's cost analysis, which counts a loop's body once.
-    - `collectives`, `kernels`: None if the compiler gave no text to find them in.
+    - `collectives`, `kernels`, `estimate`: None if the compiler gave no text to find them in.
     """
 
     name: str
@@ -70,6 +72,7 @@ class ProgramFigures:
     accessed: float
     collectives: tuple[Collective, ...] | None
     kernels: tuple[Kernel, ...] | None
+    estimate: Estimate | None
 
     @property
     def running(self) -> int:
@@ -88,9 +91,17 @@ class ProgramFailure:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The deployment cannot be: options that do not fit together, a model that leaves no room for KV."""
+    """The deployment cannot be: a model that leaves no room for KV, or, `of_options`, options that cannot be."""
 
     reason: str
+    of_options: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """What the programs' own code warned of while they were made."""
+
+    text: str
 
 
 class Selection(StrEnum):
@@ -112,4 +123,4 @@ class Request:
     selection: Selection
 
 
-Message = Deployment | ProgramFigures | ProgramFailure | Refusal
+Message = Deployment | ProgramFigures | ProgramFailure | Refusal | Notice

@@ -7,9 +7,36 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tpu.figures import Deployment, ProgramFailure, ProgramFigures
+from tpu.operations import short_source
 from tpu.roofline import Device, Roofline, Work, roofline
 from tpu.tables import in_bytes, in_seconds, in_units, table
 from tpu.topologies import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Seconds of a step by the compiler's own estimate, which is of all but attention and what devices exchange.
+
+    - `estimated`; `layers`: what of it is in the layers.
+    - `least`: what the peaks allow for the same work.
+    - `attention`, `exchange`: the least time of the rest.
+    """
+
+    estimated: float
+    layers: float
+    least: float
+    attention: float
+    exchange: float
+
+    @property
+    def of(self) -> float:
+        """The part of the estimate that the peaks allow; 1 is as fast as the chip."""
+        return self.least / self.estimated if self.estimated else 0.0
+
+    @property
+    def step(self) -> float:
+        """A whole step, if attention and exchange are as fast as the chip and nothing waits for anything else."""
+        return self.estimated + self.attention + self.exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +49,8 @@ class Report:
     deployment: Deployment
     programs: Sequence[ProgramFigures]
     failures: Sequence[ProgramFailure]
+    notices: Sequence[str] = ()
+    row_context: int | None = None
 
     @property
     def resident_code(self) -> int:
@@ -47,13 +76,16 @@ class Report:
             largest = max(self.programs, key=lambda program: program.running)
             return (
                 f"{largest.name!r} needs {in_bytes(self.needed)} of HBM and a device has "
-                f"{in_bytes(self.deployment.hbm)}: lower mem_fraction_static, or max_running_requests"
+                f"{in_bytes(self.deployment.hbm)}: lower mem_fraction_static, or max_running_requests, or have KV of 8 "
+                "bits (--kv-cache-dtype)"
             )
         return None
 
     @property
     def context(self) -> int:
-        """Tokens of each row where the KV pages are shared evenly among all rows."""
+        """Tokens of each row: those asked for, or what each has where the pages are shared evenly among all rows."""
+        if self.row_context is not None:
+            return min(self.row_context, self.deployment.max_context)
         return max(min(self.deployment.max_context, self.deployment.kv_tokens // self.deployment.max_rows), 1)
 
     def work(self, program: ProgramFigures) -> Work | None:
@@ -64,9 +96,12 @@ class Report:
             return Work.decode(program.rows, self.context)
         return Work.prefill(program.tokens)
 
-    def bounds(self, work: Work) -> Roofline:
+    def bounds(self, program: ProgramFigures, work: Work) -> Roofline:
         """The least time of a step."""
-        deployment = self.deployment
+        deployment, collectives = self.deployment, program.collectives
+        sent = None
+        if collectives is not None:
+            sent = sum(collective.sent(self.tp) for collective in collectives if not collective.conditional)
         return roofline(
             deployment.config,
             work,
@@ -74,17 +109,46 @@ class Report:
             tp=self.tp,
             weight_bytes=deployment.weights,
             kv_bytes_per_token=deployment.page // deployment.page_size,
+            exchanged=sent,
         )
+
+    def share(self, program: ProgramFigures) -> Share | None:
+        """The compiler's estimate beside the least time of the same work; None where there is no estimate."""
+        work = self.work(program)
+        if work is None or program.estimate is None:
+            return None
+        without = self.bounds(program, Work(work.tokens, work.rows, 0, 0))
+        whole = self.bounds(program, work)
+        return Share(
+            estimated=program.estimate.cycles / self.topology.chip.clock,
+            layers=program.estimate.layer_cycles / self.topology.chip.clock,
+            least=max(without.compute, without.memory),
+            attention=max(whole.compute, whole.memory) - max(without.compute, without.memory),
+            exchange=whole.exchange,
+        )
+
+    @property
+    def warnings(self) -> list[str]:
+        """What costs time at every step and means nothing; what the programs' own code warned of."""
+        clock = self.topology.chip.clock
+        found = [
+            text
+            for program in self.programs
+            if program.estimate is not None
+            for text in program.estimate.warnings(program.name, clock)
+        ]
+        return [*found, *self.notices]
 
     def as_json(self) -> dict[str, Any]:
         """The report as plain values; bytes, seconds and FLOPs, of one device."""
         programs = []
         for program in self.programs:
             work = self.work(program)
-            bounds = None if work is None else self.bounds(work)
+            bounds = None if work is None else self.bounds(program, work)
+            share = self.share(program)
             programs.append(
                 asdict(program)
-                | {"running": program.running}
+                | {"running": program.running, "share": None if share is None else asdict(share) | {"of": share.of}}
                 | {"roofline": None if bounds is None else asdict(bounds) | {"bound": bounds.bound.value}}
             )
         return {
@@ -97,13 +161,14 @@ class Report:
             "needed": self.needed,
             "headroom": self.headroom,
             "problem": self.problem,
+            "warnings": self.warnings,
         }
 
     def _device(self) -> Device:
         chip = self.topology.chip
         share = self.topology.chips / self.deployment.devices
         peak = chip.bf16_flops if self.deployment.dtype == "bfloat16" else chip.bf16_flops / 6
-        return Device(peak * share, chip.hbm_bandwidth * share, chip.ici_bandwidth * share)
+        return Device(peak * share, chip.hbm_bandwidth * share, self.topology.ici_bandwidth * share)
 
 
 def heading(model: str, topology: Topology, tp: int, deployment: Deployment, compiler: str) -> list[str]:
@@ -133,10 +198,11 @@ def render(report: Report) -> list[str]:
     """Tables, and the verdict as the last line."""
     lines = ["", f"HBM on each device ({in_bytes(report.deployment.hbm)})", *_memory(report)]
     if any(program.tokens for program in report.programs):
-        lines += ["", *_rooflines(report)]
+        lines += ["", *_rooflines(report), *_estimates(report)]
     lines += _collectives(report) + _kernels(report)
     for failure in report.failures:
         lines += ["", f"{failure.name} does not compile ({failure.seconds:.1f} s): {failure.reason}"]
+    lines += [*([""] if report.warnings else []), *(f"WARNING  {text}" for text in report.warnings)]
     return [*lines, "", _verdict(report)]
 
 
@@ -170,7 +236,7 @@ def _rooflines(report: Report) -> list[str]:
         work = report.work(program)
         if work is None:
             continue
-        bounds = report.bounds(work)
+        bounds = report.bounds(program, work)
         rows.append(
             (
                 program.name,
@@ -189,10 +255,50 @@ def _rooflines(report: Report) -> list[str]:
     return [
         f"Least time of a step, counted from the model's shapes against the peaks of a {chip.generation} chip "
         f"({in_units(chip.bf16_flops, 'FLOP/s')}, HBM {in_units(chip.hbm_bandwidth, 'B/s')}, "
-        f"ICI {in_units(chip.ici_bandwidth, 'B/s')})",
+        f"ICI {in_units(report.topology.ici_bandwidth, 'B/s')} over the links of {report.topology})",
         f"Decode rows hold {report.context:,} tokens each; a mixed step is one prompt's first tokens. (XLA): the "
         "compiler's count, loops once",
         *table(header, rows),
+    ]
+
+
+def _estimates(report: Report) -> list[str]:
+    """The compiler's cycles beside the least time, and the operations that take most of them."""
+    shares = [(program, share) for program in report.programs if (share := report.share(program)) is not None]
+    if not shares:
+        return []
+    clock = report.topology.chip.clock
+    header = ("step", "estimate", "of it layers", "least", "share", "attention, least", "exchange, least", "at best")
+    rows = [
+        (
+            program.name,
+            in_seconds(share.estimated),
+            in_seconds(share.layers),
+            in_seconds(share.least),
+            f"{share.of:.0%}",
+            in_seconds(share.attention),
+            in_seconds(share.exchange),
+            in_seconds(share.step),
+        )
+        for program, share in shares
+    ]
+    worst = [
+        (
+            f"{program.name}: {operation.name}",
+            operation.array,
+            f"{operation.times} x {in_seconds(operation.cycles / clock)}",
+            short_source(operation.source) or operation.origin,
+        )
+        for program, _ in shares
+        if program.estimate is not None
+        for operation in program.estimate.worst
+    ]
+    return [
+        "",
+        f"The compiler's estimate of all but attention and exchange, at {clock / 1e9:g} GHz, and the least time of it",
+        *table(header, rows),
+        "",
+        *table(("longest operations", "result", "time", "from"), worst),
     ]
 
 
@@ -202,11 +308,12 @@ def _collectives(report: Report) -> list[str]:
     rows = []
     for program in report.programs:
         if program.collectives is None:
-            rows.append((program.name, "the compiler gave no text", "", "", "", ""))
+            rows.append((program.name, "the compiler gave no text", "", "", "", "", ""))
         for found in program.collectives or ():
             when = "if asked for" if found.conditional else "every step"
-            rows.append((program.name, found.kind, when, str(found.count), in_bytes(found.bytes), found.largest))
-    header = ("collectives", "kind", "when", "count", "bytes on a device", "largest")
+            where = "layers" if found.in_layers else "around them"
+            rows.append((program.name, found.kind, where, when, str(found.count), in_bytes(found.bytes), found.largest))
+    header = ("collectives", "kind", "where", "when", "count", "bytes on a device", "largest")
     return ["", *table(header, rows)] if rows else []
 
 

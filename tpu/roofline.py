@@ -88,15 +88,23 @@ class Roofline:
 
 
 def roofline(
-    config: ModelConfig, work: Work, device: Device, *, tp: int, weight_bytes: int, kv_bytes_per_token: int
+    config: ModelConfig,
+    work: Work,
+    device: Device,
+    *,
+    tp: int,
+    weight_bytes: int,
+    kv_bytes_per_token: int,
+    exchanged: float | None = None,
 ) -> Roofline:
     """The bounds of a step.
 
-    **Arguments:** `weight_bytes`, `kv_bytes_per_token`: those that one device holds (of all layers).
+    **Arguments:** `weight_bytes`, `kv_bytes_per_token`: those that one device holds (of all layers); `exchanged`: bytes
+    that one device sends, as compiled; None where that is not known.
     """
     flops = step_flops(config, work) / tp
     hbm = _hbm_bytes(config, work, tp, weight_bytes, kv_bytes_per_token)
-    exchanged = _exchanged_bytes(config, work, tp)
+    exchanged = _exchanged_bytes(config, work, tp) if exchanged is None else exchanged
     return Roofline(
         flops=flops,
         hbm_bytes=hbm,
@@ -142,10 +150,9 @@ def _bytes_per_weight(config: ModelConfig, weight_bytes: int, tp: int) -> float:
 
 
 def _exchanged_bytes(config: ModelConfig, work: Work, tp: int) -> float:
-    """What one device sends: two sums a layer over the hidden states and one for the embeddings, as rings do them, and
-    the logits exchanged for rows (see `jax_runner.step`). Sums are of bfloat16."""
+    """What one device sends: two sums a layer over the hidden states and one for the embeddings, in bfloat16 and as
+    rings do them, and three numbers of each row of logits (see `jax_runner.readers`)."""
     if tp == 1:
         return 0.0
     sums = (2 * config.num_layers + 1) * 2 * (tp - 1) / tp * work.tokens * config.hidden_size * 2
-    logits = _LOGIT_BYTES * work.rows * config.vocab_size * (tp - 1) / tp**2
-    return sums + logits
+    return sums + 3 * _LOGIT_BYTES * work.rows * (tp - 1)

@@ -35,6 +35,8 @@ class Chip:
       what the pages say.
     - `hbm_bandwidth`: bytes per second.
     - `bf16_flops`, `int8_ops`: peaks per second. Where the pages have none for int8 it is that of bfloat16.
+    - `clock`: cycles per second of a core, by which the compiler's estimates of cycles are seconds. v4 to v6e: JAX's
+      peaks over the products that a core's matrix units make in a cycle; tpu7x the same, rounded.
     - `vmem`: bytes of one core's vector memory (`jax.experimental.pallas.tpu.get_tpu_info`).
     - `ici_bandwidth`: bytes per second that a chip sends to its neighbours over all links, half of what pages give for
       both directions.
@@ -52,6 +54,7 @@ class Chip:
     hbm_bandwidth: float
     bf16_flops: float
     int8_ops: float
+    clock: float
     vmem: int
     ici_bandwidth: float
     dimensions: int
@@ -77,6 +80,7 @@ CHIPS = {
             hbm_bandwidth=1228e9,
             bf16_flops=275e12,
             int8_ops=275e12,
+            clock=1.05e9,
             vmem=16 * MIB,
             ici_bandwidth=300e9,
             dimensions=3,
@@ -95,6 +99,7 @@ CHIPS = {
             hbm_bandwidth=819e9,
             bf16_flops=197e12,
             int8_ops=393e12,
+            clock=1.5e9,
             vmem=128 * MIB,
             ici_bandwidth=200e9,
             dimensions=2,
@@ -113,6 +118,7 @@ CHIPS = {
             hbm_bandwidth=2765e9,
             bf16_flops=459e12,
             int8_ops=918e12,
+            clock=1.75e9,
             vmem=64 * MIB,
             ici_bandwidth=600e9,
             dimensions=3,
@@ -131,6 +137,7 @@ CHIPS = {
             hbm_bandwidth=1638e9,
             bf16_flops=918e12,
             int8_ops=1836e12,
+            clock=1.75e9,
             vmem=128 * MIB,
             ici_bandwidth=400e9,
             dimensions=2,
@@ -149,6 +156,7 @@ CHIPS = {
             hbm_bandwidth=7380e9,
             bf16_flops=2307e12,
             int8_ops=2307e12,
+            clock=2.2e9,
             vmem=64 * MIB,
             ici_bandwidth=600e9,
             dimensions=3,
@@ -193,6 +201,16 @@ class Topology:
     def devices(self) -> int:
         """What `jax.device_count()` says there."""
         return self.chips * self.chip.devices
+
+    @property
+    def ici_bandwidth(self) -> float:
+        """Bytes per second that the chip with the fewest neighbours sends: of a 2x2 each has two, not four."""
+        links = sum(0 if size == 1 else 2 if self._is_ring(size) else 1 for size in self.shape)
+        return self.chip.ici_bandwidth * max(links, 1) / (2 * self.chip.dimensions)
+
+    def _is_ring(self, size: int) -> bool:
+        """Axes of whole cubes, or of a whole pod, are closed: the last chip is the first one's neighbour."""
+        return size % 4 == 0 if self.chip.dimensions == 3 else size == 16
 
     @property
     def hosts(self) -> int:

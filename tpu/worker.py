@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_jax.errors import ConfigError
+from sglang_jax.errors import ConfigError, NoRoomError
 from tpu.figures import Message, Refusal, Request
 from tpu.schedule import DUMP_FLAGS
 from tpu.topologies import Generation
@@ -75,6 +75,8 @@ def _in_child(work: Work, *arguments: Any) -> Iterator[Any]:
         child = multiprocessing.get_context("spawn").Process(
             target=_run, args=(work, arguments, Path(folder), log, sender), daemon=True
         )
+        # Where torch is missing transformers says so at each import, and this process has said it.
+        os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
         child.start()
         sender.close()
         try:
@@ -111,7 +113,7 @@ def _run(work: Work, arguments: tuple[Any, ...], folder: Path, log: Path, sender
     try:
         work(folder, sender.send, *arguments)
     except ConfigError as error:
-        sender.send(Refusal(str(error)))
+        sender.send(Refusal(str(error), of_options=not isinstance(error, NoRoomError)))
     sender.close()
 
 

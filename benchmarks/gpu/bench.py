@@ -13,7 +13,7 @@ import torch
 
 from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.operations import Operations
-from torch_backend.sampler import Draw
+from torch_backend.sampler import TokenSampler
 
 Row = dict[str, Any]
 """One line of a table: column to number, word or truth value."""
@@ -91,7 +91,7 @@ class Kernels:
     name: str
     attention: AttentionImplementation
     operations: Operations
-    draw: Draw
+    sampler: TokenSampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,17 +169,17 @@ class Bench:
 def _kernels(name: str, device: torch.device) -> Kernels:
     if name == "native":
         from torch_backend.attention.native import NativeAttention
-        from torch_backend.native_draw import NativeDraw
         from torch_backend.native_operations import NativeOperations
+        from torch_backend.native_sampler import NativeSampler
 
-        return Kernels(name, NativeAttention(), NativeOperations(), NativeDraw())
+        return Kernels(name, NativeAttention(), NativeOperations(), NativeSampler())
     from torch_backend.attention.triton import TritonAttention
     from torch_backend.kernels.chip import Chip
     from torch_backend.kernels.operations import TritonOperations
-    from torch_backend.triton_draw import TritonDraw
+    from torch_backend.triton_sampler import TritonSampler
 
     chip = Chip.of(device) if device.type == "cuda" else Chip(capability=90, processors=2)
-    return Kernels(name, TritonAttention(chip), TritonOperations(), TritonDraw())
+    return Kernels(name, TritonAttention(chip), TritonOperations(), TritonSampler())
 
 
 def describe_device(device: torch.device) -> Row:

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from gpu.bench import Bench, Row, Table, judged, share
 from gpu.dummy_engine import DummyEngine, dummy_engine
-from sglang_jax.cli.bench.offline import run_workload
+from sglang_jax.cli.bench.commands import run_workload
 from sglang_jax.cli.bench.workloads import WorkloadConfig, make_workload
 from sglang_jax.engine.types import GenerateOutput
 from sglang_jax.sampling.params import SamplingParams

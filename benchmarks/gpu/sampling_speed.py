@@ -1,4 +1,4 @@
-"""Draws over a large vocabulary, beside a draw by sorting."""
+"""Sampling over a large vocabulary, beside sampling by a sort."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from gpu.bench import Bench, Table, Work
-from gpu.check_draw import draw_parameters
+from gpu.check_sampling import sampler_inputs
 from sglang_jax.sampling.params import SamplingParams
 
 _KINDS = {
@@ -20,22 +20,22 @@ _KINDS = {
 
 
 def run(bench: Bench) -> Iterator[Table]:
-    """Draws of a step's rows; `reads`: as many times the time in which the logits can be read once. Beside them a draw
-    with top-p by sorting, in torch."""
+    """Sampling for a step's rows; `reads`: as many times the time in which the logits can be read once. Beside it
+    sampling with top-p by a sort, in torch."""
     vocab = 500 if bench.small else 128_256
     rows = []
     for count in (2,) if bench.small else (1, 32, 256):
         logits = 3 * bench.normal(count, vocab, dtype=torch.float32)
         once = logits.nbytes / bench.rates.copy_bytes_per_second
-        works: dict[str, Work] = {"greedy": partial(bench.kernels.draw.greedy, logits)}
+        works: dict[str, Work] = {"greedy": partial(bench.kernels.sampler.greedy, logits)}
         for kind, params in _KINDS.items():
-            given = draw_parameters(bench, [params] * count, vocab)
-            works[kind] = partial(bench.kernels.draw.draw, logits, given)
+            given = sampler_inputs(bench, [params] * count, vocab)
+            works[kind] = partial(bench.kernels.sampler.sample, logits, given)
         works["torch, top-p 0.9 by sorting"] = partial(_by_sorting, logits)
         for kind, work in works.items():
             seconds = bench.stopwatch.seconds(work)
-            rows.append({"rows": count, "draw": kind, "us": seconds * 1e6, "reads": seconds / once})
-    yield Table(f"draws ({bench.kernels.name}) over {vocab} tokens", rows)
+            rows.append({"rows": count, "sample": kind, "us": seconds * 1e6, "reads": seconds / once})
+    yield Table(f"sampling ({bench.kernels.name}) over {vocab} tokens", rows)
 
 
 def _by_sorting(logits: torch.Tensor) -> torch.Tensor:

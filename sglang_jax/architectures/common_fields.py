@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sglang_jax.architectures.hf_rope import extended_context, rope_from_hf
-from sglang_jax.architectures.json_fields import JsonFields
+from sglang_jax.architectures.json_fields import MOST_LAYERS, JsonFields
 from sglang_jax.architectures.model_config import (
     Activation,
     AttentionConfig,
@@ -18,9 +18,11 @@ from sglang_jax.architectures.model_config import (
     RopeConfig,
     SublayerNorms,
 )
-from sglang_jax.errors import CheckpointError
+from sglang_jax.errors import CheckpointError, shown
 
 logger = logging.getLogger(__name__)
+
+MOST_POSITIONS = 1 << 27
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,13 +68,13 @@ class CommonFields:
         reads it in its own way."""
         heads = fields.required_integer("num_attention_heads")
         hidden = fields.required_integer("hidden_size")
-        declared = fields.integer("max_position_embeddings") or defaults.max_position
+        declared = fields.count("max_position_embeddings") or defaults.max_position
         rope = rope or rope_from_hf(fields, declared, defaults.theta)
         common = cls(
             fields=fields,
             defaults=defaults,
             hidden_size=hidden,
-            num_layers=fields.required_integer("num_hidden_layers"),
+            num_layers=fields.required_integer("num_hidden_layers", MOST_LAYERS),
             num_heads=heads,
             num_kv_heads=_kv_heads(fields, defaults, heads),
             head_dim=_head_dim(fields, defaults, hidden // heads),
@@ -80,6 +82,10 @@ class CommonFields:
             rope=rope,
             max_position=max(declared, extended_context(rope)),
         )
+        if common.max_position > MOST_POSITIONS:
+            raise CheckpointError(
+                f"{fields.file}: a context of {shown(common.max_position)} tokens; the limit is {MOST_POSITIONS}"
+            )
         common._check_heads()
         return common
 
@@ -124,7 +130,10 @@ class CommonFields:
         return LayerConfig(mixer=attention, feed_forward=feed_forward, mixer_norms=norms, feed_forward_norms=norms)
 
     def sees(self, window: int | None) -> int | None:
-        """A window, or None where no sequence outgrows it, as it then changes nothing."""
+        """A window, or None where no sequence outgrows it, as it then changes nothing. Raises `CheckpointError` for one
+        of 0 tokens."""
+        if window == 0:
+            raise CheckpointError(f"{self.fields.file}: a sliding window of 0 tokens: a query sees itself at least")
         return None if window is None or window >= self.max_position else window
 
     def sliding_layers(self, every: int | None) -> list[bool]:
@@ -166,10 +175,10 @@ class CommonFields:
 def _kv_heads(fields: JsonFields, defaults: Defaults, heads: int) -> int:
     if "num_key_value_heads" not in fields.values:
         return defaults.num_kv_heads or heads
-    return fields.integer("num_key_value_heads") or heads
+    return fields.count("num_key_value_heads") or heads
 
 
 def _head_dim(fields: JsonFields, defaults: Defaults, derived: int) -> int:
     if "head_dim" not in fields.values:
         return defaults.head_dim or derived
-    return fields.integer("head_dim") or derived
+    return fields.count("head_dim") or derived

@@ -32,8 +32,8 @@ def rope_from_hf(
         raise CheckpointError(f"{fields.file}: rope scaling {name!r} is not supported; supported: {', '.join(kinds)}")
     theta = scaling.number("rope_theta") or fields.number("rope_theta") or default_theta
     original = (
-        fields.integer("original_max_position_embeddings")
-        or scaling.integer("original_max_position_embeddings")
+        fields.count("original_max_position_embeddings")
+        or scaling.count("original_max_position_embeddings")
         or max_position
     )
     match RopeKind(name):

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang_jax.errors import CheckpointError
+from sglang_jax.architectures.files import read_file
+from sglang_jax.errors import CheckpointError, shown
+
+_MAX_BYTES = 4 << 20
+
+MOST = 1 << 24
+"""A limit for sizes, far above those of any model: what follows from them is built before tensors are looked at."""
+
+MOST_LAYERS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +35,10 @@ class JsonFields:
 
     @classmethod
     def read(cls, file: Path) -> JsonFields:
-        """Raises `CheckpointError` if there is no such file, or it is not a JSON object."""
-        if not file.is_file():
-            raise CheckpointError(f"{file} does not exist")
+        """Raises `CheckpointError` if there is no such file, it is too large, or it is not a JSON object."""
         try:
-            values = json.loads(file.read_bytes())
-        except ValueError as error:
+            values = json.loads(read_file(file, _MAX_BYTES))
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{file} is not JSON: {error}") from error
         if not isinstance(values, dict):
             raise CheckpointError(f"{file} holds {type(values).__name__}, an object was expected")
@@ -61,23 +68,32 @@ class JsonFields:
             raise self._mistyped(name, "an integer")
         return value
 
-    def integer_or(self, name: str, default: int | None) -> int | None:
+    def count(self, name: str, most: int = MOST) -> int | None:
+        """An integer that is not negative, and at most `most`."""
+        value = self.integer(name)
+        if value is not None and not 0 <= value <= most:
+            raise CheckpointError(f"{self.file}: {self.within}{name} is {shown(value)}, it must be in [0, {most}]")
+        return value
+
+    def count_or(self, name: str, default: int | None) -> int | None:
         """`default` for a field that is absent; None for null."""
         self.asked.add(name)
-        return self.integer(name) if name in self.values else default
+        return self.count(name) if name in self.values else default
 
     def number_or(self, name: str, default: float | None) -> float | None:
         """`default` for a field that is absent; None for null."""
         self.asked.add(name)
         return self.number(name) if name in self.values else default
 
-    def required_integer(self, name: str) -> int:
-        """A field that must be there and positive."""
+    def required_integer(self, name: str, most: int = MOST) -> int:
+        """A field that must be there, positive, and at most `most`."""
         value = self.integer(name)
         if value is None:
             raise CheckpointError(f"{self.file}: {self.within}{name} is missing")
         if value < 1:
-            raise CheckpointError(f"{self.file}: {self.within}{name} is {value}, it must be at least 1")
+            raise CheckpointError(f"{self.file}: {self.within}{name} is {shown(value)}, it must be at least 1")
+        if value > most:
+            raise CheckpointError(f"{self.file}: {self.within}{name} is {shown(value)}, it must be at most {most}")
         return value
 
     def integers(self, name: str) -> tuple[int, ...]:
@@ -96,6 +112,8 @@ class JsonFields:
             return None
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self._mistyped(name, "a number")
+        if not abs(value) <= sys.float_info.max:
+            raise self._mistyped(name, "a finite number")
         return float(value)
 
     def required_number(self, name: str) -> float:
@@ -126,4 +144,4 @@ class JsonFields:
         return tuple(value)
 
     def _mistyped(self, name: str, wanted: str) -> CheckpointError:
-        return CheckpointError(f"{self.file}: {self.within}{name} is {self.values[name]!r:.80}, it must be {wanted}")
+        return CheckpointError(f"{self.file}: {self.within}{name} is {shown(self.values[name])}, it must be {wanted}")

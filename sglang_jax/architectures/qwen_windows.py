@@ -11,8 +11,8 @@ _DEFAULT_FIRST_SLIDING_LAYER = 28
 def qwen_windows(common: CommonFields) -> list[int | None]:
     """The window of each layer, or None: `use_sliding_window` gives one to layers from `max_window_layers` on."""
     fields = common.fields
-    window = fields.integer("sliding_window") if "sliding_window" in fields.values else _DEFAULT_WINDOW
-    first = fields.integer("max_window_layers")
+    window = fields.count("sliding_window") if "sliding_window" in fields.values else _DEFAULT_WINDOW
+    first = fields.count("max_window_layers")
     first = _DEFAULT_FIRST_SLIDING_LAYER if first is None else first
     if not fields.boolean("use_sliding_window"):
         window = None

@@ -12,10 +12,10 @@ from msgspec import Raw
 from starlette.types import ASGIApp
 
 from sglang_jax.batch.answers import Answer, answered, failed, post
-from sglang_jax.batch.desk import Desk, Job
 from sglang_jax.batch.journal import Sink
 from sglang_jax.batch.lines import MAX_LINE_BYTES, BadLine, Line, parse_line
 from sglang_jax.batch.source import Record
+from sglang_jax.batch.work_queue import Job, WorkQueue
 from sglang_jax.engine.batch import FLIGHTS_PER_ROW
 from sglang_jax.engine.types import EngineClient
 from sglang_jax.errors import EngineDeadError
@@ -85,7 +85,7 @@ class Driver:
         self,
         records: Iterator[Record],
         sink: Sink,
-        desk: Desk,
+        queue: WorkQueue,
         watcher: Watcher,
         *,
         defaults: Mapping[str, Raw],
@@ -96,7 +96,7 @@ class Driver:
     ) -> None:
         self._records = records
         self._sink = sink
-        self._desk = desk
+        self._queue = queue
         self._watcher = watcher
         self._defaults = defaults
         self._random_seed = random_seed
@@ -130,10 +130,10 @@ class Driver:
         while lines := await asyncio.to_thread(self._read_some):
             for line in lines:
                 self._accept(line)
-            self._desk.pushed()
-            while self._desk.full or self._sink.num_ahead >= self._max_ahead:
-                await self._desk.room()
-        self._desk.end_of_input()
+            self._queue.pushed()
+            while self._queue.full or self._sink.num_ahead >= self._max_ahead:
+                await self._queue.room()
+        self._queue.end_of_input()
 
     def _read_some(self) -> list[Line | BadLine]:
         """Runs in a thread, so that the engine is fed meanwhile."""
@@ -160,12 +160,12 @@ class Driver:
         if isinstance(line, BadLine):
             self._finish(line.number, failed(line, line.code, line.message))
         else:
-            self._desk.push(line)
+            self._queue.push(line)
 
     async def _serve_all(self, replicas: Sequence[ServingReplica]) -> None:
         """Ends when all lines are finished, or when no replica is left. Raises the last one's `EngineDeadError`."""
         losses = await asyncio.gather(*(self._serve(replica) for replica in replicas))
-        if not self._desk.finished:
+        if not self._queue.finished:
             raise next(loss for loss in reversed(losses) if loss is not None)
 
     async def _serve(self, replica: ServingReplica) -> EngineDeadError | None:
@@ -181,7 +181,7 @@ class Driver:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
-            self._desk.leave(replica.index)
+            self._queue.leave(replica.index)
 
     async def _work(self, replica: ServingReplica) -> EngineDeadError | None:
         """Answers one line after the other. Returns why the replica was given up, if it was."""
@@ -190,13 +190,13 @@ class Driver:
                 served = await self._served(replica)
             except EngineDeadError as error:
                 return error
-            job = await self._desk.next(replica.index)
+            job = await self._queue.next(replica.index)
             if job is None:
                 return None
             if served.engine.alive:
                 await self._answer(replica, served.app, job)
             else:  # it was lost while there was no line
-                self._desk.give_back(replica.index, job)
+                self._queue.give_back(replica.index, job)
 
     async def _served(self, replica: ServingReplica) -> _Served:
         """The replica's engine once it serves, and the application over it. Raises `EngineDeadError`."""
@@ -213,13 +213,13 @@ class Driver:
         reply = await post(app, job.line)
         if not reply.transient:
             answer = answered(job.line, reply)
-        elif self._desk.lose(replica.index, job):
+        elif self._queue.lose(replica.index, job):
             return
         else:
             message = f"the engine was lost each of the {job.losses} times that this line was asked"
             answer = failed(job.line, "engine_dead", message)
         self._finish(job.line.number, answer)
-        self._desk.finish(replica.index)
+        self._queue.finish(replica.index)
 
     def _finish(self, number: int, answer: Answer) -> None:
         self._sink.add(number, answer.kind, answer.line)

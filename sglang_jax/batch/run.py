@@ -16,7 +16,6 @@ import click
 from msgspec import Raw
 from uvicorn.loops.auto import auto_loop_factory
 
-from sglang_jax.batch.desk import Desk
 from sglang_jax.batch.driver import READ_LINES, Driver
 from sglang_jax.batch.journal import Journal, Sink
 from sglang_jax.batch.line_set import LineSet
@@ -26,6 +25,7 @@ from sglang_jax.batch.ordered import OrderedJournal, Spool
 from sglang_jax.batch.progress import Figures, Progress, count_lines
 from sglang_jax.batch.run_folder import OptionValue, RunFolder, identify
 from sglang_jax.batch.source import FileFormat, Record, Source, open_source, require_pyarrow
+from sglang_jax.batch.work_queue import WorkQueue
 from sglang_jax.config import EngineConfig, ServerConfig
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.lookahead import Lookahead
@@ -34,6 +34,7 @@ from sglang_jax.engine.replica import Replica, close_replicas, launch_replicas
 from sglang_jax.errors import BatchError, ConfigError, EngineDeadError
 from sglang_jax.runner.backends import load_follower
 from sglang_jax.server.app import create_app, create_context
+from sglang_jax.server.callers import Callers
 
 ALL_ANSWERED, SOME_FAILED = 0, 1
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
@@ -138,13 +139,13 @@ async def _answer_with_engines(
     driver = Driver(
         records,
         work.sink,
-        Desk(Lookahead(batch.lookahead, WINDOW_BYTES, reorder=not batch.no_reorder), batch.max_retries),
+        WorkQueue(Lookahead(batch.lookahead, WINDOW_BYTES, reorder=not batch.no_reorder), batch.max_retries),
         progress,
         defaults=work.defaults,
         random_seed=config.random_seed,
         read_lines=min(READ_LINES, batch.lookahead),
         max_ahead=AHEAD_PER_LOOKAHEAD * batch.lookahead,
-        make_app=lambda client: create_app(create_context(client, config)),
+        make_app=lambda client: create_app(create_context(client, config, Callers.within())),
     )
     try:
         await driver.run(replicas)

@@ -20,7 +20,8 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 
-from sglang_jax.errors import CheckpointError
+from sglang_jax.architectures.files import check_regular
+from sglang_jax.errors import CheckpointError, cut, shown
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -78,7 +79,7 @@ class GgufFile:
         if kind is float and isinstance(value, int):
             return kind(value)  # type: ignore[call-arg]
         if value is not None and not isinstance(value, kind):
-            raise CheckpointError(f"{self.path}: metadata {key} should be a {kind.__name__}, it is {value!r:.80}")
+            raise CheckpointError(f"{self.path}: metadata {key} should be a {kind.__name__}, it is {shown(value)}")
         return value
 
     def require(self, key: str, kind: type[_T]) -> _T:
@@ -95,6 +96,7 @@ def open_gguf(path: Path) -> GgufFile:
     **Raises:** `CheckpointError` if it is not a GGUF file of version 2 or 3, is one part of a split model, or is cut
     short.
     """
+    check_regular(path)
     status = path.stat()
     return _parse(path, status.st_mtime_ns, status.st_size)
 
@@ -115,7 +117,7 @@ def _parse(path: Path, _modified: int, size: int) -> GgufFile:
         metadata = {cursor.string(): cursor.value(cursor.scalar("I")) for _ in range(num_values)}
         table = [_table_entry(cursor) for _ in range(num_tensors)]
     except (struct.error, UnicodeDecodeError, KeyError) as error:
-        raise CheckpointError(f"{path} ({size} bytes) is damaged or cut short: {error!r}") from error
+        raise CheckpointError(f"{path} ({size} bytes) is damaged or cut short: {cut(repr(error))}") from error
     if metadata.get("split.count", 1) not in (0, 1):
         raise CheckpointError(
             f"{path} is one of {metadata['split.count']} parts of a model; join them with llama.cpp's "
@@ -160,6 +162,8 @@ class _Cursor:
         return self.scalar(_SCALAR_FORMATS[kind])
 
     def _numbers(self, form: str, count: int) -> list[int]:
+        if count > len(self.buffer):
+            raise struct.error(f"{count} numbers at {self.position} pass the end")
         layout = f"<{count}{form}"
         values = struct.unpack_from(layout, self.buffer, self.position)
         self.position += struct.calcsize(layout)

@@ -12,7 +12,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from sglang_jax.checkpoint.gguf_file import GgufFile
 from sglang_jax.checkpoint.token_spelling import SENTENCEPIECE_SPACE
-from sglang_jax.errors import CheckpointError
+from sglang_jax.errors import CheckpointError, shown
+
+_LONGEST_TOKEN = 512
+"""Characters of a token that others merge to: every way to cut each is looked at."""
 
 
 class _TokenType(IntEnum):
@@ -149,6 +152,12 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> Tokenizer:
         for token, score, kind in zip(tokens, scores, _token_types(file, len(tokens)), strict=True)
         if kind == _TokenType.NORMAL
     }
+    longest = max(mergeable, key=len, default="")
+    if len(longest) > _LONGEST_TOKEN:
+        raise CheckpointError(
+            f"{file.path}: tokenizer.ggml.tokens holds a token of {len(longest)} characters, the limit is "
+            f"{_LONGEST_TOKEN}: {shown(longest)}"
+        )
     unknown = _token(file, tokens, "unknown")
     model = models.BPE(
         vocab=_vocabulary(tokens),

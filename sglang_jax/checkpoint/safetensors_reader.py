@@ -6,15 +6,16 @@ The format: 8 bytes of header length, a JSON header of name → dtype, shape, by
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
 
 import ml_dtypes
+import msgspec
 import numpy as np
 
+from sglang_jax.architectures.files import check_regular, read_file
 from sglang_jax.checkpoint.reader import Array, Index, whole_index
 from sglang_jax.errors import CheckpointError
 
@@ -26,8 +27,23 @@ _DTYPES: dict[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-_MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+_MAX_HEADER_BYTES = 32 << 20
+"""The format allows 100 MB, which would take a GB to read. A header of 100,000 tensors has about 15 MB."""
+
+_MAX_INDEX_BYTES = 64 << 20
+
+_MAX_NAME = 255
+"""Characters of a file's name."""
+
+
+class _IndexFile(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +112,14 @@ class SafetensorsReader:
 
 def _weight_map(folder: Path) -> dict[str, Path] | None:
     index_file = folder / INDEX_FILE
-    if not index_file.is_file():
+    if not index_file.exists():
         return None
     try:
-        weight_map: dict[str, str] = json.loads(index_file.read_bytes())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{index_file} is not a safetensors index with a weight_map: {error!r}") from error
+        weight_map = msgspec.json.decode(read_file(index_file, _MAX_INDEX_BYTES), type=_IndexFile).weight_map
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{index_file} is not a safetensors index with a weight_map: {error}") from error
+    for file in set(weight_map.values()):
+        _check_inside(index_file, file)
     files = {name: folder / file for name, file in weight_map.items()}
     missing = sorted({file.name for file in files.values() if not file.is_file()})
     if missing:
@@ -109,9 +127,17 @@ def _weight_map(folder: Path) -> dict[str, Path] | None:
     return files
 
 
+def _check_inside(index_file: Path, name: str) -> None:
+    """A file of another folder is not the checkpoint's, whatever its index says. A link to one is: somebody who may
+    write here made it."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\x00" in name or not 0 < len(name) <= _MAX_NAME:
+        raise CheckpointError(f"{index_file} names a file that is not in its folder: {name[:_MAX_NAME]!r}")
+
+
 def _files_without_index(folder: Path) -> list[Path]:
     single = folder / SINGLE_FILE
-    if single.is_file():
+    if single.exists():
         return [single]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -121,23 +147,32 @@ def _files_without_index(folder: Path) -> list[Path]:
 
 def _read_header(file: Path) -> dict[str, _Tensor]:
     """The tensors of one file, with byte ranges counted from its start."""
+    check_regular(file)
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-            raise CheckpointError(f"{file} ({size} bytes) is not a safetensors file, or is cut short")
+            raise CheckpointError(
+                f"{file} ({size} bytes) is not a safetensors file, or is cut short: it says that its header has "
+                f"{length} bytes, the limit is {_MAX_HEADER_BYTES}"
+            )
         raw = stream.read(length)
     start = 8 + length
     try:
-        header: dict[str, dict[str, Any]] = json.loads(raw)
+        header = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         header.pop("__metadata__", None)
-        tensors = {name: _tensor_of(file, entry, start) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} has no valid safetensors header: {error!r}") from error
+        entries = {name: _ENTRIES.decode(entry) for name, entry in header.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{file} has no valid safetensors header: {error}") from error
+    tensors = {name: _tensor_of(file, entry, start) for name, entry in entries.items()}
     for name, tensor in tensors.items():
         item = _DTYPES.get(tensor.dtype)
-        wanted = tensor.end - tensor.begin if item is None else int(np.prod(tensor.shape)) * item.itemsize
-        if tensor.end > size or tensor.end - tensor.begin != wanted:
+        wanted = tensor.end - tensor.begin if item is None else math.prod(tensor.shape) * item.itemsize
+        if (
+            not start <= tensor.begin <= tensor.end <= size
+            or min(tensor.shape, default=0) < 0
+            or tensor.end - tensor.begin != wanted
+        ):
             raise CheckpointError(
                 f"{file} ({size} bytes) is cut short or damaged: {name} {tensor.dtype} {tensor.shape} "
                 f"is said to lie at bytes {tensor.begin} to {tensor.end}"
@@ -145,9 +180,9 @@ def _read_header(file: Path) -> dict[str, _Tensor]:
     return tensors
 
 
-def _tensor_of(file: Path, entry: Mapping[str, Any], start: int) -> _Tensor:
-    match entry:
-        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]}:
-            dimensions = tuple(int(size) for size in shape)
-            return _Tensor(file, dtype, dimensions, start + begin, start + end)
-    raise ValueError(f"an entry lacks dtype, shape or data_offsets: {entry!r}")
+_ENTRIES = msgspec.json.Decoder(_Entry)
+
+
+def _tensor_of(file: Path, entry: _Entry, start: int) -> _Tensor:
+    begin, end = entry.data_offsets
+    return _Tensor(file, entry.dtype, tuple(entry.shape), start + begin, start + end)

@@ -6,7 +6,8 @@ here directly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,22 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.hub import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_FILE
 
+from sglang_jax.architectures.files import check_regular, read_file
 from sglang_jax.checkpoint.chat_roles import ChatRoles, learn_roles
 from sglang_jax.checkpoint.gguf_file import open_gguf
 from sglang_jax.checkpoint.gguf_tokenizer import gguf_tokenizer
 from sglang_jax.checkpoint.resolve import ModelSource, SourceKind
 from sglang_jax.checkpoint.text_stream import TextStream
 from sglang_jax.checkpoint.token_spelling import spelling_of
-from sglang_jax.errors import CheckpointError, ParameterError, RequestError
+from sglang_jax.errors import CheckpointError, ParameterError, RequestError, cut
 
 TOKENIZER_FILE = "tokenizer.json"
+
+_MAX_TOKENIZER_BYTES = 256 << 20
+_MAX_TEMPLATE_BYTES = 1 << 20
+
+_DAMAGED = (ValueError, TypeError, LookupError, AttributeError, OSError, RecursionError)
+"""What transformers raises for files that are not what they should be."""
 
 SHORT_TEXT = 1024
 """Texts of so many characters are tokenized without letting other threads run: that costs less than waking any."""
@@ -196,14 +204,35 @@ def _from_folder(folder: Path) -> PreTrainedTokenizerFast:
             f"{folder} has no {TOKENIZER_FILE}; give --tokenizer-path with a folder that has one (older tokenizer "
             "files can be converted by loading and saving them with transformers)"
         )
+    for file in folder.glob("*.json"):
+        check_regular(file)  # transformers opens what it knows of these
+    if (size := (folder / TOKENIZER_FILE).stat().st_size) > _MAX_TOKENIZER_BYTES:
+        raise CheckpointError(f"{folder / TOKENIZER_FILE} has {size} bytes, the limit is {_MAX_TOKENIZER_BYTES}")
     for file in (*folder.glob(CHAT_TEMPLATE_FILE), *folder.glob(f"{CHAT_TEMPLATE_DIR}/*.jinja")):
         _read_template(file)  # transformers reads it too, but names no file in its errors
-    hugging_face: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+    with _damage_named(folder):
+        hugging_face: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(
+            str(folder), local_files_only=True
+        )
     return hugging_face
 
 
+@contextmanager
+def _damage_named(source: Path) -> Iterator[None]:
+    """Raises `CheckpointError` for whatever the libraries raise over a tokenizer that is not what it should be."""
+    try:
+        yield
+    except Exception as error:
+        # Nothing finer can be caught: the tokenizers package raises `Exception` itself.
+        if type(error) is not Exception and not isinstance(error, _DAMAGED):
+            raise
+        reason = f"{type(error).__name__}: {cut(str(error))}"
+        raise CheckpointError(f"the tokenizer of {source} cannot be read: {reason}") from error
+
+
 def _from_gguf(file: Path) -> PreTrainedTokenizerFast:
-    parts = gguf_tokenizer(open_gguf(file))
+    with _damage_named(file):
+        parts = gguf_tokenizer(open_gguf(file))
     hugging_face = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=parts.backend,
         bos_token=parts.bos_token,
@@ -229,6 +258,6 @@ def _template_text(chat_template: str) -> str:
 
 def _read_template(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return read_file(file, _MAX_TEMPLATE_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
         raise CheckpointError(f"chat template {file} is not UTF-8: {error}") from error

@@ -1,1 +1,1 @@
-"""The command line: thin argument parsing over the rooms below."""
+"""The command line: thin argument parsing over the packages below."""

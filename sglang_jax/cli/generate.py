@@ -53,7 +53,7 @@ def _sampling_option(name: str, help_text: str) -> Callable[[Command], Command]:
 @_sampling_option("repetition_penalty", "divides the logits of tokens in the prompt or the output; 1: off")
 @click.option("--stop", multiple=True, help="string that ends the output; may be given several times")
 @click.option("--ignore-eos", is_flag=True, help="go on after the model's end-of-sequence token")
-@click.option("--seed", type=int, help="makes the draws repeatable")
+@click.option("--seed", type=int, help="makes sampling repeatable")
 @options_of(config=EngineConfig)
 def generate(config: EngineConfig, prompt: str, system: str | None, raw: bool, **sampling: Any) -> int:
     """Answer PROMPT (`-`: read it from standard input), streaming to the terminal."""

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import click
 
 from sglang_jax.cli.batch import batch
-from sglang_jax.cli.bench.offline import bench_offline
-from sglang_jax.cli.bench.serving import bench_serving
+from sglang_jax.cli.bench.commands import bench_offline, bench_serving
 from sglang_jax.cli.convert import convert
 from sglang_jax.cli.generate import generate
 from sglang_jax.cli.serve import serve

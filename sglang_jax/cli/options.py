@@ -1,4 +1,7 @@
-"""Command-line flags made from the fields of pydantic models, so that an option is declared once."""
+"""Command-line flags made from the fields of pydantic models, so that an option is declared once.
+
+`pydantic_settings.CliApp` does not replace this: docs/architecture.md says why.
+"""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ import zmq
 
 from sglang_jax.engine.types import ModelInfo
 from sglang_jax.errors import EngineDeadError
+from sglang_jax.runner.pulse import Pulse
 from sglang_jax.scheduler.messages import Inbound, Outbound
 
 MESSAGES_PER_TURN = 8
@@ -73,9 +74,13 @@ def _plain(value: object) -> object:
 
 
 class CoreChannel:
-    """The core's end: blocking, for one thread. `receive` and `send` are what the scheduler's loop asks for."""
+    """The core's end: blocking, for one thread. `receive` and `send` are what the scheduler's loop asks for.
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+    `pulse` is where the core tells that it makes progress: the client looks at it when it likes.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, pulse: Pulse | None = None) -> None:
+        self.pulse = pulse or Pulse()
         self._socket = _open_socket(context)
         self._socket.connect(address)
         self._encoder = msgspec.msgpack.Encoder()

@@ -54,6 +54,11 @@ class AsyncEngineClient:
         return self.links.alive
 
     @property
+    def gone(self) -> bool:
+        """See `EngineClient.gone`."""
+        return self.links.gone
+
+    @property
     def stats(self) -> SchedulerStats:
         """The newest snapshot that the scheduler published; of all replicas together."""
         return self.links.stats
@@ -111,9 +116,9 @@ class AsyncEngineClient:
         """See `EngineClient.states`."""
         return await self.links.states()
 
-    async def drain(self, index: int | None = None) -> None:
+    async def drain(self, index: int | None = None, timeout: float | None = None) -> None:
         """See `EngineClient.drain`."""
-        await self.links.drain(index)
+        await self.links.drain(index, timeout)
 
     async def ended(self) -> str:
         """Waits until the engine, or the last of its replicas, is gone for good; tells how it ended."""

@@ -15,7 +15,9 @@ from sglang_jax.engine import validation
 from sglang_jax.engine.channel import ClientChannel, Published, Ready, Stopped
 from sglang_jax.engine.output import Completion, RequestOutputs
 from sglang_jax.engine.types import ModelInfo
+from sglang_jax.engine.watchdog import Watchdog
 from sglang_jax.errors import EngineDeadError
+from sglang_jax.runner.pulse import Pulse
 from sglang_jax.scheduler.messages import (
     AbortRequest,
     FlushCache,
@@ -37,6 +39,9 @@ STOP_SECONDS = 5.0
 LAST_WORDS_SECONDS = 0.2
 """How long messages may be on their way once their sender has ended."""
 
+DUMP_SECONDS = 1.0
+"""How long a core that hangs has for writing its stacks before it is killed."""
+
 SHUT_DOWN = "the engine was shut down"
 
 
@@ -48,6 +53,15 @@ class CoreHandle(Protocol):
         """Done once the core is gone; the result tells how it ended."""
         ...
 
+    @property
+    def pulse(self) -> Pulse | None:
+        """Where the core tells of its progress; None where it cannot be ended by force anyway."""
+        ...
+
+    def dump_stacks(self) -> None:
+        """Has the core write to the log where each of its threads is."""
+        ...
+
     def kill(self) -> None:
         """Ends the core by force if that is possible: a process can be killed, a thread cannot."""
         ...
@@ -56,10 +70,20 @@ class CoreHandle(Protocol):
 class CoreLink:
     """`Link` over a channel. Made by `launch.launch_core_link`; all methods run on one event loop.
 
-    **Arguments:** `resources` is closed once the core has ended.
+    A core that hangs is lost like one that died: it is killed, once it had a moment to say where it hangs.
+
+    **Arguments:** `resources` is closed once the core has ended; `watchdog_timeout`: see `EngineConfig`, None if the
+    core is not watched.
     """
 
-    def __init__(self, channel: ClientChannel, core: CoreHandle, ready: Ready, resources: contextlib.ExitStack) -> None:
+    def __init__(
+        self,
+        channel: ClientChannel,
+        core: CoreHandle,
+        ready: Ready,
+        resources: contextlib.ExitStack,
+        watchdog_timeout: float | None = None,
+    ) -> None:
         self._channel = channel
         self._core = core
         self._ready = ready
@@ -72,6 +96,9 @@ class CoreLink:
         self._closing = False
         self._end: str | None = None
         self._over = asyncio.Event()
+        self._watchdog: Watchdog | None = None
+        if watchdog_timeout is not None and core.pulse is not None:
+            self._watchdog = Watchdog(core.pulse, watchdog_timeout, self._waits, self._on_hang)
         core.ended.add_done_callback(self._on_core_ended)
         channel.start(self._receive)
 
@@ -211,6 +238,15 @@ class CoreLink:
         # What it published before it ended still counts, and may be on its way.
         asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._lose, ended.result())
 
+    def _waits(self) -> bool:
+        """The core has something to give. What it gave and nobody has read yet is not its matter."""
+        return bool(self._completions or self._calls)
+
+    def _on_hang(self, what: str) -> None:
+        self._lose(f"the engine process hangs: {what}")
+        self._core.dump_stacks()
+        asyncio.get_running_loop().call_later(DUMP_SECONDS, self._core.kill)
+
     def _lose(self, reason: str) -> None:
         if self._end is None:
             logger.error("The engine is lost: %s", reason)
@@ -218,6 +254,8 @@ class CoreLink:
 
     def _note_end(self, reason: str) -> None:
         self._end = reason
+        if self._watchdog is not None:
+            self._watchdog.stop()
         self._fail_in_flight(reason)
         self._over.set()
 

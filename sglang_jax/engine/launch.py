@@ -86,7 +86,7 @@ async def launch_link(
     return link
 
 
-async def launch_replica_link(config: EngineConfig, placement: Placement) -> CoreLink:
+async def launch_replica_link(config: EngineConfig, placement: Placement | None) -> CoreLink:
     """A link to an engine core in a process of its own that serves the model which `config` names. Raises as
     `launch_engine` does."""
     # Here, for the same reason as above.
@@ -107,7 +107,7 @@ async def _launch(
         resources.callback(meanwhile.close)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         resources.callback(context.term)
-        address = "inproc://core"
+        address, folder = "inproc://core", None
         if not in_process:
             folder = tempfile.TemporaryDirectory(prefix="sglang-jax-", ignore_cleanup_errors=True)
             address = f"ipc://{resources.enter_context(folder)}/core"
@@ -125,7 +125,9 @@ async def _launch(
             core.kill()
             await core.ended
             raise
-        return CoreLink(channel, core, ready, resources.pop_all()), result
+        if folder is not None:
+            folder.cleanup()  # they are connected: nobody needs a path any more
+        return CoreLink(channel, core, ready, resources.pop_all(), config.watchdog_timeout), result
 
 
 async def _wait_ready(channel: ClientChannel, core: CoreHandle) -> Ready:

@@ -1,32 +1,65 @@
-"""Starts what the options ask for: one engine, or several behind one front end."""
+"""Starts what the options ask for: one engine, or several behind one front end, all of them kept running."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
-from sglang_jax.config import EngineConfig
+from sglang_jax.config import EngineConfig, LoadBalanceMethod
 from sglang_jax.engine.client import AsyncEngineClient
-from sglang_jax.engine.launch import launch_engine, launch_replica_link
+from sglang_jax.engine.core_link import CoreLink
+from sglang_jax.engine.launch import TokenizerLoader, launch_replica_link
 from sglang_jax.engine.link import Link
-from sglang_jax.engine.replica import Replica, start_replicas
+from sglang_jax.engine.placement import Placement
+from sglang_jax.engine.replica import Backoff, Replica, start_replicas
 from sglang_jax.engine.router import Router
 from sglang_jax.engine.routing import MOST_AHEAD, Balance, create_policy
 from sglang_jax.engine.types import ReplicaState, TextTokenizer
 
+LaunchLink = Callable[[EngineConfig, Placement | None], Awaitable[CoreLink]]
 
-async def launch_engines(config: EngineConfig) -> AsyncEngineClient:
-    """One engine in a process of its own, or, for `dp_size` above 1, as many replicas behind one front end.
 
-    **Raises:** what `launch_engine` and `start_replicas` raise.
+async def launch_engines(
+    config: EngineConfig,
+    *,
+    launch: LaunchLink = launch_replica_link,
+    load_tokenizer: TokenizerLoader | None = None,
+) -> AsyncEngineClient:
+    """As many engines as `dp_size` says behind one front end, each in a process of its own, and each started again when
+    it is lost: see `restarts`.
+
+    **Arguments:** for tests and other cores: `launch` starts an engine in its part of the machine (None for all of it);
+    `load_tokenizer`: None for the tokenizer that `config` names.
+
+    **Raises:** `ConfigError`, `CheckpointError`; `EngineDeadError` if an engine failed for another reason.
     """
-    if config.dp_size == 1:
-        return await launch_engine(config)
-    # Here, as the libraries that read tokenizers take longer to import than all the rest.
-    from sglang_jax.engine.model_core import load_text_tokenizer
+    if load_tokenizer is None:
+        # Here, as the libraries that read tokenizers take longer to import than all the rest.
+        from sglang_jax.engine.model_core import load_text_tokenizer
 
-    tokenizer = await asyncio.to_thread(load_text_tokenizer, config)
-    return replicated_client(config, await start_replicas(config, config.dp_size, launch_replica_link), tokenizer)
+        load_tokenizer = load_text_tokenizer
+    if config.dp_size > 1:
+        tokenizer = await asyncio.to_thread(load_tokenizer, config)
+        replicas = await start_replicas(config, config.dp_size, launch, backoff=restarts(config))
+        return replicated_client(config, replicas, tokenizer)
+    replica: Replica[Link] = Replica(0, partial(launch, config, None), backoff=restarts(config))
+    starting = asyncio.create_task(replica.start())
+    try:
+        tokenizer = await asyncio.to_thread(load_tokenizer, config)
+        await starting
+    except BaseException:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await replica.close()
+        raise
+    return replicated_client(config, [replica], tokenizer)
+
+
+def restarts(config: EngineConfig) -> Backoff:
+    """How often a lost engine is started again. One of several hosts never is: the others end with it."""
+    limit = config.max_engine_restarts if config.nnodes == 1 else 0
+    return Backoff(give_up=None, max_restarts=limit)
 
 
 def replicated_client(
@@ -36,9 +69,11 @@ def replicated_client(
     rows = next(one.client.max_running_requests for one in replicas if one.state is ReplicaState.SERVING)
     # A replica that is ahead of another by all its rows has a queue while the other has room.
     balance = Balance(absolute=min(MOST_AHEAD, rows))
+    # One has nothing to choose, and so nothing to remember.
+    method = config.load_balance_method if len(replicas) > 1 else LoadBalanceMethod.ROUND_ROBIN
     router = Router(
         replicas,
-        create_policy(config.load_balance_method, config.page_size, balance),
+        create_policy(method, config.page_size, balance),
         random_seed=config.random_seed,
         max_waiting=config.max_queued_requests,
         addresses=addresses,

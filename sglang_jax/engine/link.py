@@ -115,6 +115,11 @@ class Links(Protocol):
         ...
 
     @property
+    def gone(self) -> bool:
+        """There will never be a link again."""
+        ...
+
+    @property
     def stats(self) -> SchedulerStats: ...
 
     def admit(self, request: GenerateInput) -> GenerateInput:
@@ -152,7 +157,7 @@ class Links(Protocol):
 
     async def states(self) -> list[dict[str, object]]: ...
 
-    async def drain(self, index: int | None) -> None: ...
+    async def drain(self, index: int | None, timeout: float | None) -> None: ...
 
     async def ended(self) -> str:
         """Waits until there will never be a link again; tells why."""

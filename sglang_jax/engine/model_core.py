@@ -33,7 +33,8 @@ class ModelCore:
         channel: CoreChannel,
     ) -> None:
         self._runner = runner
-        self._loop = SchedulerLoop(runner, checkpoint.config.eos_token_ids, config, channel)
+        runner.announce_builds(channel.pulse.building)
+        self._loop = SchedulerLoop(runner, checkpoint.config.eos_token_ids, config, channel, channel.pulse)
         self._ready = _ready(config, checkpoint, defaults, runner)
 
     @property

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from sglang_jax.config import EvictionPolicy
-from sglang_jax.mem_cache.component import Component
+from sglang_jax.mem_cache.component import Component, Passed
 from sglang_jax.mem_cache.eviction import EvictionOrder
 from sglang_jax.mem_cache.ledger import Pages
 from sglang_jax.mem_cache.radix_tree import TOKEN_BYTES, Namespace, Node, RadixTree
@@ -57,7 +59,7 @@ class _CountedPages(Component):
     def __init__(self) -> None:
         super().__init__(EvictionOrder(EvictionPolicy.LRU))
 
-    def adopt(self, node: Node, pages: Pages, previous_owner: int) -> None:
+    def attach_pages(self, node: Node, pages: Pages, previous_owner: int) -> None:
         self.evictable += len(pages)
 
     def fill(self, node: Node, pages: Pages, previous_owner: int) -> None:
@@ -66,11 +68,8 @@ class _CountedPages(Component):
     def split(self, upper: Node, lower: Node) -> None:
         """Nothing is held that could be divided."""
 
-    def follow(self, run: int, node: Node, pages: int) -> int:
-        return run
-
-    def accepts(self, run: int) -> bool:
-        return True
+    def last_start(self, passed: Sequence[Passed], index: int) -> int:
+        return index
 
     def accepts_end(self, node: Node) -> bool:
         return True

@@ -11,15 +11,19 @@ import os
 import shutil
 import signal
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import zmq
 
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.channel import CoreChannel
-from sglang_jax.engine.core import CoreLoader, run_core
+from sglang_jax.engine.core import Core, CoreLoader, run_core
 from sglang_jax.engine.placement import Placement
+from sglang_jax.runner.processes import STACKS_SIGNAL, die_with_parent, write_stacks_on_signal
+from sglang_jax.runner.pulse import Pulse, Words, shared_words
+
+logger = logging.getLogger(__name__)
 
 LOG_FORMAT = "[%(asctime)s] %(levelname)s %(message)s"
 """How a core's process writes its log lines, to its standard error."""
@@ -44,6 +48,14 @@ class CoreThread:
         """See `CoreHandle.ended`."""
         return self._ended
 
+    @property
+    def pulse(self) -> Pulse | None:
+        """None: what cannot be killed is not watched."""
+        return None
+
+    def dump_stacks(self) -> None:
+        """Does nothing: the threads of this process are its own business."""
+
     def kill(self) -> None:
         """Does nothing: a thread ends by itself, once the step in flight is done."""
 
@@ -61,6 +73,9 @@ class CoreThread:
 class CoreProcess:
     """A core in a spawned process, which dies with this one. Its death is noticed at once.
 
+    It leads a process group, so that the processes which it starts (ranks on other devices) end with it, even those
+    that are stopped or stuck.
+
     Interrupts that a terminal or a service manager sends to the whole group are for this process to judge: the core's
     process ignores SIGINT and SIGTERM.
 
@@ -73,9 +88,11 @@ class CoreProcess:
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[str] = self._loop.create_future()
         log_level = logging.getLogger().getEffectiveLevel()
+        words = shared_words()
+        self._pulse = Pulse(words)
         self._process = multiprocessing.get_context("spawn").Process(
             target=_process_main,
-            args=(config, address, load, log_level, placement),
+            args=(config, address, load, log_level, placement, words),
             name="sglang-jax-core",
             daemon=True,
         )
@@ -94,13 +111,34 @@ class CoreProcess:
         assert self._process.pid is not None
         return self._process.pid
 
+    @property
+    def pulse(self) -> Pulse | None:
+        """See `CoreHandle.pulse`."""
+        return self._pulse
+
+    def dump_stacks(self) -> None:
+        """See `CoreHandle.dump_stacks`. One that was stopped goes on for it: a stopped process takes no signal but
+        SIGKILL."""
+        if self._ended.done():
+            return
+        logger.error("Process %d of the engine is in state %s; the stacks of its threads:", self.pid, _state(self.pid))
+        self._signal_group(STACKS_SIGNAL)
+        self._signal_group(signal.SIGCONT)
+
     def kill(self) -> None:
-        """Ends the process at once."""
+        """Ends the process at once, and those that it started."""
         if not self._ended.done():
-            self._process.kill()
+            self._signal_group(signal.SIGKILL)
+            self._process.kill()  # it may not lead its group yet
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):  # there is no such group before the process has made it
+            os.killpg(self.pid, number)
 
     def _on_end(self) -> None:
         self._loop.remove_reader(self._process.sentinel)
+        # Before it is reaped, as until then its number is no other group's.
+        self._signal_group(signal.SIGKILL)
         self._process.join()
         atexit.unregister(self._process.kill)
         self._ended.set_result(_describe_exit(self._process.exitcode))
@@ -114,29 +152,47 @@ def _describe_exit(exitcode: int | None) -> str:
     return f"the engine process exited with status {exitcode}"
 
 
+def _state(pid: int) -> str:
+    """What Linux says that a process is at, such as `S (sleeping)`, `T (stopped)`, `D (disk sleep)`."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return "unknown"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("State:")), "unknown")
+
+
 def _process_main(
-    config: EngineConfig, address: str, load: CoreLoader, log_level: int, placement: Placement | None
+    config: EngineConfig, address: str, load: CoreLoader, log_level: int, placement: Placement | None, words: Words
 ) -> None:
+    os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
+    write_stacks_on_signal()
     log_format = LOG_FORMAT
     if placement is not None:
         placement.apply()
         log_format = LOG_FORMAT.replace("%(message)s", f"{placement.name}: %(message)s")
     logging.basicConfig(level=log_level, format=log_format)
-    threading.Thread(target=_die_with_parent, args=(address,), name="parent-watch", daemon=True).start()
+    threading.Thread(target=_follow_parent, args=(address,), name="parent-watch", daemon=True).start()
+
+    def load_and_cling(config: EngineConfig, channel: CoreChannel) -> Core:
+        core = load(config, channel)
+        die_with_parent()  # by the kernel, as from now on nothing is left to be removed
+        return core
+
     with ExitStack() as stack:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         stack.callback(context.term)
-        well = run_core(config, CoreChannel(context, address), load)
+        well = run_core(config, CoreChannel(context, address, Pulse(words)), load_and_cling)
     raise SystemExit(0 if well else 1)
 
 
-def _die_with_parent(address: str) -> None:
+def _follow_parent(address: str) -> None:
+    """Ends this process and those that it started when the one that started it has ended."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
     folder = Path(address.removeprefix("ipc://")).parent
     shutil.rmtree(folder, ignore_errors=True)  # the parent may have had no time to
-    os._exit(1)
+    os.killpg(os.getpgrp(), signal.SIGKILL)

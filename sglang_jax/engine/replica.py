@@ -45,12 +45,14 @@ class Backoff:
     the one before, from `first` to `most`.
 
     - `give_up`: after so many starts in a row that failed; None: never.
+    - `max_restarts`: so many in a row, of engines that failed to start or did not last `settled`; None: no limit.
     """
 
     first: float = 1.0
     most: float = 30.0
     settled: float = 60.0
     give_up: int | None = 5
+    max_restarts: int | None = None
 
     def delay(self, failures: int) -> float:
         """How long to wait before the next start, after so many failures in a row."""
@@ -88,6 +90,7 @@ class Replica(Generic[EngineT_co]):
         self._client: EngineT_co | None = None
         self._end = ""
         self._failures = 0
+        self._restarts_in_a_row = 0
         self._changed = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
 
@@ -126,8 +129,8 @@ class Replica(Generic[EngineT_co]):
             await self._changed.wait()
         return self.client
 
-    async def drain(self) -> None:
-        """Lets the engine finish what it has, and starts a new one; returns once that serves.
+    async def drain(self, timeout: float | None = None) -> None:
+        """Lets the engine finish what it has, within `timeout` seconds, and starts a new one; returns once that serves.
 
         **Raises:** `EngineDeadError` if the replica does not serve, or if no new engine could be started.
         """
@@ -137,7 +140,11 @@ class Replica(Generic[EngineT_co]):
         logger.info("Replica %d drains", self.index)
         self._set(ReplicaState.DRAINING)
         changed = self._changed
-        await client.close(drain=True)
+        try:
+            await asyncio.wait_for(client.close(drain=True), timeout)
+        except TimeoutError:
+            logger.warning("Replica %d has not finished within %g s: what it has is ended", self.index, timeout)
+            await client.close()
         await changed.wait()
         await self.serving()
 
@@ -176,38 +183,50 @@ class Replica(Generic[EngineT_co]):
             self._set(ReplicaState.STARTING)
         else:
             self._end = reason
-            self._failures = 1 if self._clock() - begin >= self._backoff.settled else self._failures + 1
+            if self._clock() - begin >= self._backoff.settled:
+                self._failures = self._restarts_in_a_row = 0
+            self._failures += 1
             self._set(ReplicaState.DEAD)
         await client.close()
         self._client = None
 
     async def _restart(self) -> None:
-        if self._state is ReplicaState.DEAD:
-            delay = self._backoff.delay(self._failures)
-            logger.error("Replica %d is lost (%s); it is started again in %g s", self.index, self._end, delay)
-            await self._sleep(delay)
-            self._set(ReplicaState.STARTING)
+        if self._state is ReplicaState.DEAD and not await self._may_start_again("is lost", self._failures):
+            return
         failed_starts = 0
         while self._client is None:
             try:
                 self._client = await self._start()
             except (EngineDeadError, ConfigError, CheckpointError, OSError) as error:
                 failed_starts += 1
-                self._end = f"it failed to start: {error}"
-                if failed_starts == self._backoff.give_up:
-                    logger.error("Replica %d is given up after %d failed starts: %s", self.index, failed_starts, error)
-                    self._set(ReplicaState.STOPPED)
-                    return
                 self._failures += 1
+                self._end = f"it failed to start: {error}"
                 self._set(ReplicaState.DEAD)
-                delay = self._backoff.delay(self._failures + 1)
-                logger.error("Replica %d failed to start (%s); next try in %g s", self.index, error, delay)
-                await self._sleep(delay)
-                self._set(ReplicaState.STARTING)
+                if failed_starts == self._backoff.give_up:
+                    self._give_up(f"{failed_starts} starts in a row failed")
+                    return
+                if not await self._may_start_again("has no engine", self._failures + 1):
+                    return
             else:
                 self.restarts += 1
                 self._set(ReplicaState.SERVING)
                 logger.info("Replica %d serves", self.index)
+
+    async def _may_start_again(self, what: str, failures: int) -> bool:
+        """Waits until it is time to; False if the replica is given up instead."""
+        if self._restarts_in_a_row == self._backoff.max_restarts:
+            self._give_up(f"it was started again {self._restarts_in_a_row} times in a row")
+            return False
+        delay = self._backoff.delay(failures)
+        logger.error("Replica %d %s (%s); it is started again in %g s", self.index, what, self._end, delay)
+        await self._sleep(delay)
+        self._restarts_in_a_row += 1
+        self._set(ReplicaState.STARTING)
+        return True
+
+    def _give_up(self, why: str) -> None:
+        logger.error("Replica %d is given up: %s (the last end: %s)", self.index, why, self._end)
+        self._set(ReplicaState.STOPPED)
 
     def _set(self, state: ReplicaState) -> None:
         self._state = state

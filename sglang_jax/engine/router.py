@@ -1,4 +1,4 @@
-"""Several replicas behind one front end: every request goes to one of them, and what is asked of the engine to all."""
+"""Replicas behind one front end: every request goes to one of them, and what is asked of the engine to all."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ logger = logging.getLogger(__name__)
 MAX_REROUTES = 3
 """How often a request is given to another replica after it was lost: whatever kills engines kills no more than that."""
 
+STATE_SECONDS = 10.0
+"""How long a replica that is asked for its figures may take, which it gives between two steps."""
+
 
 class Router:
-    """`Links` of replicas. All methods run on one event loop.
+    """`Links` of replicas; one engine that is kept running is the only one. All methods run on one event loop.
 
-    A request that a replica had not begun when it was lost goes to another one, and so does one that a full queue
-    refused. One that ran fails with `ReplicaLostError`. While no replica serves, but one is being started, requests
-    wait.
+    A request that a replica had not begun when it was lost goes to another one, or to the same once it is started
+    again. One that a full queue refused goes to another one. One that ran fails, with `ReplicaLostError` if there are
+    others. While no replica serves, but one is being started, requests wait.
 
     Requests without a seed get theirs here, by order of arrival, so that what they sample does not depend on where.
 
@@ -55,6 +58,7 @@ class Router:
         self._random_seed = random_seed
         self._max_waiting = max_waiting
         self._addresses = addresses or [""] * len(replicas)
+        self._alone = len(replicas) == 1 and not addresses
         self._model_info = next(one.client.model_info for one in replicas if one.state is ReplicaState.SERVING)
         self._in_flight = [0] * len(replicas)
         self._arrivals = 0
@@ -79,6 +83,11 @@ class Router:
     def alive(self) -> bool:
         """A replica serves."""
         return bool(self._serving())
+
+    @property
+    def gone(self) -> bool:
+        """All replicas are given up, or were closed."""
+        return all(replica.state is ReplicaState.STOPPED for replica in self.replicas)
 
     @property
     def stats(self) -> SchedulerStats:
@@ -133,11 +142,16 @@ class Router:
             return
         routed.lost += 1
         if begun or error.started or routed.lost > (MAX_REROUTES if error.started is False else 1):
-            raise ReplicaLostError(
-                f"replica {routed.index} was lost while it had the request ({error.message}); send it again",
-                started=True,
-            ) from error
-        logger.info("A request that replica %d had not begun goes to another", routed.index)
+            raise self._as_told(routed, error) from error
+        logger.info("A request that replica %d had not begun is run again", routed.index)
+
+    def _as_told(self, routed: RoutedRequest, error: EngineDeadError) -> EngineDeadError:
+        """What the client of a request is told that was lost. Where there are others, it may be sent again at once."""
+        if self._alone:
+            return EngineDeadError(f"{error.message}; it had the request", started=True)
+        return ReplicaLostError(
+            f"replica {routed.index} was lost while it had the request ({error.message}); send it again", started=True
+        )
 
     def wake(self) -> None:
         """See `Links.wake`."""
@@ -159,8 +173,9 @@ class Router:
         """See `EngineClient.states`; a replica that does not serve has nothing but its state."""
         return await asyncio.gather(*(self._state(replica) for replica in self.replicas))
 
-    async def drain(self, index: int | None) -> None:
-        """Lets one replica, or all in turn, finish what it has, and starts it anew; others take new requests meanwhile.
+    async def drain(self, index: int | None, timeout: float | None = None) -> None:
+        """Lets one replica, or all in turn, finish what it has within `timeout` seconds, and starts it anew; meanwhile
+        others take new requests.
 
         **Raises:** `ParameterError` if there is no such replica, if it does not serve, or if another drain goes on;
         `EngineDeadError` if a replica does not come back: those after it are left alone then.
@@ -184,13 +199,13 @@ class Router:
         self._draining = True
         try:
             for replica in todo:
-                await replica.drain()
+                await replica.drain(timeout)
         finally:
             self._draining = False
 
     async def ended(self) -> str:
         """See `Links.ended`."""
-        while not self._all_stopped():
+        while not self.gone:
             await self._changed.wait()
         return self._reasons()
 
@@ -201,7 +216,7 @@ class Router:
     async def _wait_for_replica(self) -> None:
         """Until something has changed. Raises `EngineDeadError` if no replica will serve again, and `QueueFullError`
         if too many requests wait."""
-        if self._all_stopped():
+        if self.gone:
             raise EngineDeadError(f"no replica is left ({self._reasons()})")
         if self._max_waiting is not None and self._num_waiting >= self._max_waiting:
             raise QueueFullError(
@@ -213,9 +228,6 @@ class Router:
             await self._changed.wait()
         finally:
             self._num_waiting -= 1
-
-    def _all_stopped(self) -> bool:
-        return all(replica.state is ReplicaState.STOPPED for replica in self.replicas)
 
     def _reasons(self) -> str:
         return "; ".join(f"{replica.index}: {replica.last_end}" for replica in self.replicas)
@@ -263,7 +275,9 @@ class Router:
         if replica.state is not ReplicaState.SERVING:
             return known
         try:
-            return known | await replica.client.state()
+            return known | await asyncio.wait_for(replica.client.state(), STATE_SECONDS)
+        except TimeoutError:
+            return known | {"error": f"no answer within {STATE_SECONDS:g} s"}
         except EngineDeadError as error:
             return known | {"replica_state": ReplicaState.DEAD.value, "error": error.message}
 

@@ -1,4 +1,4 @@
-"""The one link of an engine without replicas."""
+"""The one link of an engine that nobody starts again: one in this process, or a replica of somebody else's."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ class SingleLink:
     def alive(self) -> bool:
         """See `Link.alive`."""
         return self._link.alive
+
+    @property
+    def gone(self) -> bool:
+        """See `Links.gone`: nobody starts it again."""
+        return not self.alive
 
     @property
     def stats(self) -> SchedulerStats:
@@ -77,7 +82,7 @@ class SingleLink:
         """See `EngineClient.states`."""
         return [await self._link.state()]
 
-    async def drain(self, index: int | None) -> None:
+    async def drain(self, index: int | None, timeout: float | None) -> None:
         """See `EngineClient.drain`."""
         raise ParameterError(
             "there is one engine, which cannot be started again while it serves: dp_size must be 2 or more for that",

@@ -228,7 +228,12 @@ class EngineClient(Protocol):
 
     @property
     def alive(self) -> bool:
-        """False once the engine process is gone."""
+        """False while no engine process takes requests."""
+        ...
+
+    @property
+    def gone(self) -> bool:
+        """No engine process is left, and none is started again."""
         ...
 
     @property
@@ -258,9 +263,9 @@ class EngineClient(Protocol):
         """The scheduler's and runner's figures of each replica, for `/server_info`. Raises `EngineDeadError`."""
         ...
 
-    async def drain(self, index: int | None = None) -> None:
-        """Lets one replica, or all in turn, finish what it has, and starts it anew. Raises `ParameterError` if that
-        cannot be done."""
+    async def drain(self, index: int | None = None, timeout: float | None = None) -> None:
+        """Lets one replica, or all in turn, finish what it has within `timeout` seconds, and starts it anew.
+        Raises `ParameterError` if that cannot be done."""
         ...
 
     def loads(self) -> list[ReplicaLoad]:

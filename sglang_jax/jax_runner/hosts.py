@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,8 +21,9 @@ from sglang_jax.checkpoint.opening import Checkpoint, open_checkpoint
 from sglang_jax.config import Device, EngineConfig
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.loading import load_rank
-from sglang_jax.runner.group import GroupRunner, follow
-from sglang_jax.runner.remote_group import FollowerListener, LeaderLink, RemoteFollowers
+from sglang_jax.runner.group import ORDERS, GroupRunner, follow
+from sglang_jax.runner.group_listener import FollowerListener
+from sglang_jax.runner.remote_group import LeaderLink, RemoteFollowers
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,6 @@ _SECONDS_TO_CONNECT = 60.0
 _SECONDS_TO_MEET = 300
 _SECONDS_TO_FAIL = 3.0
 _SECONDS_TO_PART = 15
-_SECRET_BYTES = 32
 
 
 class HostGroupRunner(GroupRunner):
@@ -48,10 +47,15 @@ def launch_hosts(config: EngineConfig, checkpoint: Checkpoint) -> HostGroupRunne
 
     **Raises:** `ConfigError`, `CheckpointError` as for one host; `ConfigError` if the others do not come.
     """
-    meet(config)
-    secret = secrets.token_bytes(_SECRET_BYTES)
-    listener = FollowerListener("", secret)
-    _agree(listener.port, secret)
+    secret = config.group_secret()
+    if not secret:
+        logger.warning(
+            "The hosts have no secret: whoever reaches this one may take the place of another. Give each the same "
+            "group_secret_file, unless nobody else is on their network"
+        )
+    listener = FollowerListener(_plain(config.dist_bind_host or _address(config)[0]), secret, ORDERS.form)
+    meet(config, listener.host)
+    _agree(listener.port)
     followers = RemoteFollowers(listener, config.nnodes - 1, _SECONDS_TO_CONNECT, _leave_the_process)
     with _telling(followers.give_up):
         return HostGroupRunner(load_rank(config, checkpoint), followers)
@@ -62,11 +66,11 @@ def follow_host(config: EngineConfig) -> None:
 
     **Raises:** `ConfigError`, `CheckpointError`.
     """
+    secret = config.group_secret()
     checkpoint = open_checkpoint(config.model_path, config.load_format, seed=config.random_seed)
     meet(config)
-    port, secret = _agree(0, bytes(_SECRET_BYTES))
-    host = _address(config)[0]
-    link = LeaderLink((host, port), secret, f"host {config.node_rank}", _leave_the_process)
+    host = _plain(_address(config)[0])
+    link = LeaderLink((host, _agree(0)), secret, config.node_rank, _leave_the_process)
     with _telling(link.give_up):
         follow(load_rank(config, checkpoint), link.next_order)
     link.close()
@@ -83,8 +87,8 @@ def _telling(give_up: Callable[[str], None]) -> Iterator[None]:
         raise
 
 
-def meet(config: EngineConfig) -> None:
-    """Joins the group of hosts, once all have come.
+def meet(config: EngineConfig, listen_on: str | None = None) -> None:
+    """Joins the group of hosts, once all have come. `listen_on`: host 0's address, where the others find it.
 
     **Raises:** `ConfigError` for options that do not fit together, or if they do not meet.
     """
@@ -101,6 +105,7 @@ def meet(config: EngineConfig) -> None:
             config.node_rank,
             initialization_timeout=_SECONDS_TO_MEET,
             shutdown_timeout_seconds=_SECONDS_TO_PART,
+            coordinator_bind_address=None if listen_on is None else _with_port(listen_on, port),
         )
     except RuntimeError as error:
         raise ConfigError(
@@ -118,11 +123,18 @@ def _address(config: EngineConfig) -> tuple[str, int]:
     return host, int(port)
 
 
-def _agree(port: int, secret: bytes) -> tuple[int, bytes]:
-    """What host 0 gives, on every host."""
-    words = np.array([port, *secret], np.int32)
-    agreed = np.asarray(multihost_utils.broadcast_one_to_all(words))
-    return int(agreed[0]), bytes(agreed[1:].tolist())
+def _plain(host: str) -> str:
+    """An address of IPv6 without the brackets that it has before a port."""
+    return host.removeprefix("[").removesuffix("]")
+
+
+def _with_port(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _agree(port: int) -> int:
+    """What host 0 gives, on every host. Nothing that is secret: anybody may ask the coordinator for it."""
+    return int(multihost_utils.broadcast_one_to_all(np.int32(port)))
 
 
 def _leave_the_process(reason: str) -> None:

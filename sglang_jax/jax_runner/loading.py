@@ -210,8 +210,7 @@ def _load(model: Transformer, checkpoint: Checkpoint, parallel: TensorParallel, 
         restore_orbax(checkpoint.source.path, model, checkpoint.config, mesh)
     else:
         load_weights(model, checkpoint.reader, checkpoint.config, mesh, kv_copies=parallel.kv_copies)
-    if parallel.size == 1:
-        model.arrange()
+    model.arrange(parallel.size)
 
 
 def _give_kv_scales(

@@ -1,4 +1,4 @@
-"""Logprobs of the raw logits, for drawn tokens and for tokens of the prompt."""
+"""Logprobs of the raw logits, for sampled tokens and for tokens of the prompt."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def prompt_logprobs(
     targets: jax.Array,
     alternatives: jax.Array,
     num_tokens: jax.Array,
-    to_logits: Callable[[jax.Array], jax.Array],
+    to_logprobs: Callable[[jax.Array, jax.Array, jax.Array], Logprobs],
     vocab_size: int,
 ) -> Logprobs:
     """Logprob of the token that follows each position of a step, `PROMPT_BLOCK` positions at a time.
@@ -63,16 +63,15 @@ def prompt_logprobs(
     Costs nothing where no position has a target; otherwise only blocks with a target are computed.
 
     **Arguments:** `hidden` `[tokens, hidden]`, whose first `num_tokens` count; `targets` int32 `[tokens]`, -1 where
-    none is wanted; `to_logits` maps `[m, hidden]` to float32 `[m, vocab]`. The number of tokens is a multiple of
-    `PROMPT_BLOCK`, or below it.
+    none is wanted; `to_logprobs` gives the logprobs of `[m, hidden]` at `[m]` targets, as `token_logprobs` does. The
+    number of tokens is a multiple of `PROMPT_BLOCK`, or below it.
     """
     tokens = hidden.shape[0]
     block = min(PROMPT_BLOCK, tokens)
 
     def compute(start: jax.Array, results: Logprobs) -> Logprobs:
         block_targets = lax.dynamic_slice_in_dim(targets, start, block)
-        logits = to_logits(lax.dynamic_slice_in_dim(hidden, start, block))
-        found = token_logprobs(logits, block_targets, alternatives)
+        found = to_logprobs(lax.dynamic_slice_in_dim(hidden, start, block), block_targets, alternatives)
         return jax.tree.map(lambda old, new: lax.dynamic_update_slice_in_dim(old, new, start, 0), results, found)
 
     def visit(index: jax.Array, results: Logprobs) -> Logprobs:

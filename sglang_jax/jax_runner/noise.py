@@ -1,4 +1,4 @@
-"""Counter-based randomness: the noise of a draw is a function of (seed, position, token id) and of nothing else."""
+"""Counter-based randomness: the noise of a sample is a function of (seed, position, token id) and of nothing else."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def threefry_2x32(
 def gumbel_noise(seeds: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:
     """Standard Gumbel variates, float32 `[rows, vocab]`.
 
-    The key is the request's seed, the counter is (position, token id), so that a row's noise depends neither on its
-    company nor on where in the batch it stands.
+    The key is the request's seed, the counter is (position, token id), so that a row's noise is batch-invariant: it
+    depends neither on the other rows nor on where in the batch it stands.
 
     **Arguments:** `seeds` uint32 `[rows, 2]`, low word first; `positions` int32 `[rows]`.
     """

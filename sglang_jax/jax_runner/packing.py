@@ -21,7 +21,7 @@ class StepInputs:
 
     - `num_decode`, `num_tokens`: scalars, padding left out.
     - `top_logprobs`, `prompt_top_logprobs`: scalars, as in the plan.
-    - `rows`, `kv_lens`, `samples` (0 or 1): `[R]`; padding is in the dump row, with length 0, and draws nothing.
+    - `rows`, `kv_lens`, `samples` (0 or 1): `[R]`; padding is in the dump row, with length 0, and samples nothing.
     - `query_starts`: `[R + 1]`; padding repeats the number of tokens.
     - `delta_rows`, `delta_columns`, `delta_pages`: `[D]`; padding writes page 0 into the dump row.
     - `tokens`: `[T]`, as in the plan, 0 at places of padding; empty for a decode bucket, whose rows all have their

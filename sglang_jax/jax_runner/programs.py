@@ -18,6 +18,7 @@ from sglang_jax.jax_runner.packing import StepLayout
 from sglang_jax.jax_runner.sampling_state import SamplingState, apply_row_updates, set_occurrences
 from sglang_jax.jax_runner.step import DeviceState, ModelFunctions, StepOutputs, Weights, apply_deltas, make_step
 from sglang_jax.runner.plan import Int32, PageDeltas
+from sglang_jax.runner.pulse import Building
 from sglang_jax.runner.row_updates import PACKED_ROW
 
 DELTA_BLOCK = 1024
@@ -34,6 +35,8 @@ class Programs:
     Programs are called as compiled executables: no tracing, no look-up of shapes. Each takes the state that it changes
     for good (donated: KV pages are written in place) and returns it. Arguments that are numpy arrays are read while the
     program runs, so they must not be written to again.
+
+    `building` is entered around each build.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Programs:
         self.layouts = {bucket: StepLayout(bucket, self.dump_row) for bucket in buckets}
         self.row_update_sizes = tuple(sorted({1, min(8, self.dump_row), self.dump_row}))
         self._built: dict[str, Executable] = {}
+        self.building: Building = nullcontext
 
     def __len__(self) -> int:
         return len(self._built)
@@ -115,7 +119,8 @@ class Programs:
     def _get(self, name: str, build: Callable[[], Executable]) -> Executable:
         program = self._built.get(name)
         if program is None:
-            program = self._built[name] = build()
+            with self.building():
+                program = self._built[name] = build()
         return program
 
     def _build_step(self, bucket: Bucket) -> Executable:

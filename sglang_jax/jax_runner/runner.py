@@ -13,10 +13,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
 from sglang_jax.jax_runner.compiles import CompileCounter
 from sglang_jax.jax_runner.logprobs import Logprobs
-from sglang_jax.jax_runner.practice import practice_plan
 from sglang_jax.jax_runner.programs import DELTA_BLOCK, Programs
 from sglang_jax.jax_runner.sampling_state import SamplingState
 from sglang_jax.jax_runner.step import DeviceState, KVCaches, ModelFunctions, StepOutputs, Weights
+from sglang_jax.jax_runner.warmup import warmup_plan
 from sglang_jax.runner.page_tables import side_by_side
 from sglang_jax.runner.plan import (
     NO_LOGPROBS,
@@ -30,6 +30,7 @@ from sglang_jax.runner.plan import (
     refuse_drafts,
 )
 from sglang_jax.runner.protocol import RunnerReport
+from sglang_jax.runner.pulse import Building
 from sglang_jax.runner.row_updates import count_history, pack_row_updates
 
 
@@ -116,12 +117,16 @@ class JaxRunner:
         total = programs + len(steps)
         self._programs.build_all(lambda done, _, what: progress(done, total, what))
         for done, bucket in enumerate(steps, programs + 1):
-            plan = practice_plan(bucket, self._programs.dump_row, self._spec.max_context)
+            plan = warmup_plan(bucket, self._programs.dump_row, self._spec.max_context)
             packed = self._programs.layouts[bucket].pack(plan, plan.page_deltas[0])
             self._state, outputs = self._programs.step(bucket, self._state, packed)
             outputs.tokens.block_until_ready()
             progress(done, total, f"running {bucket}")
         self._compiles_in_warm_up = self._counter.count
+
+    def announce_builds(self, building: Building) -> None:
+        """See `Runner`."""
+        self._programs.building = building
 
     def launch(self, plan: StepPlan) -> JaxStep:
         """Starts a step and returns without waiting for it.

@@ -1,4 +1,4 @@
-"""Draws one token for each row of logits.
+"""Samples one token for each row of logits.
 
 Everything is an array indexed by row: a new mix of sampling parameters compiles nothing. What costs time runs under a
 `lax.cond` on "some row of this batch needs it", so that a greedy batch pays for one maximum over the vocabulary.
@@ -29,33 +29,38 @@ _LARGEST_BLOCK, _LEAST_BLOCK = 256, 16
 def sample(
     logits: jax.Array, state: SamplingState, rows: jax.Array, kv_lens: jax.Array, active: jax.Array
 ) -> jax.Array:
-    """Draws tokens, int32 `[n]`; `INVALID_TOKEN` for a row with a logit that is not finite.
+    """Samples tokens, int32 `[n]`; `INVALID_TOKEN` for a row with a logit that is not finite.
 
-    Order: logit bias, mask of stop ids, penalties, temperature, top-k, top-p, min-p, draw. Each filter works on what
-    the one before it kept, renormalised. Tokens that tie with the least likely one kept are kept as well, so that no
-    filter depends on an order of equal logits; of tokens that tie for the draw the lowest id wins.
+    Order: logit bias, mask of stop ids, penalties, temperature, top-k, top-p, min-p, Gumbel-max. Each filter works on
+    what the one before it kept, renormalised. Tokens that tie with the least likely one kept are kept as well, so that
+    no filter depends on an order of equal logits; of tokens that tie at the end the lowest id wins.
 
     **Arguments:**
 
     - `logits`: float32 `[n, vocab]`.
     - `state`: of all rows; `rows` int32 `[n]` says which row each line of logits belongs to.
-    - `kv_lens`: int32 `[n]`, position of the token to be drawn; with the row's seed it keys the noise.
+    - `kv_lens`: int32 `[n]`, position of the token to be sampled; with the row's seed it keys the noise.
     - `active`: bool `[n]`. What other lines ask for is not computed, and their tokens mean nothing.
     """
-    finite = jnp.isfinite(jnp.max(logits, axis=-1)) & jnp.isfinite(jnp.min(logits, axis=-1))
     own = state.select(rows)
-    asked = _Asked.of(own, kv_lens, active, logits.shape[1])
+    asked = Asked.of(own, kv_lens, active, logits.shape[1])
     # Around all the rest: whatever may change logits has them copied first, needed or not.
     tokens = lax.cond(
-        jnp.any(asked.biased | asked.masked | asked.penalised | asked.random),
-        lambda: _adjust_and_draw(logits, own, asked, rows, kv_lens),
+        asked.anything(),
+        lambda: adjust_and_sample(logits, own, asked, rows, kv_lens),
         lambda: first_argmax(logits),
     )
+    return only_finite(tokens, jnp.max(logits, axis=-1), jnp.min(logits, axis=-1), logits.shape[1])
+
+
+def only_finite(tokens: jax.Array, largest: jax.Array, least: jax.Array, vocab_size: int) -> jax.Array:
+    """The tokens `[n]` of lines whose largest and least logits are finite, `INVALID_TOKEN` for others."""
+    finite = jnp.isfinite(largest) & jnp.isfinite(least)
     # Beyond the vocabulary: finite logits that overflowed under a bias or a penalty.
-    return jnp.where(finite & (tokens < logits.shape[1]), tokens, INVALID_TOKEN)
+    return jnp.where(finite & (tokens < vocab_size), tokens, INVALID_TOKEN)
 
 
-class _Asked(NamedTuple):
+class Asked(NamedTuple):
     """Which active lines of logits ask for what: bool `[n]` each."""
 
     biased: jax.Array
@@ -65,7 +70,7 @@ class _Asked(NamedTuple):
     random: jax.Array
 
     @classmethod
-    def of(cls, own: SamplingState, kv_lens: jax.Array, active: jax.Array, vocab_size: int) -> _Asked:
+    def of(cls, own: SamplingState, kv_lens: jax.Array, active: jax.Array, vocab_size: int) -> Asked:
         return cls(
             biased=active & (own.bias_ids[:, 0] < vocab_size),
             masked=active & (kv_lens - own.prompt_len < own.min_new_tokens),
@@ -73,10 +78,16 @@ class _Asked(NamedTuple):
             random=active & (own.temperature > 0.0),
         )
 
+    def anything(self) -> jax.Array:
+        """bool scalar: some line asks for more than its largest logit."""
+        return jnp.any(self.biased | self.masked | self.penalised | self.random)
 
-def _adjust_and_draw(
-    logits: jax.Array, own: SamplingState, asked: _Asked, rows: jax.Array, kv_lens: jax.Array
+
+def adjust_and_sample(
+    logits: jax.Array, own: SamplingState, asked: Asked, rows: jax.Array, kv_lens: jax.Array
 ) -> jax.Array:
+    """What `sample` does for lines of which some ask for something: int32 `[n]`, the vocabulary's size or more where
+    no token has the largest logit."""
     logits = _add_bias(logits, own, asked.biased)
     logits = _mask_stop_ids(logits, own, asked.masked)
     logits = _penalise(logits, own, rows, asked.penalised)
@@ -85,7 +96,7 @@ def _adjust_and_draw(
     greedy_tokens = first_argmax(logits)
     return lax.cond(
         jnp.any(asked.random),
-        lambda: jnp.where(asked.random, _draw(logits, own, kv_lens, asked.random), greedy_tokens),
+        lambda: jnp.where(asked.random, _gumbel_argmax(logits, own, kv_lens, asked.random), greedy_tokens),
         lambda: greedy_tokens,
     )
 
@@ -152,8 +163,8 @@ def _penalise(logits: jax.Array, own: SamplingState, rows: jax.Array, penalised:
     return _when(jnp.any(penalised), penalise, logits)
 
 
-def _draw(logits: jax.Array, own: SamplingState, kv_lens: jax.Array, random: jax.Array) -> jax.Array:
-    """Draws by the Gumbel-max trick among the tokens that the filters keep: int32 `[n]`.
+def _gumbel_argmax(logits: jax.Array, own: SamplingState, kv_lens: jax.Array, random: jax.Array) -> jax.Array:
+    """Samples by the Gumbel-max trick among the tokens that the filters keep: int32 `[n]`.
 
     Works on the distance of each scaled logit to the row's largest. A distance is never negative, so its bits as an
     integer have the same order as its value, and a filter is a largest distance kept.

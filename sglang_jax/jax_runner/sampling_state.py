@@ -74,9 +74,14 @@ class SamplingState:
         return replace(jax.tree.map(lambda values: values[rows], small), occurrences=self.occurrences)
 
     def count(self, rows: jax.Array, tokens: jax.Array, counted: jax.Array) -> SamplingState:
-        """Counts a drawn token in each of `rows` for which `counted` (all three `[n]`) holds."""
-        amounts = jnp.where(counted, ONE_OUTPUT, 0)
-        occurrences = self.occurrences.at[rows, jnp.where(counted, tokens, 0)].add(amounts)
+        """Counts a sampled token in each of `rows` for which `counted` (all three `[n]`) holds."""
+
+        def add(occurrences: jax.Array) -> jax.Array:
+            amounts = jnp.where(counted, ONE_OUTPUT, 0)
+            return occurrences.at[rows, jnp.where(counted, tokens, 0)].add(amounts)
+
+        # Without the condition every step would sort and scatter, and fetch the whole table before it.
+        occurrences = lax.cond(jnp.any(counted), add, lambda unchanged: unchanged, self.occurrences)
         return replace(self, occurrences=occurrences)
 
 

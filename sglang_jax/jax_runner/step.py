@@ -1,24 +1,27 @@
-"""The step program: page-table deltas, forward, logits, draw and bookkeeping in one computation on the device."""
+"""The step program: page-table deltas, forward, logits, sample and bookkeeping in one computation on the device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sglang_jax.jax_runner.logprobs import Logprobs, prompt_logprobs, token_logprobs
+from sglang_jax.jax_runner.logprobs import Logprobs, prompt_logprobs
 from sglang_jax.jax_runner.packing import StepInputs, StepLayout
-from sglang_jax.jax_runner.sampler import sample
+from sglang_jax.jax_runner.readers import reader_over
 from sglang_jax.jax_runner.sampling_state import SamplingState
 from sglang_jax.layers.batch import ForwardBatch, GroupPages
 from sglang_jax.runner.plan import INVALID_TOKEN, LAST_TOKEN, NO_LOGPROBS
 
 Weights = list[jax.Array]
 KVCaches = Any
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class DeviceState:
     - `kv`: KV pages of every layer.
     - `page_table`: int32 `[rows + 1, groups * pages]`, those of all cache groups side by side; the dump row holds page
       0 alone.
-    - `last_tokens`: int32 `[rows + 1]`, what each row drew last.
+    - `last_tokens`: int32 `[rows + 1]`, what each row sampled last.
     """
 
     kv: KVCaches
@@ -120,83 +123,53 @@ def make_step(
     `mesh`: over which weights and KV are spread; None for one device. `num_groups`: of the model's cache.
     """
     bucket = layout.bucket
-    by_rows = _logits_by_rows(model, mesh)
+    reader = reader_over(mesh)
     whole = _on_every_device(mesh)
 
     def step(weights: Weights, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, StepOutputs]:
-        def to_logits(hidden: jax.Array) -> jax.Array:
-            return by_rows(weights, hidden)[:, : state.sampling.vocab_size]
+        vocab_size = state.sampling.vocab_size
 
-        inputs = layout.unpack(packed)
+        def to_logprobs(hidden: jax.Array, tokens: jax.Array, alternatives: jax.Array) -> Logprobs:
+            return reader.logprobs(model.logits(weights, hidden), tokens, alternatives, vocab_size)
+
+        inputs = whole(layout.unpack(packed))
         page_table = apply_deltas(state.page_table, inputs.delta_rows, inputs.delta_columns, inputs.delta_pages)
-        batch = build_batch(inputs, page_table, state.last_tokens, page_size, bucket.tokens, num_groups)
+        batch = whole(build_batch(inputs, page_table, state.last_tokens, page_size, bucket.tokens, num_groups))
         hidden, kv = model.forward(weights, batch, state.kv)
         last_hidden = hidden if bucket.decode_only else hidden[jnp.maximum(inputs.query_starts[1:] - 1, 0)]
-        logits = to_logits(last_hidden)
+        logits = model.logits(weights, last_hidden)
         samples = inputs.samples > 0
-        tokens = whole(sample(logits, state.sampling, inputs.rows, inputs.kv_lens, samples))
-        drawn = samples & (tokens != INVALID_TOKEN)
+        tokens = reader.sample(logits, state.sampling, inputs.rows, inputs.kv_lens, samples)
+        sampled = samples & (tokens != INVALID_TOKEN)
         new_state = DeviceState(
             kv=kv,
             page_table=page_table,
             last_tokens=_remember(state.last_tokens, inputs.rows, tokens, samples),
-            sampling=state.sampling.count(
-                whole(inputs.rows), tokens, whole(drawn & state.sampling.penalised[inputs.rows])
-            ),
+            sampling=state.sampling.count(inputs.rows, tokens, sampled & state.sampling.penalised[inputs.rows]),
         )
-        return new_state, StepOutputs(
-            tokens=tokens,
-            logprobs=_output_logprobs(logits, tokens, inputs.top_logprobs),
-            prompt_logprobs=None
-            if bucket.decode_only
-            else prompt_logprobs(
-                hidden,
-                inputs.prompt_targets,
-                inputs.prompt_top_logprobs,
-                inputs.num_tokens,
-                to_logits,
-                logits.shape[1],
-            ),
+        logprobs = lax.cond(
+            inputs.top_logprobs != NO_LOGPROBS,
+            lambda: reader.logprobs(logits, tokens, inputs.top_logprobs, vocab_size),
+            lambda: Logprobs.empty(len(tokens), vocab_size),
         )
+        of_prompts = None
+        if not bucket.decode_only:
+            targets, alternatives = inputs.prompt_targets, inputs.prompt_top_logprobs
+            of_prompts = prompt_logprobs(hidden, targets, alternatives, inputs.num_tokens, to_logprobs, vocab_size)
+        return new_state, StepOutputs(tokens, logprobs, of_prompts)
 
     return step
 
 
-def _logits_by_rows(model: ModelFunctions, mesh: Mesh | None) -> Callable[[Weights, jax.Array], jax.Array]:
-    """Logits, each device with some rows of them whole.
-
-    The head is spread by the vocabulary, and so are its products. Sampling from these would take a sum over devices for
-    each of its many passes; exchanged once for rows, every pass is a device's own.
-    """
-    if mesh is None or mesh.shape["tensor"] == 1:
-        return model.logits
-    by_vocabulary = NamedSharding(mesh, PartitionSpec(None, "tensor"))
-    by_rows = NamedSharding(mesh, PartitionSpec("tensor", None))
-
-    def logits(weights: Weights, hidden: jax.Array) -> jax.Array:
-        # Without the first constraint the compiler gathers the whole head at every step instead.
-        spread = jax.lax.with_sharding_constraint(model.logits(weights, hidden), by_vocabulary)
-        return jax.lax.with_sharding_constraint(spread, by_rows)
-
-    return logits
-
-
-def _on_every_device(mesh: Mesh | None) -> Callable[[jax.Array], jax.Array]:
-    """Gives every device all of a small array, so that what follows from it is not summed over devices."""
+def _on_every_device(mesh: Mesh | None) -> Callable[[T], T]:
+    """Gives every device all of some small arrays. Where nothing says so, the compiler may spread them, and with them
+    whatever is computed of them: the rows of a batch, and so the residual stream."""
     if mesh is None:
-        return lambda values: values
+        return lambda arrays: arrays
     sharding = NamedSharding(mesh, PartitionSpec())
-    return lambda values: jax.lax.with_sharding_constraint(values, sharding)
+    return partial(lax.with_sharding_constraint, shardings=sharding)
 
 
 def _remember(last_tokens: jax.Array, rows: jax.Array, tokens: jax.Array, samples: jax.Array) -> jax.Array:
-    """Rows that drew hold their new token; the others keep theirs (the dump row takes the writes of padding)."""
+    """Rows that sampled hold their new token; the others keep theirs (the dump row takes the writes of padding)."""
     return last_tokens.at[rows].set(jnp.where(samples, tokens, last_tokens[rows]))
-
-
-def _output_logprobs(logits: jax.Array, tokens: jax.Array, top_logprobs: jax.Array) -> Logprobs:
-    return jax.lax.cond(
-        top_logprobs != NO_LOGPROBS,
-        lambda: token_logprobs(logits, tokens, top_logprobs),
-        lambda: Logprobs.empty(*logits.shape),
-    )

@@ -27,6 +27,7 @@ class Linear(nnx.Module):
         self.kernel = parameter([*inputs, *outputs], dtype, *parts)
         self.bias = parameter(outputs, dtype, *parts, kind=Kind.BIAS) if bias else None
         self.inputs = len(inputs)
+        self.outputs = tuple(size for _, size in outputs)
         self.format: WeightFormat = InputsFirst()
 
     def arrange(self, wanted: WeightFormat) -> None:
@@ -38,6 +39,7 @@ class Linear(nnx.Module):
         """`of_outputs`: see `WeightFormat.multiply`."""
         kernel = self.kernel[...]
         product = self.format.multiply(x.astype(kernel.dtype), kernel, of_outputs=of_outputs)
+        product = product.reshape(x.shape[0], *self.outputs)
         if self.bias is not None:
             product = product + self.bias[...].astype(jnp.float32)
         return product.astype(x.dtype)

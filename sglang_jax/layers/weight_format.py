@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, Sharding
 
+from sglang_jax.architectures.axes import Axis
 from sglang_jax.layers.parameter import Parameter, matmul, matmul_outputs_first
+from sglang_jax.layers.sharding import named_sharding
 
 
 class WeightFormat(Protocol):
     """How a matrix lies in memory. Formats are compared by value: layers of equal formats share a trace."""
 
     def arrange(self, kernel: Parameter, inputs: int) -> None:
-        """Changes a loaded kernel `[*in, *out]`, with `inputs` axes of input, on its one device, to this format."""
+        """Changes a loaded kernel `[*in, *out]`, with `inputs` axes of input, to this format; a shape that stands for a
+        kernel becomes that of the other format."""
         ...
 
     def multiply(self, x: jax.Array, kernel: jax.Array, *, of_outputs: bool = False) -> jax.Array:
-        """`x [T, *in]` by a kernel in this format → float32 `[T, *out]`. `of_outputs`: see `matmul_outputs_first`."""
+        """`x [T, *in]` by a kernel in this format → float32 `[T, *out]`, or the same with axes of out made one.
+        `of_outputs`: see `matmul_outputs_first`."""
         ...
 
 
@@ -42,14 +50,51 @@ class OutputsFirst:
     def arrange(self, kernel: Parameter, inputs: int) -> None:
         """Exchanges the sides."""
         order = (*range(inputs, len(kernel.axes)), *range(inputs))
-        kernel.set_value(_reordered(kernel.get_value(), order))
-        kernel.set_metadata(axes=tuple(kernel.axes[axis] for axis in order))
+        _rewrite(kernel, order, [(axis,) for axis in order])
 
     def multiply(self, x: jax.Array, kernel: jax.Array, *, of_outputs: bool = False) -> jax.Array:
         """See `matmul_outputs_first`."""
         return matmul_outputs_first(x, kernel, of_outputs=of_outputs)
 
 
-@partial(jax.jit, static_argnums=1)
-def _reordered(array: jax.Array, order: tuple[int, ...]) -> jax.Array:
-    return array.transpose(order)
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """`[in, out]`, or gate and up as `[2, in, out]`: the last two axes, which a TPU keeps in tiles, are those of a
+    product.
+
+    Of a kernel with more axes on one side the compiler makes a copy, at each step, in the tiles that a product wants.
+    Outputs become one axis, in which those of one device lie together. Of gate and up each device has a part, so that
+    they stay apart; but they are one product still: of two the compiler computes one within the product that reads it,
+    which at 256 rows costs more than it saves.
+    """
+
+    def arrange(self, kernel: Parameter, inputs: int) -> None:
+        """Makes one axis of the inputs and one of the outputs."""
+        axes = kernel.axes
+        outer = [axis for axis, meaning in enumerate(axes) if meaning is Axis.GATE_OR_UP]
+        rows = range(inputs)
+        columns = [axis for axis in range(inputs, len(axes)) if axis not in outer]
+        _rewrite(kernel, (*outer, *rows, *columns), [*[(axis,) for axis in outer], tuple(rows), tuple(columns)])
+
+    def multiply(self, x: jax.Array, kernel: jax.Array, *, of_outputs: bool = False) -> jax.Array:
+        """See `matmul`."""
+        return matmul(x.reshape(x.shape[0], -1), jnp.moveaxis(kernel, -2, 0))
+
+
+def _rewrite(kernel: Parameter, order: tuple[int, ...], groups: Sequence[tuple[int, ...]]) -> None:
+    """Puts a kernel's axes in another order, with those of a group made one, which is spread as the first of them."""
+    value = kernel.get_value()
+    axes = tuple(kernel.axes[group[0]] for group in groups)
+    shape = tuple(math.prod(value.shape[axis] for axis in group) for group in groups)
+    if isinstance(value, jax.ShapeDtypeStruct):
+        kernel.set_value(jax.ShapeDtypeStruct(shape, value.dtype))
+    else:
+        sharding = value.sharding
+        placed = named_sharding(sharding.mesh, axes) if isinstance(sharding, NamedSharding) else sharding
+        kernel.set_value(_rewritten(value, order, shape, placed))
+    kernel.set_metadata(axes=axes)
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _rewritten(array: jax.Array, order: tuple[int, ...], shape: tuple[int, ...], placed: Sharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(array.transpose(order).reshape(shape), placed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -13,6 +14,10 @@ from sglang_jax.mem_cache.ledger import Pages, node_owner
 if TYPE_CHECKING:
     from sglang_jax.mem_cache.page_pool import PagePool
     from sglang_jax.mem_cache.radix_tree import Node, RadixTree
+
+
+Passed = tuple["Node", int]
+"""A node that a match went along, and how many of its pages, from the first on, are the prompt's."""
 
 
 class Component(ABC):
@@ -44,7 +49,7 @@ class Component(ABC):
         return len(node.key) // self._tree.page_bytes
 
     @abstractmethod
-    def adopt(self, node: Node, pages: Pages, previous_owner: int) -> None:
+    def attach_pages(self, node: Node, pages: Pages, previous_owner: int) -> None:
         """A new leaf takes over `pages` `[pages of the node]` from the owner with this code."""
 
     @abstractmethod
@@ -57,15 +62,9 @@ class Component(ABC):
         """`upper` was just made of the first pages of `lower`, whose value is to be divided."""
 
     @abstractmethod
-    def follow(self, run: int, node: Node, pages: int) -> int:
-        """A match went along the first `pages` pages of `node`: what `accepts` is to judge by there.
-
-        `run` is what this method gave for the node's parent, `UNBROKEN` for a root.
-        """
-
-    @abstractmethod
-    def accepts(self, run: int) -> bool:
-        """Whether a request may start where `follow` gave this."""
+    def last_start(self, passed: Sequence[Passed], index: int) -> int:
+        """A match went along the nodes of `passed` from a root on: the index, at most `index`, of the last one at the
+        end of whose pages a request may start; -1 where only the root is left."""
 
     @abstractmethod
     def accepts_end(self, node: Node) -> bool:
@@ -103,7 +102,7 @@ class Component(ABC):
 
     @abstractmethod
     def touch(self, node: Node) -> None:
-        """The node's recency changed, or it lost a child."""
+        """The node is new, or it got or lost a child."""
 
     def candidate(self) -> Node | None:
         """The node to evict from next, None if there is none."""
@@ -148,7 +147,3 @@ class PooledComponent(Component):
     def _move(self, pages: Pages, source: int, target: int) -> None:
         if self.pool.ledger is not None:
             self.pool.ledger.move(pages, source, target)
-
-
-UNBROKEN = 1 << 30
-"""What `follow` starts with: before the first token nothing is missing."""

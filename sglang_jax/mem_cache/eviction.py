@@ -36,9 +36,9 @@ _SCORES: dict[EvictionPolicy, Callable[[Node], Score]] = {
 class EvictionOrder:
     """Nodes that may be evicted, lowest score first.
 
-    A node's newest entry counts; older ones are passed over when they surface and swept out when they outnumber the
-    live ones, so that each call is O(log n) amortised. Scores only grow: one that grew since the node was added is
-    noticed when its entry surfaces.
+    A node's newest entry counts; those of nodes that were taken out are passed over when they surface and swept out
+    when they outnumber the live ones, so that each call is O(log n) amortised. Scores only grow: one that grew since
+    the node was added is noticed when its entry surfaces.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -54,7 +54,11 @@ class EvictionOrder:
         return node.id in self._live
 
     def add(self, node: Node) -> None:
-        """Adds a node, or moves it to where its score of now belongs."""
+        """Adds a node if it is not there."""
+        if node.id not in self._live:
+            self._push(node)
+
+    def _push(self, node: Node) -> None:
         self._stamp += 1
         self._live[node.id] = self._stamp
         heapq.heappush(self._heap, (self._score(node), self._stamp, node))
@@ -73,7 +77,8 @@ class EvictionOrder:
             if self._live.get(node.id) != stamp:
                 heapq.heappop(self._heap)
             elif self._score(node) != score:
-                self.add(node)
+                heapq.heappop(self._heap)
+                self._push(node)
             else:
                 return node
         return None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from sglang_jax.mem_cache.component import PooledComponent
+from sglang_jax.mem_cache.component import Passed, PooledComponent
 from sglang_jax.mem_cache.ledger import Pages, node_owner
 from sglang_jax.mem_cache.radix_tree import Node
 
@@ -24,7 +26,7 @@ class FullKV(PooledComponent):
         assert isinstance(value, np.ndarray)
         return value
 
-    def adopt(self, node: Node, pages: Pages, previous_owner: int) -> None:
+    def attach_pages(self, node: Node, pages: Pages, previous_owner: int) -> None:
         self._move(pages, previous_owner, node_owner(node.id))
         node.values.append(pages.copy())
         self.evictable += len(pages)
@@ -39,11 +41,8 @@ class FullKV(PooledComponent):
         upper.values.append(pages[:count])
         lower.values[self._index] = pages[count:]
 
-    def follow(self, run: int, node: Node, pages: int) -> int:
-        return run
-
-    def accepts(self, run: int) -> bool:
-        return True
+    def last_start(self, passed: Sequence[Passed], index: int) -> int:
+        return index
 
     def accepts_end(self, node: Node) -> bool:
         return True

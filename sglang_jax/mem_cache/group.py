@@ -127,7 +127,7 @@ class Group(ABC):
 
     @abstractmethod
     def output_need(self, known: Int32 | int, left: Int32 | int) -> int:
-        """Tokens of this group that requests with `known` `[n]` tokens add to what they hold by drawing `left` `[n]`
+        """Tokens of this group that requests with `known` `[n]` tokens add to what they hold by sampling `left` `[n]`
         more, in all; or one request."""
 
     @abstractmethod
@@ -184,6 +184,19 @@ class Group(ABC):
         if allocated > first:
             self.pool.free(self.table.run(row, first, allocated), request_owner(row))
         self.table.clear(row, allocated)
+
+    def free_columns(self, rows: Int32, first: Int32, last: Int32) -> None:
+        """Frees pages of requests, columns `[first, last)` of `rows`, all `[rows]`."""
+        counts = np.maximum(last - first, 0)
+        total = int(counts.sum())
+        if total == 0:
+            return
+        columns = first
+        if total != len(rows) or counts.max() > 1:
+            rows = np.repeat(rows, counts)
+            starts = np.cumsum(counts) - counts
+            columns = np.arange(total, dtype=np.int32) + np.repeat(first - starts, counts).astype(np.int32)
+        self.pool.free(self.table.take_out(rows, columns), request_owners(rows))
 
 
 class FullGroup(Group):
@@ -271,10 +284,10 @@ class WindowGroup(Group):
         self.table.write_run(row, pages - held, self.component.collect(node, held))
 
     def share(self, record: RowKV, added: Insertion, first: int, own: Pages, step: int | None) -> bool:
-        row, held_from = record.row, self.held_from(record.row)
+        row = record.row
         repointed = self._repoint(row, added.node, first, own, added.already_there // self.page_size, step)
-        self.component.cover(added.node, max(first + len(own) - held_from, 0))
-        self._uncover(record, held_from)
+        # What it covers of the prefix before `first` stays covered.
+        self.component.cover(added.node, min(len(own), first + len(own) - self.held_from(row)))
         return repointed
 
     def release(self, record: RowKV, allocated: int) -> None:
@@ -298,29 +311,16 @@ class WindowGroup(Group):
         if covering.any():
             for row, column in zip(rows[covering].tolist(), needed[covering].tolist(), strict=True):
                 record = records[row]
-                self.component.cover(record.receipt, max(record.cache_protected_len // self.page_size - column, 0))
+                self.component.cover(record.locked_node, max(record.cache_protected_len // self.page_size - column, 0))
                 self._uncover(record, self.held_from(row))
             held = np.maximum(held, protected)
-        self._free_columns(rows, held, needed)
+        self.free_columns(rows, held, needed)
         self._held_from[rows] = needed
 
-    def _free_columns(self, rows: Int32, first: Int32, last: Int32) -> None:
-        """Frees pages of requests, columns `[first, last)` of `rows`, all `[rows]`."""
-        counts = np.maximum(last - first, 0)
-        total = int(counts.sum())
-        if total == 0:
-            return
-        columns = first
-        if total != len(rows) or counts.max() > 1:
-            rows = np.repeat(rows, counts)
-            starts = np.cumsum(counts) - counts
-            columns = np.arange(total, dtype=np.int32) + np.repeat(first - starts, counts).astype(np.int32)
-        self.pool.free(self.table.take_out(rows, columns), request_owners(rows))
-
     def prove(self, record: RowKV, node: Node) -> None:
-        """What a row with the prefix that ends at `node` drew was finite."""
+        """What a row with the prefix that ends at `node` sampled was finite."""
         last = record.cache_protected_len // self.page_size
-        # The draw is of the token behind the committed ones, or, where the first draw did not tell, of the next.
+        # The sample is of the token behind the committed ones, or, where the first sample did not tell, of the next.
         read_from = max(record.kv_committed_len - self.window + 1, 0)
         self.component.prove(node, last - self.pages_for(read_from))
 
@@ -332,7 +332,7 @@ class WindowGroup(Group):
     def _uncover(self, record: RowKV, held_from: int) -> None:
         count = record.cache_protected_len // self.page_size - held_from
         if count > 0:
-            self.component.uncover(record.receipt, count)
+            self.component.uncover(record.locked_node, count)
             self.component.give_back()
 
 

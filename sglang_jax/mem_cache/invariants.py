@@ -87,7 +87,7 @@ def check_everything(cache: KVCache) -> None:
 
 def _dead_nodes(cache: KVCache) -> list[Node]:
     """Nodes that were cut off and that some row still depends on."""
-    paths = (record.receipt.path() for record in cache.open_rows.values())
+    paths = (record.locked_node.path() for record in cache.open_rows.values())
     return list({node.id: node for path in paths for node in path if node.dead}.values())
 
 
@@ -100,7 +100,7 @@ def _length(cache: KVCache, node: Node) -> int:
 
 
 def _check_nodes(cache: KVCache) -> None:
-    locks = Counter(ancestor.id for record in cache.open_rows.values() for ancestor in record.receipt.path())
+    locks = Counter(ancestor.id for record in cache.open_rows.values() for ancestor in record.locked_node.path())
     count = 0
     for node in cache.tree.nodes():
         count += 1
@@ -134,7 +134,7 @@ def _check_window(cache: KVCache, group: WindowGroup, dead: list[Node]) -> None:
     covers: dict[int, Counter[int]] = {}
     for record in cache.open_rows.values():
         count = record.cache_protected_len // cache.page_size - group.held_from(record.row)
-        for node in record.receipt.path():
+        for node in record.locked_node.path():
             if count <= 0:
                 break
             covers.setdefault(node.id, Counter())[min(count, _length(cache, node))] += 1
@@ -174,7 +174,7 @@ def _check_record(cache: KVCache, record: RowKV) -> None:
     name = f"row {record.row}"
     _require(0 <= protected <= committed <= allocated, f"{name}: lengths {protected}, {committed}, {allocated}")
     _require(protected % cache.page_size == 0, f"{name}: cache_protected_len {protected} is not page aligned")
-    _require(record.receipt.namespace == record.namespace, f"{name}: depends on a prefix of another namespace")
+    _require(record.locked_node.namespace == record.namespace, f"{name}: depends on a prefix of another namespace")
 
 
 def _check_table(cache: KVCache, group: Group, record: RowKV) -> None:
@@ -187,7 +187,7 @@ def _check_table(cache: KVCache, group: Group, record: RowKV) -> None:
     own = group.table.run(row, max(first, last), allocated)
     _require(bool((own > 0).all()), f"{name}: the pad page is owned")
     if first < last:
-        shared = group.component.collect(record.receipt, last - first)
+        shared = group.component.collect(record.locked_node, last - first)
         _require(
             np.array_equal(shared, group.table.run(row, first, last)),
             f"{name}: the table differs from the tree within [0, {record.cache_protected_len})",

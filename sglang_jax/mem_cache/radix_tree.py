@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_jax.mem_cache.component import UNBROKEN, Component
+from sglang_jax.mem_cache.component import Component
 from sglang_jax.mem_cache.ledger import Pages
 
 TOKEN_BYTES = 4
@@ -25,7 +25,7 @@ class Node:
     """A run of pages. `values[i]` belongs to the tree's i-th component; a root has an empty key.
 
     - `writer`: serial of the record that computed it.
-    - `proven`: something was drawn from it and was finite. Whatever is above a proven node is proven.
+    - `proven`: something was sampled from it and was finite. Whatever is above a proven node is proven.
     - `locks`: how many requests depend on the prefix that ends here or below. Whatever is above a locked node is.
     - `dead`: cut off. No match reaches it or anything below it; it lasts as long as its locks.
     """
@@ -124,19 +124,18 @@ class RadixTree:
 
     def _probe_partial(self, root: Node, tokens: bytes) -> Probe:
         """`probe` where nodes may lack a part of what some component holds."""
-        best = (root, 0, 0, True)
-        components = [one for _, one in self._partial]
-        runs = [UNBROKEN] * len(components)
-        for reached in self._walk(root, tokens):
-            node, start, end, _ = reached
-            pages, good = (end - start) // self.page_bytes, True
-            for index, one in enumerate(components):
-                run = runs[index] = one.follow(runs[index], node, pages)
-                good = good and one.accepts(run)
-            if good:
-                best = reached
-        node, start, end, whole = best
-        return Probe(node, (end - start) // self.page_bytes, whole, end // TOKEN_BYTES)
+        reached = list(self._walk(root, tokens))
+        passed = [(node, (end - start) // self.page_bytes) for node, start, end, _ in reached]
+        last, agreed = len(passed) - 1, False
+        while not agreed:
+            before = last
+            for _, one in self._partial:
+                last = one.last_start(passed, last)
+            agreed = last == before or len(self._partial) == 1
+        if last < 0:
+            return Probe(root, 0, True, 0)
+        node, _, end, whole = reached[last]
+        return Probe(node, passed[last][1], whole, end // TOKEN_BYTES)
 
     def claim(self, probe: Probe) -> Node:
         """The node at whose end a probe's prefix ends; a request starts there."""
@@ -158,8 +157,8 @@ class RadixTree:
         """Adds the run `tokens` (whole pages) after the prefix that ends at `below`, which is not dead.
 
         `pages`: one array per component, `[pages of the run]`, 0 where there is none. Of the part that is there already
-        components take what they lack. What is new becomes one leaf, computed by `writer`, whose components adopt the
-        rest from the owner with code `previous_owner`.
+        components take what they lack. What is new becomes one leaf, computed by `writer`, to which components attach
+        the rest from the owner with code `previous_owner`.
         """
         self._now += 1
         if below.parent is None:
@@ -175,7 +174,7 @@ class RadixTree:
             node = self._add_leaf(node, tokens[there:] if there else tokens, writer)
             first = there // self.page_bytes
             for component, run in zip(self.components, pages, strict=True):
-                component.adopt(node, run[first:], previous_owner)
+                component.attach_pages(node, run[first:], previous_owner)
         self._touch(node)
         return Insertion(node, there // TOKEN_BYTES)
 
@@ -218,7 +217,7 @@ class RadixTree:
             self._give_back()
 
     def prove(self, node: Node) -> None:
-        """What was drawn from the prefix that ends at `node` was finite."""
+        """What was sampled from the prefix that ends at `node` was finite."""
         while not node.proven and node.parent is not None:
             node.proven = True
             node = node.parent

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from sglang_jax.mem_cache.component import PooledComponent
+from sglang_jax.mem_cache.component import Passed, PooledComponent
 from sglang_jax.mem_cache.eviction import EvictionOrder
 from sglang_jax.mem_cache.ledger import Pages, node_owner
 from sglang_jax.mem_cache.page_pool import PagePool
@@ -18,7 +19,7 @@ class WindowPages:
     """What a node has: the pages of the end of its key, `[pages]`; those before them are gone.
 
     - `covers`: how many of the last pages each request depends on, as {count: requests}.
-    - `proven`: how many of the last pages were read by a draw that was finite.
+    - `proven`: how many of the last pages were read by a sample that was finite.
     """
 
     pages: Pages
@@ -60,12 +61,11 @@ class WindowKV(PooledComponent):
     def pages(self, node: Node) -> Pages:
         return self.held(node).pages
 
-    def adopt(self, node: Node, pages: Pages, previous_owner: int) -> None:
-        live = pages[np.count_nonzero(pages == 0) :]
+    def attach_pages(self, node: Node, pages: Pages, previous_owner: int) -> None:
+        live = pages if pages[0] else pages[np.count_nonzero(pages == 0) :]
         self._move(live, previous_owner, node_owner(node.id))
         node.values.append(WindowPages(live.copy()))
         self.evictable += len(live)
-        self.touch(node)
 
     def fill(self, node: Node, pages: Pages, previous_owner: int) -> None:
         value = self.held(node)
@@ -93,12 +93,21 @@ class WindowKV(PooledComponent):
         self.touch(upper)
         self.touch(lower)
 
-    def follow(self, run: int, node: Node, pages: int) -> int:
-        gone = self.length(node) - len(self.held(node).pages)
-        return run + pages if gone == 0 else max(pages - gone, 0)
-
-    def accepts(self, run: int) -> bool:
-        return run >= self.reach
+    def last_start(self, passed: Sequence[Passed], index: int) -> int:
+        # From the end on: what was computed lately is mostly there, and a look back over one window then does.
+        held, page_bytes, reach = self.held, self._tree.page_bytes, self.reach
+        place, run = index, 0
+        while place >= 0 and run < reach:
+            node, pages = passed[place]
+            gone = len(node.key) // page_bytes - len(held(node).pages)
+            place -= 1
+            if gone == 0:
+                run += pages
+            elif run + pages - gone < reach:  # ends behind the gap have no window, nor has this node's
+                index, run = place, 0
+            else:
+                break
+        return index
 
     def accepts_end(self, node: Node) -> bool:
         run = 0
@@ -164,7 +173,7 @@ class WindowKV(PooledComponent):
             self.touch(node)
 
     def prove(self, node: Node, count: int) -> None:
-        """The last `count` pages of the prefix that ends at `node` were read by a draw that was finite."""
+        """The last `count` pages of the prefix that ends at `node` were read by a sample that was finite."""
         while count > 0 and node.parent is not None:
             value = self.held(node)
             value.proven = max(value.proven, min(count, len(value.pages)))

@@ -19,7 +19,7 @@ from sglang_jax.layers.embedding import Embedding, Head
 from sglang_jax.layers.norm import Norm
 from sglang_jax.layers.platform import PlatformForm
 from sglang_jax.layers.rotary import rotary_tables, rotary_tables_once
-from sglang_jax.layers.weight_format import InputsFirst, OutputsFirst, WeightFormat
+from sglang_jax.layers.weight_format import InputsFirst, Matrices, OutputsFirst, WeightFormat
 from sglang_jax.models.decoder_layer import DecoderLayer
 from sglang_jax.models.kv_cache import KVCaches
 
@@ -71,13 +71,22 @@ class Transformer(nnx.Module):
         self.form = form
         self.format: WeightFormat = InputsFirst()
 
-    def arrange(self) -> None:
-        """Changes weights, once loaded to one device, to the form that its platform computes with.
+    def arrange(self, devices: int = 1) -> None:
+        """Changes weights, once loaded to so many devices, to the form that their platform computes with.
 
-        Until then, and on several devices, they are in the form of every platform, in which they are loaded and stored.
+        Until then they are in the form of every platform, in which they are loaded and stored. Shapes that stand for
+        weights become those of that form.
         """
-        if self.form.outputs_first:
+        if self.form.matrices:
+            self.put_in_matrices()
+        elif self.form.outputs_first and devices == 1:
             self.put_outputs_first()
+
+    def put_in_matrices(self) -> None:
+        """Every matrix of the layers with one axis of inputs and one of outputs: see `PlatformForm`."""
+        wanted = Matrices()
+        for layer in self.layers:
+            layer.arrange(wanted)
 
     def put_outputs_first(self) -> None:
         """Every matrix as `[out, in]`: see `PlatformForm`. Tied embeddings are in this form already, so that an own

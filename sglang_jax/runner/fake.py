@@ -1,13 +1,13 @@
-"""A runner without a model: what a row draws is a hash of everything that the row can see.
+"""A runner without a model: what a row samples is a hash of everything that the row can see.
 
 Each KV slot holds a hash of its token, its position, and all that its query saw when it was written. A page mistake
-anywhere, now or earlier, changes what is drawn. Each group of layers has slots of its own; of one with a window a query
-sees the last ones. `FakeRunner` keeps copies of its own (page tables, last tokens, sampling state), fed by the plans
-alone, so mistakes in what a plan carries show too. KV of one namespace differs from that of
-another, and a step that a device fault spoils writes KV from which nothing finite can be drawn.
+anywhere, now or earlier, changes what is sampled. Each group of layers has slots of its own; of one with a window a
+query sees the last ones. `FakeRunner` keeps copies of its own (page tables, last tokens, sampling state), fed by the
+plans alone, so mistakes in what a plan carries show too. KV of one namespace differs from that of
+another, and a step that a device fault spoils writes KV from which nothing finite can be sampled.
 
 With a `RunnerSpec.max_samples` above 1 it drafts: guesses of its own, some of them right, whose KV it writes like any
-other. What a row draws does not depend on them, how much of it in one step does.
+other. What a row samples does not depend on them, how much of it in one step does.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from sglang_jax.runner.plan import (
     TopLogprobs,
 )
 from sglang_jax.runner.protocol import RunnerReport
+from sglang_jax.runner.pulse import Building
 
 _MASK = 2**64 - 1
 _MULTIPLIER = 0x9E3779B97F4A7C15
@@ -65,7 +66,7 @@ def _write(seen: int, token: int, position: int) -> int:
     return _NOT_FINITE if seen == _NOT_FINITE else _mix(seen, token, position)
 
 
-def _draw(seen: int, seed: int, prompt_len: int, vocab_size: int) -> int:
+def _sample(seen: int, seed: int, prompt_len: int, vocab_size: int) -> int:
     return _mix(seen, seed, prompt_len) % vocab_size
 
 
@@ -110,7 +111,7 @@ def _content(value: int, group: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Oracle:
-    """What `FakeRunner` must draw, computed from the tokens alone. `windows`: of each group, 0 where it sees all."""
+    """What `FakeRunner` must sample, computed from the tokens alone. `windows`: of each group, 0 where it sees all."""
 
     vocab_size: int
     windows: tuple[int, ...] = (0,)
@@ -129,7 +130,7 @@ class Oracle:
         queries = self._queries(tokens, namespace)
         seen = [next(queries) for _ in prompt][-1]
         while len(output) < max_new_tokens:
-            token = _draw(seen, seed, len(prompt), self.vocab_size)
+            token = _sample(seen, seed, len(prompt), self.vocab_size)
             output.append(token)
             if token in stops:
                 break
@@ -172,10 +173,10 @@ class FakeRunner:
     **Arguments:**
 
     - `lazy`: steps run when their result is asked for, as late as a device may; otherwise when launched.
-    - `invalid_token`: a row that draws right after having computed this token reports logits that are not finite.
+    - `invalid_token`: a row that samples right after having computed this token reports logits that are not finite.
 
-    `spoil_next`: the next step to be launched writes KV that is not finite and draws nothing. `namespace_of`: tells the
-    namespace of a row's request at the launch; without it all are None's.
+    `spoil_next`: the next step to be launched writes KV that is not finite and samples nothing. `namespace_of`: tells
+    the namespace of a row's request at the launch; without it all are None's.
     """
 
     def __init__(self, spec: RunnerSpec, *, lazy: bool = True, invalid_token: int | None = None) -> None:
@@ -201,6 +202,9 @@ class FakeRunner:
 
     def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
         progress(1, 1, "nothing to build")
+
+    def announce_builds(self, building: Building) -> None:
+        """Nothing is built."""
 
     def report(self) -> RunnerReport:
         return RunnerReport("fake", "none", 0, 0, 0, 0, {})
@@ -262,13 +266,13 @@ class FakeRunner:
         for index, row in enumerate(plan.rows.tolist()):
             length = int(plan.query_lens[index])
             queries, first = plan.tokens[first : first + length].tolist(), first + length
-            seen, drawn = self._forward(row, self._start(plan, index), queries, begin[index])
+            seen, sampled = self._forward(row, self._start(plan, index), queries, begin[index])
             seen_after.append(seen)
             if plan.samples[index]:
-                counts[index] = len(drawn)
-                tokens[index, : len(drawn)] = drawn
-                self._last_token[row] = drawn[-1]
-                self._kv_lens[row] += len(drawn) - 1
+                counts[index] = len(sampled)
+                tokens[index, : len(sampled)] = sampled
+                self._last_token[row] = sampled[-1]
+                self._kv_lens[row] += len(sampled) - 1
         return StepResult(
             tokens,
             counts,
@@ -291,10 +295,10 @@ class FakeRunner:
 
     def _forward(self, row: int, start: int, tokens: list[int], begin: int) -> tuple[list[int], list[int]]:
         """Computes tokens at positions from `start` on: what each of their queries knows, who knew `begin` before; and
-        what the row draws, were it to draw. Drafts do not count as part of the row yet."""
+        what the row samples, were it to sample. Drafts do not count as part of the row yet."""
         sight = _Sight(self._windows, begin, lambda group, place: self._slots[group][self._slot(group, row, place)])
         seen: list[int] = []
-        drawn: list[int] = []
+        sampled: list[int] = []
         committed = start + len(tokens) - tokens.count(DRAFT)
         wrong = False
         for position, token in enumerate(tokens, start):
@@ -302,30 +306,32 @@ class FakeRunner:
                 assert self._kv_lens[row] == start, f"row {row} ended at {self._kv_lens[row]} and goes on at {start}"
                 token = int(self._last_token[row])
             elif token == DRAFT:
-                token = self._guess(seen[-1], drawn[-1])
-                wrong = wrong or token != drawn[-1]
+                token = self._guess(seen[-1], sampled[-1])
+                wrong = wrong or token != sampled[-1]
             value = _write(sight.of(position, position), token, position)
             for group, slots in enumerate(self._slots):
                 slots[self._slot(group, row, position)] = _content(value, group)
             seen.append(sight.of(position, position + 1))
             if position >= committed - 1 and not wrong:
-                drawn.append(self._draw(row, seen[-1], token))
+                sampled.append(self._sample(row, seen[-1], token))
         self._kv_lens[row] = committed
-        return seen, drawn
+        return seen, sampled
 
-    def _draw(self, row: int, seen: int, token: int) -> int:
-        """What a row draws after `token`, by one that it took in this step or before."""
+    def _sample(self, row: int, seen: int, token: int) -> int:
+        """What a row samples after `token`, by one that it took in this step or before."""
         state = self._rows.get(row)
         if state is None or seen == _NOT_FINITE or token == self._invalid_token:
             return INVALID_TOKEN
-        return _draw(seen, state.seed, state.prompt_len, self._spec.vocab_size)
+        return _sample(seen, state.seed, state.prompt_len, self._spec.vocab_size)
 
-    def _guess(self, seen: int, drawn: int) -> int:
-        """A draft of what was drawn: right as often as not, never after logits that were not finite."""
-        return drawn if drawn != INVALID_TOKEN and _mix(seen, 0xD4AF7) & 64 else (drawn + 1) % self._spec.vocab_size
+    def _guess(self, seen: int, sampled: int) -> int:
+        """A draft of what was sampled: right as often as not, never after logits that were not finite."""
+        return (
+            sampled if sampled != INVALID_TOKEN and _mix(seen, 0xD4AF7) & 64 else (sampled + 1) % self._spec.vocab_size
+        )
 
     def _logprobs(self, plan: StepPlan, tokens: Int32, seen_after: list[list[int]]) -> TopLogprobs:
-        """Of every place in `tokens` `[n, width]`; where nothing was drawn they mean nothing."""
+        """Of every place in `tokens` `[n, width]`; where nothing was sampled they mean nothing."""
         width = tokens.shape[1]
         drafts = np.add.reduceat(plan.tokens == DRAFT, np.cumsum(plan.query_lens) - plan.query_lens).tolist()
         seen: list[int] = []

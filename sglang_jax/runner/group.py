@@ -14,6 +14,8 @@ from typing import Protocol
 
 from sglang_jax.runner.plan import RunnerSpec, StepPlan, StepResult
 from sglang_jax.runner.protocol import Runner, RunnerReport, StepHandle
+from sglang_jax.runner.pulse import Building
+from sglang_jax.runner.wire import Codec
 
 _STEPS_IN_FLIGHT = 2
 
@@ -28,8 +30,18 @@ class Leave:
     """Leave the group and end."""
 
 
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Rank 0 has failed: end with an error, whatever is waited for."""
+
+    reason: str
+
+
 Order = WarmUp | StepPlan | Leave
-"""What a follower is told."""
+"""What a follower is told, in this order."""
+
+ORDERS: Codec[Order | GiveUp] = Codec(WarmUp, StepPlan, Leave, GiveUp)
+"""Orders as they go from process to process, and what breaks in on them."""
 
 
 class Followers(Protocol):
@@ -78,6 +90,10 @@ class GroupRunner:
         """See `Runner`."""
         self._followers.send(WarmUp())
         self._runner.warm_up(progress)
+
+    def announce_builds(self, building: Building) -> None:
+        """See `Runner`. The others build what this process builds, at the same time."""
+        self._runner.announce_builds(building)
 
     def launch(self, plan: StepPlan) -> GroupStep:
         """See `Runner`. This process launches first: it refuses what none may run."""

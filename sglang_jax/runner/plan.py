@@ -63,9 +63,9 @@ class RunnerSpec:
     - `token_budget`: most tokens (decode rows + prefill chunks) of one step.
     - `max_context`: most tokens of one row.
     - `vocab_size`: token ids are in `[0, vocab_size)`.
-    - `max_samples`: most tokens that a row samples in one step; above 1 for a runner that drafts.
     - `mixed_shapes`: (tokens, rows) of the programs that run steps with chunks, smallest first: a step costs what the
       first costs that it fits in. Empty for a runner that pads nothing.
+    - `max_samples`: most tokens that a row samples in one step; above 1 for a runner that drafts.
     """
 
     pools: tuple[PoolSpec, ...]
@@ -73,8 +73,8 @@ class RunnerSpec:
     token_budget: int
     max_context: int
     vocab_size: int
-    max_samples: int = 1
     mixed_shapes: tuple[tuple[int, int], ...] = ()
+    max_samples: int = 1
 
     @property
     def max_pages_per_row(self) -> int:
@@ -104,10 +104,10 @@ class SamplingUpdate:
     """How a row samples from now on: it was taken by a request, newly admitted or admitted again after a retraction.
 
     - `seed`: resolved, non-negative, below 2**63.
-    - `prompt_len`: tokens before the first output token; output number k is drawn at `kv_len == prompt_len + k`.
-    - `stop_ids`: `[ids]`, masked while fewer than `sampling.min_new_tokens` outputs were drawn.
+    - `prompt_len`: tokens before the first output token; output number k is sampled at `kv_len == prompt_len + k`.
+    - `stop_ids`: `[ids]`, masked while fewer than `sampling.min_new_tokens` outputs were sampled.
     - `history`: `[tokens]` prompt and kept output, given only where `sampling.counts_tokens`. Output tokens
-      drawn later are counted by the runner itself.
+      sampled later are counted by the runner itself.
     """
 
     row: int
@@ -220,7 +220,7 @@ def one_each(tokens: Int32, samples: Bool) -> tuple[Int32, Int32]:
 def refuse_drafts(plan: StepPlan) -> None:
     """For runners without drafts, whose host knows every length.
 
-    **Raises:** `ValueError` for a plan with rows that learn their length on the device.
+    **Raises:** `ValueError` for a plan with drafts, or with rows that learn their length on the device.
     """
-    if plan.learnt is not None:
-        raise ValueError(f"step {plan.step} has rows that learn their length, this runner samples one token a row")
+    if plan.learnt is not None or int(plan.tokens.min()) < LAST_TOKEN:
+        raise ValueError(f"step {plan.step} has drafts, or rows after drafts: this runner samples one token a row")

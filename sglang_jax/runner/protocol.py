@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sglang_jax.runner.plan import RunnerSpec, StepPlan, StepResult
+from sglang_jax.runner.pulse import Building
 
 
 class StepHandle(Protocol):
@@ -45,6 +46,10 @@ class Runner(Protocol):
 
     def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
         """Builds every program, and runs steps; `progress(done, total, what)` is called as they are done."""
+        ...
+
+    def announce_builds(self, building: Building) -> None:
+        """Has `building` entered around every program that is built from now on, if that may take minutes."""
         ...
 
     def launch(self, plan: StepPlan) -> StepHandle:

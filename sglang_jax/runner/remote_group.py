@@ -6,42 +6,36 @@ the very process that is gone, for as long as it likes.
 
 A process that fails tells the others why before it ends: theirs may be waiting for it where no order is read.
 
-Orders are pickled: connections are opened with a secret that the processes have agreed on, and only rank 0's are read.
-What followers say is plain text.
+Orders are the messages of `group.ORDERS`; what followers say is plain text. How a connection comes about is told in
+`group_listener`.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import queue
 import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection
 
-from sglang_jax.errors import ConfigError
-from sglang_jax.runner.group import Leave, Order
+from sglang_jax.runner.group import ORDERS, GiveUp, Leave, Order
+from sglang_jax.runner.group_listener import FollowerListener, Hello, connect_to_leader
+from sglang_jax.runner.wire import FrameError
 
 ALIVE_EVERY_SECONDS = 2.0
 LOST_AFTER_SECONDS = 15.0
 _SECONDS_TO_END = 15.0
 
 _ALIVE = b"alive"
+_MOST_SAID = 64 << 10
+"""Bytes of what a follower says; longer, and its connection is closed."""
+_MOST_ORDERED = 1 << 30
 
 OnLoss = Callable[[str], None]
 """Called once, on a thread of the connection, with what happened."""
-
-
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """Rank 0 has failed: end with an error, whatever is waited for."""
-
-    reason: str
 
 
 class RemoteFollowers:
@@ -65,9 +59,10 @@ class RemoteFollowers:
     def send(self, order: Order) -> None:
         """See `Followers`."""
         self.check()
+        data = ORDERS.encode(order)
         for link in self._links:
             try:
-                link.send(order)
+                link.say(data)
             except OSError as error:
                 self._lose(f"{link.name} is lost: {error}")
         self.check()
@@ -90,7 +85,7 @@ class RemoteFollowers:
         if self._lost is None:
             for link in self._links:
                 with suppress(OSError):  # it has ended
-                    link.send(order)
+                    link.say(ORDERS.encode(order))
         deadline = time.monotonic() + _SECONDS_TO_END
         for watch, link in zip(self._watches, self._links, strict=True):
             watch.join(max(deadline - time.monotonic(), 0.0))
@@ -98,7 +93,7 @@ class RemoteFollowers:
 
     def _watch(self, link: _Link) -> None:
         words: list[str] = []
-        end = link.listen(lambda data: words.append(data.decode(errors="replace")))
+        end = link.listen(lambda data: words.append(data.decode(errors="replace")), _MOST_SAID)
         if not self._leaving:
             self._lose(f"{link.name} gave up: {words[-1]}" if words else f"{link.name} is lost: {end}")
 
@@ -108,58 +103,19 @@ class RemoteFollowers:
             self._on_loss(reason)
 
 
-class FollowerListener:
-    """Where followers connect to. `port` is free for it to choose."""
-
-    def __init__(self, host: str, secret: bytes) -> None:
-        self._listener = Listener((host, 0), backlog=64, authkey=secret)
-        self.port: int = self._listener.address[1]
-
-    def accept(self, count: int, timeout: float) -> list[tuple[Connection, str]]:
-        """The connections of `count` followers, each with the name that it gave. Closes the listener.
-
-        **Raises:** `ConfigError` if they do not come within `timeout` seconds.
-        """
-        found: queue.SimpleQueue[tuple[Connection, str]] = queue.SimpleQueue()
-
-        threading.Thread(target=self._accept_all, args=(found,), daemon=True).start()
-        deadline = time.monotonic() + timeout
-        connections: list[tuple[Connection, str]] = []
-        try:
-            while len(connections) < count:
-                connections.append(found.get(timeout=max(deadline - time.monotonic(), 0.0)))
-        except queue.Empty:
-            names = ", ".join(name for _, name in connections) or "none"
-            raise ConfigError(
-                f"{count} other hosts must connect within {timeout:.0f} s; those that did: {names}. "
-                "Is the same command running on each, with its own node_rank?"
-            ) from None
-        finally:
-            self._listener.close()
-        return connections
-
-    def _accept_all(self, found: queue.SimpleQueue[tuple[Connection, str]]) -> None:
-        while True:
-            try:
-                connection = self._listener.accept()
-                found.put((connection, connection.recv_bytes(256).decode()))
-            except (AuthenticationError, EOFError, ConnectionError):
-                continue  # a stranger
-            except OSError:
-                return  # the listener was closed
-
-
 class LeaderLink:
     """A follower's connection to rank 0.
 
-    **Arguments:** `name`: how rank 0 calls this process in messages; `on_loss`: called when rank 0 is lost.
+    **Arguments:** `address`, `secret`: those of rank 0's `FollowerListener`; `rank`: this process's; `on_loss`: called
+    when rank 0 is lost.
+
+    **Raises:** `ConfigError` if rank 0 is not there, or does not let this process in.
     """
 
-    def __init__(self, address: tuple[str, int], secret: bytes, name: str, on_loss: OnLoss) -> None:
+    def __init__(self, address: tuple[str, int], secret: bytes, rank: int, on_loss: OnLoss) -> None:
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._on_loss = on_loss
-        connection = Client(address, authkey=secret)
-        connection.send_bytes(name.encode())
+        connection = connect_to_leader(address, secret, Hello(rank, ORDERS.form))
         self._link = _Link(connection, "host 0")
         self._leaving = threading.Event()
         threading.Thread(target=self._watch, daemon=True).start()
@@ -181,7 +137,7 @@ class LeaderLink:
 
     def _watch(self) -> None:
         def take(data: bytes) -> None:
-            message: Order | GiveUp = pickle.loads(data)
+            message = ORDERS.decode(data)
             if isinstance(message, GiveUp):
                 # This process may be waiting for rank 0 itself, where no order is read.
                 self._leaving.set()
@@ -191,7 +147,10 @@ class LeaderLink:
                 self._leaving.set()
             self._orders.put(message)
 
-        end = self._link.listen(take)
+        try:
+            end = self._link.listen(take, _MOST_ORDERED)
+        except FrameError as error:
+            end = f"it sent {error}"
         if not self._leaving.is_set():
             self._on_loss(f"host 0 is lost: {end}")
 
@@ -206,20 +165,17 @@ class _Link:
         self._closed = threading.Event()
         threading.Thread(target=self._say_alive, daemon=True).start()
 
-    def send(self, order: Order | GiveUp) -> None:
-        """Raises `OSError` if the other side is gone."""
-        self.say(pickle.dumps(order))
-
     def say(self, data: bytes) -> None:
-        """Raises as `send`."""
+        """Raises `OSError` if the other side is gone."""
         with self._sending:
             self._connection.send_bytes(data)
 
-    def listen(self, take: Callable[[bytes], None]) -> str:
-        """Hands on what is not a sign of life until the other side ends or falls silent; says which."""
+    def listen(self, take: Callable[[bytes], None], most: int) -> str:
+        """Hands on what is not a sign of life until the other side ends or falls silent; says which. Whoever sends more
+        than `most` bytes at once is taken for one that ends. Raises what `take` raises."""
         try:
             while self._connection.poll(LOST_AFTER_SECONDS):
-                data = self._connection.recv_bytes()
+                data = self._connection.recv_bytes(most)
                 if data != _ALIVE:
                     take(data)
         except (EOFError, OSError):

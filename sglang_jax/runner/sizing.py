@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from sglang_jax.config import EngineConfig
-from sglang_jax.errors import ConfigError
+from sglang_jax.errors import ConfigError, NoRoomError
 from sglang_jax.runner.plan import PoolKind, PoolSpec
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ def _pages_asked_for(config: EngineConfig, memory: Memory, pools: _Pools) -> int
     pages = config.max_total_tokens // config.page_size
     needed = memory.weights + pools.bytes(pages)
     if needed > memory.available:
-        raise ConfigError(
+        raise NoRoomError(
             f"max_total_tokens {config.max_total_tokens} needs {_mib(needed)} for weights and KV, "
             f"{_mib(memory.available)} are available: lower max_total_tokens"
         )
@@ -141,7 +141,7 @@ def _pages_that_fit(config: EngineConfig, memory: Memory, pools: _Pools, max_row
     pages = pools.most(int(memory.available * config.mem_fraction_static) - memory.weights)
     least = min(context, _LEAST_TOKENS)
     if pages * config.page_size < least:
-        raise ConfigError(
+        raise NoRoomError(
             f"{_mib(memory.available)} of memory are available and mem_fraction_static is "
             f"{config.mem_fraction_static:g}: after {_mib(memory.weights)} of weights that leaves no room for the "
             f"{_mib(pools.bytes(-(-least // config.page_size) - 1))} of KV that a request of {least} tokens takes. "

@@ -39,7 +39,7 @@ def _integer(name: str, value: object, low: int, high: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request's tokens are drawn, and when it ends.
+    """How one request's tokens are sampled, and when it ends.
 
     Applied in this order: logit bias, penalties, temperature, top-k, top-p, min-p. Reported logprobs are
     those of the raw logits.
@@ -48,7 +48,7 @@ class SamplingParams:
 
     - `max_new_tokens`: most tokens generated; None means up to the context length. 0 computes the prompt alone, for
       its logprobs or for the prefix cache.
-    - `min_new_tokens`: end-of-sequence and stop tokens are masked until this many were drawn.
+    - `min_new_tokens`: end-of-sequence and stop tokens are masked until this many were sampled.
     - `temperature`: 0 is greedy.
     - `top_k`: keep the k likeliest tokens; -1 keeps all.
     - `top_p`: keep the smallest set with at least this probability (nucleus sampling, Holtzman et al. 2019).
@@ -59,7 +59,7 @@ class SamplingParams:
     - `stop`: strings that end the output; the output is cut before the match unless `include_stop`.
     - `stop_token_ids`: further token ids that end the output.
     - `ignore_eos`: the model's own end-of-sequence tokens do not end the output.
-    - `seed`: makes the draws a function of (seed, position) alone.
+    - `seed`: makes sampling a function of (seed, position) alone.
     - `n`: number of independent completions.
     - `skip_special_tokens`: leave special tokens out of the text.
 

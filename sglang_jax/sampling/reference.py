@@ -1,4 +1,4 @@
-"""How a token is drawn, in plain numpy, one row at a time: the oracle that a backend's sampler is tested against."""
+"""How a token is sampled, in plain numpy, one row at a time: the oracle that a backend's sampler is tested against."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Float64 = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class ReferenceDraw:
-    """A drawn token (None if a logit was not finite), and how far the draw was from ending otherwise.
+class ReferenceSample:
+    """A sampled token (None if a logit was not finite), and how far the sample was from ending otherwise.
 
     `margin` is the least of: the distance of a cumulative probability to `top_p`, of a relative probability to
     `min_p`, and of the two best scores. Another sampler may differ where it is within rounding of zero.
@@ -70,7 +70,7 @@ def kept_tokens(adjusted: Float32, sampling: SamplingParams) -> tuple[Bool, floa
 
 
 def probabilities(adjusted: Float32, sampling: SamplingParams) -> Float64:
-    """Distribution that a token is drawn from, float64 `[vocab]`, at a temperature above 0."""
+    """Distribution that a token is sampled from, float64 `[vocab]`, at a temperature above 0."""
     kept, _ = kept_tokens(adjusted, sampling)
     scaled = (adjusted.astype(np.float64) - adjusted.max()) / sampling.temperature
     weights = np.where(kept, np.exp(scaled), 0.0)
@@ -86,18 +86,18 @@ def reference_sample(
     output: Sequence[int],
     stop_ids: Sequence[int],
     noise: Float32,
-) -> ReferenceDraw:
-    """Draws the next token after `prompt` and `output` by the Gumbel-max trick.
+) -> ReferenceSample:
+    """Samples the next token after `prompt` and `output` by the Gumbel-max trick.
 
     **Arguments:** `logits` and `noise` (standard Gumbel variates, one for each token id), both float32 `[vocab]`.
     """
     if not np.isfinite(logits).all():
-        return ReferenceDraw(None, np.inf)
+        return ReferenceSample(None, np.inf)
     adjusted = adjusted_logits(logits, sampling, prompt, output, stop_ids)
     if sampling.temperature == 0.0:
-        return ReferenceDraw(int(adjusted.argmax()), np.inf)
+        return ReferenceSample(int(adjusted.argmax()), np.inf)
     kept, margin = kept_tokens(adjusted, sampling)
     scaled = (adjusted - adjusted.max()) / np.float32(sampling.temperature)
     scores = np.where(kept, scaled + noise, -np.inf)
     second, first = np.sort(scores)[-2:]
-    return ReferenceDraw(int(scores.argmax()), min(margin, float(first - second)))
+    return ReferenceSample(int(scores.argmax()), min(margin, float(first - second)))

@@ -252,7 +252,7 @@ class _Look:
         record, page = request.record, self._cache.page_size
         first = record.cache_protected_len
         if first + page <= request.prefill_len:
-            self.offers.add(_offer(request, record.receipt, first, page))
+            self.offers.add(_offer(request, record.locked_node, first, page))
 
     def _count(self) -> None:
         """What those take still that had rows before this look, and are not over."""
@@ -266,7 +266,7 @@ class _Look:
 
 
 class _Room:
-    """What is spoken for of one group's pages: `pages` by prompts under way, `output` in tokens that may be drawn."""
+    """What is spoken for of one group's pages: `pages` by prompts under way, `output` in tokens that may be sampled."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -274,7 +274,7 @@ class _Room:
         self._output = 0
 
     def count(self, known: Int32, left: Int32, under_way: list[Request]) -> None:
-        """Adds rows with `known` tokens that may draw `left` more, `[rows]` each, and the rest of prompts."""
+        """Adds rows with `known` tokens that may sample `left` more, `[rows]` each, and the rest of prompts."""
         self._output += self._group.output_need(known, left)
         self._pages += sum([self._group.rest_need(request.prefill_len, request.row) for request in under_way])
 
@@ -284,7 +284,8 @@ class _Room:
         self._output += self._output_of(request)
 
     def fits(self, request: Request, probe: Probe, ratio: float) -> bool:
-        """Whether there is room for one more, where `ratio` of what may be drawn is kept free; 0 where nobody runs."""
+        """Whether there is room for one more, where `ratio` of what may be sampled is kept free; 0 where nobody
+        runs."""
         group = self._group
         needed = group.prompt_need(request.prefill_len, probe.length) + self._pages
         if ratio:

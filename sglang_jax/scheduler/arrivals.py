@@ -58,14 +58,14 @@ class Arrivals:
             priority=message.priority,
         )
 
-    def _check_prompt(self, token_ids: bytes, draws: bool) -> int:
+    def _check_prompt(self, token_ids: bytes, samples: bool) -> int:
         if not token_ids or len(token_ids) % 4:
             raise ParameterError(f"the prompt must hold at least one token, got {len(token_ids)} bytes", param="prompt")
         tokens = np.frombuffer(token_ids, np.int32)
-        if len(tokens) + draws > self._spec.max_context:
+        if len(tokens) + samples > self._spec.max_context:
             raise PromptTooLongError(
-                f"the prompt has {len(tokens)} tokens; at most {self._spec.max_context - draws} fit, with room for "
-                f"{'one output token' if draws else 'no output'} in the context of {self._spec.max_context}",
+                f"the prompt has {len(tokens)} tokens; at most {self._spec.max_context - samples} fit, with room for "
+                f"{'one output token' if samples else 'no output'} in the context of {self._spec.max_context}",
                 param="prompt",
             )
         low, high = int(tokens.min()), int(tokens.max())

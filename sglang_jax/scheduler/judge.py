@@ -31,10 +31,10 @@ _NOBODY = Verdict([], [])
 class Judge:
     """Keeps KV that is not finite from whoever did not compute it.
 
-    A prompt's KV is in the tree before anything was drawn from it. Once a draw, or a logprob of the prompt, turns out
-    not to be finite, what the request computed, and what it read that nobody has drawn from yet, is cut off. The
+    A prompt's KV is in the tree before anything was sampled from it. Once a sample, or a logprob of the prompt, turns
+    out not to be finite, what the request computed, and what it read that nobody has sampled from yet, is cut off. The
     request fails, alone. One that read such KV of others is computed anew instead: it may be well without it. A finite
-    draw proves what it read.
+    sample proves what it read.
     """
 
     def __init__(
@@ -69,28 +69,28 @@ class Judge:
             for request, reported in zip(planned.logprob_requests, result.prompt_logprobs, strict=True)
             if np.isnan(reported.logprobs).any()
         ]
-        found = (self._rows.requests[row] for row in planned.draws[last <= INVALID_TOKEN].tolist())
+        found = (self._rows.requests[row] for row in planned.sampling_rows[last <= INVALID_TOKEN].tolist())
         return failed + [request for request in found if request is not None and request not in failed]
 
     def _readers(self, in_trouble: list[Request]) -> list[Request]:
-        """Other prompts under way that read what was cut off, and from which nothing good was drawn: the rest of a long
-        one would be computed for nothing."""
+        """Other prompts under way that read what was cut off, and from which nothing good was sampled: the rest of a
+        long one would be computed for nothing."""
         return [
             one
             for one in self._rows.prefilling
             if one.state is RequestState.PREFILL
             and one not in in_trouble
-            and not one.record.receipt.proven
+            and not one.record.locked_node.proven
             and self._may_restart(one)
         ]
 
     def prove(self, planned: Planned) -> None:
-        """What those read whose first draw this step brought, and those whose first one did not tell."""
+        """What those read whose first sample this step brought, and those whose first one did not tell."""
         if not planned.chunks and not self._to_prove:
             return
-        drew = [chunk.request for chunk in planned.chunks if chunk.last and chunk.request.draws]
-        waiting = self._to_prove + [(request, request.kv) for request in drew if request.kv is not None]
-        # Whoever lost its row meanwhile has drawn nothing from the one that it has now.
+        sampled = [chunk.request for chunk in planned.chunks if chunk.last and chunk.request.samples]
+        waiting = self._to_prove + [(request, request.kv) for request in sampled if request.kv is not None]
+        # Whoever lost its row meanwhile has sampled nothing from the one that it has now.
         self._to_prove = [
             (request, record)
             for request, record in waiting

@@ -10,6 +10,7 @@ import msgspec
 
 from sglang_jax.config import EngineConfig
 from sglang_jax.runner.protocol import Runner
+from sglang_jax.runner.pulse import Pulse
 from sglang_jax.scheduler.channel import Channel
 from sglang_jax.scheduler.messages import (
     AbortRequest,
@@ -37,11 +38,19 @@ until thousands of arrivals have been looked at."""
 class SchedulerLoop:
     """Serves one client through a channel until told to shut down.
 
-    **Arguments:** as `Scheduler`.
+    **Arguments:** as `Scheduler`; `pulse`: where its progress is told, for whoever watches it.
     """
 
-    def __init__(self, runner: Runner, model_eos_ids: tuple[int, ...], config: EngineConfig, channel: Channel) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        model_eos_ids: tuple[int, ...],
+        config: EngineConfig,
+        channel: Channel,
+        pulse: Pulse | None = None,
+    ) -> None:
         self.scheduler = Scheduler(runner, model_eos_ids, config, channel)
+        self._pulse = pulse or Pulse()
         self._runner = runner
         self._channel = channel
         self._draining = False
@@ -63,6 +72,7 @@ class SchedulerLoop:
         if self._stopped:
             return
         scheduler.step()
+        self._pulse.note(steps=scheduler.log.steps, busy=not scheduler.idle)
         self._publish_stats()
         if self._draining and scheduler.idle:
             self._stopped = True
@@ -72,6 +82,8 @@ class SchedulerLoop:
         first = next(messages, None)
         if first is None:
             return
+        # Before they are looked at: what a message leads to may be what never ends.
+        self._pulse.note(steps=self.scheduler.log.steps, busy=True)
         self._serve(first)
         until = time.monotonic() + SECONDS_OF_MESSAGES
         for message in itertools.islice(messages, MESSAGES_PER_TURN - 1):

@@ -16,7 +16,7 @@ class NewRequest(msgspec.Struct, tag="new", frozen=True, kw_only=True):
     "any seed".
 
     - `token_ids`: int32 bytes.
-    - `stream`: tokens are published as they are drawn; otherwise all at once when the request ends.
+    - `stream`: tokens are published as they are sampled; otherwise all at once when the request ends.
     - `top_logprobs`: -1 for none; 0..20 alternatives beside each output token's logprob.
     - `logprob_start`: first prompt position whose logprob is wanted, -1 for none.
     - `arrival`: `time.monotonic()` of the client.
@@ -111,7 +111,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
 class StepOutputs(msgspec.Struct, tag="step", frozen=True, kw_only=True):
     """What one step gave, or who starts with the step that is launched next (`started` alone).
 
-    - `ids` (int64 bytes) and `tokens` (int32 bytes): the streaming requests that drew a token, and the tokens. A
+    - `ids` (int64 bytes) and `tokens` (int32 bytes): the streaming requests that sampled a token, and the tokens. A
       request's last token is here too, before its `Finished`.
     - `logprobs`: (request id, entry) for every request that asked, streaming or not, in order of positions.
     - `prompt_logprobs`: likewise for prompt positions; they all come before the request's first output token. A

@@ -29,7 +29,7 @@ _NO_TOKENS: Int32 = np.zeros(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens `[start, start + length)` of a request, computed in one step; the last chunk draws a token."""
+    """Tokens `[start, start + length)` of a request, computed in one step; the last chunk samples a token."""
 
     request: Request
     start: int
@@ -63,14 +63,14 @@ class DecodePart:
 class Planned:
     """A plan, and what the scheduler must remember of it until it has run.
 
-    - `draws`: rows that sample `[draws]`; `picks`: their indices in `plan.rows`, None where all do.
-    - `decode`: the decode part; its rows are the first of `draws`.
+    - `sampling_rows`: rows that sample `[samples]`; `picks`: their indices in `plan.rows`, None where all do.
+    - `decode`: the decode part; its rows are the first of `sampling_rows`.
     - `chunks`: the prefill part; `newcomers`: requests whose first chunk in their row this is; `logprob_requests`:
       whom `plan.prompt_logprobs` are for, in order.
     """
 
     plan: StepPlan
-    draws: Int32
+    sampling_rows: Int32
     picks: Int32 | None
     decode: DecodePart
     chunks: tuple[Chunk, ...] = ()
@@ -92,8 +92,9 @@ class Planner:
         self._yes: Bool = np.ones(spec.max_rows, np.bool_)
         self._last_tokens: Int32 = np.full(spec.max_rows, LAST_TOKEN, np.int32)
 
-    def extend_decode(self) -> DecodePart:
-        """Gives every decode row room for what it computes next: the token that it sampled last, and drafts.
+    def extend_decode(self, prompts_wait: bool) -> DecodePart:
+        """Gives every decode row room for what it computes next: the token that it sampled last, and drafts where there
+        are tokens and pages that neither prompts (under way, or such as `wait`) nor anything cached would have.
 
         **Raises:** `OutOfPages`, with nothing changed.
         """
@@ -103,24 +104,26 @@ class Planner:
         open_ended = left > 1  # the token sampled last is not computed
         if not open_ended.all():  # the others are at their limit, or may be once the step in flight has finished
             rows, left = rows[open_ended], left[open_ended]
-        if self._max_samples > 1 and len(rows) and (part := self._extend_with_drafts(rows, left)) is not None:
-            return part
+        if self._max_samples > 1 and len(rows):
+            reserved = self._budget.size if prompts_wait or self._rows.prefilling else 0
+            part = self._extend_with_drafts(rows, left, self._token_budget - reserved)
+            if part is not None:
+                return part
         widths = None if self._max_samples == 1 else self._ones[: len(rows)]
         kv_lens = self._cache.extend_decode(rows, widths)
         if kv_lens is None:
             raise OutOfPages
         return DecodePart(rows, kv_lens, None)
 
-    def _extend_with_drafts(self, rows: Int32, left: Int32) -> DecodePart | None:
-        """As many drafts as half of the step's other tokens allow; None where there is no room for any."""
-        most = 1 + (self._token_budget - len(rows)) // (2 * len(rows))
-        widths = np.minimum(left - 1, min(self._max_samples, most))
+    def _extend_with_drafts(self, rows: Int32, left: Int32, tokens: int) -> DecodePart | None:
+        """As many drafts as `tokens` and free pages allow; None where there is no room for any."""
+        widths = np.minimum(left - 1, min(self._max_samples, max(tokens // len(rows), 1)))
         drafting = widths > 1
         if not drafting.any():
             return None
         order = np.argsort(drafting, kind="stable")
         rows, widths = rows[order], widths[order]
-        kv_lens = self._cache.extend_decode(rows, widths)
+        kv_lens = self._cache.extend_decode(rows, widths, evict=False)
         return None if kv_lens is None else DecodePart(rows, kv_lens, widths)
 
     def plan(self, step: int, decode: DecodePart) -> Planned | None:
@@ -169,7 +172,7 @@ class Planner:
         if self._max_samples == 1:
             return None
         learnt: Bool = self._rows.last_step[rows] > self._cache.finished_step
-        return learnt
+        return learnt if learnt.any() else None
 
     def _work(self) -> list[int]:
         """Tokens that each of the prompts under way has left."""
@@ -182,7 +185,8 @@ class Planner:
     def allowance(self, decode: DecodePart) -> int:
         """Tokens of prompts that a step beside these decode rows has."""
         most = self._token_budget - decode.num_tokens
-        return self._budget.allowance(decode.kv_lens, self._rows.prefilling, self._work(), most)
+        prompts = self._rows.prefilling
+        return self._budget.allowance(decode.num_tokens, decode.kv_lens, prompts, self._work(), most)
 
     def _choose_chunks(self, decode: DecodePart) -> list[Chunk]:
         """Gives prompts under way their parts of what the step has for them, as far as pages go."""
@@ -216,8 +220,8 @@ class Planner:
         num_decode, query_lens, sources = self._queries(decode)
         prefill_rows = np.array([chunk.request.row for chunk in chunks], np.int32)
         rows = np.concatenate((decode.rows, prefill_rows))
-        draws = np.array([chunk.last and chunk.request.draws for chunk in chunks], np.bool_)
-        samples = np.concatenate((self._yes[:count], draws))
+        samples = np.array([chunk.last and chunk.request.samples for chunk in chunks], np.bool_)
+        samples = np.concatenate((self._yes[:count], samples))
         picks = np.nonzero(samples)[0].astype(np.int32)
         wanted = self._prompt_logprobs(chunks, count)
         tokens = b"".join(

@@ -16,7 +16,7 @@ from sglang_jax.sampling.params import SamplingParams
 class RequestState(Enum):
     """- WAITING: in the queue, never had a row.
     - PREFILL: has a row; its tokens are being computed, chunk by chunk.
-    - DECODE: draws a token each step.
+    - DECODE: samples a token each step.
     - RETRACTED: lost its row to a shortage, or to KV of somebody else that turned out bad; back in the queue with its
       output, before its equals that never had a row.
     - FINISHED: over. It may keep its row for some steps: while one in flight uses it, and until it is released.
@@ -62,7 +62,7 @@ class Request:
     """A request from its arrival to its end.
 
     - `sequence`: order of arrival; `seed`: resolved, non-negative.
-    - `tokens`: int32 bytes of prompt and kept output. While the request has a row, what it draws is in the request
+    - `tokens`: int32 bytes of prompt and kept output. While the request has a row, what it samples is in the request
       table, and comes back here if it is retracted.
     - `total_len`: most tokens it may hold, prompt and output.
     - `next_prompt_logprob`: prompt position whose logprob is to be computed next; `prompt_len` when none is.
@@ -115,12 +115,12 @@ class Request:
 
     @property
     def prefill_len(self) -> int:
-        """Tokens to compute before the next one is drawn: the prompt, and after a retraction the kept output."""
+        """Tokens to compute before the next one is sampled: the prompt, and after a retraction the kept output."""
         return len(self.tokens) // 4
 
     @property
-    def draws(self) -> bool:
-        """Whether it is to draw a token once its tokens are computed; one that only scores its prompt does not."""
+    def samples(self) -> bool:
+        """Whether it is to sample a token once its tokens are computed; one that only scores its prompt does not."""
         return self.total_len > self.prefill_len
 
     @property

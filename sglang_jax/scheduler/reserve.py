@@ -1,4 +1,4 @@
-"""How much room is kept for tokens that running requests may still draw."""
+"""How much room is kept for tokens that running requests may still sample."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ FLOOR = 0.1
 DECAY_STEPS = 600
 RAISE = 0.2
 CLIP = 4096
-"""Most tokens that one request is expected to draw still; few draw all that they may."""
+"""Most tokens that one request is expected to sample still; few sample all that they may."""
 
 
 class NewTokenReserve:

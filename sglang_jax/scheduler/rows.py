@@ -131,7 +131,7 @@ class Rows:
         """The last chunks of these are on their way: those that sample decode from the next step on."""
         for request in requests:
             request.move_to(RequestState.DECODE)
-        joining = [request.row for request in requests if request.draws]
+        joining = [request.row for request in requests if request.samples]
         self._stale = True
         self.decode_rows = np.concatenate((self.decode_rows, np.array(joining, np.int32)))
 

@@ -58,7 +58,7 @@ class StepLog:
             self._write_prefill_line(planned)
 
     def finished(self, num_tokens: int) -> None:
-        """A step finished; `num_tokens` requests drew a token."""
+        """A step finished; `num_tokens` requests sampled a token."""
         self.counts.generation_tokens += num_tokens
         if num_tokens == 0:
             return

@@ -8,6 +8,7 @@ from sglang_jax.config import ServerConfig
 from sglang_jax.engine.types import EngineClient
 from sglang_jax.server import management
 from sglang_jax.server.auth import ApiKeyMiddleware
+from sglang_jax.server.callers import Callers
 from sglang_jax.server.context import ServerContext
 from sglang_jax.server.errors import install_error_handlers
 from sglang_jax.server.loads import loads_router
@@ -19,8 +20,12 @@ from sglang_jax.server.openai_completions import completions_router
 from sglang_jax.server.request_body import BodyLimit
 
 
-def create_context(client: EngineClient, config: ServerConfig) -> ServerContext:
-    return ServerContext(client, config, ServerMetrics(client, config.model_name))
+def create_context(client: EngineClient, config: ServerConfig, callers: Callers | None = None) -> ServerContext:
+    """`callers`: None for those that the options name. Raises `ConfigError` for keys that are empty, are given twice,
+    or cannot be read."""
+    if callers is None:
+        callers = Callers.of(config)
+    return ServerContext(client, config, ServerMetrics(client, config.model_name), callers)
 
 
 def create_app(context: ServerContext) -> FastAPI:
@@ -43,6 +48,7 @@ def create_app(context: ServerContext) -> FastAPI:
         app.include_router(router)
     config = context.config
     app.add_middleware(BodyLimit, max_body_bytes=config.max_body_bytes, client_timeout=config.client_timeout)
-    if config.api_key is not None:  # added last, so it comes first: what has no key is not read
-        app.add_middleware(ApiKeyMiddleware, api_key=config.api_key)
+    app.add_middleware(
+        ApiKeyMiddleware, callers=context.callers
+    )  # last, so it comes first: what has no key is not read
     return app

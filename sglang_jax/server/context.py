@@ -16,6 +16,7 @@ from sglang_jax.engine.prompt_reader import LONG_TEXT, TOKENIZER_THREADS
 from sglang_jax.engine.types import EngineClient, GenerateInput, OutputDelta
 from sglang_jax.errors import ModelNotFoundError, ParameterError, RequestError, shown
 from sglang_jax.sampling import GenerationDefaults
+from sglang_jax.server.callers import Caller, Callers, Usage, current_caller
 from sglang_jax.server.errors import ShuttingDownError
 from sglang_jax.server.metrics import ServerMetrics
 from sglang_jax.server.sampling import rename_field
@@ -35,16 +36,18 @@ class ServerContext:
     """One engine behind HTTP.
 
     - `draining`: the server was told to stop; what is in flight finishes, nothing new starts.
+    - `callers`: who may call.
     - `in_flight`: HTTP requests that generate, by id, each with the ids of its prompts in the engine; `in_engine` has
-      those of all prompts.
+      whose they are, by the ids of all prompts.
     """
 
     client: EngineClient
     config: ServerConfig
     metrics: ServerMetrics
+    callers: Callers
     draining: bool = False
     in_flight: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    in_engine: set[str] = field(default_factory=set)
+    in_engine: dict[str, Caller] = field(default_factory=dict)
     _tokenizing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(TOKENIZER_THREADS))
 
     @property
@@ -86,7 +89,7 @@ class ServerContext:
 
         **Arguments:** `prompts`: have their `request_id` set; `field_names`: what the route calls the engine's fields.
         """
-        return Call(self, request_id, prompts, field_names)
+        return Call(self, request_id, prompts, field_names, current_caller())
 
     async def collect(
         self, request_id: str, prompts: Sequence[GenerateInput], field_names: Mapping[str, str] = ENGINE_NAMES
@@ -99,11 +102,14 @@ class ServerContext:
         return [sorted(finished, key=lambda output: output.index) for finished in outputs]
 
     def abort(self, request_id: str) -> None:
-        """Ends the HTTP request with this id, or the one prompt that has it; unknown ids are ignored."""
+        """Ends the HTTP request with this id, or the one prompt that has it; unknown ids are ignored, and so are other
+        callers', unless it is an operator who asks."""
+        caller = current_caller()
         for engine_id in self.in_flight.get(request_id, (request_id,)):
-            self.client.abort(engine_id)
+            if caller.admin or self.in_engine.get(engine_id) is caller:
+                self.client.abort(engine_id)
 
-    def enter(self, request_id: str, prompts: Sequence[GenerateInput]) -> None:
+    def enter(self, request_id: str, prompts: Sequence[GenerateInput], caller: Caller) -> None:
         """Notes a request as in flight. Raises `ShuttingDownError`, and `ParameterError` for an id that is taken."""
         if self.draining:
             raise ShuttingDownError("the server is shutting down and takes no new requests")
@@ -113,11 +119,12 @@ class ServerContext:
             which = shown(taken[0]) if taken else "one that is given twice"
             raise ParameterError(f"rid must be unique among the requests in flight, got {which}", param="rid")
         self.in_flight[request_id] = ids
-        self.in_engine.update(ids)
+        self.in_engine.update(dict.fromkeys(ids, caller))
 
     def leave(self, request_id: str) -> None:
         """The request is no longer in flight."""
-        self.in_engine.difference_update(self.in_flight.pop(request_id))
+        for engine_id in self.in_flight.pop(request_id):
+            del self.in_engine[engine_id]
 
 
 class Call:
@@ -126,7 +133,8 @@ class Call:
 
     Plain coroutines, not generators: each generator on the way costs every token a microsecond.
 
-    **Raises:** `RequestError` as soon as one prompt fails; the others are aborted.
+    **Raises:** `RequestError` as soon as one prompt fails; the others are aborted. Entering it raises it for what its
+    caller may not ask for.
     """
 
     def __init__(
@@ -135,15 +143,25 @@ class Call:
         request_id: str,
         prompts: Sequence[GenerateInput],
         field_names: Mapping[str, str],
+        caller: Caller,
     ) -> None:
         self._context = context
         self._request_id = request_id
         self._field_names = field_names
-        self._streams = [PromptStream(context, prompt) for prompt in prompts]
+        self._caller = caller
+        self._streams = [PromptStream(context, caller.own(prompt)) for prompt in prompts]
         self._merged: MergedStreams | None = None
+        self._usage = None if caller.tokens is None else Usage(caller.tokens)
+        self._completions = 0
 
     async def __aenter__(self) -> Self:
-        self._context.enter(self._request_id, [stream.prompt for stream in self._streams])
+        prompts = [stream.prompt for stream in self._streams]
+        self._completions = self._caller.enter(prompts)
+        try:
+            self._context.enter(self._request_id, prompts, self._caller)
+        except RequestError:
+            self._caller.leave(self._completions)
+            raise
         if len(self._streams) > 1:
             self._merged = MergedStreams(self._streams, FLIGHTS_PER_ROW * self._context.client.max_running_requests)
         return self
@@ -158,6 +176,7 @@ class Call:
                 await self._streams[0].close()
         finally:
             self._context.leave(self._request_id)
+            self._caller.leave(self._completions)
 
     def __aiter__(self) -> Self:
         return self
@@ -165,11 +184,15 @@ class Call:
     async def __anext__(self) -> tuple[int, OutputDelta]:
         try:
             if self._merged is not None:
-                return await self._merged.next()
-            return 0, await self._streams[0].next()
+                number, delta = await self._merged.next()
+            else:
+                number, delta = 0, await self._streams[0].next()
         except RequestError as error:
             rename_field(error, self._field_names)
             raise
+        if self._usage is not None:
+            self._usage.add(number, delta)
+        return number, delta
 
 
 class PromptStream:

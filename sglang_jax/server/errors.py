@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,12 @@ RETRY_AFTER_SECONDS = 1
 MAX_MESSAGE_CHARACTERS = 1000
 """Most characters of an error's message: it may repeat numbers of thousands of digits."""
 
-TYPES_BY_STATUS = {401: "authentication_error", 503: "service_unavailable"}
+TYPES_BY_STATUS = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    503: "service_unavailable",
+}
 
 
 class MalformedRequestError(RequestError):
@@ -94,6 +100,31 @@ class AuthenticationError(RequestError):
     code = "invalid_api_key"
 
 
+class AdminKeyError(RequestError):
+    """The key is not an operator's."""
+
+    status = 403
+    code = "admin_key_required"
+
+
+class ForeignPageError(RequestError):
+    """A page from elsewhere had a browser ask a server that has no key."""
+
+    status = 403
+    code = "foreign_page"
+
+
+class RateLimitError(RequestError):
+    """The key has as much in flight, or has used as much, as it may. `retry_after`: seconds to wait."""
+
+    status = 429
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 class ShuttingDownError(RequestError):
     """The server was told to stop: requests in flight finish, new ones are refused."""
 
@@ -123,6 +154,8 @@ def error_response(error: RequestError) -> Response:
         headers["WWW-Authenticate"] = "Bearer"
     if error.status == 503:
         headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
+    if isinstance(error, RateLimitError):
+        headers["Retry-After"] = str(max(math.ceil(error.retry_after), 1))
     return Response(msgspec.json.encode(error_body(error)), error.status, headers, "application/json")
 
 

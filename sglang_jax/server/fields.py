@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Annotated, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -140,6 +142,14 @@ def routing_key(field: str | None, headers: Headers) -> str | None:
     if field:
         return field
     return next((headers[name] for name in ROUTING_KEY_HEADERS if headers.get(name)), None)
+
+
+def cache_namespace(extra_key: str | None, salt: str | None) -> str | None:
+    """The engine's `extra_key` of a request: the client's own, or, where there is a salt, a digest of both. Who does
+    not know a salt finds no other pair that gives the same: nothing is joined that could be cut at another place."""
+    if not salt:
+        return extra_key or None
+    return "salted-" + hashlib.sha256(json.dumps([salt, extra_key or None]).encode()).hexdigest()
 
 
 def as_list(value: Item | list[Item] | None) -> list[Item]:

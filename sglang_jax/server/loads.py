@@ -7,9 +7,10 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 
 import msgspec
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Depends, Response
 
 from sglang_jax.engine.types import EngineClient, ReplicaLoad
+from sglang_jax.server.callers import require_admin
 from sglang_jax.server.streaming import json_response
 
 
@@ -59,7 +60,7 @@ class Loads(msgspec.Struct, kw_only=True):
 def loads_router(client: EngineClient) -> APIRouter:
     router = APIRouter()
 
-    @router.get("/v1/loads")
+    @router.get("/v1/loads", dependencies=[Depends(require_admin)])
     async def loads() -> Response:
         """Running and waiting requests, memory and state of each replica."""
         now = datetime.now(UTC).isoformat()

@@ -1,4 +1,4 @@
-"""Who may be called by which name."""
+"""A server that only this machine reaches: by which names it may be called, and from whose pages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang_jax.errors import shown
-from sglang_jax.server.errors import HostNotAllowedError, error_response
+from sglang_jax.server.errors import ForeignPageError, HostNotAllowedError, error_response
 
 
 class LocalHosts:
@@ -40,6 +40,25 @@ class LocalHosts:
 
     def _allowed(self, name: str) -> bool:
         return not name or name in self._names or "*" in self._names or name.endswith(".localhost") or is_address(name)
+
+
+class OwnPagesOnly:
+    """Refuses what a browser sends because another site's page told it to.
+
+    A server on the loopback interface without a key is protected by being reached from this machine alone, and browsers
+    on this machine run everybody's pages. Such a page cannot read the answer, but what it asks for would be done.
+    Browsers mark such requests with `Sec-Fetch-Site: cross-site`.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and Headers(scope=scope).get("sec-fetch-site") == "cross-site":
+            error = ForeignPageError("this server has no key, and another site's page asked for this: set --api-key")
+            await error_response(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
 
 
 def is_address(name: str) -> bool:

@@ -7,12 +7,13 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 
-from sglang_jax.engine.types import GenerateInput, ReplicaLoad
+from sglang_jax.engine.types import GenerateInput, ReplicaLoad, ReplicaState
 from sglang_jax.engine.validation import check_characters
 from sglang_jax.errors import ParameterError, RequestError
 from sglang_jax.sampling import SamplingParams
+from sglang_jax.server.callers import require_admin
 from sglang_jax.server.context import ServerContext, new_id
 from sglang_jax.server.errors import ShuttingDownError, UnavailableError
 from sglang_jax.server.fields import Body, OneOrMany, ShortText, TokenIds, as_list
@@ -20,6 +21,10 @@ from sglang_jax.server.json_body import JsonRoute
 
 HEALTH_SECONDS = 20.0
 """How long `/health_generate` waits for its token."""
+
+
+OPERATORS_ALONE = [Depends(require_admin)]
+"""Of routes that change the server's state or show what others do."""
 
 
 class CacheBusyError(RequestError):
@@ -66,6 +71,15 @@ def health_router(context: ServerContext) -> APIRouter:
         if context.draining:
             raise ShuttingDownError("the server is shutting down")
 
+    @router.get("/livez")
+    async def livez() -> dict[str, str]:
+        """200 while this process answers and its engine is there or is being started again, else 503: start the server
+        again."""
+        if context.client.gone:
+            raise UnavailableError(_why_not_alive(context.client.loads()))
+        return {"status": "ok"}
+
+    @router.get("/readyz")
     @router.get("/health")
     @router.head("/health", include_in_schema=False)
     async def health() -> dict[str, str]:
@@ -95,7 +109,10 @@ def health_router(context: ServerContext) -> APIRouter:
 
 def _why_not_alive(loads: list[ReplicaLoad]) -> str:
     if len(loads) == 1 and not loads[0].address:
-        return "the engine is gone; restart the server"
+        reason = f" ({loads[0].last_end})" if loads[0].last_end else ""
+        if loads[0].state is ReplicaState.STOPPED:
+            return f"the engine is gone{reason}; restart the server"
+        return f"the engine is started again{reason}; try again later"
     return "no replica serves: " + ", ".join(f"{load.index} is {load.state}" for load in loads)
 
 
@@ -115,12 +132,12 @@ def information_router(context: ServerContext) -> APIRouter:
             "is_generation": True,
         }
 
-    @router.get("/get_server_info")
-    @router.get("/server_info")
+    @router.get("/get_server_info", dependencies=OPERATORS_ALONE)
+    @router.get("/server_info", dependencies=OPERATORS_ALONE)
     async def server_info() -> dict[str, Any]:
-        """Every option but the API key, and the figures of the scheduler and the runner."""
+        """Every option but the API keys, and the figures of the scheduler and the runner."""
         states = await context.client.states()
-        options = config.model_dump(mode="json", exclude={"api_key"})
+        options = config.model_dump(mode="json", exclude={"api_key", "admin_api_key"})
         return {**options, "version": version("sglang-jax"), "internal_states": states}
 
     return router
@@ -129,8 +146,8 @@ def information_router(context: ServerContext) -> APIRouter:
 def control_router(context: ServerContext) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 
-    @router.get("/flush_cache")
-    @router.post("/flush_cache")
+    @router.get("/flush_cache", dependencies=OPERATORS_ALONE)
+    @router.post("/flush_cache", dependencies=OPERATORS_ALONE)
     async def flush_cache() -> dict[str, object]:
         """Empties the prefix cache; 400, and nothing is done, while requests run or wait."""
         if not await context.client.flush_cache():
@@ -139,8 +156,10 @@ def control_router(context: ServerContext) -> APIRouter:
 
     @router.post("/abort_request")
     async def abort_request(body: AbortBody) -> dict[str, object]:
-        """Ends the request with this id wherever it is, or all; ids that are not known are no error."""
+        """Ends the request with this id wherever it is, or all; ids that are not known, or are another key's, are no
+        error. All are an operator's to end."""
         if body.abort_all:
+            await require_admin()
             context.client.abort_all()
         elif body.rid:
             context.abort(body.rid)
@@ -148,11 +167,11 @@ def control_router(context: ServerContext) -> APIRouter:
             raise ParameterError("one of rid and abort_all must be given", param="rid")
         return {"success": True}
 
-    @router.post("/drain_replica")
+    @router.post("/drain_replica", dependencies=OPERATORS_ALONE)
     async def drain_replica(body: DrainBody) -> dict[str, object]:
-        """Lets a replica finish what it has and starts it anew, or all in turn; answers when they serve again. Goes on
-        if the client leaves."""
-        await asyncio.shield(context.client.drain(body.replica))
+        """Lets a replica finish what it has, for `--drain-timeout` at most, and starts it anew, or all in turn; answers
+        when they serve again. Goes on if the client leaves."""
+        await asyncio.shield(context.client.drain(body.replica, context.config.drain_timeout))
         return {"success": True}
 
     return router

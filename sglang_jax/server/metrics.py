@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import accumulate
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -17,6 +17,7 @@ from prometheus_client.utils import floatToGoString
 
 from sglang_jax.engine.types import EngineClient, ReplicaLoad, ReplicaState
 from sglang_jax.scheduler.messages import SchedulerStats
+from sglang_jax.server.callers import require_admin
 
 ALIVE = (ReplicaState.SERVING, ReplicaState.DRAINING)
 
@@ -172,7 +173,7 @@ class RequestTiming:
 def metrics_router(metrics: ServerMetrics) -> APIRouter:
     router = APIRouter()
 
-    @router.get("/metrics")
+    @router.get("/metrics", dependencies=[Depends(require_admin)])
     async def scrape(request: Request) -> Response:
         """All figures, in Prometheus' text format or OpenMetrics', whichever is asked for."""
         encode, content_type = choose_encoder(request.headers.get("accept", ""))

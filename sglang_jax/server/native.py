@@ -14,6 +14,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from sglang_jax.engine.types import FinishKind, FinishReason, OutputDelta, TextTokenizer, TokenLogprob
+from sglang_jax.server.callers import current_caller
 from sglang_jax.server.context import ENGINE_NAMES, ServerContext
 from sglang_jax.server.json_body import JsonRoute
 from sglang_jax.server.logprobs import reported
@@ -39,6 +40,7 @@ class NativeFormat:
     request: NativeRequest
     tokenizer: TextTokenizer
     text_in_logprobs: bool
+    hide_cached_tokens: bool
     begin: float
 
     def answer(self, number: int, delta: OutputDelta) -> dict[str, object]:
@@ -49,7 +51,7 @@ class NativeFormat:
             "finish_reason": finish_object(delta.finish, delta.completion_tokens),
             "prompt_tokens": delta.prompt_tokens,
             "completion_tokens": delta.completion_tokens,
-            "cached_tokens": delta.cached_tokens,
+            "cached_tokens": None if self.hide_cached_tokens else delta.cached_tokens,
             "e2e_latency": time.perf_counter() - self.begin,
         }
         if prompt.return_logprob:
@@ -150,7 +152,8 @@ def native_router(context: ServerContext) -> APIRouter:
         begin = time.perf_counter()
         context.check_model(body.model)
         call = native_request(body, context.generation_defaults, request.headers, context.check_size)
-        form = NativeFormat(call, context.client.tokenizer, bool(body.return_text_in_logprobs), begin)
+        hide = current_caller().hide_cached_tokens
+        form = NativeFormat(call, context.client.tokenizer, bool(body.return_text_in_logprobs), hide, begin)
         if body.stream:
             return await open_event_stream(request, _events(context, form, None if body.incremental_output else pace))
         names = {**ENGINE_NAMES, "prompt": call.prompt_field}

@@ -16,6 +16,7 @@ from sglang_jax.engine.types import GenerateInput, OutputDelta, TextTokenizer
 from sglang_jax.engine.validation import check_characters
 from sglang_jax.errors import RequestError
 from sglang_jax.sampling import GenerationDefaults
+from sglang_jax.server.callers import current_caller
 from sglang_jax.server.context import ENGINE_NAMES, ServerContext, new_id
 from sglang_jax.server.fields import routing_key
 from sglang_jax.server.interruption import in_limited_thread
@@ -98,7 +99,7 @@ class ChatFormat:
     model_name: str
     request_id: str
     created: int = field(default_factory=lambda: int(time.time()))
-    usage: UsageCount = field(default_factory=UsageCount)
+    usage: UsageCount = field(default_factory=lambda: UsageCount(current_caller()))
     _begun: set[int] = field(default_factory=set)
 
     def input(self, token_ids: list[int], defaults: GenerationDefaults, headers: Headers) -> GenerateInput:

@@ -15,6 +15,7 @@ from starlette.datastructures import Headers
 
 from sglang_jax.engine.types import GenerateInput, OutputDelta, TextTokenizer
 from sglang_jax.sampling import GenerationDefaults
+from sglang_jax.server.callers import current_caller
 from sglang_jax.server.context import ENGINE_NAMES, ServerContext, new_id, prompt_ids
 from sglang_jax.server.fields import routing_key
 from sglang_jax.server.json_body import JsonRoute
@@ -58,7 +59,7 @@ class CompletionFormat:
     model_name: str
     request_id: str
     created: int = field(default_factory=lambda: int(time.time()))
-    usage: UsageCount = field(default_factory=UsageCount)
+    usage: UsageCount = field(default_factory=lambda: UsageCount(current_caller()))
     _writers: dict[int, CompletionLogprobWriter] = field(default_factory=dict)
 
     def inputs(self, defaults: GenerationDefaults, headers: Headers) -> list[GenerateInput]:

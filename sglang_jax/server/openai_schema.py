@@ -8,7 +8,7 @@ from pydantic import Discriminator, Tag
 
 from sglang_jax.engine.types import TextTokenizer
 from sglang_jax.errors import ParameterError, shown
-from sglang_jax.server.fields import Body, Many, Priority, Prompt, ShortText
+from sglang_jax.server.fields import Body, Many, Priority, Prompt, ShortText, cache_namespace
 from sglang_jax.server.sampling import OpenAISampling, one_of
 
 COMPLETION_DEFAULT_MAX_TOKENS = 16
@@ -36,9 +36,7 @@ class OpenAIBody(OpenAISampling):
     @property
     def cache_namespace(self) -> str | None:
         """The engine's `extra_key`."""
-        if self.extra_key is not None and self.cache_salt is not None:
-            return f"{self.cache_salt}\x1f{self.extra_key}"
-        return self.extra_key or self.cache_salt
+        return cache_namespace(self.extra_key, self.cache_salt)
 
     @property
     def include_usage(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from sglang_jax.engine.types import OutputDelta
+from sglang_jax.server.callers import Caller
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -14,12 +15,12 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """OpenAI's `usage`."""
+    """OpenAI's `usage`. `prompt_tokens_details` is null for callers that are not to know."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | None
 
 
 class UsageCount:
@@ -29,7 +30,8 @@ class UsageCount:
     as the others share what that one computed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
         self._prompts: dict[int, tuple[int, int]] = {}
         self._completions: dict[tuple[int, int], int] = {}
 
@@ -43,6 +45,5 @@ class UsageCount:
         prompt_tokens = sum(tokens for tokens, _ in self._prompts.values())
         cached_tokens = sum(cached for _, cached in self._prompts.values())
         completion_tokens = sum(self._completions.values())
-        return Usage(
-            prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, PromptTokensDetails(cached_tokens)
-        )
+        details = None if self._caller.hide_cached_tokens else PromptTokensDetails(cached_tokens)
+        return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)

@@ -390,7 +390,7 @@ def _add(outputs: RequestOutputs, answer: Mapping[str, Any], *, first: bool) -> 
         token_ids=answer["output_ids"],
         prompt_tokens=meta["prompt_tokens"],
         completion_tokens=meta["completion_tokens"],
-        cached_tokens=meta["cached_tokens"],
+        cached_tokens=meta["cached_tokens"] or 0,  # null where they are hidden from this server
         finish=_finish(meta["finish_reason"]),
         logprobs=_logprobs(meta.get("output_token_logprobs"), meta.get("output_top_logprobs")),
         prompt_logprobs=prompt_logprobs,

@@ -35,8 +35,9 @@ async def connect_engines(config: ServerConfig, tokenizer: TextTokenizer | None 
         )
     if tokenizer is None:
         tokenizer = await asyncio.to_thread(load_text_tokenizer, config)
+    key = config.admin_key() or config.client_key()  # replicas are asked what they have to do, which is an operator's
     replicas = [
-        Replica(index, partial(RemoteLink.connect, address, tokenizer, config.api_key), backoff=RETRY)
+        Replica(index, partial(RemoteLink.connect, address, tokenizer, key), backoff=RETRY)
         for index, address in enumerate(addresses)
     ]
     try:

@@ -22,6 +22,7 @@ from sglang_jax.engine.types import EngineClient
 from sglang_jax.errors import ConfigError
 from sglang_jax.runner.backends import load_follower
 from sglang_jax.server.app import create_app, create_context
+from sglang_jax.server.callers import Callers
 from sglang_jax.server.connections import (
     MAX_HEAD_BYTES,
     ConnectionLimits,
@@ -29,8 +30,9 @@ from sglang_jax.server.connections import (
     raise_descriptor_limit,
 )
 from sglang_jax.server.context import ServerContext
-from sglang_jax.server.local_hosts import LocalHosts, is_loopback
+from sglang_jax.server.local_hosts import LocalHosts, OwnPagesOnly, is_loopback
 from sglang_jax.server.remote_replicas import connect_engines
+from sglang_jax.server.stalled import StalledClients
 
 logger = logging.getLogger(__name__)
 
@@ -46,20 +48,40 @@ TERMINATED = 128 + signal.SIGTERM
 Launch = Callable[[ServerConfig], Awaitable[EngineClient]]
 
 
+SECONDS_TO_TELL = 2.0
+"""How long clients have to read that the engine is gone before the server ends."""
+
+SECONDS_BETWEEN_LOOKS = 1.0
+"""At clients that may have stalled."""
+
+
 class DrainingServer(uvicorn.Server):
     """A first SIGTERM or SIGINT drains: `/health` turns 503, new requests are refused with 503, and the server ends
-    once those in flight have finished. A second one ends it at once: requests are aborted, connections dropped."""
+    once those in flight have finished. A second one, or the end of `--drain-timeout`, ends it at once: requests are
+    aborted, connections dropped.
+
+    It also ends once its engine is gone for good: whoever manages the service is to start it again, maybe elsewhere.
+    """
 
     def __init__(self, config: uvicorn.Config, context: ServerContext, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._context = context
         self._on_ready = on_ready
         self._loop = asyncio.get_running_loop()
+        self._deadline: asyncio.TimerHandle | None = None
+        self._looking: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Opens the sockets, and says so."""
         await super().startup(sockets)
+        self._looking = asyncio.create_task(self._drop_stalled(), name="stalled-clients")
         self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Closes what is open; clients have until the end of the drain to take what they were sent."""
+        await super().shutdown(sockets)
+        if self._looking is not None:
+            self._looking.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal came. Runs between two instructions of the main thread, so it only notes what to do."""
@@ -68,21 +90,37 @@ class DrainingServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: is it time to end?"""
-        if not self._context.in_flight and (self._context.draining or self._lost_host):
+        gone = self._context.client.gone
+        if gone and self._deadline is None:
+            logger.error("The engine is gone for good: the server ends")
+            self._deadline = self._loop.call_later(SECONDS_TO_TELL, self._stop)
+        if not self._context.in_flight and (self._context.draining or gone):
             self.should_exit = True
         return await super().on_tick(counter)
 
-    @property
-    def _lost_host(self) -> bool:
-        """With several hosts the engine ends when any of them is lost, and then all must be started again: this one
-        does not stay to say so."""
-        return self._context.config.nnodes > 1 and not self._context.client.alive
+    async def _drop_stalled(self) -> None:
+        """Closes the connections of clients that read nothing, which ends their requests."""
+        clients = StalledClients(self._context.config.client_timeout)
+        while True:
+            await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+            transports = [one.transport for one in self.server_state.connections if one.transport is not None]
+            for transport in clients.look(transports, self._loop.time()):
+                logger.warning("A client has read nothing for %g s: its connection is closed", clients.timeout)
+                transport.abort()
 
     def _drain(self) -> None:
-        logger.info("Draining: %d requests in flight; a second signal stops at once", len(self._context.in_flight))
+        seconds = self._context.config.drain_timeout
+        logger.info(
+            "Draining: %d requests in flight have %g s; a second signal stops at once",
+            len(self._context.in_flight),
+            seconds,
+        )
+        if self._deadline is None:
+            self._deadline = self._loop.call_later(seconds, self._stop)
 
     def _stop(self) -> None:
-        logger.warning("Stopping: %d requests in flight are aborted", len(self._context.in_flight))
+        if self._context.in_flight:
+            logger.warning("Stopping: %d requests in flight are aborted", len(self._context.in_flight))
         self.should_exit = self.force_exit = True
         self._context.client.abort_all()
         for connection in list(self.server_state.connections):
@@ -100,15 +138,23 @@ async def launch_or_connect(config: ServerConfig) -> EngineClient:
 
 def run(config: ServerConfig, launch: Launch = launch_or_connect) -> int:
     """Serves until a signal ends it; a host of `node_rank` above 0 follows host 0 until that ends. The exit status: 0,
-    or 1 if the engine died meanwhile.
+    or 1 if the engine is gone for good.
 
-    **Raises:** `ConfigError` for an address that cannot be listened on, and what `launch_or_connect` raises.
+    **Raises:** `ConfigError` for an address that cannot be listened on or keys that cannot be used, and what
+    `launch_or_connect` raises.
     """
     begin = time.perf_counter()
     logging.basicConfig(level=config.log_level.upper(), format=LOG_FORMAT)
     if config.node_rank > 0:
         load_follower(config)(config)
         return 0
+    callers = Callers.of(config)
+    if not callers.asks_for_a_key and not is_loopback(config.host):
+        logger.warning(
+            "Whoever reaches %s may use this server: it has no key. Give it one with --api-key-file, or let it "
+            "listen on 127.0.0.1",
+            config.host,
+        )
     listener = bind(config.host, config.port)  # before the model is loaded: a taken port shows at once
     with listener, asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
         try:
@@ -124,9 +170,9 @@ async def _serve(config: ServerConfig, listener: socket.socket, launch: Launch, 
         context = create_context(client, config)
         uvicorn_config = http_config(context)
         url = _url(config.host, listener.getsockname()[1])
-        server = DrainingServer(uvicorn_config, context, lambda: _announce(config, url, begin))
+        server = DrainingServer(uvicorn_config, context, lambda: _announce(context, url, begin))
         await server.serve(sockets=[listener])
-        return 0 if client.alive else 1
+        return 1 if client.gone else 0
     finally:
         await client.close()
 
@@ -136,8 +182,8 @@ def http_config(context: ServerContext) -> uvicorn.Config:
     config = context.config
     limits = ConnectionLimits(raise_descriptor_limit(config.max_connections), config.client_timeout)
     app: ASGIApp = create_app(context)
-    if config.api_key is None and is_loopback(config.host):
-        app = LocalHosts(app, (config.allowed_hosts or "").split(","))
+    if not context.callers.asks_for_a_key and is_loopback(config.host):
+        app = OwnPagesOnly(LocalHosts(app, (config.allowed_hosts or "").split(",")))
     return uvicorn.Config(
         app,
         http=bounded_connections(limits),
@@ -191,10 +237,10 @@ def _url(host: str, port: int) -> str:
     return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
 
 
-def _announce(config: ServerConfig, url: str, begin: float) -> None:
-    key = ' -H "Authorization: Bearer $API_KEY"' if config.api_key is not None else ""
+def _announce(context: ServerContext, url: str, begin: float) -> None:
+    key = ' -H "Authorization: Bearer $API_KEY"' if context.callers.asks_for_a_key else ""
     print(
-        f"Ready after {time.perf_counter() - begin:.1f} s: serving {config.model_name} at {url}. Try it:\n"
+        f"Ready after {time.perf_counter() - begin:.1f} s: serving {context.config.model_name} at {url}. Try it:\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key}"
         ' -d \'{"messages": [{"role": "user", "content": "Hello!"}]}\'',
         flush=True,

@@ -48,6 +48,14 @@ def text_of(answer: dict[str, Any]) -> str:
     return str(choice["text"] if "text" in choice else choice["message"]["content"])
 
 
+def test_keys_of_servers_are_no_concern_of_a_batch(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_JAX_API_KEY", "for clients")
+    monkeypatch.setenv("SGLANG_JAX_ADMIN_API_KEY", "")
+    write(tmp_path / "in.jsonl", {"prompt": "plain"})
+    assert run() == 0
+    assert [text_of(answer) for answer in read(tmp_path / "out.jsonl")] == ["plain"]
+
+
 def test_openai_lines_and_plain_ones_are_answered_as_the_server_does(run: Run, tmp_path: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "hi"}]}
     write(

@@ -21,10 +21,10 @@ from torch_backend.attention.interface import AttentionOptions, StepAttention
 from torch_backend.attention.native import NativeAttention
 from torch_backend.batch import ForwardBatch
 from torch_backend.kv_pages import KVPages
-from torch_backend.native_draw import NativeDraw
 from torch_backend.native_operations import NativeOperations
+from torch_backend.native_sampler import NativeSampler
 from torch_backend.operations import HeadNorms, Rotation
-from torch_backend.sampler import DrawParameters
+from torch_backend.sampler import SamplerInputs
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_suite.py"
@@ -58,14 +58,14 @@ def rows_of(module: ModuleType, bench: Any) -> list[dict[str, Any]]:
 def test_a_dry_run_prints_and_writes_what_it_found(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     done = run_suite(
-        "--device", "cpu", "--small", "--only", "check-draw", "engine", "eager", "--output", str(file), *PATIENT
+        "--device", "cpu", "--small", "--only", "check-sampling", "engine", "eager", "--output", str(file), *PATIENT
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Tokens with and without CUDA graphs (batches [1, 4]): equal" in done.stdout
     found = json.loads(file.read_text())
     assert found["settings"] == {"device": "cpu", "kernels": "native", "small": True}
     assert found["machine"].keys() >= {"processor", "python", "torch", "triton", "device"}
-    assert [section["section"] for section in found["sections"]] == ["check-draw", "engine", "eager"]
+    assert [section["section"] for section in found["sections"]] == ["check-sampling", "engine", "eager"]
     assert all(section["error"] is None for section in found["sections"])
     engine = {table["title"]: table["rows"] for table in found["sections"][1]["tables"]}
     batches, steps, workload, *_ = engine.values()
@@ -82,7 +82,7 @@ def test_a_dry_run_prints_and_writes_what_it_found(tmp_path: Path) -> None:
     [
         ("check_operations", {"what", "ok"}),
         ("check_attention", {"what", "ok"}),
-        ("check_draw", {"what", "ok"}),
+        ("check_sampling", {"what", "ok"}),
         ("decode_speed", {"us", "share of copy"}),
         ("extend_speed", {"us", "share of matmul", "sdpa"}),
         ("operations_speed", {"us", "share of copy", "native us"}),
@@ -96,7 +96,7 @@ def test_every_section_runs_on_native_operations(load: Any, name: str, columns: 
     assert all(row.get("ok", True) for row in rows)
 
 
-@pytest.mark.parametrize("name", ["check_operations", "check_draw", "check_attention", "sampling_speed"])
+@pytest.mark.parametrize("name", ["check_operations", "check_sampling", "check_attention", "sampling_speed"])
 def test_kernels_run_in_the_interpreter(load: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     module = load(name)
     if name == "check_attention":  # a case of each kind, of the two dozen
@@ -185,25 +185,25 @@ def test_wrong_attention_is_found(load: Any, short: bool) -> None:
         assert row["ok"] == ("window 5" not in row["case"] and not short), row
 
 
-class NextPosition(NativeDraw):
-    def draw(self, logits: torch.Tensor, parameters: DrawParameters) -> torch.Tensor:
-        return super().draw(logits, replace(parameters, position=parameters.position + 1))
+class NextPosition(NativeSampler):
+    def sample(self, logits: torch.Tensor, parameters: SamplerInputs) -> torch.Tensor:
+        return super().sample(logits, replace(parameters, position=parameters.position + 1))
 
 
-def test_wrong_draws_are_found(load: Any) -> None:
+def test_wrong_samples_are_found(load: Any) -> None:
     bench = load("bench").Bench(CPU, small=True, kernels_name="native")
-    bench.kernels = replace(bench.kernels, draw=NextPosition())
-    rows = rows_of(load("check_draw"), bench)
+    bench.kernels = replace(bench.kernels, sampler=NextPosition())
+    rows = rows_of(load("check_sampling"), bench)
     wrong = {row["what"]: row["wrong"] for row in rows}
     assert wrong["greedy"] == wrong["greedy alone"] == 0
-    # Another noise draws the same token now and then.
+    # Another noise samples the same token now and then.
     assert sum(wrong.values()) >= 3
     assert all(row["ok"] == (row["wrong"] == 0) for row in rows)
 
 
 def test_a_section_that_takes_too_long_is_ended_and_the_next_one_runs(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
-    sections = ("check-draw", "check-operations")
+    sections = ("check-sampling", "check-operations")
     limits = ("--time-limit", "1")
     done = run_suite("--device", "cpu", "--small", "--only", *sections, *limits, "--output", str(file))
     assert done.returncode == 1
@@ -214,7 +214,7 @@ def test_a_section_that_takes_too_long_is_ended_and_the_next_one_runs(tmp_path: 
 def test_what_a_section_found_before_it_failed_is_kept(
     load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    bench_module, module = load("bench"), load("check_draw")
+    bench_module, module = load("bench"), load("check_sampling")
     suite = importlib.import_module("gpu_suite")
 
     def run(bench: Any) -> Iterator[Any]:
@@ -225,7 +225,7 @@ def test_what_a_section_found_before_it_failed_is_kept(
     monkeypatch.setattr(sys, "argv", ["gpu_suite.py", "--device", "cpu", "--small"])
     part = tmp_path / "part.json"
     with pytest.raises(RuntimeError, match="out of memory"):
-        suite.run_section("check-draw", part, suite._parse())
+        suite.run_section("check-sampling", part, suite._parse())
     outcome = suite.Outcome(**json.loads(part.read_text()))
     assert outcome.error == "RuntimeError: out of memory"
     assert outcome.tables == [{"title": "first", "rows": [{"what": "a", "ok": False}]}]

@@ -11,8 +11,8 @@ from sglang_jax.cli.bench.metrics import (
     offline_summary,
     samples,
     serving_summary,
+    tokens_per_chunk,
 )
-from sglang_jax.cli.bench.plot import tokens_per_chunk
 
 
 def record(start: float, *chunks: tuple[float, int | None], output_tokens: int, **fields: object) -> RequestRecord:

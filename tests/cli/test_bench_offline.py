@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from helpers.engine_fakes import CONTEXT_LENGTH
 
-from sglang_jax.cli.bench.offline import bench_offline, run_workload
+from sglang_jax.cli.bench.commands import bench_offline, run_workload
 from sglang_jax.cli.bench.workloads import Conversation, Turn
 from sglang_jax.cli.main import run
 from sglang_jax.engine.types import GenerateOutput

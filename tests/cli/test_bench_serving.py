@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from helpers.streaming_server import VOCAB_SIZE, FakeServer, serve_in_thread
 
-from sglang_jax.cli.bench import plot
+from sglang_jax.cli.bench import metrics
+from sglang_jax.cli.bench.commands import LoadConfig, bench_serving
 from sglang_jax.cli.bench.load import arrival_times
-from sglang_jax.cli.bench.serving import LoadConfig, bench_serving
 from sglang_jax.cli.main import run
 from sglang_jax.cli.options import flag_name
 
@@ -201,7 +201,7 @@ def test_a_plot_is_drawn(tmp_path: Path) -> None:
 def test_a_plot_without_matplotlib_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
     assert run(bench_serving, "bench_serving", ["--plot", "plot.png"]) == 2
     assert "sglang-jax[bench]" in capsys.readouterr().err
 

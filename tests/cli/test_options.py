@@ -33,6 +33,8 @@ OTHER_VALUES: dict[str, Any] = {
     "nnodes": 2,
     "node_rank": 1,
     "dist_init_addr": "10.0.0.1:1234",
+    "dist_bind_host": "10.0.0.7",
+    "group_secret_file": Path("some/secret"),
     "context_length": 777,
     "mem_fraction_static": 0.5,
     "target_itl_ms": 40.0,
@@ -52,6 +54,8 @@ OTHER_VALUES: dict[str, Any] = {
     "random_seed": 42,
     "sampling_defaults": "openai",
     "skip_warmup": True,
+    "watchdog_timeout": 30.0,
+    "max_engine_restarts": 2,
     "compilation_cache_dir": Path("some/cache"),
     "decode_log_interval": 7,
     "debug_memory": True,
@@ -59,7 +63,12 @@ OTHER_VALUES: dict[str, Any] = {
     "port": 30007,
     "served_model_name": "name",
     "connect": "10.0.0.1:30000,10.0.0.2:30000",
+    "drain_timeout": 20.0,
     "api_key": "secret",
+    "api_key_file": Path("some/key"),
+    "api_keys": Path("some/keys.yaml"),
+    "admin_api_key": "other secret",
+    "admin_api_key_file": Path("some/admin-key"),
     "max_completions_per_request": 100,
     "max_body_bytes": 1000,
     "max_connections": 50,
@@ -230,3 +239,25 @@ def test_other_errors_keep_their_traceback() -> None:
 
     with pytest.raises(ZeroDivisionError):
         run(command, "command", [])
+
+
+def test_the_hosts_secret_is_that_of_the_file_or_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert EngineConfig().group_secret() == b""
+    monkeypatch.setenv("SGLANG_JAX_GROUP_SECRET", " of the environment\n")
+    assert EngineConfig().group_secret() == b"of the environment"
+    file = tmp_path / "secret"
+    file.write_text("of the file, which wins\n")
+    config = EngineConfig(group_secret_file=file)
+    assert config.group_secret() == b"of the file, which wins"
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match=r"group_secret_file .*secret holds 0 characters, a secret has at least 16"):
+        config.group_secret()
+    file.unlink()
+    with pytest.raises(ConfigError, match="secret cannot be read"):
+        config.group_secret()
+    monkeypatch.setenv("SGLANG_JAX_GROUP_SECRET", "short")
+    with pytest.raises(ConfigError, match="SGLANG_JAX_GROUP_SECRET holds 5 characters") as refused:
+        EngineConfig().group_secret()
+    assert "'short'" not in str(refused.value)

@@ -1,5 +1,5 @@
 """The embedded model through the whole engine in float32: on every backend, against transformers, against the other
-backend, and against itself in other company."""
+backend, and against itself in other batches."""
 
 from __future__ import annotations
 

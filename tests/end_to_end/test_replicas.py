@@ -73,7 +73,7 @@ def _ids(output: GenerateOutput) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_outputs_are_those_of_one_replica(checkpoint: Path, backend: str) -> None:
-    """Greedy ones and drawn ones alike: seeds are given at the door, by order of arrival."""
+    """Greedy ones and sampled ones alike: the router gives seeds, by order of arrival."""
     assert outputs(checkpoint, backend, 2) == outputs(checkpoint, backend, 1)
 
 
@@ -111,8 +111,8 @@ def test_the_server_starts_replicas_and_brings_them_back_also_behind_another(che
         cores = sorted(core for pid in children for core in os.sched_getaffinity(pid))
         assert cores == sorted(os.sched_getaffinity(0))
         address = http.base_url.netloc.decode()
-        with server(checkpoint, tmp_path / "door", "--connect", address) as (door, outside):
-            assert _cores(door.pid) == []
+        with server(checkpoint, tmp_path / "router", "--connect", address) as (router, outside):
+            assert _cores(router.pid) == []
             assert outside.post("/v1/completions", json=body).json()["choices"] == first
             os.kill(children[0], signal.SIGKILL)
             end = time.monotonic() + 60
@@ -121,7 +121,7 @@ def test_the_server_starts_replicas_and_brings_them_back_also_behind_another(che
                 assert time.monotonic() < end
             assert [load["state"] for load in http.get("/v1/loads").json()["loads"]] == ["serving"] * 2
             assert outside.post("/v1/completions", json=body).json()["choices"] == first
-            stop(door)
+            stop(router)
         stop(behind)
     said = (tmp_path / "behind").read_text()
     assert "replica 1: CPU cores" in said

@@ -43,7 +43,7 @@ async def client(request: pytest.FixtureRequest) -> AsyncIterator[AsyncEngineCli
 
 
 def expected(prompt: str, sampling: SamplingParams, index: int = 0) -> list[int]:
-    """The tokens that the oracle draws, without stop strings."""
+    """The tokens that the oracle samples, without stop strings."""
     stops = {*sampling.stop_token_ids} | (set() if sampling.ignore_eos else {FAKE_EOS})
     length = min(sampling.max_new_tokens or 128, 128 - len(prompt))
     return ORACLE.output(list(prompt.encode()), (sampling.seed or 0) + index, length, stops)

@@ -152,13 +152,13 @@ async def test_over_the_scheduler(replicas: int, stream: bool) -> None:
         assert output.prompt_logprobs is not None
         assert [one.logprob for one in output.prompt_logprobs] == [None, *oracle.prompt_logprobs(prompt)]
 
-    async def draw(prompt: list[int]) -> None:
+    async def sample(prompt: list[int]) -> None:
         sampling = SamplingParams(max_new_tokens=5, seed=1, ignore_eos=True)
         output = (await collect(client, GenerateInput(prompt=prompt, sampling=sampling, stream=stream)))[-1]
         assert output.output_ids == oracle.output(prompt, 1, 5, set())
 
     for _ in range(2):
-        await asyncio.gather(*map(score, prompts), *map(draw, prompts[:-1]))
+        await asyncio.gather(*map(score, prompts), *map(sample, prompts[:-1]))
     [cached] = await collect(client, GenerateInput(prompt=prompts[2], sampling=NONE))
     check_empty(cached, 37)
     assert await client.flush_cache()

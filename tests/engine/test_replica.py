@@ -134,6 +134,76 @@ async def test_given_up_after_too_many_failed_starts() -> None:
     assert states[-1] is STOPPED
 
 
+@pytest.mark.parametrize(
+    ("max_restarts", "lived", "fails", "engines"),
+    [
+        (0, 0.0, 0, 1),
+        (2, 0.0, 0, 3),  # each dies at once
+        (2, 0.0, 1, 2),  # a start that fails counts as well
+        (2, 100.0, 0, 6),  # each lasts: there is no end of it
+    ],
+)
+async def test_given_up_after_too_many_restarts(max_restarts: int, lived: float, fails: int, engines: int) -> None:
+    clock = [0.0]
+    starts = Starts()
+    backoff = Backoff(first=0.0, most=0.0, settled=60.0, give_up=None, max_restarts=max_restarts)
+    replica = Replica(0, starts, backoff=backoff, clock=lambda: clock[0])
+    await replica.start()
+    starts.errors = [EngineDeadError("no such device") for _ in range(fails)]
+    for number in range(5):
+        while len(starts.engines) <= number and replica.state is not STOPPED:
+            await asyncio.sleep(0)
+        if replica.state is STOPPED:
+            break
+        await replica.serving()
+        await asyncio.sleep(0)  # the keeper looks at its clock
+        clock[0] += lived
+        starts.engines[number].die(f"end {number}")
+    while len(starts.engines) < engines:
+        await asyncio.sleep(0)
+    assert (replica.state is STOPPED) == (lived == 0.0)
+    assert len(starts.engines) == engines
+    await replica.close()
+
+
+async def test_drains_are_no_failures() -> None:
+    starts = Starts()
+    replica, _ = watched(starts, Backoff(first=0.0, most=0.0, max_restarts=1))
+    await replica.start()
+    for _ in range(3):
+        await replica.drain()
+    starts.engines[-1].die("gone")
+    while replica.restarts < 4:
+        await asyncio.sleep(0)
+    assert await replica.serving() is starts.engines[4]
+    await replica.close()
+
+
+class StuckEngine(ScriptedEngine):
+    """Never finishes what it has."""
+
+    async def close(self, *, drain: bool = False) -> None:
+        if drain:
+            self.closed.append(True)
+            await asyncio.Event().wait()
+        await super().close()
+
+
+async def test_a_drain_has_an_end() -> None:
+    engines: list[ScriptedEngine] = []
+
+    async def start() -> ScriptedEngine:
+        engines.append(StuckEngine())
+        return engines[-1]
+
+    replica = Replica(0, start, backoff=AT_ONCE)
+    await replica.start()
+    await replica.drain(0.01)
+    assert engines[0].closed[:2] == [True, False]
+    assert replica.client is engines[1]
+    await replica.close()
+
+
 async def test_an_error_that_nobody_thought_of_ends_the_replica(caplog: pytest.LogCaptureFixture) -> None:
     starts = Starts()
     replica, _ = watched(starts)

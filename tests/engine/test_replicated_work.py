@@ -38,7 +38,7 @@ async def run_all(client: AsyncEngineClient, requests: list[GenerateInput], at_o
 
 
 @pytest.mark.parametrize(
-    "sampling", [GREEDY, SamplingParams(temperature=1.0, max_new_tokens=12)], ids=["greedy", "drawn"]
+    "sampling", [GREEDY, SamplingParams(temperature=1.0, max_new_tokens=12)], ids=["greedy", "sampled"]
 )
 async def test_outputs_are_those_of_one_replica(sampling: SamplingParams) -> None:
     prompts = shared_prefix_prompts(6, 8, 24, 8, FAKE_VOCAB_SIZE - 1)
@@ -53,7 +53,7 @@ async def test_outputs_are_those_of_one_replica(sampling: SamplingParams) -> Non
     assert all(answer == answers[0] for answer in answers)
 
 
-async def test_requests_without_a_seed_draw_what_one_engine_would() -> None:
+async def test_requests_without_a_seed_sample_what_one_engine_would() -> None:
     """Whichever replica they go to, and though all replicas have the same seed."""
     requests = [GenerateInput(prompt=[5, 6, 7], sampling=SamplingParams(max_new_tokens=12)) for _ in range(16)]
     client = await fake_replicas(2, LoadBalanceMethod.ROUND_ROBIN, fake_config())

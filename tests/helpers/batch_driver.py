@@ -11,11 +11,11 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang_jax.batch.answers import Answer
-from sglang_jax.batch.desk import Desk
 from sglang_jax.batch.driver import Driver
 from sglang_jax.batch.journal import Sink
 from sglang_jax.batch.lines import Line
 from sglang_jax.batch.source import JsonLines, Record
+from sglang_jax.batch.work_queue import WorkQueue
 from sglang_jax.engine.lookahead import Lookahead
 from sglang_jax.errors import EngineDeadError
 
@@ -98,7 +98,7 @@ def make_driver(
     return Driver(
         records,
         sink,
-        Desk(window, max_retries),
+        WorkQueue(window, max_retries),
         watcher or Watched(keep=False),
         defaults={},
         random_seed=0,

@@ -1,4 +1,4 @@
-"""Small prefix trees and KV caches with a ledger, for tests of the memory rooms."""
+"""Small prefix trees and KV caches with a ledger, for tests of `mem_cache`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_jax.mem_cache.page_pool import PagePool
 from sglang_jax.mem_cache.radix_tree import Namespace, Node, RadixTree
 from sglang_jax.runner.plan import PoolKind, PoolSpec
 
-GIVER = request_owner(0)
+PREVIOUS_OWNER = request_owner(0)
 
 
 def int32_bytes(tokens: Iterable[int]) -> bytes:
@@ -57,10 +57,10 @@ class SmallTree:
     def insert(self, tokens: Iterable[int], namespace: Namespace = None) -> Node:
         """Inserts whole pages of tokens from the root on; what was there already is freed again."""
         run = int32_bytes(tokens)
-        pages = self.pool.alloc(len(run) // 4 // self.page_size, GIVER)
+        pages = self.pool.alloc(len(run) // 4 // self.page_size, PREVIOUS_OWNER)
         assert pages is not None, "the test's pool is too small"
-        added = self.tree.insert(self.tree.root(namespace), run, (pages,), GIVER)
-        self.pool.free(pages[: added.already_there // self.page_size], GIVER)
+        added = self.tree.insert(self.tree.root(namespace), run, (pages,), PREVIOUS_OWNER)
+        self.pool.free(pages[: added.already_there // self.page_size], PREVIOUS_OWNER)
         return added.node
 
     def peek(self, tokens: Iterable[int], namespace: Namespace = None) -> int:

@@ -274,7 +274,7 @@ def load_echo(config: EngineConfig, channel: CoreChannel) -> EchoCore:
 FAKE_VOCAB_SIZE = 128
 FAKE_EOS = 0
 FAKE_INVALID = 127
-"""With `model_path` numerical, a row that draws after this token has logits that are not finite."""
+"""With `model_path` numerical, a row that samples after this token has logits that are not finite."""
 
 
 class FakeModelCore:
@@ -284,7 +284,7 @@ class FakeModelCore:
         pool = PoolSpec(PoolKind.FULL, (config.max_total_tokens or 1024) // config.page_size + 1, config.page_size)
         spec = RunnerSpec((pool,), config.max_running_requests or MAX_RUNNING, 64, 128, FAKE_VOCAB_SIZE)
         runner = FakeRunner(spec, invalid_token=FAKE_INVALID if config.model_path == "numerical" else None)
-        self._loop = SchedulerLoop(runner, (FAKE_EOS,), config, channel)
+        self._loop = SchedulerLoop(runner, (FAKE_EOS,), config, channel, channel.pulse)
         info = dataclasses.replace(
             MODEL_INFO,
             context_length=spec.max_context,

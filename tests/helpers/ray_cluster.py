@@ -20,7 +20,7 @@ from helpers.engine_fakes import load_echo, load_tokenizer
 from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
 
-from sglang_jax.batch.ray.answerer import Launch
+from sglang_jax.batch.ray.engine import Launch
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.launch import launch_core

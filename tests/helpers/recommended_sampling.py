@@ -1,4 +1,4 @@
-"""A checkpoint that recommends sampling values, on a backend that notes what its requests are drawn with."""
+"""A checkpoint that recommends sampling values, on a backend that notes what its requests are sampled with."""
 
 from __future__ import annotations
 

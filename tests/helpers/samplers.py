@@ -1,4 +1,4 @@
-"""The samplers of all backends behind one interface, and what each of them must draw."""
+"""The samplers of all backends behind one interface, and what each of them must sample."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from sglang_jax.jax_runner.sampler import sample as jax_sample
 from sglang_jax.runner.plan import INVALID_TOKEN, LAST_TOKEN, PageDeltas, SamplingUpdate, StepPlan
 from sglang_jax.runner.row_updates import count_history, pack_row_updates
 from sglang_jax.sampling.params import SamplingParams
-from sglang_jax.sampling.reference import ReferenceDraw, reference_sample
-from torch_backend.native_draw import NativeDraw
-from torch_backend.sampler import Draw
+from sglang_jax.sampling.reference import ReferenceSample, reference_sample
+from torch_backend.native_sampler import NativeSampler
+from torch_backend.sampler import TokenSampler
 from torch_backend.sampler import sample as torch_sample
 from torch_backend.sampling_state import RowNeeds, SamplingState
-from torch_backend.triton_draw import TritonDraw
+from torch_backend.triton_sampler import TritonSampler
 
 assert helpers.triton_interpreter
 
@@ -33,7 +33,7 @@ ROWS = 6
 
 @dataclass(frozen=True)
 class Case:
-    """A request about to draw its next token."""
+    """A request about to sample its next token."""
 
     logits: np.ndarray
     sampling: SamplingParams
@@ -51,8 +51,8 @@ class Case:
         stop_ids = np.array(self.stop_ids, np.int32)
         return SamplingUpdate(row, self.sampling, self.seed, len(self.prompt), stop_ids, history)
 
-    def reference(self) -> ReferenceDraw:
-        """What it must draw."""
+    def reference(self) -> ReferenceSample:
+        """What it must sample."""
         return reference_sample(
             self.logits,
             self.sampling,
@@ -71,7 +71,7 @@ def reference_noise(seed: int, position: int, vocab: int) -> np.ndarray:
     return -np.log(-np.log(((bits >> 9) + 0.5) * 2.0**-23)).astype(np.float32)
 
 
-def token_of(reference: ReferenceDraw) -> int:
+def token_of(reference: ReferenceSample) -> int:
     return INVALID_TOKEN if reference.token is None else reference.token
 
 
@@ -83,11 +83,11 @@ class Sampler(Protocol):
         ...
 
     def sample(self, logits: np.ndarray, rows: Sequence[int], kv_lens: Sequence[int]) -> list[int]:
-        """Draws a token for each line of `logits`, float32 `[n, vocab]`."""
+        """Samples a token for each line of `logits`, float32 `[n, vocab]`."""
         ...
 
     def count(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """Counts a drawn token in each row; none where it is negative."""
+        """Counts a sampled token in each row; none where it is negative."""
         ...
 
     def parameter(self, name: str) -> np.ndarray:
@@ -97,7 +97,7 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True)
 class Kind:
-    """A sampler to be made for a vocabulary, and whether it takes 0.1 s for a draw."""
+    """A sampler to be made for a vocabulary, and whether it takes 0.1 s for a token."""
 
     make: Callable[[int], Sampler]
     slow: bool = False
@@ -106,15 +106,15 @@ class Kind:
         """So many, or few where the sampler is slow."""
         return max(1, count // 25) if self.slow else count
 
-    def draw(self, cases: Sequence[Case], rows: Sequence[int] | None = None) -> list[int]:
-        """Draws for all cases in one batch; `rows` are their rows."""
+    def sample(self, cases: Sequence[Case], rows: Sequence[int] | None = None) -> list[int]:
+        """Samples for all cases in one batch; `rows` are their rows."""
         rows = range(len(cases)) if rows is None else rows
         sampler = self.make(len(cases[0].logits))
         sampler.update([case.update(row) for case, row in zip(cases, rows, strict=True)])
         return sampler.sample(np.array([case.logits for case in cases]), rows, [case.kv_len for case in cases])
 
-    def draws_of(self, logits: np.ndarray, sampling: SamplingParams, count: int) -> list[int]:
-        """Tokens drawn by one request at `count` positions."""
+    def samples_of(self, logits: np.ndarray, sampling: SamplingParams, count: int) -> list[int]:
+        """Tokens sampled by one request at `count` positions."""
         sampler = self.make(len(logits))
         sampler.update([SamplingUpdate(0, sampling, 2**40 + 17, 1, np.zeros(0, np.int32), None)])
         most = 500
@@ -155,8 +155,8 @@ class JaxSampler:
         return np.asarray(tokens)[:count].tolist()
 
     def count(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        drawn = np.array(tokens, np.int32)
-        self._state = self._state.count(np.array(rows, np.int32), drawn, drawn >= 0)
+        sampled = np.array(tokens, np.int32)
+        self._state = self._state.count(np.array(rows, np.int32), sampled, sampled >= 0)
 
     def parameter(self, name: str) -> np.ndarray:
         return np.asarray(self._state.__dict__[name])
@@ -165,8 +165,8 @@ class JaxSampler:
 class TorchSampler:
     """The Torch backend's, which looks up on the host what the rows of a batch ask for."""
 
-    def __init__(self, draw: Draw, vocab: int) -> None:
-        self._draw = draw
+    def __init__(self, sampler: TokenSampler, vocab: int) -> None:
+        self._sampler = sampler
         self._vocab = vocab
         self._state = SamplingState.empty(ROWS + 1, vocab, torch.device("cpu"))
         self._needs = RowNeeds(ROWS + 1)
@@ -186,7 +186,7 @@ class TorchSampler:
             torch.from_numpy(row_ids).long(),
             torch.from_numpy(lengths),
             self._needs.of_step(decode_plan(row_ids, lengths)),
-            self._draw,
+            self._sampler,
         )
         assert tokens.dtype == torch.int32
         return tokens.tolist()
@@ -200,7 +200,7 @@ class TorchSampler:
 
 
 def decode_plan(rows: np.ndarray, kv_lens: np.ndarray) -> StepPlan:
-    """A step in which each of `rows` draws its next token."""
+    """A step in which each of `rows` samples its next token."""
     nothing = np.zeros(0, np.int32)
     return StepPlan(
         step=0,
@@ -216,6 +216,6 @@ def decode_plan(rows: np.ndarray, kv_lens: np.ndarray) -> StepPlan:
 
 SAMPLERS = {
     "jax": Kind(JaxSampler),
-    "torch": Kind(functools.partial(TorchSampler, NativeDraw())),
-    "torch triton": Kind(functools.partial(TorchSampler, TritonDraw()), slow=True),
+    "torch": Kind(functools.partial(TorchSampler, NativeSampler())),
+    "torch triton": Kind(functools.partial(TorchSampler, TritonSampler()), slow=True),
 }

@@ -72,7 +72,7 @@ class RecordingChannel:
 
 
 class Subject(Protocol):
-    """A runner in the place of `FakeRunner`, and what it must draw."""
+    """A runner in the place of `FakeRunner`, and what it must sample."""
 
     def runner(self, spec: RunnerSpec) -> Runner: ...
 
@@ -112,7 +112,7 @@ class Bench:
             PoolSpec(PoolKind.WINDOW if window else PoolKind.FULL, pages + 1, self.page_size, window)
             for window, pages in groups
         )
-        spec = RunnerSpec(pools, self.rows, self.budget, self.context, VOCAB, self.max_samples)
+        spec = RunnerSpec(pools, self.rows, self.budget, self.context, VOCAB, max_samples=self.max_samples)
         if self.subject is None:
             self.runner = FakeRunner(spec, lazy=self.lazy, invalid_token=self.invalid_token)
         else:

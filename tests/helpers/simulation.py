@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import ClassVar
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import pytest
 from helpers.scheduling import VOCAB, Bench
@@ -40,12 +42,32 @@ FAMILIES = tuple(tuple(1 + (7 * k + position * position) % (VOCAB - 2) for posit
 GROUPS = ((0,), (0,), (0, 0), (0, 5), (0, 17), (5,), (17,), (5, 0), (3, 20), (0, 1, 9))
 """Windows of the groups of layers, in tokens, 0 where they see all: smaller and larger than a page."""
 
+Strategy = st.SearchStrategy[Any]
+
+SIZES: dict[str, Strategy] = {
+    "page_size": st.sampled_from([1, 4, 16]),
+    "pages": st.integers(2, 24),
+    "rows": st.integers(1, 6),
+    "chunk": st.sampled_from([1, 3, 8, 64]),
+    "lazy": st.booleans(),
+    "context": st.sampled_from([24, 60]),
+    "policy": st.sampled_from(SchedulePolicy),
+    "eviction": st.sampled_from(EvictionPolicy),
+    "reuse": st.booleans() | st.just(True),
+    "conservativeness": st.sampled_from([0.01, 0.1, 1.0, 2.0]),
+    "aged_turn": st.sampled_from([2, 3, 8]),
+    "backfill": st.sampled_from([(0, 256), (2, 256), (32, 5), (32, 256)]),
+    "drafts": st.sampled_from([0, 0, 1, 4]),
+    "groups": st.sampled_from(GROUPS),
+    "siblings": st.integers(2, 24),
+}
+"""What a schedule draws before it begins: arguments of `Simulation.start`."""
+
 
 class Simulation(RuleBasedStateMachine):
     """Rules are what clients and shortages may do; time passes only in `step`."""
 
     subject: ClassVar[StandInSubject | None] = None
-    groups: ClassVar[tuple[tuple[int, ...], ...]] = GROUPS
     met: ClassVar[Counter[str]] = Counter()
 
     def __init__(self) -> None:
@@ -55,23 +77,6 @@ class Simulation(RuleBasedStateMachine):
         self.doubtful: set[int] = set()
         self.checked_step = -1
 
-    @initialize(
-        page_size=st.sampled_from([1, 4, 16]),
-        pages=st.integers(2, 24),
-        rows=st.integers(1, 6),
-        chunk=st.sampled_from([1, 3, 8, 64]),
-        lazy=st.booleans(),
-        context=st.sampled_from([24, 60]),
-        policy=st.sampled_from(SchedulePolicy),
-        eviction=st.sampled_from(EvictionPolicy),
-        reuse=st.booleans() | st.just(True),
-        conservativeness=st.sampled_from([0.01, 0.1, 1.0, 2.0]),
-        aged_turn=st.sampled_from([2, 3, 8]),
-        backfill=st.sampled_from([(0, 256), (2, 256), (32, 5), (32, 256)]),
-        drafts=st.sampled_from([0, 0, 1, 4]),
-        choice=st.integers(0, len(GROUPS) - 1),
-        siblings=st.integers(2, 24),
-    )
     def start(
         self,
         page_size: int,
@@ -87,10 +92,9 @@ class Simulation(RuleBasedStateMachine):
         aged_turn: int,
         backfill: tuple[int, int],
         drafts: int,
-        choice: int,
+        groups: tuple[int, ...],
         siblings: int,
     ) -> None:
-        groups = self.groups[choice % len(self.groups)]
         options = {
             "schedule_policy": policy,
             "radix_eviction_policy": eviction,
@@ -250,7 +254,7 @@ class Simulation(RuleBasedStateMachine):
     @rule(family=st.sampled_from(FAMILIES), length=st.integers(2, 40), short=st.integers(1, 24), whole=st.booleans())
     def spoil_what_is_computed_again(self, family: tuple[int, ...], length: int, short: int, whole: bool) -> None:
         """A prompt is proven, its head (or all of it) loses its windows, and a spoilt step computes them again for
-        somebody who goes before it draws. A draw at the prompt's end proves nothing of the head, where one more
+        somebody who goes before it samples. A sample at the prompt's end proves nothing of the head, where one more
         starts."""
         scheduler = self.bench.scheduler
         prompt = [*family[:length]][: self.bench.context - 3]
@@ -417,16 +421,17 @@ def simulate(
     steps: int = 25,
     known_fault: bool = False,
     subject: StandInSubject | None = None,
-    groups: tuple[tuple[int, ...], ...] = GROUPS,
+    sizes: Mapping[str, Strategy] = MappingProxyType({}),
 ) -> Counter[str]:
     """Runs the machine on this many generated schedules, over `FakeRunner` or the runners of `subject`; tells how often
     it met what it is about.
 
-    `groups`: of layers, of which a schedule has one choice (see `GROUPS`). With `known_fault` the schedules are always
-    the same and a failure is not shrunk: its cause is known.
+    `sizes`: where to draw some sizes from, in the place of `SIZES`. With `known_fault` the schedules are always the
+    same and a failure is not shrunk: its cause is known.
     """
     options = {"derandomize": True, "database": None, "phases": (Phase.generate,)} if known_fault else {}
-    machine = type("Simulation", (Simulation,), {"subject": subject, "groups": groups, "met": Counter()})
+    start = initialize(**SIZES | dict(sizes))(Simulation.start)
+    machine = type("Simulation", (Simulation,), {"subject": subject, "start": start, "met": Counter()})
     run_state_machine_as_test(
         machine,
         settings=settings(

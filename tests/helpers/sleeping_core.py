@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import time
 from collections.abc import Callable
 
@@ -14,10 +15,12 @@ from sglang_jax.engine.channel import CoreChannel, Ready
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.core_link import CoreLink
 from sglang_jax.engine.launch import launch_core, launch_link
+from sglang_jax.engine.launch_replicated import launch_engines
 from sglang_jax.engine.placement import Placement
 from sglang_jax.runner.fake import FakeRunner
 from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec, StepPlan, StepResult
 from sglang_jax.runner.protocol import Runner, RunnerReport, StepHandle
+from sglang_jax.runner.pulse import Building
 from sglang_jax.scheduler.loop import SchedulerLoop
 
 CONTEXT = 256
@@ -36,11 +39,12 @@ class SleepingHandle:
 
 
 class SleepingRunner:
-    """Runs steps one after the other, each for the same time."""
+    """Runs steps one after the other, each for the same time. A step that has `trap` among its tokens never ends."""
 
-    def __init__(self, inner: Runner, seconds: float) -> None:
+    def __init__(self, inner: Runner, seconds: float, trap: Callable[[], None] | None = None) -> None:
         self._inner = inner
         self._seconds = seconds
+        self._trap = trap
         self._end = 0.0
 
     @property
@@ -51,8 +55,13 @@ class SleepingRunner:
         self._inner.warm_up(progress)
 
     def launch(self, plan: StepPlan) -> StepHandle:
+        if self._trap is not None and TRAP in plan.tokens:
+            self._trap()
         self._end = max(self._end, time.monotonic()) + self._seconds
         return SleepingHandle(self._inner.launch(plan), self._end)
+
+    def announce_builds(self, building: Building) -> None:
+        self._inner.announce_builds(building)
 
     def report(self) -> RunnerReport:
         return self._inner.report()
@@ -61,15 +70,33 @@ class SleepingRunner:
         self._inner.close()
 
 
+def hang_in_python() -> None:
+    """Lets other threads run."""
+    while True:
+        time.sleep(60)
+
+
+def hang_in_native_code() -> None:
+    """Lets no other thread of the interpreter run: the regular expression takes 2^60 steps."""
+    re.match("(a+)+$", "a" * 60 + "b")
+
+
+TRAP = 126
+"""A prompt with this token makes a core hang that has a trap."""
+
+TRAPS = {"sleep": None, "hang": hang_in_python, "native": hang_in_native_code}
+
+
 class SleepingCore:
-    """`model_path` is `sleep:SECONDS` of a step; pool and rows as in the options. The model's architecture is the id of
-    the core's process."""
+    """`model_path` is `sleep:SECONDS` of a step, or `hang:SECONDS` and `native:SECONDS` for one with a trap; pool and
+    rows as in the options. The model's architecture is the id of the core's process."""
 
     def __init__(self, config: EngineConfig, channel: CoreChannel) -> None:
         pool = PoolSpec(PoolKind.FULL, (config.max_total_tokens or 4096) // config.page_size + 1, config.page_size)
         spec = RunnerSpec((pool,), config.max_running_requests or 8, 256, CONTEXT, FAKE_VOCAB_SIZE)
-        runner = SleepingRunner(FakeRunner(spec), float(config.model_path.partition(":")[2]))
-        self._loop = SchedulerLoop(runner, (FAKE_EOS,), config, channel)
+        kind, _, seconds = config.model_path.partition(":")
+        runner = SleepingRunner(FakeRunner(spec), float(seconds), TRAPS[kind])
+        self._loop = SchedulerLoop(runner, (FAKE_EOS,), config, channel, channel.pulse)
         info = dataclasses.replace(
             MODEL_INFO,
             architecture=str(os.getpid()),
@@ -100,6 +127,15 @@ async def launch_sleeping(config: EngineConfig, placement: Placement) -> AsyncEn
         load_tokenizer=load_tokenizer,
         placement=dataclasses.replace(placement, cores=()),
     )
+
+
+async def launch_sleeping_engines(config: EngineConfig) -> AsyncEngineClient:
+    """As a server launches its engines."""
+
+    async def launch(options: EngineConfig, placement: Placement | None) -> CoreLink:
+        return await launch_link(options, in_process=False, load=load_sleeping)
+
+    return await launch_engines(config, launch=launch, load_tokenizer=load_tokenizer)
 
 
 async def launch_sleeping_link(config: EngineConfig, placement: Placement) -> CoreLink:

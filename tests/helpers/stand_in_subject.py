@@ -1,4 +1,4 @@
-"""The stand-in model on a real runner, for a scheduler's bench: narrowed to its sizes, with what it must draw."""
+"""The stand-in model on a real runner, for a scheduler's bench: narrowed to its sizes, with what it must sample."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ STYLES: tuple[dict[str, object], ...] = (
     {"min_p": 0.02, "logit_bias": {7: 2.0, 39: -3.0}},
     {"temperature": 1.2, "frequency_penalty": 0.7, "presence_penalty": 0.5, "repetition_penalty": 1.3},
 )
-"""Ways to draw; a request's seed chooses."""
+"""Ways to sample; a request's seed chooses."""
 
 _ROUNDING = 1e-4
 
 
 class Undecided(Exception):
-    """A draw is within rounding of ending otherwise, so that nobody can say what comes after it."""
+    """A sample is within rounding of ending otherwise, so that nobody can say what comes after it."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class StandInSubject:
             runner.close()
 
     def style(self, sampling: SamplingParams) -> SamplingParams:
-        """The request, drawn in the way that its seed chooses."""
+        """The request, sampled in the way that its seed chooses."""
         return replace(sampling, **STYLES[(sampling.seed or 0) % len(STYLES)])
 
     def output(
@@ -97,16 +97,16 @@ class StandInSubject:
             logits = dense_logits(self._weights, [*prompt, *tokens])[-1]
             noise = self._noise(sampling.seed or 0, len(prompt) + len(tokens))
             sequences = {"prompt": prompt, "output": tokens, "stop_ids": sorted(stop_ids)}
-            drawn = reference_sample(logits, sampling, noise=noise, **sequences)
-            if drawn.token is None:
+            sampled = reference_sample(logits, sampling, noise=noise, **sequences)
+            if sampled.token is None:
                 break
-            margin = drawn.margin
+            margin = sampled.margin
             if sampling.temperature == 0.0:
                 second, first = np.sort(adjusted_logits(logits, sampling, **sequences))[-2:]
                 margin = float(first - second)
             if margin < _ROUNDING:
                 raise Undecided
-            tokens.append(drawn.token)
+            tokens.append(sampled.token)
         return tokens
 
     def logprobs(self, tokens: Sequence[int]) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Small checkpoints with random weights, written by transformers' own classes.
 
-Every parameter is drawn anew (norms and biases too, which transformers starts at 1 and 0), so that a forgotten
+Every parameter is sampled anew (norms and biases too, which transformers starts at 1 and 0), so that a forgotten
 bias, a swapped norm or a transposed matrix changes the logits.
 """
 
@@ -92,7 +92,7 @@ def make_tiny_tokenizer(folder: Path, vocab_size: int = TINY_VOCAB_SIZE) -> PreT
 
 
 def make_tiny_model(architecture: str, *, seed: int = 0, **config_overrides: Any) -> PreTrainedModel:
-    """A `...ForCausalLM` of transformers on the CPU, in float32, with all parameters drawn from `seed`.
+    """A `...ForCausalLM` of transformers on the CPU, in float32, with all parameters sampled from `seed`.
 
     `config_overrides` are fields of the architecture's config: `rope_parameters`, `tie_word_embeddings`, `head_dim`...
     """

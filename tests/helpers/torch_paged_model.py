@@ -93,9 +93,9 @@ class TorchPagedModel:
             batch = self.batch([tokens], [done], {0: len(tokens) - done})
             with torch.inference_mode():
                 hidden = self.model(batch, self.kv)[len(tokens) - done - 1, None]
-                drawn = self.model.logits(hidden).argmax(-1)
+                sampled = self.model.logits(hidden).argmax(-1)
             done = len(tokens)
-            tokens = np.append(tokens, drawn.numpy().astype(np.int32))
+            tokens = np.append(tokens, sampled.numpy().astype(np.int32))
         return tokens
 
     def batch(

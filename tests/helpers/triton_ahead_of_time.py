@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-TABLE = ROOT / "torch_backend" / "kernels" / "aot_table.json"
+TABLE = ROOT / "tests" / "helpers" / "triton_table.json"
 
 # Compute capabilities, and the shared memory of one program there in bytes.
 SHARED_MEMORY = {80: 166_912, 90: 232_448, 100: 232_448}
@@ -186,9 +186,9 @@ def run_compiling(command: Sequence[str]) -> str:
 
 def _compile_all(capabilities: Sequence[int], only: Sequence[str], seconds: float) -> Table:
     import triton
+    from helpers.triton_inventory import shipped_kernels
 
     from torch_backend.kernels.chip import Chip
-    from torch_backend.kernels.shipped import shipped_kernels
 
     kernels: dict[str, Figures] = {}
     for capability in capabilities:

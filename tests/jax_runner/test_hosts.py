@@ -33,7 +33,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+    cache = tmp_path_factory.mktemp("cache")
+    (cache / "secret").write_text("what these hosts know each other by\n")
+    return cache
 
 
 def options(folder: Path, cache: Path) -> dict[str, object]:
@@ -47,6 +49,7 @@ def options(folder: Path, cache: Path) -> dict[str, object]:
         "chunked_prefill_size": 8,
         "skip_warmup": True,
         "compilation_cache_dir": str(cache),
+        "group_secret_file": str(cache / "secret"),
     }
 
 

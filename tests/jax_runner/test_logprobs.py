@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from sglang_jax.jax_runner.logprobs import prompt_logprobs, token_logprobs
+from sglang_jax.jax_runner.logprobs import Logprobs, prompt_logprobs, token_logprobs
 from sglang_jax.runner.plan import INVALID_TOKEN
 
 RNG = np.random.default_rng(8)
 VOCAB = 30
 
 
-def test_drawn_tokens_and_alternatives() -> None:
+def test_sampled_tokens_and_alternatives() -> None:
     logits = RNG.normal(0, 4, (3, VOCAB)).astype(np.float32)
     found = jax.jit(token_logprobs)(logits, np.array([4, 0, INVALID_TOKEN]), np.int32(1))
     expected = log_softmax(logits, axis=-1)
@@ -39,12 +39,12 @@ def test_prompt_positions_in_several_blocks(positions: list[int]) -> None:
     targets[positions] = RNG.integers(0, VOCAB, len(positions))
     blocks = []
 
-    def to_logits(block: jax.Array) -> jax.Array:
+    def to_logprobs(block: jax.Array, tokens: jax.Array, alternatives: jax.Array) -> Logprobs:
         jax.debug.callback(lambda size: blocks.append(int(size)), block.shape[0])
-        return block @ head
+        return token_logprobs(block @ head, tokens, alternatives)
 
     run = jax.jit(prompt_logprobs, static_argnums=(4, 5))
-    found = jax.block_until_ready(run(hidden, targets, np.int32(5), np.int32(150), to_logits, VOCAB))
+    found = jax.block_until_ready(run(hidden, targets, np.int32(5), np.int32(150), to_logprobs, VOCAB))
     jax.effects_barrier()
     expected = log_softmax(hidden @ head, axis=-1)
     assert np.asarray(found.logprobs)[positions] == pytest.approx(expected[positions, targets[positions]], abs=1e-5)

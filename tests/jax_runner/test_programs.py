@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from helpers.plan_driver import DECODE, PlanDriver
 from helpers.stand_in_jax import STAND_IN, stand_in_runner
 from helpers.stand_in_model import HIDDEN, LAYERS, VOCAB, random_weights
@@ -70,6 +73,29 @@ def test_warm_up_reports_each_program_and_builds_none_twice() -> None:
     runner.close()
 
 
+def test_builds_are_announced_and_nothing_else() -> None:
+    """Whoever waits for a step is patient meanwhile."""
+    runner = stand_in_runner(random_weights(), max_rows=2, token_budget=16)
+    during: list[int] = []
+
+    @contextmanager
+    def building() -> Iterator[None]:
+        during.append(runner.report().compiled_programs)
+        yield
+        assert runner.report().compiled_programs == during[-1] + 1
+
+    runner.announce_builds(building)
+    driver = PlanDriver(runner)
+    request = driver.admit([1, 2, 3])
+    driver.generate(request, 2)
+    built = len(during)
+    assert built == runner.report().compiled_programs
+    driver.generate(request, 2)
+    assert len(during) == built
+    runner.close()
+
+
+@pytest.mark.alone
 def test_launching_does_not_wait_for_the_device() -> None:
     def slow_logits(weights: Weights, hidden: jax.Array) -> jax.Array:
         work = jax.lax.fori_loop(0, 60, lambda _, x: jnp.tanh(x @ x), jnp.full((512, 512), hidden[0, 0]))

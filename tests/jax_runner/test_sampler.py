@@ -38,7 +38,7 @@ def test_noise_is_gumbel_and_differs_by_seed_word_and_position() -> None:
 def test_a_logit_of_minus_infinity_spoils_its_row() -> None:
     logits = np.zeros(37, np.float32)
     logits[3] = -np.inf
-    assert SAMPLERS["jax"].draw([Case(logits, SamplingParams())]) == [INVALID_TOKEN]
+    assert SAMPLERS["jax"].sample([Case(logits, SamplingParams())]) == [INVALID_TOKEN]
 
 
 @pytest.mark.parametrize("vocab_size", [37, 80, 7 * 256, 49_152])  # without blocks, and with blocks of 16 and 256

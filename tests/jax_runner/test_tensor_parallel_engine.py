@@ -18,10 +18,12 @@ ROOT = Path(__file__).parents[2]
 
 _PROGRAM = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 from helpers.tiny_models import make_tiny_checkpoint
 from sglang_jax import Engine, SamplingParams
 from sglang_jax.config import EngineConfig
+from sglang_jax.layers.platform import PlatformForm
 
 # A vocabulary that no number of devices divides: each pads it.
 folder = make_tiny_checkpoint(
@@ -43,6 +45,9 @@ def run(tp_size):
         return [[out.output_ids for out in engine.generate(prompts, params)] for params in (greedy, random, uniform)]
 
 alone = run(1)
+# As a TPU has its weights.
+in_matrices = replace(PlatformForm.of("cpu"), matrices=True)
+PlatformForm.of = lambda platform: in_matrices
 for tp_size in map(int, sys.argv[3:]):
     assert run(tp_size) == alone, tp_size
 """

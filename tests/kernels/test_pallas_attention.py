@@ -142,7 +142,7 @@ def test_pages_outside_the_window_are_not_read() -> None:
     np.testing.assert_allclose(output[:31], step.expected[:31], atol=EXACT, rtol=0)
 
 
-def test_a_row_does_not_depend_on_its_company() -> None:
+def test_a_row_is_batch_invariant() -> None:
     """The same bits beside other rows, of which one holds NaN."""
     step = make_step(decode(40, 200, 7, 100))
     alone, _ = attend(step, CopyMode.ON_WAIT)

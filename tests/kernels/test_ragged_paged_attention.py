@@ -144,7 +144,7 @@ def test_empty_sequences_between_others(implementation: AttentionImplementation)
     np.testing.assert_allclose(output, step.expected, atol=2e-5)
 
 
-def test_a_row_does_not_depend_on_its_company() -> None:
+def test_a_row_is_batch_invariant() -> None:
     """The same bits, whatever other rows are in the batch and however long they are."""
     together = make_step(replace(DECODE, kv_lens=(9, 77, 30, 400), columns=100))
     outputs = attend(AttentionImplementation.XLA, together)
@@ -183,6 +183,7 @@ def test_memory_follows_blocks_and_not_the_table() -> None:
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 8 * block_of_keys
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("tokens", [1, 8], ids=["decode", "mixed"])
 def test_time_follows_lengths_and_not_the_table(tokens: int) -> None:
     """Some hundred blocks take longer than one; the margin is wide, for a busy machine."""

@@ -148,7 +148,7 @@ def test_a_lock_given_back_is_no_use() -> None:
 
 
 def test_the_heap_stays_as_small_as_what_it_orders() -> None:
-    """Each use pushes an entry; without sweeping, a busy prefix would fill the memory."""
+    """Who is taken out and added again leaves an entry; without sweeping, a busy prefix would fill the memory."""
     small = SmallTree()
     small.insert(A)
     small.insert(B)

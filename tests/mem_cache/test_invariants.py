@@ -140,7 +140,7 @@ def test_a_wrong_book_is_noticed(plant: Callable[[KVCache], None], message: str)
 
 
 def test_a_lost_page_is_noticed_by_the_cheap_check_too() -> None:
-    """One page is enough: a tolerance hides leaks (note 12)."""
+    """One page is enough: a tolerance hides leaks."""
     cache = balanced_cache()
     check_conservation(cache)
     cache.groups[0].pool.num_free -= 1

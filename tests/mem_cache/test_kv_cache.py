@@ -52,7 +52,7 @@ class TestLifeCycle:
         check_everything(cache)
 
     def test_the_unaligned_tail_belongs_to_the_request(self) -> None:
-        """Taking the length of what the row holds for what the tree owns leaked the tail's page (notes 2, 5)."""
+        """Taking the length of what the row holds for what the tree owns leaked the tail's page."""
         cache = small_cache()
         record = open_row(cache, PROMPT[:10])
         compute(cache, record, PROMPT[:6])
@@ -67,7 +67,7 @@ class TestLifeCycle:
         assert page_balance(cache, cache.groups[0]).evictable == 1
 
     def test_at_finish_the_last_tokens_kv_is_not_committed(self) -> None:
-        """The last drawn token was never run: a page that counts it is cached with a hole (note 3)."""
+        """The last sampled token was never run: a page that counts it is cached with a hole."""
         cache = small_cache()
         record = open_row(cache, PROMPT[:4])
         compute(cache, record, PROMPT[:4])
@@ -80,7 +80,7 @@ class TestLifeCycle:
         check_everything(cache)
 
     def test_over_allocation_of_the_step_in_flight_is_freed_once(self) -> None:
-        """A request that ends has one step too many in flight, maybe with a page of its own (note 8)."""
+        """A request that ends has one step too many in flight, maybe with a page of its own."""
         cache = small_cache(pages=3)
         record = open_row(cache, PROMPT[:8])
         compute(cache, record, PROMPT[:8])
@@ -91,7 +91,7 @@ class TestLifeCycle:
         check_everything(cache)
 
     def test_release_without_insert_keeps_what_the_tree_owns_and_no_more(self) -> None:
-        """Retract and abort touch nothing of `[0, protected)` (note 7)."""
+        """Retract and abort touch nothing of `[0, protected)`."""
         cache = small_cache()
         record = open_row(cache, PROMPT)
         compute(cache, record, PROMPT[:9])
@@ -105,7 +105,7 @@ class TestLifeCycle:
 
     def test_release_goes_in_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Insert, free what is the request's own, unlock, free the row; the lock goes on to the new node and the old
-        one is never without it, so that at no time an eviction could take what the request depends on (note 4)."""
+        one is never without it, so that at no time an eviction could take what the request depends on."""
         cache = small_cache()
         record = open_row(cache, PROMPT[:10])
         compute(cache, record, PROMPT[:10])
@@ -137,7 +137,7 @@ class TestLifeCycle:
         assert not cache.groups[0].table.pages.any()
 
     def test_nothing_is_left_at_idle_to_the_page(self) -> None:
-        """ "A few tokens within tolerance" is a leak (note 12)."""
+        """ "A few tokens within tolerance" is a leak."""
         cache = small_cache()
         for first in range(5):
             record = open_row(cache, PROMPT[first:])
@@ -154,7 +154,7 @@ class TestMatch:
         [(13, 12), (12, 8), (9, 8), (8, 4), (5, 4), (4, 0), (1, 0)],
     )
     def test_one_token_is_left_to_run_and_pages_are_whole(self, prompt_len: int, matched: int) -> None:
-        """A prompt that is wholly cached has no logits, and a query of length zero hangs a kernel (notes 1, 11)."""
+        """A prompt that is wholly cached has no logits, and a query of length zero hangs a kernel."""
         cache = small_cache()
         seed_tree(cache, PROMPT[:16])
         record = open_row(cache, PROMPT[:prompt_len])
@@ -192,7 +192,7 @@ class TestMatch:
         assert cache.available_pages == 4
 
     def test_a_refused_admission_gives_everything_back(self) -> None:
-        """A lock of a request that was matched and then not admitted held its prefix for ever (note 10)."""
+        """A lock of a request that was matched and then not admitted held its prefix for ever."""
         cache = small_cache()
         seed_tree(cache, PROMPT[:12])
         cache.take_deltas()
@@ -217,7 +217,7 @@ class TestGrowth:
         assert taken == [1, 1, 2, 2, 5]
 
     def test_a_row_that_cannot_grow_takes_nothing(self) -> None:
-        """All or nothing, and nothing evicted for it either (note 14)."""
+        """All or nothing, and nothing evicted for it either."""
         cache = small_cache(pages=4)
         seed_tree(cache, PROMPT[:4])
         record = open_row(cache, PROMPT, namespace="other")
@@ -261,7 +261,7 @@ class TestDuplicates:
         return first, second
 
     def test_a_row_is_re_pointed_at_the_trees_copy_and_its_own_is_freed_once(self) -> None:
-        """Both the request and the tree freed the duplicate, or neither did (note 4)."""
+        """Both the request and the tree freed the duplicate, or neither did."""
         cache = small_cache()
         first, second = self.two_rows_with_the_same_prompt(cache)
         assert cache.extend_row(second, 10)
@@ -283,7 +283,7 @@ class TestDuplicates:
         assert page_balance(cache, cache.groups[0]).free == 30
 
     def test_duplicates_wait_for_the_step_in_flight(self) -> None:
-        """A page freed while a launched step still writes it belongs to two requests (note 20)."""
+        """A page freed while a launched step still writes it belongs to two requests."""
         cache = small_cache()
         _, second = self.two_rows_with_the_same_prompt(cache)
         assert cache.extend_row(second, 10)
@@ -314,15 +314,15 @@ class TestDuplicates:
         check_everything(cache)
 
     def test_caching_the_same_length_twice_does_nothing(self) -> None:
-        """A parked chunk that was cached twice freed its pages twice (note 9)."""
+        """A parked chunk that was cached twice freed its pages twice."""
         cache = small_cache()
         record = open_row(cache, PROMPT)
         compute(cache, record, PROMPT[:10])
-        before, receipt = page_balance(cache, cache.groups[0]), record.receipt
+        before, locked_node = page_balance(cache, cache.groups[0]), record.locked_node
         cache.cache_prefix(record, int32_bytes(PROMPT), 10, None)
         cache.cache_prefix(record, int32_bytes(PROMPT), 5, None)
         assert page_balance(cache, cache.groups[0]) == before
-        assert record.receipt is receipt
+        assert record.locked_node is locked_node
         check_everything(cache)
 
 

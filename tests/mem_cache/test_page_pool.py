@@ -42,7 +42,7 @@ def test_a_pool_without_a_page_to_give_is_refused() -> None:
 
 @with_and_without_ledger
 def test_alloc_gives_all_or_nothing(ledger: bool) -> None:
-    """A half-filled allocation has to be rolled back by somebody, and was not (note 14)."""
+    """A half-filled allocation has to be rolled back by somebody, and was not."""
     pool = make_pool(6, ledger)
     assert pool.alloc(6, OWNER) is None
     assert pool.num_free == pool.total == 5
@@ -68,8 +68,7 @@ def test_the_pad_page_is_never_handed_out_and_never_taken_back(ledger: bool) -> 
 
 @with_and_without_ledger
 def test_double_free_across_calls_is_noticed(ledger: bool) -> None:
-    """A second release path freed what the first had freed; nothing was said until two requests shared a page
-    (note 6)."""
+    """A second release path freed what the first had freed; nothing was said until two requests shared a page."""
     pool = make_pool(9, ledger)
     pages = pool.alloc(3, OWNER)
     assert pages is not None
@@ -81,7 +80,7 @@ def test_double_free_across_calls_is_noticed(ledger: bool) -> None:
 
 @with_and_without_ledger
 def test_double_free_within_one_call_is_noticed(ledger: bool) -> None:
-    """Freeing by token index hid this behind a `unique` (note 13)."""
+    """Freeing by token index hid this behind a `unique`."""
     pool = make_pool(9, ledger)
     pages = pool.alloc(3, OWNER)
     assert pages is not None

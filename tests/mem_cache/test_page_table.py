@@ -27,7 +27,7 @@ def test_nothing_written_is_nothing_to_tell() -> None:
 
 
 def test_deltas_are_taken_once() -> None:
-    """Whole tables sent each step cost more than the step (note 30)."""
+    """Whole tables sent each step cost more than the step."""
     table = PageTable(4, 8)
     table.write_run(2, 3, ids(7, 8, 9))
     assert take(table) == {(2, 3): 7, (2, 4): 8, (2, 5): 9}
@@ -72,7 +72,7 @@ def test_a_run_is_a_copy() -> None:
 
 
 def test_deltas_stay_as_they_were_taken() -> None:
-    """A table changed while a step in flight reads it is a race that took two years to find (note 33)."""
+    """A table changed while a step in flight reads it is a race that took two years to find."""
     table = PageTable(2, 4)
     table.write_run(0, 0, ids(1, 2))
     deltas = table.take_deltas()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers.caches import GIVER, SmallTree, int32_bytes
+from helpers.caches import PREVIOUS_OWNER, SmallTree, int32_bytes
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -39,15 +39,15 @@ class TestByHand:
         assert small.peek([]) == 0
 
     def test_an_insert_tells_how_much_was_there_already(self) -> None:
-        """The caller frees exactly these duplicates: a number off by a page leaks or frees twice (note 4)."""
+        """The caller frees exactly these duplicates: a number off by a page leaks or frees twice."""
         small = SmallTree()
         small.insert(A + B + C)
         for run, there in ((A + B + C, 12), (A + B + D, 8), (A + B, 8), (D, 0), (A + B + C + D, 12)):
-            pages = small.pool.alloc(len(run) // 4, GIVER)
+            pages = small.pool.alloc(len(run) // 4, PREVIOUS_OWNER)
             assert pages is not None
-            added = small.tree.insert(small.tree.root(None), int32_bytes(run), (pages,), GIVER)
+            added = small.tree.insert(small.tree.root(None), int32_bytes(run), (pages,), PREVIOUS_OWNER)
             assert added.already_there == there
-            small.pool.free(pages[: there // 4], GIVER)
+            small.pool.free(pages[: there // 4], PREVIOUS_OWNER)
             found = small.collect(added.node)
             assert len(found) == len(run) // 4
             assert found[there // 4 :].tolist() == pages[there // 4 :].tolist()
@@ -56,12 +56,12 @@ class TestByHand:
         small = SmallTree()
         small.insert(A + B)
         below = small.match(int32_bytes(A), None)[0]
-        pages = small.pool.alloc(2, GIVER)
+        pages = small.pool.alloc(2, PREVIOUS_OWNER)
         assert pages is not None
-        added = small.tree.insert(below, int32_bytes(B + C), (pages,), GIVER)
+        added = small.tree.insert(below, int32_bytes(B + C), (pages,), PREVIOUS_OWNER)
         assert added.already_there == 4
         assert small.peek(A + B + C) == 12
-        small.pool.free(pages[:1], GIVER)
+        small.pool.free(pages[:1], PREVIOUS_OWNER)
 
     def test_a_match_inside_a_node_splits_it_and_a_peek_does_not(self) -> None:
         small = SmallTree()
@@ -79,16 +79,16 @@ class TestByHand:
         assert small.tree.num_nodes == 2
 
     def test_a_lock_survives_a_split(self) -> None:
-        """The receipt is a node: after a split it must still cover, and later release, the whole prefix."""
+        """What is locked is a node: after a split it must still cover, and later release, the whole prefix."""
         small = SmallTree()
-        receipt = small.insert(A + B + C)
-        small.tree.lock(receipt)
+        locked_node = small.insert(A + B + C)
+        small.tree.lock(locked_node)
         upper = small.match(int32_bytes(A), None)[0]
-        assert upper is not receipt
+        assert upper is not locked_node
         assert (small.full.protected, small.full.evictable) == (3, 0)
         assert small.evict(3) == 0
         small.tree.lock(upper)
-        small.tree.unlock(receipt)
+        small.tree.unlock(locked_node)
         assert (small.full.protected, small.full.evictable) == (1, 2)
         small.tree.unlock(upper)
         assert (small.full.protected, small.full.evictable) == (0, 3)
@@ -136,17 +136,17 @@ class TestByHand:
         root = small.match(int32_bytes(B), "mine")[0]
         small.evict(1)
         assert not small.tree.roots
-        pages = small.pool.alloc(1, GIVER)
+        pages = small.pool.alloc(1, PREVIOUS_OWNER)
         assert pages is not None
-        small.tree.insert(root, int32_bytes(B), (pages,), GIVER)
+        small.tree.insert(root, int32_bytes(B), (pages,), PREVIOUS_OWNER)
         assert small.peek(B, "mine") == 4
 
     def test_the_tree_keeps_its_own_copy_of_the_pages(self) -> None:
         """The caller's array is the page table's row, which lives on."""
         small = SmallTree()
-        pages = small.pool.alloc(1, GIVER)
+        pages = small.pool.alloc(1, PREVIOUS_OWNER)
         assert pages is not None
-        node = small.tree.insert(small.tree.root(None), int32_bytes(A), (pages,), GIVER).node
+        node = small.tree.insert(small.tree.root(None), int32_bytes(A), (pages,), PREVIOUS_OWNER).node
         expected = pages.tolist()
         pages[:] = 0
         assert small.collect(node).tolist() == expected
@@ -204,13 +204,13 @@ class TreeModel(RuleBasedStateMachine):
         count = len(run) // size
         if not run or any(full.pool.num_free < count for full in self.small.fulls):
             return
-        pages = tuple(full.pool.alloc(count, GIVER) for full in self.small.fulls)
+        pages = tuple(full.pool.alloc(count, PREVIOUS_OWNER) for full in self.small.fulls)
         known = self.modelled(tokens, namespace)
-        added = self.small.tree.insert(start, int32_bytes(run), pages, GIVER)
+        added = self.small.tree.insert(start, int32_bytes(run), pages, PREVIOUS_OWNER)
         assert already + added.already_there == len(known) * size
         duplicates = added.already_there // size
         for full, taken in zip(self.small.fulls, pages, strict=True):
-            full.pool.free(taken[:duplicates], GIVER)
+            full.pool.free(taken[:duplicates], PREVIOUS_OWNER)
         new = zip(*(taken[duplicates:].tolist() for taken in pages), strict=True)
         self.model |= dict(zip(((namespace, one) for one in self.prefixes(tokens)[len(known) :]), new, strict=True))
         assert self.collected(added.node) == self.modelled(tokens, namespace)

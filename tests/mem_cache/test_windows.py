@@ -168,8 +168,8 @@ def test_a_leaf_whose_window_went_while_it_was_locked_goes_with_the_lock() -> No
     assert all(each.pool.num_free == each.pool.total for each in cache.groups)
 
 
-def test_what_a_draw_proves_of_a_window_is_what_it_read() -> None:
-    """A later request that starts further back reads pages that no draw has seen. If it fails, they go."""
+def test_what_a_sample_proves_of_a_window_is_what_it_read() -> None:
+    """A later request that starts further back reads pages that no sample has seen. If it fails, they go."""
     cache = cache_of(window=9)
     record = open_row(cache, PROMPT)
     compute(cache, record, PROMPT)
@@ -183,7 +183,7 @@ def test_what_a_draw_proves_of_a_window_is_what_it_read() -> None:
     check_everything(cache)
 
 
-def test_who_began_on_trust_is_in_borrowed_trouble_until_it_draws() -> None:
+def test_who_began_on_trust_is_in_borrowed_trouble_until_it_samples() -> None:
     cache = cache_of(window=9)
     finish(cache, PROMPT)
     record = open_row(cache, [*PROMPT[:20], 77, 78])

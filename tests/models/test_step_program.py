@@ -186,6 +186,35 @@ def test_matrices_with_outputs_first_are_the_checkpoints_and_give_the_same_numbe
         assert (model.head is None) is tied
 
 
+def test_kernels_in_matrices_are_the_same_numbers() -> None:
+    config = small_config(**FORM | {"attention_bias": True, "num_layers": 1})
+    model = build_model(config, dtype=jnp.dtype("float32"), attention=AttentionImplementation.XLA, platform="cpu")
+    load_weights(model, DummyReader(config, seed=0), config, make_mesh(jax.devices()[:1]))
+    layer = model.layers[0]
+    hidden = jnp.asarray(np.random.default_rng(0).standard_normal((3, config.hidden_size)), jnp.float32)
+    projected, fed = layer.attention.qkv(hidden), layer.feed_forward(hidden)
+    attended = layer.attention.output(projected[:, :, 0].repeat(8 // projected.shape[1], axis=1))
+    model.put_in_matrices()
+    np.testing.assert_allclose(layer.attention.qkv(hidden), projected, rtol=1e-5, atol=1e-5)
+    heads = projected[:, :, 0].repeat(8 // projected.shape[1], axis=1)
+    np.testing.assert_allclose(layer.attention.output(heads), attended, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(layer.feed_forward(hidden), fed, rtol=1e-5, atol=1e-5)
+    kernels = {
+        "qkv": layer.attention.qkv.kernel,
+        "output": layer.attention.output.kernel,
+        "gate_up": layer.feed_forward.gate_up.kernel,
+        "down": layer.feed_forward.down.kernel,
+    }
+    axes = {name: [str(axis) for axis in kernel.axes] for name, kernel in kernels.items()}
+    assert axes == {
+        "qkv": ["hidden", "kv_heads"],
+        "output": ["heads", "hidden"],
+        "gate_up": ["gate_or_up", "hidden", "intermediate"],
+        "down": ["intermediate", "hidden"],
+    }
+    assert all(len(kernel.axes) == kernel.get_value().ndim for kernel in kernels.values())
+
+
 def test_a_bfloat16_model_rounds_only_where_products_and_the_cache_do() -> None:
     """Beside a model of the same weights that computes in float32, hidden states are nearer than with a rounding after
     each operation."""
@@ -227,6 +256,7 @@ def test_outputs_come_first_on_a_cpu_with_tiles_alone(
     assert not PlatformForm.of("tpu").outputs_first
     assert not PlatformForm.of("gpu").outputs_first
     assert not PlatformForm.of("tpu").wide_activations
+    assert [PlatformForm.of(platform).matrices for platform in ("tpu", "cpu", "gpu")] == [True, False, False]
 
 
 def test_other_types_are_refused() -> None:

@@ -11,10 +11,9 @@ import pytest
 from ray.data._internal.execution.interfaces import TaskContext
 
 from sglang_jax.batch.lines import MAX_LINE_BYTES
-from sglang_jax.batch.ray import reading
-from sglang_jax.batch.ray.attempts import AttemptBook
-from sglang_jax.batch.ray.reading import blocks_of, read_lines
-from sglang_jax.batch.ray.writing import ANSWERS, ERRORS_ENDING, AnswerFiles
+from sglang_jax.batch.ray import files
+from sglang_jax.batch.ray.actors import AttemptBook
+from sglang_jax.batch.ray.files import ANSWERS, ERRORS_ENDING, AnswerFiles, blocks_of, read_lines
 from sglang_jax.batch.source import FileFormat
 
 
@@ -22,7 +21,7 @@ from sglang_jax.batch.source import FileFormat
 def test_lines_are_what_lies_between_line_feeds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(seed)
     content = bytes(draw.choice(b"ab\n\n\r\x85\xe2\x80\xa8") for _ in range(draw.randrange(400)))
-    monkeypatch.setattr(reading, "READ_BYTES", draw.randrange(1, 50))
+    monkeypatch.setattr(files, "READ_BYTES", draw.randrange(1, 50))
     expected = content.removesuffix(b"\n").split(b"\n") if content else []
     assert list(read_lines(io.BytesIO(content))) == expected
 
@@ -32,15 +31,15 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line() -> None:
 
 
 def test_a_line_that_is_too_long_is_none_and_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert MAX_LINE_BYTES > reading.READ_BYTES
-    monkeypatch.setattr(reading, "MAX_LINE_BYTES", 20)
-    monkeypatch.setattr(reading, "READ_BYTES", 8)
+    assert MAX_LINE_BYTES > files.READ_BYTES
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 20)
+    monkeypatch.setattr(files, "READ_BYTES", 8)
     content = b"a" * 20 + b"\n" + b"b" * 21 + b"\n" + b"c\n" + b"d" * 50
     assert list(read_lines(io.BytesIO(content))) == [b"a" * 20, None, b"c", None]
 
 
 def test_blank_lines_count_and_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "BLOCK_BYTES", 3)
+    monkeypatch.setattr(files, "BLOCK_BYTES", 3)
     tables = list(blocks_of(100, iter([b"aa", b" ", b"bb", b"", None, b"c"])))
     rows = [(row["number"], row["raw"]) for table in tables for row in table.to_pylist()]
     assert rows == [(100, b"aa"), (102, b"bb"), (104, None), (105, b"c")]

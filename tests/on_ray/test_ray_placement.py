@@ -18,12 +18,10 @@ from ray.util import placement_group, placement_group_table, remove_placement_gr
 from ray.util.placement_group import PlacementGroup
 
 from sglang_jax.batch.options import BatchConfig
-from sglang_jax.batch.ray import Answering, SharedAttempts, answer_rows, places
-from sglang_jax.batch.ray.group import WORKER_LABEL, in_order, start_host
-from sglang_jax.batch.ray.pipeline import replica_resources
-from sglang_jax.batch.ray.places import GroupPlacement
+from sglang_jax.batch.ray import Answering, SharedAttempts, answer_rows, nodes
+from sglang_jax.batch.ray.nodes import WORKER_LABEL, GroupPlacement, in_order, start_node
+from sglang_jax.batch.ray.pipeline import replica_resources, telling_what_is_awaited
 from sglang_jax.batch.ray.run import run_ray_batch
-from sglang_jax.batch.ray.waiting import telling_what_is_awaited
 from sglang_jax.batch.ray_options import RayOptions
 from sglang_jax.config import Backend, Device, Dtype, EngineConfig, ServerConfig
 from sglang_jax.errors import ConfigError
@@ -87,7 +85,7 @@ def tiny_engine(folder: Path) -> EngineConfig:
     )
 
 
-def test_an_engine_over_two_hosts_has_a_node_each(cluster: Nodes, tmp_path: Path, output: Path) -> None:
+def test_an_engine_over_two_nodes_has_a_node_each(cluster: Nodes, tmp_path: Path, output: Path) -> None:
     """Two processes of JAX, one model. Alone it says the same."""
     for _ in range(2):
         cluster.add(num_cpus=2)
@@ -108,7 +106,7 @@ def test_an_engine_over_two_hosts_has_a_node_each(cluster: Nodes, tmp_path: Path
     assert len(texts[0]) == 3
 
 
-def test_an_engine_over_two_hosts_that_loses_one_is_started_on_those_that_are_there(
+def test_an_engine_over_two_nodes_that_loses_one_is_started_on_those_that_are_there(
     cluster: Nodes, tmp_path: Path, output: Path, read_output
 ) -> None:
     """There are three nodes, so that it can start again only if it holds none of those that it had."""
@@ -117,12 +115,12 @@ def test_an_engine_over_two_hosts_that_loses_one_is_started_on_those_that_are_th
     body = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
     (tmp_path / "input.jsonl").write_text("\n".join(json.dumps({"prompt": f"p{row}", **body}) for row in range(100)))
 
-    def kill_a_host() -> None:
+    def kill_a_node() -> None:
         until(lambda: output.is_dir() and len(list(output.iterdir())) >= 1)
         [group] = [group for group in placement_group_table().values() if group["state"] == "CREATED"]
         cluster.kill(group["bundles_to_node_id"][1])
 
-    killer = threading.Thread(target=kill_a_host)
+    killer = threading.Thread(target=kill_a_node)
     killer.start()
     status = run_ray_batch(
         BatchConfig(input=tmp_path / "input.jsonl", output=output),
@@ -136,7 +134,7 @@ def test_an_engine_over_two_hosts_that_loses_one_is_started_on_those_that_are_th
 
 
 def add_slices(cluster: Nodes) -> None:
-    """The hosts of two slices of TPUs, as Ray describes them; there are no chips."""
+    """The nodes of two slices of TPUs, as Ray describes them; there are no chips."""
     for name in ("first", "second"):
         for worker in reversed(range(2)):
             head = {"TPU-v6e-8-head": 1} if worker == 0 else {}
@@ -166,22 +164,22 @@ def labels_of(group: PlacementGroup) -> list[dict[str, str]]:
     return [of_node[node_id] for node_id in placement_group_table(group)["bundles_to_node_id"].values()]
 
 
-ONE_SLICE = GroupPlacement(hosts=2, bundle={"CPU": 1, "TPU": 4}, calls=1, tpu_slice=("v6e", "2x4"))
+ONE_SLICE = GroupPlacement(nodes=2, bundle={"CPU": 1, "TPU": 4}, calls=1, tpu_slice=("v6e", "2x4"))
 
 
-def test_hosts_of_a_group_are_those_of_one_tpu_slice_in_its_order(cluster: Nodes) -> None:
+def test_nodes_of_a_group_are_those_of_one_tpu_slice_in_its_order(cluster: Nodes) -> None:
     add_slices(cluster)
     with reserved(ONE_SLICE) as group:
-        hosts = [start_host(group, number, ONE_SLICE) for number in range(2)]
-        where = [ray.get(host.address.remote()).partition(":")[0] for host in in_order(hosts)]
+        nodes = [start_node(group, number, ONE_SLICE) for number in range(2)]
+        where = [ray.get(node.address.remote()).partition(":")[0] for node in in_order(nodes)]
     labels = {node["NodeManagerAddress"]: node["Labels"] for node in ray.nodes() if node["Alive"]}
     slices = [(labels[address][SLICE_LABEL], labels[address][WORKER_LABEL]) for address in where]
     assert slices in ([("first", "0"), ("first", "1")], [("second", "0"), ("second", "1")])
 
 
 def test_a_tpu_slice_that_is_in_use_in_part_is_not_waited_for(cluster: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first host is free, by which Ray chooses slices."""
-    monkeypatch.setattr(places, "SECONDS_A_TURN", 1.0)
+    """Its first node is free, by which Ray chooses slices."""
+    monkeypatch.setattr(nodes, "SECONDS_A_TURN", 1.0)
     add_slices(cluster)
     for used, free in (("first", "second"), ("second", "first")):
         another = placement_group([{"CPU": 2}], bundle_label_selector=[{SLICE_LABEL: used, WORKER_LABEL: "1"}])
@@ -225,7 +223,7 @@ def test_a_run_without_an_engine_says_so_now_and_then(cluster: Nodes) -> None:
         (
             {"nnodes": 2, "tp_size": 8, "device": Device.TPU},
             {"max_replicas": 1, "tpu_slice": "v9z:2x4"},
-            "tpu_slice v9z:2x4, with 4 of its chips on each host: .*v9z",
+            "tpu_slice v9z:2x4, with 4 of its chips on each node: .*v9z",
         ),
     ],
 )

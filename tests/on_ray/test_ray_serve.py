@@ -1,4 +1,4 @@
-"""The example of Ray Serve: replicas of the server behind Ray Serve's door."""
+"""The example of Ray Serve: replicas of the server behind Ray Serve's proxy."""
 
 from __future__ import annotations
 
@@ -50,22 +50,22 @@ def url(cluster: Nodes, tmp_path: Path) -> Iterator[str]:
         port = listener.getsockname()[1]
     log = tmp_path / "log"
     with log.open("w") as output:
-        door = subprocess.Popen(
+        proxy = subprocess.Popen(
             ["sh", "-c", IN_THE_BACKGROUND, "sh", sys.executable, str(EXAMPLE), str(model), "2", str(port)],
             env={**os.environ, "RAY_ADDRESS": cluster.address},
             stdout=output,
             stderr=subprocess.STDOUT,
         )
     try:
-        until(lambda: "Ready: 2 replicas" in log.read_text() or door.poll() is not None)
-        assert door.poll() is None, log.read_text()
+        until(lambda: "Ready: 2 replicas" in log.read_text() or proxy.poll() is not None)
+        assert proxy.poll() is None, log.read_text()
         yield f"http://127.0.0.1:{port}"
     finally:
-        door.send_signal(signal.SIGINT)
+        proxy.send_signal(signal.SIGINT)
         try:
-            assert door.wait(DEADLINE) == 0, log.read_text()
+            assert proxy.wait(DEADLINE) == 0, log.read_text()
         finally:
-            door.kill()  # one that is left would hold the cluster's shutdown up as well
+            proxy.kill()  # one that is left would hold the cluster's shutdown up as well
 
 
 def answers(url: str) -> bool:

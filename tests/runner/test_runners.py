@@ -96,7 +96,7 @@ def test_decode_rows_and_prefill_chunks_in_one_step(driver: PlanDriver) -> None:
         assert len(request.output) >= 5
 
 
-def test_a_chunk_of_one_token_reads_the_plan_and_not_the_last_draw(driver: PlanDriver) -> None:
+def test_a_chunk_of_one_token_reads_the_plan_and_not_the_last_sample(driver: PlanDriver) -> None:
     driver.generate(driver.admit(PROMPTS[0]), 2)
     driver.free_rows = [0, 1, 2, 3]
     again = driver.admit(PROMPTS[3])
@@ -111,7 +111,7 @@ def test_chunks_that_do_not_sample_leave_last_token_and_counts_alone(driver: Pla
 
 
 @pytest.mark.parametrize("sampling", [RANDOM, PENALISED], ids=["random", "penalised"])
-def test_two_steps_in_flight_draw_what_one_at_a_time_does(driver: PlanDriver, sampling: SamplingParams) -> None:
+def test_two_steps_in_flight_sample_what_one_at_a_time_does(driver: PlanDriver, sampling: SamplingParams) -> None:
     expected = alone(driver, PROMPTS[0], sampling, 20, seed=3)
     request = driver.admit(PROMPTS[0], sampling, seed=3, stop_ids=[0, 1, 2])
     flying = [driver.launch([(request, 9)])]
@@ -122,14 +122,14 @@ def test_two_steps_in_flight_draw_what_one_at_a_time_does(driver: PlanDriver, sa
     assert request.output == expected
 
 
-def test_output_depends_on_neither_company_nor_row_nor_bucket(driver: PlanDriver) -> None:
+def test_output_is_batch_invariant_and_depends_on_neither_row_nor_bucket(driver: PlanDriver) -> None:
     expected = alone(driver, PROMPTS[3], RANDOM, 10, seed=2**62 + 5)
-    company = [driver.admit(PROMPTS[0], PENALISED, seed=1), driver.admit(PROMPTS[2], seed=2)]
+    others = [driver.admit(PROMPTS[0], PENALISED, seed=1), driver.admit(PROMPTS[2], seed=2)]
     request = driver.admit(PROMPTS[3], RANDOM, seed=2**62 + 5, stop_ids=[0, 1, 2])
-    driver.step([(company[0], 9), (company[1], 20), (request, 3)])
-    driver.step([(company[0], DECODE), (request, 11), (company[1], 3)])
+    driver.step([(others[0], 9), (others[1], 20), (request, 3)])
+    driver.step([(others[0], DECODE), (request, 11), (others[1], 3)])
     for _ in range(9):
-        driver.step([(company[1], DECODE), (request, DECODE), (company[0], DECODE)])
+        driver.step([(others[1], DECODE), (request, DECODE), (others[0], DECODE)])
     assert request.row == 2
     assert request.output == expected
 

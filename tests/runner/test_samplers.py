@@ -26,8 +26,8 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 @pytest.fixture(scope="module", params=[name for name, kind in SAMPLERS.items() if not kind.slow])
 def fast(request: pytest.FixtureRequest) -> Kind:
-    """For thousands of draws. A draw is a function of seed and position, so that a slow sampler that draws what a fast
-    one does has its distribution."""
+    """For thousands of samples. Each is a function of seed and position, so that a slow sampler that samples what a
+    fast one does has its distribution."""
     return SAMPLERS[request.param]
 
 
@@ -61,21 +61,21 @@ def test_equals_the_reference(kind: Kind) -> None:
     @settings(max_examples=kind.few(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(cases=st.lists(CASE, min_size=ROWS, max_size=ROWS))
     def check(cases: list[Case]) -> None:
-        for token, reference in zip(kind.draw(cases), [case.reference() for case in cases], strict=True):
-            # A draw within rounding of ending otherwise says nothing.
+        for token, reference in zip(kind.sample(cases), [case.reference() for case in cases], strict=True):
+            # A sample within rounding of ending otherwise says nothing.
             assert token == token_of(reference) or reference.margin < 1e-5
 
     check()
 
 
-def test_a_draw_depends_on_nothing_but_its_request(kind: Kind) -> None:
+def test_a_sample_depends_on_nothing_but_its_request(kind: Kind) -> None:
     @settings(max_examples=kind.few(40), deadline=None)
-    @given(case=CASE, company=st.lists(CASE, min_size=3, max_size=3), row=st.integers(0, 2), line=st.integers(0, 3))
-    def check(case: Case, company: list[Case], row: int, line: int) -> None:
+    @given(case=CASE, others=st.lists(CASE, min_size=3, max_size=3), row=st.integers(0, 2), line=st.integers(0, 3))
+    def check(case: Case, others: list[Case], row: int, line: int) -> None:
         rows = [3, 4, 5]
         rows.insert(line, row)
-        together = kind.draw([*company[:line], case, *company[line:]], rows)
-        assert together[line] == kind.draw([case])[0]
+        together = kind.sample([*others[:line], case, *others[line:]], rows)
+        assert together[line] == kind.sample([case])[0]
 
     check()
 
@@ -102,11 +102,11 @@ def random_case(rng: np.random.Generator) -> Case:
     )
 
 
-def test_all_samplers_draw_the_same_tokens() -> None:
+def test_all_samplers_sample_the_same_tokens() -> None:
     rng = np.random.default_rng(8)
     cases = [random_case(rng) for _ in range(5 * ROWS)]
     batches = [cases[start : start + ROWS] for start in range(0, len(cases), ROWS)]
-    wanted, *others = ([token for batch in batches for token in kind.draw(batch)] for kind in SAMPLERS.values())
+    wanted, *others = ([token for batch in batches for token in kind.sample(batch)] for kind in SAMPLERS.values())
     assert all(tokens == wanted for tokens in others)
     assert len(set(wanted)) > 3 * ROWS
 
@@ -126,31 +126,31 @@ def test_frequencies_fit_the_distribution(fast: Kind, sampling: SamplingParams) 
     count = 10_000
     logits = np.random.default_rng(3).normal(0, 1.2, 12).astype(np.float32)
     expected = probabilities(logits, sampling)
-    observed = np.bincount(fast.draws_of(logits, sampling, count), minlength=12)
+    observed = np.bincount(fast.samples_of(logits, sampling, count), minlength=12)
     assert observed[expected == 0].sum() == 0
     possible = expected > 0
     assert stats.chisquare(observed[possible], expected[possible] * count).pvalue > 1e-3
 
 
-def drawn_tokens(fast: Kind, logits: np.ndarray, **sampling: float) -> set[int]:
-    """Every token that comes up in many draws."""
-    return set(fast.draws_of(logits, SamplingParams(**sampling), 2000))  # type: ignore[arg-type]
+def sampled_tokens(fast: Kind, logits: np.ndarray, **sampling: float) -> set[int]:
+    """Every token that comes up in many samples."""
+    return set(fast.samples_of(logits, SamplingParams(**sampling), 2000))  # type: ignore[arg-type]
 
 
 def test_top_p_works_on_the_probabilities_after_temperature_and_top_k(fast: Kind) -> None:
     # Probabilities at temperature 1: .4 .3 .2 .1; among the two that top-k keeps, the first has 4/7 > 0.55.
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
-    assert drawn_tokens(fast, logits, top_k=2, top_p=0.55) == {0}
-    assert drawn_tokens(fast, logits, top_p=0.55) == {0, 1}
+    assert sampled_tokens(fast, logits, top_k=2, top_p=0.55) == {0}
+    assert sampled_tokens(fast, logits, top_p=0.55) == {0, 1}
     # Temperature 0.5 squares and renormalises: 16/30 + 9/30 > 0.8; at temperature 1 it takes three.
-    assert drawn_tokens(fast, logits, temperature=0.5, top_p=0.8) == {0, 1}
-    assert drawn_tokens(fast, logits, top_p=0.8) == {0, 1, 2}
+    assert sampled_tokens(fast, logits, temperature=0.5, top_p=0.8) == {0, 1}
+    assert sampled_tokens(fast, logits, top_p=0.8) == {0, 1, 2}
 
 
 def test_ties_with_the_last_token_kept_are_kept(fast: Kind) -> None:
     logits = np.array([2.0, 1.0, 1.0, 1.0, 0.0], np.float32)
-    assert drawn_tokens(fast, logits, top_k=2) == {0, 1, 2, 3}
-    assert drawn_tokens(fast, logits, top_p=0.5) == {0, 1, 2, 3}
+    assert sampled_tokens(fast, logits, top_k=2) == {0, 1, 2, 3}
+    assert sampled_tokens(fast, logits, top_p=0.5) == {0, 1, 2, 3}
 
 
 def test_a_large_vocabulary_is_filtered_exactly(kind: Kind) -> None:
@@ -159,15 +159,15 @@ def test_a_large_vocabulary_is_filtered_exactly(kind: Kind) -> None:
         case = Case(logits, sampling, seed=77)
         reference = case.reference()
         assert reference.margin > 1e-6
-        assert kind.draw([case]) == [token_of(reference)]
+        assert kind.sample([case]) == [token_of(reference)]
 
 
-@pytest.mark.parametrize(("drawn", "token"), [(0, 4), (1, 4), (2, 9), (3, 9)])
-def test_stop_ids_are_masked_until_enough_tokens_were_drawn(kind: Kind, drawn: int, token: int) -> None:
+@pytest.mark.parametrize(("sampled", "token"), [(0, 4), (1, 4), (2, 9), (3, 9)])
+def test_stop_ids_are_masked_until_enough_tokens_were_sampled(kind: Kind, sampled: int, token: int) -> None:
     logits = np.zeros(VOCAB, np.float32)
     logits[[4, 9]] = 1.0, 2.0
     sampling = SamplingParams(temperature=0.0, min_new_tokens=2)
-    assert kind.draw([Case(logits, sampling, prompt=[1, 2, 3], output=[5] * drawn, stop_ids=[9, 30])]) == [token]
+    assert kind.sample([Case(logits, sampling, prompt=[1, 2, 3], output=[5] * sampled, stop_ids=[9, 30])]) == [token]
 
 
 def test_the_last_token_of_the_vocabulary_is_a_token_like_any_other(kind: Kind) -> None:
@@ -176,11 +176,11 @@ def test_the_last_token_of_the_vocabulary_is_a_token_like_any_other(kind: Kind) 
     logits = np.zeros(VOCAB, np.float32)
     logits[last] = 1.0
     masked = SamplingParams(temperature=0.0, min_new_tokens=3)
-    assert kind.draw([Case(logits, GREEDY)]) == [last]
-    assert kind.draw([Case(logits, masked, stop_ids=[5])]) == [last]
-    assert kind.draw([Case(logits, masked, stop_ids=[5, last])]) == [0]
-    assert kind.draw([Case(logits, SamplingParams(temperature=0.0, logit_bias={3: 0.5}))]) == [last]
-    assert kind.draw([Case(logits, SamplingParams(temperature=0.0, logit_bias={3: 0.5, last: -1.0}))]) == [3]
+    assert kind.sample([Case(logits, GREEDY)]) == [last]
+    assert kind.sample([Case(logits, masked, stop_ids=[5])]) == [last]
+    assert kind.sample([Case(logits, masked, stop_ids=[5, last])]) == [0]
+    assert kind.sample([Case(logits, SamplingParams(temperature=0.0, logit_bias={3: 0.5}))]) == [last]
+    assert kind.sample([Case(logits, SamplingParams(temperature=0.0, logit_bias={3: 0.5, last: -1.0}))]) == [3]
 
 
 @pytest.mark.parametrize(
@@ -198,28 +198,28 @@ def test_a_greedy_request_alone_gets_the_one_thing_it_asks_for(kind: Kind, asked
     logits = np.zeros(VOCAB, np.float32)
     logits[[4, 9]] = 1.5, 2.0
     sampling = SamplingParams(temperature=0.0, **asked)
-    assert kind.draw([Case(logits, GREEDY, output=[9], stop_ids=[9])]) == [9]
-    assert kind.draw([Case(logits, sampling, output=[9], stop_ids=[9])]) == [4]
+    assert kind.sample([Case(logits, GREEDY, output=[9], stop_ids=[9])]) == [9]
+    assert kind.sample([Case(logits, sampling, output=[9], stop_ids=[9])]) == [4]
 
 
 def test_tiny_temperature_is_greedy_and_stays_finite(kind: Kind) -> None:
     logits = np.random.default_rng(1).normal(0, 30, VOCAB).astype(np.float32)
-    assert kind.draw([Case(logits, SamplingParams(temperature=1e-40))]) == [int(logits.argmax())]
+    assert kind.sample([Case(logits, SamplingParams(temperature=1e-40))]) == [int(logits.argmax())]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(top_p=0.9)], ids=["greedy", "random"])
 def test_non_finite_logits_spoil_their_row_alone(kind: Kind, sampling: SamplingParams) -> None:
     rng = np.random.default_rng(2)
     cases = [Case(rng.normal(size=VOCAB).astype(np.float32), sampling, seed=row) for row in range(5)]
-    healthy = kind.draw(cases)
+    healthy = kind.sample(cases)
     cases[0].logits[7] = np.nan
     cases[1].logits[VOCAB - 1] = np.inf
     cases[2].logits[0], cases[2].logits[3] = np.inf, np.nan
     cases[3].logits[:] = np.nan
-    assert kind.draw(cases) == [INVALID_TOKEN] * 4 + [healthy[4]]
+    assert kind.sample(cases) == [INVALID_TOKEN] * 4 + [healthy[4]]
 
 
-def test_rows_that_draw_nothing_leave_the_counts_alone(kind: Kind) -> None:
+def test_rows_that_sample_nothing_leave_the_counts_alone(kind: Kind) -> None:
     sampling = SamplingParams(temperature=0.0, frequency_penalty=1.0)
     history = np.array([3, 3, 4, 5, 5], np.int32)
     sampler = kind.make(VOCAB)

@@ -22,7 +22,7 @@ def test_penalties_count_prompt_and_output_as_documented() -> None:
     assert adjusted.tolist() == [1.0, -5.5, -1.0, 4.0, -np.inf]
 
 
-def test_stop_ids_are_free_once_enough_was_drawn() -> None:
+def test_stop_ids_are_free_once_enough_was_sampled() -> None:
     sampling = SamplingParams(min_new_tokens=2)
     assert adjusted_logits(LOGITS, sampling, [0], [1], [2])[2] == -np.inf
     assert adjusted_logits(LOGITS, sampling, [0], [1, 1], [2])[2] == LOGITS[2]
@@ -55,12 +55,12 @@ def test_probabilities_are_renormalised() -> None:
     assert probabilities(LOGITS, SamplingParams(temperature=0.5)) == pytest.approx(np.array([16, 9, 4, 1]) / 30)
 
 
-def test_draws() -> None:
-    def draw(sampling: SamplingParams, noise: np.ndarray, logits: np.ndarray = LOGITS) -> int | None:
+def test_samples() -> None:
+    def sample(sampling: SamplingParams, noise: np.ndarray, logits: np.ndarray = LOGITS) -> int | None:
         return reference_sample(logits, sampling, prompt=[0], output=[], stop_ids=[], noise=noise).token
 
     loud = np.array([0.0, 0.0, 9.0, 0.0], np.float32)
-    assert draw(SamplingParams(), loud) == 2
-    assert draw(SamplingParams(temperature=0.0), loud) == 0
-    assert draw(SamplingParams(top_k=2), loud) == 0
-    assert draw(SamplingParams(), SILENCE, np.array([0.0, np.nan, 0.0, 0.0], np.float32)) is None
+    assert sample(SamplingParams(), loud) == 2
+    assert sample(SamplingParams(temperature=0.0), loud) == 0
+    assert sample(SamplingParams(top_k=2), loud) == 0
+    assert sample(SamplingParams(), SILENCE, np.array([0.0, np.nan, 0.0, 0.0], np.float32)) is None

@@ -1,4 +1,4 @@
-"""KV from which nothing finite can be drawn: it ends who computed it, and nobody after that."""
+"""KV from which nothing finite can be sampled: it ends who computed it, and nobody after that."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_row_that_was_re_pointed_at_bad_kv_is_computed_anew(monkeypatch: pytes
 
 
 def test_bad_kv_of_an_aborted_request_fails_nobody() -> None:
-    """Nothing was ever drawn from it, so nothing has told that it is bad."""
+    """Nothing was ever sampled from it, so nothing has told that it is bad."""
     bench = Bench(chunk=12, budget=32)
     gone = bench.add([*SYSTEM, 3], sampling=endless())
     spoil(bench)
@@ -207,7 +207,7 @@ def test_a_step_that_goes_bad_while_decoding_keeps_nothing_of_the_request() -> N
 
 
 def test_who_shares_a_good_prefix_of_a_failed_request_goes_on() -> None:
-    """The sharer's draws were finite: what it reads is kept until it lets go, and given to nobody else."""
+    """The sharer's samples were finite: what it reads is kept until it lets go, and given to nobody else."""
     bench = Bench(chunk=64, budget=64)
     first = bench.add([*SYSTEM, VOCAB - 2], sampling=endless(30))
     for _ in range(3):
@@ -240,7 +240,7 @@ def test_what_a_failed_request_wrote_is_found_after_others_divided_it() -> None:
 
 
 def fail_alone(bench: Bench, request: int) -> None:
-    """The request's next draw is not finite, that of others is."""
+    """The request's next sample is not finite, that of others is."""
     row = bench.scheduler.requests[request].row
     run = bench.runner._run
 
@@ -326,7 +326,7 @@ def test_books_that_do_not_add_up_at_idle_are_logged_and_counted(
 
 
 def test_who_lost_its_row_proves_nothing_of_the_one_it_has_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first draw did not tell, as it had been re-pointed; then it was retracted. What it computes now was drawn
+    """Its first sample did not tell, as it had been re-pointed; then it was retracted. What it computes now was sampled
     from by nobody: held for proven, a spoilt chunk of it failed whoever shared it, for ever."""
     monkeypatch.setattr(Admission, "_should_wait", lambda self, *arguments: False)
     bench = Bench(pages=64, page_size=4, rows=4, chunk=64, budget=64, context=64)
@@ -357,7 +357,7 @@ def test_who_lost_its_row_proves_nothing_of_the_one_it_has_now(monkeypatch: pyte
 
 def test_who_read_a_spoilt_window_that_is_gone_is_computed_anew() -> None:
     """The head of a proven prompt lost its window, and a spoilt step computed it again for somebody who went. Whoever
-    began there failed, as the pages that it had read were given up by the time it drew."""
+    began there failed, as the pages that it had read were given up by the time it sampled."""
     bench = Bench(pages=5, page_size=1, rows=1, chunk=3, budget=3, context=24, window=5)
     scheduler, cache = bench.scheduler, bench.scheduler.cache
     prompt = [1, 2, 5, 10, 17]

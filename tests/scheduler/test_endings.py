@@ -23,7 +23,7 @@ def endless(tokens: int, seed: int = 5, **fields: object) -> SamplingParams:
 
 
 def seed_that_ends_at(length: int, token: int = EOS) -> int:
-    """A seed with which `token` is drawn as output number `length` and not before."""
+    """A seed with which `token` is sampled as output number `length` and not before."""
     oracle = Oracle(40)
     for seed in range(100_000):
         output = oracle.output(PROMPT, seed, length, (token,))
@@ -38,7 +38,7 @@ def step_until(bench: Bench, request: int, tokens: int) -> None:
 
 
 def idle_and_clean(bench: Bench) -> None:
-    """To the page: nothing owned, nothing locked (note 12)."""
+    """To the page: nothing owned, nothing locked."""
     bench.run()
     check_everything(bench.scheduler.cache)
     balance = page_balance(bench.scheduler.cache, bench.scheduler.cache.groups[0])
@@ -54,7 +54,7 @@ def last_updates(bench: Bench) -> list[SamplingUpdate]:
 class TestByToken:
     @pytest.mark.parametrize("room", [0, 3])
     def test_eos_on_the_last_allowed_token_is_a_stop(self, room: int) -> None:
-        """ "length" for a request that did end by itself makes clients ask for more (note 38)."""
+        """ "length" for a request that did end by itself makes clients ask for more."""
         bench = Bench()
         sampling = SamplingParams(max_new_tokens=6 + room, seed=seed_that_ends_at(6))
         request = bench.add(PROMPT, sampling=sampling)
@@ -87,9 +87,9 @@ class TestByToken:
         request = bench.add(PROMPT, sampling=sampling)
         bench.run()
         finished = bench.channel.finished[request]
-        drawn = bench.channel.output(request)
+        sampled = bench.channel.output(request)
         assert finished.kind == "stop"
-        assert finished.matched_token == drawn[-1]
+        assert finished.matched_token == sampled[-1]
         assert finished.matched_token in sampling.stop_token_ids
         bench.check_outputs()
 
@@ -138,7 +138,7 @@ class TestByLength:
 
     def test_the_token_of_the_step_in_flight_is_dropped(self) -> None:
         """One step too many is on its way when a stop token arrives: its token must not be told, and its page must be
-        freed once (note 8)."""
+        freed once."""
         bench = Bench(page_size=1)
         bench.runner.keep_plans = True
         request = bench.add(PROMPT, sampling=SamplingParams(max_new_tokens=20, seed=seed_that_ends_at(4)))
@@ -150,7 +150,7 @@ class TestByLength:
     @given(data=st.data())
     @settings(max_examples=25, deadline=None)
     def test_what_is_cached_at_the_end_is_what_was_computed(self, data: st.DataObject) -> None:
-        """Prompt and output but the last token, floored to pages (notes 2, 3)."""
+        """Prompt and output but the last token, floored to pages."""
         prompt_len, tokens = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 12))
         bench = Bench(page_size=data.draw(st.sampled_from([1, 4, 16])))
         request = bench.add(list(range(1, 1 + prompt_len)), sampling=endless(tokens))
@@ -176,7 +176,7 @@ class TestAbort:
 
     @pytest.mark.parametrize("steps", [1, 2, 3])
     def test_in_the_middle_of_its_prompt(self, steps: int) -> None:
-        """A chunk is in flight: the pages it writes must wait for it, and no chunk may be cached twice (note 9)."""
+        """A chunk is in flight: the pages it writes must wait for it, and no chunk may be cached twice."""
         bench = Bench(chunk=6)
         request = bench.add(list(range(1, 31)), sampling=endless(5))
         for _ in range(steps):
@@ -199,12 +199,10 @@ class TestAbort:
         finished = bench.channel.finished[request]
         assert (finished.kind, finished.num_tokens) == ("abort", 9)
         assert bench.channel.streams[request] == bench.wanted[request][:9]
-        assert bench.scheduler.cache.groups[0].component.evictable == 6, (
-            "of the tree's prefix nothing is touched (note 7)"
-        )
+        assert bench.scheduler.cache.groups[0].component.evictable == 6, "of the tree's prefix nothing is touched"
 
     def test_a_disconnected_client_leaves_nothing_running(self) -> None:
-        """Requests without a reader went on to their last token (note 15)."""
+        """Requests without a reader went on to their last token."""
         bench = Bench(pages=200, rows=8)
         ids = [bench.add([k, *PROMPT], sampling=endless(100)) for k in range(1, 13)]
         step_until(bench, ids[0], 5)

@@ -281,7 +281,7 @@ class TestCrowds:
         bench.check_outputs()
 
     def test_room_is_not_kept_for_the_output_of_who_is_over(self) -> None:
-        """Its row is still in flight; what it might have drawn needs no room any more."""
+        """Its row is still in flight; what it might have sampled needs no room any more."""
         bench = Bench(pages=30, rows=4, context=120)
         gone = bench.add([5, 6], sampling=endless(110))
         bench.add([7, 8], sampling=endless(4))

@@ -191,7 +191,7 @@ def test_the_state_tells_of_each_pool() -> None:
 
 
 def test_every_kind_of_message_has_its_case() -> None:
-    """A kind that the scheduler did not know killed it (note 39)."""
+    """A kind that the scheduler did not know killed it."""
     served: dict[type[object], Inbound] = {
         NewRequest: new(1),
         AbortRequest: AbortRequest(1),

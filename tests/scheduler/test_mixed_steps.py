@@ -41,17 +41,17 @@ def test_decode_never_waits_for_a_long_prompt() -> None:
     bench.scheduler.step()
     plans = plans_of(bench)
     second = bench.add(prompt(100, first=2), sampling=endless(4))
-    drawn = []
+    sampled = []
     while second not in bench.channel.streams:
         bench.scheduler.step()
-        drawn.append(len(bench.channel.streams.get(first, [])))
+        sampled.append(len(bench.channel.streams.get(first, [])))
     assert [shape(plan) for plan in plans[:7]] == [(1, [16])] * 6 + [(1, [4])]
-    assert drawn == list(range(1, 9)), "the first request draws a token each step"
+    assert sampled == list(range(1, 9)), "the first request samples a token each step"
     bench.run()
     bench.check_outputs()
 
 
-def test_a_chunk_draws_only_where_it_ends_its_prompt() -> None:
+def test_a_chunk_samples_only_where_it_ends_its_prompt() -> None:
     bench = Bench(chunk=16)
     plans = plans_of(bench)
     bench.add(prompt(40), sampling=endless(2))
@@ -68,7 +68,7 @@ def test_a_chunk_draws_only_where_it_ends_its_prompt() -> None:
 
 
 def test_several_prompts_share_a_step() -> None:
-    """One chunk at a time leaves most of the budget unused when prompts are short (note 34)."""
+    """One chunk at a time leaves most of the budget unused when prompts are short."""
     bench = Bench(chunk=16, budget=32)
     plans = plans_of(bench)
     for k in range(1, 5):
@@ -116,7 +116,7 @@ def test_output_does_not_depend_on_the_size_of_chunks_or_pages(chunk: int, page_
 
 
 def test_a_prompt_that_is_wholly_cached_still_runs_a_token() -> None:
-    """A query of length zero is a copy that never ends (note 11)."""
+    """A query of length zero is a copy that never ends."""
     bench = Bench()
     bench.add(prompt(16), sampling=endless(3))
     bench.run()
@@ -169,7 +169,7 @@ def spy_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int
 
 
 def test_a_step_is_launched_before_the_result_of_the_one_before_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waiting for tokens between steps leaves the device idle for as long as the host thinks (note 30)."""
+    """Waiting for tokens between steps leaves the device idle for as long as the host thinks."""
     bench = Bench(chunk=8)
     events = spy_on(bench, monkeypatch)
     bench.add(prompt(20), sampling=endless(4))
@@ -195,7 +195,7 @@ def test_at_most_two_steps_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("lazy", [True, False])
 def test_a_plan_is_never_changed_after_its_launch(lazy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Host arrays that a step in flight still read were the source of races for two years (note 33)."""
+    """Host arrays that a step in flight still read were the source of races for two years."""
     bench = Bench(pages=24, rows=4, chunk=8, lazy=lazy, options={"schedule_conservativeness": 0.01})
     events = spy_on(bench, monkeypatch)
     aborted = []
@@ -217,7 +217,7 @@ def test_a_plan_is_never_changed_after_its_launch(lazy: bool, monkeypatch: pytes
 
 
 def test_steady_decode_sends_changes_and_nothing_else() -> None:
-    """Page tables rebuilt from all tokens at each step made the host slower than the device (note 30)."""
+    """Page tables rebuilt from all tokens at each step made the host slower than the device."""
     bench = Bench(pages=128, page_size=16, rows=8, chunk=64, budget=64, context=128)
     for k in range(1, 9):
         bench.add(prompt(7, first=k), sampling=endless(100))
@@ -236,7 +236,7 @@ def test_steady_decode_sends_changes_and_nothing_else() -> None:
 
 
 def test_many_short_requests_through_few_rows() -> None:
-    """Tokens of the step in flight, kept in a ring, were overwritten once enough requests ran (note 31)."""
+    """Tokens of the step in flight, kept in a ring, were overwritten once enough requests ran."""
     bench = Bench(pages=40, rows=6, chunk=12, budget=24)
     for k in range(150):
         bench.add(prompt(1 + k % 11, first=1 + k % 5), 1 + k % 7, seed=k)

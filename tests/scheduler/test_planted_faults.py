@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers.simulation import simulate
+from helpers.simulation import Strategy, simulate
+from hypothesis import strategies as st
 
 from sglang_jax.mem_cache.group import Group, WindowGroup
 from sglang_jax.mem_cache.invariants import InvariantError
@@ -18,14 +20,18 @@ from sglang_jax.mem_cache.radix_tree import Node, Probe, RadixTree
 from sglang_jax.mem_cache.window_kv import WindowKV
 from sglang_jax.runner.plan import PageDeltas
 from sglang_jax.scheduler.admission import Admission
+from sglang_jax.scheduler.planner import Planner
 from sglang_jax.scheduler.publisher import Publisher
 from sglang_jax.scheduler.request import Request
-from sglang_jax.scheduler.rows import Departure, Rows
+from sglang_jax.scheduler.rows import Advance, Departure, Rows
 
 SCHEDULES = 2000
 
-ONE_POOL = ((0,),)
-WINDOWS = ((0, 5), (0, 17), (5,), (3, 20))
+ONE_POOL = {"groups": st.just((0,))}
+WINDOWS = {"groups": st.sampled_from([(0, 5), (0, 17), (5,), (3, 20)])}
+
+NO_DRAFTS = {"drafts": st.just(0)}
+MANY_DRAFTS = {"drafts": st.sampled_from([1, 4])}
 
 
 def skip_unlock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +99,7 @@ def lose_a_delta(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def commit_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last drawn token counts as committed, though its KV was never written."""
+    """The last sampled token counts as committed, though its KV was never written."""
     publish = Publisher.tokens
 
     def publish_and_commit(self: Publisher, rows: np.ndarray, *arguments: Any) -> None:
@@ -209,7 +215,7 @@ def keep_nothing_for_the_next_page(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def match_over_a_tombstone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WindowKV, "accepts", lambda self, run: run > 0)
+    monkeypatch.setattr(WindowKV, "last_start", lambda self, passed, index: index)
 
 
 def cover_a_page_less(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +262,7 @@ def give_a_node_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def insert_the_uncommitted_tail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The token drawn last goes into the tree, though its KV was never written."""
+    """The token sampled last goes into the tree, though its KV was never written."""
     give_back = Rows._give_back
 
     def give_back_all(self: Rows, departure: Departure) -> None:
@@ -286,6 +292,54 @@ def keep_what_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     let_go = KVCache.let_go
     monkeypatch.setattr(KVCache, "let_go", lambda self, rows, *, tight=False: let_go(self, rows[:0], tight=tight))
 
+
+def count_wrong_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows stay as long as was planned."""
+    monkeypatch.setattr(KVCache, "shorten", lambda self, rows, tokens: None)
+
+
+def begin_where_the_host_thinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row goes on at the most that its length may be."""
+    learnt = Planner._learnt
+
+    def none_is(self: Planner, rows: np.ndarray) -> np.ndarray | None:
+        found = learnt(self, rows)
+        return None if found is None else np.zeros_like(found)
+
+    monkeypatch.setattr(Planner, "_learnt", none_is)
+
+
+def keep_what_is_behind_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    advance = Rows.advance
+
+    def advance_by_all(self: Rows, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> Advance:
+        kept = advance(self, rows, tokens, counts)
+        most = np.minimum(counts, self.total_len[rows] - kept.num_tokens + kept.kept)
+        return replace(kept, kept=most.astype(np.int32))
+
+    monkeypatch.setattr(Rows, "advance", advance_by_all)
+
+
+def reclaim_behind_the_longest_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages behind the window of a query that is further on than the row may be."""
+    extend = KVCache.extend_rows
+
+    def extend_and_guess(self: KVCache, rows: np.ndarray, lengths: np.ndarray) -> bool:
+        before = self.lengths.kv_planned[rows]
+        done = extend(self, rows, lengths)
+        if done:
+            self.lengths.first_query[rows] = before
+        return done
+
+    monkeypatch.setattr(KVCache, "extend_rows", extend_and_guess)
+
+
+DRAFT_FAULTS = [
+    count_wrong_drafts,
+    begin_where_the_host_thinks,
+    keep_what_is_behind_a_stop,
+    reclaim_behind_the_longest_guess,
+]
 
 WINDOW_FAULTS = [
     doubt_no_window,
@@ -323,12 +377,29 @@ FAULTS = [
     never_keep_room,
     miscount_what_does_not_fit,
     *WINDOW_FAULTS,
+    *DRAFT_FAULTS,
 ]
+
+PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
+    # Room for the second appears, by the rounding of pages, while a first alone goes on.
+    no_look_after_a_refusal: {
+        "page_size": st.just(16),
+        "pages": st.integers(4, 6),
+        "rows": st.integers(2, 6),
+        "context": st.just(60),
+        "conservativeness": st.just(1.0),
+    },
+    never_keep_room: {"backfill": st.just((2, 256)), "aged_turn": st.sampled_from([2, 3]), "pages": st.integers(6, 24)},
+    doubt_no_window: {"groups": st.sampled_from([(5,), (0, 5)]), "reuse": st.just(True)},
+}
+"""Sizes with which a fault shows, where few of those that are drawn else would do."""
 
 
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
 def test_fault_is_caught(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    groups = WINDOWS if plant in WINDOW_FAULTS else ONE_POOL
+    windows = plant in WINDOW_FAULTS or plant is reclaim_behind_the_longest_guess
+    drafts = MANY_DRAFTS if plant in DRAFT_FAULTS else NO_DRAFTS
+    sizes = (WINDOWS if windows else ONE_POOL) | drafts | PLACES.get(plant, {})
     with pytest.raises((OwnershipError, InvariantError, AssertionError, RuntimeError, LookupError)):
-        simulate(SCHEDULES, known_fault=True, groups=groups)
+        simulate(SCHEDULES, known_fault=True, sizes=sizes)

@@ -62,7 +62,7 @@ def test_highest_priority_first() -> None:
 
 
 def test_looking_for_the_longest_prefix_costs_no_more_than_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A match of the whole queue at each step cost more than the step (note 35)."""
+    """A match of the whole queue at each step cost more than the step."""
     bench = one_at_a_time(SchedulePolicy.LPM)
     bench.add(PREFIX, sampling=sampling())
     bench.run()
@@ -101,7 +101,7 @@ def test_beyond_the_window_the_order_is_that_of_arrival() -> None:
 
 @pytest.mark.parametrize("policy", SchedulePolicy)
 def test_a_retracted_request_goes_before_its_equals_whatever_the_policy(policy: SchedulePolicy) -> None:
-    """Sent to the tail it may starve (note 7)."""
+    """Sent to the tail it may starve."""
     bench = one_at_a_time(policy)
     victim = bench.add([7], sampling=sampling(6), priority=9)
     bench.scheduler.step()

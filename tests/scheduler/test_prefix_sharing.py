@@ -26,7 +26,7 @@ def kept_plans(bench: Bench) -> list[StepPlan]:
 
 
 def test_the_second_of_two_same_prompts_waits_a_step_and_is_given_the_cached_tokens() -> None:
-    """Side by side both are computed, and one of the two copies is thrown away (note 35)."""
+    """Side by side both are computed, and one of the two copies is thrown away."""
     bench = Bench(chunk=64, budget=64)
     plans = kept_plans(bench)
     first = bench.add(ALIKE[:14], sampling=endless(4))
@@ -59,7 +59,7 @@ def test_a_sharer_of_the_first_pages_goes_as_soon_as_they_are_there() -> None:
 
 
 def test_unrelated_requests_pass_those_that_wait_for_a_prefix() -> None:
-    """A gate that held everybody while one prefix was computed halved the throughput (note 34)."""
+    """A gate that held everybody while one prefix was computed halved the throughput."""
     bench = Bench(chunk=16, budget=32)
     plans = kept_plans(bench)
     bench.add(ALIKE[:14], sampling=endless(4))
@@ -75,7 +75,7 @@ def test_unrelated_requests_pass_those_that_wait_for_a_prefix() -> None:
 
 @pytest.mark.parametrize("sharers", [2, 8, 15])
 def test_many_requests_that_share_a_long_prefix_compute_it_once(sharers: int) -> None:
-    """Reported upstream: groups that share 1000 tokens, and `cached-token: 0` for every first sharer (note 21)."""
+    """Seen elsewhere: groups that share 1000 tokens, and `cached-token: 0` for every first sharer."""
     bench = Bench(pages=600, page_size=4, rows=16, chunk=256, budget=512, context=1200, scribble=False)
     plans = kept_plans(bench)
     prefix = [1 + (i * i) % 37 for i in range(1000)]
@@ -127,7 +127,7 @@ def test_sharers_go_on_when_the_one_they_wait_for_is_aborted() -> None:
 
 def test_computed_twice_all_the_same_the_copies_are_merged() -> None:
     """Wanted prompt logprobs forbid a match, so the prefix is computed again: the row must end on the tree's copy, and
-    its own pages be freed once the step that writes them is over (note 4)."""
+    its own pages be freed once the step that writes them is over."""
     bench = Bench(chunk=64, budget=64)
     bench.add(ALIKE[:16], sampling=endless(20))
     bench.scheduler.step()
@@ -145,7 +145,7 @@ def test_computed_twice_all_the_same_the_copies_are_merged() -> None:
 
 
 def test_a_follow_up_turn_is_given_the_whole_conversation_so_far() -> None:
-    """KV of prompt and output is kept, up to the page floor of what was computed (note 3)."""
+    """KV of prompt and output is kept, up to the page floor of what was computed."""
     bench = Bench()
     first = bench.add(ALIKE[:10], sampling=endless(7))
     bench.run()

@@ -71,7 +71,7 @@ def test_too_many_ids_that_end_a_request() -> None:
 
 
 def test_a_full_queue_refuses_the_one_that_comes_and_nobody_else() -> None:
-    """A full queue must answer, with 503, not hang (note 15)."""
+    """A full queue must answer, with 503, not hang."""
     bench = Bench(rows=1, options={"max_queued_requests": 2})
     running = bench.add(PROMPT, sampling=endless(6))
     bench.scheduler.step()
@@ -107,19 +107,19 @@ def test_logits_that_are_not_finite_end_their_request_alone() -> None:
 
 
 def test_logits_that_are_not_finite_in_the_middle_of_the_output() -> None:
-    """What was drawn before is kept; KV that the request computed is kept for nobody."""
+    """What was sampled before is kept; KV that the request computed is kept for nobody."""
     bench = Bench(invalid_token=VOCAB - 1, page_size=1)
     seed = next(s for s in range(1000) if VOCAB - 1 in bench.oracle.output(PROMPT, s, 8)[3:7])
     request = bench.add(PROMPT, sampling=endless(20, seed), stream=False)
     bench.run()
-    drawn = bench.channel.output(request)
-    assert drawn[-1] == VOCAB - 1
-    assert drawn == bench.wanted[request][: len(drawn)]
+    sampled = bench.channel.output(request)
+    assert sampled[-1] == VOCAB - 1
+    assert sampled == bench.wanted[request][: len(sampled)]
     assert error_of(bench, request).name == "NumericalError"
     assert bench.scheduler.cache.groups[0].pool.num_free == bench.scheduler.cache.groups[0].pool.total
 
 
-def test_a_token_that_was_never_drawn_has_no_logprob() -> None:
+def test_a_token_that_was_never_sampled_has_no_logprob() -> None:
     """Its entry would carry the id -1 and, from a real model, NaN: no tokenizer and no JSON takes either."""
     bench = Bench(invalid_token=VOCAB - 1)
     bad = bench.add([5, 6, VOCAB - 1], sampling=endless(6), top_logprobs=2)

@@ -46,7 +46,7 @@ def note_retractions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[in
 
 
 def test_the_newest_goes_back_to_the_head_with_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sent to the tail it may starve; its output thrown away, clients see their stream start over (note 7)."""
+    """Sent to the tail it may starve; its output thrown away, clients see their stream start over."""
     bench = Bench(pages=8, rows=2, options=GREEDY)
     noted = note_retractions(monkeypatch)
     first = bench.add(prompt(8), sampling=endless(16))
@@ -68,7 +68,7 @@ def test_the_newest_goes_back_to_the_head_with_its_output(monkeypatch: pytest.Mo
 
 
 def test_no_retraction_while_the_step_in_flight_frees_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A healthy request was thrown out though another's end, already on its way, made room (note 34)."""
+    """A healthy request was thrown out though another's end, already on its way, made room."""
     bench = Bench(pages=4, rows=2, options=GREEDY)
     noted = note_retractions(monkeypatch)
     ends = bench.add(prompt(4), sampling=endless(5))
@@ -95,7 +95,7 @@ def test_what_is_cached_goes_before_anyone_who_runs(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("reuse", [True, False])
 def test_the_oldest_is_never_retracted_so_that_all_end(reuse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two requests that take turns throwing each other out never end (note 7)."""
+    """Two requests that take turns throwing each other out never end."""
     bench = Bench(pages=9, rows=6, options=GREEDY | {"disable_radix_cache": not reuse})
     noted = note_retractions(monkeypatch)
     for k in range(1, 9):
@@ -159,7 +159,7 @@ class TestCapacity:
         bench.check_outputs()
 
     def test_filling_the_pool_to_the_last_slot_is_no_shortage(self) -> None:
-        """KV of the last drawn token is never written, so 17 tokens fit into 16 slots (note 3)."""
+        """KV of the last sampled token is never written, so 17 tokens fit into 16 slots."""
         bench = Bench(pages=4, context=64)
         exact = bench.add(prompt(6), sampling=endless(11))
         run_checked(bench)
@@ -167,7 +167,7 @@ class TestCapacity:
         bench.check_outputs()
 
     @pytest.mark.parametrize("limit", [50, None])
-    def test_alone_a_request_is_admitted_whatever_it_may_draw(self, limit: int | None) -> None:
+    def test_alone_a_request_is_admitted_whatever_it_may_sample(self, limit: int | None) -> None:
         """Most requests end long before their limit; one that waits for room for all of it waits for ever."""
         bench = Bench(pages=4, context=64)
         seed = next(s for s in range(1000) if len(bench.oracle.output(prompt(14), s, 3, (EOS,))) < 3)
@@ -206,7 +206,7 @@ class TestCapacity:
 
 class TestReserve:
     def test_it_starts_high_and_decays_to_its_floor(self) -> None:
-        """Room kept for all output leaves the pool half empty; none at all means endless retractions (note 36)."""
+        """Room kept for all output leaves the pool half empty; none at all means endless retractions."""
         reserve = NewTokenReserve()
         start = reserve.ratio
         for _ in range(DECAY_STEPS // 2):
@@ -269,7 +269,7 @@ class TestReserve:
         assert retractions(0.01) > 0
 
     def test_a_request_that_does_not_fit_beside_others_is_asked_again_later(self) -> None:
-        """A refusal must leave no lock and no row behind, and not be final (note 10)."""
+        """A refusal must leave no lock and no row behind, and not be final."""
         bench = Bench(pages=8, rows=4)
         first = bench.add(prompt(12), sampling=endless(8))
         bench.scheduler.step()

@@ -37,7 +37,7 @@ def test_prompt_logprobs_across_chunks(chunk: int, start: int) -> None:
 
 @pytest.mark.parametrize(("start", "cached"), [(0, 0), (1, 0), (5, 4), (8, 4), (9, 8), (23, 20), (-1, 20)])
 def test_a_cached_prefix_is_used_as_far_as_its_logprobs_are_not_wanted(start: int, cached: int) -> None:
-    """A position that is not run has no logits (note 1)."""
+    """A position that is not run has no logits."""
     bench = Bench()
     bench.add(PROMPT, sampling=endless(3))
     bench.run()
@@ -60,7 +60,7 @@ def test_a_cached_prefix_is_used_as_far_as_its_logprobs_are_not_wanted(start: in
 def test_each_prompt_logprob_comes_once_whatever_happens(
     chunk: int, start: int, cached: int, steps: list[int], page_size: int
 ) -> None:
-    """Retracted in the middle, what was told already is not computed again, and nothing is left out (note 7)."""
+    """Retracted in the middle, what was told already is not computed again, and nothing is left out."""
     bench = Bench(page_size=page_size, chunk=chunk)
     if cached:
         bench.add(PROMPT[:cached], sampling=endless(1))
@@ -122,7 +122,7 @@ def entries(bench: Bench) -> dict[int, list[WireLogprob]]:
 
 
 def test_a_step_reports_the_smallest_bucket_and_each_request_what_it_asked_for() -> None:
-    """A count of its own for each mixture of requests built a program for each mixture (note 32)."""
+    """A count of its own for each mixture of requests built a program for each mixture."""
     bench = Bench(rows=4, chunk=64, budget=64)
     bench.runner.keep_plans = True
     wishes = [(12, 0), (8, 1), (6, 3), (4, 20)]

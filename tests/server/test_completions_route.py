@@ -109,12 +109,33 @@ def test_usage_is_in_every_event_only_if_asked(server: EchoServer) -> None:
     assert (last["choices"], last["usage"]["total_tokens"]) == ([], 5)
 
 
-def test_cache_namespaces(server: EchoServer) -> None:
-    keys = []
-    for fields in ({"extra_key": "a"}, {"cache_salt": "a"}, {"extra_key": "a", "cache_salt": "b"}, {}):
+def test_no_two_pairs_of_salt_and_extra_key_share_a_cache(server: EchoServer) -> None:
+    pairs: list[dict[str, str]] = [
+        {},
+        {"extra_key": "a"},
+        {"cache_salt": "a"},
+        {"cache_salt": "b"},
+        {"extra_key": "a", "cache_salt": "b"},
+        {"extra_key": "b", "cache_salt": "a"},
+        {"extra_key": "b\x1fc", "cache_salt": "a"},
+        {"extra_key": "c", "cache_salt": "a\x1fb"},
+        {"cache_salt": "a\x1fb\x1fc"},
+        {"extra_key": 'b", "c', "cache_salt": "a"},
+        {"extra_key": "c", "cache_salt": 'a", "b'},
+    ]
+
+    def seen(fields: dict[str, str]) -> str | None:
         complete(server, prompt="a", **fields)
-        keys.append(server.seen()[-1]["extra_key"])
-    assert keys == ["a", "a", "b\x1fa", None]
+        key = server.seen()[-1]["extra_key"]
+        assert key is None or isinstance(key, str)
+        return key
+
+    keys = [seen(fields) for fields in pairs]
+    assert keys[:2] == [None, "a"]
+    assert len(set(keys)) == len(pairs)
+    assert [seen(fields) for fields in pairs] == keys
+    assert seen({"extra_key": "", "cache_salt": ""}) is None
+    assert seen({"extra_key": "", "cache_salt": "a"}) == keys[2]
 
 
 @pytest.mark.parametrize(

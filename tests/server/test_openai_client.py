@@ -188,19 +188,19 @@ def test_an_error_after_the_stream_began_is_an_event() -> None:
 
 
 def test_api_key() -> None:
-    with serve_echo(api_key="secret") as server:
+    with serve_echo(api_key="sesame") as server:
         with (
             openai.OpenAI(base_url=f"{server.url}/v1", api_key="guess", max_retries=0) as client,
             pytest.raises(openai.AuthenticationError) as refused,
         ):
             client.models.list()
         assert refused.value.code == "invalid_api_key"
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret") as client:
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="sesame") as client:
             assert client.completions.create(model="default", prompt="a").choices[0].text == "a"
         assert server.http.get("/health").status_code == 200
         for path in ("/metrics", "/health_generate", "/v1/models", "/server_info", "/docs", "/nowhere"):
             assert server.http.get(path).status_code == 401
-            assert server.http.get(path, headers={"Authorization": "Basic secret"}).status_code == 401
-        answer = server.http.get("/server_info", headers={"Authorization": "bearer secret"})
+            assert server.http.get(path, headers={"Authorization": "Basic sesame"}).status_code == 401
+        answer = server.http.get("/server_info", headers={"Authorization": "bearer sesame"})
         assert answer.status_code == 200
-        assert "secret" not in answer.text
+        assert "sesame" not in answer.text

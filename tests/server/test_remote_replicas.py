@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -303,6 +304,19 @@ async def test_a_key_opens_servers_that_ask_for_one() -> None:
         assert client.alive
         await client.close()
         assert not client.alive
+
+
+async def test_servers_that_know_operators_are_asked_by_one(tmp_path: Path) -> None:
+    """What they have to do is not for everybody to see."""
+    key = tmp_path / "key"
+    key.write_text("operator's\n")
+    with serve_echo(api_key="client's", admin_api_key="operator's") as behind:
+        address = f"127.0.0.1:{behind.port}"
+        with pytest.raises(EngineDeadError, match="403"):
+            await connect(config(connect=address, api_key="client's"))
+        client = await connect(config(connect=address, api_key="mine", admin_api_key_file=key))
+        assert client.alive
+        await client.close()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What requests over HTTP are drawn with where they leave sampling fields out."""
+"""What requests over HTTP are sampled with where they leave sampling fields out."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from helpers.recommended_sampling import (
 from sglang_jax.engine.model_core import load_core, load_text_tokenizer
 from sglang_jax.sampling import SamplingParams
 
-Drawn = Callable[[str, dict[str, Any]], list[SamplingParams]]
-"""Posts a body and gives the parameters that its prompts were drawn with."""
+Sampled = Callable[[str, dict[str, Any]], list[SamplingParams]]
+"""Posts a body and gives the parameters that its prompts were sampled with."""
 
 BODIES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "/generate": lambda fields: {"text": "hello", "sampling_params": {"max_new_tokens": 2, **fields}},
@@ -38,60 +38,60 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_recommending_checkpoint(tmp_path_factory.mktemp("model"))
 
 
-def post_to(server: EchoServer, seen: list[SamplingParams]) -> Drawn:
-    def drawn(path: str, body: dict[str, Any]) -> list[SamplingParams]:
+def post_to(server: EchoServer, seen: list[SamplingParams]) -> Sampled:
+    def sampled(path: str, body: dict[str, Any]) -> list[SamplingParams]:
         seen.clear()
         response = server.http.post(path, json=body)
         assert response.status_code == 200, response.text
         return list(seen)
 
-    return drawn
+    return sampled
 
 
 @pytest.fixture(scope="module")
-def drawn(folder: Path) -> Iterator[Drawn]:
+def sampled(folder: Path) -> Iterator[Sampled]:
     with recorded_sampling() as seen, serve_echo(load_core, load_text_tokenizer, model_path=str(folder)) as server:
         yield post_to(server, seen)
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_what_a_request_leaves_out_is_the_models(drawn: Drawn, path: str) -> None:
-    [sampling] = drawn(path, BODIES[path]({}))
+def test_what_a_request_leaves_out_is_the_models(sampled: Sampled, path: str) -> None:
+    [sampling] = sampled(path, BODIES[path]({}))
     assert values_of(sampling) == RECOMMENDED
-    [sampling] = drawn(path, BODIES[path]({"top_k": 3, "temperature": None}))
+    [sampling] = sampled(path, BODIES[path]({"top_k": 3, "temperature": None}))
     assert values_of(sampling) == RECOMMENDED | {"top_k": 3}
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_what_a_request_says_wins_also_where_it_is_neutral(drawn: Drawn, path: str) -> None:
-    [sampling] = drawn(path, BODIES[path](NEUTRAL))
+def test_what_a_request_says_wins_also_where_it_is_neutral(sampled: Sampled, path: str) -> None:
+    [sampling] = sampled(path, BODIES[path](NEUTRAL))
     assert values_of(sampling) == NEUTRAL
-    [sampling] = drawn(path, BODIES[path]({"temperature": 1.0}))
+    [sampling] = sampled(path, BODIES[path]({"temperature": 1.0}))
     assert values_of(sampling) == RECOMMENDED | {"temperature": 1.0}
-    [sampling] = drawn(path, BODIES[path]({"temperature": 0}))
+    [sampling] = sampled(path, BODIES[path]({"temperature": 0}))
     assert sampling.temperature == 0.0
 
 
-def test_no_parameters_at_all(drawn: Drawn) -> None:
-    [sampling] = drawn("/generate", {"text": "hello"})
+def test_no_parameters_at_all(sampled: Sampled) -> None:
+    [sampling] = sampled("/generate", {"text": "hello"})
     assert values_of(sampling) == RECOMMENDED
     assert sampling.max_new_tokens == SamplingParams().max_new_tokens
-    [sampling] = drawn("/v1/completions", {"prompt": "hello"})
+    [sampling] = sampled("/v1/completions", {"prompt": "hello"})
     assert (values_of(sampling), sampling.max_new_tokens) == (RECOMMENDED, 16)
 
 
-def test_each_prompt_of_a_batch_for_itself(drawn: Drawn) -> None:
+def test_each_prompt_of_a_batch_for_itself(sampled: Sampled) -> None:
     each = [{"temperature": 1.0, "max_new_tokens": 1}, {"top_p": 0.5, "max_new_tokens": 1}]
-    batch = drawn("/generate", {"text": ["hello", "world"], "sampling_params": each})
+    batch = sampled("/generate", {"text": ["hello", "world"], "sampling_params": each})
     assert sorted((one.temperature, one.top_p) for one in batch) == [(0.6, 0.5), (1.0, 0.95)]
 
 
 def test_neutral_values_where_the_server_is_told_so(folder: Path) -> None:
     options = {"model_path": str(folder), "sampling_defaults": "openai"}
     with recorded_sampling() as seen, serve_echo(load_core, load_text_tokenizer, **options) as server:
-        drawn = post_to(server, seen)
+        sampled = post_to(server, seen)
         for path, body in BODIES.items():
-            [sampling] = drawn(path, body({}))
+            [sampling] = sampled(path, body({}))
             assert values_of(sampling) == NEUTRAL
         assert not any(server.http.get("/model_info").json()["generation_defaults"].values())
 

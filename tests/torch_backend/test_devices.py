@@ -24,9 +24,9 @@ from torch_backend.host_trial import HostForm
 from torch_backend.kernel_choice import Kernels, choose_kernels
 from torch_backend.kernels.chip import Chip
 from torch_backend.kernels.operations import TritonOperations
-from torch_backend.native_draw import NativeDraw
 from torch_backend.native_operations import NativeOperations
-from torch_backend.triton_draw import TritonDraw
+from torch_backend.native_sampler import NativeSampler
+from torch_backend.triton_sampler import TritonSampler
 
 assert helpers.triton_interpreter
 
@@ -144,7 +144,7 @@ class TestKernels:
         assert kernels.attention_name is name
         assert isinstance(kernels.attention, attention)
         assert isinstance(kernels.operations, HostOperations if attention is HostAttention else NativeOperations)
-        assert isinstance(kernels.draw, NativeDraw)
+        assert isinstance(kernels.sampler, NativeSampler)
         assert not kernels.capturable
 
     @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ class TestKernels:
         assert kernels.attention_name is name
         assert isinstance(kernels.attention, attention)
         assert isinstance(kernels.operations, TritonOperations)
-        assert isinstance(kernels.draw, TritonDraw)
+        assert isinstance(kernels.sampler, TritonSampler)
         # Only these read no lengths on the host, which a CUDA graph cannot do.
         assert kernels.capturable == (attention is TritonAttention)
 

@@ -212,7 +212,7 @@ class BakesIn(ReadsOnHost):
         return StandIn.forward(self, self._cut(batch, int(batch.kv_lens.numpy().max())))
 
 
-def test_a_length_that_is_baked_into_a_capture_changes_what_is_drawn(capture: Recorder) -> None:
+def test_a_length_that_is_baked_into_a_capture_changes_what_is_sampled(capture: Recorder) -> None:
     """What these tests would see if it happened."""
     eager = stand_in_runner(WEIGHTS, BakesIn)
     driver = PlanDriver(eager)

@@ -57,8 +57,8 @@ def test_options(case: Case, window: int | None, soft_cap: float | None, sinks: 
 
 
 @every_dtype
-def test_a_row_s_result_is_the_same_bit_for_bit_in_any_company(dtype: torch.dtype) -> None:
-    """Alone a row is computed by one thread, and in company by all."""
+def test_a_row_s_result_is_batch_invariant_bit_for_bit(dtype: torch.dtype) -> None:
+    """Alone a row is computed by one thread, and in a batch by all."""
     many = make_step(replace(LONG, dtype=dtype))
     together = host_attention(dtype, 64, 2).prepare(many.batch)(many.queries, many.kv, many.options)
     for row in range(len(LONG.kv_lens)):

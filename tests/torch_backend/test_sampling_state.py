@@ -11,7 +11,7 @@ from helpers.samplers import decode_plan
 
 from sglang_jax.runner.plan import SamplingUpdate
 from sglang_jax.sampling.params import SamplingParams
-from torch_backend.sampler import DrawParameters, sample
+from torch_backend.sampler import SamplerInputs, sample
 from torch_backend.sampling_state import Needs, RowNeeds, SamplingState
 
 ROWS = 5
@@ -31,13 +31,13 @@ def needs_of(needs: RowNeeds, *rows: int, kv_len: int = 10) -> Needs:
     ("changes", "wanted"),
     [
         ({}, Needs.NOTHING),
-        ({"temperature": 0.1}, Needs.DRAW),
+        ({"temperature": 0.1}, Needs.RANDOM),
         # What only chooses among tokens changes no greedy one.
         ({"top_k": 5, "top_p": 0.5, "min_p": 0.1}, Needs.NOTHING),
         ({"logit_bias": {3: 1.0}}, Needs.BIAS),
         ({"frequency_penalty": 0.1}, Needs.PENALTIES),
         ({"presence_penalty": -0.1}, Needs.PENALTIES),
-        ({"repetition_penalty": 1.1, "temperature": 1.0}, Needs.PENALTIES | Needs.DRAW),
+        ({"repetition_penalty": 1.1, "temperature": 1.0}, Needs.PENALTIES | Needs.RANDOM),
         ({"min_new_tokens": 3}, Needs.STOP_MASK),
     ],
 )
@@ -54,11 +54,11 @@ def test_what_a_row_asks_for(changes: dict[str, object], wanted: Needs) -> None:
 def test_rows_ask_together() -> None:
     needs = RowNeeds(ROWS)
     needs.replace([update(0, SamplingParams()), update(3, replace(GREEDY, logit_bias={1: 1.0}))])
-    assert needs_of(needs, 3, 0) == Needs.DRAW | Needs.BIAS
+    assert needs_of(needs, 3, 0) == Needs.RANDOM | Needs.BIAS
     assert needs_of(needs, 3, 4) == Needs.BIAS
 
 
-def test_a_chunk_that_draws_nothing_asks_for_nothing() -> None:
+def test_a_chunk_that_samples_nothing_asks_for_nothing() -> None:
     needs = RowNeeds(ROWS)
     needs.replace([update(0, SamplingParams()), update(3, replace(GREEDY, logit_bias={1: 1.0}))])
     plan = decode_plan(np.array([0, 3], np.int32), np.array([10, 10], np.int32))
@@ -66,7 +66,7 @@ def test_a_chunk_that_draws_nothing_asks_for_nothing() -> None:
     assert needs.of_step(replace(plan, samples=np.array([False, False]))) == Needs.NOTHING
 
 
-def test_stop_ids_are_masked_as_long_as_they_may_not_be_drawn() -> None:
+def test_stop_ids_are_masked_as_long_as_they_may_not_be_sampled() -> None:
     needs = RowNeeds(ROWS)
     needs.replace([update(1, replace(GREEDY, min_new_tokens=3), stop_ids=(7,)), update(2, GREEDY, stop_ids=(7,))])
     assert [bool(needs_of(needs, 1, 2, kv_len=length)) for length in (10, 12, 13, 50)] == [True, True, False, False]
@@ -74,14 +74,14 @@ def test_stop_ids_are_masked_as_long_as_they_may_not_be_drawn() -> None:
     assert needs_of(needs, 1) == Needs.NOTHING
 
 
-class NoDraw:
+class NoSampler:
     """Greedy alone."""
 
     def greedy(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.argmax(-1).to(torch.int32)
 
-    def draw(self, logits: torch.Tensor, parameters: DrawParameters) -> torch.Tensor:
-        raise AssertionError("nothing is to be drawn")
+    def sample(self, logits: torch.Tensor, parameters: SamplerInputs) -> torch.Tensor:
+        raise AssertionError("nothing is to be sampled")
 
 
 def test_work_that_no_row_asks_for_is_left_out() -> None:
@@ -89,6 +89,6 @@ def test_work_that_no_row_asks_for_is_left_out() -> None:
     state = SamplingState.empty(1, 3, torch.device("cpu"))
     rows, kv_lens = torch.tensor([0]), torch.tensor([4], dtype=torch.int32)
     state.bias_ids[0, 0], state.bias_values[0, 0] = 0, 9.0
-    assert sample(logits, state, rows, kv_lens, Needs.NOTHING, NoDraw()).tolist() == [1]
-    assert sample(logits, state, rows, kv_lens, Needs.BIAS, NoDraw()).tolist() == [0]
+    assert sample(logits, state, rows, kv_lens, Needs.NOTHING, NoSampler()).tolist() == [1]
+    assert sample(logits, state, rows, kv_lens, Needs.BIAS, NoSampler()).tolist() == [0]
     assert logits.tolist() == [[0.0, 2.0, 1.0]]

@@ -69,6 +69,7 @@ def test_two_processes_say_what_one_does(folder: Path, engine: Engine) -> None:
     follower.wait(10)
 
 
+@pytest.mark.alone
 def test_a_lost_rank_ends_the_engine_with_an_error(engine: Engine) -> None:
     run(engine, GREEDY)
     (follower,) = followers()

@@ -20,8 +20,7 @@ from helpers.triton_ahead_of_time import (
     row_prefix,
     run_compiling,
 )
-
-from torch_backend.kernels.shipped import shipped_kernels
+from helpers.triton_inventory import shipped_kernels
 
 assert helpers.triton_interpreter  # the kernels are imported here for their names
 
@@ -39,7 +38,7 @@ REPRESENTATIVE = [
     "rotate_and_write: bfloat16, head_dim 128, bfloat16 pages of 16: ",
     "rotate_and_write: bfloat16, head_dim 80, float8_e4m3fn pages of 16, head norms: ",
     "greedy: vocabulary 128256: ",
-    "draw: vocabulary 128256: ",
+    "sample: vocabulary 128256: ",
     "decode_attention: bfloat16, head_dim 128, group 4, bfloat16 pages of 16: ",
     "decode_attention: bfloat16, head_dim 64, group 8, float8_e4m3fn pages of 16, window, sinks: ",
     "extend_attention: bfloat16, head_dim 128, group 4, bfloat16 pages of 16: ",
@@ -116,8 +115,8 @@ def test_every_kernel_compiles_to_what_the_table_says() -> None:
 
 def test_a_kernel_that_compiles_for_too_long_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    with pytest.raises(RuntimeError, match=r"(?s)sm_90 draw: vocabulary 128256: .*Timeout"):
-        compile_shipped([90], ["sm_90 draw: vocabulary 128256: "], seconds_per_kernel=0.05)
+    with pytest.raises(RuntimeError, match=r"(?s)sm_90 sample: vocabulary 128256: .*Timeout"):
+        compile_shipped([90], ["sm_90 sample: vocabulary 128256: "], seconds_per_kernel=0.05)
 
 
 SPILLS = """

@@ -134,7 +134,7 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("window", [None, SPLIT + 9])
-def test_a_row_does_not_depend_on_its_company(window: int | None) -> None:
+def test_a_row_is_batch_invariant(window: int | None) -> None:
     """The same bits alone, in another order, on a chip with more processors, and with programs in any order."""
     step = make_step(decode(700, 9, 300, 64, SPLIT, kv_heads=1, page_size=16, window=window, sinks=True))
     together = attend(step)
@@ -155,7 +155,7 @@ def test_layers_of_one_step_share_what_they_may() -> None:
     steps += [make_step(replace(case, kv_heads=2, group=1)), make_step(replace(case, group=8, head_dim=256))]
     attention = TritonAttention(HOPPER).prepare(steps[0].batch)
     for step in steps:
-        assert torch.equal(step.batch.page_table, steps[0].batch.page_table)  # drawn from the same seed
+        assert torch.equal(step.batch.page_table, steps[0].batch.page_table)  # sampled from the same seed
         output = attention(step.queries, step.kv, step.options)
         torch.testing.assert_close(output.double(), torch.from_numpy(step.expected), atol=1.6e-2, rtol=0)
 

@@ -124,7 +124,7 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 50])
-def test_a_sequence_does_not_depend_on_its_company(window: int | None) -> None:
+def test_a_sequence_is_batch_invariant(window: int | None) -> None:
     """The same bits alone and with programs in any order."""
     step = make_step(replace(MIXED, kv_heads=1, page_size=16, window=window))
     together = attend(step)

@@ -52,6 +52,7 @@ def test_services_find_their_pods() -> None:
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert MEETING_PORT in {port["containerPort"] for port in container["ports"]}
     assert job["spec"]["completions"] == job["spec"]["parallelism"]
+    assert "SGLANG_JAX_GROUP_SECRET" in {variable["name"] for variable in container["env"]}
 
 
 def test_skypilot_asks_for_a_slice_and_starts_the_launcher() -> None:
@@ -59,4 +60,4 @@ def test_skypilot_asks_for_a_slice_and_starts_the_launcher() -> None:
     assert parse_topology(task["resources"]["accelerators"]).hosts == 1
     assert "-m tpu.launch" in task["run"]
     assert ".[tpu]" in task["setup"]
-    assert {"MODEL", "HF_TOKEN"} == set(task["envs"])
+    assert {"MODEL", "HF_TOKEN", "SGLANG_JAX_API_KEY"} == set(task["envs"])

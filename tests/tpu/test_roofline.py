@@ -43,7 +43,7 @@ def test_a_long_prompt_waits_for_the_products() -> None:
 
 
 def test_devices_share_the_work_and_exchange_what_the_layers_sum() -> None:
-    def bounds(tp: int):
+    def bounds(tp: int, exchanged: float | None = None):
         return roofline(
             LLAMA,
             Work.decode(64, 1000),
@@ -51,12 +51,14 @@ def test_devices_share_the_work_and_exchange_what_the_layers_sum() -> None:
             tp=tp,
             weight_bytes=LLAMA_WEIGHTS // tp,
             kv_bytes_per_token=LLAMA_KV // tp,
+            exchanged=exchanged,
         )
 
     assert bounds(4).flops == pytest.approx(bounds(1).flops / 4)
     assert bounds(4).hbm_bytes == pytest.approx(bounds(1).hbm_bytes / 4, rel=1e-3)
     sums = 65 * 2 * (3 / 4) * 64 * 4096 * 2
-    assert bounds(4).exchanged_bytes == pytest.approx(sums + 4 * 64 * 128256 * 3 / 16)
+    assert bounds(4).exchanged_bytes == pytest.approx(sums + 3 * 4 * 64 * 3)
+    assert bounds(4, exchanged=1e6).exchange == pytest.approx(1e6 / V6E.ici_bandwidth)
 
 
 @pytest.mark.parametrize(("name", "billions"), [("llama-3.1-8b", 8.03), ("qwen3-32b", 32.8), ("gemma-3-27b", 27.0)])

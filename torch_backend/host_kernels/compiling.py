@@ -64,7 +64,7 @@ class CompiledKernel:
 
 
 def _version() -> str:
-    """Of every file of this room: numba itself looks at the file alone that a kernel stands in."""
+    """Of every file of this package: numba itself looks at the file alone that a kernel stands in."""
     digest = hashlib.sha256()
     for file in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(file.name.encode() + file.read_bytes())

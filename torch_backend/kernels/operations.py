@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from torch_backend.kernels.gelu_mul import gelu_mul
+from torch_backend.kernels.gated_activation import gelu_mul, silu_mul
 from torch_backend.kernels.rms_norm import add_rms_norm, rms_norm
 from torch_backend.kernels.rotate_and_write import rotate_and_write
-from torch_backend.kernels.silu_mul import silu_mul
 from torch_backend.kv_pages import KVPages
 from torch_backend.operations import HeadNorms, Rotation
 

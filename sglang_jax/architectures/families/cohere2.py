@@ -18,7 +18,7 @@ def configure(fields: JsonFields) -> ModelConfig:
     common = CommonFields.read(fields, _DEFAULTS)
     norm = replace(common.norm("layer_norm_eps"), kind=NormKind.LAYER, wide=True)
     bias = fields.boolean("attention_bias") or False
-    window = fields.integer_or("sliding_window", 4096)
+    window = fields.count_or("sliding_window", 4096)
     attention = replace(common.attention(), rope=None, interleaved_rope=True, bias=bias, out_bias=bias)
     rotated = replace(attention, rope=common.rope, window=common.sees(window))
     layers = [
@@ -29,7 +29,7 @@ def configure(fields: JsonFields) -> ModelConfig:
             feed_forward_norms=SublayerNorms(),
             parallel=True,
         )
-        for slides in common.sliding_layers(every=fields.integer("sliding_window_pattern") or 4)
+        for slides in common.sliding_layers(every=fields.count("sliding_window_pattern") or 4)
     ]
     scale = fields.number("logit_scale")
     return replace(common.model(_NAME, layers, norm), logit_multiplier=0.0625 if scale is None else scale)

@@ -18,7 +18,7 @@ _DEFAULTS = Defaults(num_kv_heads=32, max_position=2048, eps=1e-5, bos_token_id=
 
 def configure(fields: JsonFields) -> ModelConfig:
     common = CommonFields.read(fields, _DEFAULTS)
-    window = fields.integer_or("sliding_window", 4096)
+    window = fields.count_or("sliding_window", 4096)
     norms = SublayerNorms(post=common.norm())
     attention = replace(common.attention(), qk_norm=QKNorm(norm=common.norm()))
     sees_all = attention if window is None else replace(attention, rope=None)

@@ -24,7 +24,7 @@ _DEFAULTS = Defaults(
 
 def configure(fields: JsonFields) -> ModelConfig:
     common = CommonFields.read(fields, _DEFAULTS)
-    window = common.sees(fields.integer_or("sliding_window", 4096))
+    window = common.sees(fields.count_or("sliding_window", 4096))
     bias = fields.boolean("attention_bias") or False
     norms = SublayerNorms(pre=gemma_norm(common), post=gemma_norm(common))
     attention = replace(

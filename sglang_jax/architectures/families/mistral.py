@@ -17,7 +17,7 @@ _DEFAULT_WINDOW = 4096
 
 def configure(fields: JsonFields) -> ModelConfig:
     common = CommonFields.read(fields, _DEFAULTS)
-    window = fields.integer("sliding_window") if "sliding_window" in fields.values else _DEFAULT_WINDOW
+    window = fields.count("sliding_window") if "sliding_window" in fields.values else _DEFAULT_WINDOW
     layer = common.pre_norm_layer(replace(common.attention(), window=common.sees(window)), common.feed_forward())
     return common.model(_NAME, [layer] * common.num_layers)
 

@@ -25,7 +25,7 @@ _NAMES = {
 
 def configure(fields: JsonFields) -> ModelConfig:
     common = CommonFields.read(fields, _DEFAULTS)
-    window = common.sees(fields.integer("sliding_window"))
+    window = common.sees(fields.count("sliding_window"))
     layer = common.pre_norm_layer(replace(common.attention(), window=window), common.feed_forward())
     return common.model(_NAME, [layer] * common.num_layers)
 

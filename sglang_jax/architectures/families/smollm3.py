@@ -27,7 +27,7 @@ def configure(fields: JsonFields) -> ModelConfig:
     feed_forward = common.feed_forward(bias=fields.boolean("mlp_bias") or False)
     attention = replace(common.attention(), bias=bias, out_bias=bias)
     rotated = _rotated_layers(common)
-    window = common.sees(fields.integer("sliding_window")) if fields.boolean("use_sliding_window") else None
+    window = common.sees(fields.count("sliding_window")) if fields.boolean("use_sliding_window") else None
     sliding = [not rotates for rotates in rotated]
     if fields.strings("layer_types") is not None:
         sliding = common.sliding_layers(every=None)
@@ -43,7 +43,7 @@ def configure(fields: JsonFields) -> ModelConfig:
 def _rotated_layers(common: CommonFields) -> list[bool]:
     """`no_rope_layers` has, in spite of its name, 1 for a layer that rotates."""
     fields = common.fields
-    every = fields.integer("no_rope_layer_interval") or 4
+    every = fields.count("no_rope_layer_interval") or 4
     given = fields.integers("no_rope_layers")
     if not given:
         return [bool((number + 1) % every) for number in range(common.num_layers)]

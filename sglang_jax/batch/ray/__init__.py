@@ -11,9 +11,8 @@ Neither this nor what it imports needs jax or torch; the actors' engines do, in 
 the extra `ray`.
 """
 
-from sglang_jax.batch.ray.actors import ANSWER_COLUMNS, REQUEST_COLUMNS, Answering, AnswerRows
-from sglang_jax.batch.ray.answerer import Asking
-from sglang_jax.batch.ray.attempts import Attempts, SharedAttempts
+from sglang_jax.batch.ray.actors import ANSWER_COLUMNS, REQUEST_COLUMNS, Answering, AnswerRows, Attempts, SharedAttempts
+from sglang_jax.batch.ray.engine import Asking
 from sglang_jax.batch.ray.pipeline import answer_rows, pool_of_engines
 from sglang_jax.batch.ray_options import RayOptions
 

@@ -1,4 +1,5 @@
-"""The actors of `map_batches`: each has an engine, takes rows, and gives them back with their answers."""
+"""The actors of `map_batches`: each has an engine, takes rows, and gives them back with their answers. How often a
+batch was begun is counted where no killed actor or node loses it."""
 
 from __future__ import annotations
 
@@ -7,27 +8,27 @@ import itertools
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import msgspec
 import pyarrow as pa
 import ray
 from msgspec import Raw
+from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from sglang_jax.batch.answers import Answer, failed
 from sglang_jax.batch.journal import Kind
 from sglang_jax.batch.lines import MAX_LINE_BYTES, BadLine, Line, parse_defaults, parse_line
 from sglang_jax.batch.parquet import first_text, row_as_json
-from sglang_jax.batch.ray.answerer import Answerer, Asking, Launch, LineEngine
-from sglang_jax.batch.ray.attempts import Attempts
-from sglang_jax.batch.ray.group import HostGroup
-from sglang_jax.batch.ray.places import GroupPlacement
-from sglang_jax.batch.ray.reading import LINE_BITS
-from sglang_jax.batch.ray.writing import ANSWERS
+from sglang_jax.batch.ray.engine import Asking, Launch, LineEngine, LocalEngine
+from sglang_jax.batch.ray.files import ANSWERS, LINE_BITS
+from sglang_jax.batch.ray.nodes import GroupPlacement, MultiNodeEngine
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.launch import launch_engine
 from sglang_jax.engine.process import LOG_FORMAT
@@ -55,6 +56,62 @@ ANSWER_COLUMNS = pa.schema(
 are null for a row that failed, whose `error_code` and `error` say why."""
 
 
+class AttemptBook:
+    """Work that was begun and not finished, with how often. It holds no more than what is under way."""
+
+    def __init__(self) -> None:
+        self._begun: Counter[str] = Counter()
+        self._finished = 0
+
+    def begin(self, key: str) -> int:
+        """A piece of work is begun; for which time, from 1."""
+        self._begun[key] += 1
+        return self._begun[key]
+
+    def finish(self, key: str) -> None:
+        """It is done. If its answers are lost later, with the node that holds them, it counts as new. It may be done
+        twice: by an actor on a node that was only thought lost, and by its successor."""
+        self._begun.pop(key, None)
+        self._finished += 1
+
+    def under_way(self) -> int:
+        """How much is begun and not finished."""
+        return len(self._begun)
+
+    def finished(self) -> int:
+        """How much is done."""
+        return self._finished
+
+
+class Attempts(Protocol):
+    """Counts how often work was begun."""
+
+    @contextmanager
+    def of(self, key: str) -> Iterator[int]:
+        """Around the work: for which time it is begun, from 1. Left by an error, it stays begun."""
+        ...
+
+
+class SharedAttempts:
+    """Counts for all actors of a job, in an actor on the node of whoever makes this: the driver's, without which there
+    is no job. It lives as long as somebody holds this."""
+
+    def __init__(self) -> None:
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        self._book: ActorHandle = ray.remote(AttemptBook).options(num_cpus=0, scheduling_strategy=here).remote()
+
+    @contextmanager
+    def of(self, key: str) -> Iterator[int]:
+        """See `Attempts`."""
+        yield ray.get(self._book.begin.remote(key))
+        ray.get(self._book.finish.remote(key))
+
+    def finished(self) -> int:
+        """See `AttemptBook`."""
+        number: int = ray.get(self._book.finished.remote())
+        return number
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answering:
     """How rows are answered: what an actor is made with.
@@ -64,7 +121,7 @@ class Answering:
       node was lost. Then it fails.
     - `defaults`: a JSON object of body fields for rows that leave them out.
     - `launch`: starts the engine; for tests and other cores.
-    - `group`: where an engine over several hosts is placed; `answer_rows` sees to it.
+    - `group`: where an engine over several nodes is placed; `answer_rows` sees to it.
     """
 
     config: ServerConfig
@@ -74,7 +131,7 @@ class Answering:
     group: GroupPlacement | None = None
 
 
-class _Engine:
+class _InferenceActor:
     """What both actors have: an engine, and a limit to how often a batch may cost an actor its life."""
 
     def __init__(self, answering: Answering, attempts: Attempts) -> None:
@@ -103,11 +160,11 @@ class _Engine:
 
 def _start_engine(answering: Answering) -> LineEngine:
     if answering.group is None:
-        return Answerer(answering.config, answering.asking, launch=answering.launch)
+        return LocalEngine(answering.config, answering.asking, launch=answering.launch)
     try:
-        return HostGroup(answering.config, answering.asking, answering.launch, answering.group)
+        return MultiNodeEngine(answering.config, answering.asking, answering.launch, answering.group)
     except RayActorError as error:
-        _leave(f"a host was lost while the engine started: {error}")
+        _leave(f"a node was lost while the engine started: {error}")
 
 
 @contextmanager
@@ -137,7 +194,7 @@ class AnswerLines:
     def __init__(self, answering: Answering, attempts: Attempts, files: Sequence[str]) -> None:
         self._files = files
         self._random_seed = answering.config.random_seed
-        self._engine = _Engine(answering, attempts)
+        self._engine = _InferenceActor(answering, attempts)
 
     def __call__(self, rows: pa.Table) -> pa.Table:
         """`ROWS` to `ANSWERS`."""
@@ -176,7 +233,7 @@ class AnswerRows:
     def __init__(self, answering: Answering, attempts: Attempts, columns: Sequence[str] = ()) -> None:
         self._columns = {*REQUEST_COLUMNS, *columns}
         self._numbers = itertools.count()
-        self._engine = _Engine(answering, attempts)
+        self._engine = _InferenceActor(answering, attempts)
 
     def __call__(self, rows: pa.Table) -> pa.Table:
         """Answers a batch of rows. Columns that are there already by the name of one that is added are replaced."""

@@ -1,22 +1,29 @@
-"""From a cluster and options to a pool of actors, and from files to files through it."""
+"""From a cluster and options to a pool of actors, and from files to files through it; what a run says as long as it has
+no engine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import ray
 from ray.data import ActorPoolStrategy, Dataset
+from ray.exceptions import RayError
 from ray.util.tpu import get_tpu_worker_resources
 
-from sglang_jax.batch.ray.actors import Answering, AnswerLines, AnswerRows
-from sglang_jax.batch.ray.attempts import Attempts, SharedAttempts
-from sglang_jax.batch.ray.places import GroupPlacement
-from sglang_jax.batch.ray.reading import RequestFiles
+from sglang_jax.batch.ray.actors import Answering, AnswerLines, AnswerRows, Attempts, SharedAttempts
+from sglang_jax.batch.ray.files import RequestFiles
+from sglang_jax.batch.ray.nodes import GroupPlacement
 from sglang_jax.batch.ray_options import RayOptions
 from sglang_jax.config import Device, EngineConfig
 from sglang_jax.errors import ConfigError
+
+SECONDS_BETWEEN = 60.0
+"""How often a run without an engine says so."""
 
 QUEUED_BATCHES = 2
 """Batches that wait at an actor beside those that it works on, so that it never waits for the driver."""
@@ -35,7 +42,7 @@ def answer_rows(
 
     **Arguments:** `columns`: further columns that are fields of a row's body, such as `max_tokens`.
 
-    **Raises:** `ConfigError` for devices that cannot be divided among hosts, or hosts that cannot be placed.
+    **Raises:** `ConfigError` for devices that cannot be divided among nodes, or nodes that cannot be placed.
     """
     options = options or RayOptions()
     dataset = _in_batches(dataset, options)
@@ -81,7 +88,7 @@ def pool_of_engines(config: EngineConfig, options: RayOptions) -> dict[str, Any]
     its end. Actors that are lost are started again where there is room, and their batches begun again, as Ray Data has
     it by default; `Attempts` limits that.
 
-    **Raises:** `ConfigError` for devices that cannot be divided among hosts, or hosts that cannot be placed.
+    **Raises:** `ConfigError` for devices that cannot be divided among nodes, or nodes that cannot be placed.
     """
     return {
         "batch_size": options.rows_per_batch,
@@ -100,21 +107,21 @@ def pool_of_engines(config: EngineConfig, options: RayOptions) -> dict[str, Any]
 
 def replica_resources(config: EngineConfig, options: RayOptions) -> dict[str, Any]:
     """What an actor reserves, all of it on one node: a tensor-parallel group's devices lie together. Over several
-    hosts it reserves nothing, as the actors of its `HostGroup` do."""
+    nodes it reserves nothing, as the actors of its `MultiNodeEngine` do."""
     if config.nnodes > 1:
         return {"num_cpus": 0}
-    needs = host_resources(config, options)
+    needs = node_resources(config, options)
     resources: dict[str, Any] = {"num_cpus": needs.pop("CPU")}
     if "GPU" in needs:
         resources["num_gpus"] = needs.pop("GPU")
     return resources | ({"resources": needs} if needs else {})
 
 
-def host_resources(config: EngineConfig, options: RayOptions) -> dict[str, float]:
-    """What an engine takes of each of its hosts, by Ray's names. With `device` auto it runs on what the cluster has:
+def node_resources(config: EngineConfig, options: RayOptions) -> dict[str, float]:
+    """What an engine takes of each of its nodes, by Ray's names. With `device` auto it runs on what the cluster has:
     TPUs, or else GPUs, or else CPUs.
 
-    **Raises:** `ConfigError` for devices that cannot be divided among the hosts.
+    **Raises:** `ConfigError` for devices that cannot be divided among the nodes.
     """
     if config.tp_size % config.nnodes:
         raise ConfigError(f"tp_size ({config.tp_size}) must be a multiple of nnodes ({config.nnodes})")
@@ -126,20 +133,20 @@ def host_resources(config: EngineConfig, options: RayOptions) -> dict[str, float
 
 
 def _placed(answering: Answering, options: RayOptions) -> Answering:
-    """With the placement of an engine over several hosts. Raises `ConfigError`."""
+    """With the placement of an engine over several nodes. Raises `ConfigError`."""
     config = answering.config
     if config.nnodes == 1:
         return answering
     if options.max_replicas is None:
-        raise ConfigError(f"nnodes {config.nnodes} needs max_replicas: groups of hosts have no other limit")
-    needs = host_resources(config, options)
+        raise ConfigError(f"nnodes {config.nnodes} needs max_replicas: groups of nodes have no other limit")
+    needs = node_resources(config, options)
     if "TPU" in needs and options.tpu_slice is None:
-        raise ConfigError(f"nnodes {config.nnodes} on TPUs needs tpu_slice, such as v6e:4x4: hosts of one slice")
+        raise ConfigError(f"nnodes {config.nnodes} on TPUs needs tpu_slice, such as v6e:4x4: nodes of one slice")
     on_tpus = "TPU" in needs
     return replace(
         answering,
         group=GroupPlacement(
-            hosts=config.nnodes,
+            nodes=config.nnodes,
             bundle=needs,
             calls=options.batches_per_replica + QUEUED_BATCHES,
             tpu_slice=_slice(options.tpu_slice, config) if on_tpus and options.tpu_slice is not None else None,
@@ -152,12 +159,12 @@ def _slice(named: str, config: EngineConfig) -> tuple[str, str]:
     version, _, topology = named.partition(":")
     chips = config.tp_size // config.nnodes
     try:
-        hosts, _ = get_tpu_worker_resources(topology, version, {"TPU": chips}, chips_per_vm=chips)
+        nodes, _ = get_tpu_worker_resources(topology, version, {"TPU": chips}, chips_per_vm=chips)
     except ValueError as error:
-        raise ConfigError(f"tpu_slice {named}, with {chips} of its chips on each host: {error}") from error
-    if hosts != config.nnodes:
+        raise ConfigError(f"tpu_slice {named}, with {chips} of its chips on each node: {error}") from error
+    if nodes != config.nnodes:
         raise ConfigError(
-            f"tpu_slice {named} has {hosts * chips} chips, all of which the engine must take: nnodes {config.nnodes} "
+            f"tpu_slice {named} has {nodes * chips} chips, all of which the engine must take: nnodes {config.nnodes} "
             f"with {chips} each (tp_size {config.tp_size}) are {config.tp_size}"
         )
     return version, topology
@@ -168,3 +175,56 @@ def _device(wanted: Device) -> Device:
         return wanted
     has = ray.cluster_resources()
     return Device.TPU if has.get("TPU") else Device.CUDA if has.get("GPU") else Device.CPU
+
+
+@contextmanager
+def telling_what_is_awaited(
+    attempts: SharedAttempts,
+    needs: Mapping[str, float],
+    nodes: int,
+    tell: Callable[[str], None],
+    seconds_between: float = SECONDS_BETWEEN,
+) -> Iterator[None]:
+    """Around a run: tells now and then what it waits for, until its first engine has started, and when no engine has
+    room any more, as nodes were lost.
+
+    **Arguments:** `attempts`: those of the run; `needs`, `nodes`: what an engine takes of each of so many nodes.
+    """
+    if nodes_with(needs) < nodes:
+        tell(f"{_lack(needs, nodes)}: waiting for {'one' if nodes == 1 else 'them'}.")
+    over = threading.Event()
+    begin = time.monotonic()
+
+    def watch() -> None:
+        while not over.wait(seconds_between):
+            try:
+                had_an_engine = attempts.finished() > 0
+                short = nodes_with(needs) < nodes
+            except RayError:  # the run is about to meet it too
+                return
+            since = f"after {time.monotonic() - begin:.0f} s"
+            if short:
+                tell(f"{'Again' if had_an_engine else 'Still'} without an engine {since}. {_lack(needs, nodes)}.")
+            elif not had_an_engine:
+                tell(f"Still without an engine {since}. It is starting, or its nodes are in use by others.")
+
+    watcher = threading.Thread(target=watch, name="sglang-jax-waiting", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+
+
+def nodes_with(needs: Mapping[str, float]) -> int:
+    """How many nodes of the cluster are large enough, whoever uses them."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return sum(all(node.get(name, 0) >= amount for name, amount in needs.items()) for node in nodes)
+
+
+def _lack(needs: Mapping[str, float], nodes: int) -> str:
+    told = ", ".join(f"{amount:g} {name}" for name, amount in needs.items())
+    if nodes == 1:
+        return f"No node of the cluster has {told}, as an engine needs"
+    return f"An engine needs {nodes} nodes with {told}, and the cluster has {nodes_with(needs)}"

@@ -22,13 +22,10 @@ from ray.data.checkpoint import CheckpointConfig
 from ray.exceptions import RayError
 
 from sglang_jax.batch.options import BatchConfig
-from sglang_jax.batch.ray.actors import Answering
-from sglang_jax.batch.ray.answerer import Asking, Launch
-from sglang_jax.batch.ray.attempts import SharedAttempts
-from sglang_jax.batch.ray.pipeline import answer_files, host_resources
-from sglang_jax.batch.ray.reading import RequestFiles
-from sglang_jax.batch.ray.waiting import telling_what_is_awaited
-from sglang_jax.batch.ray.writing import ERRORS_ENDING, AnswerFiles, Written
+from sglang_jax.batch.ray.actors import Answering, SharedAttempts
+from sglang_jax.batch.ray.engine import Asking, Launch
+from sglang_jax.batch.ray.files import ERRORS_ENDING, AnswerFiles, RequestFiles, Written
+from sglang_jax.batch.ray.pipeline import answer_files, node_resources, telling_what_is_awaited
 from sglang_jax.batch.ray_options import RayOptions
 from sglang_jax.batch.run import ALL_ANSWERED, INTERRUPTED, SOME_FAILED, body_defaults, server_config, shaping_options
 from sglang_jax.batch.run_folder import VERSION, InputIdentity, Manifest, OptionValue, check_same, read_manifest
@@ -121,7 +118,7 @@ def _answer(batch: BatchConfig, options: RayOptions, answering: Answering) -> in
         attempts = SharedAttempts()
         names = _short_names(list(requests.files))
         answers = answer_files(requests, answering, options, names, attempts)
-        needs = host_resources(answering.config, options)
+        needs = node_resources(answering.config, options)
         with telling_what_is_awaited(attempts, needs, answering.config.nnodes, partial(click.echo, err=True)):
             written = output.write(answers)
         click.echo(_summary(written, time.monotonic() - begin), err=True)

@@ -1,4 +1,4 @@
-"""Latency and throughput, worked out from what a client saw.
+"""Latency and throughput, worked out from what a client saw, and told as text, as lines of JSON and as a picture.
 
 The four latencies of a streamed request, all in seconds:
 
@@ -15,13 +15,29 @@ tokens a chunk holds and the chunks are not one for each token, the request has 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.util
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
+import click
 import numpy as np
 
 PERCENTILES = (90, 95, 99)
+
+_LATENCIES = {
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "itl": "inter-token latency",
+    "chunk_gap": "gap between chunks",
+    "e2e_latency": "end-to-end latency",
+}
+
+BINS = 60
+"""Intervals of time in the plot of throughput."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,3 +200,104 @@ def offline_summary(
         "output_throughput": output_tokens / duration,
         "total_throughput": (input_tokens + output_tokens) / duration,
     }
+
+
+def format_serving(figures: Mapping[str, float | int]) -> str:
+    """The summary of `bench serving`: counts and rates, then a table of latencies in milliseconds."""
+    statistics = ["mean", "median", *(f"p{percentile}" for percentile in PERCENTILES)]
+    lines = [
+        _counts(figures, requests="completed", seconds="duration"),
+        f"failed {figures['failed']}, shorter than asked {figures['short_outputs']}, "
+        f"mean concurrency {figures['concurrency']:.2f}",
+        _rates(figures),
+        "",
+        f"{'milliseconds':<24}" + "".join(f"{statistic:>11}" for statistic in statistics),
+    ]
+    for name, title in _LATENCIES.items():
+        values = [figures.get(f"{statistic}_{name}_ms") for statistic in statistics]
+        cells = "".join("          -" if value is None else f"{value:>11.2f}" for value in values)
+        lines.append(f"{title:<24}{cells}")
+    if figures["requests_with_itl"] < figures["completed"]:
+        lines.append(
+            f"Inter-token latency is of {figures['requests_with_itl']} of {figures['completed']} requests: "
+            "for the others the server did not say how many tokens each chunk held."
+        )
+    return "\n".join(lines)
+
+
+def format_offline(figures: Mapping[str, float | int]) -> str:
+    """The summary of `bench offline`."""
+    return "\n".join([_counts(figures, requests="successful_requests", seconds="total_latency"), _rates(figures)])
+
+
+def _counts(figures: Mapping[str, float | int], *, requests: str, seconds: str) -> str:
+    return (
+        f"{figures[requests]} requests in {figures[seconds]:.2f} s: {figures['total_input_tokens']} input tokens "
+        f"({figures['total_cached_tokens']} from the cache), {figures['total_output_tokens']} output tokens"
+    )
+
+
+def _rates(figures: Mapping[str, float | int]) -> str:
+    return (
+        f"per second: {figures['request_throughput']:.2f} requests, {figures['input_throughput']:.1f} input tokens, "
+        f"{figures['output_throughput']:.1f} output tokens, {figures['total_throughput']:.1f} tokens in all"
+    )
+
+
+def append_json_line(path: Path, line: Mapping[str, Any]) -> None:
+    """Adds one object to a file of JSON lines."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line, allow_nan=False) + "\n")
+
+
+def check_plotting() -> None:
+    """**Raises** `click.UsageError` naming the remedy where matplotlib is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise click.UsageError("--plot needs matplotlib: pip install 'sglang-jax[bench]'")
+
+
+def plot_serving(path: Path, records: Sequence[RequestRecord], *, title: str) -> None:
+    """Draws the distributions of TTFT, ITL and E2E, and output tokens per second over time, into a PNG file."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    measured = samples(records)
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title)
+    axes = figure.subplots(2, 2)
+    _plot_distribution(axes[0, 0], "time to first token", measured.ttft)
+    _plot_distribution(axes[0, 1], "inter-token latency", measured.itl)
+    _plot_distribution(axes[1, 0], "end-to-end latency", measured.e2e)
+    _plot_throughput(axes[1, 1], records)
+    figure.savefig(path, format="png", dpi=120)
+
+
+def _plot_distribution(axes: Any, name: str, seconds: Sequence[float]) -> None:
+    """The share of samples that took at most so long."""
+    milliseconds = np.sort(np.asarray(seconds)) * 1e3
+    axes.step(milliseconds, np.arange(1, milliseconds.size + 1) / max(milliseconds.size, 1), where="post")
+    axes.set(xlabel=f"{name} [ms]", ylabel="share of samples", ylim=(0, 1))
+    axes.grid(alpha=0.3)
+
+
+def _plot_throughput(axes: Any, records: Sequence[RequestRecord]) -> None:
+    done = [record for record in records if record.ok and record.chunks]
+    axes.set(xlabel="time [s]", ylabel="output tokens per second")
+    axes.grid(alpha=0.3)
+    if not done:
+        return
+    start = min(record.start for record in done)
+    times = np.concatenate([[chunk.time - start for chunk in record.chunks] for record in done])
+    # A request's tokens are spread evenly over its chunks where the server does not say which held how many.
+    weights = np.concatenate([tokens_per_chunk(record) for record in done])
+    counts, edges = np.histogram(times, bins=BINS, weights=weights, range=(0.0, float(times.max())))
+    axes.stairs(counts / np.diff(edges), edges, fill=True, alpha=0.6)
+
+
+def tokens_per_chunk(record: RequestRecord) -> list[float]:
+    """Tokens of each chunk; the request's mean for all of them where the server told only the sum."""
+    told = [chunk.tokens for chunk in record.chunks if chunk.tokens is not None]
+    if len(told) == len(record.chunks):
+        return [float(later - earlier) for earlier, later in pairwise([0, *told])]
+    return [record.output_tokens / len(record.chunks)] * len(record.chunks)

@@ -1,0 +1,255 @@
+"""`bench serving`: latency and throughput of a running server. `bench offline`: throughput of an engine in this
+process, with every prompt handed over at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import httpx2
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from tqdm import tqdm
+
+from sglang_jax.cli.bench.load import Api, Target, call, open_client, run_load
+from sglang_jax.cli.bench.metrics import (
+    RequestRecord,
+    append_json_line,
+    check_plotting,
+    format_offline,
+    format_serving,
+    offline_summary,
+    plot_serving,
+    serving_summary,
+)
+from sglang_jax.cli.bench.workloads import WORDS, Conversation, WorkloadConfig, make_workload
+from sglang_jax.cli.options import options_of
+from sglang_jax.config import EngineConfig, PositiveInt
+from sglang_jax.engine.types import GenerateOutput
+from sglang_jax.errors import ConfigError
+from sglang_jax.sampling import SamplingParams
+
+WARMUP_SEED_OFFSET = 1_000_003
+"""Warm-up prompts come from another seed, so that none of them is in the cache when the measured ones come."""
+
+
+class LoadConfig(BaseModel):
+    """A server, and how hard it is pressed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    backend: Api = Field(Api.SGLANG, description="route: /generate, /v1/completions or /v1/chat/completions")
+    base_url: str | None = Field(None, description="server under load; default: http://HOST:PORT")
+    host: str = Field("127.0.0.1", description="address of the server")
+    port: int = Field(30000, ge=1, le=65535, description="port of the server")
+    api_key: str | None = Field(None, description="bearer token, if the server asks for one")
+    model: str | None = Field(None, description="model to name in requests; default: the server's first")
+    vocab_size: PositiveInt | None = Field(
+        None, description="token ids are drawn below this; default: what the server's /model_info says"
+    )
+    request_rate: float = Field(
+        math.inf, gt=0, description="conversations started per second, as a Poisson process; inf: all at once"
+    )
+    max_concurrency: PositiveInt | None = Field(None, description="most requests under way; default: no limit")
+    warmup_requests: int = Field(1, ge=0, description="requests sent before the measured ones")
+    flush_cache: bool = Field(False, description="empty the server's prefix cache after warming up")
+    extra_request_body: dict[str, Any] = Field({}, description="JSON object merged into every request's body")
+    output_file: Path | None = Field(None, description="file to which a line of JSON is appended")
+    output_details: bool = Field(False, description="put each request's times into the line, too")
+    plot: Path | None = Field(None, description="PNG file to draw (needs the extra `bench`)")
+    disable_tqdm: bool = Field(False, description="show no progress bar")
+
+    @field_validator("extra_request_body", mode="before")
+    @classmethod
+    def _parse_json(cls, value: Any) -> Any:
+        return json.loads(value) if isinstance(value, str) else value
+
+    @property
+    def url(self) -> str:
+        return self.base_url or f"http://{self.host}:{self.port}"
+
+
+@click.command()
+@options_of(load=LoadConfig, workload=WorkloadConfig)
+def bench_serving(load: LoadConfig, workload: WorkloadConfig) -> int:
+    """Put a load on a running server and report its latency and throughput."""
+    if load.plot is not None:
+        check_plotting()
+    records, duration = asyncio.run(_measure(load, workload))
+    figures = serving_summary(records, duration)
+    click.echo(format_serving(figures))
+    for error in sorted({record.error for record in records if record.error is not None}):
+        click.echo(f"failed: {error}", err=True)
+    if load.output_file is not None:
+        append_json_line(load.output_file, _line(load, workload, figures, records))
+    if load.plot is not None:
+        plot_serving(load.plot, records, title=f"{load.backend}, {workload.dataset_name}, {load.request_rate:g} req/s")
+    return 0 if all(record.ok for record in records) else 1
+
+
+async def _measure(load: LoadConfig, workload: WorkloadConfig) -> tuple[list[RequestRecord], float]:
+    async with open_client(load.url, load.api_key) as client:
+        model = load.model or (await call(client, "GET", "/v1/models"))["data"][0]["id"]
+        vocab_size = await _vocab_size(client, load)
+        target = Target(base_url=load.url, api=load.backend, model=model, extra_body=load.extra_request_body)
+        await _warm_up(client, target, load, workload, vocab_size)
+        if load.flush_cache:
+            await call(client, "POST", "/flush_cache")
+        conversations = make_workload(workload, vocab_size)
+        requests = sum(len(conversation.turns) for conversation in conversations)
+        with tqdm(total=requests, unit="req", disable=load.disable_tqdm) as bar:
+            return await run_load(
+                client,
+                target,
+                conversations,
+                request_rate=load.request_rate,
+                max_concurrency=load.max_concurrency,
+                seed=workload.seed,
+                on_done=lambda record: bar.update(),
+            )
+
+
+async def _vocab_size(client: httpx2.AsyncClient, load: LoadConfig) -> int:
+    if load.vocab_size is not None:
+        return load.vocab_size
+    if load.backend is Api.OPENAI_CHAT:
+        return len(WORDS)
+    info = await call(client, "GET", "/model_info")
+    if not isinstance(info, Mapping) or "vocab_size" not in info:
+        raise click.UsageError(f"{load.url}/model_info does not say the size of the vocabulary: give --vocab-size")
+    return int(info["vocab_size"])
+
+
+async def _warm_up(
+    client: httpx2.AsyncClient, target: Target, load: LoadConfig, workload: WorkloadConfig, vocab_size: int
+) -> None:
+    other = workload.model_copy(update={"seed": workload.seed + WARMUP_SEED_OFFSET})
+    drawn = make_workload(other, vocab_size)
+    conversations = [Conversation(drawn[i % len(drawn)].turns[:1]) for i in range(load.warmup_requests)]
+    if not conversations:
+        return
+    records, _ = await run_load(
+        client,
+        target,
+        conversations,
+        request_rate=math.inf,
+        max_concurrency=load.max_concurrency,
+        seed=other.seed,
+        on_done=lambda record: None,
+    )
+    for record in records:
+        if record.error is not None:
+            raise click.ClickException(f"a warm-up request to {load.url} failed: {record.error}")
+
+
+def _line(
+    load: LoadConfig, workload: WorkloadConfig, figures: Mapping[str, float | int], records: Sequence[RequestRecord]
+) -> dict[str, Any]:
+    line: dict[str, Any] = {
+        **load.model_dump(mode="json", exclude={"api_key", "output_file", "output_details", "plot", "disable_tqdm"}),
+        "request_rate": "inf" if math.isinf(load.request_rate) else load.request_rate,
+        **workload.model_dump(mode="json"),
+        **figures,
+    }
+    if load.output_details:
+        line["requests"] = [
+            {
+                "start": record.start - records[0].start,
+                "prompt_tokens": record.prompt_tokens,
+                "cached_tokens": record.cached_tokens,
+                "output_tokens": record.output_tokens,
+                "error": record.error,
+                "chunk_times": [chunk.time - record.start for chunk in record.chunks],
+                "chunk_tokens": [chunk.tokens for chunk in record.chunks],
+            }
+            for record in records
+        ]
+    return line
+
+
+Generate = Callable[[Sequence[Sequence[int]], Sequence[SamplingParams]], Sequence[GenerateOutput]]
+"""Prompts as token ids and one `SamplingParams` for each, to one finished output for each, in their order."""
+
+
+class OfflineConfig(BaseModel):
+    """What `bench offline` has besides an engine and a workload."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    result_filename: Path | None = Field(None, description="file to which a line of JSON is appended")
+
+
+@dataclass(slots=True)
+class Totals:
+    """What a run added up to. `seconds` counts generation alone."""
+
+    seconds: float = 0.0
+    requests: int = 0
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
+@click.command()
+@options_of(engine=EngineConfig, workload=WorkloadConfig, offline=OfflineConfig)
+def bench_offline(engine: EngineConfig, workload: WorkloadConfig, offline: OfflineConfig) -> int:
+    """Measure the throughput of an engine without a server."""
+    from sglang_jax.engine.engine import Engine
+
+    with Engine(config=engine) as running:
+        context_length = running.model_info.context_length
+        if workload.longest_context > context_length:
+            raise ConfigError(
+                f"the workload's longest request has {workload.longest_context} tokens, "
+                f"the context length is {context_length}"
+            )
+
+        def generate(prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[GenerateOutput]:
+            outputs = running.generate(prompts, sampling)
+            return outputs if isinstance(outputs, list) else [outputs]
+
+        totals = run_workload(generate, make_workload(workload, running.model_info.vocab_size))
+        compiles = running.stats.compiles_after_warm_up
+    figures = offline_summary(
+        duration=totals.seconds,
+        requests=totals.requests,
+        input_tokens=totals.input_tokens,
+        cached_tokens=totals.cached_tokens,
+        output_tokens=totals.output_tokens,
+    )
+    click.echo(format_offline(figures))
+    if offline.result_filename is not None:
+        settings = {**engine.model_dump(mode="json"), **workload.model_dump(mode="json")}
+        append_json_line(offline.result_filename, {**settings, **figures, "compiles_after_warm_up": compiles})
+    return 0
+
+
+def run_workload(generate: Generate, conversations: Sequence[Conversation]) -> Totals:
+    """Runs the first turn of every conversation as one batch, then every second turn, and so on.
+
+    Outputs have exactly the length asked for: greedy, end-of-sequence tokens ignored.
+    """
+    totals = Totals()
+    said: list[list[int]] = [[] for _ in conversations]
+    for number in range(max(len(conversation.turns) for conversation in conversations)):
+        live = [i for i, conversation in enumerate(conversations) if number < len(conversation.turns)]
+        turns = [conversations[i].turns[number] for i in live]
+        for i, turn in zip(live, turns, strict=True):
+            said[i] += turn.token_ids
+        sampling = [SamplingParams(max_new_tokens=turn.output_len, temperature=0.0, ignore_eos=True) for turn in turns]
+        start = time.perf_counter()
+        outputs = generate([said[i] for i in live], sampling)
+        totals.seconds += time.perf_counter() - start
+        for i, output in zip(live, outputs, strict=True):
+            totals.requests += 1
+            totals.input_tokens += output.prompt_tokens
+            totals.cached_tokens += output.cached_tokens
+            totals.output_tokens += output.completion_tokens
+            said[i] += output.output_ids
+    return totals

@@ -1,0 +1,83 @@
+"""Notices a core that has work and makes no step."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from sglang_jax.runner.pulse import Beat, Pulse
+
+MOST_BETWEEN_LOOKS = 1.0
+"""Seconds between two looks at a pulse, or a tenth of the timeout where that is less."""
+
+
+class Silence:
+    """How long a core has had work and made no progress, in seconds.
+
+    Counted look by look, not read off a clock. Time in which nobody looked counts as two looks at most: when a machine
+    was suspended, or this process stopped or busy with something else, that says nothing about the core.
+
+    **Arguments:** `between`: seconds between two looks.
+    """
+
+    def __init__(self, between: float) -> None:
+        self.seconds = 0.0
+        self._between = between
+        self._ticks = -1
+
+    def look(self, beat: Beat, *, waited_for: bool, passed: float) -> float:
+        """Takes in the pulse as it is `passed` seconds after the last look; `waited_for`: somebody waits for the core,
+        whatever it says itself."""
+        at_rest = not (beat.busy or waited_for)
+        if beat.ticks != self._ticks or beat.building or at_rest:
+            self.seconds = 0.0
+        else:
+            self.seconds += min(passed, 2 * self._between)
+        self._ticks = beat.ticks
+        return self.seconds
+
+
+class Watchdog:
+    """Looks at a pulse until the core has been silent for too long, and says so once.
+
+    **Arguments:** `timeout`: seconds; `waited_for`: see `Silence.look`; `on_hang`: called with what is to be said of
+    the core.
+    """
+
+    def __init__(
+        self, pulse: Pulse, timeout: float, waited_for: Callable[[], bool], on_hang: Callable[[str], None]
+    ) -> None:
+        self._pulse = pulse
+        self._timeout = timeout
+        self._between = min(MOST_BETWEEN_LOOKS, timeout / 10)
+        self._silence = Silence(self._between)
+        self._waited_for = waited_for
+        self._on_hang = on_hang
+        self._task = asyncio.create_task(self._watch(), name="watchdog")
+
+    @property
+    def silent_seconds(self) -> float:
+        """How long the core has made no step though it has work."""
+        return self._silence.seconds
+
+    def stop(self) -> None:
+        """Looks no more. May be called again."""
+        self._task.cancel()
+
+    async def _watch(self) -> None:
+        looked = time.monotonic()
+        while True:
+            await asyncio.sleep(self._between)
+            now = time.monotonic()
+            beat = self._pulse.read()
+            silent = self._silence.look(beat, waited_for=self._waited_for(), passed=now - looked)
+            looked = now
+            if silent >= self._timeout:
+                self._on_hang(_describe(beat, silent, now))
+                return
+
+
+def _describe(beat: Beat, silent: float, now: float) -> str:
+    last = f"step {beat.steps} was launched {now - beat.at:.0f} s ago" if beat.steps else "it has made none yet"
+    return f"it has made no step for {silent:.0f} s while there was work to do ({last})"

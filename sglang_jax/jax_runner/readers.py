@@ -1,0 +1,148 @@
+"""What reads a step's logits, to sample from them and for logprobs: on one device, or on several.
+
+Several devices have the columns of a head that is spread by the vocabulary, and so those of its logits. What passes
+over the vocabulary many times would take a sum over devices for each pass: for that each device is given some lines
+whole. A greedy step needs no more than each device's largest logit of each line.
+
+All of this is written out device by device (`shard_map`): were it left to the compiler to spread, it would spread by
+lines what the logits come from as well, up to the residual stream of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from sglang_jax.jax_runner.logprobs import Logprobs, token_logprobs
+from sglang_jax.jax_runner.sampler import Asked, adjust_and_sample, first_argmax, only_finite, sample
+from sglang_jax.jax_runner.sampling_state import SamplingState
+
+_AXIS = "tensor"
+
+T = TypeVar("T")
+
+
+class LogitsReader(Protocol):
+    """Reads float32 `[n, columns]`, of which those past the vocabulary are padding."""
+
+    def sample(
+        self, logits: jax.Array, state: SamplingState, rows: jax.Array, kv_lens: jax.Array, active: jax.Array
+    ) -> jax.Array:
+        """See `sampler.sample`."""
+        ...
+
+    def logprobs(self, logits: jax.Array, tokens: jax.Array, alternatives: jax.Array, vocab_size: int) -> Logprobs:
+        """See `token_logprobs`."""
+        ...
+
+
+def reader_over(mesh: Mesh | None) -> LogitsReader:
+    """The reader for logits of a head that is spread over `mesh`."""
+    return WholeLogits() if mesh is None or mesh.shape[_AXIS] == 1 else SpreadLogits(mesh)
+
+
+class WholeLogits:
+    """One device has all columns."""
+
+    def sample(
+        self, logits: jax.Array, state: SamplingState, rows: jax.Array, kv_lens: jax.Array, active: jax.Array
+    ) -> jax.Array:
+        return sample(logits[:, : state.vocab_size], state, rows, kv_lens, active)
+
+    def logprobs(self, logits: jax.Array, tokens: jax.Array, alternatives: jax.Array, vocab_size: int) -> Logprobs:
+        return token_logprobs(logits[:, :vocab_size], tokens, alternatives)
+
+
+class SpreadLogits:
+    """Each device has as many columns of all lines; every other argument and all results are whole on each."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._devices = mesh.shape[_AXIS]
+
+    def sample(
+        self, logits: jax.Array, state: SamplingState, rows: jax.Array, kv_lens: jax.Array, active: jax.Array
+    ) -> jax.Array:
+        def run(
+            columns: jax.Array, state: SamplingState, rows: jax.Array, kv_lens: jax.Array, active: jax.Array
+        ) -> jax.Array:
+            own = state.select(rows)
+            asked = Asked.of(own, kv_lens, active, state.vocab_size)
+            largest, least, greedy_tokens = _extremes(columns, state.vocab_size)
+
+            def randomly() -> jax.Array:
+                lines = _Lines(columns.shape[0], self._devices)
+                small = replace(own, occurrences=own.temperature)
+                mine, asked_here, rows_here, kv_lens_here = lines.mine((small, asked, rows, kv_lens))
+                mine = replace(mine, occurrences=own.occurrences)
+                whole = lines.exchange(columns)[:, : state.vocab_size]
+                return lines.gather(adjust_and_sample(whole, mine, asked_here, rows_here, kv_lens_here))
+
+            tokens = lax.cond(asked.anything(), randomly, lambda: greedy_tokens)
+            return only_finite(tokens, largest, least, state.vocab_size)
+
+        return self._on_each(run, 4)(logits, state, rows, kv_lens, active)
+
+    def logprobs(self, logits: jax.Array, tokens: jax.Array, alternatives: jax.Array, vocab_size: int) -> Logprobs:
+        def run(columns: jax.Array, tokens: jax.Array, alternatives: jax.Array) -> Logprobs:
+            lines = _Lines(columns.shape[0], self._devices)
+            whole = lines.exchange(columns)[:, :vocab_size]
+            return lines.gather(token_logprobs(whole, lines.mine(tokens), alternatives))
+
+        return self._on_each(run, 2)(logits, tokens, alternatives)
+
+    def _on_each(self, run: Callable[..., T], others: int) -> Callable[..., T]:
+        """`run` on each device: its first argument is that device's columns, `others` more are whole."""
+        whole = PartitionSpec()
+        specs = (PartitionSpec(None, _AXIS), *[whole] * others)
+        return jax.shard_map(run, mesh=self._mesh, in_specs=specs, out_specs=whole, check_vma=False)
+
+
+class _Lines:
+    """`count` lines divided among devices, filled up with some that mean nothing. For use on each device."""
+
+    def __init__(self, count: int, devices: int) -> None:
+        self._count = count
+        self._own = -(-count // devices)
+        self._padding = self._own * devices - count
+
+    def mine(self, arrays: T) -> T:
+        """This device's lines of arrays `[count, ...]` that are whole on each."""
+        first = lax.axis_index(_AXIS) * self._own
+        return jax.tree.map(lambda array: lax.dynamic_slice_in_dim(self._filled(array), first, self._own), arrays)
+
+    def exchange(self, columns: jax.Array) -> jax.Array:
+        """Some columns of all lines for all columns of this device's lines."""
+        return lax.all_to_all(self._filled(columns), _AXIS, split_axis=0, concat_axis=1, tiled=True)
+
+    def gather(self, arrays: T) -> T:
+        """What all devices have for their lines: `[count, ...]`."""
+        return jax.tree.map(lambda array: lax.all_gather(array, _AXIS, tiled=True)[: self._count], arrays)
+
+    def _filled(self, array: jax.Array) -> jax.Array:
+        return jnp.pad(array, ((0, self._padding), *[(0, 0)] * (array.ndim - 1)))
+
+
+def _extremes(columns: jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of each line over all devices: the largest and the least logit, and the first token that has the largest, as
+    `first_argmax` has it. One exchange of three numbers a line."""
+    width = columns.shape[1]
+    first = lax.axis_index(_AXIS) * width
+    upper = lower = columns
+    if width * lax.axis_size(_AXIS) > vocab_size:
+        real = first + jnp.arange(width, dtype=jnp.int32) < vocab_size
+        upper, lower = jnp.where(real, columns, -jnp.inf), jnp.where(real, columns, jnp.inf)
+    bits = partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
+    own = jnp.stack([bits(jnp.max(upper, axis=-1)), bits(jnp.min(lower, axis=-1)), first + first_argmax(upper)])
+    every = lax.all_gather(own, _AXIS)
+    largest, least = (lax.bitcast_convert_type(every[:, part], jnp.float32) for part in (0, 1))
+    whole = jnp.max(largest, axis=0)
+    tokens = jnp.min(jnp.where(largest == whole, every[:, 2], vocab_size), axis=0)
+    return whole, jnp.min(least, axis=0), tokens

@@ -1,0 +1,88 @@
+"""Signs of life: what a process that computes says of its progress, for whoever watches it from another one.
+
+A few numbers in memory that both processes have. Nothing is sent, so there is nothing that a process which stands still
+could fail to send or its watcher fail to read: whatever it stands in (a collective, a driver, a signal that stopped
+it), its numbers stay as they are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.sharedctypes import RawArray
+from typing import Any
+
+Building = Callable[[], AbstractContextManager[None]]
+"""What is entered while a program is built: that may take minutes in which no step is made."""
+
+_STEPS, _TICKS, _BUSY, _BUILDING, _AT = range(5)
+
+Words = Any
+"""The shared memory, int64 `[5]`: ctypes has no type for an array that several processes have."""
+
+
+def shared_words() -> Words:
+    """Memory for a pulse, to be given to a spawned process as an argument."""
+    words: Words = get_context("spawn").RawArray(ctypes.c_int64, 5)
+    return words
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The numbers as somebody found them.
+
+    - `ticks`: grows with every step, and with every change from idle to busy and back.
+    - `busy`: it has work, or takes in what may be work. `building`: it builds a program.
+    - `at`: when `ticks` last grew, in seconds of `time.monotonic()`.
+    """
+
+    steps: int
+    ticks: int
+    busy: bool
+    building: bool
+    at: float
+
+
+class Pulse:
+    """Written by the process that computes, on any of its threads; read by any process.
+
+    **Arguments:** `words`: of `shared_words`; None for a pulse that nobody else sees.
+    """
+
+    def __init__(self, words: Words | None = None) -> None:
+        self._words = RawArray(ctypes.c_int64, 5) if words is None else words
+        self._lock = threading.Lock()
+
+    def note(self, *, steps: int, busy: bool) -> None:
+        """So many steps were made so far, and there is work, or there is none."""
+        words = self._words
+        if steps != words[_STEPS] or busy != words[_BUSY]:
+            with self._lock:
+                words[_STEPS], words[_BUSY] = steps, busy
+                self._tick()
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """See `Building`. Several threads may build at once."""
+        with self._lock:
+            self._words[_BUILDING] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._words[_BUILDING] -= 1
+                self._tick()
+
+    def read(self) -> Beat:
+        """What is known now."""
+        words = self._words
+        return Beat(words[_STEPS], words[_TICKS], bool(words[_BUSY]), words[_BUILDING] > 0, words[_AT] / 1e9)
+
+    def _tick(self) -> None:
+        self._words[_AT] = time.monotonic_ns()
+        self._words[_TICKS] += 1

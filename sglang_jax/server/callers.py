@@ -1,0 +1,259 @@
+"""Who calls: keys, what each of them may do, and what it has in use.
+
+A key is found by its digest, so that how long a refusal takes says nothing about keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from sglang_jax.config import PositiveInt, ServerConfig, check_key
+from sglang_jax.engine.types import GenerateInput, OutputDelta
+from sglang_jax.errors import ConfigError, ParameterError
+from sglang_jax.server.errors import AdminKeyError, RateLimitError
+
+_CALLER: ContextVar[Caller] = ContextVar("caller")
+
+
+class KeyEntry(BaseModel):
+    """A key in the file of `--api-keys`, under its name.
+
+    - `max_concurrent`: most completions in flight; more are refused with 429.
+    - `tokens_per_minute`: prompt and output tokens; once they are used up requests are refused with 429 until there
+      are some again. What is in flight goes on.
+    - `max_priority`: highest `priority` that a request may ask for.
+    - `share_cache`: its requests share cached prefixes with those of others that do so; else with its own alone.
+    - `hide_cached_tokens`: answers do not tell how much of a prompt was cached.
+    - `admin`: may do what the `--admin-api-key` may.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, strict=True)
+
+    key: str
+    max_concurrent: PositiveInt | None = None
+    tokens_per_minute: PositiveInt | None = None
+    max_priority: int = Field(0, ge=-(2**31), lt=2**31)
+    share_cache: bool = False
+    hide_cached_tokens: bool = False
+    admin: bool = False
+
+
+class _KeyFile(BaseModel):
+    model_config = ConfigDict(hide_input_in_errors=True)
+
+    keys: dict[str, KeyEntry] = Field(min_length=1)
+
+
+class TokenBucket:
+    """Tokens of a minute, which come back evenly. It may be overdrawn: what a request takes is known afterwards."""
+
+    def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.per_minute = per_minute
+        self._clock = clock
+        self._level = float(per_minute)
+        self._seen = clock()
+
+    def take(self, tokens: int) -> None:
+        """They were used."""
+        self._refill()
+        self._level -= tokens
+
+    def seconds_to_wait(self) -> float:
+        """Until there is a token; 0 if there is."""
+        self._refill()
+        return max(1.0 - self._level, 0.0) * 60.0 / self.per_minute
+
+    def _refill(self) -> None:
+        now = self._clock()
+        self._level = min(self._level + (now - self._seen) * self.per_minute / 60.0, float(self.per_minute))
+        self._seen = now
+
+
+@dataclass(slots=True)
+class Caller:
+    """Whoever has a key, or anybody where there are none.
+
+    - `admin`: may change the server's state, and see what others do.
+    - `max_priority`: None for any.
+    - `cache_secret`: what keeps its cached prefixes from others'; empty where they are shared.
+    - `running`: completions in flight.
+    """
+
+    name: str
+    admin: bool = False
+    max_concurrent: int | None = None
+    max_priority: int | None = None
+    cache_secret: bytes = b""
+    hide_cached_tokens: bool = False
+    tokens: TokenBucket | None = None
+    running: int = field(default=0, init=False)
+
+    def enter(self, prompts: Sequence[GenerateInput]) -> int:
+        """Notes prompts as in flight, and returns how many completions they are, for `leave`.
+
+        **Raises:** `ParameterError` for a priority above the caller's, `RateLimitError` for more than it may have.
+        """
+        for prompt in prompts:
+            if self.max_priority is not None and prompt.priority > self.max_priority:
+                raise ParameterError(
+                    f"priority must be at most {self.max_priority} for this key, got {prompt.priority}",
+                    param="priority",
+                )
+        count = sum(prompt.sampling.n for prompt in prompts)
+        if self.max_concurrent is not None and self.running + count > self.max_concurrent:
+            raise RateLimitError(
+                f"this key may have {self.max_concurrent} completions in flight; it has {self.running}, and asks for "
+                f"{count} more"
+            )
+        wait = 0.0 if self.tokens is None else self.tokens.seconds_to_wait()
+        if self.tokens is not None and wait > 0.0:
+            raise RateLimitError(
+                f"this key may use {self.tokens.per_minute} tokens a minute, which are used up for {wait:.0f} s",
+                retry_after=wait,
+            )
+        self.running += count
+        return count
+
+    def leave(self, count: int) -> None:
+        """So many completions are over."""
+        self.running -= count
+
+    def own(self, prompt: GenerateInput) -> GenerateInput:
+        """The prompt in the part of the prefix cache that is the caller's."""
+        if not self.cache_secret:
+            return prompt
+        name = b"\1" + prompt.extra_key.encode() if prompt.extra_key else b"\0"
+        return replace(prompt, extra_key="key-" + hmac.digest(self.cache_secret, name, "sha256").hex())
+
+
+class Usage:
+    """What the completions of one call have taken of a caller's tokens so far."""
+
+    def __init__(self, tokens: TokenBucket) -> None:
+        self._tokens = tokens
+        self._taken: dict[tuple[int, int], int] = {}
+
+    def add(self, number: int, delta: OutputDelta) -> None:
+        """The newest delta of one completion of prompt `number`. A prompt counts once, however many it has."""
+        place = (number, delta.index)
+        before = self._taken.get(place)
+        if before is None:
+            before = -delta.prompt_tokens if all(other != number for other, _ in self._taken) else 0
+        self._tokens.take(delta.completion_tokens - before)
+        self._taken[place] = delta.completion_tokens
+
+
+class Callers:
+    """All keys of a server."""
+
+    def __init__(self, by_key: dict[str, Caller], anybody: Caller | None) -> None:
+        self._by_digest = {_digest(key.encode()): caller for key, caller in by_key.items()}
+        self._anybody = anybody
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> Callers:
+        """Those that the options name.
+
+        Without `admin_api_key` whoever has the `api_key` is an operator, and without `api_keys` as well whoever is let
+        in: there is no other.
+
+        **Raises:** `ConfigError` for keys that are empty, are given twice, or cannot be read.
+        """
+        by_key: dict[str, Caller] = {}
+
+        def add(key: str, caller: Caller) -> None:
+            if key in by_key:
+                raise ConfigError(f"{by_key[key].name} and {caller.name} have the same key; each needs its own")
+            by_key[key] = caller
+
+        admin_key, client_key = config.admin_key(), config.client_key()
+        if admin_key is not None:
+            add(admin_key, Caller("admin_api_key", admin=True))
+        if client_key is not None:
+            add(client_key, Caller("api_key", admin=admin_key is None))
+        if config.api_keys is not None:
+            for name, entry in _read(config.api_keys).items():
+                add(entry.key, _caller(name, entry))
+        open_to_all = client_key is None and config.api_keys is None
+        return cls(by_key, Caller("anybody", admin=admin_key is None) if open_to_all else None)
+
+    @classmethod
+    def within(cls) -> Callers:
+        """For an application that nobody reaches but the process that it is in: whatever keys there are, none is asked
+        for."""
+        return cls({}, Caller("this process", admin=True))
+
+    @property
+    def asks_for_a_key(self) -> bool:
+        """Nobody is let in without one."""
+        return self._anybody is None
+
+    def find(self, authorization: str) -> Caller | None:
+        """Who sends this header (`Bearer KEY`, RFC 6750, section 2.1); None if that is nobody who is let in."""
+        scheme, _, key = authorization.partition(" ")
+        if scheme.lower() == "bearer":
+            found = self._by_digest.get(_digest(key.strip().encode("latin-1")))
+            if found is not None:
+                return found
+        return self._anybody
+
+
+def set_caller(caller: Caller) -> None:
+    """The request of this task, and of those that it starts, is of this caller."""
+    _CALLER.set(caller)
+
+
+def current_caller() -> Caller:
+    """Whose request this is. Raises `LookupError` outside of one: nobody is taken for an operator by mistake."""
+    return _CALLER.get()
+
+
+async def require_admin() -> None:
+    """What routes depend on that change the server's state or show what others do. Raises `AdminKeyError`."""
+    if not current_caller().admin:
+        raise AdminKeyError("this is for operators: send the --admin-api-key, or a key that is admin in --api-keys")
+
+
+def _caller(name: str, entry: KeyEntry) -> Caller:
+    return Caller(
+        name,
+        admin=entry.admin,
+        max_concurrent=entry.max_concurrent,
+        max_priority=entry.max_priority,
+        cache_secret=b"" if entry.share_cache else _digest(b"cache of " + entry.key.encode()),
+        hide_cached_tokens=entry.hide_cached_tokens,
+        tokens=None if entry.tokens_per_minute is None else TokenBucket(entry.tokens_per_minute),
+    )
+
+
+def _read(path: Path) -> dict[str, KeyEntry]:
+    """YAML or JSON: `{"keys": {NAME: {"key": ..., ...}}}`. No error repeats a key."""
+    try:
+        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"api_keys {path} cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"api_keys {path} is neither YAML nor JSON") from error
+    try:
+        entries = _KeyFile.model_validate(content).keys
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False, include_context=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"api_keys {path}: {where or 'the file'}: {first['msg']}") from None
+    for name, entry in entries.items():
+        check_key(f"api_keys {path}: the key of {name}", entry.key)
+    return entries
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()

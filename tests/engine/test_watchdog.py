@@ -1,0 +1,168 @@
+"""A core that hangs is noticed, says where it hangs, and is killed; one that is idle, slow to read from or compiling is
+left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from helpers.engine_fakes import load_fake_model, load_tokenizer
+from helpers.sleeping_core import TRAP, load_sleeping
+from helpers.whole_outputs import collect
+
+from sglang_jax.config import EngineConfig
+from sglang_jax.engine.client import AsyncEngineClient
+from sglang_jax.engine.launch import launch_core
+from sglang_jax.engine.types import GenerateInput
+from sglang_jax.engine.watchdog import Silence, Watchdog
+from sglang_jax.errors import EngineDeadError
+from sglang_jax.runner.pulse import Beat, Pulse
+from sglang_jax.sampling.params import SamplingParams
+
+TIMEOUT = 1.5
+LONG = SamplingParams(max_new_tokens=200, ignore_eos=True)
+
+
+def beat(ticks: int, *, busy: bool = True, building: bool = False) -> Beat:
+    return Beat(steps=ticks, ticks=ticks, busy=busy, building=building, at=0.0)
+
+
+def test_silence_is_counted_while_there_is_work() -> None:
+    silence = Silence(between=1.0)
+    assert silence.look(beat(5), waited_for=True, passed=1.0) == 0.0  # the first look has nothing to compare with
+    assert [silence.look(beat(5), waited_for=False, passed=1.0) for _ in range(3)] == [1.0, 2.0, 3.0]
+    assert silence.look(beat(6), waited_for=True, passed=1.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("now", "waited_for", "silent"),
+    [
+        (beat(5, busy=False), False, 0.0),  # idle
+        (beat(5, busy=False), True, 1.0),  # stopped before it saw the message
+        (beat(5, busy=True), False, 1.0),  # whoever asked has left, but the step does not end
+        (beat(5, building=True), True, 0.0),  # compiles
+    ],
+)
+def test_who_is_silent(now: Beat, waited_for: bool, silent: float) -> None:
+    silence = Silence(between=1.0)
+    silence.look(beat(5, busy=now.busy), waited_for=waited_for, passed=1.0)
+    assert silence.look(now, waited_for=waited_for, passed=1.0) == silent
+
+
+def test_time_in_which_nobody_looked_is_not_held_against_the_core() -> None:
+    silence = Silence(between=1.0)
+    silence.look(beat(5), waited_for=True, passed=1.0)
+    assert silence.look(beat(5), waited_for=True, passed=3600.0) == 2.0
+
+
+def test_a_pulse_tells_of_steps_and_of_changes_alone() -> None:
+    pulse = Pulse()
+    seen = [pulse.read().ticks]
+    for steps, busy in [(0, True), (1, True), (1, True), (2, True), (2, False), (2, False), (2, True)]:
+        pulse.note(steps=steps, busy=busy)
+        seen.append(pulse.read().ticks)
+    assert seen == [0, 1, 2, 2, 3, 4, 4, 5]
+    assert pulse.read().busy
+    assert time.monotonic() - pulse.read().at < 1.0
+    with pulse.building():
+        with pulse.building():
+            assert pulse.read().building
+        assert pulse.read().building
+    assert not pulse.read().building
+    assert pulse.read().ticks == 7
+
+
+async def test_the_watchdog_barks_once_and_after_the_timeout() -> None:
+    pulse, barks = Pulse(), []
+    begin = time.monotonic()
+    watchdog = Watchdog(pulse, 0.2, lambda: True, lambda what: barks.append((time.monotonic() - begin, what)))
+    for step in range(1, 30):
+        pulse.note(steps=step, busy=True)
+        await asyncio.sleep(0.01)
+    assert not barks
+    last = time.monotonic() - begin
+    await asyncio.sleep(0.6)
+    ((when, what),) = barks
+    assert when - last >= 0.15  # from the look after the last step on
+    assert what == "it has made no step for 0 s while there was work to do (step 29 was launched 0 s ago)"
+    watchdog.stop()
+
+
+@asynccontextmanager
+async def running(model_path: str, timeout: float = TIMEOUT) -> AsyncIterator[AsyncEngineClient]:
+    config = EngineConfig(model_path=model_path, watchdog_timeout=timeout)
+    client = await launch_core(config, in_process=False, load=load_sleeping, load_tokenizer=load_tokenizer)
+    yield client
+    await client.close()
+
+
+def pid_of(client: AsyncEngineClient) -> int:
+    return int(client.model_info.architecture)
+
+
+async def gone(pid: int) -> bool:
+    """The process has ended, and has been reaped, within some seconds."""
+    for _ in range(500):
+        if not Path(f"/proc/{pid}").exists():
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
+async def test_a_core_that_hangs_is_killed_and_says_where(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_jax.engine.core_link.DUMP_SECONDS", 0.3)
+    async with running("hang:0.001") as client:
+        unread = client.generate(GenerateInput(prompt=[1, 2, 3], sampling=LONG, stream=True))
+        await anext(unread)
+        await asyncio.sleep(2 * TIMEOUT)  # idle: the output has long ended, and nobody takes it
+        assert client.alive
+        assert [delta async for delta in unread][-1].finish is not None
+        begin = time.monotonic()
+        with pytest.raises(EngineDeadError, match=r"hangs: it has made no step for .* while there was work"):
+            await asyncio.wait_for(collect(client, GenerateInput(prompt=[1, TRAP], sampling=LONG)), 20)
+        assert time.monotonic() - begin > 0.8 * TIMEOUT
+        assert not client.alive
+        assert await gone(pid_of(client))
+        assert "in hang_in_python" in capfd.readouterr().err
+
+
+async def test_a_core_that_hangs_in_native_code_says_where(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other thread of its interpreter runs: it could send nothing, and could not end itself with its parent."""
+    monkeypatch.setattr("sglang_jax.engine.core_link.DUMP_SECONDS", 0.3)
+    async with running("native:0.001") as client:
+        with pytest.raises(EngineDeadError, match="hangs"):
+            await asyncio.wait_for(collect(client, GenerateInput(prompt=[1, TRAP], sampling=LONG)), 20)
+        assert await gone(pid_of(client))
+        assert "in hang_in_native_code" in capfd.readouterr().err
+
+
+async def test_a_stopped_core_is_killed_and_says_where(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Idle, so that it says itself that it has nothing to do."""
+    async with running("sleep:0.001") as client:
+        os.kill(pid_of(client), signal.SIGSTOP)
+        asking = asyncio.create_task(client.states())
+        for attempt in (asking, collect(client, GenerateInput(prompt=[1, 2, 3]))):
+            with pytest.raises(EngineDeadError, match="hangs"):
+                await asyncio.wait_for(attempt, 20)
+        assert await gone(pid_of(client))
+        assert "T (stopped)" in caplog.text
+        assert "in receive" in capfd.readouterr().err
+
+
+async def test_a_core_in_a_thread_is_not_watched() -> None:
+    config = EngineConfig(model_path="fake", watchdog_timeout=0.1)
+    client = await launch_core(config, in_process=True, load=load_fake_model, load_tokenizer=load_tokenizer)
+    assert [task.get_name() for task in asyncio.all_tasks() if task.get_name() == "watchdog"] == []
+    await client.close()

@@ -1,0 +1,212 @@
+"""Every Triton kernel that ships, in every configuration it is meant for: what is compiled ahead of time and checked.
+
+Sizes are those of the models served most: hidden sizes 576 (SmolLM2) to 8192 (Llama 70B), head sizes 64 to 256.
+Attention has head sizes, types and page sizes in all combinations, its options on the side. Whoever imports this module
+decides first whether kernels are interpreted or compiled (`helpers.triton_interpreter`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from torch_backend.attention.interface import AttentionOptions
+from torch_backend.kernels.chip import Chip
+from torch_backend.kernels.decode_attention import Partials, decode_attention, plan_decode
+from torch_backend.kernels.extend_attention import extend_attention, extend_tile, plan_extend
+from torch_backend.kernels.gated_activation import gelu_mul, silu_mul
+from torch_backend.kernels.rms_norm import add_rms_norm, rms_norm
+from torch_backend.kernels.rotate_and_write import rotate_and_write
+from torch_backend.kernels.sample import greedy, sample
+from torch_backend.kv_pages import KVPages
+from torch_backend.operations import HeadNorms, Rotation
+
+_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+_HIDDEN_SIZES = (576, 896, 2048, 3584, 4096, 5120, 8192)
+_HEAD_DIMS = (64, 80, 96, 128, 256)
+_PAGE_SIZES = (1, 16, 64)
+_TOKENS = 48
+_ROWS = 48
+_PROMPT_TOKENS = 4096
+_LONGEST = 32_768
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True)
+class ShippedKernel:
+    """One launcher with one combination of what kernels are compiled for: types, widths, head sizes, page sizes.
+
+    - `operation`: the launcher's name, as in `rms_norm`.
+    - `configuration`: the combination in words, as in `bfloat16, hidden 4096`; with `operation` it is unique.
+    - `launch`: calls the launcher as the model would on that chip, with tensors without memory (device `meta`).
+    """
+
+    operation: str
+    configuration: str
+    launch: Callable[[Chip], object]
+
+
+def shipped_kernels() -> list[ShippedKernel]:
+    """All of them, each with a name of its own."""
+    activations = [_activation(name, dtype) for name in ("silu_mul", "gelu_mul") for dtype in _TYPES]
+    # Vocabularies whose rows are aligned to 16 bytes, and not.
+    samples = [*_samples(128_256), *_samples(50_257)]
+    return [*_norms(), *_wide_weights(), *activations, *_rotations(), *samples, *_attention()]
+
+
+def _empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _norms() -> Iterator[ShippedKernel]:
+    for dtype in _TYPES:
+        for hidden in _HIDDEN_SIZES if dtype == torch.bfloat16 else (4096,):
+            yield from _norms_of(dtype, hidden)
+
+
+def _norms_of(dtype: torch.dtype, hidden: int) -> Iterator[ShippedKernel]:
+    x, weight = _empty(dtype, _TOKENS, hidden), _empty(dtype, hidden)
+    configuration = f"{_name(dtype)}, hidden {hidden}"
+    yield ShippedKernel("rms_norm", configuration, lambda _: rms_norm(x, weight, 1e-6))
+    yield ShippedKernel("add_rms_norm", configuration, lambda _: add_rms_norm(x, x, weight, 1e-6))
+
+
+def _wide_weights() -> Iterator[ShippedKernel]:
+    """Weights in float32 beside bfloat16 activations, as Gemma's norms have them."""
+    hidden, dtype = 2304, torch.bfloat16
+    x, weight = _empty(dtype, _TOKENS, hidden), _empty(torch.float32, hidden)
+    configuration = f"{_name(dtype)}, hidden {hidden}, float32 weight"
+    yield ShippedKernel("rms_norm", configuration, lambda _: rms_norm(x, weight, 1e-6))
+    yield ShippedKernel("add_rms_norm", configuration, lambda _: add_rms_norm(x, x, weight, 1e-6))
+
+
+def _activation(name: str, dtype: torch.dtype) -> ShippedKernel:
+    activate = {"silu_mul": silu_mul, "gelu_mul": gelu_mul}[name]
+    gate_up = _empty(dtype, _TOKENS, 2 * 14_336)
+    return ShippedKernel(name, _name(dtype), lambda _: activate(gate_up))
+
+
+def _rotations() -> Iterator[ShippedKernel]:
+    for dtype in _TYPES:
+        for pages in (dtype, torch.float8_e4m3fn):
+            for head_dim in _HEAD_DIMS if dtype == torch.bfloat16 else (128,):
+                for has_norms in (False, True):
+                    yield _rotation(dtype, pages, head_dim, has_norms, page_size=16)
+    for page_size in _PAGE_SIZES:
+        if page_size != 16:
+            yield _rotation(torch.bfloat16, torch.bfloat16, 128, False, page_size)
+
+
+def _rotation(dtype: torch.dtype, pages: torch.dtype, head_dim: int, has_norms: bool, page_size: int) -> ShippedKernel:
+    heads, kv_heads = 32, 8
+
+    def launch(_: Chip) -> object:
+        half = _empty(torch.float32, _TOKENS, head_dim // 2)
+        weight = _empty(dtype, head_dim)
+        return rotate_and_write(
+            _empty(dtype, _TOKENS, (heads + 2 * kv_heads) * head_dim),
+            Rotation(half, half),
+            HeadNorms(weight, weight, 1e-6) if has_norms else None,
+            KVPages.allocate(2, kv_heads, page_size, head_dim, pages, _META),
+            _empty(torch.int64, _TOKENS),
+        )
+
+    norms = ", head norms" if has_norms else ""
+    configuration = f"{_name(dtype)}, head_dim {head_dim}, {_name(pages)} pages of {page_size}{norms}"
+    return ShippedKernel("rotate_and_write", configuration, launch)
+
+
+def _samples(vocab: int) -> Iterator[ShippedKernel]:
+    logits = _empty(torch.float32, _TOKENS, vocab)
+    reals, words, seeds = _empty(torch.float32, _TOKENS), _empty(torch.int32, _TOKENS), _empty(torch.int32, _TOKENS, 2)
+    configuration = f"vocabulary {vocab}"
+    yield ShippedKernel("greedy", configuration, lambda _: greedy(logits))
+    yield ShippedKernel(
+        "sample", configuration, lambda _: sample(logits, reals, words, reals, reals, seeds=seeds, positions=words)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What attention's kernels are compiled for."""
+
+    head_dim: int = 128
+    group: int = 4
+    queries: torch.dtype = torch.bfloat16
+    pages: torch.dtype = torch.bfloat16
+    page_size: int = 16
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    kv_heads: int = 8
+
+    @property
+    def name(self) -> str:
+        types = [str(dtype).removeprefix("torch.") for dtype in (self.queries, self.pages)]
+        named = f"{types[0]}, head_dim {self.head_dim}, group {self.group}, {types[1]} pages of {self.page_size}"
+        options = {"window": self.window is not None, "soft cap": self.soft_cap is not None, "sinks": self.sinks}
+        return ", ".join([named, *(name for name, given in options.items() if given)])
+
+    @property
+    def options(self) -> AttentionOptions:
+        sinks = torch.empty(self.group * self.kv_heads, dtype=torch.float32, device=_META) if self.sinks else None
+        return AttentionOptions(self.head_dim**-0.5, self.window, self.soft_cap, sinks)
+
+    def tensors(self, tokens: int) -> tuple[torch.Tensor, KVPages, torch.Tensor, torch.Tensor]:
+        """Queries, pages, page table and lengths."""
+        queries = torch.empty(tokens, self.kv_heads * self.group, self.head_dim, dtype=self.queries, device=_META)
+        kv = KVPages.allocate(2, self.kv_heads, self.page_size, self.head_dim, self.pages, _META)
+        page_table = torch.empty(_ROWS, _LONGEST // self.page_size, dtype=torch.int32, device=_META)
+        return queries, kv, page_table, torch.empty(_ROWS, dtype=torch.int32, device=_META)
+
+
+def _attention() -> list[ShippedKernel]:
+    """Decode and extend for every shape."""
+    return [
+        ShippedKernel(operation, shape.name, partial(launch, shape))
+        for shape in _shapes()
+        for operation, launch in (("decode_attention", _decode), ("extend_attention", _extend))
+    ]
+
+
+def _shapes() -> Iterator[_Shape]:
+    float8 = torch.float8_e4m3fn
+    for head_dim in (64, 80, 96, 128, 256):
+        for pages in (torch.bfloat16, float8):
+            for page_size in (1, 16, 64):
+                yield _Shape(head_dim, pages=pages, page_size=page_size)
+    for group in (1, 3, 8, 16):
+        yield _Shape(group=group)
+    half = _Shape(queries=torch.float16, pages=torch.float16)
+    yield from (half, replace(half, pages=float8))
+    yield _Shape(queries=torch.float32, pages=torch.float32)
+    for pages in (torch.bfloat16, float8):
+        yield _Shape(pages=pages, window=4096)  # Mistral
+        yield _Shape(64, group=8, pages=pages, window=128, sinks=True)  # gpt-oss
+        yield _Shape(64, group=8, pages=pages, sinks=True)
+        yield _Shape(256, group=2, pages=pages, window=4096, soft_cap=50.0)  # Gemma 2
+        yield _Shape(256, group=2, pages=pages, soft_cap=50.0)
+
+
+def _decode(shape: _Shape, chip: Chip) -> None:
+    queries, kv, page_table, kv_lens = shape.tensors(_ROWS)
+    plan = plan_decode(kv_lens, _ROWS, _LONGEST, shape.kv_heads, shape.window)
+    partials = Partials.allocate(plan, queries)
+    output = torch.empty_like(queries)
+    decode_attention(queries, kv, page_table, kv_lens, shape.options, plan, partials, output, chip)
+
+
+def _extend(shape: _Shape, chip: Chip) -> None:
+    queries, kv, page_table, kv_lens = shape.tensors(_PROMPT_TOKENS)
+    starts = torch.empty(_ROWS + 1, dtype=torch.int32, device=_META)
+    tile = extend_tile(shape.head_dim, shape.pages, chip)
+    plan = plan_extend(starts, 0, _PROMPT_TOKENS, tile.tokens(shape.group))
+    output = torch.empty_like(queries)
+    extend_attention(queries, kv, page_table, kv_lens, starts, 0, shape.options, plan, output, chip)

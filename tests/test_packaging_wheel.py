@@ -1,0 +1,74 @@
+"""What the wheel holds: the packages that serve, the data that they read, and nothing that only tests need."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import grimp
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("sglang_jax", "torch_backend", "tpu")
+
+BUILD = "from setuptools.build_meta import build_wheel; build_wheel('wheels')"
+
+# Programs, entry points, and what users import: nothing in the wheel imports these.
+STARTS = {
+    "sglang_jax.__main__",
+    "sglang_jax.architectures.dense",
+    "sglang_jax.bench_offline_throughput",
+    "sglang_jax.bench_serving",
+    "sglang_jax.launch_server",
+    "sglang_jax.runner.fake",
+    "sglang_jax.sampling.reference",
+    "sglang_jax.server.embedded",
+    "torch_backend.follower",
+    "tpu.check",
+    "tpu.launch",
+    "tpu.tune",
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The wheel's list of files, built from a copy of all that a clone has beside its packages."""
+    copy = tmp_path_factory.mktemp("clone")
+    for folder in (*PACKAGES, "tests", "benchmarks", "docs", "examples"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    built = subprocess.run([sys.executable, "-c", BUILD], cwd=copy, capture_output=True, text=True, timeout=120)
+    assert built.returncode == 0, built.stderr
+    (wheel,) = (copy / "wheels").iterdir()
+    return sorted(zipfile.ZipFile(wheel).namelist())
+
+
+def test_the_wheel_has_every_module_of_the_packages_and_no_other(files: list[str]) -> None:
+    modules = [str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    assert [name for name in files if name.endswith(".py")] == sorted(modules)
+
+
+def test_the_wheel_has_the_data_that_a_server_or_a_check_reads_and_no_other(files: list[str]) -> None:
+    data = [name for name in files if not name.endswith(".py") and ".dist-info/" not in name]
+    assert data == [
+        "sglang_jax/kernels/ragged_paged_attention/pallas/block_sizes.json",
+        "tpu/shapes/gemma-3-27b.json",
+        "tpu/shapes/llama-3.1-8b.json",
+        "tpu/shapes/qwen3-32b.json",
+    ]
+
+
+def test_what_nothing_imports_is_where_somebody_starts() -> None:
+    """A module that nobody in the wheel imports is needed by tests alone, or by nobody. Families of models are found by
+    the folder that they lie in."""
+    graph = grimp.build_graph(*PACKAGES, cache_dir=None)
+    unused = {
+        module
+        for module in graph.modules
+        if not graph.find_modules_that_directly_import(module) and not graph.find_children(module)
+    }
+    assert {module for module in unused if ".architectures.families." not in module} == STARTS

@@ -1,0 +1,53 @@
+"""The gated activations of feed-forward layers (Shazeer 2020, "GLU variants improve transformer"): one kernel, compiled
+for SiLU and for GELU (Hendrycks and Gimpel 2016) by tanh's approximation."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_jax.architectures.model_config import Activation
+
+_BLOCK = 1024
+_GELU_TANH = tl.constexpr(Activation.GELU_TANH.value)
+
+
+@triton.jit
+def _gated_kernel(gate_up, out, intermediate, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = lanes < intermediate
+    start = gate_up + row * 2 * intermediate
+    gate = tl.load(start + lanes, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(start + intermediate + lanes, mask=inside, other=0.0).to(tl.float32)
+    exponent = -gate
+    if ACTIVATION == _GELU_TANH:
+        # (1 + tanh(z)) / 2 is the sigmoid of 2 z, of which nothing cancels; 1.5957691 is twice the root of 2 / pi.
+        exponent = -1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    activated = gate / (1.0 + tl.exp(exponent)) * up
+    tl.store(out + row * intermediate + lanes, activated.to(out.dtype.element_ty), mask=inside)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up` of a contiguous `[T, 2 * intermediate]`, gate first: `[T, intermediate]`, in its type."""
+    return _gated(gate_up, Activation.SILU)
+
+
+def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`gelu(gate) * up` of a contiguous `[T, 2 * intermediate]`, gate first: `[T, intermediate]`, in its type."""
+    return _gated(gate_up, Activation.GELU_TANH)
+
+
+def _gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    rows, both = gate_up.shape
+    if both % 2 or not gate_up.is_contiguous():
+        raise ValueError(
+            f"gate and up are {list(gate_up.shape)} with strides {list(gate_up.stride())}; "
+            "wanted is a contiguous [T, 2 * intermediate]"
+        )
+    out = torch.empty((rows, both // 2), dtype=gate_up.dtype, device=gate_up.device)
+    if rows:
+        grid = (rows, triton.cdiv(both // 2, _BLOCK))
+        _gated_kernel[grid](gate_up, out, both // 2, ACTIVATION=activation.value, BLOCK=_BLOCK, num_warps=4)
+    return out

@@ -1,0 +1,28 @@
+"""`TokenSampler` by Triton kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from torch_backend.kernels.sample import greedy, sample
+from torch_backend.sampler import SamplerInputs
+
+
+class TritonSampler:
+    """Searches instead of sorts, and reads nothing on the host."""
+
+    def greedy(self, logits: torch.Tensor) -> torch.Tensor:
+        """See `TokenSampler.greedy`."""
+        return greedy(logits)
+
+    def sample(self, logits: torch.Tensor, parameters: SamplerInputs) -> torch.Tensor:
+        """See `TokenSampler.sample`."""
+        return sample(
+            logits,
+            parameters.temperature,
+            parameters.top_k,
+            parameters.top_p,
+            parameters.min_p,
+            parameters.seed,
+            parameters.position,
+        )

@@ -1,0 +1,64 @@
+"""What the compiler's estimates say of a whole program: how long it takes, what takes longest, and what it should not
+do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tpu.operations import Operation, short_source
+
+_WORST = 5
+_LEAST_CYCLES_OF_A_MOVE = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Of the operations that run at every step: branches that a request must ask for are left out, and so are Pallas
+    kernels and collectives, of which the compiler estimates nothing.
+
+    - `cycles`: of the program, loops included; `layer_cycles`: those of the layers.
+    - `worst`: the operations that take longest.
+    - `moves`: those that only put weights or pages into another layout.
+    - `windowed`: products that are cut in pieces, to exchange one while another is multiplied.
+    - `permutes`: collective permutes in the layers.
+    """
+
+    cycles: int
+    layer_cycles: int
+    worst: tuple[Operation, ...]
+    moves: tuple[Operation, ...]
+    windowed: int
+    permutes: int
+
+    @classmethod
+    def of(cls, operations: Sequence[Operation], names: Mapping[str, str]) -> Estimate:
+        """`names`: of weights, by what the program calls them (`weights[3]`)."""
+        own = [operation for operation in operations if not operation.conditional]
+        moves = (
+            replace(operation, moved=names.get(operation.moved, operation.moved))
+            for operation in own
+            if operation.moved in names
+            or (operation.moved.startswith("state.") and operation.cycles > _LEAST_CYCLES_OF_A_MOVE)
+        )
+        return cls(
+            cycles=sum(operation.total for operation in own),
+            layer_cycles=sum(operation.total for operation in own if operation.in_layers),
+            worst=tuple(sorted(own, key=lambda operation: -operation.total)[:_WORST]),
+            moves=tuple(moves),
+            windowed=sum(operation.is_windowed for operation in own),
+            permutes=sum(operation.in_layers and "permute" in operation.kind for operation in own),
+        )
+
+    def warnings(self, program: str, clock: float) -> list[str]:
+        """What costs time at every step and means nothing, in words."""
+        found = [
+            f"{program!r} puts {move.moved} into another layout at every step: {move.result.split('{')[0]}, "
+            f"{move.total / clock * 1e6:.0f} us ({short_source(move.source) or move.name})"
+            for move in self.moves
+        ]
+        if self.windowed:
+            found.append(f"{program!r} has {self.windowed} products cut in pieces that devices exchange one by one")
+        if self.permutes:
+            found.append(f"{program!r} has {self.permutes} collective permutes in the layers")
+        return found

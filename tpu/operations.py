@@ -1,0 +1,256 @@
+"""What each operation of a compiled program costs by the compiler's own estimate, loops included.
+
+The estimate is of the operation's instructions and of the memory that it waits for while it runs. It leaves out Pallas
+kernels, collectives and copies that run beside other work.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
+LAYER = "jit(_run_layer)"
+"""What the program calls its layers: see `models.transformer`."""
+
+_COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%(?P<name>[\w.-]+) \(.*\{$")
+_INSTRUCTION = re.compile(
+    r"^\s+(?P<root>ROOT )?%(?P<name>[\w.-]+) = (?P<result>.*?) (?P<kind>[a-z][\w-]*)\((?P<operands>[^)]*)\)"
+)
+_OPERAND = re.compile(r"%([\w.-]+)")
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
+_CALLED = re.compile(r"(?:calls|to_apply|called_computations)=\{?%([\w.-]+)")
+_LOOP = re.compile(r"condition=%(?P<condition>[\w.-]+), body=%(?P<body>[\w.-]+)")
+_BRANCHES = re.compile(
+    r"(?:branch_computations=\{|true_computation=|false_computation=)(?P<names>%[\w.-]+(?:, %[\w.-]+)*)"
+)
+_ARRAY = re.compile(r"\b(?P<type>pred|[a-z]+\d+\w*)\[(?P<shape>[\d,]*)\]")
+_WIDTH = re.compile(r"\d+")
+_TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)$")
+_ENTRY_OF_TABLE = re.compile(r"^(?P<number>\d+) (?P<value>.*)$")
+_INDEX = re.compile(r"index=(\d+)")
+_FIELD = re.compile(r"(\w+)=(\d+)")
+
+_MOVES = ("copy", "transpose", "bitcast-convert")
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation that runs at a step, as the compiler's estimate has it.
+
+    - `name`, `kind`: of the instruction; `result`: what it makes, with the layout, `bf16[64,4096]{1,0:T(8,128)}`.
+    - `cycles`: of one run; `times`: how often a step runs it.
+    - `conditional`: in a branch that a step takes only if a request asks for it.
+    - `origin`: what the program calls it, `jit(step)/dot_general`; `source`: file and line, empty if unknown.
+    - `moved`: the program's argument that the operation only moves into another layout; empty for all others.
+    """
+
+    name: str
+    kind: str
+    result: str
+    cycles: int
+    times: int
+    conditional: bool
+    origin: str
+    source: str
+    moved: str
+
+    @property
+    def total(self) -> int:
+        return self.cycles * self.times
+
+    @property
+    def is_windowed(self) -> bool:
+        """Part of a product that the compiler cut in pieces, to exchange one while another is multiplied."""
+        return self.kind == "while" and "windowed_dot_general" in self.result
+
+    @property
+    def is_collective(self) -> bool:
+        return self.kind.removesuffix("-start") in COLLECTIVES
+
+    @property
+    def in_layers(self) -> bool:
+        return LAYER in self.origin
+
+    @property
+    def array(self) -> str:
+        """The largest array of the result, without its layout."""
+        found = [(_bytes(array), array[0]) for array in _ARRAY.finditer(self.result)]
+        return max(found)[1] if found else ""
+
+    @property
+    def bytes(self) -> int:
+        """Of the result. What starts an operation carries its operands, its results and a few words of state: of these
+        the largest array."""
+        sizes = [_bytes(array) for array in _ARRAY.finditer(self.result)]
+        return max(sizes, default=0) if self.kind.endswith("-start") else sum(sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Instruction:
+    name: str
+    kind: str
+    result: str
+    operands: tuple[str, ...]
+    line: str
+    root: bool
+
+
+class Module:
+    """The text of a compiled program."""
+
+    def __init__(self, text: str) -> None:
+        self._computations: dict[str, dict[str, _Instruction]] = {}
+        self._tables: dict[str, dict[int, str]] = {}
+        self._entry = ""
+        self._read(text)
+
+    def operations(self) -> tuple[Operation, ...]:
+        """Those that have an estimate, collectives, and loops of cut products, in the order of the text."""
+        return tuple(self._walk(self._entry, 1, False, {}))
+
+    def _read(self, text: str) -> None:
+        table: dict[int, str] = {}
+        own: dict[str, _Instruction] = {}
+        for line in text.splitlines():
+            if _TABLE.match(line):
+                table = self._tables.setdefault(line, {})
+            elif header := _COMPUTATION.match(line):
+                own = self._computations.setdefault(header["name"], {})
+                self._entry = header["name"] if header["entry"] else self._entry
+            elif found := _INSTRUCTION.match(line):
+                operands = tuple(_OPERAND.findall(found["operands"]))
+                root = found["root"] is not None
+                own[found["name"]] = _Instruction(found["name"], found["kind"], found["result"], operands, line, root)
+            elif row := _ENTRY_OF_TABLE.match(line):
+                table[int(row["number"])] = row["value"]
+
+    def _walk(self, computation: str, times: int, conditional: bool, arguments: dict[int, str]) -> Iterator[Operation]:
+        """`arguments`: elements of the computation's one tuple that are arguments of the program."""
+        own = self._computations.get(computation, {})
+        names: dict[str, str] = {}
+        for instruction in own.values():
+            names[instruction.name] = self._argument(instruction, names, arguments, computation == self._entry)
+            found = self._operation(instruction, times, conditional, names)
+            if found.cycles or found.is_collective:
+                yield found
+            if instruction.kind == "while" and (loop := _LOOP.search(instruction.line)):
+                if "windowed_dot_general" in loop["body"]:
+                    yield replace(found, result=f"windowed_dot_general {instruction.result}")
+                carried = self._carried(instruction, own, names)
+                trips = self._trips(loop["condition"], loop["body"])
+                yield from self._walk(loop["body"], times * trips, conditional, carried)
+            elif branches := _BRANCHES.search(instruction.line):
+                for branch in _OPERAND.findall(branches["names"]):
+                    yield from self._walk(branch, times, True, {})
+            elif called := _CALLED.search(instruction.line):
+                # An operation's estimate is that of all within, but for what the compiler runs beside others.
+                within = self._walk(called[1], times, conditional, {})
+                whole = instruction.kind in ("call", "async-start")
+                yield from (inner for inner in within if whole or inner.is_collective)
+
+    def _operation(self, instruction: _Instruction, times: int, conditional: bool, names: dict[str, str]) -> Operation:
+        cycles = _CYCLES.search(instruction.line)
+        origin = _OP_NAME.search(instruction.line)
+        return Operation(
+            name=instruction.name,
+            kind=instruction.kind,
+            result=instruction.result,
+            cycles=int(cycles[1]) if cycles else 0,
+            times=times,
+            conditional=conditional,
+            origin=origin[1] if origin else "",
+            source=self._source(instruction.line),
+            moved=self._moved(instruction, names),
+        )
+
+    def _argument(
+        self, instruction: _Instruction, names: dict[str, str], arguments: dict[int, str], at_entry: bool
+    ) -> str:
+        """The program's argument that an instruction's result is, unchanged; empty if it is none."""
+        match instruction.kind:
+            case "parameter" if at_entry:
+                origin = _OP_NAME.search(instruction.line)
+                return origin[1] if origin else instruction.name
+            case "get-tuple-element":
+                index = _INDEX.search(instruction.line)
+                return arguments.get(int(index[1]), "") if index else ""
+            case "copy-start" | "copy-done" | "bitcast" | "optimization-barrier":
+                return names.get(instruction.operands[0], "") if instruction.operands else ""
+            case _:
+                return ""
+
+    def _carried(self, loop: _Instruction, own: dict[str, _Instruction], names: dict[str, str]) -> dict[int, str]:
+        """Elements of what a loop is given that are arguments of the program."""
+        given = own.get(loop.operands[0])
+        operands = given.operands if given is not None and given.kind == "tuple" else ()
+        return {index: names[name] for index, name in enumerate(operands) if names.get(name)}
+
+    def _moved(self, instruction: _Instruction, names: dict[str, str]) -> str:
+        """The argument that an instruction moves: a copy of it, or a fusion of nothing but moves."""
+        if len(instruction.operands) != 1 or not names.get(instruction.operands[0]):
+            return ""
+        if instruction.kind in _MOVES:
+            return names[instruction.operands[0]]
+        if instruction.kind == "fusion" and (called := _CALLED.search(instruction.line)):
+            inner = {found.kind for found in self._computations.get(called[1], {}).values()}
+            if inner <= {*_MOVES, "parameter", "bitcast", "reshape"} and inner & {*_MOVES, "reshape"}:
+                return names[instruction.operands[0]]
+        return ""
+
+    def _trips(self, condition: str, body: str) -> int:
+        """How often a loop runs whose condition compares a counter from 0 with a constant; 1 for any other."""
+        own = self._computations.get(condition, {})
+        compared = next((found for found in own.values() if found.root and "direction=LT" in found.line), None)
+        if compared is None:
+            return 1
+        limit = next((found for name in compared.operands if (found := _constant(own.get(name)))), 1)
+        counter = own.get(compared.operands[0])
+        index = _INDEX.search(counter.line) if counter is not None else None
+        return -(-limit // self._increment(body, int(index[1]))) if index else limit
+
+    def _increment(self, body: str, element: int) -> int:
+        """What a loop's body adds to an element of its tuple; 1 if that is not plain."""
+        own = self._computations.get(body, {})
+        result = next((found for found in own.values() if found.root), None)
+        if result is None or element >= len(result.operands):
+            return 1
+        total, sums = 0, own.get(result.operands[element])
+        while sums is not None and sums.kind in ("add", "copy"):
+            total += sum(_constant(own.get(name)) for name in sums.operands)
+            sums = own.get(sums.operands[0])
+        return max(total, 1)
+
+    def _source(self, line: str) -> str:
+        frame = _FRAME.search(line)
+        if frame is None:
+            return ""
+        place = _fields(self._tables.get("StackFrames", {}).get(int(frame[1]), "")).get("file_location_id")
+        location = _fields(self._tables.get("FileLocations", {}).get(place or 0, ""))
+        name = self._tables.get("FileNames", {}).get(location.get("file_name_id", 0), "").strip('"')
+        return f"{name}:{location['line']}" if name else ""
+
+
+def _constant(instruction: _Instruction | None) -> int:
+    """The value of a constant that is a whole number; 0 for all else."""
+    found = re.search(r" constant\((\d+)\)", instruction.line) if instruction is not None else None
+    return int(found[1]) if found else 0
+
+
+def short_source(source: str) -> str:
+    """The end of a place in the source, from the package on."""
+    return source[max(source.rfind("sglang_jax/"), 0) :]
+
+
+def _fields(row: str) -> dict[str, int]:
+    return {name: int(value) for name, value in _FIELD.findall(row)}
+
+
+def _bytes(array: re.Match[str]) -> int:
+    elements = math.prod(int(size) for size in array["shape"].split(",") if size)
+    width = _WIDTH.search(array["type"])
+    return elements * max(int(width[0]) if width else 8, 8) // 8
