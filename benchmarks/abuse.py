@@ -40,13 +40,14 @@ import psutil
 from machine import report
 from malformed import MalformedRequest, malformed_requests
 
+from sglang_jax.architectures import CacheKind
 from sglang_jax.config import EngineConfig, ServerConfig
 from sglang_jax.engine.channel import CoreChannel, Ready
 from sglang_jax.engine.launch import launch_core
 from sglang_jax.engine.model_core import load_text_tokenizer
 from sglang_jax.engine.types import EngineClient, ModelInfo
 from sglang_jax.runner.fake import FakeRunner
-from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec
+from sglang_jax.runner.plan import PoolSpec, RunnerSpec
 from sglang_jax.scheduler.loop import SchedulerLoop
 
 CONTEXT, ROWS, VOCABULARY = 8192, 64, 49_152
@@ -60,7 +61,7 @@ class EmptyCore:
     """The scheduler over a runner without a model."""
 
     def __init__(self, config: EngineConfig, channel: CoreChannel) -> None:
-        pool = PoolSpec(PoolKind.FULL, ROWS * CONTEXT // 8 // config.page_size + 1, config.page_size)
+        pool = PoolSpec(CacheKind.FULL, ROWS * CONTEXT // 8 // config.page_size + 1, config.page_size)
         spec = RunnerSpec((pool,), ROWS, CONTEXT, config.chunked_prefill_size, VOCABULARY)
         self._loop = SchedulerLoop(FakeRunner(spec), (), config, channel)
         info = ModelInfo(

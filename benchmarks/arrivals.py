@@ -20,8 +20,9 @@ import numpy as np
 from host_step import FreeRunner
 from machine import report
 
+from sglang_jax.architectures import CacheKind
 from sglang_jax.config import EngineConfig
-from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec
+from sglang_jax.runner.plan import PoolSpec, RunnerSpec
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.loop import SchedulerLoop
 from sglang_jax.scheduler.messages import AbortRequest, Inbound, NewRequest, Outbound
@@ -58,7 +59,7 @@ class Burst:
 
     def __init__(self, rows: int, context: int, page_size: int, *, pool_tokens: int | None = None) -> None:
         pages = (pool_tokens or rows * context) // page_size + rows + 1
-        spec = RunnerSpec((PoolSpec(PoolKind.FULL, pages, page_size),), rows, CHUNK + rows, context, 1000)
+        spec = RunnerSpec((PoolSpec(CacheKind.FULL, pages, page_size),), rows, CHUNK + rows, context, 1000)
         config = EngineConfig(chunked_prefill_size=CHUNK, page_size=page_size, debug_memory=False)
         self.channel = PackedChannel()
         self.loop = SchedulerLoop(FreeRunner(spec), (0,), config, self.channel)

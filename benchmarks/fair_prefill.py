@@ -22,8 +22,9 @@ import numpy as np
 from host_step import EncodingChannel
 from machine import report
 
+from sglang_jax.architectures import CacheKind
 from sglang_jax.config import EngineConfig
-from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec, StepPlan, StepResult, one_each
+from sglang_jax.runner.plan import PoolSpec, RunnerSpec, StepPlan, StepResult, one_each
 from sglang_jax.runner.protocol import RunnerReport
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler import admission
@@ -107,7 +108,7 @@ def run(chunk: int, target_ms: float | None, seconds: float, *, plain: bool) -> 
     """A few minutes of simulated time."""
     device = Device()
     pages = (8 * CONTEXT + DECODING * 8192 + 200_000) // 16
-    spec = RunnerSpec((PoolSpec(PoolKind.FULL, pages, 16),), 256, 8192, CONTEXT, 1000, SHAPES)
+    spec = RunnerSpec((PoolSpec(CacheKind.FULL, pages, 16),), 256, 8192, CONTEXT, 1000, SHAPES)
     config = EngineConfig(chunked_prefill_size=chunk, target_itl_ms=target_ms, debug_memory=False)
     channel = ClockedChannel(device)
     scheduler = Scheduler(TimedRunner(spec, device), (0,), config, channel, clock=lambda: device.now)

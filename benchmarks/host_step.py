@@ -20,8 +20,9 @@ import msgspec
 import numpy as np
 from machine import report
 
+from sglang_jax.architectures import CacheKind
 from sglang_jax.config import EngineConfig
-from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec, StepPlan, StepResult
+from sglang_jax.runner.plan import PoolSpec, RunnerSpec, StepPlan, StepResult
 from sglang_jax.runner.protocol import RunnerReport
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.messages import Inbound, NewRequest, Outbound
@@ -79,14 +80,14 @@ class EncodingChannel:
         self.sent_bytes += len(self._encoder.encode(message))
 
 
-def steady(rows: int, context: int, page_size: int, window: int = 0) -> Scheduler:
+def steady(rows: int, context: int, page_size: int, window: int | None = None) -> Scheduler:
     """A scheduler all of whose rows decode, each after a prompt of about `context` tokens; with a second group of
     layers if they have a `window`."""
     total = context + STEPS + 2 * rows + 64
     pages = rows * -(-total // page_size) + 1
-    pools = [PoolSpec(PoolKind.FULL, pages, page_size)]
-    if window:
-        pools.append(PoolSpec(PoolKind.WINDOW, pages, page_size, window))
+    pools = [PoolSpec(CacheKind.FULL, pages, page_size)]
+    if window is not None:
+        pools.append(PoolSpec(CacheKind.WINDOW, pages, page_size, window))
     spec = RunnerSpec(tuple(pools), rows, max(8192, 2 * rows), total, 1000)
     config = EngineConfig(chunked_prefill_size=8192, page_size=page_size, debug_memory=False)
     scheduler = Scheduler(FreeRunner(spec), (0,), config, EncodingChannel())
@@ -125,7 +126,7 @@ def main() -> None:
     arguments = parser.parse_args()
     table = []
     for rows, target in ((64, 60), (256, 150)):
-        cases = [(context, 0) for context in CONTEXTS] + [(CONTEXTS[-1], WINDOW)]
+        cases = [(context, None) for context in CONTEXTS] + [(CONTEXTS[-1], WINDOW)]
         schedulers = [steady(rows, context, arguments.page_size, window) for context, window in cases]
         times = measure(schedulers)
         assert all(scheduler.num_running == rows for scheduler in schedulers)

@@ -153,7 +153,8 @@ def _sizes(
     groups = tuple(
         GroupMemory(
             config.page_size * kv_bytes_per_token(len(group.layers), kv_heads, model_config.head_dim, kv_dtype),
-            group.window or 0,
+            group.kind,
+            group.window,
         )
         for group in cache_groups(model_config)
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from sglang_jax.kernels.ragged_paged_attention.pallas.decode import DEPTH
 from sglang_jax.kernels.ragged_paged_attention.pallas.prefill import HEADS_TOGETHER, ROWS_TOGETHER
 from tpu.schedule import Loop
 
@@ -65,6 +66,22 @@ def decode_cost(schedule: Loop, step: Step, heads: int, pages: int, page_size: i
     row_loop = next(loop for loop in schedule.walk() if block_loop in loop.loops)
     cycles = sum(len(row_loop.bundles) + -(-length // keys) * loop for length in lengths)
     return Cost(loop, 1000 * loop / (keys * heads), block_loop.vector_spills, cycles, sum(lengths))
+
+
+def decode_with_copies(
+    cost: Cost, step: Step, keys: int, *, transfer: float, latency: float, depth: int = DEPTH
+) -> float:
+    """Cycles of the decode rows of a step where blocks wait for their copies.
+
+    A buffer is filled, computed with, and then filled again: with `depth` of them a block comes every (computing +
+    latency + transfer) / depth cycles, and no sooner than either computing or memory allows.
+
+    **Arguments:** `cost`: of `decode_cost`, for blocks of `keys`; `transfer`: cycles that memory takes for the bytes of
+    a block; `latency`: from the start of a copy to its first byte.
+    """
+    blocks = sum(-(-length // keys) for length in step.kv_lens[: step.decode_rows])
+    period = max(cost.loop, transfer, (cost.loop + latency + transfer) / depth)
+    return cost.cycles + blocks * (period - cost.loop)
 
 
 def prefill_cost(schedule: Loop, step: Step, heads: int, queries: int, pages: int, page_size: int) -> Cost:

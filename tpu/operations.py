@@ -151,7 +151,8 @@ class Module:
                 # An operation's estimate is that of all within, but for what the compiler runs beside others.
                 within = self._walk(called[1], times, conditional, {})
                 whole = instruction.kind in ("call", "async-start")
-                yield from (inner for inner in within if whole or inner.is_collective)
+                wanted = (inner for inner in within if whole or inner.is_collective)
+                yield from (replace(inner, origin=inner.origin or found.origin) for inner in wanted)
 
     def _operation(self, instruction: _Instruction, times: int, conditional: bool, names: dict[str, str]) -> Operation:
         cycles = _CYCLES.search(instruction.line)

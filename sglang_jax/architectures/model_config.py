@@ -125,18 +125,10 @@ class SublayerNorms:
 
 
 class CacheKind(StrEnum):
-    """Which of a sequence's keys and values a layer needs."""
+    """Which of a sequence's keys and values layers need: all of them, or those of the last tokens."""
 
     FULL = "full"
     WINDOW = "window"
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryGroup:
-    """Where a layer's keys and values belong: layers of one group share pages. `window`: of `CacheKind.WINDOW`."""
-
-    kind: CacheKind
-    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,13 +145,6 @@ class LayerConfig:
     feed_forward_norms: SublayerNorms
     parallel: bool = False
     residual_multiplier: float = 1.0
-
-    @property
-    def memory_group(self) -> MemoryGroup:
-        """Which pages the layer's keys and values belong to."""
-        if self.mixer.window is None:
-            return MemoryGroup(CacheKind.FULL)
-        return MemoryGroup(CacheKind.WINDOW, self.mixer.window)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +201,10 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers whose keys and values share pages of one kind. `window`: of `CacheKind.WINDOW`."""
+    """Layers of a model whose keys and values share pages, as they need the same tokens of a sequence. `window`: tokens
+    that a query sees, its own among them; None for `CacheKind.FULL`.
+
+    What a page of a group takes is `runner.sizing.GroupMemory`, the pages that a runner has for it `PoolSpec`."""
 
     kind: CacheKind
     layers: tuple[int, ...]
@@ -232,8 +220,9 @@ def group_of_layers(config: ModelConfig) -> tuple[int, ...]:
 
 def cache_groups(config: ModelConfig) -> tuple[CacheGroup, ...]:
     """The groups of a model's layers: full attention first, then windows by their size."""
-    members: dict[MemoryGroup, list[int]] = {}
-    for number, layer in enumerate(config.layers):
-        members.setdefault(layer.memory_group, []).append(number)
-    ordered = sorted(members, key=lambda group: (group.kind is CacheKind.WINDOW, group.window or 0))
-    return tuple(CacheGroup(group.kind, tuple(members[group]), group.window) for group in ordered)
+    full = tuple(number for number, layer in enumerate(config.layers) if layer.mixer.window is None)
+    groups = [CacheGroup(CacheKind.FULL, full)] if full else []
+    for window in sorted({layer.mixer.window for layer in config.layers if layer.mixer.window is not None}):
+        layers = tuple(number for number, layer in enumerate(config.layers) if layer.mixer.window == window)
+        groups.append(CacheGroup(CacheKind.WINDOW, layers, window))
+    return tuple(groups)

@@ -7,13 +7,13 @@ import time
 
 from tqdm import tqdm
 
+from sglang_jax.architectures import CacheKind
 from sglang_jax.checkpoint import Checkpoint, load_tokenizer, open_checkpoint, resolve_tokenizer
 from sglang_jax.config import EngineConfig, SamplingDefaults, ServerConfig
 from sglang_jax.engine.channel import CoreChannel, Ready
 from sglang_jax.engine.types import ModelInfo, TextTokenizer
 from sglang_jax.errors import CheckpointError, ParameterError
 from sglang_jax.runner.backends import load_backend
-from sglang_jax.runner.plan import PoolKind
 from sglang_jax.runner.protocol import Runner
 from sglang_jax.sampling import GenerationDefaults, with_defaults
 from sglang_jax.scheduler.loop import SchedulerLoop
@@ -108,7 +108,7 @@ def _ready(config: EngineConfig, checkpoint: Checkpoint, defaults: GenerationDef
     pool = spec.pools[0]
     max_total_tokens = (pool.num_pages - 1) * pool.page_size  # page 0 is never handed out
     # Of layers that all have windows a request of any length keeps a part.
-    most = max_total_tokens if pool.kind is PoolKind.FULL else spec.max_context
+    most = max_total_tokens if pool.kind is CacheKind.FULL else spec.max_context
     info = ModelInfo(
         model_path=config.model_path,
         architecture=checkpoint.config.architecture,

@@ -170,7 +170,9 @@ def memory_of_one_device(
         platform=platform,
         available=available,
         weights=sum(_bytes_on_one_device(parameter, parallel.size) for parameter in parameters(model)),
-        groups=tuple(GroupMemory(size * page_size // parallel.size, group.window or 0) for size, group in groups),
+        groups=tuple(
+            GroupMemory(size * page_size // parallel.size, group.kind, group.window) for size, group in groups
+        ),
     )
 
 

@@ -28,84 +28,69 @@ Ref = Any
 
 _TOKENS_PER_PROGRAM = 128
 _LONGEST_TILE = 32
+_PAGE, _TILE, _ROW, _OFFSET, _COUNT, _TOTALS = range(6)
+_LINES = 6
+"""Lines of `find_runs`. Divided there, since what a scalar unit divides takes as long as starting a copy."""
 
 
 def write_kv_on_tpu(
     kv_pages: jax.Array,
     keys: jax.Array,
     values: jax.Array,
-    write_slots: jax.Array,
+    runs: jax.Array,
     kv_scales: jax.Array | None = None,
 ) -> jax.Array:
-    """`kv_storage.write_kv` into tiled pages, but for page 0, of which nothing is written."""
+    """`kv_storage.write_kv` into tiled pages, but for page 0, of which nothing is written. `runs`: see `find_runs`."""
     rows = rows_of_pages(kv_pages, keys, values, kv_scales)
     if kv_pages.dtype.itemsize == 1:
         rows = rows.astype(jnp.bfloat16)
-    tile = min(8 if kv_pages.dtype.itemsize > 1 else 32, kv_pages.shape[3])
-    return write_kv_tiles(kv_pages, rows.transpose(1, 2, 0, 3), write_slots, tile=tile)
+    return write_kv_tiles(kv_pages, rows.transpose(1, 2, 0, 3), runs, tile=_tile_of(kv_pages))
 
 
-def write_kv_tiles(kv_pages: jax.Array, rows: jax.Array, write_slots: jax.Array, *, tile: int) -> jax.Array:
-    """Stores one row of each head and part per token; nothing is stored for slots of page 0.
+def find_runs(kv_pages: jax.Array, write_slots: jax.Array) -> jax.Array:
+    """Which tokens go into one tile of a page together: the same in all layers that share page ids, so that a step
+    finds them once.
 
-    Tokens that write into one tile of a page must follow each other, in the order of their slots, as those of a
-    sequence do.
+    Tokens that write into one tile must follow each other, in the order of their slots, as those of a sequence do.
 
-    **Arguments:** `kv_pages` `[num_pages, kv_heads, parts, page_size, lanes]`; `rows` `[kv_heads, parts, T, lanes]`,
-    float32 or bfloat16, holding values that the pages' type holds exactly; `write_slots` int32 `[T]`, `page *
-    page_size + offset`; `tile` slots are written together, the second last dimension of the memory's tiles.
+    **Arguments:** `kv_pages`: of one of the layers, for its shape and type; `write_slots` int32 `[T]`, `page *
+    page_size + offset`.
 
-    **Returns:** the pages, in the same memory where they are donated.
+    **Returns:** int32 `[programs, 6, tokens of a program]`: of each run its page, the slot of the page that its tile
+    begins with, the token (perhaps of another run) that would lie there, how far into the tile the run begins, and how
+    many tokens it has; in the last line the number of runs, and of those that do not fill their tile.
     """
-    kv_heads, parts, tokens, lanes = rows.shape
-    width = min(_TOKENS_PER_PROGRAM, -(-tokens // _LONGEST_TILE) * _LONGEST_TILE)
-    padding = -tokens % width
-    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, padding), (0, 0)))
-    slots = jnp.pad(write_slots, (0, padding)).reshape(-1, 1, width)
+    tokens = write_slots.shape[0]
+    width = _tokens_of_a_program(tokens)
+    slots = jnp.pad(write_slots, (0, -tokens % width)).reshape(-1, 1, width)
     return pl.pallas_call(
-        functools.partial(_kernel, tile=tile),
+        functools.partial(_find_runs, tile=_tile_of(kv_pages), page_size=kv_pages.shape[3]),
         grid=(slots.shape[0],),
-        in_specs=[
-            pl.BlockSpec((None, 1, width), lambda program: (program, 0, 0), memory_space=pltpu.SMEM),
-            pl.BlockSpec((kv_heads, parts, width, lanes), lambda program: (0, 0, program, 0)),
-            pl.BlockSpec(memory_space=pl.ANY),
-        ],
-        out_specs=pl.BlockSpec(memory_space=pl.ANY),
-        scratch_shapes=[
-            pltpu.VMEM((kv_heads, parts, lanes // LANES, width + 2 * _LONGEST_TILE, LANES), jnp.float32),
-            pltpu.VMEM((width, kv_heads, parts, tile, lanes), kv_pages.dtype),
-            pltpu.SMEM((3, width), jnp.int32),
-            pltpu.SemaphoreType.DMA,
-            pltpu.SemaphoreType.DMA,
-        ],
-        out_shape=jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
-        input_output_aliases={2: 0},
+        in_specs=[pl.BlockSpec((None, 1, width), lambda program: (program, 0, 0), memory_space=pltpu.SMEM)],
+        out_specs=pl.BlockSpec((None, _LINES, width), lambda program: (program, 0, 0), memory_space=pltpu.SMEM),
+        out_shape=jax.ShapeDtypeStruct((slots.shape[0], _LINES, width), jnp.int32),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
-        name="kv_write",
-    )(slots, rows, kv_pages)
+        name="kv_write_runs",
+    )(slots)
 
 
-def _kernel(
+def _tile_of(kv_pages: jax.Array) -> int:
+    """Slots that are written together, the second last dimension of the memory's tiles."""
+    return min(8 if kv_pages.dtype.itemsize > 1 else 32, kv_pages.shape[3])
+
+
+def _tokens_of_a_program(tokens: int) -> int:
+    return min(_TOKENS_PER_PROGRAM, -(-tokens // _LONGEST_TILE) * _LONGEST_TILE)
+
+
+def _find_runs(
     slots: Ref,  # SMEM [1, tokens]
-    rows: Ref,  # VMEM [kv_heads, parts, tokens, lanes]
-    _: Ref,
-    kv_pages: Ref,  # HBM [num_pages, kv_heads, parts, page_size, lanes]
-    wide_rows: Ref,  # VMEM float32 [kv_heads, parts, lanes / 128, tokens + 2 * _LONGEST_TILE, 128]
-    tiles: Ref,  # VMEM [tokens, kv_heads, parts, tile, lanes]
-    runs: Ref,  # SMEM [3, tokens]
-    read: Ref,
-    written: Ref,
+    runs: Ref,  # SMEM [6, tokens]
     *,
     tile: int,
+    page_size: int,
 ) -> None:
-    kv_heads, parts, width, lanes = rows.shape
-    page_size = kv_pages.shape[3]
-    columns = [slice(first, first + LANES) for first in range(0, lanes, LANES)]
-    for head, part in product(range(kv_heads), range(parts)):
-        for column, mine in enumerate(columns):
-            # Rows of 128 lanes of 32 bits can be loaded from any row on; others cannot.
-            narrow = rows[head, part, :, mine]
-            wide_rows[head, part, column, pl.ds(_LONGEST_TILE, width)] = narrow.astype(jnp.float32)
+    width = slots.shape[1]
 
     def run_length(first: jax.Array) -> jax.Array:
         """How many tokens from `first` on go into one tile."""
@@ -118,44 +103,106 @@ def _kernel(
             jnp.where(whole, longest, 1),
         )
 
-    def tile_of(run: jax.Array) -> Any:
-        slot = slots[0, runs[0, run]]
-        offset = pl.multiple_of(slot % page_size // tile * tile, tile)
-        return kv_pages.at[slot // page_size, :, :, pl.ds(offset, tile)]
-
     def find_run(state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        first, run, reads = state
+        first, run, partial = state
         count = run_length(first)
         real = slots[0, first] >= page_size
-        partial = real & (count < tile)
 
         @pl.when(real)
         def _() -> None:
-            runs[0, run] = first
-            runs[1, run] = count
+            slot = slots[0, first]
+            offset = slot % tile
+            runs[_PAGE, run] = slot // page_size
+            runs[_TILE, run] = slot % page_size - offset
+            runs[_ROW, run] = first - offset
+            runs[_OFFSET, run] = offset
+            runs[_COUNT, run] = count
 
-        @pl.when(partial)
+        return first + count, run + real.astype(jnp.int32), partial + (real & (count < tile)).astype(jnp.int32)
+
+    zero = jnp.int32(0)
+    _, num_runs, partial = jax.lax.while_loop(lambda state: state[0] < width, find_run, (zero, zero, zero))
+    runs[_TOTALS, 0] = num_runs
+    runs[_TOTALS, 1] = partial
+
+
+def write_kv_tiles(kv_pages: jax.Array, rows: jax.Array, runs: jax.Array, *, tile: int) -> jax.Array:
+    """Stores one row of each head and part per token; nothing is stored for slots of page 0.
+
+    **Arguments:** `kv_pages` `[num_pages, kv_heads, parts, page_size, lanes]`; `rows` `[kv_heads, parts, T, lanes]`,
+    float32 or bfloat16, holding values that the pages' type holds exactly; `runs`: see `find_runs`; `tile` slots are
+    written together.
+
+    **Returns:** the pages, in the same memory where they are donated.
+    """
+    kv_heads, parts, tokens, lanes = rows.shape
+    programs, _, width = runs.shape
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, programs * width - tokens), (0, 0)))
+    return pl.pallas_call(
+        functools.partial(_kernel, tile=tile),
+        grid=(programs,),
+        in_specs=[
+            pl.BlockSpec((None, _LINES, width), lambda program: (program, 0, 0), memory_space=pltpu.SMEM),
+            pl.BlockSpec((kv_heads, parts, width, lanes), lambda program: (0, 0, program, 0)),
+            pl.BlockSpec(memory_space=pl.ANY),
+        ],
+        out_specs=pl.BlockSpec(memory_space=pl.ANY),
+        scratch_shapes=[
+            pltpu.VMEM((kv_heads, parts, lanes // LANES, width + 2 * _LONGEST_TILE, LANES), jnp.float32),
+            pltpu.VMEM((width, kv_heads, parts, tile, lanes), kv_pages.dtype),
+            pltpu.SemaphoreType.DMA,
+            pltpu.SemaphoreType.DMA,
+        ],
+        out_shape=jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
+        input_output_aliases={2: 0},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        name="kv_write",
+    )(runs, rows, kv_pages)
+
+
+def _kernel(
+    runs: Ref,  # SMEM [6, tokens]
+    rows: Ref,  # VMEM [kv_heads, parts, tokens, lanes]
+    _: Ref,
+    kv_pages: Ref,  # HBM [num_pages, kv_heads, parts, page_size, lanes]
+    wide_rows: Ref,  # VMEM float32 [kv_heads, parts, lanes / 128, tokens + 2 * _LONGEST_TILE, 128]
+    tiles: Ref,  # VMEM [tokens, kv_heads, parts, tile, lanes]
+    read: Ref,
+    written: Ref,
+    *,
+    tile: int,
+) -> None:
+    kv_heads, parts, width, lanes = rows.shape
+    columns = [slice(first, first + LANES) for first in range(0, lanes, LANES)]
+    num_runs, partial = runs[_TOTALS, 0], runs[_TOTALS, 1]
+
+    def tile_of(run: jax.Array) -> Any:
+        return kv_pages.at[runs[_PAGE, run], :, :, pl.ds(pl.multiple_of(runs[_TILE, run], tile), tile)]
+
+    @pl.loop(0, num_runs)
+    def _(run: jax.Array) -> None:
+        @pl.when(runs[_COUNT, run] < tile)
         def _() -> None:
             pltpu.make_async_copy(tile_of(run), tiles.at[run], read).start()
 
-        return first + count, run + real.astype(jnp.int32), reads + partial.astype(jnp.int32)
+    for head, part in product(range(kv_heads), range(parts)):
+        for column, mine in enumerate(columns):
+            # Rows of 128 lanes of 32 bits can be loaded from any row on; others cannot.
+            narrow = rows[head, part, :, mine]
+            wide_rows[head, part, column, pl.ds(_LONGEST_TILE, width)] = narrow.astype(jnp.float32)
 
-    zero = jnp.int32(0)
-    _, num_runs, reads = jax.lax.while_loop(lambda state: state[0] < width, find_run, (zero, zero, zero))
-
-    @pl.loop(0, reads)
+    @pl.loop(0, partial)
     def _(_: jax.Array) -> None:
         pltpu.make_async_copy(tiles.at[0], tiles.at[0], read).wait()
 
     @pl.loop(0, num_runs)
     def _(run: jax.Array) -> None:
-        first, count = runs[0, run], runs[1, run]
-        offset = slots[0, first] % tile
+        first, offset, count = runs[_ROW, run], runs[_OFFSET, run], runs[_COUNT, run]
         place = jax.lax.broadcasted_iota(jnp.int32, (tile, LANES), 0)
         new = (place >= offset) & (place < offset + count)
         for head, part in product(range(kv_heads), range(parts)):
             for column, mine in enumerate(columns):
-                fresh = wide_rows[head, part, column, pl.ds(_LONGEST_TILE + first - offset, tile)]
+                fresh = wide_rows[head, part, column, pl.ds(_LONGEST_TILE + first, tile)]
                 old = tiles[run, head, part, :, mine]
                 tiles[run, head, part, :, mine] = jnp.where(new, fresh.astype(tiles.dtype), old)
         pltpu.make_async_copy(tiles.at[run], tile_of(run), written).start()

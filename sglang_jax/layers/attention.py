@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.kernels.ragged_paged_attention import (
     AttentionImplementation,
     AttentionOptions,
+    plan_writes,
     ragged_paged_attention,
     write_kv,
 )
@@ -110,6 +112,16 @@ def _norm_of(config: QKNorm | None, heads: Sizes, dtype: jnp.dtype, part: Part) 
     return None if config is None else Norm(heads if config.whole else heads[1:], config.norm, dtype, part)
 
 
+def with_write_plan(implementation: AttentionImplementation, batch: ForwardBatch, kv_pages: jax.Array) -> ForwardBatch:
+    """A cache group's batch with what all its layers have in common as they write; `kv_pages` are those of one."""
+    find = partial(plan_writes, implementation, kv_pages)
+    mesh = jax.sharding.get_abstract_mesh()
+    if implementation is AttentionImplementation.PALLAS and not mesh.empty:
+        whole = PartitionSpec()
+        find = jax.shard_map(find, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    return replace(batch, write_plan=find(batch.write_slots))
+
+
 def write_and_attend(
     implementation: AttentionImplementation,
     queries: jax.Array,
@@ -140,7 +152,8 @@ def write_and_attend(
         batch: ForwardBatch,
         options: AttentionOptions,
     ) -> tuple[jax.Array, jax.Array]:
-        kv_pages = write_kv(implementation, kv_pages, keys, values, batch.write_slots, options=options)
+        slots, plan = batch.write_slots, batch.write_plan
+        kv_pages = write_kv(implementation, kv_pages, keys, values, slots, plan=plan, options=options)
         attended = ragged_paged_attention(implementation, queries, kv_pages, batch, scale=scale, options=options)
         return attended, kv_pages
 

@@ -33,6 +33,7 @@ class ForwardBatch:
     - `kv_lens`: int32 `[R]`, length after this step's writes; 0 for padding.
     - `query_starts`: int32 `[R + 1]`; padding repeats the number of tokens, so that its sequences are empty.
     - `num_decode`: int32 scalar.
+    - `write_plan`: what layers of one cache group have in common as they write (see `plan_writes`), if it was made.
     - `further`: pages of the cache groups after the first, whose are `write_slots` and `page_table`.
     """
 
@@ -43,6 +44,7 @@ class ForwardBatch:
     kv_lens: jax.Array
     query_starts: jax.Array
     num_decode: jax.Array
+    write_plan: jax.Array | None = None
     further: tuple[GroupPages, ...] = ()
 
     def of_group(self, group: int) -> ForwardBatch:

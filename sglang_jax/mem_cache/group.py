@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_jax.architectures import CacheKind
 from sglang_jax.config import EvictionPolicy
 from sglang_jax.mem_cache.component import PooledComponent
 from sglang_jax.mem_cache.eviction import EvictionOrder
@@ -25,7 +26,7 @@ from sglang_jax.mem_cache.page_pool import PagePool
 from sglang_jax.mem_cache.page_table import PageTable
 from sglang_jax.mem_cache.radix_tree import Insertion, Node, Probe
 from sglang_jax.mem_cache.window_kv import WindowKV
-from sglang_jax.runner.plan import Int32, PoolKind, PoolSpec
+from sglang_jax.runner.plan import Int32, PoolSpec
 
 if TYPE_CHECKING:
     from sglang_jax.mem_cache.kv_cache import RowKV
@@ -55,7 +56,7 @@ class Group(ABC):
     @property
     def name(self) -> str:
         """What metrics, logs and errors call it."""
-        return "swa" if self.spec.kind is PoolKind.WINDOW else "full"
+        return "swa" if self.spec.kind is CacheKind.WINDOW else "full"
 
     @property
     def available(self) -> int:
@@ -185,6 +186,19 @@ class Group(ABC):
             self.pool.free(self.table.run(row, first, allocated), request_owner(row))
         self.table.clear(row, allocated)
 
+    def free_columns(self, rows: Int32, first: Int32, last: Int32) -> None:
+        """Frees pages of requests, columns `[first, last)` of `rows`, all `[rows]`."""
+        counts = np.maximum(last - first, 0)
+        total = int(counts.sum())
+        if total == 0:
+            return
+        columns = first
+        if total != len(rows) or counts.max() > 1:
+            rows = np.repeat(rows, counts)
+            starts = np.cumsum(counts) - counts
+            columns = np.arange(total, dtype=np.int32) + np.repeat(first - starts, counts).astype(np.int32)
+        self.pool.free(self.table.take_out(rows, columns), request_owners(rows))
+
 
 class FullGroup(Group):
     """Layers that see all of a row's tokens."""
@@ -301,21 +315,8 @@ class WindowGroup(Group):
                 self.component.cover(record.locked_node, max(record.cache_protected_len // self.page_size - column, 0))
                 self._uncover(record, self.held_from(row))
             held = np.maximum(held, protected)
-        self._free_columns(rows, held, needed)
+        self.free_columns(rows, held, needed)
         self._held_from[rows] = needed
-
-    def _free_columns(self, rows: Int32, first: Int32, last: Int32) -> None:
-        """Frees pages of requests, columns `[first, last)` of `rows`, all `[rows]`."""
-        counts = np.maximum(last - first, 0)
-        total = int(counts.sum())
-        if total == 0:
-            return
-        columns = first
-        if total != len(rows) or counts.max() > 1:
-            rows = np.repeat(rows, counts)
-            starts = np.cumsum(counts) - counts
-            columns = np.arange(total, dtype=np.int32) + np.repeat(first - starts, counts).astype(np.int32)
-        self.pool.free(self.table.take_out(rows, columns), request_owners(rows))
 
     def prove(self, record: RowKV, node: Node) -> None:
         """What a row with the prefix that ends at `node` sampled was finite."""
@@ -348,6 +349,6 @@ def build_group(
     """The group of a pool. `ledger`: record who owns each page."""
     pool = PagePool(spec.num_pages, spec.page_size, PageLedger(spec.num_pages) if ledger else None)
     order = EvictionOrder(eviction)
-    if spec.kind is PoolKind.WINDOW:
+    if spec.window is not None:
         return WindowGroup(spec, WindowKV(pool, order, spec.window), lengths, columns, step_tokens)
     return FullGroup(spec, FullKV(pool, order), lengths, columns)

@@ -188,9 +188,9 @@ class KVCache:
         """`extend_rows` for one."""
         return self.extend_rows(np.array([record.row], np.int32), np.array([length], np.int32))
 
-    def extend_rows(self, rows: Int32, lengths: Int32) -> bool:
+    def extend_rows(self, rows: Int32, lengths: Int32, *, evict: bool = True) -> bool:
         """Allocates up to `lengths` `[rows]` tokens for `rows` `[rows]`, each named once; False, and nothing is taken,
-        if some group's pages are short."""
+        if some group's pages are short. Without `evict` nothing that is cached goes for it."""
         size = np.int32(self.page_size)
         before, held = self.lengths.kv_planned[rows], self.lengths.kv_allocated[rows]
         first = -(-held // size)
@@ -200,6 +200,8 @@ class KVCache:
             repeated = np.repeat(rows, counts)
             starts = np.cumsum(counts) - counts
             columns = np.arange(total, dtype=np.int32) + np.repeat(first - starts, counts).astype(np.int32)
+            if not evict and any(total > group.pool.num_free for group in self.groups):
+                return False
             if not self._grow(repeated, columns):
                 return False
         self.lengths.first_query[rows] = np.minimum(before, self.lengths.kv_committed[rows])
@@ -207,14 +209,15 @@ class KVCache:
         self.lengths.kv_planned[rows] = lengths
         return True
 
-    def extend_decode(self, rows: Int32, widths: Int32 | None = None) -> Int32 | None:
+    def extend_decode(self, rows: Int32, widths: Int32 | None = None, *, evict: bool = True) -> Int32 | None:
         """Allocates one more token, or `widths` `[rows]` more where steps have drafts, for each of `rows` `[rows]`, or
-        for none of them: then None.
+        for none of them: then None. `evict`: see `extend_rows`.
 
         Returns what `kv_planned` is then of each, `[rows]`.
         """
         if widths is not None:
-            return self._extend_by(rows, widths)
+            return self._extend_by(rows, widths, evict)
+        assert self.lengths.kv_planned is self.lengths.kv_allocated, "with drafts every row has a width"
         lengths = self.lengths.kv_allocated[rows]
         crossing = (lengths & (self.page_size - 1)) == 0
         if crossing.any():
@@ -229,13 +232,13 @@ class KVCache:
         self.lengths.kv_allocated[rows] = lengths
         return lengths
 
-    def _extend_by(self, rows: Int32, widths: Int32) -> Int32 | None:
+    def _extend_by(self, rows: Int32, widths: Int32, evict: bool) -> Int32 | None:
         lengths = self.lengths.kv_planned[rows] + widths
         if self._windows:
             self._let_go_now_and_then(False)
-        if self.extend_rows(rows, lengths):
+        if self.extend_rows(rows, lengths, evict=evict):
             return lengths
-        if self._windows:
+        if self._windows and evict:
             self._let_go_now_and_then(True)
             if self.extend_rows(rows, lengths):
                 return lengths
@@ -244,6 +247,20 @@ class KVCache:
     def shorten(self, rows: Int32, tokens: Int32) -> None:
         """Steps that have finished wrote so many tokens less, `[rows]`, than was planned for `rows` `[rows]`."""
         self.lengths.kv_planned[rows] -= tokens
+
+    def give_up_drafts(self) -> bool:
+        """Frees the pages that rows hold for drafts that were wrong; False if there are none. No step is in flight."""
+        rows = self._all_rows()
+        first = -(-self.lengths.kv_planned[rows] // np.int32(self.page_size))
+        last = -(-self.lengths.kv_allocated[rows] // np.int32(self.page_size))
+        held = first < last
+        if not held.any():
+            return False
+        rows = rows[held]
+        for group in self.groups:
+            group.free_columns(rows, first[held], last[held])
+        self.lengths.kv_allocated[rows] = self.lengths.kv_planned[rows]
+        return True
 
     def _let_go_now_and_then(self, short: bool) -> None:
         """Decode rows give up pages together, once in so many steps in which some row takes one, or where pages are

@@ -13,7 +13,7 @@ from sglang_jax.architectures.model_config import ModelConfig, RopeConfig, cache
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.rotary import RotaryScaling
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
-from sglang_jax.layers.attention import RotaryTables
+from sglang_jax.layers.attention import RotaryTables, with_write_plan
 from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.embedding import Embedding, Head
 from sglang_jax.layers.norm import Norm
@@ -56,6 +56,7 @@ class Transformer(nnx.Module):
         form: PlatformForm,
     ) -> None:
         self.config = config
+        self.attention = attention
         self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype)
         self.layers = nnx.List(
             [
@@ -104,8 +105,11 @@ class Transformer(nnx.Module):
         residual = self._embed(batch.tokens)
         x = jnp.zeros_like(residual)
         rotary = self._rotary_tables(batch.positions)
-        batches = [batch.of_group(group) for group in range(self.num_groups)]
         written = list(kv_caches)
+        batches = [
+            with_write_plan(self.attention, batch.of_group(group), written[self.group_of_layer.index(group)])
+            for group in range(self.num_groups)
+        ]
         for number, layer in enumerate(self.layers):
             own, kv_pages = batches[self.group_of_layer[number]], written[number]
             tables = rotary[layer.config.mixer.rope]

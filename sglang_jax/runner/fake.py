@@ -79,11 +79,11 @@ def _logprob(seen: int, token: int) -> float:
 class _Sight:
     """What queries of one row know, which go on from position to position: of each group the slots that they see.
 
-    **Arguments:** `windows`: of each group, 0 where it sees all; `begin`: what is known before anything was seen;
+    **Arguments:** `windows`: of each group, None where it sees all; `begin`: what is known before anything was seen;
     `read(group, position)`: content of a slot.
     """
 
-    def __init__(self, windows: tuple[int, ...], begin: int, read: Callable[[int, int], int]) -> None:
+    def __init__(self, windows: tuple[int | None, ...], begin: int, read: Callable[[int, int], int]) -> None:
         self._windows = windows
         self._begin = begin
         self._read = read
@@ -93,7 +93,7 @@ class _Sight:
     def of(self, position: int, end: int) -> int:
         """What the query at `position` knows of the slots before `end`."""
         for group, window in enumerate(self._windows):
-            if window:
+            if window is not None:
                 self._known[group] = self._begin
                 self._seen[group] = max(position - window + 1, 0)
             for place in range(self._seen[group], end):
@@ -111,10 +111,10 @@ def _content(value: int, group: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Oracle:
-    """What `FakeRunner` must sample, computed from the tokens alone. `windows`: of each group, 0 where it sees all."""
+    """What `FakeRunner` must sample, computed from the tokens alone. `windows`: of each group, None for all."""
 
     vocab_size: int
-    windows: tuple[int, ...] = (0,)
+    windows: tuple[int | None, ...] = (None,)
 
     def output(
         self,

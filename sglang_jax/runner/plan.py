@@ -7,11 +7,11 @@ them at any time until it has handed over the result.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_jax.architectures import CacheKind
 from sglang_jax.sampling.params import SamplingParams
 
 Int32 = NDArray[np.int32]
@@ -33,25 +33,20 @@ DRAFT = -2
 whose `RunnerSpec.max_samples` is above 1."""
 
 
-class PoolKind(StrEnum):
-    """What layers see of a row: all of its tokens, or the last ones."""
-
-    FULL = "full"
-    WINDOW = "window"
-
-
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """The KV pages of one group of layers. `num_pages` counts the pad page 0, which is never handed out. `window`:
-    tokens that a query sees, its own among them; 0 for those that see all."""
+    """The KV pages that a runner has for one cache group of the model (`architectures.CacheGroup` says which layers
+    these are). `num_pages` counts the pad page 0, which is never handed out. `window`: tokens that a query sees, its
+    own among them; None for those that see all."""
 
-    kind: PoolKind
+    kind: CacheKind
     num_pages: int
     page_size: int
-    window: int = 0
+    window: int | None = None
 
     def __post_init__(self) -> None:
-        if (self.kind is PoolKind.WINDOW) != (self.window > 0):
+        wrong = self.window is not None if self.kind is CacheKind.FULL else self.window is None or self.window < 1
+        if wrong:
             raise ValueError(f"a pool of kind {self.kind} has a window of {self.window} tokens")
 
 
@@ -63,9 +58,9 @@ class RunnerSpec:
     - `token_budget`: most tokens (decode rows + prefill chunks) of one step.
     - `max_context`: most tokens of one row.
     - `vocab_size`: token ids are in `[0, vocab_size)`.
-    - `max_samples`: most tokens that a row samples in one step; above 1 for a runner that drafts.
     - `mixed_shapes`: (tokens, rows) of the programs that run steps with chunks, smallest first: a step costs what the
       first costs that it fits in. Empty for a runner that pads nothing.
+    - `max_samples`: most tokens that a row samples in one step; above 1 for a runner that drafts.
     """
 
     pools: tuple[PoolSpec, ...]
@@ -73,8 +68,8 @@ class RunnerSpec:
     token_budget: int
     max_context: int
     vocab_size: int
-    max_samples: int = 1
     mixed_shapes: tuple[tuple[int, int], ...] = ()
+    max_samples: int = 1
 
     @property
     def max_pages_per_row(self) -> int:
@@ -220,7 +215,7 @@ def one_each(tokens: Int32, samples: Bool) -> tuple[Int32, Int32]:
 def refuse_drafts(plan: StepPlan) -> None:
     """For runners without drafts, whose host knows every length.
 
-    **Raises:** `ValueError` for a plan with rows that learn their length on the device.
+    **Raises:** `ValueError` for a plan with drafts, or with rows that learn their length on the device.
     """
-    if plan.learnt is not None:
-        raise ValueError(f"step {plan.step} has rows that learn their length, this runner samples one token a row")
+    if plan.learnt is not None or int(plan.tokens.min()) < LAST_TOKEN:
+        raise ValueError(f"step {plan.step} has drafts, or rows after drafts: this runner samples one token a row")

@@ -6,9 +6,10 @@ import logging
 import math
 from dataclasses import dataclass
 
+from sglang_jax.architectures import CacheKind
 from sglang_jax.config import EngineConfig
 from sglang_jax.errors import ConfigError, NoRoomError
-from sglang_jax.runner.plan import PoolKind, PoolSpec
+from sglang_jax.runner.plan import PoolSpec
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +30,11 @@ that many begin with are worth a window each."""
 
 @dataclass(frozen=True, slots=True)
 class GroupMemory:
-    """What a cache group takes: bytes of one page over all of its layers, and its window in tokens (0: it has none)."""
+    """What a cache group takes: bytes of one page over all of its layers. `kind`, `window`: see `CacheGroup`."""
 
     page: int
-    window: int = 0
+    kind: CacheKind = CacheKind.FULL
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +159,7 @@ def _pages_that_fit(config: EngineConfig, memory: Memory, pools: _Pools, max_row
 def pool_specs(memory: Memory, sizes: Sizes, page_size: int) -> tuple[PoolSpec, ...]:
     """The pools that a runner of these sizes has."""
     return tuple(
-        PoolSpec(PoolKind.WINDOW if group.window else PoolKind.FULL, pages, page_size, group.window)
+        PoolSpec(group.kind, pages, page_size, group.window)
         for group, pages in zip(memory.groups, sizes.num_pages, strict=True)
     )
 

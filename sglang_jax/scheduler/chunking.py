@@ -5,7 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import Protocol
 
-from sglang_jax.runner.plan import Int32, StepPlan
+import numpy as np
+
+from sglang_jax.runner.plan import LAST_TOKEN, Int32, StepPlan
 from sglang_jax.scheduler.request import Request
 from sglang_jax.scheduler.step_time import Padding, StepShape, StepTimes
 
@@ -67,9 +69,16 @@ class ChunkSharing:
 class ChunkBudget(Protocol):
     """Decides how many tokens of prompts the next step has."""
 
-    def allowance(self, decode_lens: Int32, prompts: list[Request], work: list[int], most: int) -> int:
-        """At most `most`, beside decode rows whose KV is `decode_lens` `[rows]` tokens long; `prompts` have `work`
-        tokens left."""
+    @property
+    def size(self) -> int:
+        """The most that any step has."""
+        ...
+
+    def allowance(
+        self, decode_tokens: int, decode_lens: Int32, prompts: list[Request], work: list[int], most: int
+    ) -> int:
+        """At most `most`, beside decode rows whose KV is `decode_lens` `[rows]` tokens long, and that compute
+        `decode_tokens` in all; `prompts` have `work` tokens left."""
         ...
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
@@ -85,10 +94,12 @@ class FixedChunk:
     """The same number for each step."""
 
     def __init__(self, size: int) -> None:
-        self._size = size
+        self.size = size
 
-    def allowance(self, decode_lens: Int32, prompts: list[Request], work: list[int], most: int) -> int:
-        return min(self._size, most)
+    def allowance(
+        self, decode_tokens: int, decode_lens: Int32, prompts: list[Request], work: list[int], most: int
+    ) -> int:
+        return min(self.size, most)
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Nothing is learnt."""
@@ -110,15 +121,17 @@ class TimedChunk:
 
     def __init__(self, target: float, size: int, padding: Padding) -> None:
         self._target = target
-        self._size = size
+        self.size = size
         self._padding = padding
         self.times = StepTimes()
 
-    def allowance(self, decode_lens: Int32, prompts: list[Request], work: list[int], most: int) -> int:
-        most = min(self._size, most)
+    def allowance(
+        self, decode_tokens: int, decode_lens: Int32, prompts: list[Request], work: list[int], most: int
+    ) -> int:
+        most = min(self.size, most)
         if most <= LEAST_CHUNK:
             return most
-        rows, context = len(decode_lens), int(decode_lens.sum())
+        rows, context = decode_tokens, int(decode_lens.sum())
         order, oldest = _order(prompts, work), _oldest(prompts)
         starts = [request.prefill_len - left for request, left in zip(prompts, work, strict=True)]
         alone = self.times.expect(self._shape(rows, context, [])) if rows else 0.0
@@ -140,17 +153,20 @@ class TimedChunk:
         return min(most, max(low, self._padding.tokens(rows + low, rows + 1) - rows))
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        rows = plan.num_decode
-        lengths = plan.query_lens[rows:]
-        chunks = list(zip((plan.kv_lens[rows:] - lengths).tolist(), lengths.tolist(), strict=True))
-        self.times.observe(self._shape(rows, int(plan.kv_lens[:rows].sum()), chunks), seconds)
+        lengths, kv_lens = plan.query_lens, plan.kv_lens
+        decoding = plan.tokens[np.cumsum(lengths) - lengths] == LAST_TOKEN
+        prompts = ~decoding
+        starts = (kv_lens - lengths)[prompts]
+        chunks = list(zip(starts.tolist(), lengths[prompts].tolist(), strict=True))
+        tokens, context = int(lengths[decoding].sum()), int(kv_lens[decoding].sum())
+        self.times.observe(self._shape(tokens, context, chunks), seconds)
 
     def report(self) -> dict[str, float]:
         """Steps that were learnt from, and the mean share by which recent ones took longer or shorter than expected."""
         return {"step_times_observed": self.times.observations, "step_time_error": round(self.times.error, 4)}
 
     def _shape(self, decode_rows: int, context: int, chunks: list[tuple[int, int]]) -> StepShape:
-        """`chunks`: (start, length) of each."""
+        """`decode_rows`: a token of a draft costs what a row does. `chunks`: (start, length) of each."""
         tokens = sum(length for _, length in chunks)
         if tokens:
             tokens = self._padding.tokens(decode_rows + tokens, decode_rows + len(chunks)) - decode_rows

@@ -111,8 +111,8 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
 class StepOutputs(msgspec.Struct, tag="step", frozen=True, kw_only=True):
     """What one step gave, or who starts with the step that is launched next (`started` alone).
 
-    - `ids` (int64 bytes) and `tokens` (int32 bytes): the streaming requests that sampled a token, and the tokens. A
-      request's last token is here too, before its `Finished`.
+    - `ids` (int64 bytes) and `tokens` (int32 bytes): what streaming requests sampled, a request once for each of
+      its tokens, in order. Its last token is here too, before its `Finished`.
     - `logprobs`: (request id, entry) for every request that asked, streaming or not, in order of positions.
     - `prompt_logprobs`: likewise for prompt positions; they all come before the request's first output token. A
       later entry list for the same request replaces nothing: lists are appended.

@@ -91,9 +91,12 @@ class Planner:
         self._ones: Int32 = np.ones(spec.max_rows, np.int32)
         self._yes: Bool = np.ones(spec.max_rows, np.bool_)
         self._last_tokens: Int32 = np.full(spec.max_rows, LAST_TOKEN, np.int32)
+        for shared in (self._ones, self._yes, self._last_tokens):
+            shared.setflags(write=False)
 
-    def extend_decode(self) -> DecodePart:
-        """Gives every decode row room for what it computes next: the token that it sampled last, and drafts.
+    def extend_decode(self, prompts_wait: bool) -> DecodePart:
+        """Gives every decode row room for what it computes next: the token that it sampled last, and drafts where there
+        are tokens and pages that neither prompts (under way, or such as `wait`) nor anything cached would have.
 
         **Raises:** `OutOfPages`, with nothing changed.
         """
@@ -103,24 +106,26 @@ class Planner:
         open_ended = left > 1  # the token sampled last is not computed
         if not open_ended.all():  # the others are at their limit, or may be once the step in flight has finished
             rows, left = rows[open_ended], left[open_ended]
-        if self._max_samples > 1 and len(rows) and (part := self._extend_with_drafts(rows, left)) is not None:
-            return part
+        if self._max_samples > 1 and len(rows):
+            reserved = self._budget.size if prompts_wait or self._rows.prefilling else 0
+            part = self._extend_with_drafts(rows, left, self._token_budget - reserved)
+            if part is not None:
+                return part
         widths = None if self._max_samples == 1 else self._ones[: len(rows)]
         kv_lens = self._cache.extend_decode(rows, widths)
         if kv_lens is None:
             raise OutOfPages
         return DecodePart(rows, kv_lens, None)
 
-    def _extend_with_drafts(self, rows: Int32, left: Int32) -> DecodePart | None:
-        """As many drafts as half of the step's other tokens allow; None where there is no room for any."""
-        most = 1 + (self._token_budget - len(rows)) // (2 * len(rows))
-        widths = np.minimum(left - 1, min(self._max_samples, most))
+    def _extend_with_drafts(self, rows: Int32, left: Int32, tokens: int) -> DecodePart | None:
+        """As many drafts as `tokens` and free pages allow; None where there is no room for any."""
+        widths = np.minimum(left - 1, min(self._max_samples, max(tokens // len(rows), 1)))
         drafting = widths > 1
         if not drafting.any():
             return None
         order = np.argsort(drafting, kind="stable")
         rows, widths = rows[order], widths[order]
-        kv_lens = self._cache.extend_decode(rows, widths)
+        kv_lens = self._cache.extend_decode(rows, widths, evict=False)
         return None if kv_lens is None else DecodePart(rows, kv_lens, widths)
 
     def plan(self, step: int, decode: DecodePart) -> Planned | None:
@@ -169,7 +174,7 @@ class Planner:
         if self._max_samples == 1:
             return None
         learnt: Bool = self._rows.last_step[rows] > self._cache.finished_step
-        return learnt
+        return learnt if learnt.any() else None
 
     def _work(self) -> list[int]:
         """Tokens that each of the prompts under way has left."""
@@ -182,7 +187,8 @@ class Planner:
     def allowance(self, decode: DecodePart) -> int:
         """Tokens of prompts that a step beside these decode rows has."""
         most = self._token_budget - decode.num_tokens
-        return self._budget.allowance(decode.kv_lens, self._rows.prefilling, self._work(), most)
+        prompts = self._rows.prefilling
+        return self._budget.allowance(decode.num_tokens, decode.kv_lens, prompts, self._work(), most)
 
     def _choose_chunks(self, decode: DecodePart) -> list[Chunk]:
         """Gives prompts under way their parts of what the step has for them, as far as pages go."""

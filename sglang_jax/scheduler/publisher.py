@@ -59,7 +59,7 @@ class Publisher:
     def finished(
         self, request: Request, kind: str, *, matched_token: int | None = None, error: RequestError | None = None
     ) -> None:
-        """A request ended. While it has a row its output is in the table, otherwise it was kept with the request."""
+        """A request ended. While it has a row its output is there, otherwise it was kept with the request."""
         if request.kv is not None:
             count = int(self._rows.num_tokens[request.row])
             output = self._rows.token_bytes(request.row, request.prompt_len, count)

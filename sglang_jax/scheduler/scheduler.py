@@ -17,7 +17,7 @@ from sglang_jax.config import EngineConfig
 from sglang_jax.errors import CapacityError, NumericalError, RequestError
 from sglang_jax.mem_cache.invariants import check_conservation, idle_fault
 from sglang_jax.mem_cache.kv_cache import KVCache
-from sglang_jax.runner.plan import Int32, RunnerSpec, StepResult
+from sglang_jax.runner.plan import INVALID_TOKEN, Int32, RunnerSpec, StepPlan, StepResult
 from sglang_jax.runner.protocol import Runner, StepHandle
 from sglang_jax.scheduler.admission import Admission
 from sglang_jax.scheduler.arrivals import Arrivals
@@ -203,7 +203,7 @@ class Scheduler:
 
     def _plan(self, step: int) -> Planned | None:
         """**Raises:** `OutOfPages` if there is something to do but pages are short."""
-        decode = self._planner.extend_decode()
+        decode = self._planner.extend_decode(len(self.queue) > 0)
         decisions = self._admission.admit(self._planner.allowance(decode), step)
         if decisions.seated:
             self.rows.seat(decisions.seated)
@@ -217,6 +217,8 @@ class Scheduler:
             return
         if self._in_flight is not None:
             self._finish_in_flight()
+        elif self.cache.give_up_drafts():
+            return
         elif self.num_running > 1:
             self.retract_newest()
         else:
@@ -261,22 +263,20 @@ class Scheduler:
         result = launched.handle.result()
         self._note_time(launched)
         self.cache.settle(planned.plan.step)
-        self._learn_lengths(planned, result)
+        widths, sampled = planned.decode.widths, 0
+        if widths is not None:
+            self.cache.shorten(planned.decode.rows, widths - result.counts[: len(widths)])
+            sampled = self._advance_before_trouble(planned, result)
         self._judge_step(planned, result)
         if planned.logprob_requests:
             self._publisher.prompt_logprobs(planned, result)
-        sampled = self._advance(planned, result) if len(planned.sampling_rows) else 0
+        if len(planned.sampling_rows):
+            sampled += self._advance(planned.plan, result, planned.sampling_rows, planned.picks, result.counts)
         for chunk in planned.chunks:
             if chunk.last and not chunk.request.samples and chunk.request.state is RequestState.DECODE:
                 self._end(chunk.request, "length", insert=True)
         self.log.finished(sampled)
         self.reserve.decay()
-
-    def _learn_lengths(self, planned: Planned, result: StepResult) -> None:
-        """Drafts that were wrong leave rows shorter than was planned."""
-        widths = planned.decode.widths
-        if widths is not None:
-            self.cache.shorten(planned.decode.rows, widths - result.counts[: len(widths)])
 
     def _judge_step(self, planned: Planned, result: StepResult) -> None:
         verdict = self._judge.judge(planned, result)
@@ -291,18 +291,27 @@ class Scheduler:
         begun, self._finished_at = max(launched.at, self._finished_at), self._clock()
         self.budget.observe(launched.planned.plan, self._finished_at - begun)
 
-    def _advance(self, planned: Planned, result: StepResult) -> int:
-        """Records what rows sampled, tells the clients, ends what has ended; how many tokens there were."""
-        rows, picks = planned.sampling_rows, planned.picks
+    def _advance_before_trouble(self, planned: Planned, result: StepResult) -> int:
+        """Rows with drafts may have sampled something, and ended by it, before logits that are not finite."""
+        counts = result.counts[: len(planned.decode.rows)]
+        last = result.tokens[self._all_picks[: len(counts)], counts - 1]
+        picks = np.nonzero((last <= INVALID_TOKEN) & (counts > 1))[0].astype(np.int32)
+        if not len(picks):
+            return 0
+        return self._advance(planned.plan, result, planned.decode.rows[picks], picks, result.counts - 1)
+
+    def _advance(self, plan: StepPlan, result: StepResult, rows: Int32, picks: Int32 | None, counts: Int32) -> int:
+        """Records the first `counts` `[sequences]` tokens that `rows` `[rows]` sampled, tells the clients, ends what
+        has ended; how many tokens there were. `picks`: indices of the rows in the plan, None where it has no others."""
         if self.rows.num_leaving and not (staying := self.rows.active[rows]).all():
             picks = self._all_picks[: len(rows)] if picks is None else picks
             rows, picks = rows[staying], picks[staying]
-        tokens, counts = (
-            (result.tokens, result.counts) if picks is None else (result.tokens[picks], result.counts[picks])
-        )
+        tokens = result.tokens
+        if picks is not None:
+            tokens, counts = tokens[picks], counts[picks]
         advance = self.rows.advance(rows, tokens, counts)
         self.cache.lengths.kv_committed[rows] = advance.num_tokens - 1
-        if planned.plan.top_logprobs >= 0:
+        if plan.top_logprobs >= 0:
             picks = self._all_picks[: len(rows)] if picks is None else picks
             self._publisher.logprobs(result, rows, picks, advance.kept)
         self._publisher.tokens(rows, tokens, advance.kept)

@@ -132,7 +132,7 @@ class Caller:
         """The prompt in the part of the prefix cache that is the caller's."""
         if not self.cache_secret:
             return prompt
-        name = b"\1" + prompt.extra_key.encode() if prompt.extra_key else b"\0"
+        name = b"\1" + prompt.extra_key.encode("utf-8", "surrogatepass") if prompt.extra_key else b"\0"
         return replace(prompt, extra_key="key-" + hmac.digest(self.cache_secret, name, "sha256").hex())
 
 

@@ -6,11 +6,13 @@ import asyncio
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Self
 
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.batch import FLIGHTS_PER_ROW
+from sglang_jax.engine.prompt_reader import LONG_TEXT, TOKENIZER_THREADS
 from sglang_jax.engine.types import EngineClient, GenerateInput, OutputDelta
 from sglang_jax.errors import ModelNotFoundError, ParameterError, RequestError, shown
 from sglang_jax.sampling import GenerationDefaults
@@ -46,6 +48,7 @@ class ServerContext:
     draining: bool = False
     in_flight: dict[str, tuple[str, ...]] = field(default_factory=dict)
     in_engine: dict[str, Caller] = field(default_factory=dict)
+    _tokenizing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(TOKENIZER_THREADS))
 
     @property
     def generation_defaults(self) -> GenerationDefaults:
@@ -59,6 +62,15 @@ class ServerContext:
                 f"the model {shown(model)} is not served here; this server has {self.config.model_name!r}",
                 param="model",
             )
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text. A long one is tokenized in a thread, and few at once: each takes some hundred bytes for
+        each of its characters."""
+        encode = partial(self.client.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        if len(text) <= LONG_TEXT:
+            return encode()
+        async with self._tokenizing:
+            return await asyncio.to_thread(encode)
 
     def check_size(self, prompts: int, completions: int, param: str) -> None:
         """Raises `ParameterError` for an HTTP request of more completions than one may have, before they are made."""

@@ -181,15 +181,18 @@ def tokenizer_router(context: ServerContext) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 
     @router.post("/tokenize")
-    def tokenize(body: TokenizeBody) -> dict[str, object]:
-        """Token ids of a text, or of each of several. Runs in a worker thread."""
+    async def tokenize(body: TokenizeBody) -> dict[str, object]:
+        """Token ids of a text, or of each of several."""
         context.check_model(body.model)
         special = body.add_special_tokens is not False
         tokenizer, context_length = context.client.tokenizer, context.client.model_info.context_length
         texts = as_list(body.prompt)
         for text in texts:
             check_characters(text, tokenizer, context_length)
-        ids = [tokenizer.encode(text, add_special_tokens=special) for text in texts]
+        ids = []
+        for text in texts:
+            ids.append(await context.encode(text, add_special_tokens=special))
+            await asyncio.sleep(0)
         single = isinstance(body.prompt, str)
         return {
             "tokens": ids[0] if single else ids,

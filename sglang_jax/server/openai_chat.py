@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -13,22 +13,24 @@ from msgspec import UNSET, UnsetType
 from starlette.datastructures import Headers
 
 from sglang_jax.engine.types import GenerateInput, OutputDelta, TextTokenizer
+from sglang_jax.engine.validation import check_characters
+from sglang_jax.errors import RequestError
 from sglang_jax.sampling import GenerationDefaults
 from sglang_jax.server.callers import current_caller
 from sglang_jax.server.context import ENGINE_NAMES, ServerContext, new_id
 from sglang_jax.server.fields import routing_key
+from sglang_jax.server.interruption import in_limited_thread
 from sglang_jax.server.json_body import JsonRoute
 from sglang_jax.server.logprobs import ChatLogprobs, chat_logprobs
-from sglang_jax.server.openai_schema import ChatBody, chat_token_ids
+from sglang_jax.server.openai_schema import ChatBody, chat_text
 from sglang_jax.server.openai_usage import Usage, UsageCount
 from sglang_jax.server.sampling import OPENAI_NAMES, openai_sampling
 from sglang_jax.server.streaming import event, json_response, open_event_stream, until_disconnect, written
 
 FIELD_NAMES = {**ENGINE_NAMES, **OPENAI_NAMES, "prompt": "messages", "top_logprobs_num": "top_logprobs"}
 
-LONG_BODY = 2048
-"""Conversations of more bytes are tokenized in a thread, so that other requests stream meanwhile; for shorter ones the
-way there and back would take longer."""
+TEMPLATE_SECONDS = 2.0
+"""How long a chat template may compute. It is a program of the checkpoint's, run on what the client sent."""
 
 
 class AnswerMessage(msgspec.Struct, kw_only=True):
@@ -168,11 +170,8 @@ def chat_router(context: ServerContext) -> APIRouter:
         """Answers a conversation."""
         context.check_model(body.model)
         body.check_logprobs()
-        tokenizer, context_length = context.client.tokenizer, context.client.model_info.context_length
-        if len(await request.body()) <= LONG_BODY:
-            token_ids = chat_token_ids(tokenizer, body, context_length)
-        else:
-            token_ids = await asyncio.to_thread(chat_token_ids, tokenizer, body, context_length)
+        tokenizer = context.client.tokenizer
+        token_ids = await _token_ids(context, body)
         form = ChatFormat(body, tokenizer, context.config.model_name, body.rid or new_id("chatcmpl"))
         prompt = form.input(token_ids, context.generation_defaults, request.headers)
         if body.stream:
@@ -181,6 +180,25 @@ def chat_router(context: ServerContext) -> APIRouter:
         return await written(lambda: json_response(form.answer(outputs)), outputs)
 
     return router
+
+
+async def _token_ids(context: ServerContext, body: ChatBody) -> list[int]:
+    """The tokens of a conversation. Others are served meanwhile.
+
+    **Raises:** as `chat_text` does; `PromptTooLongError` for what no context of the model's holds; `RequestError` for
+    a template that computes for more than `TEMPLATE_SECONDS`.
+    """
+    tokenizer = context.client.tokenizer
+    try:
+        text = await in_limited_thread(partial(chat_text, tokenizer, body), TEMPLATE_SECONDS)
+    except TimeoutError as error:
+        raise RequestError(
+            f"the chat template computed for more than {TEMPLATE_SECONDS:g} s on {len(body.messages)} messages, and "
+            "was stopped; send fewer or shorter ones",
+            param="messages",
+        ) from error
+    check_characters(text, tokenizer, context.client.model_info.context_length, "messages")
+    return await context.encode(text, add_special_tokens=False)
 
 
 async def _events(context: ServerContext, form: ChatFormat, prompt: GenerateInput) -> AsyncGenerator[bytes, None]:

@@ -7,7 +7,6 @@ from typing import Annotated, ClassVar
 from pydantic import Discriminator, Tag
 
 from sglang_jax.engine.types import TextTokenizer
-from sglang_jax.engine.validation import check_characters
 from sglang_jax.errors import ParameterError, shown
 from sglang_jax.server.fields import Body, Many, Priority, Prompt, ShortText, cache_namespace
 from sglang_jax.server.sampling import OpenAISampling, one_of
@@ -155,18 +154,11 @@ def _part_text(path: str, part: ContentPart) -> str:
     return part.text
 
 
-def chat_token_ids(tokenizer: TextTokenizer, body: ChatBody, context_length: int) -> list[int]:
+def chat_text(tokenizer: TextTokenizer, body: ChatBody) -> str:
     """The conversation as the model reads it, up to where its answer starts or goes on.
 
-    **Raises:** `ParameterError`; `PromptTooLongError` for what no context of `context_length` tokens holds;
-    `RequestError` if the chat template refuses the messages.
+    **Raises:** `ParameterError`; `RequestError` if the chat template refuses the messages.
     """
-    text = _chat_text(tokenizer, body)
-    check_characters(text, tokenizer, context_length, "messages")
-    return tokenizer.encode(text, add_special_tokens=False)
-
-
-def _chat_text(tokenizer: TextTokenizer, body: ChatBody) -> str:
     # Before what the messages hold is looked at: what a message must have depends on its role.
     tokenizer.check_roles([message.role for message in body.messages])
     conversation = body.conversation()

@@ -17,6 +17,8 @@ from helpers.batch_command import CommandForks
 from sglang_jax.batch.append_file import lines_of
 from sglang_jax.batch.journal import number_of
 
+pytestmark = pytest.mark.slow
+
 NUM_LINES = 1000
 BAD = {50, 51, 700, 999}
 """Lines that are no requests."""

@@ -28,6 +28,8 @@ from sglang_jax.layers.sharding import make_mesh
 from sglang_jax.models import AttentionImplementation, Transformer, build_model
 from sglang_jax.sampling import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:

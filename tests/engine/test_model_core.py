@@ -17,12 +17,13 @@ from helpers.recommended_sampling import (
 from helpers.tiny_models import make_tiny_checkpoint
 
 from sglang_jax import Engine, SamplingParams
+from sglang_jax.architectures import CacheKind
 from sglang_jax.checkpoint import Checkpoint
 from sglang_jax.config import EngineConfig, ServerConfig
 from sglang_jax.engine import model_core
 from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.runner.fake import FakeRunner, Oracle
-from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec
+from sglang_jax.runner.plan import PoolSpec, RunnerSpec
 
 
 class WarmRunner(FakeRunner):
@@ -41,7 +42,7 @@ class WarmRunner(FakeRunner):
 
 
 def create_runner(config: EngineConfig, checkpoint: Checkpoint) -> WarmRunner:
-    pool = PoolSpec(PoolKind.FULL, 9, config.page_size)
+    pool = PoolSpec(CacheKind.FULL, 9, config.page_size)
     return WarmRunner(RunnerSpec((pool,), 4, 64, 256, checkpoint.config.vocab_size))
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_jax.architectures import CacheKind
 from sglang_jax.config import EvictionPolicy
 from sglang_jax.mem_cache.eviction import EvictionOrder
 from sglang_jax.mem_cache.full_kv import FullKV
@@ -15,7 +16,7 @@ from sglang_jax.mem_cache.kv_cache import KVCache, RowKV
 from sglang_jax.mem_cache.ledger import PageLedger, request_owner
 from sglang_jax.mem_cache.page_pool import PagePool
 from sglang_jax.mem_cache.radix_tree import Namespace, Node, RadixTree
-from sglang_jax.runner.plan import PoolKind, PoolSpec
+from sglang_jax.runner.plan import PoolSpec
 
 PREVIOUS_OWNER = request_owner(0)
 
@@ -85,7 +86,7 @@ def small_cache(
     pages: int = 32, page_size: int = 4, rows: int = 4, context: int = 64, *, reuse: bool = True
 ) -> KVCache:
     """A cache with a ledger; `pages` does not count the pad page."""
-    return KVCache((PoolSpec(PoolKind.FULL, pages + 1, page_size),), rows, context, reuse=reuse, debug=True)
+    return KVCache((PoolSpec(CacheKind.FULL, pages + 1, page_size),), rows, context, reuse=reuse, debug=True)
 
 
 def compute(cache: KVCache, record: RowKV, tokens: list[int], step: int | None = None) -> None:

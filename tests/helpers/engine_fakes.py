@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from sglang_jax.architectures import CacheKind
 from sglang_jax.checkpoint.chat_roles import OPENAI_ROLES, ChatRoles
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.channel import CoreChannel, Ready
 from sglang_jax.engine.types import ModelInfo
 from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.runner.fake import FakeRunner
-from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec
+from sglang_jax.runner.plan import PoolSpec, RunnerSpec
 from sglang_jax.scheduler.loop import SchedulerLoop
 from sglang_jax.scheduler.messages import (
     AbortRequest,
@@ -281,7 +282,7 @@ class FakeModelCore:
     """The scheduler's loop over `FakeRunner`. `max_total_tokens` is the pool, `max_running_requests` the rows."""
 
     def __init__(self, config: EngineConfig, channel: CoreChannel) -> None:
-        pool = PoolSpec(PoolKind.FULL, (config.max_total_tokens or 1024) // config.page_size + 1, config.page_size)
+        pool = PoolSpec(CacheKind.FULL, (config.max_total_tokens or 1024) // config.page_size + 1, config.page_size)
         spec = RunnerSpec((pool,), config.max_running_requests or MAX_RUNNING, 64, 128, FAKE_VOCAB_SIZE)
         runner = FakeRunner(spec, invalid_token=FAKE_INVALID if config.model_path == "numerical" else None)
         self._loop = SchedulerLoop(runner, (FAKE_EOS,), config, channel, channel.pulse)

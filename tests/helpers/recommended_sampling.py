@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from helpers.tiny_models import make_tiny_checkpoint
 
+from sglang_jax.architectures import CacheKind
 from sglang_jax.checkpoint import Checkpoint
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine import model_core
 from sglang_jax.runner.fake import FakeHandle, FakeRunner
-from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec, StepPlan
+from sglang_jax.runner.plan import PoolSpec, RunnerSpec, StepPlan
 from sglang_jax.sampling import SamplingParams
 
 RECOMMENDED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
@@ -46,7 +47,7 @@ def recorded_sampling() -> Iterator[list[SamplingParams]]:
     seen: list[SamplingParams] = []
 
     def create_runner(config: EngineConfig, checkpoint: Checkpoint) -> Recorder:
-        pool = PoolSpec(PoolKind.FULL, 65, config.page_size)
+        pool = PoolSpec(CacheKind.FULL, 65, config.page_size)
         return Recorder(RunnerSpec((pool,), 4, 64, 256, checkpoint.config.vocab_size), seen)
 
     with pytest.MonkeyPatch.context() as patch:

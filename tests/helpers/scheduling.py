@@ -8,11 +8,12 @@ from typing import Protocol
 
 import numpy as np
 
+from sglang_jax.architectures import CacheKind
 from sglang_jax.config import EngineConfig
 from sglang_jax.mem_cache.ledger import OwnershipError
 from sglang_jax.mem_cache.page_pool import PagePool
 from sglang_jax.runner.fake import FakeRunner, Oracle
-from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec
+from sglang_jax.runner.plan import PoolSpec, RunnerSpec
 from sglang_jax.runner.protocol import Runner
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.messages import Finished, Inbound, NewRequest, Outbound, SchedulerStats, StepOutputs
@@ -102,17 +103,17 @@ class Bench:
     invalid_token: int | None = None
     options: dict[str, object] = field(default_factory=dict)
     subject: Subject | None = None
-    window: int = 0
-    more: tuple[tuple[int, int], ...] = ()
+    window: int | None = None
+    more: tuple[tuple[int | None, int], ...] = ()
     max_samples: int = 1
 
     def __post_init__(self) -> None:
         groups = ((self.window, self.pages), *self.more)
         pools = tuple(
-            PoolSpec(PoolKind.WINDOW if window else PoolKind.FULL, pages + 1, self.page_size, window)
+            PoolSpec(CacheKind.FULL if window is None else CacheKind.WINDOW, pages + 1, self.page_size, window)
             for window, pages in groups
         )
-        spec = RunnerSpec(pools, self.rows, self.budget, self.context, VOCAB, self.max_samples)
+        spec = RunnerSpec(pools, self.rows, self.budget, self.context, VOCAB, max_samples=self.max_samples)
         if self.subject is None:
             self.runner = FakeRunner(spec, lazy=self.lazy, invalid_token=self.invalid_token)
         else:

@@ -39,8 +39,8 @@ FAMILIES = tuple(tuple(1 + (7 * k + position * position) % (VOCAB - 2) for posit
 """Prompts start with a prefix of one of these, so that the tree has something to share."""
 
 
-GROUPS = ((0,), (0,), (0, 0), (0, 5), (0, 17), (5,), (17,), (5, 0), (3, 20), (0, 1, 9))
-"""Windows of the groups of layers, in tokens, 0 where they see all: smaller and larger than a page."""
+GROUPS = ((None,), (None,), (None, None), (None, 5), (None, 17), (5,), (17,), (5, None), (3, 20), (None, 1, 9))
+"""Windows of the groups of layers, in tokens, None where they see all: smaller and larger than a page."""
 
 Strategy = st.SearchStrategy[Any]
 
@@ -61,7 +61,7 @@ SIZES: dict[str, Strategy] = {
     "groups": st.sampled_from(GROUPS),
     "siblings": st.integers(2, 24),
 }
-"""What a schedule draws before it begins: arguments of `Simulation.start`."""
+"""What a schedule chooses before it begins: arguments of `Simulation.start`."""
 
 
 class Simulation(RuleBasedStateMachine):
@@ -92,7 +92,7 @@ class Simulation(RuleBasedStateMachine):
         aged_turn: int,
         backfill: tuple[int, int],
         drafts: int,
-        groups: tuple[int, ...],
+        groups: tuple[int | None, ...],
         siblings: int,
     ) -> None:
         options = {
@@ -130,7 +130,7 @@ class Simulation(RuleBasedStateMachine):
         seed=st.integers(0, 3),
         stream=st.booleans(),
         namespace=st.sampled_from([None, None, None, "other"]),
-        stop=st.sampled_from([(), (3, 5, 8)]),
+        stop=st.sampled_from([(), (3, 5, 8), (5, VOCAB - 1)]),
         ignore_eos=st.booleans(),
         logprobs=st.sampled_from([-1, -1, 0, 3]),
         logprob_start=st.sampled_from([-1, -1, -1, 0, 1, 9]),
@@ -376,7 +376,8 @@ class Simulation(RuleBasedStateMachine):
         short = {
             pages * size
             for window, pages in ((bench.window, bench.pages), *bench.more)
-            if min(-(-(tokens + 1) // size), 1 + max(-(-(window - 1) // size), 1) if window else tokens + 1) > pages
+            if min(-(-(tokens + 1) // size), 1 + max(-(-(window - 1) // size), 1) if window is not None else tokens + 1)
+            > pages
         }
         assert pool in short, message
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from helpers.engine_fakes import FAKE_EOS, FAKE_VOCAB_SIZE, MODEL_INFO, load_tokenizer
 
+from sglang_jax.architectures import CacheKind
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.channel import CoreChannel, Ready
 from sglang_jax.engine.client import AsyncEngineClient
@@ -18,7 +19,7 @@ from sglang_jax.engine.launch import launch_core, launch_link
 from sglang_jax.engine.launch_replicated import launch_engines
 from sglang_jax.engine.placement import Placement
 from sglang_jax.runner.fake import FakeRunner
-from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec, StepPlan, StepResult
+from sglang_jax.runner.plan import PoolSpec, RunnerSpec, StepPlan, StepResult
 from sglang_jax.runner.protocol import Runner, RunnerReport, StepHandle
 from sglang_jax.runner.pulse import Building
 from sglang_jax.scheduler.loop import SchedulerLoop
@@ -92,7 +93,7 @@ class SleepingCore:
     rows as in the options. The model's architecture is the id of the core's process."""
 
     def __init__(self, config: EngineConfig, channel: CoreChannel) -> None:
-        pool = PoolSpec(PoolKind.FULL, (config.max_total_tokens or 4096) // config.page_size + 1, config.page_size)
+        pool = PoolSpec(CacheKind.FULL, (config.max_total_tokens or 4096) // config.page_size + 1, config.page_size)
         spec = RunnerSpec((pool,), config.max_running_requests or 8, 256, CONTEXT, FAKE_VOCAB_SIZE)
         kind, _, seconds = config.model_path.partition(":")
         runner = SleepingRunner(FakeRunner(spec), float(seconds), TRAPS[kind])

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from helpers.stand_in_model import HIDDEN, LAYERS
 
+from sglang_jax.architectures import CacheKind
 from sglang_jax.jax_runner.runner import JaxRunner
 from sglang_jax.jax_runner.step import ModelFunctions, Weights
 from sglang_jax.layers.batch import ForwardBatch
-from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec
+from sglang_jax.runner.plan import PoolSpec, RunnerSpec
 
 
 def _forward(weights: Weights, batch: ForwardBatch, kv: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
@@ -53,7 +54,7 @@ def stand_in_runner(
     max_context: int = 64,
 ) -> JaxRunner:
     """A runner of the stand-in, whose unused pages hold NaN: reading one shows."""
-    pool = PoolSpec(PoolKind.FULL, num_pages, page_size)
+    pool = PoolSpec(CacheKind.FULL, num_pages, page_size)
     spec = RunnerSpec((pool,), max_rows, token_budget, max_context, len(weights[0]))
     kv = [jnp.full((num_pages, page_size, 2, HIDDEN), jnp.nan) for _ in range(LAYERS)]
     return JaxRunner(model, [jnp.array(array) for array in weights], kv, spec, {})

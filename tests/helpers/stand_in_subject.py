@@ -55,7 +55,7 @@ class StandInSubject:
     The last token of the vocabulary has an embedding of NaN: what sees it has logits that are not finite.
     """
 
-    windows = (0,)
+    windows = (None,)
 
     def __init__(self, make_runner: Callable[..., Runner], vocab: int, page_sizes: Sequence[int]) -> None:
         self.page_sizes = tuple(page_sizes)

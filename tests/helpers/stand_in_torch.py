@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from helpers.stand_in_model import HIDDEN, LAYERS
 
-from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec
+from sglang_jax.architectures import CacheKind
+from sglang_jax.runner.plan import PoolSpec, RunnerSpec
 from torch_backend.batch import ForwardBatch
 from torch_backend.graphs import Capture
 from torch_backend.runner import TorchRunner
@@ -57,7 +58,7 @@ def stand_in_runner(
     graph_buckets: tuple[int, ...] = (),
 ) -> TorchRunner:
     """A runner of the stand-in on the CPU."""
-    pool = PoolSpec(PoolKind.FULL, num_pages, page_size)
+    pool = PoolSpec(CacheKind.FULL, num_pages, page_size)
     spec = RunnerSpec((pool,), max_rows, token_budget, max_context, len(weights[0]))
     paged = model(weights, num_pages, page_size)
     return TorchRunner(paged, spec, device=CPU, capture=capture, graph_buckets=graph_buckets)

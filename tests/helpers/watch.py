@@ -165,11 +165,11 @@ class Watch:
         cache, table = scheduler.cache, scheduler.rows
         cached = cache.peek(request.tokens, request.match_limit, request.namespace) // cache.page_size
         window = group.spec.window
-        reach = max(cache.pages_for(window - 1), 1)
-        kept = min(cached, reach) if window else cached
+        reach = 0 if window is None else max(cache.pages_for(window - 1), 1)
+        kept = cached if window is None else min(cached, reach)
         available = group.available - kept - decode_pages
         needed = cache.pages_for(request.prefill_len) - cached
-        if window:
+        if window is not None:
             if min(cache.pages_for(request.prefill_len), 1 + reach) > group.pool.total:
                 return False
             steps = 2 * (cache.pages_for(self._chunk) + 1)

@@ -10,7 +10,7 @@ from helpers.tpu_interpreter import CopyMode, Interpreted
 
 from sglang_jax.kernels import kv_write
 from sglang_jax.kernels.kv_storage import from_storage, page_shape, write_kv
-from sglang_jax.kernels.kv_write import write_kv_on_tpu
+from sglang_jax.kernels.kv_write import find_runs, write_kv_on_tpu
 
 PAGES, PAGE_SIZE = 9, 32
 
@@ -50,7 +50,13 @@ def test_pages_after_a_write(monkeypatch: pytest.MonkeyPatch, form: str, mode: C
     before = jnp.asarray(rng.integers(-100, 100, shape), storage)
     scales = jnp.asarray(rng.uniform(0.01, 0.02, (2, 2)), jnp.float32) if before.dtype.itemsize == 1 else None
     keys, values = jnp.asarray(rng.standard_normal((2, LONGEST, 2, head_dim)), jnp.float32)
-    write = Interpreted(write_kv_on_tpu)
+
+    def write_on_tpu(
+        pages: jax.Array, keys: jax.Array, values: jax.Array, slots: jax.Array, scales: jax.Array | None
+    ) -> jax.Array:
+        return write_kv_on_tpu(pages, keys, values, find_runs(pages, slots), scales)
+
+    write = Interpreted(write_on_tpu)
     for slots in SLOTS.values():
         padded = jnp.asarray(slots + [0] * (LONGEST - len(slots)), jnp.int32)
         expected = write_kv(before, keys, values, padded, scales)

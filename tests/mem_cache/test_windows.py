@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from helpers.caches import compute, int32_bytes
 
+from sglang_jax.architectures import CacheKind
 from sglang_jax.mem_cache.group import WindowGroup
 from sglang_jax.mem_cache.invariants import InvariantError, check_everything
 from sglang_jax.mem_cache.kv_cache import KVCache, RowKV
 from sglang_jax.mem_cache.window_kv import WindowKV
-from sglang_jax.runner.plan import PoolKind, PoolSpec
+from sglang_jax.runner.plan import PoolSpec
 
 PAGE = 4
 PROMPT = list(range(1, 41))
@@ -19,8 +20,8 @@ PROMPT = list(range(1, 41))
 
 def cache_of(window: int = 9, pages: int = 24, full: int | None = 40, rows: int = 4) -> KVCache:
     """A group that sees all (but for `full=None`), and one with a window of `window` tokens and `pages` pages."""
-    pools = [] if full is None else [PoolSpec(PoolKind.FULL, full + 1, PAGE)]
-    pools.append(PoolSpec(PoolKind.WINDOW, pages + 1, PAGE, window))
+    pools = [] if full is None else [PoolSpec(CacheKind.FULL, full + 1, PAGE)]
+    pools.append(PoolSpec(CacheKind.WINDOW, pages + 1, PAGE, window))
     return KVCache(tuple(pools), rows, 200, step_tokens=16, debug=True)
 
 
@@ -209,13 +210,13 @@ def test_what_was_proven_stays_when_another_fails_behind_it() -> None:
 
 
 def test_pages_of_all_groups_hold_as_many_tokens() -> None:
-    pools = (PoolSpec(PoolKind.FULL, 9, 4), PoolSpec(PoolKind.WINDOW, 9, 8, 5))
+    pools = (PoolSpec(CacheKind.FULL, 9, 4), PoolSpec(CacheKind.WINDOW, 9, 8, 5))
     with pytest.raises(ValueError, match=r"same number of tokens, got \[4, 8\]"):
         KVCache(pools, 2, 32)
 
 
-@pytest.mark.parametrize(("kind", "window"), [(PoolKind.FULL, 5), (PoolKind.WINDOW, 0)])
-def test_a_pool_has_the_window_that_its_kind_has(kind: PoolKind, window: int) -> None:
+@pytest.mark.parametrize(("kind", "window"), [(CacheKind.FULL, 5), (CacheKind.WINDOW, 0), (CacheKind.WINDOW, None)])
+def test_a_pool_has_the_window_that_its_kind_has(kind: CacheKind, window: int | None) -> None:
     with pytest.raises(ValueError, match=f"kind {kind} has a window of {window}"):
         PoolSpec(kind, 9, 4, window)
 

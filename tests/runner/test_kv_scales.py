@@ -20,6 +20,8 @@ from sglang_jax.jax_runner import create_runner as create_jax_runner
 from sglang_jax.runner.plan import PromptLogprobs
 from torch_backend import create_runner as create_torch_runner
 
+pytestmark = pytest.mark.slow
+
 TOKENS = np.random.default_rng(2).integers(3, 380, 49).tolist()
 CREATE = {Backend.JAX: create_jax_runner, Backend.TORCH: create_torch_runner}
 ROUNDED = {"fp8_e4m3": oracle.round_to_float8, "int8": oracle.round_to_int8}

@@ -15,6 +15,8 @@ from sglang_jax.runner.plan import INVALID_TOKEN, PromptLogprobs
 from sglang_jax.runner.protocol import Runner
 from sglang_jax.sampling.params import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 WEIGHTS = random_weights()
 RNG = np.random.default_rng(11)
 PROMPTS = [RNG.integers(0, VOCAB, length).tolist() for length in (9, 1, 23, 14)]

@@ -14,6 +14,8 @@ from sglang_jax.runner.row_updates import FIELDS
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.sampling.reference import probabilities
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 37
 GREEDY = SamplingParams(temperature=0.0)
 NO_IDS = np.zeros(0, np.int32)

@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
+from sglang_jax.architectures import CacheKind
 from sglang_jax.config import EngineConfig
 from sglang_jax.errors import ConfigError
-from sglang_jax.runner.plan import PoolKind
 from sglang_jax.runner.sizing import GroupMemory, Memory, choose_sizes, describe_pools, pool_specs
 
 GIB = 2**30
@@ -67,7 +67,9 @@ def test_a_pool_that_memory_cannot_hold_is_refused() -> None:
         choose_sizes(EngineConfig(max_total_tokens=1_000_000), 8192, CPU)
 
 
-GEMMA = Memory("tpu", available=16 * GIB, weights=GIB, groups=(GroupMemory(2**20), GroupMemory(5 * 2**20, window=1024)))
+GEMMA = Memory(
+    "tpu", available=16 * GIB, weights=GIB, groups=(GroupMemory(2**20), GroupMemory(5 * 2**20, CacheKind.WINDOW, 1024))
+)
 """One layer of six sees all tokens."""
 
 
@@ -83,17 +85,17 @@ def test_a_pool_for_windows_is_a_share_of_the_other() -> None:
 
 
 def test_by_default_a_long_window_has_a_larger_share() -> None:
-    half = Memory("tpu", 16 * GIB, GIB, (GroupMemory(2**20), GroupMemory(2**20, window=4096)))
+    half = Memory("tpu", 16 * GIB, GIB, (GroupMemory(2**20), GroupMemory(2**20, CacheKind.WINDOW, 4096)))
     full, window = choose_sizes(EngineConfig(max_total_tokens=160_000), 32768, half).num_pages
     assert (full - 1, window - 1) == (10_000, 5_000 + (4096 + 2 * 528) // 16)
 
 
 def test_where_all_layers_have_windows_the_context_may_be_longer_than_the_pool() -> None:
-    alone = Memory("cpu", 16 * GIB, GIB, (GroupMemory(2**20, window=4096),))
+    alone = Memory("cpu", 16 * GIB, GIB, (GroupMemory(2**20, CacheKind.WINDOW, 4096),))
     sizes = choose_sizes(EngineConfig(max_total_tokens=8000), 32768, alone)
     assert (sizes.num_pages, sizes.max_context) == ((501,), 32768)
     (pool,) = pool_specs(alone, sizes, 16)
-    assert (pool.kind, pool.num_pages, pool.window) == (PoolKind.WINDOW, 501, 4096)
+    assert (pool.kind, pool.num_pages, pool.window) == (CacheKind.WINDOW, 501, 4096)
 
 
 def test_all_pools_count_against_memory() -> None:

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from numpy.typing import NDArray
 
+from sglang_jax.architectures import CacheKind
 from sglang_jax.runner.group import ORDERS, GiveUp, Leave, WarmUp
 from sglang_jax.runner.group_listener import Answer, Hello
-from sglang_jax.runner.plan import PoolKind, PoolSpec, RunnerSpec, StepPlan, StepResult
+from sglang_jax.runner.plan import PoolSpec, RunnerSpec, StepPlan, StepResult
 from sglang_jax.runner.wire import Codec, FrameError
 from sglang_jax.sampling.params import SamplingParams
 
@@ -48,8 +49,8 @@ CHECKED: dict[type, st.SearchStrategy[Any]] = {
         ignore_eos=st.booleans(),
         seed=st.none() | st.integers(-(2**63), 2**63 - 1),
     ),
-    PoolSpec: st.builds(PoolSpec, st.just(PoolKind.FULL), st.integers(1, 2**31 - 1), st.integers(1, 9))
-    | st.builds(PoolSpec, st.just(PoolKind.WINDOW), st.integers(1, 9), st.integers(1, 9), window=st.integers(1, 9)),
+    PoolSpec: st.builds(PoolSpec, st.just(CacheKind.FULL), st.integers(1, 2**31 - 1), st.integers(1, 9))
+    | st.builds(PoolSpec, st.just(CacheKind.WINDOW), st.integers(1, 9), st.integers(1, 9), window=st.integers(1, 9)),
 }
 
 

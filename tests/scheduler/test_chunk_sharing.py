@@ -13,7 +13,7 @@ from helpers.scheduling import Bench
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_jax.runner.plan import StepPlan
+from sglang_jax.runner.plan import LAST_TOKEN, StepPlan
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.chunking import LEAST_CHUNK, ChunkSharing, FixedChunk, TimedChunk
 from sglang_jax.scheduler.scheduler import Scheduler
@@ -229,7 +229,8 @@ def plan(rows: int, chunk: int) -> SimpleNamespace:
     """Decode rows of 100 tokens each, and a chunk at the start of its prompt."""
     chunks = [chunk] if chunk else []
     lens = np.array([1] * rows + chunks, np.int32)
-    return SimpleNamespace(num_decode=rows, query_lens=lens, kv_lens=np.array([100] * rows + chunks, np.int32))
+    tokens = np.array([LAST_TOKEN] * rows + [1] * chunk, np.int32)
+    return SimpleNamespace(tokens=tokens, query_lens=lens, kv_lens=np.array([100] * rows + chunks, np.int32))
 
 
 class TestTimedChunk:
@@ -245,22 +246,22 @@ class TestTimedChunk:
         lens = np.full(4, 100, np.int32)
         prompts, work = [waiting(1)], [100_000]
         prompts[0].prefill_len = 100_000
-        found = self.learnt(0.03).allowance(lens, prompts, work, 1000)
+        found = self.learnt(0.03).allowance(len(lens), lens, prompts, work, 1000)
         assert 150 < found <= 200
-        assert self.learnt(10.0).allowance(lens, prompts, work, 1000) == 512
-        assert self.learnt(0.001).allowance(lens, prompts, work, 1000) < 100
-        assert self.learnt(0.03).allowance(lens, prompts, work, 7) == 7
+        assert self.learnt(10.0).allowance(len(lens), lens, prompts, work, 1000) == 512
+        assert self.learnt(0.001).allowance(len(lens), lens, prompts, work, 1000) < 100
+        assert self.learnt(0.03).allowance(len(lens), lens, prompts, work, 7) == 7
 
     def test_without_decoding_rows_a_step_keeps_to_it_too(self) -> None:
         """Whoever comes meanwhile waits for the step."""
-        assert 150 < self.learnt(0.03).allowance(NOBODY, [], [], 1000) <= 200
+        assert 150 < self.learnt(0.03).allowance(0, NOBODY, [], [], 1000) <= 200
 
     def test_a_time_that_decoding_alone_takes_leaves_prompts_half_as_long(self) -> None:
         """Chunks of 16 tokens kept a prompt of 7,000 waiting for six minutes, for a target out of reach."""
         budget = self.learnt(0.001)
         for _ in range(200):
             budget.observe(plan(4, 0), 0.02)
-        found = budget.allowance(np.full(4, 100, np.int32), [], [], 1000)
+        found = budget.allowance(4, np.full(4, 100, np.int32), [], [], 1000)
         alone = budget.times.expect(StepShape(4, 400, 0, 0))
         expected = budget.times.expect(StepShape(4, 400, found, found * found // 2))
         assert 1.4 * alone < expected <= 1.5 * alone
@@ -273,14 +274,14 @@ class TestTimedChunk:
             tokens = 8 << k % 7
             budget.observe(plan(4, tokens), (0.01 + tokens * 1e-4) * float(random.choice([0.3, 1.0, 1.7])))
         assert budget.times.error > 0.25
-        assert budget.allowance(np.full(4, 100, np.int32), [], [], 1000) > 200
+        assert budget.allowance(4, np.full(4, 100, np.int32), [], [], 1000) > 200
 
     def test_it_feels_its_way(self) -> None:
         """What was never run is not foretold: the first chunk beside decoding rows is small."""
         budget = TimedChunk(10.0, 8192, Padding(()))
         lens, found = np.full(4, 100, np.int32), []
         for _ in range(10):
-            found.append(budget.allowance(lens, [], [], 8192))
+            found.append(budget.allowance(len(lens), lens, [], [], 8192))
             budget.observe(plan(4, found[-1]), 0.01 + found[-1] * 1e-6)
         assert found == [min(32 << k, 8192) for k in range(10)]
 
@@ -291,15 +292,15 @@ class TestTimedChunk:
         for k in range(60):
             tokens = (8, 50, 200)[k % 3]
             budget.observe(plan(4, tokens), 0.01 + (16, 64, 256)[k % 3] * 1e-4)
-        assert budget.allowance(lens, [], [], 1000) == 60
+        assert budget.allowance(len(lens), lens, [], [], 1000) == 60
         hopeless = TimedChunk(0.001, 512, Padding(((16, 8), (64, 32), (256, 64))))
         for _ in range(30):
             hopeless.observe(plan(4, 10), 0.1)
-        assert hopeless.allowance(lens, [], [], 1000) == 60, "what is paid for is used"
+        assert hopeless.allowance(len(lens), lens, [], [], 1000) == 60, "what is paid for is used"
 
     def test_a_fixed_chunk_is_what_it_says(self) -> None:
-        assert FixedChunk(64).allowance(NOBODY, [], [], 1000) == 64
-        assert FixedChunk(64).allowance(NOBODY, [], [], 10) == 10
+        assert FixedChunk(64).allowance(0, NOBODY, [], [], 1000) == 64
+        assert FixedChunk(64).allowance(0, NOBODY, [], [], 10) == 10
 
 
 def test_a_step_is_timed_from_when_the_device_had_it() -> None:

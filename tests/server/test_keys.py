@@ -17,9 +17,10 @@ from helpers.engine_fakes import load_fake_model
 from sglang_jax.cli.main import run as run_command
 from sglang_jax.cli.serve import serve
 from sglang_jax.config import ServerConfig
+from sglang_jax.engine.types import GenerateInput
 from sglang_jax.errors import ConfigError
 from sglang_jax.server import serve as serving
-from sglang_jax.server.callers import Callers, TokenBucket, current_caller
+from sglang_jax.server.callers import Caller, Callers, TokenBucket, current_caller
 
 OPERATORS_ROUTES = (
     ("GET", "/server_info"),
@@ -196,6 +197,8 @@ class TestWhoMayDoWhat:
         }
         everybodys = {
             ("GET", "/health"),
+            ("GET", "/livez"),
+            ("GET", "/readyz"),
             ("GET", "/health_generate"),
             ("GET", "/model_info"),
             ("GET", "/get_model_info"),
@@ -359,6 +362,13 @@ def test_a_bucket_fills_evenly_and_no_higher_than_a_minute() -> None:
     assert bucket.seconds_to_wait() == 0.5
 
 
+def test_any_text_names_a_part_of_the_own_cache() -> None:
+    ann = Caller("ann", cache_secret=b"made of ann's key")
+    found = [ann.own(GenerateInput(prompt="a", extra_key=name)).extra_key for name in (None, "", "a", "\udc00")]
+    assert found[0] == found[1]
+    assert len(set(found)) == 3
+
+
 class TestServersWithoutAKey:
     @pytest.mark.parametrize(
         ("host", "options", "warned"),
@@ -422,6 +432,20 @@ class TestServersWithoutAKey:
         for site, status in (("cross-site", 403), ("same-origin", 200), ("none", 200)):
             found = server.http.get("/flush_cache", headers={"Sec-Fetch-Site": site})
             assert found.status_code == status
+            assert status == 200 or found.json()["error"]["code"] == "foreign_page"
+
+    @pytest.mark.parametrize("options", [{"api_key": "k"}, {"host": "0.0.0.0"}])
+    def test_with_a_key_or_on_a_public_address_pages_are_the_keys_concern(self, options: dict[str, str]) -> None:
+        with serve_echo(**options) as server:
+            headers = {"Host": "any.example", "Sec-Fetch-Site": "cross-site", **bearer("k")}
+            assert server.http.get("/model_info", headers=headers).status_code == 200
+
+    def test_a_key_from_a_file_is_a_key(self, tmp_path: Path) -> None:
+        file = tmp_path / "key"
+        file.write_text("k")
+        with serve_echo(api_key_file=file) as server:
+            assert server.http.get("/model_info").status_code == 401
+            assert server.http.get("/model_info", headers={"Host": "any.example", **bearer("k")}).status_code == 200
 
     def test_no_answer_is_shared_with_pages_of_other_origins(self, server: EchoServer) -> None:
         origin = {"Origin": "http://localhost:8000"}

@@ -20,6 +20,7 @@ from sglang_jax.config import ServerConfig
 from sglang_jax.engine.types import ReplicaLoad, ReplicaState
 from sglang_jax.scheduler.messages import GroupUsage, SchedulerStats
 from sglang_jax.server.app import create_app
+from sglang_jax.server.callers import Callers
 from sglang_jax.server.local_hosts import LocalHosts
 from sglang_jax.server.metrics import LATENCY_BUCKETS, LatencyHistogram, SchedulerCollector
 from sglang_jax.server.serve import http_config
@@ -289,7 +290,8 @@ async def status_by(app: ASGIApp, host: str) -> int:
 
 async def test_which_servers_look_at_names(server: EchoServer) -> None:
     async def status(**options: str) -> int:
-        context = dataclasses.replace(server.context, config=ServerConfig(model_path="echo", **options))
+        config = ServerConfig(model_path="echo", **options)
+        context = dataclasses.replace(server.context, config=config, callers=Callers.of(config))
         return await status_by(cast(ASGIApp, http_config(context).app), "evil.example")
 
     assert [await status(), await status(host="::1"), await status(host="localhost")] == [403, 403, 403]

@@ -18,6 +18,8 @@ from sglang_jax.config import ServerConfig
 from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.server.serve import bind, run
 
+pytestmark = pytest.mark.slow
+
 ENDS_THE_PROCESS = EOS + 2
 
 

@@ -16,8 +16,9 @@ from helpers.stand_in_model import VOCAB, dense_logits, random_weights
 from helpers.stand_in_torch import CPU, StandIn, stand_in_runner
 from helpers.tiny_models import make_tiny_checkpoint
 
+from sglang_jax.architectures import CacheKind
 from sglang_jax.checkpoint import open_checkpoint
-from sglang_jax.runner.plan import LAST_TOKEN, PageDeltas, PoolKind, PoolSpec, RunnerSpec
+from sglang_jax.runner.plan import LAST_TOKEN, PageDeltas, PoolSpec, RunnerSpec
 from torch_backend.attention.interface import AttentionOptions, StepAttention
 from torch_backend.attention.native import NativeAttention
 from torch_backend.attention.reference import ReferenceAttention
@@ -260,7 +261,7 @@ def test_a_real_model_can_be_captured(tmp_path: Path, capture: Recorder) -> None
     """All of its layers but attention, whose captured kind is Triton's."""
     checkpoint = open_checkpoint(str(make_tiny_checkpoint(tmp_path, "qwen3")))
     assert checkpoint.reader is not None
-    spec = RunnerSpec((PoolSpec(PoolKind.FULL, 40, 4),), 4, 32, 48, checkpoint.config.vocab_size)
+    spec = RunnerSpec((PoolSpec(CacheKind.FULL, 40, 4),), 4, 32, 48, checkpoint.config.vocab_size)
     outputs = []
     for attention, recorder in ((NativeAttention(), None), (CapturableAttention(), capture)):
         model = build_model(

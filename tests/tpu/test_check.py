@@ -123,6 +123,7 @@ def test_a_model_on_one_chip(model: Path, tmp_path: Path) -> None:
             assert pages < program["aliased"] < pages + 2**20
             assert program["temporaries"] < 2**24
             kernels = {kernel["name"]: kernel["count"] for kernel in program["kernels"]}
+            assert kernels.pop("kv_write_runs") == 1
             assert kernels.pop("kv_write") == 2
             assert kernels.pop("paged_attention_decode") == 2
             assert kernels == ({} if program["tokens"] == program["rows"] else {"paged_attention_prefill": 2})
@@ -143,16 +144,22 @@ def test_what_finds_scales_for_an_int8_cache_is_compiled_as_well(model: Path, tm
     # what it wrote, are not needed.
     assert weights / 2 < calibration["arguments"] - pages < weights
     kernels = {kernel["name"]: kernel["count"] for kernel in calibration["kernels"]}
-    assert kernels == {"kv_write": 2, "paged_attention_decode": 1, "paged_attention_prefill": 1}
+    assert kernels == {
+        "kv_write_runs": 1,
+        "kv_write": 2,
+        "paged_attention_decode": 1,
+        "paged_attention_prefill": 1,
+    }
 
 
 @pytest.mark.slow
 def test_a_model_on_four_chips(model: Path, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     slice_ = ("--topology", "v6e:2x2", "--tp", "4")
-    float8 = ("--kv-cache-dtype", "fp8_e4m3")
-    answer = check("--model", str(model), *slice_, *float8, "--quick", *SMALL, figures=figures)
+    float8, rows = ("--kv-cache-dtype", "fp8_e4m3"), ("--roofline-context", "1000")
+    answer = check("--model", str(model), *slice_, *float8, "--quick", *rows, *SMALL, figures=figures)
     assert answer.status == 0, answer.text + answer.error
+    assert "Decode rows hold 1,000 tokens each" in answer.text
     deployment = answer.figures["deployment"]
     norms = 2 * 5 * 256
     scales = 2 * 4 * 2 * 4

@@ -29,9 +29,9 @@ ENTRY %main (a: bf16[64,32], which: s32[]) -> bf16[16,32] {
   %collective-permute-start.5 = (s32[16]{0}, s32[16]{0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%d)
   %collective-permute-done.5 = s32[16]{0} collective-permute-done(%collective-permute-start.5)
   %maybe = bf16[32,16]{1,0} conditional(%which, %e, %e), branch_computations={%asked_for, %not_asked_for}
-  ROOT %fusion = bf16[16,32]{1,0} fusion(%a), kind=kCustom, calls=%scattering
+  ROOT %fusion = bf16[16,32]{1,0} fusion(%a), kind=kCustom, calls=%scattering, metadata={op_name="jit(step)/jit(_run_layer)/dot_general"}
 }
-"""
+"""  # noqa: E501
 
 _STEP = """
 HloModule jit_step
@@ -95,7 +95,7 @@ ENTRY %main (w.0: bf16[4,6,8], w.1: bf16[4,16], x: bf16[8,4], which: pred[]) -> 
 
 def test_collectives_are_counted_with_their_bytes_and_those_of_branches_apart() -> None:
     assert collectives_of(Module(_COLLECTIVES).operations()) == (
-        Collective("all-reduce", "bf16", False, False, 1, 64 * 32 * 2, "bf16[64,32]"),
+        Collective("all-reduce", "bf16", True, False, 1, 64 * 32 * 2, "bf16[64,32]"),
         Collective("all-reduce", "s32", False, False, 1, 64 * 4 + 4, "s32[64]"),
         Collective("collective-permute", "s32", False, False, 1, 64, "s32[16]"),
         Collective("all-gather", "bf16", False, True, 1, 32 * 16 * 2, "bf16[32,16]"),

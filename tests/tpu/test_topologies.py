@@ -53,6 +53,23 @@ def test_a_name_that_means_none_is_refused_with_what_would(name: str, message: s
         parse_topology(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "links"),
+    [
+        ("v6e:2x2", 2 / 4),
+        ("v6e:2x4", 2 / 4),  # a corner of a grid has two neighbours
+        ("v6e:16x16", 1),
+        ("v5e:8x16", 3 / 4),
+        ("v5p:2x2x1", 2 / 6),
+        ("v5p:4x4x4", 1),
+        ("v6e:1x1", 1 / 4),  # none, and nothing is sent
+    ],
+)
+def test_a_chip_sends_over_the_links_that_the_slice_gives_it(name: str, links: float) -> None:
+    topology = parse_topology(name)
+    assert topology.ici_bandwidth == pytest.approx(topology.chip.ici_bandwidth * links)
+
+
 def test_every_generation_has_a_chip() -> None:
     assert set(CHIPS) == set(Generation)
     assert len({chip.pci_id for chip in CHIPS.values()}) == len(CHIPS)

@@ -21,7 +21,7 @@ from sglang_jax.kernels.ragged_paged_attention.pallas.table import Entry, Phase,
 from sglang_jax.kernels.ragged_paged_attention.reference import reference_attention
 from sglang_jax.layers.batch import ForwardBatch
 from tpu import tuning
-from tpu.kernel_costs import Step, decode_cost, prefill_cost
+from tpu.kernel_costs import Cost, Step, decode_cost, decode_with_copies, prefill_cost
 from tpu.schedule import Loop
 from tpu.topologies import Generation
 from tpu.tune import _best_of_each, tune
@@ -209,3 +209,16 @@ def test_options_that_cannot_be(model: Path, arguments: tuple[str, ...], message
     result = CliRunner().invoke(tune, ["--model", str(model), *arguments])
     assert result.exit_code != 0
     assert message in result.output + str(result.exception)
+
+
+def test_more_buffers_hide_the_time_until_a_copy_arrives() -> None:
+    """Blocks of 1,024 keys of one head, 512 KiB, on v6e: of 4,096 keys a row has four."""
+    step = Step("two rows", (1, 1), (4096, 4096))
+    cost = Cost(486, 59.3, 0, 2 * (44 + 4 * 486), 8192)
+    transfer, latency = 560.0, 1050.0
+
+    def cycles(depth: int) -> float:
+        return decode_with_copies(cost, step, 1024, transfer=transfer, latency=latency, depth=depth)
+
+    assert cycles(2) == 2 * 44 + 8 * (486 + 1050 + 560) / 2
+    assert cycles(4) == cycles(8) == 2 * 44 + 8 * 560

@@ -7,14 +7,21 @@ from enum import StrEnum
 import jax
 
 from sglang_jax.kernels import kv_storage
-from sglang_jax.kernels.kv_write import write_kv_on_tpu
+from sglang_jax.kernels.kv_write import find_runs, write_kv_on_tpu
 from sglang_jax.kernels.ragged_paged_attention.options import AttentionOptions
 from sglang_jax.kernels.ragged_paged_attention.pallas import pallas_attention
 from sglang_jax.kernels.ragged_paged_attention.reference import reference_attention
 from sglang_jax.kernels.ragged_paged_attention.sequences import Sequences
 from sglang_jax.kernels.ragged_paged_attention.xla import xla_attention
 
-__all__ = ["AttentionImplementation", "AttentionOptions", "Sequences", "ragged_paged_attention", "write_kv"]
+__all__ = [
+    "AttentionImplementation",
+    "AttentionOptions",
+    "Sequences",
+    "plan_writes",
+    "ragged_paged_attention",
+    "write_kv",
+]
 
 _NO_OPTIONS = AttentionOptions()
 
@@ -57,6 +64,16 @@ def ragged_paged_attention(
             return pallas_attention(queries, kv_pages, batch, scale=scale, options=options)
 
 
+def plan_writes(
+    implementation: AttentionImplementation, kv_pages: jax.Array, write_slots: jax.Array
+) -> jax.Array | None:
+    """What the writes of all layers that share page ids have in common, found once a step; None where that is nothing.
+
+    **Arguments:** `kv_pages`: of one of the layers; `write_slots` as in `write_kv`.
+    """
+    return find_runs(kv_pages, write_slots) if implementation is AttentionImplementation.PALLAS else None
+
+
 def write_kv(
     implementation: AttentionImplementation,
     kv_pages: jax.Array,
@@ -64,12 +81,15 @@ def write_kv(
     values: jax.Array,
     write_slots: jax.Array,
     *,
+    plan: jax.Array | None = None,
     options: AttentionOptions = _NO_OPTIONS,
 ) -> jax.Array:
     """Stores the keys and values of a step's tokens in a layer's pages: see `kv_storage.write_kv`.
 
-    `PALLAS` writes nothing into page 0, the pad page, and wants tokens that share a page to follow each other.
+    `PALLAS` writes nothing into page 0, the pad page, and wants tokens that share a page to follow each other. `plan`:
+    of `plan_writes`, made here if there is none.
     """
     if implementation is AttentionImplementation.PALLAS:
-        return write_kv_on_tpu(kv_pages, keys, values, write_slots, options.kv_scales)
+        runs = find_runs(kv_pages, write_slots) if plan is None else plan
+        return write_kv_on_tpu(kv_pages, keys, values, runs, options.kv_scales)
     return kv_storage.write_kv(kv_pages, keys, values, write_slots, options.kv_scales)

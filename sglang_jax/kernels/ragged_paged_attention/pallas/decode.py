@@ -1,7 +1,8 @@
 """Attention of decode rows, one query each: bound by the speed at which keys and values arrive.
 
-Rows are worked off one after the other, each in blocks of keys, and the pages of the next block, be it this
-row's or the next one's, are always under way. All query heads of a row go through the matrix units together: row r
+Rows are worked off one after the other, each in blocks of keys, and the pages of the next `DEPTH - 1` blocks, be they
+this row's or of those after it, are always under way: a block of one kv head is a few hundred KiB, which arrive in less
+time than the first byte of a copy takes. All query heads of a row go through the matrix units together: row r
 of the left operand holds query head r in the lanes of its own kv head and zeros elsewhere, so that one product with
 the keys of all kv heads, side by side, gives `[heads, keys]` scores in whole registers. The zeros cost nothing:
 with so few rows the time is that of loading keys into the unit.
@@ -40,6 +41,17 @@ from sglang_jax.kernels.ragged_paged_attention.pallas.softmax import (
     type_of_products,
 )
 
+DEPTH = 4
+"""Blocks that there are buffers for. With two, what memory delivers while a copy is on its way is lost: by a model of
+the pipeline (`tpu.kernel_costs`) half of it for one kv head of Qwen3-32B on v6e, and almost nothing with four."""
+
+_ROWS_OF_NUMBERS = 4
+"""Rows whose page numbers are there or on their way. Rows may be a block long each."""
+
+_NUMBER, _DONE, _PAGES, _FIRST_PAGE = range(4)
+"""What is started next: of which row, and of the row's pages how many are started, how many there are, and in which
+column of the page table they begin."""
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeBlocks:
@@ -62,23 +74,28 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The walk over rows, of which the first `active` take part, and their pages ahead of them."""
+    """The walk over rows, of which the first `active` take part, and their pages ahead of them.
+
+    `ahead`: SMEM int32 `[4]`, the block whose copies are started next.
+    """
 
     fetcher: PageFetcher
     kv_lens: Ref
     active: jax.Array
     window: int | None
+    ahead: Ref
 
     def begin(self) -> None:
-        """Starts the copies that the first row waits for."""
-        self.fetcher.start_numbers(0, 0)
+        """Starts the copies that the first blocks wait for."""
+        for number in range(_ROWS_OF_NUMBERS):
 
-        @pl.when(self.active > 1)
-        def _() -> None:
-            self.fetcher.start_numbers(1, 1)
+            @pl.when(number < self.active)
+            def _(number: int = number) -> None:
+                self.fetcher.start_numbers(number, number)
 
-        self.fetcher.wait_for_numbers(0, 0)
-        self._start(self.row(0), 0, 0)
+        self._go_on_with(jnp.int32(0))
+        for slot in range(DEPTH - 1):
+            self._start_next(slot)
 
     def row(self, number: Scalar) -> _Row:
         """A row without keys has one block without pages: whoever looks for the next block need not skip it."""
@@ -89,44 +106,57 @@ class _Rows:
         return _Row(number, kv_len, first_page, pages, jnp.maximum(pl.cdiv(pages, self.fetcher.pages_per_block), 1))
 
     def through(self, row: _Row, first_slot: jax.Array, attend: Callable[[jax.Array, jax.Array], None]) -> None:
-        """Calls `attend` with each block of the row when it is there, with the next one on its way: the number of the
-        row's keys from the block on, and its buffer; the first is in `first_slot`."""
+        """Calls `attend` with each block of the row when it is there, with the next ones on their way: the number of
+        the row's keys from the block on, and its buffer; the first is in `first_slot`."""
         fetcher = self.fetcher
 
         @pl.loop(0, row.blocks)
         def _(block: jax.Array) -> None:
-            slot = (first_slot + block) % 2
-            last = block + 1 == row.blocks
-
-            @pl.when(jnp.logical_not(last))
-            def _() -> None:
-                self._start(row, block + 1, 1 - slot)
-
-            @pl.when(last)
-            def _() -> None:
-                self._start_row_after(row, 1 - slot)
-
+            slot = (first_slot + block) % DEPTH
+            # The buffer of the block before this one, with which all is done.
+            self._start_next((slot + DEPTH - 1) % DEPTH)
             done = block * fetcher.pages_per_block
             fetcher.wait_for_block(jnp.minimum(row.pages - done, fetcher.pages_per_block), slot)
             attend(row.kv_len - (row.first_page + done) * fetcher.page_size, slot)
 
-    def _start(self, row: _Row, block: Scalar, slot: Scalar) -> None:
-        done = block * self.fetcher.pages_per_block
-        count = jnp.minimum(row.pages - done, self.fetcher.pages_per_block)
-        self.fetcher.start_block(row.number % 2, row.first_page + done, count, slot)
+    def _start_next(self, slot: Scalar) -> None:
+        """Starts the copies of the next block, if there is one, into a buffer."""
+        number, done, pages = self.ahead[_NUMBER], self.ahead[_DONE], self.ahead[_PAGES]
+        at_once = self.fetcher.pages_per_block
+        numbers_slot = number % _ROWS_OF_NUMBERS
 
-    def _start_row_after(self, row: _Row, slot: Scalar) -> None:
-        """The numbers of the row are no longer needed: those of the row after the next one take their place."""
-        number = row.number
-
-        @pl.when(number + 1 < self.active)
+        @pl.when(number < self.active)
         def _() -> None:
-            self.fetcher.wait_for_numbers(number + 1, (number + 1) % 2)
-            self._start(self.row(number + 1), 0, slot)
+            @pl.when(done == 0)
+            def _() -> None:
+                self.fetcher.wait_for_numbers(number, numbers_slot)
 
-        @pl.when(number + 2 < self.active)
+            first = self.ahead[_FIRST_PAGE] + done
+            self.fetcher.start_block(numbers_slot, first, jnp.minimum(pages - done, at_once), slot)
+            self.ahead[_DONE] = done + at_once
+
+            @pl.when(done + at_once >= pages)
+            def _() -> None:
+                self._start_row_after(number, numbers_slot)
+
+    def _start_row_after(self, number: jax.Array, numbers_slot: jax.Array) -> None:
+        """The numbers of the row are no longer needed: those of a later one take their place."""
+
+        @pl.when(number + _ROWS_OF_NUMBERS < self.active)
         def _() -> None:
-            self.fetcher.start_numbers(number + 2, number % 2)
+            self.fetcher.start_numbers(number + _ROWS_OF_NUMBERS, numbers_slot)
+
+        self._go_on_with(number + 1)
+
+    def _go_on_with(self, number: jax.Array) -> None:
+        self.ahead[_NUMBER] = number
+
+        @pl.when(number < self.active)
+        def _() -> None:
+            row = self.row(number)
+            self.ahead[_DONE] = 0
+            self.ahead[_PAGES] = row.pages
+            self.ahead[_FIRST_PAGE] = row.first_page
 
 
 def decode_attention(
@@ -167,15 +197,16 @@ def decode_attention(
             ],
             out_specs=block,
             scratch_shapes=[
-                pltpu.VMEM((2, blocks.pages, kv_heads, parts, page_size, lanes), kv_pages.dtype),
+                pltpu.VMEM((DEPTH, blocks.pages, kv_heads, parts, page_size, lanes), kv_pages.dtype),
                 pltpu.VMEM((heads, kv_heads * lanes), compute_dtype),
                 pltpu.VMEM((heads, LANES), jnp.float32),
                 pltpu.VMEM((heads, LANES), jnp.float32),
                 pltpu.VMEM((heads, lanes), jnp.float32),
-                pltpu.SMEM((2, 1, columns), jnp.int32),
+                pltpu.SMEM((_ROWS_OF_NUMBERS, 1, columns), jnp.int32),
                 pltpu.SMEM((1,), jnp.int32),
-                pltpu.SemaphoreType.DMA((2,)),
-                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SMEM((4,), jnp.int32),
+                pltpu.SemaphoreType.DMA((DEPTH,)),
+                pltpu.SemaphoreType.DMA((_ROWS_OF_NUMBERS,)),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(queries.shape, queries.dtype),
@@ -201,13 +232,14 @@ def _kernel(
     weighted: Ref,  # VMEM [heads, lanes]
     page_numbers: Ref,
     next_slot: Ref,  # SMEM [1]: the buffer of the block that comes next
+    ahead: Ref,  # SMEM [4]: the block whose copies are started next
     kv_arrived: Ref,
     numbers_arrived: Ref,
     *,
     options: StaticOptions,
 ) -> None:
     fetcher = PageFetcher(kv_pages, page_table, buffers, page_numbers, kv_arrived, numbers_arrived)
-    walk = _Rows(fetcher, kv_lens, num_decode[0], options.window)
+    walk = _Rows(fetcher, kv_lens, num_decode[0], options.window, ahead)
     sums = _Sums(largest, total, weighted)
     rows = queries.shape[0]
     first_row = pl.program_id(0) * rows
@@ -236,7 +268,7 @@ def _kernel(
         spread_queries[...] = _spread(queries[place], buffers.shape[2])
         sums.store(start_softmax(per_head, queries.shape[1:], options))
         walk.through(row, next_slot[0], attend)
-        next_slot[0] = (next_slot[0] + row.blocks) % 2
+        next_slot[0] = (next_slot[0] + row.blocks) % DEPTH
         result = finish_softmax(total[...], weighted[...], per_head[OUTPUT_FACTOR])
         output[place] = jnp.where(row.kv_len > 0, result, 0.0).astype(output.dtype)
 

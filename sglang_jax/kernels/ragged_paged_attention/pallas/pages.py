@@ -1,8 +1,9 @@
 """Pages on their way from HBM to VMEM: who fetches what, and when it has arrived.
 
-Both attention kernels walk through blocks of keys, each a fixed number of pages of one sequence. Two buffers
-alternate: while one block is computed, the next one's pages are under way. The page numbers of two sequences lie
-in scalar memory, so that its size bounds neither the running requests nor, in practice, their lengths.
+Both attention kernels walk through blocks of keys, each a fixed number of pages of one sequence. Buffers take turns,
+two of prefill's and four of decode's: while one block is computed, the pages of the next ones are under way. The page
+numbers of as many sequences lie in scalar memory, so that its size bounds neither the running requests nor, in
+practice, their lengths.
 
 The kernels are compiled without checks of addresses, which take as long as starting a copy does: the page numbers
 are the scheduler's, whose ledger is checked in every test, and the interpreter checks each access.
@@ -36,9 +37,9 @@ class PageFetcher:
 
     - `kv_pages`: HBM `[num_pages, kv_heads, parts, page_size, lanes]`.
     - `page_table`: HBM int32 `[rows, 1, columns]`; a row by itself is contiguous.
-    - `buffers`: VMEM `[2, pages_per_block, kv_heads, parts, page_size, lanes]`.
-    - `page_numbers`: SMEM int32 `[2, 1, columns]`: those of row r at `r % 2`.
-    - `kv_arrived`, `numbers_arrived`: DMA semaphores `[2]`.
+    - `buffers`: VMEM `[depth, pages_per_block, kv_heads, parts, page_size, lanes]`.
+    - `page_numbers`: SMEM int32 `[n, 1, columns]`: those of row r at `r % n`.
+    - `kv_arrived`, `numbers_arrived`: DMA semaphores `[depth]` and `[n]`.
     """
 
     kv_pages: Ref
@@ -57,7 +58,7 @@ class PageFetcher:
         return self.buffers.shape[4]
 
     def start_numbers(self, row: Scalar, slot: Scalar) -> None:
-        """Fetches a row's page numbers into one of the two places for them."""
+        """Fetches a row's page numbers into one of the places for them."""
         self._numbers(row, slot).start()
 
     def wait_for_numbers(self, row: Scalar, slot: Scalar) -> None:

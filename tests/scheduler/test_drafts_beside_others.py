@@ -1,0 +1,205 @@
+"""Drafts take what nobody else needs, and what they compute for nothing harms nobody."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.scheduling import VOCAB, Bench
+
+from sglang_jax.runner.fake import Oracle
+from sglang_jax.runner.plan import DRAFT, LAST_TOKEN, PageDeltas, StepPlan, refuse_drafts
+from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler.chunking import TimedChunk
+from sglang_jax.scheduler.scheduler import Scheduler
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+NOTHING = np.zeros(0, np.int32)
+
+
+def endless(tokens: int, seed: int = 5, **more: object) -> SamplingParams:
+    return SamplingParams(max_new_tokens=tokens, seed=seed, ignore_eos=True, **more)  # type: ignore[arg-type]
+
+
+def prompt(length: int, first: int = 1) -> list[int]:
+    return [1 + (first + 3 * position) % (VOCAB - 2) for position in range(length)]
+
+
+def drafting(**options: object) -> Bench:
+    bench = Bench(**{"max_samples": 4, "budget": 64, **options})  # type: ignore[arg-type]
+    bench.runner.keep_plans = True
+    return bench
+
+
+@pytest.mark.parametrize("max_samples", [1, 4])
+def test_what_is_computed_behind_a_stop_token_fails_nobody(max_samples: int) -> None:
+    """Behind its last token a model owes nothing, logits that are not finite among it."""
+    longest = Oracle(VOCAB).output(prompt(9), 5, 40)
+    for place in range(20):
+        stop = longest[place]
+        bench = drafting(max_samples=max_samples, invalid_token=stop)
+        if stop in prompt(9)[-1:]:
+            continue
+        sampling = SamplingParams(max_new_tokens=40, seed=5, ignore_eos=True, stop_token_ids=(stop,))
+        request = bench.add(prompt(9), sampling=sampling)
+        bench.run()
+        assert bench.channel.finished[request].kind == "stop", f"stopped by its token {place}"
+        bench.check_outputs()
+
+
+def test_tokens_in_front_of_bad_logits_are_told_as_without_drafts() -> None:
+    """What a row samples does not depend on drafts, so neither does what its client has when it fails."""
+    longest = Oracle(VOCAB).output(prompt(9), 5, 40)
+    for bad in dict.fromkeys(longest[3:]):
+        told = []
+        for max_samples in (1, 4):
+            bench = drafting(max_samples=max_samples, invalid_token=bad)
+            request = bench.add(prompt(9), sampling=endless(40), top_logprobs=0)
+            bench.run()
+            assert bench.channel.finished[request].kind == "error"
+            told.append((bench.channel.streams.get(request, []), bench.channel.logprobs.get(request, [])))
+        assert told[0] == told[1], f"bad logits behind token {bad}"
+
+
+def test_drafts_are_no_prompts_to_who_learns_what_steps_take() -> None:
+    """With `target_itl_ms`: steps without any prompt are steps without one."""
+    bench = drafting(max_samples=8, options={"target_itl_ms": 50.0})
+    bench.add(prompt(2), sampling=endless(60))
+    bench.add(prompt(2, 4), sampling=endless(60, 6))
+    bench.run()
+    budget = bench.scheduler.budget
+    assert isinstance(budget, TimedChunk)
+    assert budget.times.longest_chunks <= 4, "no step had more tokens of prompts"
+
+
+def test_steps_with_drafts_keep_to_the_target() -> None:
+    """A step takes 1 ms and 1 ms for each token; beside drafts a prompt gets what is left of 40 ms."""
+    now = [0.0]
+    bench = drafting(
+        max_samples=5, budget=600, chunk=512, context=600, pages=600, options={"target_itl_ms": 40.0}, scribble=False
+    )
+    scheduler = Scheduler(bench.runner, (0,), bench.config, bench.channel, clock=lambda: now[0])
+    bench.runner.namespace_of = lambda row: scheduler.rows.at(row).namespace
+    bench.scheduler = scheduler
+    done = [0.0]
+    took: list[float] = []
+    launch = bench.runner.launch
+
+    def timed(plan: StepPlan) -> object:
+        handle = launch(plan)
+        seconds = 1e-3 * (1 + plan.num_tokens)
+        done[0] = max(done[0], now[0]) + seconds
+        took.append(seconds)
+        end = done[0]
+
+        class Handle:
+            def result(self) -> object:
+                now[0] = max(now[0], end)
+                return handle.result()
+
+        return Handle()
+
+    bench.runner.launch = timed  # type: ignore[assignment, method-assign]
+    for row in range(3):
+        bench.add(prompt(3, row), sampling=endless(500, row))
+    for _ in range(60):
+        scheduler.step()
+    bench.add(prompt(560, 9), sampling=endless(1))
+    first = len(took)
+    while len(scheduler.queue) or scheduler.rows.prefilling:
+        scheduler.step()
+    assert max(took[first + 8 :]) <= 1.1 * 40e-3, [round(1e3 * seconds) for seconds in took[first:]]
+
+
+def test_drafts_take_no_tokens_that_a_prompt_needs() -> None:
+    """As docs/architecture.md says of them."""
+    first_chunks = []
+    for max_samples in (1, 4):
+        bench = drafting(max_samples=max_samples, rows=8, budget=24, chunk=16, pages=400)
+        for row in range(7):
+            bench.add(prompt(3, row), sampling=endless(100, row))
+        while bench.scheduler.num_running < 7 or bench.scheduler.rows.prefilling:
+            bench.scheduler.step()
+        bench.add(prompt(100, 9), sampling=endless(1))
+        bench.scheduler.step()
+        plan = bench.runner.plans[-1]
+        first_chunks.append(int(np.count_nonzero(plan.tokens >= 0)))
+    assert first_chunks[1] == first_chunks[0]
+
+
+def test_drafts_evict_no_prefix() -> None:
+    """As docs/architecture.md says: drafts take pages that nobody else needs."""
+    stop = Oracle(VOCAB).output(prompt(9, 7), 5, 12)[-1]
+    evicted = []
+    for max_samples in (1, 8):
+        bench = drafting(max_samples=max_samples, page_size=1, pages=42, context=60, rows=2)
+        bench.add(prompt(20, 1), sampling=endless(1))
+        bench.run()
+        bench.add(prompt(9, 7), sampling=endless(40, stop_token_ids=(stop,)))
+        bench.run()
+        bench.check_outputs()
+        evicted.append(bench.scheduler.cache.num_evicted)
+    assert evicted[1] == evicted[0] == 0
+
+
+def test_nobody_is_retracted_for_pages_that_drafts_hold_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+    retract = Scheduler.retract_newest
+
+    def noting(self: Scheduler) -> bool:
+        lengths = self.cache.lengths
+        held.append(int((lengths.kv_allocated - lengths.kv_planned).sum()))
+        return retract(self)
+
+    monkeypatch.setattr(Scheduler, "retract_newest", noting)
+    for pages in range(48, 60):
+        options = {"schedule_conservativeness": 0.01}
+        bench = drafting(max_samples=8, page_size=1, pages=pages, context=60, rows=3, options=options)
+        for row in range(3):
+            bench.add(prompt(8, row), sampling=endless(40, row))
+        bench.run()
+        bench.check_outputs()
+    assert held, "nobody was retracted: the test meets nothing"
+    assert not any(held), f"{held} pages held in vain at retractions"
+
+
+def test_learnt_is_none_where_no_sequence_learns_its_length() -> None:
+    bench = drafting()
+    bench.add(prompt(40), sampling=endless(9))
+    bench.run()
+    assert [plan.step for plan in bench.runner.plans if plan.learnt is not None and not plan.learnt.any()] == []
+
+
+def test_a_runner_without_drafts_refuses_drafts() -> None:
+    one = np.ones(1, np.int32)
+    plan = StepPlan(
+        step=0,
+        rows=np.zeros(1, np.int32),
+        num_decode=0,
+        query_lens=2 * one,
+        kv_lens=9 * one,
+        tokens=np.array([LAST_TOKEN, DRAFT], np.int32),
+        samples=np.ones(1, np.bool_),
+        page_deltas=(PageDeltas(NOTHING, NOTHING, NOTHING),),
+    )
+    with pytest.raises(ValueError, match="step 0"):
+        refuse_drafts(plan)
+
+
+def test_the_benchmark_of_fair_prefill_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    fair_prefill = importlib.import_module("fair_prefill")
+    fair_prefill.run(512, None, 6.0, plain=False)
+
+
+def test_logprobs_of_several_rows_with_drafts_are_each_rows_own() -> None:
+    told = []
+    for max_samples in (1, 4):
+        bench = drafting(max_samples=max_samples)
+        requests = [bench.add(prompt(9, row), sampling=endless(20, row), top_logprobs=row) for row in range(4)]
+        bench.run()
+        told.append([bench.channel.logprobs[request] for request in requests])
+    assert told[0] == told[1]
