@@ -10,15 +10,19 @@ it that asks for `/health` ten times a second and for a short stream twice a sec
 - `ttft x`: the median time to the first token, as a multiple of the same without an attack; target: at most 2;
 - `peak MiB`, `left MiB`: how far the front end's memory grew during the attack, and what of it was left 3 s after;
   targets: at most 64, and back;
+- `held s`: the most processor time for which the front end's event loop did not turn. This is what is left of
+  `health s` on a machine with cores to spare; target: at most 0.25;
 - `front CPU`: the share of a core that the front end used.
 
-The attacker has processes of its own, so on a machine of few cores it slows all of them; the table says how many there
-are. `--malformed` sends wrong requests (`malformed.py`) instead, and tells whether any was answered with 5xx.
+The attacker has processes of its own, so on a machine of few cores, or one that does other things as well, it slows all
+of them, and `held s` alone says something; the table says how many cores there are, and how busy. `--malformed` sends
+wrong requests (`malformed.py`) instead, and tells whether any was answered with 5xx.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import http.client
 import json
 import multiprocessing
@@ -92,10 +96,34 @@ def serve(port: int) -> int:
     """What the server's process runs."""
     from sglang_jax.server.serve import run
 
+    watching: list[asyncio.Task[None]] = []
+
     async def launch(config: ServerConfig) -> EngineClient:
+        watching.append(asyncio.create_task(_watch_loop(_held_file(port))))
         return await launch_core(config, in_process=False, load=load_empty, load_tokenizer=load_text_tokenizer)
 
     return run(ServerConfig(port=port), launch)
+
+
+async def _watch_loop(file: Path) -> None:
+    """Writes when the event loop did not turn for more than 20 ms of processor time, and for how long."""
+    with file.open("w", buffering=1) as written:
+        before = time.thread_time()
+        while True:
+            await asyncio.sleep(0.005)
+            now = time.thread_time()
+            if now - before > 0.02:
+                written.write(f"{time.monotonic()} {now - before}\n")
+            before = now
+
+
+def _held_file(port: int) -> Path:
+    return Path(f"/tmp/abuse-{port}.held")
+
+
+def _held_since(port: int, begin: float) -> float:
+    lines = [line.split() for line in _held_file(port).read_text().splitlines()]
+    return max((float(held) for at, held in lines if float(at) > begin), default=0.02)
 
 
 def post(port: int, path: str, body: bytes | dict[str, Any]) -> tuple[int, bytes]:
@@ -187,9 +215,9 @@ ATTACKS: dict[str, Callable[[int, float], None]] = {
     "endless body": _held(head("/v1/completions", _CHUNKED), b"10000\r\n" + b"a" * 65536 + b"\r\n", 4),
     "body in tiny chunks": _held(head("/v1/completions", _CHUNKED), b"1\r\na\r\n" * 10_000, 2),
     "wrong items": _posts("/v1/completions", {"prompt": ["a", *[1] * 300_000]}),
-    "wrong objects": _posts("/v1/chat/completions", {"messages": [{"role": 5}] * 60_000}),
+    "wrong objects": _posts("/v1/chat/completions", {"messages": [{"role": 5}] * 30_000}),
     "many values": _posts("/v1/completions", {"prompt": [1] * 1_000_000}),
-    "many objects": _posts("/v1/completions", {"prompt": [[1]] * 60_000}),
+    "many objects": _posts("/v1/completions", {"prompt": [[1]] * 30_000}),
     "deep": _posts("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "x": _deep(900)}]}),
     "20,000 prompts": _posts("/v1/completions", {"prompt": ["a"] * 20_000, "max_tokens": 1}),
     "1024 prompts": _posts("/v1/completions", {"prompt": ["a"] * 1024, "max_tokens": 16}),
@@ -281,6 +309,7 @@ class Witness:
 def measure(name: str, seconds: float, port: int, server: psutil.Process) -> dict[str, Any]:
     """One attack."""
     before, cpu = server.memory_info().rss, sum(server.cpu_times()[:2])
+    begin = time.monotonic()
     attacker = multiprocessing.get_context("fork").Process(
         target=ATTACKS[name], args=(port, time.monotonic() + seconds), daemon=True
     )
@@ -295,6 +324,7 @@ def measure(name: str, seconds: float, port: int, server: psutil.Process) -> dic
     return {
         "attack": name,
         "health s": max(witness.health),
+        "held s": _held_since(port, begin),
         "ttft ms": 1000 * statistics.median(witness.first_tokens),
         "worst ttft ms": 1000 * max(witness.first_tokens),
         "peak MiB": (max(witness.memory) - before) / 2**20,

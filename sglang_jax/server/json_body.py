@@ -17,7 +17,7 @@ from sglang_jax.server.errors import BodyTooComplexError
 MAX_DEPTH = 64
 """Deepest nesting of a body's objects and lists."""
 
-MAX_OBJECTS = 65_536
+MAX_OBJECTS = 32_768
 """Most objects and lists of a body, and most fields of its objects: each costs much more than its bytes."""
 
 MAX_VALUES = 1_048_576

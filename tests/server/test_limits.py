@@ -194,8 +194,8 @@ def test_brackets_in_text_are_no_depth(server: EchoServer) -> None:
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        ("[" + "{}," * 70_000 + "{}]", "objects and lists; the limit is 65536"),
-        ('{"user": {' + ",".join(f'"{i}":0' for i in range(70_000)) + "}}", "fields; the limit is 65536"),
+        ("[" + "{}," * 70_000 + "{}]", "objects and lists; the limit is 32768"),
+        ('{"user": {' + ",".join(f'"{i}":0' for i in range(70_000)) + "}}", "fields; the limit is 32768"),
         ("[" + "1," * 1_100_000 + "1]", "values; the limit is 1048576"),
     ],
 )
@@ -213,7 +213,7 @@ def test_a_body_may_not_have_too_many_parts(server: EchoServer, content: str, wh
         {"prompt": [[1]] + [["a"]] * 30_000},
         {"prompt": "a", "stop": [1] * 60_000},
         {"prompt": "a", "stop_token_ids": ["a"] * 60_000},
-        {"prompt": "a", "logit_bias": {f"x{number}": "y" for number in range(60_000)}},
+        {"prompt": "a", "logit_bias": {f"x{number}": "y" for number in range(30_000)}},
     ],
 )
 def test_faults_cost_no_more_than_what_is_right(server: EchoServer, body: Any) -> None:
@@ -308,13 +308,14 @@ def test_streams_that_repeat_have_a_pace(server: EchoServer, monkeypatch: pytest
         "top_logprobs_num": 5,
         "sampling_params": {"max_new_tokens": 1500},
     }
-    begin, total, last = time.monotonic(), 0, ""
+    begin, total, events, last = time.monotonic(), 0, 0, ""
     with server.http.stream("POST", "/generate", json=fields) as response:
         for line in response.iter_lines():
             total += len(line)
-            last = line if line.startswith("data: {") else last
+            if line.startswith("data: {"):
+                events, last = events + 1, line
     answer = json.loads(last.removeprefix("data: "))
     assert (answer["text"], len(answer["output_ids"])) == ("ab" * 750, 1500)
     assert len(answer["meta_info"]["output_top_logprobs"]) == 1500
     assert total < pace * (time.monotonic() - begin) + 3 * len(last)
-    assert total > 3 * len(last)  # it did stream
+    assert events > 1  # it did stream
