@@ -312,7 +312,7 @@ def test_names_in_the_architecture_are_those_of_the_code() -> None:
 
 @cache
 def known_flags() -> set[str]:
-    """Flags of all commands and benchmarks."""
+    """Flags of all commands, those of `tpu` among them, and of benchmarks."""
     commands: list[click.Command] = [cli]
     flags: set[str] = {"--help"}
     while commands:
@@ -321,6 +321,8 @@ def known_flags() -> set[str]:
         flags |= {name for parameter in command.params for name in parameter.opts}
     for script in (ROOT / "benchmarks").glob("*.py"):
         flags |= set(re.findall(r'add_argument\("(--[a-z-]+)"', script.read_text()))
+    for script in (ROOT / "tpu").glob("*.py"):
+        flags |= set(re.findall(r'^    "(--[a-z-]+)",$', script.read_text(), re.MULTILINE))
     return flags
 
 

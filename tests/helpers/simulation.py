@@ -428,7 +428,7 @@ def simulate(
     """Runs the machine on this many generated schedules, over `FakeRunner` or the runners of `subject`; tells how often
     it met what it is about.
 
-    `sizes`: where to draw some sizes from, in the place of `SIZES`. With `known_fault` the schedules are always the
+    `sizes`: where some sizes are chosen from, in the place of `SIZES`. With `known_fault` the schedules are always the
     same and a failure is not shrunk: its cause is known.
     """
     options = {"derandomize": True, "database": None, "phases": (Phase.generate,)} if known_fault else {}
