@@ -52,7 +52,7 @@ from sglang_jax.architectures.model_config import RopeConfig
 from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.config import AttentionBackend, EngineConfig
 from torch_backend.batch import ForwardBatch
-from torch_backend.host_trial import HostForm
+from torch_backend.cpu_trial import CpuForm
 from torch_backend.kernel_choice import choose_kernels
 from torch_backend.kv_pages import KVPages
 from torch_backend.models import build_model
@@ -105,7 +105,7 @@ class Bench:
 
     def __init__(self, dtype: torch.dtype, attention: AttentionBackend) -> None:
         self.dtype = dtype
-        form = HostForm(dtype, dtype, SMOLLM2_135M.head_dim, SMOLLM2_135M.num_heads // SMOLLM2_135M.num_kv_heads)
+        form = CpuForm(dtype, dtype, SMOLLM2_135M.head_dim, SMOLLM2_135M.num_heads // SMOLLM2_135M.num_kv_heads)
         device = torch.device("cpu")
         kernels = choose_kernels(attention, device, form, EngineConfig().cache_folder())
         self.model = build_model(

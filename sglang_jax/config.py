@@ -16,7 +16,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from sglang_jax.errors import ConfigError
 
 MIN_GROUP_SECRET = 16
-"""Fewest characters of the secret of a group of hosts."""
+"""Fewest characters of the secret of a group of nodes."""
 
 
 class Backend(StrEnum):
@@ -106,7 +106,7 @@ class Environment(BaseSettings):
 
     - `SGLANG_JAX_DEBUG_MEMORY=1`: every page has one recorded owner, and each step checks conservation.
     - `SGLANG_JAX_API_KEY`, `SGLANG_JAX_ADMIN_API_KEY`: the server's keys, where no option gives them.
-    - `SGLANG_JAX_GROUP_SECRET`: what the hosts of a group know each other by, where `group_secret_file` is not given.
+    - `SGLANG_JAX_GROUP_SECRET`: what the nodes of a group know each other by, where `group_secret_file` is not given.
     """
 
     model_config = SettingsConfigDict(env_prefix="SGLANG_JAX_", hide_input_in_errors=True)
@@ -174,18 +174,18 @@ class EngineConfig(BaseModel):
         description="which replica a request goes to: the one that has most of its prompt cached, the next one, or "
         "the one with the least to do",
     )
-    nnodes: PositiveInt = Field(1, description="hosts that share the model, each started with the same command")
+    nnodes: PositiveInt = Field(1, description="nodes that share the model, each started with the same command")
     node_rank: int = Field(0, ge=0, description="which of them this is; 0 has the scheduler and the server")
     dist_init_addr: str | None = Field(
-        None, description="HOST:PORT of host 0, where the hosts meet; needed with several hosts"
+        None, description="HOST:PORT of node 0, where the nodes meet; needed with several nodes"
     )
     dist_bind_host: str | None = Field(
-        None, description="address that host 0 listens on for the others; default: that of dist_init_addr"
+        None, description="address that node 0 listens on for the others; default: that of dist_init_addr"
     )
     group_secret_file: Path | None = Field(
         None,
-        description="file with a secret that the hosts know each other by, the same on each; also by "
-        "SGLANG_JAX_GROUP_SECRET; default: none, and whoever reaches host 0 may take a host's place",
+        description="file with a secret that the nodes know each other by, the same on each; also by "
+        "SGLANG_JAX_GROUP_SECRET; default: none, and whoever reaches node 0 may take a node's place",
     )
     context_length: PositiveInt | None = Field(
         None, description="most tokens of one request, prompt and output; default: the model's"
@@ -270,7 +270,7 @@ class EngineConfig(BaseModel):
         return self
 
     def group_secret(self) -> bytes:
-        """What the hosts of a group know each other by; empty if they have nothing.
+        """What the nodes of a group know each other by; empty if they have nothing.
 
         **Raises:** `ConfigError` if the file cannot be read, or if the secret is too short.
         """

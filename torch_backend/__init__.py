@@ -28,7 +28,7 @@ def create_runner(config: EngineConfig, checkpoint: Checkpoint) -> Runner:
             "the Torch backend needs torch: pip install 'sglang-jax[cuda]', or 'sglang-jax[torch]' on a CPU"
         )
     if config.nnodes > 1:
-        raise ConfigError(f"the Torch backend runs on one host, nnodes must be 1, got {config.nnodes}")
+        raise ConfigError(f"the Torch backend runs on one node, nnodes must be 1, got {config.nnodes}")
     if config.kv_cache_dtype is KVCacheDtype.INT8:
         raise ConfigError(
             "kv_cache_dtype int8 is the JAX backend's: the torch backend stores auto and fp8_e4m3 (or choose "

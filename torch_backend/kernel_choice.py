@@ -13,7 +13,7 @@ from sglang_jax.errors import ConfigError
 from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.attention.native import NativeAttention
 from torch_backend.attention.reference import ReferenceAttention
-from torch_backend.host_trial import HostForm, HostKernelsError, make_host_kernels
+from torch_backend.cpu_trial import CpuForm, CpuKernelsError, make_cpu_kernels
 from torch_backend.native_operations import NativeOperations
 from torch_backend.native_sampler import NativeSampler
 from torch_backend.operations import Operations
@@ -41,9 +41,9 @@ class Kernels:
         return self.attention_name is AttentionBackend.TRITON
 
 
-def choose_kernels(wanted: AttentionBackend, device: torch.device, form: HostForm, cache_folder: Path) -> Kernels:
-    """Triton kernels on a GPU; on a CPU host kernels for a model of `form`, which are kept in `cache_folder`, or torch
-    operations. `wanted` says which attention. `auto` is torch operations, with a line in the log, on a CPU where host
+def choose_kernels(wanted: AttentionBackend, device: torch.device, form: CpuForm, cache_folder: Path) -> Kernels:
+    """Triton kernels on a GPU; on a CPU CPU kernels for a model of `form`, which are kept in `cache_folder`, or torch
+    operations. `wanted` says which attention. `auto` is torch operations, with a line in the log, on a CPU where CPU
     kernels cannot be had.
 
     **Raises:** `ConfigError` for one that does not run there.
@@ -68,17 +68,17 @@ def choose_kernels(wanted: AttentionBackend, device: torch.device, form: HostFor
     return Kernels(attention, name, TritonOperations(), TritonSampler())
 
 
-def _on_cpu(name: AttentionBackend, wanted: AttentionBackend, form: HostForm, cache_folder: Path) -> Kernels:
+def _on_cpu(name: AttentionBackend, wanted: AttentionBackend, form: CpuForm, cache_folder: Path) -> Kernels:
     if name is AttentionBackend.NUMBA:
         try:
-            host = make_host_kernels(form, cache_folder)
-        except HostKernelsError as error:
+            compiled = make_cpu_kernels(form, cache_folder)
+        except CpuKernelsError as error:
             if wanted is AttentionBackend.NUMBA:
                 raise ConfigError(f"attention_backend numba has no kernels: {error}") from error
-            logger.info("Torch operations in the place of host kernels: %s", error)
+            logger.info("Torch operations in the place of CPU kernels: %s", error)
             name = AttentionBackend.NATIVE
         else:
-            return Kernels(host.attention, name, host.operations, NativeSampler())
+            return Kernels(compiled.attention, name, compiled.operations, NativeSampler())
     return Kernels(_attention_without_kernels(name), name, NativeOperations(), NativeSampler())
 
 

@@ -20,9 +20,9 @@ from sglang_jax.runner.kv_scales import scales_of_checkpoint
 from sglang_jax.runner.plan import RunnerSpec
 from sglang_jax.runner.sizing import GroupMemory, Memory, Sizes, choose_sizes, describe_pools, pool_specs
 from torch_backend.batch import ForwardBatch
+from torch_backend.cpu_trial import CpuForm
 from torch_backend.devices import available_memory, select_device, select_dtype
 from torch_backend.graphs import CudaCapture, row_buckets
-from torch_backend.host_trial import HostForm
 from torch_backend.kernel_choice import Kernels, choose_kernels
 from torch_backend.kv_pages import KVPages, kv_bytes_per_token
 from torch_backend.layers.shard import ModelShard
@@ -88,7 +88,7 @@ def _load_on(
     dtype = select_dtype(config.dtype, device)
     kv_dtype = dtype if config.kv_cache_dtype is KVCacheDtype.AUTO else torch.float8_e4m3fn
     shard = ModelShard.of(checkpoint.config, parallel.rank, parallel.size)
-    form = HostForm(dtype, kv_dtype, checkpoint.config.head_dim, len(shard.heads) // len(shard.kv_heads))
+    form = CpuForm(dtype, kv_dtype, checkpoint.config.head_dim, len(shard.heads) // len(shard.kv_heads))
     kernels = choose_kernels(config.attention_backend, device, form, config.cache_folder())
     model = build_model(
         checkpoint.config,

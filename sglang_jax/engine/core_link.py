@@ -164,6 +164,7 @@ class CoreLink:
                     logprob_start=logprob_start,
                     extra_key=request.extra_key,
                     priority=request.priority,
+                    tenant=request.tenant,
                     arrival=arrival,
                 )
             )

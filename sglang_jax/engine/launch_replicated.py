@@ -57,7 +57,7 @@ async def launch_engines(
 
 
 def restarts(config: EngineConfig) -> Backoff:
-    """How often a lost engine is started again. One of several hosts never is: the others end with it."""
+    """How often a lost engine is started again. One of several nodes never is: the others end with it."""
     limit = config.max_engine_restarts if config.nnodes == 1 else 0
     return Backoff(give_up=None, max_restarts=limit)
 

@@ -28,6 +28,7 @@ class GenerateInput:
     - `top_logprobs_num`: alternatives per position, at most `MAX_TOP_LOGPROBS`.
     - `extra_key`: cached KV is shared only between requests with the same one.
     - `priority`: higher goes first under the priority policy.
+    - `tenant`: whose it is; those of several tenants that wait have turns.
     - `routing_key`: requests with the same one go to the same replica, as long as that serves.
     - `continues_text`: the output goes on where the prompt's text ends, so that a space at its front is kept. False
       where it is a text of its own, as the answer in a chat is: sentencepiece begins each text with a space.
@@ -42,6 +43,7 @@ class GenerateInput:
     top_logprobs_num: int = 0
     extra_key: str | None = None
     priority: int = 0
+    tenant: str = ""
     routing_key: str | None = None
     continues_text: bool = True
 

@@ -21,23 +21,23 @@ def create_runner(config: EngineConfig, checkpoint: Checkpoint) -> Runner:
     """
     _check_installed()
     if config.nnodes > 1:
-        from sglang_jax.jax_runner.hosts import launch_hosts
+        from sglang_jax.jax_runner.nodes import launch_nodes
 
-        return launch_hosts(config, checkpoint)
+        return launch_nodes(config, checkpoint)
     from sglang_jax.jax_runner.loading import load_rank
 
     return load_rank(config, checkpoint)
 
 
 def follow(config: EngineConfig) -> None:
-    """Runs what host 0 runs, until that ends: what hosts of `config.node_rank` above 0 do.
+    """Runs what node 0 runs, until that ends: what nodes of `config.node_rank` above 0 do.
 
     **Raises:** as `create_runner`.
     """
     _check_installed()
-    from sglang_jax.jax_runner.hosts import follow_host
+    from sglang_jax.jax_runner.nodes import follow_node
 
-    follow_host(config)
+    follow_node(config)
 
 
 def _check_installed() -> None:

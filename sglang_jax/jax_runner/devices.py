@@ -39,7 +39,7 @@ def select_devices(wanted: Device, count: int) -> list[jax.Device]:
     if not own:
         raise ConfigError(
             f"tp_size {count} leaves the devices of host {jax.process_index()} idle: raise tp_size to {len(devices)}, "
-            "or start fewer hosts"
+            "or start fewer nodes"
         )
     jax.config.update("jax_default_device", own[0])
     return devices[:count]

@@ -70,7 +70,7 @@ def calibrate_kv_scales(
 ) -> None:
     """Gives every layer of a loaded model with a cache of 8 bits scales by what its keys and values are.
 
-    The model is as it will serve, `dtype` that of its activations. On several devices or hosts the scales of a kv head
+    The model is as it will serve, `dtype` that of its activations. On several devices or nodes the scales of a kv head
     are computed where it lies, by the one program that all run: there is nothing to agree on.
 
     **Raises:** `ConfigError` naming the layers whose keys or values are not finite.

@@ -190,7 +190,7 @@ def runner_spec(memory: Memory, sizes: Sizes, page_size: int, parallel: TensorPa
 
 
 def _least_of_hosts(available: int) -> int:
-    """All hosts must come to the same sizes."""
+    """All nodes must come to the same sizes."""
     if jax.process_count() == 1:
         return available
     mebibytes = multihost_utils.process_allgather(np.int32(available // 2**20))

@@ -128,7 +128,7 @@ class Programs:
         step = jax.jit(
             make_step(self._model, layout, self._page_size, self._mesh, self._num_groups),
             donate_argnums=1,
-            # Outputs are whole on every device, so that every host can read them.
+            # Outputs are whole on every device, so that every node can read them.
             out_shardings=(self._placement, None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())),
         )
         # Kernels ask for the mesh, to run on each device by itself, and for the chip that it is of.

@@ -190,7 +190,7 @@ class JaxRunner:
 
 
 def empty_rows(spec: RunnerSpec, placement: NamedSharding | None) -> tuple[jax.Array, jax.Array, SamplingState]:
-    """Page table, last tokens and sampling state, the dump row included, whole on every device (of every host)."""
+    """Page table, last tokens and sampling state, the dump row included, whole on every device (of every node)."""
 
     def make() -> tuple[jax.Array, jax.Array, SamplingState]:
         rows = spec.max_rows + 1

@@ -20,11 +20,11 @@ BackendFactory = Callable[[EngineConfig, Checkpoint], Runner]
 """Makes a runner with the checkpoint's weights on the device. Raises `ConfigError`, `CheckpointError`."""
 
 Follow = Callable[[EngineConfig], None]
-"""Runs what host 0 runs, until that ends. Raises `ConfigError`, `CheckpointError`."""
+"""Runs what node 0 runs, until that ends. Raises `ConfigError`, `CheckpointError`."""
 
 ENTRY_POINT_GROUP = "sglang_jax.backends"
 FOLLOWER_GROUP = "sglang_jax.followers"
-"""Entry points of backends that run over several hosts."""
+"""Entry points of backends that run over several nodes."""
 
 _FRAMEWORK = {Backend.JAX: "jax", Backend.TORCH: "torch"}
 """The module that a backend stands on: an extra, so that it may not be there."""
@@ -42,14 +42,14 @@ def load_backend(config: EngineConfig) -> BackendFactory:
 
 
 def load_follower(config: EngineConfig) -> Follow:
-    """What a host of `config.node_rank` above 0 runs, on the backend that `load_backend` would take.
+    """What a node of `config.node_rank` above 0 runs, on the backend that `load_backend` would take.
 
-    **Raises:** `ConfigError` if that backend does not run over several hosts, or is not installed.
+    **Raises:** `ConfigError` if that backend does not run over several nodes, or is not installed.
     """
     name = _find(config).name
     followers = {entry.name: entry for entry in entry_points(group=FOLLOWER_GROUP)}
     if name not in followers:
-        raise ConfigError(f"the backend {name} runs on one host, nnodes must be 1, got {config.nnodes}")
+        raise ConfigError(f"the backend {name} runs on one node, nnodes must be 1, got {config.nnodes}")
     return cast(Follow, followers[name].load())
 
 

@@ -2,7 +2,7 @@
 
 Every process runs the same plans in the same order on its own devices, and samples by itself from the same logits and
 the same seeds, so that nothing but plans goes from process to process on the host. How orders travel (a pipe to a
-child, a connection to another host) is each backend's own.
+child, a connection to another node) is each backend's own.
 """
 
 from __future__ import annotations

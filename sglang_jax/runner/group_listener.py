@@ -1,8 +1,8 @@
-"""How processes on other hosts come to rank 0: each side proves that it knows the group's secret, before a word is
+"""How processes on other nodes come to rank 0: each side proves that it knows the group's secret, before a word is
 believed.
 
 Nobody is waited for in the thread that accepts connections: whoever connects and says nothing keeps nobody out. What
-goes over a connection afterwards is neither encrypted nor signed: the network between hosts is to be trusted.
+goes over a connection afterwards is neither encrypted nor signed: the network between nodes is to be trusted.
 
 The proofs are HMAC-SHA256 (RFC 2104) over both sides' fresh random numbers and what is said with them, each with the
 word of its side, so that no proof can be sent back or sent again.
@@ -99,7 +99,7 @@ class FollowerListener:
         except queue.Empty:
             names = ", ".join(_name(rank) for rank in sorted(self._here)) or "none"
             raise ConfigError(
-                f"{count} other hosts must connect within {timeout:.0f} s; those that did: {names}. "
+                f"{count} other nodes must connect within {timeout:.0f} s; those that did: {names}. "
                 "Is the same command running on each, with its own node_rank?"
             ) from None
         finally:
@@ -134,7 +134,7 @@ class FollowerListener:
             try:
                 self._let_in(stranger)
             except (FrameError, OSError) as error:
-                logger.warning("%s wanted to join the group of hosts and was sent away: %s", name, error)
+                logger.warning("%s wanted to join the group of nodes and was sent away: %s", name, error)
             finally:
                 with self._lock, suppress(ValueError):  # it was dropped already
                     self._strangers.remove(stranger)
@@ -158,20 +158,20 @@ class FollowerListener:
 
     def _refusal(self, hello: Hello) -> str:
         if hello.form != self._form:
-            return "it runs another version of this package than host 0"
+            return "it runs another version of this package than node 0"
         if not 0 < hello.rank <= self._count:
-            return f"its node_rank is {hello.rank}, and the group has hosts 0 to {self._count}"
+            return f"its node_rank is {hello.rank}, and the group has nodes 0 to {self._count}"
         if hello.rank in self._here:
-            return f"a host of node_rank {hello.rank} is there already"
+            return f"a node of node_rank {hello.rank} is there already"
         return ""
 
 
 def connect_to_leader(address: tuple[str, int], secret: bytes, hello: Hello) -> Connection:
     """A follower's connection to rank 0's `FollowerListener` at `address`.
 
-    **Raises:** `ConfigError` if nobody listens there, if it does not know the secret, or does not let this host in.
+    **Raises:** `ConfigError` if nobody listens there, if it does not know the secret, or does not let this node in.
     """
-    where = f"host 0 at {address[0]}:{address[1]}"
+    where = f"node 0 at {address[0]}:{address[1]}"
     try:
         with socket.create_connection(address, timeout=HANDSHAKE_SECONDS) as connection:
             wire = _Handshake(connection)
@@ -187,7 +187,7 @@ def connect_to_leader(address: tuple[str, int], secret: bytes, hello: Hello) -> 
             connection.settimeout(None)
             return Connection(connection.detach())
     except (FrameError, OSError) as error:
-        raise ConfigError(f"{where} did not let this host into the group: {error}") from error
+        raise ConfigError(f"{where} did not let this node into the group: {error}") from error
 
 
 class _Handshake:
@@ -225,7 +225,7 @@ class _Handshake:
             raise FrameError(f"it says {size} bytes, at most {_MOST_SAID} are read")
         said = self.read(size)
         if not hmac.compare_digest(proof, _prove(secret, before, said)):
-            raise FrameError("it does not know the group's secret, which must be the same on every host")
+            raise FrameError("it does not know the group's secret, which must be the same on every node")
         return said
 
     def _wait(self) -> None:
@@ -241,7 +241,7 @@ def _prove(secret: bytes, before: bytes, said: bytes) -> bytes:
 
 
 def _name(rank: int) -> str:
-    return f"host {rank}"
+    return f"node {rank}"
 
 
 def _hang_up(stranger: socket.socket) -> None:
@@ -257,7 +257,7 @@ def _listen(host: str) -> socket.socket:
         return socket.create_server((address, 0), family=family, backlog=64)
     except OSError as error:
         raise ConfigError(
-            f"host 0 cannot listen on {host!r} for the other hosts: {error}. It listens where dist_init_addr says, "
+            f"node 0 cannot listen on {host!r} for the other nodes: {error}. It listens where dist_init_addr says, "
             "unless dist_bind_host names another address of its own"
         ) from error
 

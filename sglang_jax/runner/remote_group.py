@@ -1,6 +1,6 @@
-"""Orders over the network: rank 0 tells processes on other hosts what to run, and each notices when the other is gone.
+"""Orders over the network: rank 0 tells processes on other nodes what to run, and each notices when the other is gone.
 
-A connection closes when a process ends, however it ends. When a host loses its power or its network nothing closes, so
+A connection closes when a process ends, however it ends. When a node loses its power or its network nothing closes, so
 both sides send a sign of life every few seconds, from threads of their own: a process may wait for its device, or for
 the very process that is gone, for as long as it likes.
 
@@ -39,7 +39,7 @@ OnLoss = Callable[[str], None]
 
 
 class RemoteFollowers:
-    """`Followers` on other hosts, which have connected to `listener`.
+    """`Followers` on other nodes, which have connected to `listener`.
 
     **Arguments:** `count`: how many are waited for; `timeout`: seconds to wait for them; `on_loss`: called when one is
     lost, at the latest `LOST_AFTER_SECONDS` after its last sign of life.
@@ -116,7 +116,7 @@ class LeaderLink:
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._on_loss = on_loss
         connection = connect_to_leader(address, secret, Hello(rank, ORDERS.form))
-        self._link = _Link(connection, "host 0")
+        self._link = _Link(connection, "node 0")
         self._leaving = threading.Event()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -141,7 +141,7 @@ class LeaderLink:
             if isinstance(message, GiveUp):
                 # This process may be waiting for rank 0 itself, where no order is read.
                 self._leaving.set()
-                self._on_loss(f"host 0 gave up: {message.reason}")
+                self._on_loss(f"node 0 gave up: {message.reason}")
                 return
             if isinstance(message, Leave):
                 self._leaving.set()
@@ -152,7 +152,7 @@ class LeaderLink:
         except FrameError as error:
             end = f"it sent {error}"
         if not self._leaving.is_set():
-            self._on_loss(f"host 0 is lost: {end}")
+            self._on_loss(f"node 0 is lost: {end}")
 
 
 class _Link:

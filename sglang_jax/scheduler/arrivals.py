@@ -56,6 +56,7 @@ class Arrivals:
             told_prompt_logprob=first_logprob,
             namespace=message.extra_key,
             priority=message.priority,
+            tenant=message.tenant,
         )
 
     def _check_prompt(self, token_ids: bytes, samples: bool) -> int:

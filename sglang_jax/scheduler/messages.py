@@ -19,6 +19,7 @@ class NewRequest(msgspec.Struct, tag="new", frozen=True, kw_only=True):
     - `stream`: tokens are published as they are sampled; otherwise all at once when the request ends.
     - `top_logprobs`: -1 for none; 0..20 alternatives beside each output token's logprob.
     - `logprob_start`: first prompt position whose logprob is wanted, -1 for none.
+    - `tenant`: whose it is; tenants that wait have turns, by the tokens that they ask for.
     - `arrival`: `time.monotonic()` of the client.
     """
 
@@ -30,6 +31,7 @@ class NewRequest(msgspec.Struct, tag="new", frozen=True, kw_only=True):
     logprob_start: int = -1
     extra_key: str | None = None
     priority: int = 0
+    tenant: str = ""
     arrival: float = 0.0
 
 

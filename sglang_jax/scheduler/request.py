@@ -43,6 +43,7 @@ class Waiting:
     """What admission remembers of a request in the queue.
 
     - `queued`: it is in the queue.
+    - `turn`: its place among the requests of all tenants, 0 for one that was retracted.
     - `work`: tokens that were still to be computed when it was queued or last looked at.
     - `refused_at`: the step at which it was first found not to fit, None before; `passed`: requests behind it that were
       given room since.
@@ -50,6 +51,7 @@ class Waiting:
     """
 
     queued: bool = False
+    turn: int = 0
     work: int = 0
     refused_at: int | None = None
     passed: int = 0
@@ -89,6 +91,7 @@ class Request:
     told_prompt_logprob: int
     namespace: Namespace
     priority: int
+    tenant: str = ""
     state: RequestState = RequestState.WAITING
     kv: RowKV | None = None
     cached_tokens: int | None = None

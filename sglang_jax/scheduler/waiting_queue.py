@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from sglang_jax.config import SchedulePolicy
 from sglang_jax.scheduler.request import Request, RequestState, Waiting
+from sglang_jax.scheduler.reserve import CLIP
 
 Key = tuple[int, int, int, int]
 
@@ -16,10 +17,35 @@ LONGEST_PREFIX_WINDOW = 128
 cost more than it saves."""
 
 
+class Turns:
+    """Places in one order for the requests of all tenants, so that each has an equal part of the tokens while it waits
+    (start-time fair queueing, Goyal, Vin and Cheng 1996). With one tenant it is the order of arrival."""
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._ends: dict[str, int] = {}
+
+    def take(self, tenant: str, tokens: int) -> int:
+        """The place of a tenant's next request, for so many tokens: where its last one ends, but not before those whose
+        turn it is: who asked for nothing saves nothing up."""
+        turn = max(self._now, self._ends.get(tenant, 0))
+        self._ends[tenant] = turn + tokens
+        return turn
+
+    def pass_to(self, turn: int) -> None:
+        """Whose turn it is."""
+        self._now = max(self._now, turn)
+
+    def clear(self) -> None:
+        """Nobody waits."""
+        self._now = 0
+        self._ends.clear()
+
+
 class WaitingQueue:
     """Three orders of the same requests.
 
-    By policy:
+    By policy, where arrival is that of turns (`Turns`) if requests are of several tenants:
 
     - fcfs: order of arrival. lof: longest allowed output first. Ties by arrival.
     - priority: highest first, ties by arrival.
@@ -39,6 +65,7 @@ class WaitingQueue:
         self._by_age: list[tuple[int, int, Request]] = []
         self._added = 0
         self._pause = 0
+        self._turns = Turns()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -61,7 +88,12 @@ class WaitingQueue:
     def add(self, request: Request) -> None:
         """Enters a request at its place; a retracted one before its equals."""
         self.look_again()
-        request.waiting = Waiting(queued=True, work=request.prefill_len - self._cached_prefix(request))
+        work = request.prefill_len - self._cached_prefix(request)
+        turn = 0
+        if request.state is not RequestState.RETRACTED:
+            output = min(request.total_len - request.prefill_len, CLIP)
+            turn = self._turns.take(request.tenant, max(work + output, 1))
+        request.waiting = Waiting(queued=True, turn=turn, work=work)
         _enter(self._entries, self._key(request), request)
         _enter(self._by_work, _work_key(request), request)
         self._added += 1
@@ -74,8 +106,11 @@ class WaitingQueue:
         """Takes a request out; it must be in, in the state in which it came."""
         self.look_again()
         request.waiting.queued = False
+        self._turns.pass_to(min(request.waiting.turn, self._entries[0][1].waiting.turn))
         _leave(self._entries, self._key(request), request)
         _leave(self._by_work, _work_key(request), request)
+        if not self._entries:
+            self._turns.clear()
 
     def first(self, count: int) -> list[Request]:
         """The first `count` requests in the order of the policy."""
@@ -125,9 +160,9 @@ class WaitingQueue:
             case SchedulePolicy.LOF:
                 return (0, fresh, (request.prompt_len - request.total_len) * fresh, request.sequence)
             case SchedulePolicy.PRIORITY:
-                return (-request.priority, fresh, 0, request.sequence)
+                return (-request.priority, fresh, request.waiting.turn, request.sequence)
             case _:
-                return (0, fresh, 0, request.sequence)
+                return (0, fresh, request.waiting.turn, request.sequence)
 
 
 def _waits(request: Request) -> bool:

@@ -129,11 +129,13 @@ class Caller:
         self.running -= count
 
     def own(self, prompt: GenerateInput) -> GenerateInput:
-        """The prompt in the part of the prefix cache that is the caller's."""
+        """The prompt as one of the caller's, in the part of the prefix cache that is its own."""
         if not self.cache_secret:
-            return prompt
+            return replace(prompt, tenant=self.name)
         name = b"\1" + prompt.extra_key.encode("utf-8", "surrogatepass") if prompt.extra_key else b"\0"
-        return replace(prompt, extra_key="key-" + hmac.digest(self.cache_secret, name, "sha256").hex())
+        return replace(
+            prompt, tenant=self.name, extra_key="key-" + hmac.digest(self.cache_secret, name, "sha256").hex()
+        )
 
 
 class Usage:

@@ -115,7 +115,7 @@ async def launch_or_connect(config: ServerConfig) -> EngineClient:
 
 
 def run(config: ServerConfig, launch: Launch = launch_or_connect) -> int:
-    """Serves until a signal ends it; a host of `node_rank` above 0 follows host 0 until that ends. The exit status: 0,
+    """Serves until a signal ends it; a node of `node_rank` above 0 follows node 0 until that ends. The exit status: 0,
     or 1 if the engine is gone for good.
 
     **Raises:** `ConfigError` for an address that cannot be listened on or keys that cannot be used, and what

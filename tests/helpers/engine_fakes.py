@@ -207,6 +207,7 @@ class EchoCore:
                 "top_logprobs": message.top_logprobs,
                 "logprob_start": message.logprob_start,
                 "extra_key": message.extra_key,
+                "tenant": message.tenant,
                 "priority": message.priority,
                 "logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()},
             }

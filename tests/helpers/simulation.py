@@ -162,6 +162,7 @@ class Simulation(RuleBasedStateMachine):
                 top_logprobs=logprobs,
                 logprob_start=logprob_start,
                 priority=seed,
+                tenant=("", "a", "b")[seed % 3],
             )
         except Undecided:
             return

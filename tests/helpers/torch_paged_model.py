@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from helpers.host_kernels import host_attention, host_operations
+from helpers.cpu_kernels import cpu_attention, cpu_operations
 from numpy.typing import NDArray
 
 from sglang_jax.architectures.model_config import cache_groups
@@ -28,7 +28,7 @@ ROWS = 4
 class TorchPagedModel:
     """A loaded checkpoint, or a rank's part of it, and its pages: page 0 and `columns` pages for each of 4 rows.
 
-    `host`: attention and fused operations are host kernels."""
+    `numba`: attention and fused operations are CPU kernels."""
 
     def __init__(
         self,
@@ -36,21 +36,21 @@ class TorchPagedModel:
         *,
         dtype: torch.dtype = torch.float32,
         attention: AttentionImplementation | None = None,
-        host: bool = False,
+        numba: bool = False,
         parallel: TensorParallel = SINGLE,
         page_size: int = 4,
         columns: int = 16,
     ) -> None:
         checkpoint = open_checkpoint(str(folder))
         config = checkpoint.config
-        if host:
+        if numba:
             shard = ModelShard.of(config, parallel.rank, parallel.size)
-            attention = host_attention(dtype, config.head_dim, len(shard.heads) // len(shard.kv_heads))
+            attention = cpu_attention(dtype, config.head_dim, len(shard.heads) // len(shard.kv_heads))
         self.model = build_model(
             config,
             dtype=dtype,
             device=torch.device("cpu"),
-            operations=host_operations(dtype, config.head_dim) if host else NativeOperations(),
+            operations=cpu_operations(dtype, config.head_dim) if numba else NativeOperations(),
             attention=attention or NativeAttention(),
             parallel=parallel,
         )

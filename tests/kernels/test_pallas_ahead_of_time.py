@@ -36,7 +36,7 @@ MORE = [
 
 
 TOO_LARGE = Kernel(kv_heads=32, tokens=64, rows=8, blocks=(16, 64))
-"""Two buffers for 4096 keys of 32 heads take 128 MiB."""
+"""Four buffers for 4096 keys of 32 heads take 256 MiB."""
 
 
 def check(kernels: list[Kernel], outcomes: list[Outcome]) -> None:

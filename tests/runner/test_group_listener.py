@@ -1,4 +1,4 @@
-"""Who is let into a group of hosts, and who keeps whom waiting."""
+"""Who is let into a group of nodes, and who keeps whom waiting."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def leader() -> Iterator[Leader]:
 def test_followers_are_known_by_their_rank_whoever_comes_first(leader: Leader) -> None:
     joined = {rank: leader.join(rank) for rank in (2, 1)}
     accepted = leader.accepted.result(10)
-    assert [name for _, name in accepted] == ["host 1", "host 2"]
+    assert [name for _, name in accepted] == ["node 1", "node 2"]
     for rank, (connection, _) in enumerate(accepted, 1):
         connection.send_bytes(b"you are %d" % rank)
         assert joined[rank].recv_bytes() == b"you are %d" % rank
@@ -69,7 +69,7 @@ def test_silent_connections_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> 
     start = time.monotonic()
     leader.join(1).close()
     assert time.monotonic() - start < group_listener.HANDSHAKE_SECONDS / 2
-    assert [name for _, name in leader.accepted.result(10)] == ["host 1"]
+    assert [name for _, name in leader.accepted.result(10)] == ["node 1"]
     leader.close()
     for stranger in (*silent, slow):
         stranger.settimeout(5)
@@ -84,7 +84,7 @@ def test_a_follower_does_not_wait_for_ever_for_a_silent_leader(monkeypatch: pyte
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         pytest.raises(
-            ConfigError, match=r"did not let this host into the group: .*(timed out|too little within 0.3 s)"
+            ConfigError, match=r"did not let this node into the group: .*(timed out|too little within 0.3 s)"
         ),
     ):
         connect_to_leader(silent.getsockname(), SECRET, Hello(1, FORM))
@@ -178,15 +178,15 @@ def test_without_a_secret_whoever_says_the_right_words_is_let_in() -> None:
 @pytest.mark.parametrize(
     ("hello", "reason"),
     [
-        (Hello(3, FORM), "its node_rank is 3, and the group has hosts 0 to 2"),
+        (Hello(3, FORM), "its node_rank is 3, and the group has nodes 0 to 2"),
         (Hello(0, FORM), "its node_rank is 0"),
-        (Hello(2, FORM), "a host of node_rank 2 is there already"),
-        (Hello(1, "of others"), "it runs another version of this package than host 0"),
+        (Hello(2, FORM), "a node of node_rank 2 is there already"),
+        (Hello(1, "of others"), "it runs another version of this package than node 0"),
     ],
 )
 def test_a_follower_that_cannot_be_one_of_the_group_is_told_why(leader: Leader, hello: Hello, reason: str) -> None:
     with leader.join(2):
-        with pytest.raises(ConfigError, match=f"did not let this host into the group: {reason}"):
+        with pytest.raises(ConfigError, match=f"did not let this node into the group: {reason}"):
             connect_to_leader(leader.address, SECRET, hello)
         with leader.join(1):
             leader.accepted.result(10)
@@ -199,11 +199,11 @@ def test_nobody_is_let_in_once_all_are_there(leader: Leader) -> None:
             leader.join(1)
 
 
-def test_hosts_that_do_not_come_are_an_error() -> None:
+def test_nodes_that_do_not_come_are_an_error() -> None:
     leader = Leader(2, timeout=0.5)
     with (
         leader.join(2),
-        pytest.raises(ConfigError, match="2 other hosts must connect within 0 s; those that did: host 2"),
+        pytest.raises(ConfigError, match="2 other nodes must connect within 0 s; those that did: node 2"),
     ):
         leader.accepted.result(10)
     leader.close()

@@ -45,7 +45,7 @@ class Group:
         for rank in (2, 1):
 
             def on_loss(reason: str, rank: int = rank) -> None:
-                self.lost.put((f"host {rank}", reason))
+                self.lost.put((f"node {rank}", reason))
 
             self.links.insert(0, LeaderLink(("127.0.0.1", port), SECRET, rank, on_loss))
 
@@ -101,10 +101,10 @@ def test_a_follower_that_ends_is_a_loss(group: Group) -> None:
     group.links[1].close()
     who, reason = group.lost.get(timeout=5)
     assert who == "leader"
-    assert reason.startswith("host 2 is lost")
-    with pytest.raises(RuntimeError, match="host 2 is lost"):
+    assert reason.startswith("node 2 is lost")
+    with pytest.raises(RuntimeError, match="node 2 is lost"):
         group.followers.send(WarmUp())
-    with pytest.raises(RuntimeError, match="host 2 is lost"):
+    with pytest.raises(RuntimeError, match="node 2 is lost"):
         group.followers.check()
 
 
@@ -113,8 +113,8 @@ def test_rank_0_that_ends_is_a_loss_for_all(group: Group) -> None:
     for link in group.followers._links:
         link.close()
     lost = dict(group.lost.get(timeout=5) for _ in range(2))
-    assert sorted(lost) == ["host 1", "host 2"]
-    assert all("host 0 is lost" in reason for reason in lost.values())
+    assert sorted(lost) == ["node 1", "node 2"]
+    assert all("node 0 is lost" in reason for reason in lost.values())
 
 
 def test_rank_0_that_fails_says_why(group: Group) -> None:
@@ -122,7 +122,7 @@ def test_rank_0_that_fails_says_why(group: Group) -> None:
     ending = threading.Thread(target=group.followers.give_up, args=("no memory",))
     ending.start()
     told = dict(group.lost.get(timeout=5) for _ in range(2))
-    assert told == {"host 1": "host 0 gave up: no memory", "host 2": "host 0 gave up: no memory"}
+    assert told == {"node 1": "node 0 gave up: no memory", "node 2": "node 0 gave up: no memory"}
     for link in group.links:
         link.close()
     ending.join(5)
@@ -132,14 +132,14 @@ def test_rank_0_that_fails_says_why(group: Group) -> None:
 
 def test_a_follower_that_fails_says_why(group: Group) -> None:
     group.links[0].give_up("no such file: häger")
-    assert group.lost.get(timeout=5) == ("leader", "host 1 gave up: no such file: häger")
-    with pytest.raises(RuntimeError, match="host 1 gave up: no such file"):
+    assert group.lost.get(timeout=5) == ("leader", "node 1 gave up: no such file: häger")
+    with pytest.raises(RuntimeError, match="node 1 gave up: no such file"):
         group.followers.check()
 
 
 def test_a_connection_is_not_closed_under_its_reader() -> None:
     mine, theirs = Pipe()
-    link = remote_group._Link(mine, "host 1")
+    link = remote_group._Link(mine, "node 1")
     closed_inside: list[bool] = []
 
     def take(data: bytes) -> None:
@@ -156,7 +156,7 @@ def test_a_connection_is_not_closed_under_its_reader() -> None:
 
 
 def test_silence_is_a_loss_though_nothing_closed() -> None:
-    """A host without power or network sends no end."""
+    """A node without power or network sends no end."""
     listener = FollowerListener("127.0.0.1", SECRET, ORDERS.form)
     lost: queue.SimpleQueue[str] = queue.SimpleQueue()
     silent = []
@@ -169,7 +169,7 @@ def test_silence_is_a_loss_though_nothing_closed() -> None:
     RemoteFollowers(listener, 1, 5.0, lost.put)
     joining.join()
     start = time.monotonic()
-    assert lost.get(timeout=5) == "host 1 is lost: no sign of life for 0 s"
+    assert lost.get(timeout=5) == "node 1 is lost: no sign of life for 0 s"
     assert 0.4 < time.monotonic() - start < 3.0
     silent[0].close()
 
@@ -179,11 +179,11 @@ def test_an_order_that_is_none_is_a_loss(group: Group) -> None:
     for link in group.followers._links:
         link.say(b"cposix\nsystem\n(S'true'\ntR.")  # what pickle would run
     lost = dict(group.lost.get(timeout=5) for _ in range(2))
-    assert sorted(lost) == ["host 1", "host 2"]
-    assert all("host 0 is lost: it sent 26 bytes that are no message" in reason for reason in lost.values())
+    assert sorted(lost) == ["node 1", "node 2"]
+    assert all("node 0 is lost: it sent 26 bytes that are no message" in reason for reason in lost.values())
 
 
 def test_a_follower_that_talks_too_much_is_a_loss(group: Group) -> None:
     with suppress(OSError):  # it is not read to its end
         group.links[0]._link.say(bytes(1 << 20))
-    assert group.lost.get(timeout=5) == ("leader", "host 1 is lost: its connection closed")
+    assert group.lost.get(timeout=5) == ("leader", "node 1 is lost: its connection closed")

@@ -375,3 +375,78 @@ class TestInbox:
         channel.inbox.insert(0, NewRequest(id=7, token_ids=bytes(4), sampling=endless(4)))
         loop.turn()
         assert 4 <= channel.taken <= 6
+
+
+class TestTenantsHaveTurns:
+    """Each line of `seats` is who got a row, in this order."""
+
+    @staticmethod
+    def seats(bench: Bench, tenants: dict[int, str], most: int) -> list[str]:
+        for _ in range(4000):
+            if len([one for one in bench.channel.cached if one in tenants]) >= most:
+                break
+            bench.scheduler.step()
+        return [tenants[one] for one in bench.channel.cached if one in tenants][:most]
+
+    @staticmethod
+    def queue(bench: Bench, tenant: str, count: int, tokens: int = 4, output: int = 2) -> dict[int, str]:
+        """So many requests of `tokens` tokens, no two of which begin alike."""
+        added = {}
+        for _ in range(count):
+            number = len(bench.requests)
+            prompt = [1 + number % 37, 1 + number // 37 % 37, *[3] * (tokens - 2)]
+            added[bench.add(prompt, sampling=endless(output), tenant=tenant)] = tenant
+        return added
+
+    @pytest.mark.parametrize("policy", [SchedulePolicy.FCFS, SchedulePolicy.LPM, SchedulePolicy.PRIORITY])
+    def test_a_crowd_of_one_tenant_does_not_make_another_wait(self, policy: SchedulePolicy) -> None:
+        bench = Bench(rows=1, chunk=16, budget=32, options={"schedule_policy": policy})
+        tenants = self.queue(bench, "crowd", 60)
+        seated = len(self.seats(bench, tenants, 10))
+        tenants |= self.queue(bench, "other", 4)
+        after = self.seats(bench, tenants, seated + 10)[seated:]
+        assert after.count("other") == 4
+
+    def test_tenants_that_all_wait_get_equal_parts(self) -> None:
+        bench = Bench(rows=1, chunk=16, budget=32)
+        tenants = self.queue(bench, "first", 40) | self.queue(bench, "second", 40) | self.queue(bench, "third", 40)
+        found = self.seats(bench, tenants, 48)
+        for tenant in ("second", "third"):
+            assert abs(found.count(tenant) - 16) <= 48 // AGED_TURN
+        assert found.count("first") <= 16 + 48 // AGED_TURN
+
+    def test_parts_are_of_tokens_and_not_of_requests(self) -> None:
+        bench = Bench(rows=1, chunk=16, budget=32)
+        tenants = self.queue(bench, "short", 40, tokens=4, output=2) | self.queue(
+            bench, "long", 40, tokens=12, output=6
+        )
+        found = self.seats(bench, tenants, 32)
+        assert 3 * found.count("long") - 8 <= found.count("short") <= 3 * found.count("long") + 12
+
+    def test_nobody_saves_turns_up(self) -> None:
+        """Who asked for nothing while others waited is not given all that it had not asked for."""
+        bench = Bench(rows=1, chunk=16, budget=32)
+        tenants = self.queue(bench, "busy", 60)
+        seated = len(self.seats(bench, tenants, 30))
+        tenants |= self.queue(bench, "idle", 20)
+        found = self.seats(bench, tenants, seated + 20)[seated:]
+        assert 8 <= found.count("idle") <= 12
+
+    def test_one_tenant_is_served_in_the_order_of_arrival(self) -> None:
+        bench = Bench(rows=1, chunk=16, budget=32)
+        tenants = self.queue(bench, "", 12, tokens=8) | self.queue(bench, "", 12, tokens=3)
+        self.seats(bench, tenants, 24)
+        assert list(bench.channel.cached) == sorted(bench.channel.cached)
+
+    def test_overtaking_stays_bounded(self) -> None:
+        """The oldest of a crowd has its turns as well, however many tenants come after it."""
+        bench = Bench(rows=2, chunk=16, budget=32)
+        watch = Watch(bench)
+        crowd = self.queue(bench, "crowd", 5)
+        for number in range(120):
+            if len(bench.scheduler.queue) < 8:
+                self.queue(bench, f"newcomer {number}", 1)
+            watch.step()
+            if set(crowd) <= set(bench.channel.cached):
+                break
+        assert set(crowd) <= set(bench.channel.cached)

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx2
+import pytest
 from helpers.echo_server import post_bytes, wait_for
 from helpers.engine_fakes import FAKE_VOCAB_SIZE
 from helpers.server_process import Server, server
@@ -82,7 +83,7 @@ def in_flight(running: Server) -> int:
 
 
 def test_who_reads_nothing_is_let_go_and_a_drain_has_an_end() -> None:
-    with server(model_path="echo:0.001", client_timeout=1.5, drain_timeout=2.0) as running:
+    with server(model_path="echo:0.004", client_timeout=1.5, drain_timeout=2.0) as running:
         running.wait_ready()
         with stalled_stream(running):
             wait_for(lambda: in_flight(running) == 8)
@@ -91,8 +92,11 @@ def test_who_reads_nothing_is_let_go_and_a_drain_has_an_end() -> None:
             wait_for(lambda: in_flight(running) == 0, 20)
         slow = {"text": "a", "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}, "stream": True}
         with running.http.stream("POST", "/generate", json=slow) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()
+            next(lines)
             running.signal()
             begin = time.monotonic()
+            with pytest.raises(httpx2.HTTPError):  # cut off, though this client reads
+                list(lines)
             assert running.wait() == 0
             assert 1.9 < time.monotonic() - begin < 10

@@ -299,6 +299,9 @@ class TestNamedKeys:
             assert found is None or isinstance(found, str)
             return found
 
+        for name in ("ann", "dan"):
+            assert complete(server, f"{name}'s").status_code == 200
+            assert server.seen()[-1]["tenant"] == name
         own = [
             seen(key, **fields)
             for key in ("ann's", "bob's")
@@ -364,6 +367,7 @@ def test_a_bucket_fills_evenly_and_no_higher_than_a_minute() -> None:
 
 def test_any_text_names_a_part_of_the_own_cache() -> None:
     ann = Caller("ann", cache_secret=b"made of ann's key")
+    assert ann.own(GenerateInput(prompt="a")).tenant == "ann"
     found = [ann.own(GenerateInput(prompt="a", extra_key=name)).extra_key for name in (None, "", "a", "\udc00")]
     assert found[0] == found[1]
     assert len(set(found)) == 3

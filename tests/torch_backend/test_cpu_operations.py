@@ -1,10 +1,10 @@
-"""A layer's fused operations on a CPU, in plain torch and as host kernels, against float64, rounded once."""
+"""A layer's fused operations on a CPU, in plain torch and as CPU kernels, against float64, rounded once."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from helpers.host_kernels import host_operations
+from helpers.cpu_kernels import cpu_operations
 from torch.nn import functional
 
 from torch_backend.kv_pages import KVPages
@@ -13,10 +13,10 @@ from torch_backend.operations import HeadNorms, Operations, Rotation
 
 EPS = 1e-5
 SHARED = 700
-"""Rows of 96 that host kernels spread over torch's threads."""
+"""Rows of 96 that CPU kernels spread over torch's threads."""
 
 every_dtype = pytest.mark.parametrize(
-    ("host", "dtype"),
+    ("numba", "dtype"),
     [
         (False, torch.float32),
         (False, torch.bfloat16),
@@ -28,8 +28,8 @@ every_dtype = pytest.mark.parametrize(
 )
 
 
-def operations(host: bool, dtype: torch.dtype, head_dim: int = 32) -> Operations:
-    return host_operations(dtype, head_dim) if host else NativeOperations()
+def operations(numba: bool, dtype: torch.dtype, head_dim: int = 32) -> Operations:
+    return cpu_operations(dtype, head_dim) if numba else NativeOperations()
 
 
 @pytest.fixture
@@ -60,37 +60,37 @@ def exact_rotation(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 @every_dtype
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 300.0])
 @pytest.mark.parametrize("rows", [1, 5, SHARED])
-def test_rms_norm(host: bool, dtype: torch.dtype, rows: int, scale: float, generator: torch.Generator) -> None:
+def test_rms_norm(numba: bool, dtype: torch.dtype, rows: int, scale: float, generator: torch.Generator) -> None:
     x = (torch.randn(rows, 96, generator=generator) * scale).to(dtype)
     weight = (1 + torch.randn(96, generator=generator)).to(dtype)
     before = x.clone()
-    check_rounded_once(operations(host, dtype).rms_norm(x, weight, EPS), exact_norm(x, weight))
+    check_rounded_once(operations(numba, dtype).rms_norm(x, weight, EPS), exact_norm(x, weight))
     assert torch.equal(x, before)
 
 
 @every_dtype
 @pytest.mark.parametrize("rows", [1, 5, SHARED])
-def test_add_rms_norm(host: bool, dtype: torch.dtype, rows: int, generator: torch.Generator) -> None:
+def test_add_rms_norm(numba: bool, dtype: torch.dtype, rows: int, generator: torch.Generator) -> None:
     x, residual = (torch.randn(rows, 96, generator=generator).to(dtype) for _ in range(2))
     weight = (1 + torch.randn(96, generator=generator)).to(dtype)
     total = x + residual
-    normed, found = operations(host, dtype).add_rms_norm(x.clone(), residual.clone(), weight, EPS)
+    normed, found = operations(numba, dtype).add_rms_norm(x.clone(), residual.clone(), weight, EPS)
     assert torch.equal(found, total)
     check_rounded_once(normed, exact_norm(total, weight))
 
 
 @every_dtype
-def test_silu_mul(host: bool, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_silu_mul(numba: bool, dtype: torch.dtype, generator: torch.Generator) -> None:
     gate_up = (3 * torch.randn(7, 96, generator=generator)).to(dtype)
     gate, up = gate_up.double().chunk(2, dim=-1)
-    check_rounded_once(operations(host, dtype).silu_mul(gate_up), functional.silu(gate) * up)
+    check_rounded_once(operations(numba, dtype).silu_mul(gate_up), functional.silu(gate) * up)
 
 
 @every_dtype
-def test_gelu_mul(host: bool, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_gelu_mul(numba: bool, dtype: torch.dtype, generator: torch.Generator) -> None:
     gate_up = (3 * torch.randn(7, 96, generator=generator)).to(dtype)
     gate, up = gate_up.double().chunk(2, dim=-1)
-    check_rounded_once(operations(host, dtype).gelu_mul(gate_up), functional.gelu(gate, approximate="tanh") * up)
+    check_rounded_once(operations(numba, dtype).gelu_mul(gate_up), functional.gelu(gate, approximate="tanh") * up)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -99,7 +99,7 @@ def test_gelu_mul(host: bool, dtype: torch.dtype, generator: torch.Generator) ->
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 32), (3, 1, 80), (4, 4, 16)])
 @every_dtype
 def test_rotate_and_write(
-    host: bool,
+    numba: bool,
     dtype: torch.dtype,
     heads: int,
     kv_heads: int,
@@ -120,7 +120,7 @@ def test_rotate_and_write(
     slots = torch.randperm(num_pages * page_size, generator=generator)[:tokens]
     norms = HeadNorms(*weights, EPS) if normed else None
 
-    queries = operations(host, dtype, head_dim).rotate_and_write(qkv, rotation, norms, kv, slots)
+    queries = operations(numba, dtype, head_dim).rotate_and_write(qkv, rotation, norms, kv, slots)
 
     assert torch.equal(qkv, before)
     assert queries.is_contiguous()
@@ -160,7 +160,7 @@ def test_float8_pages_hold_values_over_their_head_s_scale(generator: torch.Gener
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_host_kernels_tell_nan_and_infinity(dtype: torch.dtype) -> None:
+def test_cpu_kernels_tell_nan_and_infinity(dtype: torch.dtype) -> None:
     """Rounding to bfloat16 is done on bits, where a carry could make a number of a NaN."""
     bits = torch.tensor([0x7F800001, 0x7FFFFFFF, 0x7FC00000, -1], dtype=torch.int32)
     for rows in (1, SHARED):
@@ -168,7 +168,7 @@ def test_host_kernels_tell_nan_and_infinity(dtype: torch.dtype) -> None:
         residual = torch.ones(rows, 96, dtype=dtype)
         x[0, :4] = bits.view(torch.float32).to(dtype) if dtype == torch.float32 else torch.nan
         x[-1, 5] = torch.inf if rows > 1 else 1.0
-        normed, total = host_operations(dtype, 32).add_rms_norm(x, residual, torch.ones(96, dtype=dtype), EPS)
+        normed, total = cpu_operations(dtype, 32).add_rms_norm(x, residual, torch.ones(96, dtype=dtype), EPS)
         assert bool(normed[0].isnan().all())
         assert bool(total[0, :4].isnan().all())
         assert bool((total[0, 4:] == 2).all()) or rows == 1
@@ -177,18 +177,18 @@ def test_host_kernels_tell_nan_and_infinity(dtype: torch.dtype) -> None:
             assert bool((normed[1:-1] - 1).abs().max() < 0.01)
 
 
-def test_host_kernels_round_to_the_nearest_and_to_even(generator: torch.Generator) -> None:
+def test_cpu_kernels_round_to_the_nearest_and_to_even(generator: torch.Generator) -> None:
     """As torch does, for sums of every rounding case: exact, below, at and above the middle."""
     x = torch.randint(-(2**15), 2**15, (512, 96), generator=generator, dtype=torch.int16).view(torch.bfloat16)
     residual = torch.randint(-(2**15), 2**15, (512, 96), generator=generator, dtype=torch.int16).view(torch.bfloat16)
     x[:256] = residual[:256] * (1 + torch.randint(-3, 4, (256, 96), generator=generator) / 256)
     expected = (x.float() + residual.float()).bfloat16()
-    _, total = host_operations(torch.bfloat16, 32).add_rms_norm(x, residual, torch.ones(96).bfloat16(), EPS)
+    _, total = cpu_operations(torch.bfloat16, 32).add_rms_norm(x, residual, torch.ones(96).bfloat16(), EPS)
     assert torch.equal(total.isnan(), expected.isnan())
     assert torch.equal(total.nan_to_num(), expected.nan_to_num())
 
 
-def test_host_kernels_refuse_a_type_that_they_were_not_made_for() -> None:
+def test_cpu_kernels_refuse_a_type_that_they_were_not_made_for() -> None:
     x, weight = torch.ones(2, 96), torch.ones(96)
     with pytest.raises(TypeError, match=r"made for torch\.bfloat16 were given torch\.float32"):
-        host_operations(torch.bfloat16, 32).rms_norm(x, weight, EPS)
+        cpu_operations(torch.bfloat16, 32).rms_norm(x, weight, EPS)

@@ -14,13 +14,13 @@ import torch
 
 from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig
 from sglang_jax.errors import ConfigError
-from torch_backend.attention.host import HostAttention
+from torch_backend.attention.cpu import CpuAttention
 from torch_backend.attention.native import NativeAttention
 from torch_backend.attention.reference import ReferenceAttention
 from torch_backend.attention.triton import TritonAttention
+from torch_backend.cpu_kernels.operations import CpuOperations
+from torch_backend.cpu_trial import CpuForm
 from torch_backend.devices import available_memory, device_name, select_device, select_dtype
-from torch_backend.host_kernels.operations import HostOperations
-from torch_backend.host_trial import HostForm
 from torch_backend.kernel_choice import Kernels, choose_kernels
 from torch_backend.kernels.chip import Chip
 from torch_backend.kernels.operations import TritonOperations
@@ -32,10 +32,10 @@ assert helpers.triton_interpreter
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
-FORM = HostForm(torch.float32, torch.float32, 64, 2)
+FORM = CpuForm(torch.float32, torch.float32, 64, 2)
 
 
-def choose(wanted: AttentionBackend, device: torch.device, form: HostForm = FORM) -> Kernels:
+def choose(wanted: AttentionBackend, device: torch.device, form: CpuForm = FORM) -> Kernels:
     return choose_kernels(wanted, device, form, EngineConfig().cache_folder())
 
 
@@ -133,8 +133,8 @@ class TestKernels:
     @pytest.mark.parametrize(
         ("wanted", "name", "attention"),
         [
-            (AttentionBackend.AUTO, AttentionBackend.NUMBA, HostAttention),
-            (AttentionBackend.NUMBA, AttentionBackend.NUMBA, HostAttention),
+            (AttentionBackend.AUTO, AttentionBackend.NUMBA, CpuAttention),
+            (AttentionBackend.NUMBA, AttentionBackend.NUMBA, CpuAttention),
             (AttentionBackend.NATIVE, AttentionBackend.NATIVE, NativeAttention),
             (AttentionBackend.REFERENCE, AttentionBackend.REFERENCE, ReferenceAttention),
         ],
@@ -143,7 +143,7 @@ class TestKernels:
         kernels = choose(wanted, CPU)
         assert kernels.attention_name is name
         assert isinstance(kernels.attention, attention)
-        assert isinstance(kernels.operations, HostOperations if attention is HostAttention else NativeOperations)
+        assert isinstance(kernels.operations, CpuOperations if attention is CpuAttention else NativeOperations)
         assert isinstance(kernels.sampler, NativeSampler)
         assert not kernels.capturable
 
@@ -156,7 +156,7 @@ class TestKernels:
         ],
         ids=["float16", "float8 pages", "odd heads"],
     )
-    def test_of_a_cpu_for_a_form_without_host_kernels(
+    def test_of_a_cpu_for_a_form_without_cpu_kernels(
         self, change: dict[str, object], reason: str, caplog: pytest.LogCaptureFixture
     ) -> None:
         form = replace(FORM, **change)  # type: ignore[arg-type]
@@ -165,7 +165,7 @@ class TestKernels:
         assert kernels.attention_name is AttentionBackend.NATIVE
         assert isinstance(kernels.operations, NativeOperations)
         (message,) = caplog.messages
-        assert re.search(f"^Torch operations in the place of host kernels: .*{reason}", message)
+        assert re.search(f"^Torch operations in the place of CPU kernels: .*{reason}", message)
         with pytest.raises(ConfigError, match=f"^attention_backend numba has no kernels: .*{reason}"):
             choose(AttentionBackend.NUMBA, CPU, form)
 

@@ -9,10 +9,10 @@ from helpers.family_cases import FAMILIES, check_family
 from helpers.torch_paged_model import TorchPagedModel
 
 
-@pytest.mark.parametrize("host", [False, True], ids=["native", "numba"])
+@pytest.mark.parametrize("numba", [False, True], ids=["native", "numba"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_equal_transformers(name: str, host: bool, tmp_path: Path) -> None:
+def test_logits_equal_transformers(name: str, numba: bool, tmp_path: Path) -> None:
     def load(folder: Path, page_size: int, columns: int) -> TorchPagedModel:
-        return TorchPagedModel(folder, host=host, page_size=page_size, columns=columns)
+        return TorchPagedModel(folder, numba=numba, page_size=page_size, columns=columns)
 
     check_family(FAMILIES[name], tmp_path, load)

@@ -26,7 +26,7 @@ from torch_backend.attention.native import NativeAttention
 from torch_backend.attention.reference import ReferenceAttention
 
 KERNELS = {
-    "numba": {"host": True},
+    "numba": {"numba": True},
     "native": {"attention": NativeAttention()},
     "reference": {"attention": ReferenceAttention()},
 }
@@ -43,11 +43,11 @@ def test_logits_equal_transformers(name: str, kernels: dict[str, Any], tmp_path:
         assert np.abs(logits - transformers_logits(architecture, tokens, **overrides)).max() < TOLERANCE
 
 
-@pytest.mark.parametrize("host", [True, False], ids=["numba", "native"])
+@pytest.mark.parametrize("numba", [True, False], ids=["numba", "native"])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-def test_page_sizes(page_size: int, host: bool, tmp_path: Path) -> None:
+def test_page_sizes(page_size: int, numba: bool, tmp_path: Path) -> None:
     folder = make_tiny_checkpoint(tmp_path, "llama")
-    model = TorchPagedModel(folder, host=host, page_size=page_size, columns=64 // page_size)
+    model = TorchPagedModel(folder, numba=numba, page_size=page_size, columns=64 // page_size)
     sequences = prompts()
     for tokens, logits in zip(sequences, model.run(sequences, STEPS), strict=True):
         assert np.abs(logits - transformers_logits("llama", tokens)).max() < TOLERANCE
@@ -74,23 +74,23 @@ class TestDynamicScaling:
         assert np.abs(logits - transformers_logits("llama", tokens, **DYNAMIC)).max() < TOLERANCE
 
 
-@pytest.mark.parametrize("host", [True, False], ids=["numba", "native"])
+@pytest.mark.parametrize("numba", [True, False], ids=["numba", "native"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3_text"])
-def test_bfloat16_is_as_close_to_float32_as_in_transformers(architecture: str, host: bool, tmp_path: Path) -> None:
+def test_bfloat16_is_as_close_to_float32_as_in_transformers(architecture: str, numba: bool, tmp_path: Path) -> None:
     folder = make_tiny_checkpoint(tmp_path, architecture, dtype="bfloat16")
     sequences = prompts()
-    found = TorchPagedModel(folder, dtype=torch.bfloat16, host=host).run(sequences, STEPS)
+    found = TorchPagedModel(folder, dtype=torch.bfloat16, numba=numba).run(sequences, STEPS)
     error, reference_error = bfloat16_errors(architecture, sequences, found)
     assert 0 < error < 1.2 * reference_error
 
 
-@pytest.mark.parametrize("host", [True, False], ids=["numba", "native"])
+@pytest.mark.parametrize("numba", [True, False], ids=["numba", "native"])
 @pytest.mark.parametrize("name", ["llama_biases", "mistral", "qwen2", "qwen3"])
-def test_greedy_tokens_are_those_of_the_jax_model(name: str, host: bool, tmp_path: Path) -> None:
+def test_greedy_tokens_are_those_of_the_jax_model(name: str, numba: bool, tmp_path: Path) -> None:
     """What the torch model decodes token by token is, after each prefix, the most likely token of the JAX model."""
     architecture, overrides = MODELS[name]
     folder = make_tiny_checkpoint(tmp_path, architecture, **overrides)
     prompt = prompts()[0][:16]
-    tokens = TorchPagedModel(folder, host=host).greedy(prompt, 32)
+    tokens = TorchPagedModel(folder, numba=numba).greedy(prompt, 32)
     (logits,) = PagedModel(folder).run([tokens], [{0: 48}])
     assert logits.argmax(-1)[15:47].tolist() == tokens[16:].tolist()

@@ -100,7 +100,7 @@ def test_weights_beyond_the_memory_are_refused() -> None:
     assert choose(machine_of("v6e:2x2"), load_shape("qwen3-32b")).tp == 4
 
 
-def test_hosts_that_would_stand_idle_are_refused() -> None:
+def test_nodes_that_would_stand_idle_are_refused() -> None:
     with pytest.raises(ConfigError, match="can be spread over 4"):
         choose(machine_of("v6e:4x4", hosts=4), small_config(vocab_size=96))
 

@@ -1,4 +1,4 @@
-"""Host kernels, compiled for a model and tried before anything relies on them."""
+"""CPU kernels, compiled for a model and tried before anything relies on them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _DTYPES = (torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
-class HostForm:
-    """What host kernels are made for: type of activations and of keys and values, numbers of a head, query heads of a
+class CpuForm:
+    """What CPU kernels are made for: type of activations and of keys and values, numbers of a head, query heads of a
     kv head."""
 
     dtype: torch.dtype
@@ -35,60 +35,60 @@ class HostForm:
 
 
 @dataclass(frozen=True, slots=True)
-class HostKernels:
+class CpuKernels:
     """Operations and attention on a CPU; for one thread at a time."""
 
     operations: Operations
     attention: AttentionImplementation
 
 
-class HostKernelsError(Exception):
-    """Host kernels cannot be had, and why."""
+class CpuKernelsError(Exception):
+    """CPU kernels cannot be had, and why."""
 
 
-def make_host_kernels(form: HostForm, cache_folder: Path) -> HostKernels:
+def make_cpu_kernels(form: CpuForm, cache_folder: Path) -> CpuKernels:
     """Compiles the kernels, or finds them below `cache_folder`, and compares them with torch on a small step.
 
     Belongs on the thread that will run them.
 
-    **Raises:** `HostKernelsError` for a form that they do not know, and where they cannot be compiled or are wrong.
+    **Raises:** `CpuKernelsError` for a form that they do not know, and where they cannot be compiled or are wrong.
     """
     if form.dtype not in _DTYPES or form.kv_dtype is not form.dtype or form.head_dim % 2:
-        raise HostKernelsError(
+        raise CpuKernelsError(
             "they compute with bfloat16 or float32, keys and values in the same type, and heads of an even size, not "
             f"with {form.dtype}, {form.kv_dtype} and {form.head_dim}"
         )
     if find_spec("numba") is None:
-        raise HostKernelsError("numba, which compiles them, is not installed: pip install 'sglang-jax[torch]'")
+        raise CpuKernelsError("numba, which compiles them, is not installed: pip install 'sglang-jax[torch]'")
     start = time.perf_counter()
     kernels = _compile(form, cache_folder)
     for what, found, expected in _results(kernels, form):
         allowed = 4 * torch.finfo(form.dtype).eps * (1 + float(expected.double().abs().max()))
         if not bool((found.double() - expected.double()).abs().max() <= allowed):
-            raise HostKernelsError(f"what they compute is wrong on this machine ({what})")
-    logger.info("Host kernels for %s, ready after %.1f s", form.dtype, time.perf_counter() - start)
+            raise CpuKernelsError(f"what they compute is wrong on this machine ({what})")
+    logger.info("CPU kernels for %s, ready after %.1f s", form.dtype, time.perf_counter() - start)
     return kernels
 
 
-def _compile(form: HostForm, cache_folder: Path) -> HostKernels:
+def _compile(form: CpuForm, cache_folder: Path) -> CpuKernels:
     # Imported here: a machine with a GPU needs no numba.
     from numba.core.errors import NumbaError
 
-    from torch_backend.attention.host import HostAttention
-    from torch_backend.host_kernels.compiling import KernelCompiler
-    from torch_backend.host_kernels.operations import HostOperations
+    from torch_backend.attention.cpu import CpuAttention
+    from torch_backend.cpu_kernels.compiling import KernelCompiler
+    from torch_backend.cpu_kernels.operations import CpuOperations
 
     compiler = KernelCompiler.keeping(cache_folder)
     try:
-        return HostKernels(
-            HostOperations(compiler, form.dtype, form.head_dim),
-            HostAttention(compiler, form.dtype, form.head_dim, form.group),
+        return CpuKernels(
+            CpuOperations(compiler, form.dtype, form.head_dim),
+            CpuAttention(compiler, form.dtype, form.head_dim, form.group),
         )
     except (NumbaError, OSError, RuntimeError) as error:  # the last is how LLVM fails
-        raise HostKernelsError(f"numba cannot compile them ({error})") from error
+        raise CpuKernelsError(f"numba cannot compile them ({error})") from error
 
 
-def _results(kernels: HostKernels, form: HostForm) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+def _results(kernels: CpuKernels, form: CpuForm) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """What is compared, what the kernels found, and what torch finds. Long enough that threads share the work."""
     generator = torch.Generator().manual_seed(0)
     native = NativeOperations()

@@ -1,4 +1,4 @@
-"""Attention of decode rows by host kernels, straight from their pages; of prompts by torch's operations."""
+"""Attention of decode rows by CPU kernels, straight from their pages; of prompts by torch's operations."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import torch
 from torch_backend.attention.interface import AttentionOptions
 from torch_backend.attention.native import NativeStep
 from torch_backend.batch import ForwardBatch
-from torch_backend.host_kernels.compiling import KernelCompiler
-from torch_backend.host_kernels.decode_attention import FIELDS, build_decode_attention, scratch_floats
-from torch_backend.host_kernels.team import Launcher
+from torch_backend.cpu_kernels.compiling import KernelCompiler
+from torch_backend.cpu_kernels.decode_attention import FIELDS, build_decode_attention, scratch_floats
+from torch_backend.cpu_kernels.team import Launcher
 from torch_backend.kv_pages import KVPages
 
 
-class HostAttention:
+class CpuAttention:
     """`AttentionImplementation` for a CPU; for one thread at a time. A decode row's result does not depend on the
     other rows.
 
@@ -26,9 +26,9 @@ class HostAttention:
         self._scratch = torch.empty(self._decode.slots * scratch_floats(head_dim, group), dtype=torch.float32)
         self._form = dtype, head_dim, group
 
-    def prepare(self, batch: ForwardBatch) -> HostStep:
+    def prepare(self, batch: ForwardBatch) -> CpuStep:
         """Counts keys, and finds the prompts to compute together."""
-        return HostStep(self, batch)
+        return CpuStep(self, batch)
 
     def attend(
         self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions, batch: ForwardBatch, num_keys: int
@@ -37,9 +37,9 @@ class HostAttention:
         _, kv_heads, page_size, head_dim = kv.keys.shape
         form = queries.dtype, head_dim, queries.shape[1] // kv_heads
         if form != self._form or kv.keys.dtype is not queries.dtype:
-            raise TypeError(f"host attention made for {self._form} was given {form} and pages of {kv.keys.dtype}")
+            raise TypeError(f"CPU attention made for {self._form} was given {form} and pages of {kv.keys.dtype}")
         if not (kv.keys.is_contiguous() and kv.values.is_contiguous()):
-            raise ValueError("pages must be contiguous: host attention reads them by their address")
+            raise ValueError("pages must be contiguous: CPU attention reads them by their address")
         queries = queries.contiguous()
         output = torch.empty_like(queries)
         sinks = None if options.sinks is None else options.sinks.float().contiguous()
@@ -65,10 +65,10 @@ class HostAttention:
         return output
 
 
-class HostStep:
+class CpuStep:
     """Attention of one step."""
 
-    def __init__(self, attention: HostAttention, batch: ForwardBatch) -> None:
+    def __init__(self, attention: CpuAttention, batch: ForwardBatch) -> None:
         self._attention = attention
         self._batch = batch
         self._num_keys = int(batch.kv_lens[: batch.num_decode].sum())

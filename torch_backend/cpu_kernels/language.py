@@ -1,4 +1,4 @@
-"""What host kernels are written in beside numba's own Python: raw memory, bfloat16, an exponential that vectorises, and
+"""What CPU kernels are written in beside numba's own Python: raw memory, bfloat16, an exponential that vectorises, and
 counters that threads share.
 
 Each is a few instructions that LLVM inlines. Numba knows no bfloat16; here a pointer to uint16 is one to bfloat16 bits.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from torch_backend.host_kernels.compiling import CompiledKernel
+from torch_backend.cpu_kernels.compiling import CompiledKernel
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +71,8 @@ def openmp_parallel() -> ctypes._FuncPointer | None:
             # Found among what this library itself depends on.
             function = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name)).GOMP_parallel
         except (OSError, AttributeError) as error:
-            logger.info("Host kernels run on one thread: torch's OpenMP is not at hand (%s)", error)
+            logger.info("CPU kernels run on one thread: torch's OpenMP is not at hand (%s)", error)
             return None
         return _Parallel(ctypes.cast(function, ctypes.c_void_p).value or 0)
-    logger.info("Host kernels run on one thread: this torch is built without OpenMP")
+    logger.info("CPU kernels run on one thread: this torch is built without OpenMP")
     return None

@@ -27,14 +27,14 @@ class KernelCompiler:
     def keeping(cls, folder: Path) -> KernelCompiler:
         """Keeps machine code below `folder`, apart for every version of the kernels; keeps none, which the log says,
         where no file can be written."""
-        below = folder / f"host-kernels-{_version()}"
+        below = folder / f"cpu-kernels-{_version()}"
         try:
             below.mkdir(parents=True, exist_ok=True)
             probe = below / "probe"
             probe.touch()
             probe.unlink(missing_ok=True)
         except OSError as error:
-            logger.info("Host kernels are compiled anew at each start: %s", error)
+            logger.info("CPU kernels are compiled anew at each start: %s", error)
             return cls(None)
         return cls(below)
 

@@ -1,4 +1,4 @@
-"""Several hosts, as processes over loopback: the text of one process, a clean end, and an end when one is lost."""
+"""Several nodes, as processes over loopback: the text of one process, a clean end, and an end when one is lost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cache = tmp_path_factory.mktemp("cache")
-    (cache / "secret").write_text("what these hosts know each other by\n")
+    (cache / "secret").write_text("what these nodes know each other by\n")
     return cache
 
 
@@ -54,8 +54,8 @@ def options(folder: Path, cache: Path) -> dict[str, object]:
 
 
 @dataclass
-class Hosts:
-    """The server's command on each of several hosts. `changes`: a host's options that are not those of the others."""
+class Nodes:
+    """The server's command on each of several nodes. `changes`: a node's options that are not those of the others."""
 
     folder: Path
     cache: Path
@@ -69,7 +69,7 @@ class Hosts:
         for line in self.processes[0].stdout:
             if line.startswith("Ready"):
                 return
-        raise AssertionError("host 0 ended before it was ready")
+        raise AssertionError("node 0 ended before it was ready")
 
     def launch(self) -> None:
         meeting, self.port = free_port(), free_port()
@@ -108,10 +108,10 @@ class Hosts:
         return [self.processes[rank].wait(max(deadline - time.monotonic(), 0.01)) for rank in ranks]
 
     def wait_for(self, rank: int, words: str) -> None:
-        """Until a host says so."""
+        """Until a node says so."""
         stdout = self.processes[rank].stdout
         assert stdout is not None
-        assert any(words in line for line in stdout), f"host {rank} ended without saying {words!r}"
+        assert any(words in line for line in stdout), f"node {rank} ended without saying {words!r}"
 
     def close(self) -> None:
         for rank, process in enumerate(self.processes):
@@ -130,49 +130,49 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def hosts(folder: Path, cache: Path, request: pytest.FixtureRequest) -> Iterator[Hosts]:
-    hosts = Hosts(folder, cache, request.param)
+def nodes(folder: Path, cache: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
+    nodes = Nodes(folder, cache, request.param)
     try:
-        hosts.start()
-        yield hosts
+        nodes.start()
+        yield nodes
     finally:
-        hosts.close()
+        nodes.close()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("hosts", [2, 4], indirect=True)
-def test_hosts_together_say_what_one_says_and_end_together(hosts: Hosts) -> None:
-    with Engine(config=EngineConfig(**options(hosts.folder, hosts.cache))) as engine:
+@pytest.mark.parametrize("nodes", [2, 4], indirect=True)
+def test_nodes_together_say_what_one_says_and_end_together(nodes: Nodes) -> None:
+    with Engine(config=EngineConfig(**options(nodes.folder, nodes.cache))) as engine:
         alone = engine.generate(PROMPT, SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True))
     assert not isinstance(alone, list)
-    assert hosts.generate() == alone.output_ids
-    hosts.processes[0].send_signal(signal.SIGTERM)
-    assert hosts.exits(list(range(hosts.count)), 30.0) == [0] * hosts.count
+    assert nodes.generate() == alone.output_ids
+    nodes.processes[0].send_signal(signal.SIGTERM)
+    assert nodes.exits(list(range(nodes.count)), 30.0) == [0] * nodes.count
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_hosts_calibrate_scales_of_keys_and_values_as_one_does(folder: Path, cache: Path) -> None:
+def test_nodes_calibrate_scales_of_keys_and_values_as_one_does(folder: Path, cache: Path) -> None:
     int8 = {"kv_cache_dtype": "int8"}
     with Engine(config=EngineConfig(**options(folder, cache) | int8)) as engine:
         alone = engine.generate(PROMPT, SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True))
     assert not isinstance(alone, list)
-    hosts = Hosts(folder, cache, 2, dict.fromkeys(range(2), int8))
+    nodes = Nodes(folder, cache, 2, dict.fromkeys(range(2), int8))
     try:
-        hosts.start()
-        assert hosts.generate() == alone.output_ids
+        nodes.start()
+        assert nodes.generate() == alone.output_ids
     finally:
-        hosts.close()
+        nodes.close()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("hosts", [2], indirect=True)
+@pytest.mark.parametrize("nodes", [2], indirect=True)
 @pytest.mark.parametrize("lost", [0, 1], ids=["the leader", "a follower"])
-def test_a_lost_host_ends_every_other(hosts: Hosts, lost: int) -> None:
-    hosts.kill(lost)
-    (status,) = hosts.exits([1 - lost], LOST_WITHIN_SECONDS)
+def test_a_lost_node_ends_every_other(nodes: Nodes, lost: int) -> None:
+    nodes.kill(lost)
+    (status,) = nodes.exits([1 - lost], LOST_WITHIN_SECONDS)
     assert status != 0
 
 
@@ -185,18 +185,18 @@ def test_a_lost_host_ends_every_other(hosts: Hosts, lost: int) -> None:
         ({"attention_backend": "pallas"}, "attention_backend pallas is for TPU"),
         ({"max_total_tokens": 10**10}, "max_total_tokens 10000000000 needs"),
     ],
-    ids=["before the hosts agree on sizes", "after that"],
+    ids=["before the nodes agree on sizes", "after that"],
 )
 def test_a_host_that_cannot_load_tells_every_other(
     folder: Path, cache: Path, failing: int, change: dict[str, object], reason: str
 ) -> None:
     """In the first case the others wait for it in a collective; in the second they have loaded, and wait for orders."""
-    hosts = Hosts(folder, cache, 2, {failing: change})
+    nodes = Nodes(folder, cache, 2, {failing: change})
     try:
-        hosts.launch()
-        hosts.wait_for(failing, reason)
-        statuses = hosts.exits([0, 1], LOST_WITHIN_SECONDS)
-        hosts.wait_for(1 - failing, f"host {failing} gave up: {reason}")
+        nodes.launch()
+        nodes.wait_for(failing, reason)
+        statuses = nodes.exits([0, 1], LOST_WITHIN_SECONDS)
+        nodes.wait_for(1 - failing, f"node {failing} gave up: {reason}")
     finally:
-        hosts.close()
+        nodes.close()
     assert 0 not in statuses

@@ -1,18 +1,18 @@
-"""The fused operations of a decoder layer as host kernels."""
+"""The fused operations of a decoder layer as CPU kernels."""
 
 from __future__ import annotations
 
 import torch
 
-from torch_backend.host_kernels import rms_norm, rotate_and_write
-from torch_backend.host_kernels.compiling import KernelCompiler
-from torch_backend.host_kernels.team import Launcher
+from torch_backend.cpu_kernels import rms_norm, rotate_and_write
+from torch_backend.cpu_kernels.compiling import KernelCompiler
+from torch_backend.cpu_kernels.team import Launcher
 from torch_backend.kv_pages import KVPages
 from torch_backend.native_operations import NativeOperations
 from torch_backend.operations import HeadNorms, Rotation
 
 
-class HostOperations:
+class CpuOperations:
     """Implements `torch_backend.operations.Operations` on a CPU, one call of compiled code for each; for one thread at
     a time.
 
@@ -103,5 +103,5 @@ class HostOperations:
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, laid out as kernels read it, if they read its type."""
         if tensor.dtype is not self._dtype:
-            raise TypeError(f"host kernels made for {self._dtype} were given {tensor.dtype}")
+            raise TypeError(f"CPU kernels made for {self._dtype} were given {tensor.dtype}")
         return tensor.contiguous()

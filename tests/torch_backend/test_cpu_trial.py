@@ -1,4 +1,4 @@
-"""Host kernels are compiled once, tried before they are used, and done without only with a word in the log."""
+"""CPU kernels are compiled once, tried before they are used, and done without only with a word in the log."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import pytest
 import torch
 from numba.core.errors import TypingError
 
-from torch_backend import host_trial
-from torch_backend.attention.host import HostAttention
+from torch_backend import cpu_trial
+from torch_backend.attention.cpu import CpuAttention
 from torch_backend.attention.interface import AttentionOptions
 from torch_backend.batch import ForwardBatch
-from torch_backend.host_kernels import team
-from torch_backend.host_kernels.compiling import KernelCompiler
-from torch_backend.host_kernels.language import floats, load, store, take
-from torch_backend.host_kernels.operations import HostOperations
-from torch_backend.host_kernels.rms_norm import build_rms_norm
-from torch_backend.host_kernels.team import FIRST_FIELD, SLOT_COUNTER, Launcher
-from torch_backend.host_trial import HostForm, HostKernelsError, make_host_kernels
+from torch_backend.cpu_kernels import team
+from torch_backend.cpu_kernels.compiling import KernelCompiler
+from torch_backend.cpu_kernels.language import floats, load, store, take
+from torch_backend.cpu_kernels.operations import CpuOperations
+from torch_backend.cpu_kernels.rms_norm import build_rms_norm
+from torch_backend.cpu_kernels.team import FIRST_FIELD, SLOT_COUNTER, Launcher
+from torch_backend.cpu_trial import CpuForm, CpuKernelsError, make_cpu_kernels
 from torch_backend.kv_pages import KVPages
 from torch_backend.operations import Rotation
 
-FORM = HostForm(torch.float32, torch.float32, 16, 2)
+FORM = CpuForm(torch.float32, torch.float32, 16, 2)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Holds the three kernels of `FORM`, compiled here; tests may add others."""
     folder = tmp_path_factory.mktemp("cache")
-    make_host_kernels(FORM, folder)
+    make_cpu_kernels(FORM, folder)
     assert len(list(folder.rglob("*.nbc"))) == 3
     return folder
 
@@ -45,17 +45,17 @@ def files(folder: Path) -> dict[Path, int]:
 def test_what_was_compiled_is_found_again(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     before = files(folder)
     with caplog.at_level(logging.INFO, logger="torch_backend"):
-        kernels = make_host_kernels(FORM, folder)
-    assert isinstance(kernels.attention, HostAttention)
-    assert isinstance(kernels.operations, HostOperations)
+        kernels = make_cpu_kernels(FORM, folder)
+    assert isinstance(kernels.attention, CpuAttention)
+    assert isinstance(kernels.operations, CpuOperations)
     assert files(folder) == before
     (message,) = caplog.messages
-    assert message.startswith("Host kernels for torch.float32, ready after ")
+    assert message.startswith("CPU kernels for torch.float32, ready after ")
 
 
 def test_pages_that_are_not_contiguous_are_refused(folder: Path) -> None:
     """Their address alone says nothing of where a slot lies, and a copy would take what is written."""
-    kernels = make_host_kernels(FORM, folder)
+    kernels = make_cpu_kernels(FORM, folder)
     whole = torch.zeros(3, 2, 4, 16)
     scattered = torch.zeros(3, 4, 2, 16).transpose(1, 2)
     rotation = Rotation(torch.ones(1, 8), torch.zeros(1, 8))
@@ -79,7 +79,7 @@ def test_pages_that_are_not_contiguous_are_refused(folder: Path) -> None:
 
 def test_another_form_is_compiled_beside_it(folder: Path) -> None:
     before = files(folder)
-    make_host_kernels(HostForm(torch.float32, torch.float32, 16, 3), folder)
+    make_cpu_kernels(CpuForm(torch.float32, torch.float32, 16, 3), folder)
     after = files(folder)
     assert len([path for path in after.keys() - before.keys() if path.suffix == ".nbc"]) == 1
     assert all(after[path] == time for path, time in before.items() if path.suffix == ".nbc")
@@ -98,15 +98,15 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, caplog: 
         compiler = KernelCompiler.keeping(in_the_way)
     assert compiler.folder is None
     (message,) = caplog.messages
-    assert message.startswith("Host kernels are compiled anew at each start: ")
+    assert message.startswith("CPU kernels are compiled anew at each start: ")
     assert str(in_the_way) in message
     assert build_rms_norm(compiler, 4).address
 
 
 def test_without_numba(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_trial, "find_spec", lambda name: None)
-    with pytest.raises(HostKernelsError, match=r"numba, .*, is not installed: pip install 'sglang-jax\[torch\]'"):
-        make_host_kernels(FORM, folder)
+    monkeypatch.setattr(cpu_trial, "find_spec", lambda name: None)
+    with pytest.raises(CpuKernelsError, match=r"numba, .*, is not installed: pip install 'sglang-jax\[torch\]'"):
+        make_cpu_kernels(FORM, folder)
 
 
 @pytest.mark.parametrize(
@@ -117,16 +117,16 @@ def test_a_numba_that_cannot_compile(folder: Path, monkeypatch: pytest.MonkeyPat
         raise error
 
     monkeypatch.setattr(KernelCompiler, "__call__", fail)
-    with pytest.raises(HostKernelsError, match=f"numba cannot compile them \\(.*{error.args[0]}"):
-        make_host_kernels(FORM, folder)
+    with pytest.raises(CpuKernelsError, match=f"numba cannot compile them \\(.*{error.args[0]}"):
+        make_cpu_kernels(FORM, folder)
 
 
 @pytest.mark.parametrize(
     ("kernels", "method", "what"),
     [
-        (HostOperations, "add_rms_norm", "norm"),
-        (HostOperations, "rotate_and_write", "queries"),
-        (HostAttention, "attend", "attention"),
+        (CpuOperations, "add_rms_norm", "norm"),
+        (CpuOperations, "rotate_and_write", "queries"),
+        (CpuAttention, "attend", "attention"),
     ],
 )
 @pytest.mark.parametrize("wrong", [1.01, float("nan")])
@@ -140,8 +140,8 @@ def test_kernels_that_compute_wrongly_are_not_believed(
         return tuple(part * wrong for part in found) if isinstance(found, tuple) else found * wrong
 
     monkeypatch.setattr(kernels, method, scaled)
-    with pytest.raises(HostKernelsError, match=rf"wrong on this machine \({what}\)"):
-        make_host_kernels(FORM, folder)
+    with pytest.raises(CpuKernelsError, match=rf"wrong on this machine \({what}\)"):
+        make_cpu_kernels(FORM, folder)
 
 
 def test_a_torch_without_openmp_runs_them_on_one_thread(
@@ -151,10 +151,10 @@ def test_a_torch_without_openmp_runs_them_on_one_thread(
     monkeypatch.setattr(torch.backends.openmp, "is_available", lambda: False)
     try:
         with caplog.at_level(logging.INFO, logger="torch_backend"):
-            make_host_kernels(FORM, folder)
+            make_cpu_kernels(FORM, folder)
     finally:
         team.openmp_parallel.cache_clear()
-    assert caplog.messages[0] == "Host kernels run on one thread: this torch is built without OpenMP"
+    assert caplog.messages[0] == "CPU kernels run on one thread: this torch is built without OpenMP"
     assert len([message for message in caplog.messages if "one thread" in message]) == 1
 
 

@@ -1,6 +1,6 @@
-"""Several hosts as one JAX program: every process runs the same programs, each on its own devices.
+"""Several nodes as one JAX program: every process runs the same programs, each on its own devices.
 
-Host 0 has the scheduler. The others are told its plans (see `runner.remote_group`) and run them as it does. A host that
+Node 0 has the scheduler. The others are told its plans (see `runner.remote_group`) and run them as it does. A node that
 is gone leaves the others waiting in a collective that nothing ends but leaving the process, so that is what they do.
 """
 
@@ -33,24 +33,24 @@ _SECONDS_TO_FAIL = 3.0
 _SECONDS_TO_PART = 15
 
 
-class HostGroupRunner(GroupRunner):
-    """Leaves the group of hosts when it is closed."""
+class NodeGroupRunner(GroupRunner):
+    """Leaves the group of nodes when it is closed."""
 
     def close(self) -> None:
-        """Ends every host's part."""
+        """Ends every node's part."""
         super().close()
         jax.distributed.shutdown()
 
 
-def launch_hosts(config: EngineConfig, checkpoint: Checkpoint) -> HostGroupRunner:
-    """The runner of host 0, over the devices of all hosts.
+def launch_nodes(config: EngineConfig, checkpoint: Checkpoint) -> NodeGroupRunner:
+    """The runner of node 0, over the devices of all nodes.
 
-    **Raises:** `ConfigError`, `CheckpointError` as for one host; `ConfigError` if the others do not come.
+    **Raises:** `ConfigError`, `CheckpointError` as for one node; `ConfigError` if the others do not come.
     """
     secret = config.group_secret()
     if not secret:
         logger.warning(
-            "The hosts have no secret: whoever reaches this one may take the place of another. Give each the same "
+            "The nodes have no secret: whoever reaches this one may take the place of another. Give each the same "
             "group_secret_file, unless nobody else is on their network"
         )
     listener = FollowerListener(_plain(config.dist_bind_host or _address(config)[0]), secret, ORDERS.form)
@@ -58,11 +58,11 @@ def launch_hosts(config: EngineConfig, checkpoint: Checkpoint) -> HostGroupRunne
     _agree(listener.port)
     followers = RemoteFollowers(listener, config.nnodes - 1, _SECONDS_TO_CONNECT, _leave_the_process)
     with _telling(followers.give_up):
-        return HostGroupRunner(load_rank(config, checkpoint), followers)
+        return NodeGroupRunner(load_rank(config, checkpoint), followers)
 
 
-def follow_host(config: EngineConfig) -> None:
-    """Runs what host 0 runs, until that ends. The process ends with status 1 if host 0 is lost.
+def follow_node(config: EngineConfig) -> None:
+    """Runs what node 0 runs, until that ends. The process ends with status 1 if node 0 is lost.
 
     **Raises:** `ConfigError`, `CheckpointError`.
     """
@@ -79,7 +79,7 @@ def follow_host(config: EngineConfig) -> None:
 
 @contextmanager
 def _telling(give_up: Callable[[str], None]) -> Iterator[None]:
-    """Tells the other hosts if this one fails: they wait for it in loading's or a step's collectives."""
+    """Tells the other nodes if this one fails: they wait for it in loading's or a step's collectives."""
     try:
         yield
     except BaseException as error:
@@ -88,7 +88,7 @@ def _telling(give_up: Callable[[str], None]) -> Iterator[None]:
 
 
 def meet(config: EngineConfig, listen_on: str | None = None) -> None:
-    """Joins the group of hosts, once all have come. `listen_on`: host 0's address, where the others find it.
+    """Joins the group of nodes, once all have come. `listen_on`: node 0's address, where the others find it.
 
     **Raises:** `ConfigError` for options that do not fit together, or if they do not meet.
     """
@@ -97,7 +97,7 @@ def meet(config: EngineConfig, listen_on: str | None = None) -> None:
         raise ConfigError(f"node_rank ({config.node_rank}) must be below nnodes ({config.nnodes})")
     if config.device is Device.CPU:
         jax.config.update("jax_platforms", "cpu")
-    logger.info("Host %d of %d meets the others at %s:%d", config.node_rank, config.nnodes, host, port)
+    logger.info("Node %d of %d meets the others at %s:%d", config.node_rank, config.nnodes, host, port)
     try:
         jax.distributed.initialize(
             f"{host}:{port}",
@@ -109,7 +109,7 @@ def meet(config: EngineConfig, listen_on: str | None = None) -> None:
         )
     except RuntimeError as error:
         raise ConfigError(
-            f"the {config.nnodes} hosts did not meet at {host}:{port}: {error}. The same command must run on each, "
+            f"the {config.nnodes} nodes did not meet at {host}:{port}: {error}. The same command must run on each, "
             "with its own node_rank, and the port must be open"
         ) from error
 
@@ -118,7 +118,7 @@ def _address(config: EngineConfig) -> tuple[str, int]:
     host, _, port = (config.dist_init_addr or "").rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(
-            f"nnodes {config.nnodes} needs dist_init_addr, the HOST:PORT of host 0, got {config.dist_init_addr!r}"
+            f"nnodes {config.nnodes} needs dist_init_addr, the HOST:PORT of node 0, got {config.dist_init_addr!r}"
         )
     return host, int(port)
 
@@ -133,7 +133,7 @@ def _with_port(host: str, port: int) -> str:
 
 
 def _agree(port: int) -> int:
-    """What host 0 gives, on every host. Nothing that is secret: anybody may ask the coordinator for it."""
+    """What node 0 gives, on every node. Nothing that is secret: anybody may ask the coordinator for it."""
     return int(multihost_utils.broadcast_one_to_all(np.int32(port)))
 
 

@@ -1,0 +1,26 @@
+"""CPU kernels for tests, compiled once for each form and kept from run to run as a server's are."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from sglang_jax.config import EngineConfig
+from torch_backend.attention.cpu import CpuAttention
+from torch_backend.cpu_kernels.compiling import KernelCompiler
+from torch_backend.cpu_kernels.operations import CpuOperations
+
+
+@functools.cache
+def cpu_attention(dtype: torch.dtype, head_dim: int, group: int) -> CpuAttention:
+    return CpuAttention(_compiler(), dtype, head_dim, group)
+
+
+@functools.cache
+def cpu_operations(dtype: torch.dtype, head_dim: int) -> CpuOperations:
+    return CpuOperations(_compiler(), dtype, head_dim)
+
+
+def _compiler() -> KernelCompiler:
+    return KernelCompiler.keeping(EngineConfig().cache_folder())
