@@ -13,7 +13,7 @@ LIBTPU := libtpu==0.0.51
 RAY := ray[data,serve]==2.60.0
 
 # What the scheduler's side is made of: nothing there compiles a model.
-HOST_ROOMS := $(addprefix tests/,architectures batch checkpoint cli engine mem_cache runner sampling scheduler server)
+HOST_TESTS := $(addprefix tests/,architectures batch checkpoint cli engine mem_cache runner sampling scheduler server)
 
 # The first interpreter that is new enough; `make PYTHON=... serve` names another.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
@@ -38,7 +38,7 @@ test: check ## install what tests need, then lint, types, import walls and the w
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
 
 test-fast: $(TEST_READY) ## while you work: the packages that hold no tensors, without what compiles or starts servers; one: ARGS=tests/scheduler
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow and not soak" $(if $(filter tests%,$(ARGS)),,$(HOST_ROOMS)) $(ARGS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow and not soak" $(if $(filter tests%,$(ARGS)),,$(HOST_TESTS)) $(ARGS)
 
 test-cpus: $(TEST_READY) ## the tests that compute, as on other CPUs; one, some tests: ARGS="--only haswell tests/models"
 	$(BIN)/python tests/on_other_cpus.py $(ARGS)

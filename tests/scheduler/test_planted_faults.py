@@ -326,9 +326,9 @@ def reclaim_behind_the_longest_guess(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages behind the window of a query that is further on than the row may be."""
     extend = KVCache.extend_rows
 
-    def extend_and_guess(self: KVCache, rows: np.ndarray, lengths: np.ndarray) -> bool:
+    def extend_and_guess(self: KVCache, rows: np.ndarray, lengths: np.ndarray, **how: bool) -> bool:
         before = self.lengths.kv_planned[rows]
-        done = extend(self, rows, lengths)
+        done = extend(self, rows, lengths, **how)
         if done:
             self.lengths.first_query[rows] = before
         return done
