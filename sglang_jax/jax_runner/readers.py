@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from sglang_jax.jax_runner.logprobs import Logprobs, token_logprobs
-from sglang_jax.jax_runner.sampler import Asked, adjust_and_sample, first_argmax, only_finite, sample
+from sglang_jax.jax_runner.sampler import Asked, adjust_and_sample, first_argmax, largest_logit, only_finite, sample
 from sglang_jax.jax_runner.sampling_state import SamplingState
 
 _AXIS = "tensor"
@@ -140,7 +140,7 @@ def _extremes(columns: jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array
         real = first + jnp.arange(width, dtype=jnp.int32) < vocab_size
         upper, lower = jnp.where(real, columns, -jnp.inf), jnp.where(real, columns, jnp.inf)
     bits = partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
-    own = jnp.stack([bits(jnp.max(upper, axis=-1)), bits(jnp.min(lower, axis=-1)), first + first_argmax(upper)])
+    own = jnp.stack([bits(largest_logit(upper)), bits(jnp.min(lower, axis=-1)), first + first_argmax(upper)])
     every = lax.all_gather(own, _AXIS)
     largest, least = (lax.bitcast_convert_type(every[:, part], jnp.float32) for part in (0, 1))
     whole = jnp.max(largest, axis=0)

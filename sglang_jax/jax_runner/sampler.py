@@ -50,7 +50,12 @@ def sample(
         lambda: adjust_and_sample(logits, own, asked, rows, kv_lens),
         lambda: first_argmax(logits),
     )
-    return only_finite(tokens, jnp.max(logits, axis=-1), jnp.min(logits, axis=-1), logits.shape[1])
+    return only_finite(tokens, largest_logit(logits), jnp.min(logits, axis=-1), logits.shape[1])
+
+
+def largest_logit(logits: jax.Array) -> jax.Array:
+    """The largest of each line `[n, vocab]`, infinity where one is NaN: reductions do not keep NaN everywhere."""
+    return jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=-1)
 
 
 def only_finite(tokens: jax.Array, largest: jax.Array, least: jax.Array, vocab_size: int) -> jax.Array:
