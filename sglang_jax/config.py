@@ -153,7 +153,13 @@ class EngineConfig(BaseModel):
     model_path: str = Field(
         "demo", description="`demo` (the embedded SmolLM2-135M-Instruct), a folder, a .gguf file, or a hub id"
     )
+    revision: str | None = Field(
+        None, description="branch, tag or commit of the model's repository on the hub; default: its main branch"
+    )
     tokenizer_path: str | None = Field(None, description="folder or hub id of the tokenizer; default: the model's")
+    tokenizer_revision: str | None = Field(
+        None, description="branch, tag or commit of the tokenizer's repository; default: its main branch"
+    )
     load_format: LoadFormat = Field(LoadFormat.AUTO, description="how the weights are stored; dummy: random weights")
     backend: Backend = Field(
         Backend.AUTO,

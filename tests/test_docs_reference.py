@@ -45,7 +45,9 @@ API = (ROOT / "docs/api.md").read_text()
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
 DEFAULTS_IN_WORDS = frozenset(
     {
+        "revision",
         "tokenizer_path",
+        "tokenizer_revision",
         "context_length",
         "max_total_tokens",
         "swa_full_tokens_ratio",

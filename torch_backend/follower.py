@@ -40,7 +40,9 @@ def main(orders: Connection) -> None:
         level=assignment.log_level, format=f"[%(asctime)s] %(levelname)s rank {assignment.rank}: %(message)s"
     )
     config = assignment.engine_config()
-    checkpoint = open_checkpoint(config.model_path, config.load_format, seed=config.random_seed)
+    checkpoint = open_checkpoint(
+        config.model_path, config.load_format, seed=config.random_seed, revision=config.revision
+    )
     device = select_device(config.device, assignment.rank)
     orders.send_bytes(READY)
     parallel = join(assignment.rank, assignment.size, Path(assignment.meeting_point), device)

@@ -159,7 +159,9 @@ class _Launch:
         return await launch_core(config, in_process=True, load=self._load, load_tokenizer=_no_text)
 
     def _load(self, config: EngineConfig, channel: CoreChannel) -> ModelCore:
-        checkpoint = open_checkpoint(config.model_path, config.load_format, seed=config.random_seed)
+        checkpoint = open_checkpoint(
+            config.model_path, config.load_format, seed=config.random_seed, revision=config.revision
+        )
         with timed_streams(self._log):
             runner = TimedRunner(create_runner(config, checkpoint), self._log)
         warm_up(runner)

@@ -59,14 +59,16 @@ class Checkpoint:
         return read_kv_scales(self.reader, names, self.config, load_kv_scales_made_for(self.source.path))
 
 
-def open_checkpoint(model_path: str, load_format: LoadFormat = LoadFormat.AUTO, *, seed: int = 0) -> Checkpoint:
+def open_checkpoint(
+    model_path: str, load_format: LoadFormat = LoadFormat.AUTO, *, seed: int = 0, revision: str | None = None
+) -> Checkpoint:
     """Finds the checkpoint (see `resolve_model`), reads its config, and checks names and shapes of its tensors.
 
     With `LoadFormat.DUMMY` only the config is read, and weights are random, a function of `seed`.
 
     **Raises:** `CheckpointError` naming the file, field or tensors at fault.
     """
-    source = resolve_model(model_path, load_format)
+    source = resolve_model(model_path, load_format, revision)
     dummy = load_format is LoadFormat.DUMMY
     if source.kind is SourceKind.GGUF:
         file = open_gguf(source.path)

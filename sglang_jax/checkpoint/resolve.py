@@ -46,15 +46,18 @@ class ModelSource:
     name: str
 
 
-def resolve_model(model_path: str, load_format: LoadFormat = LoadFormat.AUTO) -> ModelSource:
+def resolve_model(
+    model_path: str, load_format: LoadFormat = LoadFormat.AUTO, revision: str | None = None
+) -> ModelSource:
     """Finds, and for a hub id downloads, the checkpoint that `model_path` names.
 
     `model_path` is `demo`, a folder, a .gguf file, or the id of a repository on the Hugging Face hub. `load_format`
-    must agree with what is there; `dummy` takes any of them, needs no weights, and downloads none.
+    must agree with what is there; `dummy` takes any of them, needs no weights, and downloads none. `revision`: branch,
+    tag or commit of a repository.
 
     **Raises:** `CheckpointError` saying what was looked for, where, and what to do.
     """
-    source = _classify(_local_path(model_path, weights=load_format is not LoadFormat.DUMMY), model_path)
+    source = _classify(_local_path(model_path, revision, weights=load_format is not LoadFormat.DUMMY), model_path)
     if load_format not in (LoadFormat.AUTO, LoadFormat.DUMMY) and load_format.value != source.kind.value:
         raise CheckpointError(
             f"load_format is {load_format.value}, but {source.path} is a checkpoint in {source.kind.value}"
@@ -62,26 +65,33 @@ def resolve_model(model_path: str, load_format: LoadFormat = LoadFormat.AUTO) ->
     return source
 
 
-def resolve_tokenizer(tokenizer_path: str) -> ModelSource:
+def resolve_tokenizer(tokenizer_path: str, revision: str | None = None) -> ModelSource:
     """As `resolve_model`, for the tokenizer alone: of a hub repository, no weights are downloaded.
 
     **Raises:** `CheckpointError`.
     """
-    path = _local_path(tokenizer_path, weights=False)
+    path = _local_path(tokenizer_path, revision, weights=False)
     if path.is_dir() and not list(path.glob("*.gguf")):
         return ModelSource(SourceKind.SAFETENSORS, path, tokenizer_path)
     return _classify(path, tokenizer_path)
 
 
-def _local_path(model_path: str, *, weights: bool) -> Path:
+def _local_path(model_path: str, revision: str | None, *, weights: bool) -> Path:
     if model_path == DEMO:
+        _refuse_revision(model_path, revision)
         return _demo_file()
     path = Path(model_path).expanduser()
     if path.exists():
+        _refuse_revision(model_path, revision)
         return path
     if _looks_local(model_path):
         raise CheckpointError(f"{model_path} does not exist (looked at {path.absolute()})")
-    return _download(model_path, weights=weights)
+    return _download(model_path, revision, weights=weights)
+
+
+def _refuse_revision(model_path: str, revision: str | None) -> None:
+    if revision is not None:
+        raise CheckpointError(f"revision {revision!r} is one of a repository on the hub, and {model_path} is here")
 
 
 def _demo_file() -> Path:
@@ -99,18 +109,23 @@ def _looks_local(model_path: str) -> bool:
     return not _HUB_ID.fullmatch(model_path) or model_path.startswith(".") or model_path.endswith(".gguf")
 
 
-def _download(repository: str, *, weights: bool) -> Path:
+def _download(repository: str, revision: str | None, *, weights: bool) -> Path:
+    name = repr(repository) if revision is None else f"{repository!r} in revision {revision!r}"
     patterns = [*_TOKENIZER_PATTERNS, *(_WEIGHT_PATTERNS if weights else ())]
     try:
-        return Path(snapshot_download(repository, allow_patterns=patterns, ignore_patterns=list(_IGNORED_PATTERNS)))
+        return Path(
+            snapshot_download(
+                repository, revision=revision, allow_patterns=patterns, ignore_patterns=list(_IGNORED_PATTERNS)
+            )
+        )
     except LocalEntryNotFoundError as error:
         raise CheckpointError(
-            f"the Hugging Face hub could not be reached to download {repository!r}, and there is no copy of it in the "
+            f"the Hugging Face hub could not be reached to download {name}, and there is no copy of it in the "
             "local cache; give the path of a local folder or .gguf file instead, or `demo`"
         ) from error
     except (HfHubHTTPError, HFValidationError) as error:
         raise CheckpointError(
-            f"the Hugging Face hub did not give {repository!r} (is the id right, and if the repository is gated, "
+            f"the Hugging Face hub did not give {name} (is the id right, and if the repository is gated, "
             f"has this machine's account access?): {error}"
         ) from error
 

@@ -33,6 +33,7 @@ class ConvertConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model_path: str = Field(description="`demo`, a folder, a .gguf file, or a hub id")
+    revision: str | None = Field(None, description="branch, tag or commit of a repository on the hub")
     load_format: LoadFormat = Field(LoadFormat.AUTO, description="how the weights are stored")
     to: TargetFormat = Field(description="format to write")
     output: Path = Field(description="folder to write; made if it is not there")
@@ -57,7 +58,7 @@ def convert(config: ConvertConfig) -> int:
     from sglang_jax.layers.sharding import make_mesh
     from sglang_jax.models import AttentionImplementation, build_model
 
-    checkpoint = open_checkpoint(config.model_path, config.load_format)
+    checkpoint = open_checkpoint(config.model_path, config.load_format, revision=config.revision)
     if checkpoint.reader is None:
         raise ConfigError(f"{checkpoint.source.path} is an Orbax checkpoint already")
     dtype = _dtype(config.dtype, checkpoint.config.dtype)

@@ -54,7 +54,9 @@ class ModelCore:
 def load_core(config: EngineConfig, channel: CoreChannel) -> ModelCore:
     """Loads what `config` names and compiles it. Raises `ConfigError`, `CheckpointError`."""
     begin = time.perf_counter()
-    checkpoint = open_checkpoint(config.model_path, config.load_format, seed=config.random_seed)
+    checkpoint = open_checkpoint(
+        config.model_path, config.load_format, seed=config.random_seed, revision=config.revision
+    )
     defaults = generation_defaults(config, checkpoint)
     create_runner = load_backend(config)
     runner = create_runner(config, checkpoint)
@@ -87,7 +89,10 @@ def generation_defaults(config: EngineConfig, checkpoint: Checkpoint) -> Generat
 def load_text_tokenizer(config: EngineConfig) -> TextTokenizer:
     """The tokenizer that `config` names. Raises `CheckpointError`."""
     chat_template = config.chat_template if isinstance(config, ServerConfig) else None
-    source = resolve_tokenizer(config.tokenizer_path or config.model_path)
+    if config.tokenizer_path is None:
+        source = resolve_tokenizer(config.model_path, config.tokenizer_revision or config.revision)
+    else:
+        source = resolve_tokenizer(config.tokenizer_path, config.tokenizer_revision)
     return load_tokenizer(source, chat_template=chat_template)
 
 

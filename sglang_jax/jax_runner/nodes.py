@@ -67,7 +67,9 @@ def follow_node(config: EngineConfig) -> None:
     **Raises:** `ConfigError`, `CheckpointError`.
     """
     secret = config.group_secret()
-    checkpoint = open_checkpoint(config.model_path, config.load_format, seed=config.random_seed)
+    checkpoint = open_checkpoint(
+        config.model_path, config.load_format, seed=config.random_seed, revision=config.revision
+    )
     meet(config)
     host = _plain(_address(config)[0])
     link = LeaderLink((host, _agree(0)), secret, config.node_rank, _leave_the_process)

@@ -11,7 +11,8 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
 from sglang_jax.checkpoint import ORBAX_MARKER, SourceKind, resolve, resolve_model, resolve_tokenizer
-from sglang_jax.config import LoadFormat
+from sglang_jax.config import EngineConfig, LoadFormat
+from sglang_jax.engine import model_core
 from sglang_jax.errors import CheckpointError
 
 
@@ -93,19 +94,52 @@ def test_a_hub_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, list[str]]] = []
+    asked: list[tuple[str, str | None, list[str]]] = []
 
-    def download(repository: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
-        asked.append((repository, allow_patterns))
+    def download(
+        repository: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]
+    ) -> str:
+        asked.append((repository, revision, allow_patterns))
         return str(folder)
 
     monkeypatch.setattr(resolve, "snapshot_download", download)
     source = resolve_model("org/model")
     assert (source.kind, source.path, source.name) == (SourceKind.SAFETENSORS, folder, "org/model")
     resolve_tokenizer("org/model")
-    resolve_model("org/model", LoadFormat.DUMMY)
+    resolve_model("org/model", LoadFormat.DUMMY, "v1.0")
+    resolve_tokenizer("org/model", "0a1b2c")
     weights = ["*.json", "*.jinja", "*.safetensors"]
-    assert asked == [("org/model", weights), ("org/model", weights[:2]), ("org/model", weights[:2])]
+    assert asked == [
+        ("org/model", None, weights),
+        ("org/model", None, weights[:2]),
+        ("org/model", "v1.0", weights[:2]),
+        ("org/model", "0a1b2c", weights[:2]),
+    ]
+
+
+def test_the_tokenizer_has_the_models_revision_or_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def download(repository: str, *, revision: str | None, **_: object) -> str:
+        asked.append((repository, revision))
+        return str(folder)
+
+    monkeypatch.setattr(resolve, "snapshot_download", download)
+    monkeypatch.setattr(model_core, "load_tokenizer", lambda source, chat_template: source)
+    for options in (
+        {"revision": "a"},
+        {"revision": "a", "tokenizer_revision": "b"},
+        {"revision": "a", "tokenizer_path": "org/other"},
+        {"revision": "a", "tokenizer_path": "org/other", "tokenizer_revision": "b"},
+    ):
+        model_core.load_text_tokenizer(EngineConfig(model_path="org/model", **options))
+    assert asked == [("org/model", "a"), ("org/model", "b"), ("org/other", None), ("org/other", "b")]
+
+
+@pytest.mark.parametrize("path", ["demo", "here"])
+def test_a_revision_of_what_is_here_is_refused(folder: Path, path: str) -> None:
+    with pytest.raises(CheckpointError, match="revision 'v1' is one of a repository on the hub"):
+        resolve_model(path if path == "demo" else str(folder), revision="v1")
 
 
 def test_a_tokenizer_folder_needs_no_config(tmp_path: Path) -> None:

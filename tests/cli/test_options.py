@@ -21,7 +21,9 @@ from sglang_jax.errors import CheckpointError, ConfigError, RequestError
 # A value for every field, unlike its default.
 OTHER_VALUES: dict[str, Any] = {
     "model_path": "some/model",
+    "revision": "v1.0",
     "tokenizer_path": "some/tokenizer",
+    "tokenizer_revision": "v2.0",
     "load_format": "dummy",
     "backend": "jax",
     "device": "cpu",
