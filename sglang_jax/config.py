@@ -160,6 +160,9 @@ class EngineConfig(BaseModel):
     tokenizer_revision: str | None = Field(
         None, description="branch, tag or commit of the tokenizer's repository; default: its main branch"
     )
+    allow_special_tokens_in_content: bool = Field(
+        False, description="control tokens that messages of a chat spell out are control tokens, and not text"
+    )
     load_format: LoadFormat = Field(LoadFormat.AUTO, description="how the weights are stored; dummy: random weights")
     backend: Backend = Field(
         Backend.AUTO,

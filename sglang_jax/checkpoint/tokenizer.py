@@ -20,6 +20,7 @@ from transformers.utils.hub import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_FILE
 
 from sglang_jax.architectures.files import check_regular, read_file
 from sglang_jax.checkpoint.chat_roles import ChatRoles, learn_roles
+from sglang_jax.checkpoint.control_tokens import ControlTokens
 from sglang_jax.checkpoint.gguf_file import open_gguf
 from sglang_jax.checkpoint.gguf_tokenizer import gguf_tokenizer
 from sglang_jax.checkpoint.resolve import ModelSource, SourceKind
@@ -56,8 +57,11 @@ _TEMPLATE_ERRORS = (
 class Tokenizer:
     """A checkpoint's tokenizer. Thread-safe: nothing changes after construction but a cache of token bytes."""
 
-    def __init__(self, hugging_face: PreTrainedTokenizerFast, source: str) -> None:
-        """`source` names the checkpoint in errors. Raises `CheckpointError` for a vocabulary of an unknown kind."""
+    def __init__(
+        self, hugging_face: PreTrainedTokenizerFast, source: str, *, special_tokens_in_content: bool = False
+    ) -> None:
+        """`source` names the checkpoint in errors. `special_tokens_in_content`: control tokens that messages of a chat
+        spell out are control tokens. Raises `CheckpointError` for a vocabulary of an unknown kind."""
         self._hugging_face = hugging_face
         self._backend: Backend = hugging_face.backend_tokenizer
         self._backend.no_truncation()
@@ -67,6 +71,9 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._longest_token = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+        self._control = ControlTokens(
+            token.content for token in added.values() if token.special and not special_tokens_in_content
+        )
         self._roles = self._learn_roles()
 
     @property
@@ -96,7 +103,8 @@ class Tokenizer:
         return self._special_ids
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; special tokens that the text spells out are recognised. Raises `ParameterError` for text that
+        """Token ids; special tokens that the text spells out are recognised, but where `render_chat` has marked them as
+        a message's. Raises `ParameterError` for text that
         is not Unicode (a lone half of a surrogate pair)."""
         try:
             text.encode("utf-8")
@@ -104,6 +112,8 @@ class Tokenizer:
             raise ParameterError(
                 f"text holds the lone surrogate U+{ord(text[error.start]):04X} at position {error.start}", param="text"
             ) from error
+        if self._control.has_marks(text):
+            return self._encode_marked(text, add_special_tokens)
         if len(text) <= SHORT_TEXT:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         else:
@@ -114,6 +124,28 @@ class Tokenizer:
             if len(text) > LARGE_TEXT:
                 _give_memory_back()
         return ids
+
+    def _encode_marked(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Special tokens of the whole text, if any are added, go with its first part: chats have their own."""
+        ids: list[int] = []
+        for piece, is_control in self._control.pieces(text):
+            if is_control:
+                ids += self._spelt(piece)
+            else:
+                [encoding] = self._backend.encode_batch_fast([piece], add_special_tokens=add_special_tokens)
+                ids += encoding.ids
+            add_special_tokens = False
+        return ids
+
+    def _spelt(self, token: str) -> list[int]:
+        """A control token's spelling as text: of two parts, neither of which holds one."""
+        for place in range(1, len(token)):
+            ids: list[int] = []
+            for part in (token[:place], token[place:]):
+                ids += self._backend.encode(part, add_special_tokens=False).ids
+            if not self._special_ids.intersection(ids):
+                return ids
+        raise ParameterError(f"the model cannot read {token!r} as text, it is a control token", param="messages")
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids without a text add nothing, and bytes that are not UTF-8 become U+FFFD."""
@@ -150,8 +182,9 @@ class Tokenizer:
             self._roles.check(roles)
 
     def render_chat(self, messages: Sequence[dict[str, object]], *, add_generation_prompt: bool = True) -> str:
-        """The chat template's text for a conversation, as transformers' `apply_chat_template` renders it. Where the
-        template does not name the role `developer`, such messages are rendered as the system's.
+        """The chat template's text for a conversation, as transformers' `apply_chat_template` renders it, for `encode`:
+        control tokens that messages spell out are marked (see `ControlTokens`). Where the template does not name the
+        role `developer`, such messages are rendered as the system's.
 
         **Raises:** `RequestError` if there is no template, or it refuses the messages; `ParameterError` for a role
         that it does not know.
@@ -162,8 +195,15 @@ class Tokenizer:
                 param="messages",
             )
         self._roles.check([message.get("role") for message in messages])
-        conversation = [{**message, "role": self._roles.rendered_as(message["role"])} for message in messages]
+        conversation = [
+            {**self._control.mark(dict(message)), "role": self._roles.rendered_as(message["role"])}
+            for message in messages
+        ]
         return self._render(conversation, add_generation_prompt=add_generation_prompt)
+
+    def marked(self, text: str) -> str:
+        """A message's text as `render_chat` gives it to the template."""
+        return self._control.mark(text)
 
     def _learn_roles(self) -> ChatRoles | None:
         """None if there is no chat template."""
@@ -200,17 +240,20 @@ def _give_memory_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def load_tokenizer(source: ModelSource, *, chat_template: str | None = None) -> Tokenizer:
+def load_tokenizer(
+    source: ModelSource, *, chat_template: str | None = None, special_tokens_in_content: bool = False
+) -> Tokenizer:
     """The tokenizer of a checkpoint (`Checkpoint.tokenizer_source`, or of `resolve_tokenizer`).
 
-    `chat_template` replaces the checkpoint's: a Jinja file, or the template itself.
+    `chat_template` replaces the checkpoint's: a Jinja file, or the template itself. `special_tokens_in_content`: see
+    `Tokenizer`.
 
     **Raises:** `CheckpointError` if there is no tokenizer, or one of an unknown kind, or a template cannot be read.
     """
     hugging_face = _from_gguf(source.path) if source.kind is SourceKind.GGUF else _from_folder(source.path)
     if chat_template is not None:
         hugging_face.chat_template = _template_text(chat_template)
-    return Tokenizer(hugging_face, str(source.path))
+    return Tokenizer(hugging_face, str(source.path), special_tokens_in_content=special_tokens_in_content)
 
 
 def _from_folder(folder: Path) -> PreTrainedTokenizerFast:

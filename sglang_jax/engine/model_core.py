@@ -93,7 +93,9 @@ def load_text_tokenizer(config: EngineConfig) -> TextTokenizer:
         source = resolve_tokenizer(config.model_path, config.tokenizer_revision or config.revision)
     else:
         source = resolve_tokenizer(config.tokenizer_path, config.tokenizer_revision)
-    return load_tokenizer(source, chat_template=chat_template)
+    return load_tokenizer(
+        source, chat_template=chat_template, special_tokens_in_content=config.allow_special_tokens_in_content
+    )
 
 
 def warm_up(runner: Runner) -> None:

@@ -210,8 +210,13 @@ class TextTokenizer(Protocol):
         know, naming those that it knows."""
         ...
 
+    def marked(self, text: str) -> str:
+        """A message's text as `render_chat` gives it to the template."""
+        ...
+
     def render_chat(self, messages: Sequence[dict[str, object]], *, add_generation_prompt: bool = True) -> str:
-        """The chat template's text for a conversation. Raises `RequestError` if the template refuses it or
+        """The chat template's text for a conversation, for `encode`: control tokens that messages spell out are marked
+        as text. Raises `RequestError` if the template refuses it or
         there is none, and as `check_roles` does."""
         ...
 

@@ -164,7 +164,7 @@ def chat_text(tokenizer: TextTokenizer, body: ChatBody) -> str:
     conversation = body.conversation()
     if not body.continue_final_message:
         return tokenizer.render_chat(conversation)
-    begun = str(conversation[-1]["content"]).strip()
+    begun = tokenizer.marked(str(conversation[-1]["content"]).strip())
     if conversation[-1]["role"] != "assistant" or not begun:
         raise ParameterError(
             "continue_final_message needs a last message of the assistant that holds text",

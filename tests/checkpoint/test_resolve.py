@@ -125,7 +125,7 @@ def test_the_tokenizer_has_the_models_revision_or_its_own(folder: Path, monkeypa
         return str(folder)
 
     monkeypatch.setattr(resolve, "snapshot_download", download)
-    monkeypatch.setattr(model_core, "load_tokenizer", lambda source, chat_template: source)
+    monkeypatch.setattr(model_core, "load_tokenizer", lambda source, **_: source)
     for options in (
         {"revision": "a"},
         {"revision": "a", "tokenizer_revision": "b"},

@@ -24,6 +24,7 @@ OTHER_VALUES: dict[str, Any] = {
     "revision": "v1.0",
     "tokenizer_path": "some/tokenizer",
     "tokenizer_revision": "v2.0",
+    "allow_special_tokens_in_content": True,
     "load_format": "dummy",
     "backend": "jax",
     "device": "cpu",

@@ -96,6 +96,9 @@ class ByteTokenizer:
     def check_roles(self, roles: Sequence[object]) -> None:
         ChatRoles(OPENAI_ROLES).check(roles)
 
+    def marked(self, text: str) -> str:
+        return text
+
     def render_chat(self, messages: Sequence[dict[str, object]], *, add_generation_prompt: bool = True) -> str:
         self.check_roles([message.get("role") for message in messages])
         return "".join(f"{message['role']}: {message['content']}\n" for message in messages)
