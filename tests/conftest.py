@@ -47,7 +47,7 @@ LONGEST = [
     "kernels/test_ragged_paged_attention.py",
     "models/test_parity.py",
     "scheduler/test_simulator.py",
-    "jax_runner/test_hosts.py",
+    "jax_runner/test_nodes.py",
     "runner/test_runner_simulation.py",
     "kernels/test_pallas_attention.py",
     "scheduler/test_planted_faults.py",
