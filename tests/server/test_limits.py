@@ -298,8 +298,8 @@ def test_all_completions_share_the_logprobs_of_their_prompt(server: EchoServer, 
 
 
 def test_streams_that_repeat_have_a_pace(server: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1500 tokens with 5 alternatives make 300 MB where each has an event that repeats all before it. Short events, those
-    of the first tokens, wait for nothing."""
+    """1500 tokens with 5 alternatives make 300 MB where each has an event that repeats all before it. Short events,
+    those of the first tokens, wait for nothing."""
     pace = 4 * 2**20
     monkeypatch.setattr(native, "REPEATED_BYTES", pace)
     fields = {
