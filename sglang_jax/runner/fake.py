@@ -287,12 +287,7 @@ class FakeRunner:
             self._rows[update.row] = update
         for table, deltas in zip(self._tables, plan.page_deltas, strict=True):
             table[deltas.rows, deltas.columns] = deltas.pages
-        for copies in plan.copies:
-            slots = set(self._tables[copies.pool][plan.rows, 0].tolist())
-            assert slots.issuperset(copies.targets.tolist()), "a copy to a slot that no row of the step has"
-            states = self._states[copies.pool]
-            for target, state in [(to, states[of]) for of, to in zip(copies.sources, copies.targets, strict=True)]:
-                states[target] = state
+        self._copy(plan)
         tokens = np.full((len(plan.rows), self._spec.max_samples), INVALID_TOKEN, np.int32)
         counts = np.zeros(len(plan.rows), np.int32)
         seen_after: list[list[int]] = []
@@ -313,6 +308,14 @@ class FakeRunner:
             None if plan.top_logprobs == NO_LOGPROBS else self._logprobs(plan, tokens, seen_after),
             tuple(self._prompt_logprobs(asked, plan, seen_after) for asked in plan.prompt_logprobs),
         )
+
+    def _copy(self, plan: StepPlan) -> None:
+        for copies in plan.copies:
+            slots = set(self._tables[copies.pool][plan.rows, 0].tolist())
+            assert slots.issuperset(copies.targets.tolist()), "a copy to a slot that no row of the step has"
+            states = self._states[copies.pool]
+            for source, target in zip(copies.sources.tolist(), copies.targets.tolist(), strict=True):
+                states[target] = states[source]
 
     def _start(self, plan: StepPlan, index: int) -> int:
         """Position of a sequence's first query."""
