@@ -86,7 +86,7 @@ class StepLog:
             compiles_after_warm_up=compiles_after_warm_up,
             new_token_reserve=scheduler.reserve.ratio,
             steps=self.steps,
-            groups=self._groups() if len(scheduler.cache.groups) > 1 else [],
+            groups=self._groups() if len(scheduler.cache.groups) > 1 or scheduler.cache.states else [],
         )
 
     def _measure(self) -> float:
