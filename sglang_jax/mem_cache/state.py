@@ -96,6 +96,10 @@ class States(PooledComponent):
             self.evictable += 1
             self.touch(node)
 
+    def give(self, node: Node, slot: int, previous_owner: int) -> None:
+        """The node takes over a slot with the state at its end, unless it has one."""
+        self.fill(node, np.array([slot], np.int32), previous_owner)
+
     def hand_over(self, node: Node, owner: int) -> int:
         """The state at the node's end, which nobody has pinned, becomes `owner`'s: its slot."""
         value = self.snapshot(node)
@@ -115,10 +119,10 @@ class States(PooledComponent):
         upper.values.append(None)
 
     def last_start(self, passed: Sequence[Passed], index: int) -> int:
-        place = self._index
+        place, page_bytes = self._index, self._tree.page_bytes
         while index >= 0:
             node, pages = passed[index]
-            if node.values[place] is not None and pages == self.length(node):
+            if node.values[place] is not None and pages * page_bytes == len(node.key):
                 return index
             index -= 1
         return index
@@ -150,7 +154,7 @@ class States(PooledComponent):
 
     def evict_at(self, node: Node, wanted: int) -> int:
         self.bury(node)
-        return self.length(node)
+        return len(node.key) // self._tree.page_bytes
 
     def touch(self, node: Node) -> None:
         value = self.snapshot(node)

@@ -178,9 +178,7 @@ class StateGroup(Group):
         node, slot = record.locked_node, self._slot_of_last_state(record)
         if node.dead or node.parent is None or self.component.snapshot(node) is not None:
             return
-        pages = np.zeros(self.component.length(node), np.int32)
-        pages[-1] = slot
-        self.component.fill(node, pages, request_owner(record.row))
+        self.component.give(node, slot, request_owner(record.row))
         snapshot = self.component.snapshot(node)
         assert snapshot is not None
         snapshot.writer, snapshot.proven = record.serial, record.proven
@@ -203,12 +201,17 @@ class StateGroup(Group):
         if not self.interval or (wanted and not self._unclaimed):
             return
         (at,) = np.nonzero(lengths % np.int32(self.interval) == 0)
-        for row, length in zip(rows[at].tolist(), lengths[at].tolist(), strict=True):
-            if not self._sources[row] and (second := int(self._second[row]) or self._spare(row, wanted)):
-                own = int(self.table.pages[row, 0])
-                self._sources[row] = self._second[row] = own
-                self._second_len[row], self._second_step[row] = length, step
-                self._set_slot(row, second)
+        if not len(at):
+            return
+        at = at[self._sources[rows[at]] == 0]
+        moving, second = rows[at], self._second[rows[at]]
+        for place in np.flatnonzero(second == 0).tolist():
+            second[place] = self._spare(int(moving[place]), wanted)
+        at, moving, second = at[second > 0], moving[second > 0], second[second > 0]
+        own = self.table.pages[moving, 0]
+        self._sources[moving] = self._second[moving] = own
+        self._second_len[moving], self._second_step[moving] = lengths[at], step
+        self.table.write(moving, np.zeros(len(moving), np.int32), second)
 
     def take_copies(self, rows: Int32, step: int) -> tuple[SlotCopies, ...]:
         """What those of `rows` `[rows]`, all of the sequences of `step`, begin with that do not begin with their own
@@ -218,7 +221,7 @@ class StateGroup(Group):
             return ()
         rows, sources = rows[sources > 0], sources[sources > 0]
         self._sources[rows] = 0
-        for row in rows.tolist():
+        for row in rows.tolist() if self._pinned else ():
             if (node := self._pinned.pop(row, None)) is not None:
                 self._beginning.append((step, node))
         return (SlotCopies(self.number, sources, self.table.pages[rows, 0]),)
