@@ -19,7 +19,7 @@ from sglang_jax.mem_cache.ledger import request_owner, request_owners
 from sglang_jax.mem_cache.lengths import RowLengths
 from sglang_jax.mem_cache.radix_tree import TOKEN_BYTES, Namespace, Node, Probe, RadixTree
 from sglang_jax.mem_cache.state import Snapshot
-from sglang_jax.mem_cache.state_group import StateGroup
+from sglang_jax.mem_cache.state_group import MOST_BRANCHES, StateGroup
 from sglang_jax.runner.plan import Int32, PageDeltas, PoolSpec, SlotCopies
 
 _UNBOUNDED = 2**31 - 1
@@ -215,12 +215,13 @@ class KVCache:
         """Another prompt begins like this one for so many tokens: where layers keep states, a chunk is to end there, if
         that is still to come and worth it. False if it is not."""
         states = self.states
-        if states is None or length - max(record.state_len, record.kv_allocated_len) <= 0:
+        if states is None or not self.reuse or length <= record.kv_allocated_len:
             return False
-        if length - record.state_len < states.least_gain or not self.reuse:
+        if length in record.branches:
+            return True
+        if length - record.state_len < states.least_gain or len(record.branches) >= MOST_BRANCHES:
             return False
-        if length not in record.branches:
-            insort(record.branches, length)
+        insort(record.branches, length)
         return True
 
     def chunk_end(self, record: RowKV, start: int, end: int, total: int) -> int:
@@ -441,7 +442,8 @@ class KVCache:
         self.launched_step = step
 
     def settle(self, step: int) -> None:
-        """Step `step` has finished: what was retired until then is free."""
+        """Step `step` has finished: what was retired until then is free, and states that it began with can be
+        evicted."""
         self.finished_step = step
         for group in self.groups:
             group.settle(step)

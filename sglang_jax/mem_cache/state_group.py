@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 LEAST_GAIN = 32
 """Tokens that a snapshot must save over the one before it on its path, to be worth a slot and a chunk's end."""
 
+MOST_BRANCHES = 4
+"""Branch points of a prompt: each costs a chunk's end, and there may be as many as there are prompts."""
+
 _LEFT_TO_SNAPSHOTS = 4
 """One in so many slots is not taken for second slots of rows."""
 
@@ -121,7 +124,9 @@ class StateGroup(Group):
     def chunk_end(self, record: RowKV, start: int, end: int, total: int) -> int:
         """Where the chunk `[start, end)` of a prompt of `total` tokens is to end, so that its state may be kept: at
         the first branch point in it, at the last page boundary before the prompt's last token, or else at a page
-        boundary if it has one."""
+        boundary if it has one; at its end where no slot is left to keep it."""
+        if not self.available:
+            return end
         tail = (total - 1) // self.page_size * self.page_size
         for wanted in (*record.branches, tail):
             if start < wanted < end and wanted - record.state_len >= self.least_gain:

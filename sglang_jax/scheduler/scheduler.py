@@ -267,6 +267,8 @@ class Scheduler:
         result = launched.handle.result()
         self._note_time(launched)
         self.cache.settle(planned.plan.step)
+        if planned.plan.copies:
+            self.queue.look_again()  # what was copied from may go now
         widths, sampled = planned.decode.widths, 0
         if widths is not None:
             self.cache.shorten(planned.decode.rows, widths - result.counts[: len(widths)])

@@ -132,6 +132,25 @@ def test_a_prompt_under_way_ends_a_chunk_where_a_waiting_one_parts_from_it() -> 
     bench.check_outputs()
 
 
+def test_however_many_part_from_a_prompt_it_ends_few_chunks_for_them() -> None:
+    """Each end is a step more: whoever sends many prompts that part at every token must not make one of them crawl."""
+    prompt = [1 + (i * i) % 37 for i in range(600)]
+    bench = Bench(pages=4000, rows=64, chunk=1024, budget=1200, context=700, more=((STATE, 200),), scribble=False)
+    bench.runner.keep_plans = True
+    bench.add(prompt, sampling=endless(2))
+    for k in range(40):
+        bench.add([*prompt[: 14 * k + 4], 39, 39, 39, 39, 39, 39], sampling=endless(2, seed=k))
+    bench.run()
+    bench.check_outputs()
+    ends = [
+        int(kv)
+        for plan in bench.runner.plans
+        for row, kv in zip(plan.rows[plan.num_decode :], plan.kv_lens[plan.num_decode :], strict=True)
+        if row == 0 and int(kv) <= 600
+    ]
+    assert ends.index(600) < 4 + 2
+
+
 def test_in_another_namespace_nobody_waits_and_nothing_is_shared() -> None:
     bench = small(chunk=64, budget=64)
     ids = [bench.add(PROMPT, sampling=endless(4), extra_key=key) for key in (None, "a", "b")]
