@@ -44,7 +44,7 @@ STATE = CacheKind.STATE
 PAGED = ((None,), (None,), (None, None), (None, 5), (None, 17), (5,), (17,), (5, None), (3, 20), (None, 1, 9))
 """Windows of the groups of layers, in tokens, None where they see all: smaller and larger than a page."""
 
-WITH_STATES = ((None, STATE), (None, STATE), (STATE,), (STATE, None), (5, STATE), (17, STATE), (None, STATE, 5))
+WITH_STATES = ((None, STATE), (STATE,), (STATE, None), (5, STATE), (17, STATE), (None, STATE, 5))
 """The same with a group that keeps states."""
 
 GROUPS: tuple[tuple[Sees, ...], ...] = (*PAGED, *WITH_STATES)
