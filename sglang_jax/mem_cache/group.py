@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +20,9 @@ from sglang_jax.mem_cache.ledger import RETIRED, Pages, request_owner, request_o
 from sglang_jax.mem_cache.lengths import RowLengths
 from sglang_jax.mem_cache.page_table import PageTable
 from sglang_jax.mem_cache.radix_tree import Insertion, Node, Probe
+from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.mem_cache.window_kv import WindowKV
 from sglang_jax.runner.plan import Int32, PoolSpec
-
-if TYPE_CHECKING:
-    from sglang_jax.mem_cache.kv_cache import RowKV
-
 
 _SLACK = 8
 """The share of a window that a row may keep in vain while pages are not short: giving up each page by itself costs the

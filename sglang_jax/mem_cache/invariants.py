@@ -9,8 +9,9 @@ import numpy as np
 
 from sglang_jax.mem_cache.full_kv import FullKV
 from sglang_jax.mem_cache.group import Group, WindowGroup
-from sglang_jax.mem_cache.kv_cache import KVCache, RowKV
+from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.mem_cache.radix_tree import Node
+from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.mem_cache.state_group import StateGroup
 
 

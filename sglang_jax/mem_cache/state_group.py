@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,11 +11,9 @@ from sglang_jax.mem_cache.group import Group
 from sglang_jax.mem_cache.ledger import Pages, request_owner
 from sglang_jax.mem_cache.lengths import RowLengths
 from sglang_jax.mem_cache.radix_tree import Insertion, Node
+from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.mem_cache.state import States
 from sglang_jax.runner.plan import Int32, PoolSpec, SlotCopies
-
-if TYPE_CHECKING:
-    from sglang_jax.mem_cache.kv_cache import RowKV
 
 LEAST_GAIN = 32
 """Tokens that a snapshot must save over the one before it on its path, to be worth a slot and a chunk's end."""

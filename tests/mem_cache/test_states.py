@@ -8,8 +8,9 @@ from helpers.caches import int32_bytes
 
 from sglang_jax.architectures import CacheKind
 from sglang_jax.mem_cache.invariants import InvariantError, check_everything
-from sglang_jax.mem_cache.kv_cache import KVCache, RowKV
+from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.mem_cache.ledger import OwnershipError
+from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.mem_cache.state_group import StateGroup
 from sglang_jax.runner.plan import PoolSpec
 

@@ -9,7 +9,8 @@ from helpers.caches import compute, int32_bytes
 from sglang_jax.architectures import CacheKind
 from sglang_jax.mem_cache.group import WindowGroup
 from sglang_jax.mem_cache.invariants import InvariantError, check_everything
-from sglang_jax.mem_cache.kv_cache import KVCache, RowKV
+from sglang_jax.mem_cache.kv_cache import KVCache
+from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.mem_cache.window_kv import WindowKV
 from sglang_jax.runner.plan import PoolSpec
 

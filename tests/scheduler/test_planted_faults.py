@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from sglang_jax.mem_cache.group import Group, WindowGroup
 from sglang_jax.mem_cache.invariants import InvariantError
-from sglang_jax.mem_cache.kv_cache import KVCache, RowKV
+from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.mem_cache.ledger import RETIRED, OwnershipError, request_owners
 from sglang_jax.mem_cache.page_table import PageTable
 from sglang_jax.mem_cache.radix_tree import Node, Probe, RadixTree
+from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.mem_cache.state import States
 from sglang_jax.mem_cache.state_group import StateGroup
 from sglang_jax.mem_cache.window_kv import WindowKV
