@@ -45,6 +45,7 @@ class StateGroup(Group):
         rows = len(lengths.kv_allocated)
         self.interval = self.pages_for(interval) * self.page_size
         self._sources: Int32 = np.zeros(rows, np.int32)
+        self._pending = 0  # rows with a source
         self._pinned: dict[int, Node] = {}
         self._beginning: deque[tuple[int, Node]] = deque()
         self._second: Int32 = np.zeros(rows, np.int32)
@@ -191,6 +192,7 @@ class StateGroup(Group):
         node = self._pinned.pop(row, None)
         if node is not None:
             self._let_go(node)
+        self._pending -= int(self._sources[row] > 0)
         self._sources[row] = 0
         self.pool.free(self.owned(record, allocated), request_owner(row))
         self.table.clear(row, 1)
@@ -212,17 +214,22 @@ class StateGroup(Group):
         at, moving, second = at[second > 0], moving[second > 0], second[second > 0]
         own = self.table.pages[moving, 0]
         self._sources[moving] = self._second[moving] = own
+        self._pending += len(moving)
         self._second_len[moving], self._second_step[moving] = lengths[at], step
         self.table.write(moving, np.zeros(len(moving), np.int32), second)
 
     def take_copies(self, rows: Int32, step: int) -> tuple[SlotCopies, ...]:
         """What those of `rows` `[rows]`, all of the sequences of `step`, begin with that do not begin with their own
         slot."""
-        sources = self._sources[rows]
-        if not sources.any():
+        if not self._pending:
             return ()
-        rows, sources = rows[sources > 0], sources[sources > 0]
+        sources = self._sources[rows]
+        (begin,) = sources.nonzero()
+        if not len(begin):
+            return ()
+        rows, sources = rows[begin], sources[begin]
         self._sources[rows] = 0
+        self._pending -= len(begin)
         for row in rows.tolist() if self._pinned else ():
             if (node := self._pinned.pop(row, None)) is not None:
                 self._beginning.append((step, node))
@@ -253,6 +260,7 @@ class StateGroup(Group):
         self.component.pin_snapshot(node)
         self._pinned[row] = node
         self._sources[row] = slot
+        self._pending += 1
 
     def _let_go(self, node: Node) -> None:
         self.component.unpin_snapshot(node)

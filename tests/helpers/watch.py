@@ -92,6 +92,7 @@ class Watch:
             return
         late = [step for step, _ in cache.states._beginning if step <= cache.finished_step]
         assert not late, f"states stay pinned though steps {late} have finished"
+        assert cache.states._pending == np.count_nonzero(cache.states._sources)
         slots = [len(cache.states.owned(record, 0)) for record in cache.open_rows.values()]
         assert max(slots, default=0) <= 1 + cache.reuse, f"rows have {slots} slots"
         assert cache.reuse or cache.states.pool.num_free == cache.states.pool.total - len(slots)
