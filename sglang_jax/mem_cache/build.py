@@ -29,9 +29,9 @@ def build_group(
 ) -> Group:
     """The group of pool `number`. `state_interval`: see `StateGroup`; `ledger`: record who owns each page."""
     pool = PagePool(spec.num_pages, spec.page_size, PageLedger(spec.num_pages) if ledger else None)
-    order = EvictionOrder(eviction)
     if spec.kind is CacheKind.STATE:
-        return StateGroup(spec, States(pool, order), lengths, number, state_interval)
+        return StateGroup(spec, States(pool, eviction), lengths, number, state_interval)
+    order = EvictionOrder(eviction)
     if spec.window is not None:
         return WindowGroup(spec, WindowKV(pool, order, spec.window), lengths, columns, step_tokens)
     return FullGroup(spec, FullKV(pool, order), lengths, columns)

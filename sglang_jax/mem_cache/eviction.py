@@ -39,10 +39,12 @@ class EvictionOrder:
     A node's newest entry counts; those of nodes that were taken out are passed over when they surface and swept out
     when they outnumber the live ones, so that each call is O(log n) amortised. Scores only grow: one that grew since
     the node was added is noticed when its entry surfaces.
+
+    **Arguments:** `score`: in the place of the policy's.
     """
 
-    def __init__(self, policy: EvictionPolicy) -> None:
-        self._score = _SCORES[policy]
+    def __init__(self, policy: EvictionPolicy, score: Callable[[Node], Score] | None = None) -> None:
+        self._score = score or _SCORES[policy]
         self._heap: list[tuple[Score, int, Node]] = []
         self._live: dict[int, int] = {}
         self._stamp = 0

@@ -111,6 +111,11 @@ class RadixTree:
         for component in components:
             component.attach(self)
 
+    @property
+    def now(self) -> int:
+        """The last time at which anything was used."""
+        return self._now
+
     def probe(self, tokens: bytes, namespace: Namespace) -> Probe:
         """The longest cached prefix at which every component lets a request start. Changes nothing."""
         root = self.roots.get(namespace)

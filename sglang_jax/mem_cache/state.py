@@ -7,9 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sglang_jax.config import EvictionPolicy
 from sglang_jax.mem_cache.component import Passed, PooledComponent
+from sglang_jax.mem_cache.eviction import EvictionOrder, Score
 from sglang_jax.mem_cache.ledger import Pages, node_owner
+from sglang_jax.mem_cache.page_pool import PagePool
 from sglang_jax.mem_cache.radix_tree import Node
+
+_HEAD_START = 8
+"""A snapshot that was hit goes as though it had been used so many uses of the tree later, for each slot. Most are of
+the ends of prompts, which nobody asks for again; the few that many prompts begin with should not go for them."""
 
 _NOTHING = np.zeros(0, np.int32)
 
@@ -19,11 +26,13 @@ class Snapshot:
     """A node's state, in slot `slot`.
 
     - `pins`: how many rows are to begin with it, or do so in a step in flight.
+    - `hits`: how many rows began with it, and one if it was known when it was written that another prompt would.
     - `writer`: serial of the record that computed it; `proven`: something was sampled from it and was finite.
     """
 
     slot: int
     pins: int = 0
+    hits: int = 0
     writer: int = 0
     proven: bool = False
 
@@ -40,6 +49,15 @@ class States(PooledComponent):
     """
 
     complete = False
+
+    def __init__(self, pool: PagePool, policy: EvictionPolicy) -> None:
+        self._by_use = policy is EvictionPolicy.LRU
+        super().__init__(pool, EvictionOrder(policy, self._last_use if self._by_use else None))
+
+    def _last_use(self, node: Node) -> Score:
+        value = self.snapshot(node)
+        ahead = _HEAD_START * self.pool.total if value is not None and value.hits else 0
+        return (node.last_access + ahead, node.id)
 
     def snapshot(self, node: Node) -> Snapshot | None:
         """The state at the node's end, if it is there."""
@@ -110,6 +128,13 @@ class States(PooledComponent):
         self.evictable -= 1
         self.touch(node)
         return value.slot
+
+    def has_room_on_trial(self) -> bool:
+        """Whether a slot is free, or held by a snapshot that goes before a new one would that nobody has asked for."""
+        if self.pool.num_free:
+            return True
+        node = self.candidate()
+        return node is not None and not (self._by_use and self._last_use(node)[0] > self._tree.now)
 
     def make_room(self, count: int) -> int:
         """Evicts `count` snapshots, or as many as may go; how many went."""

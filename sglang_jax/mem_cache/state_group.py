@@ -111,6 +111,8 @@ class StateGroup(Group):
         """The row begins with the snapshot at the node's end, or without a state at the root."""
         row, snapshot = record.row, self.component.snapshot(node)
         record.state_len, record.origin = record.matched, snapshot
+        if snapshot is not None:
+            snapshot.hits += 1
         if snapshot is not None and self.available == 1 and snapshot.pins == 0:
             slot = self.component.hand_over(node, request_owner(row))
         else:
@@ -122,20 +124,23 @@ class StateGroup(Group):
     def chunk_end(self, record: RowKV, start: int, end: int, total: int) -> int:
         """Where the chunk `[start, end)` of a prompt of `total` tokens is to end, so that its state may be kept: at
         the first branch point in it, at the last page boundary before the prompt's last token, or else at a page
-        boundary if it has one; at its end where no slot is left to keep it."""
+        boundary if it has one; but not where no slot would be there to keep it."""
         if not self.available:
             return end
+        on_trial = self.component.has_room_on_trial()
         tail = (total - 1) // self.page_size * self.page_size
-        for wanted in (*record.branches, tail):
+        for wanted in (*record.branches, tail) if on_trial else record.branches:
             if start < wanted < end and wanted - record.state_len >= self.least_gain:
                 end = wanted
+        if not on_trial:
+            return end
         aligned = end // self.page_size * self.page_size
         return aligned if start < aligned and end < total else end
 
     def run(self, record: RowKV, first: int, last: int, going_on: bool) -> Pages:
         slots = np.zeros(last - first, np.int32)
         if going_on:
-            if self._worth_a_slot(record, last * self.page_size) and self.available:
+            if self._worth_a_slot(record, last * self.page_size) and self._has_room(record, last * self.page_size):
                 slots[-1] = self.table.pages[record.row, 0]
         elif self.last_state(record) == last * self.page_size:
             slots[-1] = self._slot_of_last_state(record)
@@ -144,6 +149,10 @@ class StateGroup(Group):
     def _worth_a_slot(self, record: RowKV, length: int) -> bool:
         return length == record.kv_allocated_len and length - record.state_len >= self.least_gain
 
+    def _has_room(self, record: RowKV, length: int) -> bool:
+        """Whether there is a slot to go on in: of what was asked for, only for a state that is asked for as well."""
+        return self.available > 0 and (length in record.branches or self.component.has_room_on_trial())
+
     def share(self, record: RowKV, added: Insertion, first: int, own: Pages, step: int | None) -> bool:
         snapshot = self.component.snapshot(added.node)
         if snapshot is None:
@@ -151,6 +160,7 @@ class StateGroup(Group):
         record.state_len = (first + len(own)) * self.page_size
         if snapshot.slot == own[-1]:
             snapshot.writer = record.serial
+            snapshot.hits = int(record.state_len in record.branches)
             self._gave_away(record.row, snapshot.slot)
             if step is not None:
                 self._begin_with(record.row, added.node, snapshot.slot)
@@ -292,7 +302,9 @@ class StateGroup(Group):
 
     def _spare(self, row: int, wanted: bool) -> int:
         """A second slot for a row; 0 where few are left to snapshots, or only one to those who want one."""
-        return self._take_one(row) if self._unclaimed > max(self.pool.total // _LEFT_TO_SNAPSHOTS, wanted) else 0
+        if self._unclaimed <= max(self.pool.total // _LEFT_TO_SNAPSHOTS, wanted):
+            return 0
+        return self._take_one(row) if self.component.has_room_on_trial() else 0
 
     def _idle_seconds(self) -> NDArray[np.intp]:
         """Rows whose second slot no step in flight reads."""

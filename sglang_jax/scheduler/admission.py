@@ -93,6 +93,8 @@ class Admission:
                 break
         if not look.seated:
             self._queue.pause(RETRY_STEPS)
+        elif self._queue:
+            look.under_way.note_sharers(look.seated, self._queue.front(MAX_SHARERS_PASSED))
         return Decisions(look.seated, look.too_large)
 
     def _reclaim(self) -> bool:

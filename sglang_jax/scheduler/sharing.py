@@ -6,6 +6,7 @@ import numpy as np
 
 from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.mem_cache.radix_tree import TOKEN_BYTES, Namespace, Node, Probe
+from sglang_jax.mem_cache.state_group import MOST_BRANCHES
 from sglang_jax.scheduler.request import Request
 
 Offer = tuple[Namespace, int, bytes]
@@ -47,19 +48,37 @@ class UnderWay:
             return False
         return _offer(request, probe.node, cached, page) in self._offers
 
+    def note_sharers(self, seated: list[Request], waiting: list[Request]) -> None:
+        """Tells prompts that were given rows where waiting ones part from them, whether or not these have to wait."""
+        if not self._by_length or not self._cache.reuse:
+            return
+        for one in seated:
+            for other in waiting:
+                if len(one.record.branches) >= MOST_BRANCHES:
+                    break
+                if (length := self._alike(one, other, one.record.state_len)) is not None:
+                    self._cache.part_at(one.record, length)
+
     def _will_keep_state(self, request: Request, probe: Probe) -> bool:
+        alike = [
+            (length, number)
+            for number, one in enumerate(self._prompts)
+            if (length := self._alike(one, request, probe.length)) is not None
+        ]
+        alike.sort(reverse=True)
+        return any(self._cache.part_at(self._prompts[number].record, length) for length, number in alike)
+
+    def _alike(self, one: Request, waiting: Request, known: int) -> int | None:
+        """After how many tokens a state of one prompt would serve a waiting one, that is worth more than what is there
+        after `known` tokens; None if nowhere."""
         states, page = self._cache.states, self._cache.page_size
         assert states is not None
-        limit = request.match_limit // page * page
-        least = probe.length + max(states.least_gain, page)
-        head = request.tokens[: least * TOKEN_BYTES]
-        alike = [
-            (min(_begin_alike(one.tokens, request.tokens) // page * page, limit), one)
-            for one in self._prompts
-            if least <= limit and one.namespace == request.namespace and one.tokens.startswith(head)
-        ]
-        alike.sort(key=lambda entry: entry[0], reverse=True)
-        return any(self._cache.part_at(one.record, length) for length, one in alike)
+        limit, least = waiting.match_limit // page * page, known + max(states.least_gain, page)
+        if least > limit or one.namespace != waiting.namespace:
+            return None
+        if not one.tokens.startswith(waiting.tokens[: least * TOKEN_BYTES]):
+            return None
+        return min(_begin_alike(one.tokens, waiting.tokens) // page * page, limit)
 
 
 def _offer(request: Request, node: Node, first: int, page: int) -> Offer:
