@@ -14,12 +14,22 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from sglang_jax.errors import ConfigError
+from sglang_jax.spellings import value_named
 
 MIN_GROUP_SECRET = 16
 """Fewest characters of the secret of a group of nodes."""
 
 
-class Backend(StrEnum):
+class Choice(StrEnum):
+    """One of several values, by any of its spellings."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Self | None:
+        name = value_named(cls.__name__, str(value))
+        return next((member for member in cls if member.value == name), None)
+
+
+class Backend(Choice):
     """Name of an entry point in the group `sglang_jax.backends`, or auto."""
 
     AUTO = "auto"
@@ -27,21 +37,21 @@ class Backend(StrEnum):
     TORCH = "torch"
 
 
-class Device(StrEnum):
+class Device(Choice):
     AUTO = "auto"
     CPU = "cpu"
     TPU = "tpu"
     CUDA = "cuda"
 
 
-class Dtype(StrEnum):
+class Dtype(Choice):
     AUTO = "auto"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
     FLOAT32 = "float32"
 
 
-class LoadFormat(StrEnum):
+class LoadFormat(Choice):
     AUTO = "auto"
     SAFETENSORS = "safetensors"
     GGUF = "gguf"
@@ -49,26 +59,26 @@ class LoadFormat(StrEnum):
     DUMMY = "dummy"
 
 
-class SchedulePolicy(StrEnum):
+class SchedulePolicy(Choice):
     FCFS = "fcfs"
     LPM = "lpm"
     LOF = "lof"
     PRIORITY = "priority"
 
 
-class EvictionPolicy(StrEnum):
+class EvictionPolicy(Choice):
     LRU = "lru"
     LFU = "lfu"
     FIFO = "fifo"
 
 
-class LoadBalanceMethod(StrEnum):
+class LoadBalanceMethod(Choice):
     CACHE_AWARE = "cache_aware"
     ROUND_ROBIN = "round_robin"
     LEAST_LOADED = "least_loaded"
 
 
-class AttentionBackend(StrEnum):
+class AttentionBackend(Choice):
     """`XLA` and `PALLAS` (TPU) are the JAX backend's; `NATIVE` (torch operations), `NUMBA` (CPU) and `TRITON` (GPU) the
     torch backend's."""
 
@@ -81,20 +91,20 @@ class AttentionBackend(StrEnum):
     TRITON = "triton"
 
 
-class KVCacheDtype(StrEnum):
+class KVCacheDtype(Choice):
     AUTO = "auto"
     FLOAT8_E4M3 = "fp8_e4m3"
     INT8 = "int8"
 
 
-class SamplingDefaults(StrEnum):
+class SamplingDefaults(Choice):
     """Where a sampling field that a request leaves out gets its value."""
 
     MODEL = "model"
     OPENAI = "openai"
 
 
-class LogLevel(StrEnum):
+class LogLevel(Choice):
     DEBUG = "debug"
     INFO = "info"
     WARNING = "warning"
