@@ -24,7 +24,7 @@ INTERRUPTED = 130
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="sglang-jax", prog_name="sglang-jax")
 def cli() -> None:
-    """Serve language models with one scheduler and prefix cache, and try and measure what is served."""
+    """Serve, query and benchmark large language models."""
 
 
 @cli.group()

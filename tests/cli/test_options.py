@@ -128,7 +128,7 @@ def test_help_shows_description_default_and_choices(capsys: pytest.CaptureFixtur
         assert " ".join((field.description or "").split()) in text
     assert "[auto|bfloat16|float16|float32]" in text
     assert "tokens per KV page [default: 16]" in text
-    assert "--disable-radix-cache, --no-enable-prefix-caching do not reuse" in text
+    assert "--disable-radix-cache, --no-enable-prefix-caching disable the prefix cache" in text
 
 
 @pytest.mark.parametrize(
