@@ -6,8 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-
 from sglang_jax.mem_cache.eviction import EvictionOrder
 from sglang_jax.mem_cache.ledger import Pages, node_owner
 
@@ -122,8 +120,7 @@ class PooledComponent(Component):
     def __init__(self, pool: PagePool, order: EvictionOrder) -> None:
         super().__init__(order)
         self.pool = pool
-        self._given_up: list[Pages] = []
-        self._given_up_by: list[int] = []
+        self._given_up: list[tuple[Pages, int]] = []
 
     @abstractmethod
     def pages(self, node: Node) -> Pages:
@@ -135,14 +132,11 @@ class PooledComponent(Component):
 
     def give_back(self) -> None:
         if self._given_up:
-            owners = np.repeat(self._given_up_by, [len(run) for run in self._given_up])
-            self.pool.free(np.concatenate(self._given_up), owners)
+            self.pool.free_runs(self._given_up)
             self._given_up.clear()
-            self._given_up_by.clear()
 
     def _give_up(self, node: Node, pages: Pages) -> None:
-        self._given_up.append(pages)
-        self._given_up_by.append(node_owner(node.id))
+        self._given_up.append((pages, node_owner(node.id)))
 
     def _move(self, pages: Pages, source: int, target: int) -> None:
         if self.pool.ledger is not None:
