@@ -42,10 +42,6 @@ class Component(ABC):
         self._tree = tree
         self._index = tree.components.index(self)
 
-    def length(self, node: Node) -> int:
-        """Pages of a node's key."""
-        return len(node.key) // self._tree.page_bytes
-
     @abstractmethod
     def attach_pages(self, node: Node, pages: Pages, previous_owner: int) -> None:
         """A new leaf takes over `pages` `[pages of the node]` from the owner with this code."""

@@ -7,7 +7,6 @@ from numpy.typing import NDArray
 
 from sglang_jax.mem_cache.ledger import FREE, Owners, OwnershipError, PageLedger, Pages
 
-
 _TAKEN = -1
 
 
@@ -28,7 +27,7 @@ class PagePool:
         self.ledger = ledger
         self._stack: Pages = np.arange(num_pages - 1, 0, -1, dtype=np.int32)
         self.num_free = self.total
-        # Each free page's place in the stack, `_TAKEN` of the others. The pad page is never taken, so it cannot be freed.
+        # Each free page's place in the stack, `_TAKEN` of the others. The pad page is never taken, so never freed.
         self._places: NDArray[np.int32] = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
 
     def alloc(self, count: int, owner: int | Owners) -> Pages | None:
