@@ -289,7 +289,10 @@ def load_paced(config: EngineConfig, channel: CoreChannel) -> PacedCore:
 
 async def read_streams(port: int) -> None:
     """Another process: `STREAMS` clients that read and drop what they get, until they are ended."""
-    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(BODY)}\r\n\r\n"
+    head = (
+        f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(BODY)}\r\n\r\n"
+    )
 
     async def read() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
