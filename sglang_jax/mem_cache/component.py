@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
+
 from sglang_jax.mem_cache.eviction import EvictionOrder
 from sglang_jax.mem_cache.ledger import Pages, node_owner
 
@@ -116,7 +118,8 @@ class PooledComponent(Component):
     def __init__(self, pool: PagePool, order: EvictionOrder) -> None:
         super().__init__(order)
         self.pool = pool
-        self._given_up: list[tuple[Pages, int]] = []
+        self._given_up: list[Pages] = []
+        self._given_up_by: list[int] = []
 
     @abstractmethod
     def pages(self, node: Node) -> Pages:
@@ -128,11 +131,19 @@ class PooledComponent(Component):
 
     def give_back(self) -> None:
         if self._given_up:
-            self.pool.free_runs(self._given_up)
-            self._given_up.clear()
+            runs, owners = self._given_up, self._given_up_by
+            if len(runs) == 1:
+                self.pool.free(runs[0], owners[0])
+            elif self.pool.ledger is None:  # which alone knows owners
+                self.pool.free(np.concatenate(runs), 0)
+            else:
+                self.pool.free(np.concatenate(runs), np.repeat(owners, [len(run) for run in runs]))
+            runs.clear()
+            owners.clear()
 
     def _give_up(self, node: Node, pages: Pages) -> None:
-        self._given_up.append((pages, node_owner(node.id)))
+        self._given_up.append(pages)
+        self._given_up_by.append(node_owner(node.id))
 
     def _move(self, pages: Pages, source: int, target: int) -> None:
         if self.pool.ledger is not None:

@@ -49,16 +49,6 @@ class PagePool:
         """
         if self.ledger is not None:
             self.ledger.move(pages, owner, FREE)
-        self._push(pages)
-
-    def free_runs(self, runs: list[tuple[Pages, int]]) -> None:
-        """`free` for several runs (pages, their owner) at once."""
-        if self.ledger is not None:
-            for pages, owner in runs:
-                self.ledger.move(pages, owner, FREE)
-        self._push(runs[0][0] if len(runs) == 1 else np.concatenate([pages for pages, _ in runs]))
-
-    def _push(self, pages: Pages) -> None:
         first, last = self.num_free, self.num_free + len(pages)
         if np.count_nonzero(self._places[pages] != _TAKEN):
             raise _double_free(pages)
