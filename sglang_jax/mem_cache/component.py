@@ -6,8 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-
 from sglang_jax.mem_cache.eviction import EvictionOrder
 from sglang_jax.mem_cache.ledger import Pages, node_owner
 
@@ -135,8 +133,7 @@ class PooledComponent(Component):
 
     def give_back(self) -> None:
         if self._given_up:
-            owners = np.repeat(self._given_up_by, [len(run) for run in self._given_up])
-            self.pool.free(np.concatenate(self._given_up), owners)
+            self.pool.free_runs(self._given_up, self._given_up_by)
             self._given_up.clear()
             self._given_up_by.clear()
 

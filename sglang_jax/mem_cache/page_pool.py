@@ -7,6 +7,9 @@ from numpy.typing import NDArray
 
 from sglang_jax.mem_cache.ledger import FREE, Owners, OwnershipError, PageLedger, Pages
 
+_HELD = -1
+"""The place of a page that is not free."""
+
 
 class PagePool:
     """Free pages of one kind. Page 0 is the pad page and is never handed out.
@@ -25,9 +28,8 @@ class PagePool:
         self.ledger = ledger
         self._stack: Pages = np.arange(num_pages - 1, 0, -1, dtype=np.int32)
         self.num_free = self.total
-        self._is_free: NDArray[np.bool_] = np.ones(num_pages, np.bool_)
-        self._is_free[0] = False
-        self._stamps: NDArray[np.int64] = np.zeros(num_pages, np.int64)
+        # Where each free page lies in the stack. The pad page has a place as well, so that nobody can free it.
+        self._places: NDArray[np.int32] = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
 
     def alloc(self, count: int, owner: int | Owners) -> Pages | None:
         """Takes `count` pages for `owner` (one code or `[count]`), or none of them: then None."""
@@ -36,7 +38,7 @@ class PagePool:
         top = self.num_free
         pages: Pages = self._stack[top - count : top].copy()
         self.num_free = top - count
-        self._is_free[pages] = False
+        self._places[pages.astype(np.intp)] = _HELD
         if self.ledger is not None:
             self.ledger.move(pages, FREE, owner)
         return pages
@@ -46,17 +48,32 @@ class PagePool:
 
         **Raises:** `OwnershipError` if a page is free already, is the pad page, or (with a ledger) is not the owner's.
         """
-        count = len(pages)
         if self.ledger is not None:
             self.ledger.move(pages, owner, FREE)
-        stamps = np.arange(count)
-        self._stamps[pages] = stamps
-        if self._is_free[pages].any() or (pages == 0).any() or (self._stamps[pages] != stamps).any():
-            raise OwnershipError(f"double free, or free of the pad page, among pages {sorted(pages.tolist())}")
-        self._is_free[pages] = True
-        self._stack[self.num_free : self.num_free + count] = pages
-        self.num_free += count
+        self._put_back(pages)
+
+    def free_runs(self, runs: list[Pages], owners: list[int]) -> None:
+        """As `free`, for runs of pages, each with its owner."""
+        if self.ledger is not None:
+            self.ledger.move(np.concatenate(runs), np.repeat(owners, [len(run) for run in runs]), FREE)
+        self._put_back(np.concatenate(runs))
 
     def free_pages(self) -> Pages:
         """The free pages `[free]`, for checks."""
         return self._stack[: self.num_free]
+
+    def _put_back(self, pages: Pages) -> None:
+        count, index = len(pages), pages.astype(np.intp)
+        places = np.arange(self.num_free, self.num_free + count, dtype=np.int32)
+        if (self._places[index] != _HELD).any():
+            raise _double_free(pages)
+        self._places[index] = places
+        if (self._places[index] != places).any():  # one of them is there twice
+            self._places[index] = _HELD
+            raise _double_free(pages)
+        self._stack[self.num_free : self.num_free + count] = pages
+        self.num_free += count
+
+
+def _double_free(pages: Pages) -> OwnershipError:
+    return OwnershipError(f"double free, or free of the pad page, among pages {sorted(pages.tolist())}")
