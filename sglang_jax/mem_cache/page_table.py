@@ -65,17 +65,26 @@ class PageTable:
         if not runs and not spots:
             return NO_DELTAS
         self._runs, self._spots = {}, []
-        if runs and not all(runs.keys().isdisjoint(rows.tolist()) for rows, _ in spots):
+        if runs and self._overlap(runs, spots):
             spots.append(self._places(runs))
             runs = {}
         rows, columns = spots[0] if len(spots) == 1 else self._each_once(spots)
         pages = self.pages[rows, columns]
         if runs:
-            rows, columns = _join([(rows, columns), self._places(runs)])
+            lengths = [last - first for first, last in runs.values()]
+            rows = np.concatenate((rows, np.array(list(runs), np.int32).repeat(lengths)))
+            columns = np.concatenate([columns, *[self._columns[first:last] for first, last in runs.values()]])
             pages = np.concatenate([pages, *[self.pages[row, first:last] for row, (first, last) in runs.items()]])
         if not pages.all():
             rows, columns, pages = rows[pages > 0], columns[pages > 0], pages[pages > 0]
         return PageDeltas(rows, columns, pages)
+
+    def _overlap(self, runs: dict[int, tuple[int, int]], spots: list[tuple[Int32, Int32]]) -> bool:
+        """Whether a run holds one of the places."""
+        first, last = np.zeros((2, len(self.pages)), np.int32)
+        rows = list(runs)
+        first[rows], last[rows] = np.array(list(runs.values()), np.int32).T
+        return any(((first[rows] <= columns) & (columns < last[rows])).any() for rows, columns in spots)
 
     def _each_once(self, spots: list[tuple[Int32, Int32]]) -> tuple[Int32, Int32]:
         """Places without repetitions, in time that follows their number alone: no sort."""
