@@ -4,8 +4,8 @@ How a sum is rounded belongs to the CPU: OpenBLAS, oneDNN, MKL, ATen, XLA, numpy
 it, and add in another order with others. Each can be told to leave newer instructions alone, so that one machine stands
 in for older ones. What tests ask of the engine has to hold on all.
 
-All that computes is run as on the CPU that has least in common with those that engines are developed on; as on the
-others, what depends on the order in which a CPU adds. `--whole` runs all as on each, which takes hours.
+As on a CPU with AVX2 alone, which most that are no servers are like, all that computes is run; as on the others, what
+depends on the order in which a CPU adds. `--whole` runs all as on each, which takes hours.
 
 Arguments that are no options of this script are pytest's, and replace the tests that are run otherwise.
 """
