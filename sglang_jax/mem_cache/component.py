@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
+
 from sglang_jax.mem_cache.eviction import EvictionOrder
 from sglang_jax.mem_cache.ledger import Pages, node_owner
 
@@ -41,10 +43,6 @@ class Component(ABC):
         """Told once which tree it serves."""
         self._tree = tree
         self._index = tree.components.index(self)
-
-    def length(self, node: Node) -> int:
-        """Pages of a node's key."""
-        return len(node.key) // self._tree.page_bytes
 
     @abstractmethod
     def attach_pages(self, node: Node, pages: Pages, previous_owner: int) -> None:
@@ -133,9 +131,15 @@ class PooledComponent(Component):
 
     def give_back(self) -> None:
         if self._given_up:
-            self.pool.free_runs(self._given_up, self._given_up_by)
-            self._given_up.clear()
-            self._given_up_by.clear()
+            runs, owners = self._given_up, self._given_up_by
+            if len(runs) == 1:
+                self.pool.free(runs[0], owners[0])
+            elif self.pool.ledger is None:  # which alone knows owners
+                self.pool.free(np.concatenate(runs), 0)
+            else:
+                self.pool.free(np.concatenate(runs), np.repeat(owners, [len(run) for run in runs]))
+            runs.clear()
+            owners.clear()
 
     def _give_up(self, node: Node, pages: Pages) -> None:
         self._given_up.append(pages)

@@ -184,7 +184,7 @@ class KVCache:
         for node in record.locked_node.path() if self._windows else ():
             if any(group.in_doubt(record, node, last) for group in self._windows):
                 return True
-            last -= len(node.key) // self.tree.page_bytes
+            last -= node.length
         return False
 
     def extend_row(self, record: RowKV, length: int) -> bool:
@@ -344,7 +344,7 @@ class KVCache:
                 or any(group.in_doubt(record, node, last) for group in self._windows)
             ):
                 top = node
-            last -= len(node.key) // self.tree.page_bytes
+            last -= node.length
         if top is not None:
             self.tree.cut(top)
 

@@ -7,8 +7,7 @@ from numpy.typing import NDArray
 
 from sglang_jax.mem_cache.ledger import FREE, Owners, OwnershipError, PageLedger, Pages
 
-_HELD = -1
-"""The place of a page that is not free."""
+_TAKEN = -1
 
 
 class PagePool:
@@ -28,7 +27,7 @@ class PagePool:
         self.ledger = ledger
         self._stack: Pages = np.arange(num_pages - 1, 0, -1, dtype=np.int32)
         self.num_free = self.total
-        # Where each free page lies in the stack. The pad page has a place as well, so that nobody can free it.
+        # Each free page's place in the stack, `_TAKEN` of the others. The pad page is never taken, so never freed.
         self._places: NDArray[np.int32] = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
 
     def alloc(self, count: int, owner: int | Owners) -> Pages | None:
@@ -38,7 +37,7 @@ class PagePool:
         top = self.num_free
         pages: Pages = self._stack[top - count : top].copy()
         self.num_free = top - count
-        self._places[pages.astype(np.intp)] = _HELD
+        self._places[pages.astype(np.intp)] = _TAKEN
         if self.ledger is not None:
             self.ledger.move(pages, FREE, owner)
         return pages
@@ -50,29 +49,21 @@ class PagePool:
         """
         if self.ledger is not None:
             self.ledger.move(pages, owner, FREE)
-        self._put_back(pages)
-
-    def free_runs(self, runs: list[Pages], owners: list[int]) -> None:
-        """As `free`, for runs of pages, each with its owner."""
-        if self.ledger is not None:
-            self.ledger.move(np.concatenate(runs), np.repeat(owners, [len(run) for run in runs]), FREE)
-        self._put_back(np.concatenate(runs))
+        first, last = self.num_free, self.num_free + len(pages)
+        index = pages.astype(np.intp)  # or numpy does so at each use
+        if np.count_nonzero(self._places[index] != _TAKEN):
+            raise _double_free(pages)
+        places = np.arange(first, last, dtype=np.int32)
+        self._places[index] = places
+        if np.count_nonzero(self._places[index] != places):
+            self._places[index] = _TAKEN
+            raise _double_free(pages)
+        self._stack[first:last] = pages
+        self.num_free = last
 
     def free_pages(self) -> Pages:
         """The free pages `[free]`, for checks."""
         return self._stack[: self.num_free]
-
-    def _put_back(self, pages: Pages) -> None:
-        count, index = len(pages), pages.astype(np.intp)
-        places = np.arange(self.num_free, self.num_free + count, dtype=np.int32)
-        if (self._places[index] != _HELD).any():
-            raise _double_free(pages)
-        self._places[index] = places
-        if (self._places[index] != places).any():  # one of them is there twice
-            self._places[index] = _HELD
-            raise _double_free(pages)
-        self._stack[self.num_free : self.num_free + count] = pages
-        self.num_free += count
 
 
 def _double_free(pages: Pages) -> OwnershipError:

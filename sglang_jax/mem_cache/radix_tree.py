@@ -24,6 +24,7 @@ Namespace = str | None
 class Node:
     """A run of pages. `values[i]` belongs to the tree's i-th component; a root has an empty key.
 
+    - `length`: pages of the key.
     - `writer`: serial of the record that computed it.
     - `proven`: something was sampled from it and was finite. Whatever is above a proven node is proven.
     - `locks`: how many requests depend on the prefix that ends here or below. Whatever is above a locked node is.
@@ -38,6 +39,7 @@ class Node:
         "id",
         "key",
         "last_access",
+        "length",
         "locks",
         "namespace",
         "parent",
@@ -47,10 +49,18 @@ class Node:
     )
 
     def __init__(
-        self, node_id: int, key: bytes, parent: Node | None, namespace: Namespace, now: int, writer: int = 0
+        self,
+        node_id: int,
+        key: bytes,
+        parent: Node | None,
+        namespace: Namespace,
+        now: int,
+        writer: int = 0,
+        length: int = 0,
     ) -> None:
         self.id = node_id
         self.key = key
+        self.length = length
         self.parent = parent
         self.namespace = namespace
         self.children: dict[bytes, Node] = {}
@@ -256,7 +266,7 @@ class RadixTree:
             keep = component.evict_at(node, component.evictable - goal)
             if keep == 0:
                 node = self._remove_leaf(node)
-            elif keep * self.page_bytes < len(node.key):
+            elif keep < node.length:
                 self._trim_leaf(node, keep)
             if self._partial:
                 self._prune(node)
@@ -293,6 +303,7 @@ class RadixTree:
         for component in self.components:
             component.trim(node, pages)
         node.key = node.key[: pages * self.page_bytes]
+        node.length = pages
 
     def _give_back(self) -> None:
         for component in self.components:
@@ -353,6 +364,7 @@ class RadixTree:
         upper.proven, upper.locks = lower.proven, lower.locks
         parent.children[upper.key[: self.page_bytes]] = upper
         lower.key = lower.key[size:]
+        lower.length -= upper.length
         lower.parent = upper
         upper.children[lower.key[: self.page_bytes]] = lower
         for component in self.components:
@@ -366,7 +378,7 @@ class RadixTree:
         return leaf
 
     def _new_node(self, key: bytes, parent: Node, namespace: Namespace, writer: int) -> Node:
-        node = Node(self._next_id, key, parent, namespace, self._now, writer)
+        node = Node(self._next_id, key, parent, namespace, self._now, writer, len(key) // self.page_bytes)
         self._next_id += 1
         self.num_nodes += 1
         return node
