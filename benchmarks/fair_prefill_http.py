@@ -1,10 +1,10 @@
 """Who waits for whom while a long prompt is computed: over HTTP, by the wall clock, with a real model.
 
-    python benchmarks/fair_prefill_http.py [--backend torch] [--target 100 --target 200] [--url URL] [--json FILE]
+    python benchmarks/fair_prefill_http.py [--backend torch] [--target 0 --target 100] [--url URL] [--json FILE]
 
-As `fair_prefill.py`, whose time is simulated. Some requests decode all the time; prompts of 7,000 tokens come one after
-the other, and short ones all the while, one after the other. A server is started for each case (or asked at `--url`),
-given one long prompt to learn step times from, and measured for so many seconds after that.
+As `fair_prefill.py`, whose time is simulated. Some requests decode all the time; prompts of `--long` tokens come one
+after the other, and short ones all the while, one after the other. A server is started for each case (or asked at
+`--url`), given one long prompt to learn step times from, and measured for so many seconds after that.
 
 - ITL: milliseconds between two tokens of a request that decodes, while a long prompt is computed. `alone`: without.
 - TTFT: of the short prompts in milliseconds, of the long ones in seconds.
@@ -27,7 +27,6 @@ from faults import Server
 from machine import report
 
 DECODING = 4
-LONG = 7000
 SHORT = 20
 ALONE_SECONDS = 5.0
 PATIENCE_SECONDS = 300.0
@@ -66,20 +65,20 @@ async def ask_again(http: httpx2.AsyncClient, length: int, pause: float, seen: l
         await asyncio.sleep(pause)
 
 
-async def measure(url: str, seconds: float) -> dict[str, object]:
+async def measure(url: str, seconds: float, length: int) -> dict[str, object]:
     """Loads a server, and tells what its clients saw."""
     decoded: list[list[float]] = [[] for _ in range(DECODING)]
     short: list[tuple[float, float]] = []
     long: list[tuple[float, float]] = []
     async with httpx2.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS) as http:
         streams = [asyncio.create_task(decode(http, times)) for times in decoded]
-        await first_token(http, LONG)
+        await first_token(http, length)
         await asyncio.sleep(1.0)
         begin = time.monotonic()
         await asyncio.sleep(ALONE_SECONDS)
         loaded = time.monotonic()
         streams.append(asyncio.create_task(ask_again(http, SHORT, 0.2, short)))
-        streams.append(asyncio.create_task(ask_again(http, LONG, 0.0, long)))
+        streams.append(asyncio.create_task(ask_again(http, length, 0.0, long)))
         await asyncio.wait(streams, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
         end = time.monotonic()
         for stream in streams:
@@ -112,14 +111,16 @@ def gaps(decoded: Sequence[list[float]], begin: float, end: float) -> np.ndarray
     return found[~np.isnan(found)]
 
 
-async def measure_case(backend: str, chunk: int, target: float | None, seconds: float, options: list[str]) -> dict:
+async def measure_case(
+    backend: str, chunk: int, target: float | None, seconds: float, length: int, options: list[str]
+) -> dict[str, object]:
     with tempfile.TemporaryDirectory(prefix="fair-prefill-") as folder:
         flags = ["--backend", backend, "--chunked-prefill-size", str(chunk), "--disable-radix-cache"]
         flags += [] if target is None else ["--target-itl-ms", str(target)]
         server = Server([*flags, *options], Path(folder) / "log")
         try:
             await server.ready()
-            found = await measure(server.url, seconds)
+            found = await measure(server.url, seconds, length)
         finally:
             server.end()
     return {"backend": backend, "chunk": chunk, "target ms": target or ""} | found
@@ -130,20 +131,24 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--backend", default="jax", choices=["jax", "torch"])
     parser.add_argument("--chunk", type=int, default=512, help="--chunked-prefill-size of the server")
-    parser.add_argument("--target", type=float, action="append", help="a case with this --target-itl-ms")
+    parser.add_argument("--target", type=float, action="append", help="a case with this --target-itl-ms; 0: none")
     parser.add_argument("--seconds", type=float, default=30.0, help="of load")
     parser.add_argument("--url", help="ask the server that is there, whatever its options")
+    parser.add_argument("--long", type=int, default=7000, help="tokens of a long prompt")
     arguments, options = parser.parse_known_args()
     random.seed(1)
     if arguments.url is not None:
-        table = [asyncio.run(measure(arguments.url, arguments.seconds))]
+        table = [asyncio.run(measure(arguments.url, arguments.seconds, arguments.long))]
     else:
-        cases = [None, *(arguments.target or [])]
+        cases = [target or None for target in arguments.target or [0.0]]
         table = [
-            asyncio.run(measure_case(arguments.backend, arguments.chunk, target, arguments.seconds, options))
+            asyncio.run(
+                measure_case(arguments.backend, arguments.chunk, target, arguments.seconds, arguments.long, options)
+            )
             for target in cases
         ]
-    report("Prompts of 7,000 tokens beside short ones and decoding requests, over HTTP, ms", table, arguments.json)
+    title = f"Prompts of {arguments.long} tokens beside short ones and decoding requests, over HTTP, ms"
+    report(title, table, arguments.json)
 
 
 if __name__ == "__main__":
