@@ -165,8 +165,12 @@ class Group(ABC):
         (differ,) = np.nonzero((mine != theirs) & (mine > 0))
         if len(differ) == 0:
             return False
-        columns = (first + differ).astype(np.int32)
-        self.table.write(np.full(len(columns), row, np.int32), columns, theirs[differ])
+        begin, end = int(differ[0]), int(differ[-1]) + 1
+        if end - begin == len(differ):
+            self.table.write_run(row, first + begin, theirs[begin:end])
+        else:
+            columns = (first + differ).astype(np.int32)
+            self.table.write(np.full(len(columns), row, np.int32), columns, theirs[differ])
         self._retire(mine[differ], request_owner(row), step)
         return True
 

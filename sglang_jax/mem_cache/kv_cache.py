@@ -21,6 +21,9 @@ from sglang_jax.runner.plan import Int32, PageDeltas, PoolSpec
 _MOST_BETWEEN = 8
 """Steps in which some row takes a page, between those in which rows give up what is behind their windows."""
 
+_LONG_RUN = 8
+"""Pages for each row from which on rows are given theirs one after the other, and not page by page."""
+
 
 @dataclass(slots=True)
 class RowKV:
@@ -156,7 +159,7 @@ class KVCache:
         `limit`: most tokens that may be matched: one less than the prompt (a token must run to give logits), less where
         prompt logprobs are wanted.
         """
-        return self.tree.probe(self._matchable(tokens, limit) if self.reuse else b"", namespace)
+        return self.tree.probe(tokens, namespace, limit if self.reuse else 0)
 
     def peek(self, tokens: bytes, limit: int, namespace: Namespace) -> int:
         """Tokens of a prompt (int32 bytes), at most `limit`, whose KV is cached. Changes nothing."""
@@ -197,13 +200,16 @@ class KVCache:
         counts = np.maximum(-(-lengths // size) - first, 0)
         total = int(counts.sum())
         if total:
-            repeated = np.repeat(rows, counts)
-            starts = np.cumsum(counts) - counts
-            columns = np.arange(total, dtype=np.int32) + np.repeat(first - starts, counts).astype(np.int32)
             if not evict and any(total > group.pool.num_free for group in self.groups):
                 return False
-            if not self._grow(repeated, columns):
+            if not self._make_room(total):
                 return False
+            if total >= _LONG_RUN * len(rows):
+                self._give_runs(rows, first, counts)
+            else:
+                starts = np.cumsum(counts) - counts
+                columns = np.arange(total, dtype=np.int32) + np.repeat(first - starts, counts).astype(np.int32)
+                self._give(np.repeat(rows, counts), columns)
         self.lengths.first_query[rows] = np.minimum(before, self.lengths.kv_committed[rows])
         self.lengths.kv_allocated[rows] = np.maximum(held, lengths)
         self.lengths.kv_planned[rows] = lengths
@@ -383,9 +389,6 @@ class KVCache:
         """Page-table entries that changed since the last call, of each group."""
         return tuple([group.table.take_deltas() for group in self.groups])
 
-    def _matchable(self, tokens: bytes, limit: int) -> bytes:
-        return tokens[: max(limit, 0) // self.page_size * self.page_size * TOKEN_BYTES]
-
     def _free_row(self, row: int) -> None:
         self.lengths.start(row, 0)
         del self.open_rows[row]
@@ -396,14 +399,29 @@ class KVCache:
 
     def _grow(self, rows: Int32, columns: Int32) -> bool:
         """Gives rows pages at `(rows[i], columns[i])`, of every group or of none."""
-        count = len(columns)
+        if not self._make_room(len(columns)):
+            return False
+        self._give(rows, columns)
+        return True
+
+    def _make_room(self, count: int) -> bool:
+        """Evicts until every group has so many free pages; False, with nothing changed, where one cannot."""
         if count > self.available_pages:
             return False
-        owners = request_owners(rows)
         for group in self.groups:
             shortfall = count - group.pool.num_free
             if shortfall > 0:
                 group.num_evicted += self.tree.evict(group.component, shortfall)
-        for group in self.groups:
-            group.table.write(rows, columns, group.take(count, owners))
         return True
+
+    def _give(self, rows: Int32, columns: Int32) -> None:
+        owners = request_owners(rows)
+        for group in self.groups:
+            group.table.write(rows, columns, group.take(len(columns), owners))
+
+    def _give_runs(self, rows: Int32, first: Int32, counts: Int32) -> None:
+        """Gives each row `counts` pages from column `first` on, `[rows]` each."""
+        for row, column, count in zip(rows.tolist(), first.tolist(), counts.tolist(), strict=True):
+            if count:
+                for group in self.groups:
+                    group.table.write_run(row, column, group.take(count, request_owner(row)))

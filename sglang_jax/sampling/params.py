@@ -122,6 +122,15 @@ class SamplingParams:
         self._check_sequences()
 
     def _check_sequences(self) -> None:
+        # Most requests have none of these, and thousands may arrive at once.
+        if self.stop or isinstance(self.stop, str):
+            self._check_stop()
+        if self.stop_token_ids:
+            self._check_stop_token_ids()
+        if self.logit_bias:
+            self._check_logit_bias()
+
+    def _check_stop(self) -> None:
         if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
             raise ParameterError(f"stop must be a list of non-empty strings, got {shown(self.stop)}", param="stop")
         characters = sum(map(len, self.stop))
@@ -129,6 +138,8 @@ class SamplingParams:
             raise ParameterError(
                 f"stop may hold at most {MAX_STOP_CHARACTERS} characters together, got {characters}", param="stop"
             )
+
+    def _check_stop_token_ids(self) -> None:
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise ParameterError(
                 f"stop_token_ids may hold at most {MAX_STOP_TOKEN_IDS} ids, got {len(self.stop_token_ids)}",
@@ -136,6 +147,8 @@ class SamplingParams:
             )
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0, 2**31 - 1)
+
+    def _check_logit_bias(self) -> None:
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise ParameterError(
                 f"logit_bias may hold at most {MAX_LOGIT_BIAS} entries, got {len(self.logit_bias)}",
