@@ -227,18 +227,23 @@ class Client:
         body = {"text": "a", "stream": True, "return_logprob": True, "top_logprobs_num": 20}
         content = json.dumps({**body, "sampling_params": sampling}).encode()
         head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
+        long = self._draw.random() < 0.5
         with socket.socket() as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            if long:  # so that little of the answer waits on this side
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.settimeout(PATIENCE)
             connection.connect(("127.0.0.1", self._port))
             connection.sendall(f"{head}{len(content)}\r\n\r\n".encode() + content)
-            time.sleep(CLIENT_TIMEOUT * self._draw.choice((0.2, 3.0)))
+            time.sleep(CLIENT_TIMEOUT * (4.0 if long else 0.3))
+            received = b""
             try:
-                while connection.recv(65536):
-                    pass
+                while more := connection.recv(65536):
+                    received = received[-65536:] + more
             except ConnectionResetError:
-                pass  # it was let go, as it should be
-        return ""
+                received = b""
+        if long:
+            return "a client that read nothing for 20 s was sent all" if b"data: [DONE]" in received else ""
+        return _error_in(received.splitlines()) or ("" if b"data: [DONE]" in received else "a stream without an end")
 
     def half_a_head(self) -> str:
         """Begins a request and thinks better of it."""

@@ -114,13 +114,12 @@ def cores(server: psutil.Process) -> list[int]:
 
 @dataclass
 class Samples:
-    """A process's memory in MiB, and its threads and files, by the time of sampling."""
+    """A process's memory in MiB, by the time of sampling."""
 
     name: str
     born: float
     times: list[float] = field(default_factory=list)
     memory: list[float] = field(default_factory=list)
-    handles: list[int] = field(default_factory=list)
 
     def minutes(self, since: float, length: float = 60.0) -> list[float]:
         """The median of each whole minute."""
@@ -160,10 +159,8 @@ class Scales:
         if samples is None:
             samples = self.processes[process.pid] = Samples(_kind(process, self._server), now)
         memory = process.memory_info().rss / 2**20
-        handles = process.num_fds() + process.num_threads()
         samples.times.append(now)
         samples.memory.append(memory)
-        samples.handles.append(handles)
 
 
 def _kind(process: psutil.Process, server: psutil.Process) -> str:
