@@ -253,6 +253,13 @@ class EngineConfig(BaseModel):
         description="seconds that an engine process may take for a step, unless it compiles, before it is killed and "
         "started again",
     )
+    engine_start_timeout: float = Field(
+        3600.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="seconds that an engine process may take until it can serve, loading and compiling included, before "
+        "it is killed and its start has failed",
+    )
     max_engine_restarts: int = Field(
         5,
         ge=0,
