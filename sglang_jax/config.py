@@ -257,8 +257,8 @@ class EngineConfig(BaseModel):
         3600.0,
         gt=0.0,
         allow_inf_nan=False,
-        description="seconds that an engine process may take until it can serve, loading and compiling included, before "
-        "it is killed and its start has failed",
+        description="seconds that an engine process may take until it can serve, loading and compiling included, "
+        "before it is killed and its start has failed",
     )
     max_engine_restarts: int = Field(
         5,

@@ -24,7 +24,7 @@ from sglang_jax.config import EngineConfig
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.launch import TokenizerLoader, launch_core
 from sglang_jax.engine.replica import Backoff, Replica
-from sglang_jax.engine.types import GenerateInput
+from sglang_jax.engine.types import GenerateInput, ReplicaState
 from sglang_jax.errors import CheckpointError, ConfigError, EngineDeadError
 from sglang_jax.sampling.params import SamplingParams
 
@@ -173,16 +173,13 @@ async def test_death_while_starting() -> None:
         await asyncio.wait_for(start("dying"), 20)
 
 
-async def test_a_start_that_hangs_says_where_and_is_ended(
-    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    config = EngineConfig(model_path="never", engine_start_timeout=3.0)
+async def test_a_start_that_hangs_is_ended(caplog: pytest.LogCaptureFixture) -> None:
+    config = EngineConfig(model_path="never", engine_start_timeout=1.0)
     with pytest.raises(
-        EngineDeadError, match=r"failed to start: it was not ready after 3 s \(--engine-start-timeout\)"
+        EngineDeadError, match=r"failed to start: it was not ready after 1 s \(--engine-start-timeout\)"
     ):
         await asyncio.wait_for(launch_core(config, in_process=False, load=load_echo, load_tokenizer=load_tokenizer), 60)
-    assert "in _start_for_ever" in capfd.readouterr().err
-    found = re.search(r"Process (\d+) of the engine is in state S", caplog.text)
+    found = re.search(r"Process (\d+) of the engine is in state .*; the stacks of its threads", caplog.text)
     assert found is not None
     assert wait_until_gone(int(found[1]), 5)
     assert not wire_folders()
@@ -203,10 +200,10 @@ async def test_starts_that_hang_count_as_restarts() -> None:
     replica = Replica(0, launch, backoff=Backoff(first=0.0, give_up=None, max_restarts=2))
     await replica.start()
     os.kill(await core_pid(replica.client), signal.SIGKILL)
+    while replica.state is ReplicaState.SERVING:
+        await asyncio.sleep(0.05)
     with pytest.raises(EngineDeadError, match=r"stopped: it failed to start: .*not ready after 0\.5 s"):
-        while True:
-            await replica.serving()
-            await asyncio.sleep(0.05)
+        await replica.serving()
     assert starts == 3
 
 
@@ -227,7 +224,7 @@ from helpers.engine_fakes import load_tokenizer
 from helpers.sleeping_core import TRAP, load_sleeping
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.launch import launch_core
-from sglang_jax.engine.types import GenerateInput
+from sglang_jax.engine.types import GenerateInput, ReplicaState
 
 async def main():
     config = EngineConfig(model_path="native:0.001")
