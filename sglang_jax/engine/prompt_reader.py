@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from sglang_jax.engine import validation
 from sglang_jax.engine.types import GenerateInput, ModelInfo, TextTokenizer
-from sglang_jax.errors import PromptTooLongError
+from sglang_jax.errors import ParameterError, PromptTooLongError
 
 LONG_TEXT = 1024
 """Texts of more characters are tokenized in a thread, so that the event loop goes on meanwhile."""
@@ -65,7 +65,10 @@ class PromptReader:
     def _encode_large(self, text: str, encode: partial[list[int]], most_tokens: int, param: str) -> list[int]:
         counted = 0
         for start in range(0, len(text), LARGE_TEXT):
-            counted += len(self._tokenizer.encode(text[start : start + LARGE_TEXT], add_special_tokens=False))
+            try:
+                counted += len(self._tokenizer.encode(text[start : start + LARGE_TEXT], add_special_tokens=False))
+            except ParameterError:
+                return encode()  # which says where in the whole text it is
             # A cut may make some tokens more of a text, and never twice as many.
             if counted > 2 * most_tokens:
                 raise PromptTooLongError(
