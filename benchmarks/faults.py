@@ -34,7 +34,7 @@ from typing import Any
 
 import httpx2
 from machine import report
-from memory_limit import out_of_memory
+from memory_limit import out_of_memory, why_not
 
 LOAD_SECONDS = 4.0
 SERVED_SECONDS = 4.0
@@ -326,7 +326,9 @@ def main() -> None:
         parser.error(f"no scenario is called {', '.join(unknown)}; there are {', '.join(names)}")
     rows = []
     for scenario in SCENARIOS:
-        if not arguments.scenarios or scenario.name in arguments.scenarios:
+        if scenario.no_memory and (reason := why_not()):
+            print(f"{scenario.name}: {reason}", file=sys.stderr)
+        elif not arguments.scenarios or scenario.name in arguments.scenarios:
             with tempfile.TemporaryDirectory(prefix="faults-") as folder:
                 rows.append(asyncio.run(run(scenario, arguments, Path(folder))))
             print(rows[-1], file=sys.stderr, flush=True)
