@@ -9,7 +9,8 @@ of one replica and now and then stops it (`soak_watch.py`). The run is passed, w
 - nothing failed that no fault explains: a request that fails with `replica_lost` or `engine_dead` must have run while a
   core was lost, and every answer must be the one that the same request had the first time;
 - the memory of every process is flat: over the last two thirds of the run no minute's median is more than 2 % above
-  that of another, nor is that of cores that were started again, at the same age;
+  that of another; cores that were started again in the second half of the run weigh no more than 2 % above those of the
+  first, at the same age and by their medians;
 - nothing is left at the end: nothing runs or waits, no KV page is in use, pages add up, the prefix cache empties;
   open files and threads are as many as at the start, but for idle workers; the server drains with status 0 and leaves
   no process behind.
@@ -170,8 +171,10 @@ def memory_rows(processes: dict[int, Samples], since: float, until: float) -> li
     # Later ones at one minute of age: when the programs have been loaded, and before anything happens to them.
     later = [one.minutes(one.born + 60.0)[:1] for one in processes.values() if one.name == "core" and one not in steady]
     weights = [first for found in later for first in found]
-    if len(weights) > 1:
-        rows.append(_flatness(f"{len(weights)} cores at the age of a minute", weights))
+    half = len(weights) // 2
+    if half:
+        rows.append(_flatness(f"{len(weights)} later cores", weights))
+        rows[-1]["spread"] = statistics.median(weights[half:]) / statistics.median(weights[:half]) - 1
     return rows
 
 
