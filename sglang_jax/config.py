@@ -264,6 +264,13 @@ class EngineConfig(BaseModel):
         description="maximum seconds that an engine process may take for a step (compiling excluded) before it is "
         "killed and restarted",
     )
+    engine_start_timeout: float = Field(
+        3600.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="maximum seconds that an engine process may take to start, loading and compiling included, before "
+        "it is killed and its start has failed",
+    )
     max_engine_restarts: int = Field(
         5,
         ge=0,

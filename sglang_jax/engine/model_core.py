@@ -16,6 +16,7 @@ from sglang_jax.engine.channel import CoreChannel, Ready
 from sglang_jax.engine.types import ModelInfo, TextTokenizer
 from sglang_jax.errors import CheckpointError, ParameterError
 from sglang_jax.runner.backends import load_backend
+from sglang_jax.runner.group import GroupRunner
 from sglang_jax.runner.protocol import Runner
 from sglang_jax.sampling import GenerationDefaults, with_defaults
 from sglang_jax.scheduler.loop import SchedulerLoop
@@ -39,6 +40,8 @@ class ModelCore:
     ) -> None:
         self._runner = runner
         runner.announce_builds(channel.pulse.building)
+        if isinstance(runner, GroupRunner):
+            runner.announce_ranks(channel.pulse.note_rank)
         self._loop = SchedulerLoop(runner, checkpoint.config.eos_token_ids, config, channel, channel.pulse)
         self._ready = _ready(config, checkpoint, defaults, runner)
 

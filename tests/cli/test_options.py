@@ -58,6 +58,7 @@ OTHER_VALUES: dict[str, Any] = {
     "sampling_defaults": "openai",
     "skip_warmup": True,
     "watchdog_timeout": 30.0,
+    "engine_start_timeout": 60.0,
     "max_engine_restarts": 2,
     "compilation_cache_dir": Path("some/cache"),
     "decode_log_interval": 7,
