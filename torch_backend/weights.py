@@ -6,6 +6,7 @@ no layer's structure is repeated here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -113,8 +114,8 @@ def _index(shard: ModelShard, reader: ParameterReader, name: ParameterName) -> t
     """The rank's part of a parameter: of heads, of columns of the feed-forward layer, of rows of the vocabulary."""
     spec = reader.spec(name)
     index = []
-    for length, axes in zip(spec.shape, spec.axes, strict=True):
-        width = reader.head_dim(name) if len(axes) == 2 else 1
+    for axes, (length, *inner) in zip(spec.axes, spec.sizes, strict=True):
+        width = math.prod(inner)
         part = shard.of_axis(axes[0], length)
         index.append(slice(part.start * width, part.stop * width))
     return tuple(index)

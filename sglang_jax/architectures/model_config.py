@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -176,24 +176,6 @@ class ModelConfig:
     def num_layers(self) -> int:
         return len(self.layers)
 
-    @property
-    def num_heads(self) -> int:
-        """Of every layer, as are the next two. **Raises:** `ValueError` where layers differ: ask the layer."""
-        return self._of_all("num_heads", [layer.mixer.num_heads for layer in self.layers])
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self._of_all("num_kv_heads", [layer.mixer.num_kv_heads for layer in self.layers])
-
-    @property
-    def head_dim(self) -> int:
-        return self._of_all("head_dim", [layer.mixer.head_dim for layer in self.layers])
-
-    def _of_all(self, what: str, values: Sequence[int]) -> int:
-        if len(set(values)) != 1:
-            raise ValueError(f"{what} of the layers differ: {list(values)}; ask each layer for its own")
-        return values[0]
-
     def with_layers(self, change: Callable[[LayerConfig], LayerConfig]) -> ModelConfig:
         """The same model with every layer changed."""
         return replace(self, layers=tuple(change(layer) for layer in self.layers))
@@ -201,8 +183,8 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers of a model whose keys and values share pages, as they need the same tokens of a sequence. `window`: tokens
-    that a query sees, its own among them; None for `CacheKind.FULL`.
+    """Layers of a model whose keys and values share pages, as they need the same tokens of a sequence and have pages of
+    the same shape. `window`: tokens that a query sees, its own among them; None for `CacheKind.FULL`.
 
     What a page of a group takes is `runner.sizing.GroupMemory`, the pages that a runner has for it `PoolSpec`."""
 
@@ -219,10 +201,13 @@ def group_of_layers(config: ModelConfig) -> tuple[int, ...]:
 
 
 def cache_groups(config: ModelConfig) -> tuple[CacheGroup, ...]:
-    """The groups of a model's layers: full attention first, then windows by their size."""
-    full = tuple(number for number, layer in enumerate(config.layers) if layer.mixer.window is None)
-    groups = [CacheGroup(CacheKind.FULL, full)] if full else []
-    for window in sorted({layer.mixer.window for layer in config.layers if layer.mixer.window is not None}):
-        layers = tuple(number for number, layer in enumerate(config.layers) if layer.mixer.window == window)
-        groups.append(CacheGroup(CacheKind.WINDOW, layers, window))
-    return tuple(groups)
+    """The groups of a model's layers: full attention first, then windows by their size. Layers whose kv heads differ in
+    number or size are in groups of their own, in the order of the layers."""
+    alike: dict[tuple[int | None, int, int], list[int]] = {}
+    for number, layer in enumerate(config.layers):
+        mixer = layer.mixer
+        alike.setdefault((mixer.window, mixer.num_kv_heads, mixer.head_dim), []).append(number)
+    return tuple(
+        CacheGroup(CacheKind.FULL if window is None else CacheKind.WINDOW, tuple(layers), window)
+        for (window, _, _), layers in sorted(alike.items(), key=lambda group: group[0][0] or 0)
+    )

@@ -51,8 +51,9 @@ class PagedModel:
         spec = kv_cache_spec(checkpoint.config, stored, 1 + ROWS * columns, page_size)
         self.num_groups = len(cache_groups(checkpoint.config))
         caches = allocate(spec, mesh)
-        poison = to_storage(jnp.full(caches[0].shape, jnp.nan), spec.storage)
-        self.kv_caches: KVCaches = tuple(jax.device_put(poison.copy(), cache.sharding) for cache in caches)
+        self.kv_caches: KVCaches = tuple(
+            jax.device_put(to_storage(jnp.full(cache.shape, jnp.nan), spec.storage), cache.sharding) for cache in caches
+        )
         pages = 1 + np.random.default_rng(1).permutation(ROWS * columns)
         self.all_pages = pages.reshape(ROWS, columns).astype(np.int32)
         self.page_size = page_size

@@ -123,7 +123,7 @@ for config, folder, sizes in ((plain, "plain", (2, 4, 8)), (whole_norms, "whole_
         parallel = TensorParallel.of(config, size)
         mesh = make_mesh(jax.devices()[:size])
         expected, restored = build(parallel.config), build(parallel.config)
-        load_weights(expected, reader, config, mesh, kv_copies=parallel.kv_copies)
+        load_weights(expected, reader, config, mesh)
         restore_orbax(Path(sys.argv[1], folder), restored, config, mesh)
         before, after = (nnx.to_flat_state(nnx.state(model)) for model in (expected, restored))
         for (path, wanted), (_, found) in zip(before, after, strict=True):

@@ -141,7 +141,7 @@ def test_parts_make_the_whole(size: int) -> None:
     queries, keys, values = layer.attention.qkv.weight.view(12, 16, 32).split([8, 2, 2])
     for rank, part in enumerate(layers):
         mine = part.attention.qkv.weight.view(-1, 16, 32)
-        per_rank, kv = 8 // size, ModelShard.of(CONFIG, rank, size).kv_heads
+        per_rank, kv = 8 // size, ModelShard.of(CONFIG, rank, size).kv_heads(2)
         assert len(kv) == max(2 // size, 1)
         expected = (queries[rank * per_rank : (rank + 1) * per_rank], keys[kv], values[kv])
         assert torch.equal(mine, torch.cat(expected))

@@ -36,7 +36,9 @@ class DecoderLayer(nn.Module):
 
         self.config = config
         self.attention_norm = norm(config.mixer_norms.pre, Part.ATTENTION_NORM)
-        self.attention = Attention(config.mixer, hidden_size, shard, dtype=dtype, operations=operations)
+        self.attention = Attention(
+            config.mixer, hidden_size, shard, dtype=dtype, operations=operations, parallel=parallel
+        )
         self.attention_post_norm = norm(config.mixer_norms.post, Part.ATTENTION_POST_NORM)
         self.feed_forward_norm = norm(config.feed_forward_norms.pre, Part.FEED_FORWARD_NORM)
         self.feed_forward = FeedForward(config.feed_forward, hidden_size, shard, dtype=dtype, operations=operations)
