@@ -64,9 +64,9 @@ class ParameterSpec:
         return {axis: size for axes, sizes in pairs for axis, size in zip(axes, sizes, strict=True)}
 
     @property
-    def is_norm(self) -> bool:
-        """Its values scale what was normalised: 1 in a model that is not trained."""
-        return self.name.part in _NORMS
+    def is_scale(self) -> bool:
+        """Its values multiply activations one by one, as those of norms do: 1 in a model that is not trained."""
+        return self.name.part in _SCALES
 
 
 class Manifest:
@@ -110,7 +110,7 @@ def manifest_of(config: ModelConfig) -> Manifest:
     return Manifest(config)
 
 
-_NORMS = frozenset(
+_SCALES = frozenset(
     {
         Part.FINAL_NORM,
         Part.ATTENTION_NORM,
@@ -119,6 +119,7 @@ _NORMS = frozenset(
         Part.FEED_FORWARD_POST_NORM,
         Part.QUERY_NORM,
         Part.KEY_NORM,
+        Part.LAYER_SCALE,
     }
 )
 
@@ -136,6 +137,8 @@ class _Shaped:
     sizes: Sizes
     offset: float = 0.0
     interleaved: bool = False
+    stored_as: Part | None = None
+    """The part whose tensor this is as well."""
 
 
 def _specs(config: ModelConfig) -> Iterator[ParameterSpec]:
@@ -156,15 +159,19 @@ def _specs(config: ModelConfig) -> Iterator[ParameterSpec]:
 
 
 def _named(config: ModelConfig, parameters: list[_Shaped], layer: int | None) -> Iterator[ParameterSpec]:
-    """Parts that share a tensor follow each other along its rows."""
+    """Parts that share a tensor follow each other along its rows, but for one that is stored as another."""
     names = family_named(config.architecture).names
     assert layer is None or not WHOLE_MODEL & {parameter.part for parameter in parameters}
     rows: dict[str, int] = {}
+    starts: dict[tuple[Part, Kind], int] = {}
     for parameter in parameters:
-        name = names[parameter.part]
+        name = names[parameter.stored_as or parameter.part]
         tensor = hf_name(name, parameter.kind, layer)
-        first = rows.get(tensor, 0)
-        rows[tensor] = first + math.prod(parameter.sizes[0])
+        if parameter.stored_as is None:
+            first = starts[parameter.part, parameter.kind] = rows.get(tensor, 0)
+            rows[tensor] = first + math.prod(parameter.sizes[0])
+        else:
+            first = starts[parameter.stored_as, parameter.kind]
         yield ParameterSpec(
             ParameterName(parameter.part, parameter.kind, layer),
             parameter.axes,
@@ -189,6 +196,8 @@ def _layer(layer: LayerConfig, hidden: int) -> Iterator[_Shaped]:
             yield _norm(part, hidden, norm.offset)
     yield from _attention(layer.mixer, hidden)
     yield from _feed_forward(layer.feed_forward, hidden)
+    if layer.learnt_scale:
+        yield _Shaped(Part.LAYER_SCALE, Kind.WEIGHT, ((Axis.ONE,),), ((1,),))
 
 
 def _attention(attention: AttentionConfig, hidden: int) -> Iterator[_Shaped]:
@@ -196,7 +205,8 @@ def _attention(attention: AttentionConfig, hidden: int) -> Iterator[_Shaped]:
     turned = attention.interleaved_rope
     yield from _linear(Part.QUERY, (queries, (hidden,)), (_HEADS, _HIDDEN), attention.bias, interleaved=turned)
     yield from _linear(Part.KEY, (keys, (hidden,)), (_KV_HEADS, _HIDDEN), attention.bias, interleaved=turned)
-    yield from _linear(Part.VALUE, (keys, (hidden,)), (_KV_HEADS, _HIDDEN), attention.bias)
+    stored_as = Part.KEY if attention.values_are_keys else None
+    yield from _linear(Part.VALUE, (keys, (hidden,)), (_KV_HEADS, _HIDDEN), attention.bias, stored_as=stored_as)
     yield from _linear(Part.OUTPUT, ((hidden,), queries), (_HIDDEN, _HEADS), attention.out_bias)
     qk_norm = attention.qk_norm
     if qk_norm is not None:
@@ -215,10 +225,12 @@ def _feed_forward(feed_forward: FeedForwardConfig, hidden: int) -> Iterator[_Sha
     yield from _linear(Part.DOWN, (outer, inner), (_HIDDEN, _INTERMEDIATE), feed_forward.bias)
 
 
-def _linear(part: Part, sizes: Sizes, axes: Axes, bias: bool, *, interleaved: bool = False) -> Iterator[_Shaped]:
-    yield _Shaped(part, Kind.WEIGHT, axes, sizes, interleaved=interleaved)
+def _linear(
+    part: Part, sizes: Sizes, axes: Axes, bias: bool, *, interleaved: bool = False, stored_as: Part | None = None
+) -> Iterator[_Shaped]:
+    yield _Shaped(part, Kind.WEIGHT, axes, sizes, interleaved=interleaved, stored_as=stored_as)
     if bias:
-        yield _Shaped(part, Kind.BIAS, axes[:1], sizes[:1], interleaved=interleaved)
+        yield _Shaped(part, Kind.BIAS, axes[:1], sizes[:1], interleaved=interleaved, stored_as=stored_as)
 
 
 def _norm(part: Part, size: int, offset: float) -> _Shaped:

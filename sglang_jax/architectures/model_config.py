@@ -15,13 +15,16 @@ class RopeKind(StrEnum):
     DYNAMIC = "dynamic"
     LLAMA3 = "llama3"
     YARN = "yarn"
+    PROPORTIONAL = "proportional"
+    """The first pairs of a head turn as those of whole heads do, the others stand still (Gemma 4)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
     """Rotary position embedding (Su et al. 2021) and its long-context variants.
 
-    Fields that a kind does not use keep their default. `original_max_position` is the context length before scaling.
+    Fields that a kind does not use keep their default. `original_max_position` is the context length before scaling;
+    `turning` the share of the pairs that turn.
     """
 
     kind: RopeKind = RopeKind.DEFAULT
@@ -36,6 +39,7 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     attention_factor: float | None = None
     truncate: bool = True
+    turning: float = 1.0
 
 
 class NormKind(StrEnum):
@@ -77,12 +81,14 @@ class QKNorm:
 class AttentionConfig:
     """Grouped-query self-attention.
 
-    - `head_dim` need not be the hidden size over the heads.
+    - `head_dim` need not be the hidden size over the heads; all three numbers may differ from layer to layer.
     - `scale` multiplies scores; `soft_cap` makes them `soft_cap * tanh(score / soft_cap)`.
     - `rope`: None for a layer without positions.
     - `interleaved_rope`: the checkpoint's rotary pairs are neighbours; rows are put into halves when they are loaded.
     - `window`: keys that a query sees at most, itself included; None for all before it.
     - `sinks`: each head has a learnt score that joins the softmax's sum and has no value.
+    - `value_norm`: each head's value is divided by its root mean square; the norm has no weight.
+    - `values_are_keys`: values have no projection of their own, they are keys before norm and rotation.
     """
 
     num_heads: int
@@ -95,6 +101,8 @@ class AttentionConfig:
     soft_cap: float | None = None
     sinks: bool = False
     qk_norm: QKNorm | None = None
+    value_norm: NormConfig | None = None
+    values_are_keys: bool = False
     bias: bool = False
     out_bias: bool = False
 
@@ -137,6 +145,7 @@ class LayerConfig:
 
     - `parallel`: both read the same normalised input (`mixer_norms.pre`), and their sum is added.
     - `residual_multiplier`: of what is added.
+    - `learnt_scale`: the checkpoint has a number by which the residual stream is multiplied after the layer.
     """
 
     mixer: AttentionConfig
@@ -145,6 +154,7 @@ class LayerConfig:
     feed_forward_norms: SublayerNorms
     parallel: bool = False
     residual_multiplier: float = 1.0
+    learnt_scale: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,7 +53,7 @@ def test_norms_of_random_weights_multiply_by_1(name: str, tmp_path: Path) -> Non
     dummy = open_checkpoint(str(folder), LoadFormat.DUMMY)
     assert dummy.reader is not None
     reader = ParameterReader(dummy.reader, dummy.config)
-    norms = [spec for spec in manifest_of(dummy.config).specs.values() if spec.is_norm]
+    norms = [spec for spec in manifest_of(dummy.config).specs.values() if spec.is_scale]
     assert len(norms) >= 1 + 4 * dummy.config.num_layers
     for spec in norms:
         assert (reader.read(spec.name) == 1).all()

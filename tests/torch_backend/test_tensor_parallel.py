@@ -16,7 +16,7 @@ from helpers.tiny_models import make_tiny_checkpoint
 from helpers.torch_paged_model import TorchPagedModel
 from helpers.torch_ranks import run_ranks
 
-from sglang_jax.architectures import NormConfig, QKNorm
+from sglang_jax.architectures import LayerConfig
 from sglang_jax.architectures.dense import dense_decoder
 from sglang_jax.checkpoint import ModelConfig, RopeConfig
 from sglang_jax.checkpoint.dummy_reader import DummyReader
@@ -99,15 +99,17 @@ def load(config: ModelConfig, rank: int, size: int) -> tuple[Transformer, Counti
 
 def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
     """Biases that must be added once, one kv head for two ranks, a vocabulary that two do not divide, norms of what
-    ranks have summed, and blocks side by side whose sum is summed once."""
+    ranks have summed, blocks side by side whose sum is summed once, norms over the heads of all ranks, layers of which
+    some have fewer kv heads than there are ranks, and sinks."""
     checkpoints = [
         make_tiny_checkpoint(tmp_path / "biases", "llama", attention_bias=True, mlp_bias=True),
         make_tiny_checkpoint(tmp_path / "one_kv_head", "qwen3", num_key_value_heads=1, tie_word_embeddings=True),
         make_tiny_checkpoint(tmp_path / "odd_vocabulary", "qwen2", vocab_size=385),
         *(
             make_tiny_checkpoint(tmp_path / name, FAMILIES[name].architecture, **FAMILIES[name].changes)
-            for name in ("gemma2", "cohere2")
+            for name in ("gemma2", "cohere2", "olmo2", "gemma4", "granite_swa")
         ),
+        make_tiny_checkpoint(tmp_path / "one_normed_kv_head", "olmo2", num_key_value_heads=1),
     ]
     ranks = run_ranks(checkpoints, 2, prompts()[:3], STEPS, tmp_path)
     for number, folder in enumerate(checkpoints):
@@ -183,9 +185,21 @@ def test_what_cannot_be_divided_is_refused(change: dict[str, int], size: int) ->
         ModelShard.of(config, 0, size)
 
 
-def test_norms_over_all_heads_are_not_spread() -> None:
-    norm = QKNorm(norm=NormConfig(eps=1e-6), whole=True)
-    config = CONFIG.with_layers(lambda layer: replace(layer, mixer=replace(layer.mixer, qk_norm=norm)))
-    with pytest.raises(ConfigError, match="norm all heads of a token together"):
-        ModelShard.of(config, 0, 2)
-    assert ModelShard.of(config, 0, 1).heads == range(8)
+@pytest.mark.parametrize("size", [2, 4])
+def test_layers_are_divided_by_their_own_heads(size: int) -> None:
+    def changed(layer: LayerConfig, **heads: int) -> LayerConfig:
+        return replace(layer, mixer=replace(layer.mixer, **heads))
+
+    first, second = CONFIG.layers
+    config = replace(CONFIG, layers=(changed(first, num_heads=4, num_kv_heads=4), changed(second, num_kv_heads=1)))
+    whole, _ = load(config, 0, 1)
+    parts = [load(config, rank, size)[0] for rank in range(size)]
+    for number, (heads, kv_heads) in enumerate(((4, 4), (8, 1))):
+        split = whole.decoder_layers[number].attention.qkv.weight.view(-1, 16, 32).split([heads, kv_heads, kv_heads])
+        for rank, part in enumerate(parts):
+            own = part.decoder_layers[number].attention.qkv.weight.view(-1, 16, 32)
+            mine = slice(rank * heads // size, (rank + 1) * heads // size)
+            kv = slice(0, 1) if kv_heads == 1 else slice(rank * kv_heads // size, (rank + 1) * kv_heads // size)
+            assert torch.equal(own, torch.cat([split[0][mine], split[1][kv], split[2][kv]]))
+    with pytest.raises(ConfigError, match="8 heads and 3 kv heads cannot be spread over 2"):
+        ModelShard.of(replace(CONFIG, layers=(first, changed(second, num_kv_heads=3))), 0, 2)

@@ -13,7 +13,7 @@ from torch_backend.kv_pages import KVPages
 from torch_backend.layers.linear import Linear
 from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.shard import ModelShard
-from torch_backend.native_operations import normalise
+from torch_backend.native_operations import divide_by_rms, normalise
 from torch_backend.operations import HeadNorms, Operations, Rotation
 from torch_backend.parallel import TensorParallel
 
@@ -28,7 +28,7 @@ class LayerStep:
 
 
 class Attention(Loadable):
-    """Projections, optional norms of queries and keys, rotation, cache write, attention, output projection.
+    """Projections, optional norms of queries, keys and values, rotation, cache write, attention, output projection.
 
     The fused projection gives all queries, all keys, all values.
     """
@@ -78,8 +78,12 @@ class Attention(Loadable):
         return self._options if self.sinks is None else replace(self._options, sinks=self.sinks)
 
     def _norms(self, qkv: torch.Tensor) -> HeadNorms | None:
-        """Norms of each head, for the operation that rotates; those over all heads are done here, in place."""
-        qk_norm = self.config.qk_norm
+        """Norms of each head, for the operation that rotates; those over all heads, and of values, are done here, in
+        place."""
+        value_norm, qk_norm = self.config.value_norm, self.config.qk_norm
+        if value_norm is not None:
+            values = qkv[:, -self._keys :].unflatten(1, (-1, self.config.head_dim))
+            values.copy_(divide_by_rms(values.to(torch.float32, copy=True), value_norm.eps))
         if qk_norm is None or self.query_norm is None or self.key_norm is None:
             return None
         if not qk_norm.whole:
