@@ -86,6 +86,26 @@ FAMILIES: dict[str, FamilyCase] = {
     "qwen2": FamilyCase("qwen2", 64, {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1}),
     "phi3": FamilyCase("phi3", 16, {"sliding_window": 9}),
     "olmo2": FamilyCase("olmo2", 4, {}),
+    "olmo3": FamilyCase(
+        "olmo3",
+        16,
+        {
+            "sliding_window": 8,
+            "layer_types": [_LOCAL, _GLOBAL],
+            "rope_parameters": {
+                _GLOBAL: {
+                    "rope_type": "yarn",
+                    "rope_theta": 5e5,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 128,
+                },
+                _LOCAL: {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "seed_oss": FamilyCase("seed_oss", 16, {"head_dim": 32, "attention_out_bias": True}),
+    "ministral": FamilyCase("ministral", 64, {"head_dim": 16, "sliding_window": 8, "layer_types": [_LOCAL, _GLOBAL]}),
+    "ernie4_5": FamilyCase("ernie4_5", 1, {"head_dim": 32, "use_bias": True}),
     "smollm3": FamilyCase("smollm3", 1, {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]}),
     "granite": FamilyCase(
         "granite",
