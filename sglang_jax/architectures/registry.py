@@ -31,8 +31,9 @@ class GgufForm:
     - `name`: `general.architecture`.
     - `fields`: metadata keys beside the common ones, by the fields of config.json that they stand for.
     - `derive`: fields that no key holds, from the common ones.
-    - `interleaved`: q and k are stored for rotary pairs of neighbours.
+    - `interleaved`: q and k are stored for rotary pairs of neighbours, and in halves elsewhere.
     - `norms_hold_offset`: norms are stored as they multiply, whatever Hugging Face's folders hold.
+    - `windowed`: of two families under one name, the one whose files have a window.
     """
 
     name: str
@@ -40,6 +41,7 @@ class GgufForm:
     derive: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing_more
     interleaved: bool = False
     norms_hold_offset: bool = False
+    windowed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from sglang_jax.architectures.common_fields import CommonFields, Defaults
 from sglang_jax.architectures.hf_rope import rope_from_hf
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, QKNorm, RopeConfig, SublayerNorms
-from sglang_jax.architectures.registry import Family
+from sglang_jax.architectures.registry import Family, GgufForm
 from sglang_jax.architectures.tensor_names import POST_NORM_NAMES
 
 _NAME = "olmo3"
@@ -36,20 +36,25 @@ def configure(fields: JsonFields) -> ModelConfig:
 
 
 def _ropes(fields: JsonFields) -> tuple[RopeConfig, RopeConfig]:
-    """Of layers that see all, and of those with a window: a set of parameters for each, or the spelling of before, in
-    which `rope_scaling` is that of layers that see all."""
+    """Of layers that see all, and of those with a window: a set of parameters for each, or one set, whose scaling is
+    that of layers that see all."""
     context = fields.count("max_position_embeddings") or _DEFAULTS.max_position
     parameters = fields.nested("rope_parameters")
-    if parameters is None:
-        plain = JsonFields({}, fields.file)
-        return (
-            rope_from_hf(fields, context, _DEFAULTS.theta),
-            rope_from_hf(fields, context, _DEFAULTS.theta, plain),
-        )
+    if parameters is None or not {"full_attention", "sliding_attention"} & parameters.values.keys():
+        whole = rope_from_hf(fields, context, _DEFAULTS.theta)
+        return whole, RopeConfig(theta=fields.number("rope_local_base_freq") or whole.theta)
     kinds = (parameters.nested("full_attention"), parameters.nested("sliding_attention"))
     nothing = JsonFields({}, fields.file)
     whole, sliding = (rope_from_hf(nothing, context, _DEFAULTS.theta, kind or nothing) for kind in kinds)
     return whole, sliding
 
 
-FAMILY = Family(name=_NAME, class_name="Olmo3ForCausalLM", configure=configure, names=POST_NORM_NAMES)
+_GGUF_FIELDS = {"sliding_window": "attention.sliding_window", "rope_local_base_freq": "rope.freq_base_swa"}
+
+FAMILY = Family(
+    name=_NAME,
+    class_name="Olmo3ForCausalLM",
+    configure=configure,
+    names=POST_NORM_NAMES,
+    gguf=GgufForm(name="olmo2", fields=_GGUF_FIELDS, windowed=True),
+)
