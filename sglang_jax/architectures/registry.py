@@ -82,22 +82,17 @@ def family_named(name: str) -> Family:
     raise CheckpointError(f"architecture {name} is not supported; supported: {supported_classes()}")
 
 
-def family_of_hf(fields: JsonFields) -> Family:
-    """The family of a config.json: by `architectures`, or, where that is silent, by `model_type`.
-
-    **Raises:** `CheckpointError` naming what is supported.
-    """
+def family_of_hf(fields: JsonFields) -> Family | None:
+    """The family of a config.json: by `architectures`, or, where that is silent, by `model_type`. None if no family of
+    that name is known."""
     match fields.value("architectures"):
         case [str(seen)]:
             found = [family for family in known_families() if family.class_name == seen]
         case None:
-            seen = fields.string("model_type") or "(neither architectures nor model_type given)"
-            found = [family for family in known_families() if family.name == seen]
-        case other:
-            found, seen = [], repr(other)
-    if not found:
-        raise CheckpointError(f"{fields.file}: architecture {seen} is not supported; supported: {supported_classes()}")
-    return found[0]
+            found = [family for family in known_families() if family.name == fields.string("model_type")]
+        case _:
+            found = []
+    return found[0] if found else None
 
 
 def supported_classes() -> str:

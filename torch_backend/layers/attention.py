@@ -82,7 +82,8 @@ class Attention(Loadable):
         place."""
         value_norm, qk_norm = self.config.value_norm, self.config.qk_norm
         if value_norm is not None:
-            values = qkv[:, -self._keys :].unflatten(1, (-1, self.config.head_dim))
+            head_dim = self.config.head_dim
+            values = qkv.view(len(qkv), -1, head_dim)[:, -(self._keys // head_dim) :]
             values.copy_(divide_by_rms(values.to(torch.float32, copy=True), value_norm.eps))
         if qk_norm is None or self.query_norm is None or self.key_norm is None:
             return None
