@@ -14,6 +14,7 @@ import torch
 import transformers
 from helpers.paged_model import PagedModel
 from helpers.parity_cases import STEPS, TOLERANCE, prompts
+from helpers.scheduling import RecordingChannel
 from helpers.tiny_models import make_tiny_model, make_tiny_tokenizer
 from helpers.torch_paged_model import TorchPagedModel
 from safetensors.torch import save_file
@@ -21,6 +22,12 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from sglang_jax.architectures import CacheGroup, CacheKind, cache_groups, families, registry
 from sglang_jax.checkpoint import open_checkpoint
+from sglang_jax.config import Backend, EngineConfig
+from sglang_jax.mem_cache.invariants import check_everything
+from sglang_jax.runner.backends import load_backend
+from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler.messages import NewRequest
+from sglang_jax.scheduler.scheduler import Scheduler
 
 _FILE = '''
 """Wren: Llama whose layers have their own numbers of heads, kv heads and feed-forward columns."""
@@ -84,10 +91,7 @@ def _oracle() -> transformers.PreTrainedModel:
     return model
 
 
-@pytest.mark.usefixtures("wren")
-def test_layers_with_heads_of_their_own(tmp_path: Path) -> None:
-    oracle = _oracle()
-    folder = tmp_path / "model"
+def _write(oracle: transformers.PreTrainedModel, folder: Path) -> Path:
     oracle.config.save_pretrained(folder)
     own = {"heads": _HEADS, "kv_heads": _KV_HEADS, "columns": _COLUMNS}
     config = json.loads((folder / "config.json").read_text()) | own
@@ -95,12 +99,57 @@ def test_layers_with_heads_of_their_own(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     save_file(oracle.state_dict(), folder / "model.safetensors")
     make_tiny_tokenizer(folder)
+    return folder
 
+
+def _logits(oracle: transformers.PreTrainedModel, tokens: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        return oracle(torch.tensor(tokens[None], dtype=torch.long), use_cache=False).logits[0].numpy()
+
+
+@pytest.mark.usefixtures("wren")
+def test_layers_with_heads_of_their_own(tmp_path: Path) -> None:
+    oracle = _oracle()
+    folder = _write(oracle, tmp_path / "model")
     groups = cache_groups(open_checkpoint(str(folder)).config)
     assert groups == (CacheGroup(CacheKind.FULL, (0, 2, 3)), CacheGroup(CacheKind.FULL, (1,)))
     sequences = prompts()
     for model in (PagedModel(folder), TorchPagedModel(folder), TorchPagedModel(folder, numba=True)):
         for tokens, logits in zip(sequences, model.run(sequences, STEPS), strict=True):
-            with torch.no_grad():
-                expected = oracle(torch.tensor(tokens[None], dtype=torch.long), use_cache=False).logits[0].numpy()
-            assert np.abs(logits - expected).max() < TOLERANCE
+            assert np.abs(logits - _logits(oracle, tokens)).max() < TOLERANCE
+
+
+@pytest.mark.usefixtures("wren")
+def test_two_groups_that_see_all_are_served_together(tmp_path: Path) -> None:
+    """Prompts that begin alike, twice: the second time their prefixes lie in the pages of both groups."""
+    oracle = _oracle()
+    config = EngineConfig(
+        model_path=str(_write(oracle, tmp_path / "model")),
+        backend=Backend.TORCH,
+        device="cpu",
+        dtype="float32",
+        page_size=4,
+        chunked_prefill_size=16,
+        max_running_requests=4,
+        max_total_tokens=240,
+        context_length=64,
+        debug_memory=True,
+    )
+    runner = load_backend(config)(config, open_checkpoint(config.model_path))
+    assert [pool.kind for pool in runner.spec.pools] == [CacheKind.FULL, CacheKind.FULL]
+    channel = RecordingChannel()
+    scheduler = Scheduler(runner, (), config, channel)
+    tokens = prompts()[1]
+    asked = [tokens[:30], tokens[:38], np.concatenate([tokens[:20], tokens[:9]])] * 2
+    sampling = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
+    for number, prompt in enumerate(asked, start=1):
+        request = NewRequest(id=number, token_ids=prompt.tobytes(), sampling=sampling, stream=True)
+        scheduler.add(request)
+        while not scheduler.idle:
+            scheduler.step()
+            check_everything(scheduler.cache)
+        output = channel.output(number)
+        likely = _logits(oracle, np.array([*prompt, *output[:-1]], np.int32)).argmax(-1)
+        assert output == likely[len(prompt) - 1 :].tolist()
+        assert number <= 3 or channel.cached[number] >= 24
+    runner.close()
