@@ -46,14 +46,12 @@ for mesh in (make_mesh(jax.devices()[:2]), make_mesh(jax.devices())):
     for logits, wanted in zip(PagedModel(folder, mesh=mesh).run(sequences, steps), expected, strict=True):
         assert np.abs(logits - wanted).max() < 2e-4
 
-# Layers with 2 kv heads and with 1, of which four devices have copies; sinks of each device's heads.
-for name in ("gemma4", "granite_swa"):
-    case = FAMILIES[name]
-    folder = make_tiny_checkpoint(Path(sys.argv[1], name), case.architecture, **case.changes)
-    expected = PagedModel(folder).run(sequences, steps)
-    spread = PagedModel(folder, mesh=make_mesh(jax.devices()))
-    for logits, wanted in zip(spread.run(sequences, steps), expected, strict=True):
-        assert np.abs(logits - wanted).max() < 2e-4
+# Layers with 2 kv heads and with 1, of which four devices have copies.
+case = FAMILIES["gemma4"]
+folder = make_tiny_checkpoint(Path(sys.argv[1], "gemma4"), case.architecture, **case.changes)
+expected = PagedModel(folder).run(sequences, steps)
+for logits, wanted in zip(PagedModel(folder, mesh=mesh).run(sequences, steps), expected, strict=True):
+    assert np.abs(logits - wanted).max() < 2e-4
 """
 
 

@@ -120,7 +120,8 @@ def _refuse_unsupported(fields: JsonFields) -> None:
             f"{fields.file}: hidden_size_per_layer_input is {size} (256 if it is not given): embeddings of each layer "
             "are not supported; models without them (0) are"
         )
-    fields.boolean("use_double_wide_mlp")  # of layers that read the keys and values of others
+    for harmless in ("use_double_wide_mlp", "vocab_size_per_layer_input"):  # of what is refused here
+        fields.value(harmless)
     if fields.value("use_bidirectional_attention") == "all":
         raise CheckpointError(
             f"{fields.file}: use_bidirectional_attention is 'all', which is not supported: attention here is causal"
