@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.manifest import ParameterName
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint import ParameterReader, TensorReader, check_tensors
@@ -72,7 +73,10 @@ def _packs(model: Transformer) -> bool:
 
 
 def _read(reader: ParameterReader, parts: list[ParameterPart], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """The parts one after the other along the first axis; zeros where they do not reach the end."""
+    """The parts one after the other along the first axis; zeros where a vocabulary does not reach the end.
+
+    **Raises:** `ValueError` if the model was built with another shape than the manifest has.
+    """
     value = torch.zeros(shape, dtype=dtype)
     target = _as_numpy(value)
     first = 0
@@ -80,6 +84,9 @@ def _read(reader: ParameterReader, parts: list[ParameterPart], shape: torch.Size
         found = reader.read(part.name, part.index)
         target[first : first + len(found)] = found
         first += len(found)
+    filled_up = Axis.VOCABULARY in reader.spec(parts[0].name).axes[0]
+    if first != len(target) and not filled_up:
+        raise ValueError(f"{parts[0].name} and what lies behind it have {first} rows, and the model {tuple(shape)}")
     return value
 
 
