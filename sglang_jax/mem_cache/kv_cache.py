@@ -138,12 +138,15 @@ class KVCache:
         return sum(group.num_evicted for group in self.groups)
 
     def named_groups(self) -> list[tuple[str, Group]]:
-        """Each group with the name that operators read: with its window where windows differ."""
+        """Each group with the name that operators read: with its window where windows differ, and with a number from 2
+        on where that is alike too, as pages have another shape."""
         several = len(self._windows) > 1
-        return [
-            (f"{group.name} {group.spec.window}" if several and group.spec.window else group.name, group)
-            for group in self.groups
-        ]
+        named: dict[str, Group] = {}
+        for group in self.groups:
+            name = f"{group.name} {group.spec.window}" if several and group.spec.window else group.name
+            alike = sum(other.name == group.name and other.spec.window == group.spec.window for other in named.values())
+            named[f"{name} {alike + 1}" if alike else name] = group
+        return list(named.items())
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold this many tokens."""

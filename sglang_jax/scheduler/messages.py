@@ -130,7 +130,7 @@ class StepOutputs(msgspec.Struct, tag="step", frozen=True, kw_only=True):
 
 class GroupUsage(msgspec.Struct, frozen=True):
     """KV tokens of one cache group. `name`: `full`, or `swa` for layers with a sliding window; where windows differ,
-    with their size."""
+    with their size; where groups differ in the shape of their pages alone, with a number from 2 on."""
 
     name: str
     used_tokens: int
