@@ -218,6 +218,23 @@ class EngineConfig(BaseModel):
         description="KV tokens of layers with a sliding window, as a share of those of the others; default: by the "
         "window and the context, at least a quarter",
     )
+    max_mamba_cache_size: PositiveInt | None = Field(
+        None,
+        description="slots for recurrent states (Mamba, gated delta nets), one for each running request, the others "
+        "for states of cached prefixes; default: by mamba_full_memory_ratio",
+    )
+    mamba_full_memory_ratio: float = Field(
+        0.9,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="memory for recurrent states, as a share of that for the KV pages beside them",
+    )
+    mamba_track_interval: int = Field(
+        64,
+        ge=0,
+        description="output tokens, in whole pages, between recurrent states that are kept until a request ends, so "
+        "that its next turn goes on from the last; takes up to a second slot a request; 0: only what ends on a page",
+    )
     max_running_requests: PositiveInt | None = Field(
         None, description="maximum requests running at once; default: by device"
     )

@@ -17,7 +17,7 @@ from sglang_jax.config import EngineConfig, KVCacheDtype
 from sglang_jax.errors import CheckpointError
 from sglang_jax.runner.kv_scales import scales_of_checkpoint
 from sglang_jax.runner.plan import RunnerSpec
-from sglang_jax.runner.sizing import GroupMemory, Memory, Sizes, choose_sizes, describe_pools, pool_specs
+from sglang_jax.runner.sizing import GroupMemory, Memory, Sizes, choose_sizes, describe_pools, pool_specs, refuse_states
 from torch_backend.batch import ForwardBatch
 from torch_backend.cpu_trial import CpuForm
 from torch_backend.devices import available_memory, select_device, select_dtype
@@ -147,7 +147,11 @@ def _sizes(
     weight_bytes: int,
     parallel: TensorParallel,
 ) -> tuple[Memory, Sizes]:
-    """Sizes that every rank agrees on, and what follows from them on this one."""
+    """Sizes that every rank agrees on, and what follows from them on this one.
+
+    **Raises:** `ConfigError` for a model with layers that keep a recurrent state.
+    """
+    refuse_states(cache_groups(model_config), "Torch")
     groups = []
     for group in cache_groups(model_config):
         mixer = model_config.layers[group.layers[0]].mixer

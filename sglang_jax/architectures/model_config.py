@@ -133,10 +133,12 @@ class SublayerNorms:
 
 
 class CacheKind(StrEnum):
-    """Which of a sequence's keys and values layers need: all of them, or those of the last tokens."""
+    """What layers need of a sequence: all of its keys and values, those of its last tokens, or a recurrent state. No
+    family has layers with a state yet."""
 
     FULL = "full"
     WINDOW = "window"
+    STATE = "state"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -144,10 +144,9 @@ def _logged_progress() -> Callable[[int, int, str], None]:
 
 def _ready(config: EngineConfig, checkpoint: Checkpoint, defaults: GenerationDefaults, runner: Runner) -> Ready:
     spec = runner.spec
-    pool = spec.pools[0]
-    max_total_tokens = (pool.num_pages - 1) * pool.page_size  # page 0 is never handed out
-    # Of layers that all have windows a request of any length keeps a part.
-    most = max_total_tokens if pool.kind is CacheKind.FULL else spec.max_context
+    # Of layers that all have windows, or states, a request of any length keeps a part.
+    sees_all = any(pool.kind is CacheKind.FULL for pool in spec.pools)
+    most = spec.max_total_tokens if sees_all else spec.max_context
     info = ModelInfo(
         model_path=config.model_path,
         architecture=checkpoint.config.architecture,
@@ -158,4 +157,4 @@ def _ready(config: EngineConfig, checkpoint: Checkpoint, defaults: GenerationDef
         dtype=runner.report().details.get("dtype", checkpoint.config.dtype),
         generation_defaults=defaults,
     )
-    return Ready(model_info=info, max_running_requests=spec.max_rows, max_total_tokens=max_total_tokens)
+    return Ready(model_info=info, max_running_requests=spec.max_rows, max_total_tokens=spec.max_total_tokens)

@@ -41,7 +41,7 @@ from sglang_jax.models import (
 )
 from sglang_jax.runner.kv_scales import scales_of_checkpoint
 from sglang_jax.runner.plan import RunnerSpec
-from sglang_jax.runner.sizing import GroupMemory, Memory, Sizes, choose_sizes, describe_pools, pool_specs
+from sglang_jax.runner.sizing import GroupMemory, Memory, Sizes, choose_sizes, describe_pools, pool_specs, refuse_states
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,11 @@ def _sizes(
 def memory_of_one_device(
     parallel: TensorParallel, model: Transformer, kv_dtype: jnp.dtype, page_size: int, platform: str, available: int
 ) -> Memory:
-    """What a device has, and what it holds of the weights and of each page."""
+    """What a device has, and what it holds of the weights and of each page.
+
+    **Raises:** `ConfigError` for a model with layers that keep a recurrent state.
+    """
+    refuse_states(cache_groups(parallel.config), "JAX")
     per_token = kv_bytes_per_token(parallel.config, kv_dtype, platform=platform)
     groups = zip(per_token, cache_groups(parallel.config), strict=True)
     return Memory(
