@@ -12,10 +12,9 @@ import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from numpy.typing import NDArray
 
 from sglang_jax.architectures.model_config import cache_groups
-from sglang_jax.checkpoint.kv_scales import LARGEST_STORED
+from sglang_jax.checkpoint.kv_scales import LARGEST_STORED, ScalesOfLayers
 from sglang_jax.checkpoint.opening import Checkpoint
 from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype
 from sglang_jax.errors import ConfigError
@@ -215,14 +214,14 @@ def _load(model: Transformer, checkpoint: Checkpoint, parallel: TensorParallel, 
     if checkpoint.reader is None:
         restore_orbax(checkpoint.source.path, model, checkpoint.config, mesh)
     else:
-        load_weights(model, checkpoint.reader, checkpoint.config, mesh, kv_copies=parallel.kv_copies)
+        load_weights(model, checkpoint.reader, checkpoint.config, mesh)
     model.arrange(parallel.size)
 
 
 def _give_kv_scales(
     config: EngineConfig,
     model: Transformer,
-    numbers: NDArray[np.float32] | None,
+    numbers: ScalesOfLayers | None,
     parallel: TensorParallel,
     mesh: Mesh,
     dtype: jnp.dtype,
@@ -230,7 +229,7 @@ def _give_kv_scales(
     """Scales for a cache of 8 bits: the checkpoint's `numbers`. Without these float8 has scales of 1; integers, whose
     steps are the same everywhere, need ones that fit."""
     if numbers is not None or config.kv_cache_dtype is not KVCacheDtype.INT8:
-        set_kv_scales(model, mesh, numbers, kv_copies=parallel.kv_copies)
+        set_kv_scales(model, mesh, numbers)
         return
     calibrate_kv_scales(
         model,

@@ -166,15 +166,17 @@ class Group(ABC):
 
     def _repoint(self, row: int, node: Node, first: int, own: Pages, there: int, step: int | None) -> bool:
         """Points a row's columns from `first` on at the tree's pages, of which `there` were there before."""
-        if there == 0:
-            return False
         mine = own[:there]
         theirs = self.component.collect(node, len(own))[:there]
         (differ,) = np.nonzero((mine != theirs) & (mine > 0))
         if len(differ) == 0:
             return False
-        columns = (first + differ).astype(np.int32)
-        self.table.write(np.full(len(columns), row, np.int32), columns, theirs[differ])
+        begin, end = int(differ[0]), int(differ[-1]) + 1
+        if end - begin == len(differ):
+            self.table.write_run(row, first + begin, theirs[begin:end])
+        else:
+            columns = (first + differ).astype(np.int32)
+            self.table.write(np.full(len(columns), row, np.int32), columns, theirs[differ])
         self._retire(mine[differ], request_owner(row), step)
         return True
 
@@ -231,7 +233,8 @@ class FullGroup(Group):
         self.table.write_run(record.row, 0, self.component.collect(node, pages))
 
     def share(self, record: RowKV, added: Insertion, first: int, own: Pages, step: int | None) -> bool:
-        return self._repoint(record.row, added.node, first, own, added.already_there // self.page_size, step)
+        there = added.already_there // self.page_size
+        return there > 0 and self._repoint(record.row, added.node, first, own, there, step)
 
     def release(self, record: RowKV, allocated: int) -> None:
         self._free_own(record.row, allocated)
@@ -291,8 +294,8 @@ class WindowGroup(Group):
         self.table.write_run(row, pages - held, self.component.collect(node, held))
 
     def share(self, record: RowKV, added: Insertion, first: int, own: Pages, step: int | None) -> bool:
-        row = record.row
-        repointed = self._repoint(row, added.node, first, own, added.already_there // self.page_size, step)
+        row, there = record.row, added.already_there // self.page_size
+        repointed = there > 0 and self._repoint(row, added.node, first, own, there, step)
         # What it covers of the prefix before `first` stays covered.
         self.component.cover(added.node, min(len(own), first + len(own) - self.held_from(row)))
         return repointed

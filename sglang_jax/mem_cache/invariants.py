@@ -109,6 +109,7 @@ def _check_nodes(cache: KVCache) -> None:
     count = 0
     for node in cache.tree.nodes():
         count += 1
+        _require(node.length == _length(cache, node), f"node {node.id}: counted as {node.length} pages")
         _require(not node.dead, f"node {node.id} was cut off and can be reached")
         _require(not node.proven or _is_proven(node.parent), f"node {node.id}: proven alone")
         _require(node.locks == locks[node.id], f"node {node.id}: {node.locks} locks, {locks[node.id]} requests")
@@ -148,8 +149,8 @@ def _check_window(cache: KVCache, group: WindowGroup, dead: list[Node]) -> None:
     for node in (*cache.tree.nodes(), *dead):
         held = window.held(node)
         expected = covers.get(node.id, _NOBODY)
-        if held.covers != expected:
-            raise InvariantError(f"node {node.id}: covered {held.covers}, requests {dict(expected)}")
+        if held.covers != expected or held.covered != max(expected, default=0):
+            raise InvariantError(f"node {node.id}: covered {held.covered} {held.covers}, requests {dict(expected)}")
         if not (held.covered <= len(held.pages) <= _length(cache, node) and 0 <= held.proven <= len(held.pages)):
             raise InvariantError(f"node {node.id} of {_length(cache, node)} pages: {held}")
         protected += held.covered

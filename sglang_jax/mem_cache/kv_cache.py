@@ -27,6 +27,9 @@ _UNBOUNDED = 2**31 - 1
 _MOST_BETWEEN = 8
 """Steps in which some row takes a page, between those in which rows give up what is behind their windows."""
 
+_LONG_RUN = 8
+"""Pages for each row from which on rows are given theirs one after the other, and not page by page."""
+
 
 class KVCache:
     """Groups of pages, the prefix tree over them, and the rows that use them.
@@ -125,12 +128,15 @@ class KVCache:
         return sum(group.num_evicted for group in self.groups)
 
     def named_groups(self) -> list[tuple[str, Group]]:
-        """Each group with the name that operators read: with its window where windows differ."""
+        """Each group with the name that operators read: with its window where windows differ, and with a number from 2
+        on where that is alike too, as pages have another shape."""
         several = len(self._windows) > 1
-        return [
-            (f"{group.name} {group.spec.window}" if several and group.spec.window else group.name, group)
-            for group in self.groups
-        ]
+        named: dict[str, Group] = {}
+        for group in self.groups:
+            name = f"{group.name} {group.spec.window}" if several and group.spec.window else group.name
+            alike = sum(other.name == group.name and other.spec.window == group.spec.window for other in named.values())
+            named[f"{name} {alike + 1}" if alike else name] = group
+        return list(named.items())
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold this many tokens."""
@@ -146,7 +152,7 @@ class KVCache:
         `limit`: most tokens that may be matched: one less than the prompt (a token must run to give logits), less where
         prompt logprobs are wanted.
         """
-        return self.tree.probe(self._matchable(tokens, limit) if self.reuse else b"", namespace)
+        return self.tree.probe(tokens, namespace, limit if self.reuse else 0)
 
     def peek(self, tokens: bytes, limit: int, namespace: Namespace) -> int:
         """Tokens of a prompt (int32 bytes), at most `limit`, whose KV is cached. Changes nothing."""
@@ -195,7 +201,7 @@ class KVCache:
         for node in record.locked_node.path() if self._windows else ():
             if any(group.in_doubt(record, node, last) for group in self._windows):
                 return True
-            last -= len(node.key) // self.tree.page_bytes
+            last -= node.length
         return False
 
     def extend_row(self, record: RowKV, length: int) -> bool:
@@ -211,13 +217,16 @@ class KVCache:
         counts = np.maximum(-(-lengths // size) - first, 0)
         total = int(counts.sum())
         if total:
-            repeated = np.repeat(rows, counts)
-            starts = np.cumsum(counts) - counts
-            columns = np.arange(total, dtype=np.int32) + np.repeat(first - starts, counts).astype(np.int32)
             if not evict and any(total > group.pool.num_free for group in self._paged):
                 return False
-            if not self._grow(repeated, columns):
+            if not self._make_room(total):
                 return False
+            if total >= _LONG_RUN * len(rows):
+                self._give_runs(rows, first, counts)
+            else:
+                starts = np.cumsum(counts) - counts
+                columns = np.arange(total, dtype=np.int32) + np.repeat(first - starts, counts).astype(np.int32)
+                self._give(np.repeat(rows, counts), columns)
         self.lengths.first_query[rows] = np.minimum(before, self.lengths.kv_committed[rows])
         self.lengths.kv_allocated[rows] = np.maximum(held, lengths)
         self.lengths.kv_planned[rows] = lengths
@@ -360,7 +369,7 @@ class KVCache:
                 or (self.states is not None and self.states.in_doubt(record, node))
             ):
                 top = node
-            last -= len(node.key) // self.tree.page_bytes
+            last -= node.length
         if top is not None:
             self.tree.cut(top)
 
@@ -441,14 +450,29 @@ class KVCache:
 
     def _grow(self, rows: Int32, columns: Int32) -> bool:
         """Gives rows pages at `(rows[i], columns[i])`, of every group or of none."""
-        count = len(columns)
+        if not self._make_room(len(columns)):
+            return False
+        self._give(rows, columns)
+        return True
+
+    def _make_room(self, count: int) -> bool:
+        """Evicts until every group has so many free pages; False, with nothing changed, where one cannot."""
         if count > self.available_pages:
             return False
-        owners = request_owners(rows)
         for group in self._paged:
             shortfall = count - group.pool.num_free
             if shortfall > 0:
                 group.num_evicted += self.tree.evict(group.component, shortfall)
-        for group in self._paged:
-            group.table.write(rows, columns, group.take(count, owners))
         return True
+
+    def _give(self, rows: Int32, columns: Int32) -> None:
+        owners = request_owners(rows)
+        for group in self._paged:
+            group.table.write(rows, columns, group.take(len(columns), owners))
+
+    def _give_runs(self, rows: Int32, first: Int32, counts: Int32) -> None:
+        """Gives each row `counts` pages from column `first` on, `[rows]` each."""
+        for row, column, count in zip(rows.tolist(), first.tolist(), counts.tolist(), strict=True):
+            if count:
+                for group in self._paged:
+                    group.table.write_run(row, column, group.take(count, request_owner(row)))

@@ -144,10 +144,10 @@ class States(PooledComponent):
         upper.values.append(None)
 
     def last_start(self, passed: Sequence[Passed], index: int) -> int:
-        place, page_bytes = self._index, self._tree.page_bytes
+        place = self._index
         while index >= 0:
             node, pages = passed[index]
-            if node.values[place] is not None and pages * page_bytes == len(node.key):
+            if node.values[place] is not None and pages == node.length:
                 return index
             index -= 1
         return index
@@ -179,7 +179,7 @@ class States(PooledComponent):
 
     def evict_at(self, node: Node, wanted: int) -> int:
         self.bury(node)
-        return len(node.key) // self._tree.page_bytes
+        return node.length
 
     def touch(self, node: Node) -> None:
         value = self.snapshot(node)

@@ -187,16 +187,18 @@ class Planner:
 
     def allowance(self, decode: DecodePart) -> int:
         """Tokens of prompts that a step beside these decode rows has."""
+        return self._allowance(decode, self._work())
+
+    def _allowance(self, decode: DecodePart, work: list[int]) -> int:
         most = self._token_budget - decode.num_tokens
-        prompts = self._rows.prefilling
-        return self._budget.allowance(decode.num_tokens, decode.kv_lens, prompts, self._work(), most)
+        return self._budget.allowance(decode.num_tokens, decode.kv_lens, self._rows.prefilling, work, most)
 
     def _choose_chunks(self, decode: DecodePart) -> list[Chunk]:
         """Gives prompts under way their parts of what the step has for them, as far as pages go."""
         prompts = self._rows.prefilling
-        if not prompts or (allowance := self.allowance(decode)) <= 0:
-            return []
         cache, work = self._cache, self._work()
+        if not prompts or (allowance := self._allowance(decode, work)) <= 0:
+            return []
         starts = [request.prefill_len - left for request, left in zip(prompts, work, strict=True)]
         most = [
             cache.chunk_end(request.record, start, request.prefill_len, request.prefill_len) - start

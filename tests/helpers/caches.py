@@ -74,7 +74,7 @@ class SmallTree:
 
     def collect(self, node: Node, full: FullKV | None = None) -> NDArray[np.int32]:
         """Pages from the root's end to the node's end, of the first component unless one is given."""
-        count = sum(len(one.key) for one in node.path()) // self.tree.page_bytes
+        count = sum(one.length for one in node.path())
         return (full or self.full).collect(node, count)
 
     def match(self, tokens: bytes, namespace: Namespace) -> tuple[Node, int]:

@@ -525,6 +525,13 @@ PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
         "track": st.just(0),
     },
     snapshot_a_page_off: {"track": st.just(1), "slots": st.integers(4, 16)},
+    let_go_of_a_source_at_the_launch: {
+        "page_size": st.just(1),
+        "pages": st.integers(4, 24),
+        "slots": st.integers(2, 5),
+        "rows": st.integers(2, 6),
+        "lazy": st.just(True),
+    },
     doubt_no_state: {
         "page_size": st.just(1),
         "pages": st.just(64),

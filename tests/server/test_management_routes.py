@@ -112,6 +112,14 @@ def test_tokenize_and_back(server: EchoServer) -> None:
     assert server.http.post("/detokenize", json=special).json() == {"text": f"a<{EOS}>"}
 
 
+def test_so_many_tokens_are_counted_at_once(server: EchoServer) -> None:
+    text = "a" * (CONTEXT_LENGTH * 8)
+    assert server.http.post("/tokenize", json={"prompt": [text] * 2}).json()["count"] == [len(text)] * 2
+    refused = server.http.post("/tokenize", json={"prompt": [text, text, "a"]})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert f"16 times the context length of {CONTEXT_LENGTH}" in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
