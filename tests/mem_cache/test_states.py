@@ -241,6 +241,20 @@ def test_eviction_takes_states_and_a_leaf_without_one_goes_with_its_keys() -> No
     assert full.pool.num_free == 60, "no key is left that no state serves"
 
 
+def test_the_end_of_a_prompt_takes_no_slot_from_what_was_asked_for() -> None:
+    cache = cache_of(slots=3, rows=2, track=0)
+    run(cache, PROMPT[:17])
+    for tail in (80, 81, 82):
+        record = open_row(cache, [*PROMPT[:17], tail])
+        compute(cache, record, [*PROMPT[:17], tail])
+        finish(cache, record, [*PROMPT[:17], tail])
+    for first in (50, 60, 70):
+        run(cache, [first] * 9)
+        assert cached(cache, PROMPT) == 16
+    assert cached(cache, [70] * 9) == 8, "there is one for these in turn"
+    assert cached(cache, [60] * 9) == 0
+
+
 def test_a_node_between_others_keeps_its_keys_without_a_state() -> None:
     cache = cache_of()
     run(cache, PROMPT)

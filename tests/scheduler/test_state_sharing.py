@@ -26,20 +26,19 @@ def workload() -> list[list[int]]:
     return [[*common[k % GROUPS], *random.integers(1, 39, 40).tolist()] for k in range(GROUPS * SHARERS)]
 
 
-def hybrid(page_size: int, **fields: object) -> Bench:
+def hybrid(page_size: int, rows: int = 64, states: int = 256) -> Bench:
     """Full attention and states, with room for all and the figures of a server."""
     return Bench(
         pages=200_000 // page_size,
         page_size=page_size,
-        rows=64,
+        rows=rows,
         chunk=512,
         budget=640,
         context=1200,
         scribble=False,
         lazy=False,
-        more=((STATE, 256),),
+        more=((STATE, states),),
         least_gain=LEAST_GAIN,
-        **fields,
     )
 
 
@@ -55,6 +54,16 @@ def test_sharers_of_a_long_prefix_hit_from_the_second_of_a_group_on(page_size: i
     later = [bench.channel.cached[request] for request in ids[GROUPS:]]
     assert sum(later) >= 0.97 * shareable * len(later), later
     assert min(later) >= 0.4 * shareable, "every sharer, the second of each group too"
+
+
+def test_few_slots_are_for_what_many_begin_with() -> None:
+    """As many slots beside the rows' own as there are prefixes in turn: the ends of prompts must not take them."""
+    bench = hybrid(16, rows=8, states=16)
+    ids = [bench.add(prompt, sampling=endless(3, seed=k)) for k, prompt in enumerate(workload()[:64])]
+    bench.run()
+    bench.check_outputs()
+    later = [bench.channel.cached[request] for request in ids[GROUPS:]]
+    assert sum(later) >= 0.85 * 992 * len(later), later
 
 
 def one_after_the_other(bench: Bench, prompts: list[list[int]]) -> list[int]:
