@@ -54,7 +54,7 @@ class PagePool:
             raise _double_free(pages)
         places = np.arange(first, last, dtype=np.int32)
         self._places[pages] = places
-        if np.count_nonzero(self._places[pages] != places):
+        if last - first > 1 and np.count_nonzero(self._places[pages] != places):
             self._places[pages] = _TAKEN
             raise _double_free(pages)
         self._stack[first:last] = pages
