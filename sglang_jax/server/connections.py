@@ -28,6 +28,9 @@ SLICE_SECONDS = 0.001
 """Processor time that a slice is to take: 8 KiB of a body's smallest chunks take some 20 ms, and a request needs a
 dozen turns of the event loop until its first token. Slices of a connection become smaller until they take no more."""
 
+OTHERS_SHARE = 5
+"""So many times as long as a slice took that was slow to parse, its connection waits for the next one."""
+
 SPARE_DESCRIPTORS = 256
 """What the process needs beside connections: the engine's sockets, logs, files that are read."""
 
@@ -113,11 +116,12 @@ class BoundedConnection(H11Protocol):
         del self._rest[: self._slice]
         begin = time.thread_time()
         super().data_received(data)
-        self._slice = next_slice(self._slice, time.thread_time() - begin)
+        took = time.thread_time() - begin
+        self._slice = next_slice(self._slice, took)
         self._watch()
         if self._rest:
             self.transport.pause_reading()
-            self.loop.call_soon(self._parse)
+            self.loop.call_later(took * OTHERS_SHARE if took > SLICE_SECONDS / 2 else 0.0, self._parse)
         elif not self.flow.read_paused:
             self.transport.resume_reading()
 
