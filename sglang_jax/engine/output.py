@@ -190,11 +190,12 @@ class RequestOutputs:
         self.prompt_logprobs: list[TokenLogprob] | None = [] if wanted else None
         self._missing = len(request.prompt) - request.logprob_start_len if wanted else 0
         self._failure: RequestError | None = None
-        self._news = asyncio.Event()
+        self._news: asyncio.Future[None] | None = None
 
     def wake(self) -> None:
         """Tells the reader that there is something to take."""
-        self._news.set()
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
 
     def add_prompt_logprobs(self, entries: list[TokenLogprob]) -> None:
         """Appends the logprobs of the next prompt positions."""
@@ -217,8 +218,8 @@ class RequestOutputs:
                 return ready
             if self._failure is not None:
                 raise self._failure
-            await self._news.wait()
-            self._news.clear()
+            self._news = asyncio.get_running_loop().create_future()
+            await self._news
 
     def _ready(self) -> tuple[list[OutputDelta], bool]:
         """What is new, and whether every output had given its last before."""

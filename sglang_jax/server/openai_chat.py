@@ -194,7 +194,10 @@ async def _events(context: ServerContext, form: ChatFormat, prompt: GenerateInpu
     no_usage = None if form.body.include_usage else UNSET
     async with context.generate(form.request_id, [prompt], FIELD_NAMES) as deltas:
         async for _, delta in deltas:
-            if changes := form.changes(delta):
-                yield b"".join(event(form.chunk([change], no_usage)) for change in changes)
+            changes = form.changes(delta)
+            if len(changes) == 1:
+                yield event(form.chunk(changes, no_usage))
+            elif changes:
+                yield b"".join([event(form.chunk([change], no_usage)) for change in changes])
     if form.body.include_usage:
         yield event(form.chunk([], form.usage.total()))

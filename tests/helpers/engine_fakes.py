@@ -184,6 +184,7 @@ class EchoCore:
             "running": len(self._requests),
             "peak": self._peak,
             "seen": json.dumps(self._seen),
+            "started": sum(bool(request.output) for request in self._requests.values()),
         } | events
 
     def _admit(self, message: NewRequest) -> None:

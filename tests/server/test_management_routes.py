@@ -188,6 +188,7 @@ def test_latencies_are_exposed_as_prometheus_own_histograms_are(values: list[tup
 
 def test_each_pool_of_several_has_its_usage() -> None:
     groups = [GroupUsage("full", 10, 100), GroupUsage("swa 8", 30, 40), GroupUsage("swa 20", 4, 40)]
+    groups.append(GroupUsage("mamba", 3, 5, "slot"))
     stats = SchedulerStats(num_used_tokens=10, max_total_tokens=100, groups=groups)
     load = ReplicaLoad(index=0, state=ReplicaState.SERVING, max_running_requests=1, max_total_tokens=100, stats=stats)
     registry = CollectorRegistry()
@@ -196,6 +197,7 @@ def test_each_pool_of_several_has_its_usage() -> None:
     assert values["sglang:full_token_usage"] == 0.1
     assert values["sglang:swa_8_token_usage"] == 0.75
     assert values["sglang:swa_20_token_usage"] == 0.1
+    assert values["sglang:mamba_usage"] == 0.6
     assert values["sglang:token_usage"] == 0.75
 
 
