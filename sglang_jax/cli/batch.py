@@ -24,7 +24,7 @@ from sglang_jax.errors import BatchError
 )
 @options_of(batch=BatchConfig, ray=RayOptions, engine=EngineConfig)
 def batch(batch: BatchConfig, ray: RayOptions, engine: EngineConfig, runner: str) -> int:
-    """Answer every line of a file of requests, and go on where an earlier run of the same command ended.
+    """Answer every line of a file of requests; the same command resumes an interrupted run.
 
     A line is in OpenAI's batch format (custom_id, method, url, body) or plain: {"prompt": ...} or {"messages": ...}
     with further fields of the route beside it. The exit status is 0, or 1 if some lines are in the error file.

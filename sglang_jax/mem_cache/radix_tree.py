@@ -84,12 +84,14 @@ class Node:
 @dataclass(slots=True)
 class Probe:
     """Where the longest cached prefix ends, found without a change: after `covered` pages of `node`, or at its end
-    (`whole`). `length`: the prefix in tokens, whole pages. Good until the tree changes."""
+    (`whole`). `length`: the prefix in tokens, whole pages. `known`: how far the tree's keys go along, at least as far.
+    Good until the tree changes."""
 
     node: Node
     covered: int
     whole: bool
     length: int
+    known: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,7 @@ class RadixTree:
         """`probe` where nodes may lack a part of what some component holds."""
         reached = list(self._walk(root, tokens, size))
         passed = [(node, (end - start) // self.page_bytes) for node, start, end, _ in reached]
+        known = reached[-1][2] // TOKEN_BYTES if reached else 0
         last, agreed = len(passed) - 1, False
         while not agreed:
             before = last
@@ -145,9 +148,9 @@ class RadixTree:
                 last = one.last_start(passed, last)
             agreed = last == before or len(self._partial) == 1
         if last < 0:
-            return Probe(root, 0, True, 0)
+            return Probe(root, 0, True, 0, known)
         node, _, end, whole = reached[last]
-        return Probe(node, passed[last][1], whole, end // TOKEN_BYTES)
+        return Probe(node, passed[last][1], whole, end // TOKEN_BYTES, known)
 
     def claim(self, probe: Probe) -> Node:
         """The node at whose end a probe's prefix ends; a request starts there."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 from sglang_jax.errors import ParameterError, shown
+from sglang_jax.spellings import SAMPLING_FIELDS
 
 MAX_LOGIT_BIAS = 320
 """Most entries of one request's `logit_bias` (OpenAI documents 300)."""
@@ -21,6 +23,14 @@ MAX_TOP_LOGPROBS = 20
 """Most alternatives reported per position."""
 
 SEED_LIMIT = 2**63
+
+
+def unknown_field(where: str, name: str) -> str:
+    """What is said of a sampling field that there is not."""
+    known = SAMPLING_FIELDS.get(name)
+    if known is not None:
+        return f"{where} has no field {name!r}: it is called {known} here"
+    return f"{where} has no field {name!r}; there are {', '.join(sorted(SamplingParams.__dataclass_fields__))}"
 
 
 def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
@@ -83,6 +93,13 @@ class SamplingParams:
     n: int = 1
     skip_special_tokens: bool = True
     include_stop: bool = False
+
+    def __new__(cls, **fields: object) -> Self:
+        """Refuses a field that there is not, by the name it has here where that is known."""
+        for name in fields:
+            if name not in cls.__dataclass_fields__:
+                raise TypeError(unknown_field("SamplingParams", name))
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         most = 2**31 - 1

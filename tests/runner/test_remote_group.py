@@ -16,6 +16,8 @@ from sglang_jax.runner import remote_group
 from sglang_jax.runner.group import ORDERS, Leave, WarmUp
 from sglang_jax.runner.group_listener import FollowerListener, Hello, connect_to_leader
 from sglang_jax.runner.plan import PageDeltas, StepPlan
+from sglang_jax.runner.pulse import Pulse
+from sglang_jax.runner.rank_beats import Progress, steps_in
 from sglang_jax.runner.remote_group import LeaderLink, RemoteFollowers
 
 SECRET = b"s" * 32
@@ -93,6 +95,24 @@ def test_a_silent_group_stays_together(group: Group) -> None:
     time.sleep(1.2)
     group.followers.check()
     assert group.lost.empty()
+
+
+@pytest.mark.alone
+@quick_signs_of_life
+def test_followers_tell_how_many_steps_they_have_launched(group: Group) -> None:
+    pulse = Pulse()
+    group.followers.announce(pulse.note_rank)
+    group.links[1].progress.steps = 7
+    deadline = time.monotonic() + 5
+    while [(one.rank, one.steps) for one in pulse.ranks()] != [(1, 0), (2, 7)]:
+        assert time.monotonic() < deadline, pulse.ranks()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("said", [b"alive -1", b"alive 1e9", b"alive " + b"9" * 40, b"alive 5 5", b"Alive"])
+def test_what_is_no_beat(said: bytes) -> None:
+    assert steps_in(said) is None
+    assert (steps_in(b"alive"), steps_in(Progress(12).beat())) == (0, 12)
 
 
 @pytest.mark.alone
