@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from sglang_jax.errors import how_to_install
 from torch_backend.attention.interface import AttentionImplementation, AttentionOptions, HeadForm
 from torch_backend.attention.reference import ReferenceAttention
 from torch_backend.batch import ForwardBatch
@@ -59,7 +60,7 @@ def make_cpu_kernels(form: CpuForm, cache_folder: Path) -> CpuKernels:
             f"with {form.dtype}, {form.kv_dtype} and {', '.join(map(str, sizes))}"
         )
     if find_spec("numba") is None:
-        raise CpuKernelsError("numba, which compiles them, is not installed: pip install 'sglang-jax[torch]'")
+        raise CpuKernelsError(f"numba, which compiles them, is not installed: {how_to_install('torch')}")
     start = time.perf_counter()
     kernels = _compile(form, cache_folder)
     for what, found, expected in _results(kernels, form):

@@ -105,7 +105,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, caplog: 
 
 def test_without_numba(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_trial, "find_spec", lambda name: None)
-    with pytest.raises(CpuKernelsError, match=r"numba, .*, is not installed: pip install 'sglang-jax\[torch\]'"):
+    with pytest.raises(CpuKernelsError, match=r"numba, .*, is not installed: pip install -e '\.\[torch\]'"):
         make_cpu_kernels(FORM, folder)
 
 
