@@ -317,12 +317,12 @@ def test_names_in_the_architecture_are_those_of_the_code() -> None:
 def known_flags() -> set[str]:
     """Flags of all commands, those of `tpu` among them, and of benchmarks."""
     commands: list[click.Command] = [cli]
-    flags: set[str] = {"--help"}
+    flags: set[str] = {"--help", "--no-deps"}  # the latter is pip's
     while commands:
         command = commands.pop()
         commands += command.commands.values() if isinstance(command, click.Group) else []
         flags |= {name for parameter in command.params for name in parameter.opts}
-    for script in (ROOT / "benchmarks").glob("*.py"):
+    for script in [*(ROOT / "benchmarks").glob("*.py"), ROOT / "tests/on_other_cpus.py"]:
         flags |= set(re.findall(r'add_argument\("(--[a-z-]+)"', script.read_text()))
     for script in (ROOT / "tpu").glob("*.py"):
         flags |= set(re.findall(r'^    "(--[a-z-]+)",$', script.read_text(), re.MULTILINE))
