@@ -51,6 +51,7 @@ DEFAULTS_IN_WORDS = frozenset(
         "context_length",
         "max_total_tokens",
         "swa_full_tokens_ratio",
+        "max_mamba_cache_size",
         "max_running_requests",
         "max_queued_requests",
         "cuda_graph_max_bs",

@@ -28,6 +28,7 @@ from sglang_jax.runner.plan import (
     TopLogprobs,
     one_each,
     refuse_drafts,
+    refuse_states,
 )
 from sglang_jax.runner.protocol import RunnerReport
 from sglang_jax.runner.pulse import Building
@@ -134,6 +135,7 @@ class JaxRunner:
         **Raises:** `ValueError`, before anything has changed, for a plan beyond the spec.
         """
         refuse_drafts(plan)
+        refuse_states(plan)
         bucket = self._buckets.pick(plan.num_tokens, len(plan.rows), plan.num_decode)
         self._replace_rows(plan.row_updates.sampling)
         deltas = side_by_side(plan.page_deltas, self._spec.max_pages_per_row)

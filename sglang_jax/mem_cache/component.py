@@ -127,7 +127,7 @@ class PooledComponent(Component):
 
     @abstractmethod
     def collect(self, node: Node, count: int) -> Pages:
-        """The last `count` pages of the prefix that ends at `node`, `[count]`."""
+        """The last `count` pages of the prefix that ends at `node`, `[count]`; not to be written to."""
 
     def give_back(self) -> None:
         if self._given_up:

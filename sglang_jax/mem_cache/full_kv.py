@@ -55,6 +55,8 @@ class FullKV(PooledComponent):
             count -= len(pages)
             assert node.parent is not None
             node = node.parent
+        if len(runs) == 1:
+            return runs[0]
         runs.reverse()
         return np.concatenate(runs) if runs else np.zeros(0, np.int32)
 

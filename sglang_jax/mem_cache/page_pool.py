@@ -37,7 +37,7 @@ class PagePool:
         top = self.num_free
         pages: Pages = self._stack[top - count : top].copy()
         self.num_free = top - count
-        self._places[pages] = _TAKEN
+        self._places[pages.astype(np.intp)] = _TAKEN
         if self.ledger is not None:
             self.ledger.move(pages, FREE, owner)
         return pages
@@ -50,12 +50,13 @@ class PagePool:
         if self.ledger is not None:
             self.ledger.move(pages, owner, FREE)
         first, last = self.num_free, self.num_free + len(pages)
-        if np.count_nonzero(self._places[pages] != _TAKEN):
+        index = pages.astype(np.intp)  # or numpy does so at each use
+        if np.count_nonzero(self._places[index] != _TAKEN):
             raise _double_free(pages)
         places = np.arange(first, last, dtype=np.int32)
-        self._places[pages] = places
-        if last - first > 1 and np.count_nonzero(self._places[pages] != places):
-            self._places[pages] = _TAKEN
+        self._places[index] = places
+        if last - first > 1 and np.count_nonzero(self._places[index] != places):
+            self._places[index] = _TAKEN
             raise _double_free(pages)
         self._stack[first:last] = pages
         self.num_free = last
