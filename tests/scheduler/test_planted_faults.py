@@ -529,7 +529,6 @@ PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
     settle_one: NO_SHORTAGE | {"page_size": st.sampled_from([1, 4])},
     free_duplicates_while_in_flight: NO_SHORTAGE
     | {"page_size": st.just(4), "context": st.just(60), "lazy": st.just(True), "chunk": st.sampled_from([3, 8])},
-    insert_the_uncommitted_tail: NO_SHORTAGE | {"page_size": st.just(1), "chunk": st.sampled_from([3, 8])},
     share_by_the_first_page: NO_SHORTAGE | {"page_size": st.sampled_from([1, 4]), "chunk": st.just(3)},
     no_turn_for_the_oldest: {"aged_turn": st.just(2), "rows": st.integers(1, 2)},
     never_keep_room: {"backfill": st.just((2, 256)), "aged_turn": st.sampled_from([2, 3]), "pages": st.integers(6, 24)},
