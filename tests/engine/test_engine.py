@@ -236,7 +236,7 @@ def test_errors_at_the_start() -> None:
         Engine(model_path="missing", launch=launch)
     with pytest.raises(ConfigError, match=r"page_size: Input should be .* got 0"):
         Engine(page_size=0)
-    with pytest.raises(ConfigError, match="page_sice: Extra inputs"):
+    with pytest.raises(ConfigError, match="there is no option 'page_sice'; did you mean page_size"):
         Engine(page_sice=16)
     with pytest.raises(ConfigError, match="not both; got config and page_size"):
         Engine(EngineConfig(), page_size=16)

@@ -35,7 +35,7 @@ def test_ready_line_and_its_curl_line() -> None:
         assert command is not None
         url, header, value, body = command.groups()
         answer = running.http.post(url, content=body, headers={header: value}).json()
-        assert answer["choices"][0]["message"]["content"] == "user: Hello!\n"
+        assert answer["choices"][0]["message"]["content"] == "user: What is the capital of France?\n"
         running.signal()
         assert running.wait() == 0
 
