@@ -68,7 +68,7 @@ class Watch:
         assert not late, f"pages stay retired though steps {late} have finished"
         self._check_states()
         self._overdue = self._overdue + 1 if owed and self._seats == seats else 0
-        assert self._overdue <= (0 if changed else RETRY_STEPS), f"room for {scheduler.queue.first(1)}, and no row"
+        assert self._overdue <= (0 if changed else RETRY_STEPS), f"room for {next(scheduler.queue.first(1))}, and no row"
         self.met["several prompts under way"] += len(self._under_way()) > 1
         self.met["retracted for lack of pages"] += scheduler.log.counts.retractions - retractions
         self.met["several tokens of a row in a step"] += self._several_of_a_row()
@@ -166,7 +166,7 @@ class Watch:
             cache.pages_for(one.prefill_len) - cache.pages_for(int(start))
             for one, start in zip(under_way, starts, strict=True)
         )
-        firsts = (scheduler.queue.first(1)[0], scheduler.queue.oldest())
+        firsts = (next(scheduler.queue.first(1)), scheduler.queue.oldest())
         return all(
             self._fits(one, crossing, pages) and not any(self._shares(one, other) for other in under_way)
             for one in firsts
