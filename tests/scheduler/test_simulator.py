@@ -9,6 +9,8 @@ from multiprocessing import get_context
 import pytest
 from helpers.simulation import simulate
 
+from sglang_jax.config import SchedulePolicy
+
 PROCESSES = 2
 
 
@@ -24,8 +26,11 @@ def test_two_thousand_schedules() -> None:
         "several prompts under way",
         "several tokens of a row in a step",
         "retracted for lack of pages",
+        "an output to the context",
+        "said not to fit",
+        "a prefix of a namespace",
         "computed anew",
-        "overtaken",
+        *(f"overtaken under {policy}" for policy in SchedulePolicy),
         "began with a copy of a state",
         "second slots",
     ):
