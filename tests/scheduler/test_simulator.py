@@ -29,7 +29,6 @@ def test_schedules(schedules: int) -> None:
         "retracted for lack of pages",
         "an output to the context",
         "said not to fit",
-        "a prefix of a namespace",
         "computed anew",
         *(f"overtaken under {policy}" for policy in SchedulePolicy),
         "began with a copy of a state",
