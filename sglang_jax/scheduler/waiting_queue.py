@@ -46,26 +46,23 @@ class Turns:
 
 
 class Order:
-    """Requests by a key, lowest first; no two have the same."""
+    """Requests by a key, lowest first; no two have the same, so that requests are never compared."""
 
     def __init__(self) -> None:
-        self._entries: list[tuple[Key, Request]] = []  # no two keys are equal, so that requests are never compared
-
-    def __len__(self) -> int:
-        return len(self._entries)
+        self.entries: list[tuple[Key, Request]] = []
 
     def add(self, key: Key, request: Request) -> None:
-        insort(self._entries, (key, request))
+        insort(self.entries, (key, request))
 
     def remove(self, key: Key, request: Request) -> None:
         """Takes out a request that was added with this key."""
-        place = bisect_left(self._entries, (key,))
-        assert self._entries[place][1] is request
-        del self._entries[place]
+        place = bisect_left(self.entries, (key,))
+        assert self.entries[place][1] is request
+        del self.entries[place]
 
     def first(self, count: int) -> Iterator[Request]:
         """The first `count`, as they are now."""
-        return map(_REQUEST, self._entries[:count])
+        return map(_REQUEST, self.entries[:count])
 
 
 class WaitingQueue:
@@ -94,7 +91,7 @@ class WaitingQueue:
         self._turns = Turns()
 
     def __len__(self) -> int:
-        return len(self._by_policy)
+        return len(self._by_policy.entries)
 
     def look_again(self) -> None:
         """Something was released, cached or queued: who does not fit may fit now."""
@@ -109,7 +106,7 @@ class WaitingQueue:
         if self._pause > 0:
             self._pause -= 1
             return False
-        return len(self) > 0
+        return bool(self._by_policy.entries)
 
     def add(self, request: Request) -> None:
         """Enters a request at its place; a retracted one before its equals."""
@@ -132,8 +129,7 @@ class WaitingQueue:
         """Takes a request out; it must be in, in the state in which it came."""
         self.look_again()
         request.waiting.queued = False
-        first = next(self._by_policy.first(1))
-        self._turns.pass_to(min(request.waiting.turn, first.waiting.turn))
+        self._turns.pass_to(min(request.waiting.turn, self._by_policy.entries[0][1].waiting.turn))
         self._by_policy.remove(self._key(request), request)
         self._by_work.remove(_work_key(request), request)
         if not len(self):
