@@ -72,7 +72,8 @@ class Watch:
         assert not late, f"pages stay retired though steps {late} have finished"
         self._check_states()
         self._overdue = self._overdue + 1 if owed and self._seats == seats else 0
-        assert self._overdue <= (0 if changed else RETRY_STEPS), f"room for {next(scheduler.queue.first(1))}, and no row"
+        most = 0 if changed else RETRY_STEPS
+        assert self._overdue <= most, f"{scheduler.queue.requests()[:1]} fits, and has no row"
         self.met["several prompts under way"] += len(self._under_way()) > 1
         self.met["retracted for lack of pages"] += scheduler.log.counts.retractions - retractions
         self.met["several tokens of a row in a step"] += self._several_of_a_row()
