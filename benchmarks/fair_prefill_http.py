@@ -4,8 +4,8 @@
 
 As `fair_prefill.py`, whose time is simulated. Some requests decode all the time; prompts of `--long` tokens come one
 after the other, and short ones all the while, one after the other. A server is started for each case (or asked at
-`--url`), given one long prompt by itself to learn step times from, and measured for so many seconds after that. A case
-takes a minute or two.
+`--url`), given one prompt of `LEARNING` tokens by itself to learn step times from, and measured for so many seconds
+after that. A case takes a minute or two; on a slow machine take a target that a few dozen tokens of a prompt can keep.
 
 - ITL: milliseconds between two tokens of a request that decodes, while a long prompt is computed. `alone`: without.
 - TTFT: of the short prompts in milliseconds, of the long ones in seconds.
@@ -29,6 +29,7 @@ from machine import format_table, report
 
 DECODING = 4
 SHORT = 20
+LEARNING = 1000
 ALONE_SECONDS = 5.0
 PATIENCE_SECONDS = 300.0
 
@@ -72,7 +73,7 @@ async def measure(url: str, seconds: float, length: int) -> dict[str, object]:
     short: list[tuple[float, float]] = []
     long: list[tuple[float, float]] = []
     async with httpx2.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS) as http:
-        await first_token(http, length)
+        await first_token(http, LEARNING)
         streams = [asyncio.create_task(decode(http, times)) for times in decoded]
         await asyncio.sleep(1.0)
         begin = time.monotonic()
