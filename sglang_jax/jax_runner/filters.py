@@ -81,8 +81,8 @@ def has_near(vocab_size: int) -> bool:
 def largest_kept(distances: jax.Array, near: Near | None, filters: Filters) -> jax.Array:
     """The largest distance that each line keeps, float32 `[n]`, infinity where all are kept.
 
-    **Arguments:** `distances`: float32 `[n, vocab]`; `near`: of them, where something is asked for that may drop tokens;
-    what it cannot tell is searched for in all of them, in the lines that need it and by the same rules.
+    **Arguments:** `distances`: float32 `[n, vocab]`; `near`: of them, or None to search all; lines whose cut-off it
+    does not have are searched whole. It is looked at where something is asked for that may drop tokens.
     """
     vocab_size = distances.shape[1]
     mass = lax.cond(

@@ -35,8 +35,8 @@ def gumbel_noise(seeds: jax.Array, positions: jax.Array, tokens: jax.Array) -> j
     The key is the request's seed, the counter is (position, token id), so that a row's noise is batch-invariant: it
     depends neither on the other rows nor on where in the batch it stands.
 
-    **Arguments:** `seeds` uint32 `[rows, 2]`, low word first; `positions` int32 `[rows]`; `tokens` int32 `[rows, m]`, or
-    `[1, m]` for the same tokens of each row.
+    **Arguments:** `seeds` uint32 `[rows, 2]`, low word first; `positions` int32 `[rows]`; `tokens` int32
+    `[rows, m]`, or `[1, m]` for the same tokens of each row.
     """
     shape = (positions.shape[0], tokens.shape[1])
     token_ids = jnp.broadcast_to(tokens.astype(jnp.uint32), shape)
