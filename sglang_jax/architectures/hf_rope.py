@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.model_config import RopeConfig, RopeKind
-from sglang_jax.errors import CheckpointError
+from sglang_jax.errors import CheckpointError, cut
 
 DEFAULT_THETA = 10000.0
 
@@ -21,10 +21,17 @@ def rope_from_hf(
     """`max_position` is the config's `max_position_embeddings`; `scaling` are the parameters, where a family keeps
     several sets of them.
 
-    **Raises:** `CheckpointError` for an unknown kind, a missing parameter, or heads that are rotated in part only.
+    **Raises:** `CheckpointError` for an unknown kind, a missing parameter, heads that are rotated in part only, or
+    several sets of parameters.
     """
     if scaling is None:
         scaling = fields.nested("rope_parameters") or fields.nested("rope_scaling") or JsonFields({}, fields.file)
+    several = [name for name, value in scaling.values.items() if isinstance(value, dict)]
+    if several:
+        raise CheckpointError(
+            f"{fields.file}: rotary parameters of their own for {cut(', '.join(several))} are not supported; here "
+            "all layers have the same"
+        )
     name = scaling.string("rope_type") or scaling.string("type") or "default"
     kinds = [kind.value for kind in RopeKind]
     if name not in kinds:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.registry import known_families, supported_classes
-from sglang_jax.errors import CheckpointError
+from sglang_jax.errors import CheckpointError, cut
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,9 @@ def check_unread(fields: JsonFields) -> None:
         )
     unknown = [name for name in unread if not _is_harmless(name)]
     if unknown:
-        logger.warning("%s: fields that are not understood, and ignored: %s", fields.file, ", ".join(sorted(unknown)))
+        logger.warning(
+            "%s: fields that are not understood, and ignored: %s", fields.file, cut(", ".join(sorted(unknown)))
+        )
 
 
 _MEANINGS = {
@@ -168,7 +170,7 @@ def unknown_family(fields: JsonFields) -> CheckpointError:
     reasons = [*_relatives(fields), *_what_no_family_knows(fields)]
     because = f": {'; '.join(reasons)}" if reasons else ""
     return CheckpointError(
-        f"{fields.file}: architecture {name} is not supported{because}; supported: {supported_classes()}"
+        f"{fields.file}: architecture {cut(name)} is not supported{because}; supported: {supported_classes()}"
     )
 
 
@@ -199,7 +201,7 @@ def _what_no_family_knows(fields: JsonFields) -> list[str]:
     if not unknown:
         return []
     told = [
-        f"{name} {_shown(values[name])}" + (f" ({_MEANINGS[name]})" if name in _MEANINGS else "")
+        f"{cut(name)} {_shown(values[name])}" + (f" ({_MEANINGS[name]})" if name in _MEANINGS else "")
         for name in unknown[:_MOST_TOLD]
     ]
     more = f" and {len(unknown) - _MOST_TOLD} more" if len(unknown) > _MOST_TOLD else ""

@@ -437,9 +437,6 @@ class KVCache:
             raise ValueError("a runner that drafts cannot have a pool of states yet: a wrong guess would stay in them")
         return found[0] if found else None
 
-    def _matchable(self, tokens: bytes, limit: int) -> bytes:
-        return tokens[: max(limit, 0) // self.page_size * self.page_size * TOKEN_BYTES]
-
     def _free_row(self, row: int) -> None:
         self.lengths.start(row, 0)
         del self.open_rows[row]

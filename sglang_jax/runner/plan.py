@@ -51,6 +51,8 @@ class PoolSpec:
         wrong = self.window is None or self.window < 1 if self.kind is CacheKind.WINDOW else self.window is not None
         if wrong:
             raise ValueError(f"a pool of kind {self.kind} has a window of {self.window} tokens")
+        if self.page_size < 1 or self.page_size & (self.page_size - 1):
+            raise ValueError(f"pages of {self.page_size} tokens; it must be a power of two")
 
     def columns(self, max_context: int) -> int:
         """Columns of its page table, for rows of at most so many tokens."""

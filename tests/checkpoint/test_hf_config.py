@@ -284,6 +284,18 @@ def test_a_field_of_another_family_is_refused(tmp_path: Path, name: str, value: 
         load_hf_config(written(tmp_path, LLAMA | {name: value}))
 
 
+def test_rotary_parameters_of_several_kinds_of_layers_are_refused(tmp_path: Path) -> None:
+    sets = {"full_attention": {"rope_type": "yarn", "factor": 4.0}, "sliding_attention": {"rope_type": "default"}}
+    with pytest.raises(CheckpointError, match="of their own for full_attention, sliding_attention are not supported"):
+        load_hf_config(written(tmp_path, LLAMA | {"rope_parameters": sets}))
+
+
+def test_long_names_are_cut_in_the_error_for_an_unknown_family(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        load_hf_config(written(tmp_path, LLAMA | {"architectures": ["X" * 100_000], "y" * 50_000: 3}))
+    assert len(str(caught.value)) < 3000
+
+
 def test_fields_that_nobody_knows_are_named_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     load_hf_config(written(tmp_path, LLAMA | {"flux_capacitors": 3, "use_cache": True, "tardis": None}))
     (record,) = caplog.records

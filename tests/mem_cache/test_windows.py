@@ -216,6 +216,12 @@ def test_pages_of_all_groups_hold_as_many_tokens() -> None:
         KVCache(pools, 2, 32)
 
 
+@pytest.mark.parametrize("tokens", [0, 3, 12])
+def test_pages_hold_a_power_of_two(tokens: int) -> None:
+    with pytest.raises(ValueError, match=f"pages of {tokens} tokens; it must be a power of two"):
+        PoolSpec(CacheKind.FULL, 9, tokens)
+
+
 @pytest.mark.parametrize(
     ("kind", "window"), [(CacheKind.FULL, 5), (CacheKind.WINDOW, 0), (CacheKind.WINDOW, None), (CacheKind.STATE, 5)]
 )

@@ -37,7 +37,7 @@ SCHEDULES = 2000
 
 ONE_POOL = {"groups": st.just((None,))}
 STATES = {"groups": st.sampled_from(WITH_STATES), "reuse": st.just(True)}
-WINDOWS = {"groups": st.sampled_from([(None, 5), (None, 17), (5,), (3, 20)])}
+WINDOWS = {"groups": st.sampled_from([(None, 7), (None, 18), (5,), (3, 20)])}
 
 NO_DRAFTS = {"drafts": st.just(0)}
 MANY_DRAFTS = {"drafts": st.sampled_from([1, 4])}
@@ -244,6 +244,17 @@ def keep_nothing_for_the_next_page(monkeypatch: pytest.MonkeyPatch) -> None:
         let_go(self, rows, reading + self.page_size, *arguments)
 
     monkeypatch.setattr(WindowGroup, "let_go", let_go_more)
+
+
+def reach_no_further_than_whole_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a window begins within a page, the match takes that page for gone."""
+    init = WindowKV.__init__
+
+    def init_short(self: WindowKV, pool: Any, *arguments: Any) -> None:
+        init(self, pool, *arguments)
+        self.reach = max((self.window - 1) // pool.page_size, 1)
+
+    monkeypatch.setattr(WindowKV, "__init__", init_short)
 
 
 def match_over_a_tombstone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,6 +507,7 @@ WINDOW_FAULTS = [
     reclaim_a_step_early,
     keep_nothing_for_the_next_page,
     match_over_a_tombstone,
+    reach_no_further_than_whole_pages,
     cover_a_page_less,
     keep_what_one_group_granted,
     tell_one_group_of_a_removal,
@@ -581,6 +593,7 @@ PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
         "pages": st.just(64),
         "groups": st.just((None, STATE)),
         "slots": st.integers(4, 16),
+        "chunk": st.just(64),
         "track": st.just(0),
     },
     snapshot_a_page_off: {"track": st.just(1), "slots": st.integers(4, 16)},

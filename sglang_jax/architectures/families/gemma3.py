@@ -32,7 +32,6 @@ def configure(fields: JsonFields) -> ModelConfig:
     attention = replace(
         common.attention(),
         scale=(fields.number("query_pre_attn_scalar") or 256) ** -0.5,
-        soft_cap=fields.number("attn_logit_softcapping"),
         qk_norm=QKNorm(norm=gemma_norm(common)),
         bias=bias,
         out_bias=bias,
