@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sglang_jax.errors import ParameterError, shown
+from sglang_jax.sampling.grammar import Grammar
 
 MAX_LOGIT_BIAS = 320
 """Most entries of one request's `logit_bias` (OpenAI documents 300)."""
@@ -62,6 +63,9 @@ class SamplingParams:
     - `seed`: makes sampling a function of (seed, position) alone.
     - `n`: number of independent completions.
     - `skip_special_tokens`: leave special tokens out of the text.
+    - `grammar`: what the output must look like; tokens that lead elsewhere are never sampled. The output ends once the
+      grammar is complete and nothing can follow. It comes before `min_new_tokens` and `ignore_eos`: where it allows
+      the end alone, the output ends.
 
     **Raises:** `ParameterError` naming the field and its range.
     """
@@ -83,6 +87,7 @@ class SamplingParams:
     n: int = 1
     skip_special_tokens: bool = True
     include_stop: bool = False
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         most = 2**31 - 1
