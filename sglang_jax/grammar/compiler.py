@@ -65,7 +65,7 @@ class GrammarCompiler:
         clock: Callable[[], float] = time.monotonic,
         trier: Callable[[], Trier] | None = None,
     ) -> None:
-        self._backend = backend
+        self.backend = backend
         self._trier = trier or (lambda: Sandbox(backend.specials, seconds))
         self._seconds = seconds
         self._clock = clock
@@ -126,7 +126,7 @@ class GrammarCompiler:
             compilation.begun = self._clock()
             try:
                 source = compilation.source
-                compilation.grammar = self._backend.build(source, trier.try_out(source))
+                compilation.grammar = self.backend.build(source, trier.try_out(source))
             except GrammarError as error:
                 compilation.error = compilation.error or error
             self._news.set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 
 from sglang_jax.checkpoint.token_table import TokenTable
 from sglang_jax.errors import GrammarError
@@ -19,7 +19,6 @@ MASK_THREADS = 4
 class _Vocabulary:
     """A vocabulary as llguidance asks for it. It never asks for a text's tokens, as no grammar here forces any."""
 
-    is_tokenizer_wrapper = True
     bos_token_id = None
 
     def __init__(self, table: TokenTable, vocab_size: int, eos_ids: Sequence[int]) -> None:
@@ -64,7 +63,9 @@ class LlguidanceBackend:
     """
 
     def __init__(self, table: TokenTable, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        self._tokenizer = LLTokenizer(_Vocabulary(table, vocab_size, eos_ids), eos_token=list(eos_ids))
+        self._tokenizer = LLTokenizer(
+            TokenizerWrapper(_Vocabulary(table, vocab_size, eos_ids)), eos_token=list(eos_ids)
+        )
         self.specials = {
             table.tokens[token].decode(errors="replace"): token for token in table.special if token < vocab_size
         }
