@@ -94,6 +94,13 @@ class SamplingDefaults(StrEnum):
     OPENAI = "openai"
 
 
+class GrammarLibrary(StrEnum):
+    """What follows the grammars of requests."""
+
+    LLGUIDANCE = "llguidance"
+    NONE = "none"
+
+
 class LogLevel(StrEnum):
     DEBUG = "debug"
     INFO = "info"
@@ -244,6 +251,10 @@ class EngineConfig(BaseModel):
     sampling_defaults: SamplingDefaults = Field(
         SamplingDefaults.MODEL,
         description="sampling fields that a request leaves out: the model's generation_config.json, or neutral values",
+    )
+    grammar_backend: GrammarLibrary = Field(
+        GrammarLibrary.LLGUIDANCE,
+        description="what keeps outputs to a JSON schema, a regular expression or a grammar; none: such requests are refused",
     )
     skip_warmup: bool = Field(False, description="compile each program at its first use instead of at the start")
     watchdog_timeout: float = Field(

@@ -201,7 +201,9 @@ class TorchRunner:
                 f"{self._spec.token_budget} tokens and {self._spec.max_rows} rows"
             )
         if self._waiting is not None and self._waiting.second is not None:
-            raise RuntimeError(f"step {plan.step} was launched while step {self._waiting.plan.step} waits for its masks")
+            raise RuntimeError(
+                f"step {plan.step} was launched while step {self._waiting.plan.step} waits for its masks"
+            )
         self._needs.replace(plan.row_updates.sampling)
         needs = self._needs.of_step(plan)
         if plan.masked is None:

@@ -13,6 +13,7 @@ from sglang_jax.engine.item_stream import Item
 from sglang_jax.engine.types import GenerateInput, TextTokenizer
 from sglang_jax.errors import ParameterError
 from sglang_jax.sampling import GenerationDefaults, SamplingParams, with_defaults
+from sglang_jax.sampling.grammar_spellings import SPELLINGS, grammar_of
 
 Sampling = SamplingParams | Mapping[str, Any]
 
@@ -29,7 +30,7 @@ class RequestOptions(TypedDict, total=False):
     continues_text: bool
 
 
-_SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+_SAMPLING_FIELDS = frozenset({*(field.name for field in dataclasses.fields(SamplingParams)), *SPELLINGS})
 _OPTIONS = frozenset(RequestOptions.__annotations__)
 _KNOWN_FIELDS = _SAMPLING_FIELDS | _OPTIONS | {"prompt", "messages", "custom_id"}
 
@@ -45,7 +46,14 @@ def complete_sampling(sampling: Sampling, defaults: GenerationDefaults) -> Sampl
             f"sampling_params has no field {unknown[0]!r}; there are {', '.join(sorted(_SAMPLING_FIELDS))}",
             param=unknown[0],
         )
-    return with_defaults(sampling, defaults)
+    return with_defaults(_with_grammar(sampling), defaults)
+
+
+def _with_grammar(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `SamplingParams`: whatever a grammar is called, it is `grammar` there. Raises `ParameterError`."""
+    own = {name: value for name, value in fields.items() if name not in SPELLINGS}
+    grammar = grammar_of(fields)
+    return own if grammar is None else {**own, "grammar": grammar}
 
 
 def _options(item: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,8 +120,11 @@ class ItemConverter:
         if not own:
             return self._shared
         if isinstance(self._given, SamplingParams):
-            return dataclasses.replace(self._given, **own)
-        return with_defaults({**self._given, **own}, self._defaults)
+            return dataclasses.replace(self._given, **_with_grammar(own))
+        if not SPELLINGS.isdisjoint(own):  # in the place of the one that all share
+            shared = {name: value for name, value in self._given.items() if name not in (*SPELLINGS, "grammar")}
+            return with_defaults(_with_grammar({**shared, **own}), self._defaults)
+        return with_defaults(_with_grammar({**self._given, **own}), self._defaults)
 
     def _chat_ids(self, messages: Any) -> list[int]:
         if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):

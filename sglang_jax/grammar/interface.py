@@ -42,12 +42,12 @@ class CompiledGrammar(Protocol):
 
 
 class GrammarBackend(Protocol):
-    """A library of grammars, for one vocabulary. All but `build` is for one thread.
+    """A library of grammars, for one vocabulary. All but `build` is for one thread."""
 
-    `specials`: names and ids of the tokens that are not text.
-    """
-
-    specials: Mapping[str, int]
+    @property
+    def specials(self) -> Mapping[str, int]:
+        """Names and ids of the tokens that are not text."""
+        ...
 
     def build(self, grammar: Grammar, lark: str) -> CompiledGrammar:
         """Makes a grammar of which the sandbox gave the text `lark`. Called on threads of a pool. Raises

@@ -31,7 +31,9 @@ def find_fault(schema: Any, fault_of: Callable[[Any], str]) -> tuple[str, str]:
             if looks < 0 or time.monotonic() > until:
                 return place, fault
             # Definitions are looked at alone too: beside themselves each would have the fault of any.
-            alone = {**shared, **child} if isinstance(child, dict) and not path.startswith(("/$defs", "/def")) else child
+            alone = (
+                {**shared, **child} if isinstance(child, dict) and not path.startswith(("/$defs", "/def")) else child
+            )
             found = fault_of(alone)
             if found and _same(found, fault):
                 place, fault, inner, going = place + path, found, child, True

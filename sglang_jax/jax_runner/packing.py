@@ -71,9 +71,7 @@ class StepLayout:
         """Packs a plan that fits the bucket; `deltas` are those of its page deltas that the program applies."""
         packed = np.zeros(self.size, np.int32)
         deferred = plan.masked is not None
-        packed[:_SCALARS] = (
-            plan.num_decode, plan.num_tokens, plan.top_logprobs, plan.prompt_top_logprobs, deferred
-        )
+        packed[:_SCALARS] = (plan.num_decode, plan.num_tokens, plan.top_logprobs, plan.prompt_top_logprobs, deferred)
         rows, kv_lens, samples, query_starts, delta_rows, delta_columns, delta_pages, tokens, targets = (
             packed[part] for part in self._slices
         )

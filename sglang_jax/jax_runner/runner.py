@@ -156,7 +156,9 @@ class JaxRunner:
         """
         refuse_drafts(plan)
         if self._waiting is not None and self._waiting.second is not None:
-            raise RuntimeError(f"step {plan.step} was launched while step {self._waiting.plan.step} waits for its masks")
+            raise RuntimeError(
+                f"step {plan.step} was launched while step {self._waiting.plan.step} waits for its masks"
+            )
         bucket = self._buckets.pick(plan.num_tokens, len(plan.rows), plan.num_decode)
         self._replace_rows(plan.row_updates.sampling)
         deltas = side_by_side(plan.page_deltas, self._spec.max_pages_per_row)

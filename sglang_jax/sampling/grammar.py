@@ -81,7 +81,9 @@ class Grammar:
                 raise ParameterError(
                     f"{self.field} has {len(value)} choices, the limit is {MAX_CHOICES}", param=self.field
                 )
-        elif not isinstance(value, (dict, bool)) or (self.kind is GrammarKind.STRUCTURAL_TAG and value in (True, False)):
+        elif not isinstance(value, (dict, bool)) or (
+            self.kind is GrammarKind.STRUCTURAL_TAG and value in (True, False)
+        ):
             raise ParameterError(f"{self.field} must be a JSON object, got {shown(value)}", param=self.field)
 
 

@@ -128,7 +128,12 @@ _STRUCTURED: dict[str, Reader] = {
     "json_object": _any_object,
     "structural_tag": _tags,
 }
-_STRUCTURED_OPTIONS = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+_STRUCTURED_OPTIONS = (
+    "disable_fallback",
+    "disable_any_whitespace",
+    "disable_additional_properties",
+    "whitespace_pattern",
+)
 
 
 def _structured_outputs(value: object, field: str) -> Grammar | None:

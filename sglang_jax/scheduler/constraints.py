@@ -57,7 +57,8 @@ class Constraints:
 
     def begin(self, request: Request) -> None:
         """Has the grammar of a request compiled."""
-        assert self._compiler is not None and request.sampling.grammar is not None
+        assert self._compiler is not None
+        assert request.sampling.grammar is not None
         self._waiting[request.id] = (request, self._compiler.start(request.sampling.grammar))
 
     def forget(self, request: Request) -> None:
@@ -149,7 +150,8 @@ class Constraints:
     @staticmethod
     def _own_error(request: Request, compilation: Compilation) -> GrammarError:
         """In the words of this request, which may call the same grammar something else."""
-        assert compilation.error is not None and request.sampling.grammar is not None
+        assert compilation.error is not None
+        assert request.sampling.grammar is not None
         theirs, own, error = compilation.source.field, request.sampling.grammar.field, compilation.error
         if theirs == own:
             return error

@@ -24,6 +24,7 @@ from sglang_jax.engine.types import (
     TokenLogprob,
 )
 from sglang_jax.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
+from sglang_jax.sampling.grammar import Grammar, GrammarKind
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.messages import SchedulerStats
 from sglang_jax.server.sampling import rename_field
@@ -359,6 +360,7 @@ def _body(request: GenerateInput, name: str, context_length: int) -> dict[str, A
 
 def _sampling(sampling: SamplingParams, room: int) -> dict[str, Any]:
     return {
+        **({} if sampling.grammar is None else _grammar(sampling.grammar)),
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
@@ -377,6 +379,13 @@ def _sampling(sampling: SamplingParams, room: int) -> dict[str, Any]:
         "max_new_tokens": room if sampling.max_new_tokens is None else sampling.max_new_tokens,
         "min_new_tokens": sampling.min_new_tokens,
     }
+
+
+def _grammar(grammar: Grammar) -> dict[str, Any]:
+    """The native route's field for a grammar."""
+    if grammar.kind is GrammarKind.CHOICE:
+        return {"guided_choice": msgspec.json.decode(grammar.text)}
+    return {grammar.kind.value: grammar.text}
 
 
 async def _events(response: httpx2.Response) -> AsyncIterator[dict[str, Any]]:

@@ -131,8 +131,10 @@ class PlanDriver:
         prompt_top_logprobs: int = 0,
         masked: Collection[Driven] = (),
     ) -> Launched:
-        """Launches a step of (request, number of tokens, or `DECODE`); decode sequences come first. `masked`: those that
-        sample under a mask, which the step's handle waits for."""
+        """Launches a step of (request, number of tokens, or `DECODE`); decode sequences come first.
+
+        `masked`: those that sample under a mask, which the step's handle waits for.
+        """
         num_decode = sum(count == DECODE for _, count in parts)
         assert all((count == DECODE) == (index < num_decode) for index, (_, count) in enumerate(parts))
         counts = [max(count, 1) for _, count in parts]

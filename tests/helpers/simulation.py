@@ -160,9 +160,7 @@ class Simulation(RuleBasedStateMachine):
         prompt = [*family[:shared], *tail][: self.bench.context - 1] or [1]
         sampling = SamplingParams(max_new_tokens=new_tokens, seed=seed, stop_token_ids=stop, ignore_eos=ignore_eos)
         if grammar is not None:
-            sampling = replace(
-                sampling, grammar=fake_grammars.grammar(grammar), min_new_tokens=min(least, new_tokens)
-            )
+            sampling = replace(sampling, grammar=fake_grammars.grammar(grammar), min_new_tokens=min(least, new_tokens))
         if self.subject is not None:
             sampling = self.subject.style(sampling)
         try:
