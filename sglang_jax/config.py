@@ -254,7 +254,8 @@ class EngineConfig(BaseModel):
     )
     grammar_backend: GrammarLibrary = Field(
         GrammarLibrary.LLGUIDANCE,
-        description="what keeps outputs to a JSON schema, a regular expression or a grammar; none: such requests are refused",
+        description="what keeps outputs to a JSON schema, a regular expression or a grammar; none: requests with one "
+        "are refused",
     )
     skip_warmup: bool = Field(False, description="compile each program at its first use instead of at the start")
     watchdog_timeout: float = Field(

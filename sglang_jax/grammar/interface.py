@@ -59,7 +59,9 @@ class GrammarBackend(Protocol):
         ...
 
     def fill(self, matchers: Sequence[Matcher], words: Int32) -> list[Progress]:
-        """Writes which tokens may come next: `words` `[matchers, mask_words]`, C-contiguous (see `TokenMasks`). The mask
-        of one that has failed, or is complete, means nothing. End-of-sequence tokens are allowed where the output may
-        end."""
+        """Writes which tokens may come next: `words` `[matchers, mask_words]`, C-contiguous (see `TokenMasks`).
+
+        The mask of one that has failed, or is complete, means nothing. End-of-sequence tokens are allowed where the
+        output may end.
+        """
         ...

@@ -44,11 +44,9 @@ class Trial:
         `GrammarError`."""
         lark = to_lark(grammar, self._specials)
         text = LLMatcher.grammar_from_lark(lark)
-        if any(opening in lark for opening in ("<[", "<|")):  # names of tokens, which a vocabulary of bytes has none of
-            error = _fault(text)
-        else:
-            error = self._begin(text)
-        if error:
+        # Of tokens with names a vocabulary of bytes has none.
+        names_tokens = "<[" in lark or "<|" in lark
+        if error := _fault(text) if names_tokens else self._begin(text):
             raise GrammarError(_explain(grammar, error), param=grammar.field)
         return lark
 

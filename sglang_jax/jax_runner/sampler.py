@@ -36,9 +36,9 @@ def sample(
 ) -> jax.Array:
     """Samples tokens, int32 `[n]`; `INVALID_TOKEN` for a row with a logit that is not finite.
 
-    Order: mask of tokens, logit bias, mask of stop ids, penalties, temperature, top-k, top-p, min-p, Gumbel-max. Each filter works on
-    what the one before it kept, renormalised. Tokens that tie with the least likely one kept are kept as well, so that
-    no filter depends on an order of equal logits; of tokens that tie at the end the lowest id wins.
+    Order: mask of tokens, logit bias, mask of stop ids, penalties, temperature, top-k, top-p, min-p, Gumbel-max. Each
+    filter works on what the one before it kept, renormalised. Tokens that tie with the least likely one kept are kept
+    as well, so that no filter depends on an order of equal logits; of tokens that tie at the end the lowest id wins.
 
     **Arguments:**
 

@@ -179,8 +179,8 @@ class SampledState:
 def make_sample(
     model: ModelFunctions, layout: SampleLayout, mesh: Mesh | None = None
 ) -> Callable[[Weights, SampledState, jax.Array, jax.Array], tuple[SampledState, tuple[jax.Array, Logprobs]]]:
-    """The second part of a deferred step as a function of (weights, state, hidden `[R, hidden]`, packed plan and masks);
-    state is to be donated. Gives tokens and logprobs as `StepOutputs` has them."""
+    """The second part of a deferred step as a function of (weights, state, hidden `[R, hidden]`, packed plan and
+    masks); state is to be donated. Gives tokens and logprobs as `StepOutputs` has them."""
     reader = reader_over(mesh)
     whole = _on_every_device(mesh)
 

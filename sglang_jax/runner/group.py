@@ -1,8 +1,8 @@
 """One model in several processes: rank 0 plans, the others follow.
 
 Every process runs the same plans in the same order on its own devices, and samples by itself from the same logits, the
-same seeds and the same masks, so that nothing but plans and masks goes from process to process on the host. How orders travel (a pipe to a
-child, a connection to another node) is each backend's own.
+same seeds and the same masks, so that nothing but plans and masks goes from process to process on the host. How orders
+travel (a pipe to a child, a connection to another node) is each backend's own.
 """
 
 from __future__ import annotations

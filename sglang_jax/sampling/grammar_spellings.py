@@ -22,8 +22,8 @@ Reader = Callable[[Any, str], Grammar | None]
 
 
 def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
-    """The grammar that some fields of a request ask for, whatever they are called; None where there is none. Fields that
-    are None, and those that have other names, say nothing.
+    """The grammar that some fields of a request ask for, whatever they are called; None where there is none. Fields
+    that are None, and those that have other names, say nothing.
 
     **Raises:** `ParameterError` for a value that is none, and for several grammars at once.
     """

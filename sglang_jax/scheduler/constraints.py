@@ -90,8 +90,10 @@ class Constraints:
             self._compiler.wait(seconds)
 
     def masks(self, requests: Sequence[Request]) -> tuple[TokenMasks, list[Closed]]:
-        """The masks of those who sample under one in a step, and whose grammar turns out to let nothing come. What these,
-        and those that have left, sample is nobody's: they may sample anything."""
+        """The masks of those who sample under one in a step, and whose grammar turns out to let nothing come.
+
+        What these, and those that have left, sample is nobody's: they may sample anything.
+        """
         words: Int32 = np.full((len(requests), self._words), _ANY_TOKEN, np.int32)
         places = [place for place, request in enumerate(requests) if self._rows.runs(request)]
         if not places:

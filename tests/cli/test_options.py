@@ -56,6 +56,7 @@ OTHER_VALUES: dict[str, Any] = {
     "cuda_graph_max_bs": 8,
     "random_seed": 42,
     "sampling_defaults": "openai",
+    "grammar_backend": "none",
     "skip_warmup": True,
     "watchdog_timeout": 30.0,
     "max_engine_restarts": 2,
