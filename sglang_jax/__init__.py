@@ -1,8 +1,18 @@
 """An engine that serves large language models, on JAX and other backends."""
 
 from sglang_jax.engine.engine import Engine
+from sglang_jax.sampling.grammar import choice_grammar, ebnf_grammar, json_grammar, regex_grammar, tag_grammar
 from sglang_jax.sampling.params import SamplingParams
 
 __version__ = "0.1.0"
 
-__all__ = ["Engine", "SamplingParams", "__version__"]
+__all__ = [
+    "Engine",
+    "SamplingParams",
+    "__version__",
+    "choice_grammar",
+    "ebnf_grammar",
+    "json_grammar",
+    "regex_grammar",
+    "tag_grammar",
+]

@@ -87,7 +87,7 @@ class Grammar:
             raise ParameterError(f"{self.field} must be a JSON object, got {shown(value)}", param=self.field)
 
 
-def json_grammar(schema: object, field: str) -> Grammar:
+def json_grammar(schema: object, field: str = "grammar") -> Grammar:
     """The grammar of a JSON Schema: its text, or the value itself. Raises `ParameterError`."""
     return Grammar(GrammarKind.JSON_SCHEMA, schema if isinstance(schema, str) else _as_json(schema, field), field)
 
@@ -97,12 +97,22 @@ def any_json_object(field: str) -> Grammar:
     return Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}', field)
 
 
-def choice_grammar(choices: Sequence[str], field: str) -> Grammar:
+def regex_grammar(pattern: str) -> Grammar:
+    """The grammar of what a regular expression matches from end to end. Raises `ParameterError`."""
+    return Grammar(GrammarKind.REGEX, pattern)
+
+
+def ebnf_grammar(text: str) -> Grammar:
+    """A grammar in Lark or GBNF. Raises `ParameterError`."""
+    return Grammar(GrammarKind.EBNF, text)
+
+
+def choice_grammar(choices: Sequence[str], field: str = "grammar") -> Grammar:
     """The grammar of one of some texts. Raises `ParameterError`."""
     return Grammar(GrammarKind.CHOICE, _as_json(list(choices), field), field)
 
 
-def tag_grammar(tags: object, field: str) -> Grammar:
+def tag_grammar(tags: object, field: str = "grammar") -> Grammar:
     """The grammar of text with tagged parts: JSON text, or the value itself. Raises `ParameterError`."""
     return Grammar(GrammarKind.STRUCTURAL_TAG, tags if isinstance(tags, str) else _as_json(tags, field), field)
 

@@ -169,14 +169,7 @@ def end_by_min_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Constraints, "_settle_ends", lambda self, request, words: None)
 
 
-FAULTS = (
-    mask_a_token_late,
-    mask_of_another_row,
-    begin_anew_after_a_retraction,
-    follow_what_was_not_kept,
-    draft_under_masks,
-    end_by_min_tokens_alone,
-)
+FAULTS = (mask_a_token_late, mask_of_another_row, draft_under_masks, end_by_min_tokens_alone)
 
 
 @pytest.mark.slow
@@ -186,6 +179,15 @@ def test_the_simulator_notices(monkeypatch: pytest.MonkeyPatch, fault: Callable[
     sizes = {"drafts": st.just(4)} if fault is draft_under_masks else {}
     with pytest.raises((AssertionError, KeyError, RuntimeError)):
         simulate(1000, known_fault=True, sizes=sizes)
+
+
+@pytest.mark.parametrize("fault", [begin_anew_after_a_retraction, follow_what_was_not_kept])
+def test_a_matcher_that_does_not_follow_kept_output_shows(
+    monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_the_matcher_follows_kept_output_through_retractions()
 
 
 def test_what_goes_to_the_runner_says_nothing_of_grammars() -> None:
