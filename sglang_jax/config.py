@@ -14,12 +14,22 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from sglang_jax.errors import ConfigError
+from sglang_jax.spellings import value_named
 
 MIN_GROUP_SECRET = 16
 """Fewest characters of the secret of a group of nodes."""
 
 
-class Backend(StrEnum):
+class Choice(StrEnum):
+    """One of several values, by any of its spellings."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Self | None:
+        name = value_named(cls.__name__, str(value))
+        return next((member for member in cls if member.value == name), None)
+
+
+class Backend(Choice):
     """Name of an entry point in the group `sglang_jax.backends`, or auto."""
 
     AUTO = "auto"
@@ -27,21 +37,21 @@ class Backend(StrEnum):
     TORCH = "torch"
 
 
-class Device(StrEnum):
+class Device(Choice):
     AUTO = "auto"
     CPU = "cpu"
     TPU = "tpu"
     CUDA = "cuda"
 
 
-class Dtype(StrEnum):
+class Dtype(Choice):
     AUTO = "auto"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
     FLOAT32 = "float32"
 
 
-class LoadFormat(StrEnum):
+class LoadFormat(Choice):
     AUTO = "auto"
     SAFETENSORS = "safetensors"
     GGUF = "gguf"
@@ -49,26 +59,26 @@ class LoadFormat(StrEnum):
     DUMMY = "dummy"
 
 
-class SchedulePolicy(StrEnum):
+class SchedulePolicy(Choice):
     FCFS = "fcfs"
     LPM = "lpm"
     LOF = "lof"
     PRIORITY = "priority"
 
 
-class EvictionPolicy(StrEnum):
+class EvictionPolicy(Choice):
     LRU = "lru"
     LFU = "lfu"
     FIFO = "fifo"
 
 
-class LoadBalanceMethod(StrEnum):
+class LoadBalanceMethod(Choice):
     CACHE_AWARE = "cache_aware"
     ROUND_ROBIN = "round_robin"
     LEAST_LOADED = "least_loaded"
 
 
-class AttentionBackend(StrEnum):
+class AttentionBackend(Choice):
     """`XLA` and `PALLAS` (TPU) are the JAX backend's; `NATIVE` (torch operations), `NUMBA` (CPU) and `TRITON` (GPU) the
     torch backend's."""
 
@@ -81,27 +91,27 @@ class AttentionBackend(StrEnum):
     TRITON = "triton"
 
 
-class KVCacheDtype(StrEnum):
+class KVCacheDtype(Choice):
     AUTO = "auto"
     FLOAT8_E4M3 = "fp8_e4m3"
     INT8 = "int8"
 
 
-class SamplingDefaults(StrEnum):
+class SamplingDefaults(Choice):
     """Where a sampling field that a request leaves out gets its value."""
 
     MODEL = "model"
     OPENAI = "openai"
 
 
-class GrammarLibrary(StrEnum):
+class GrammarLibrary(Choice):
     """What follows the grammars of requests."""
 
     LLGUIDANCE = "llguidance"
     NONE = "none"
 
 
-class LogLevel(StrEnum):
+class LogLevel(Choice):
     DEBUG = "debug"
     INFO = "info"
     WARNING = "warning"
@@ -179,37 +189,35 @@ class EngineConfig(BaseModel):
     dtype: Dtype = Field(Dtype.AUTO, description="type of weights and activations; auto: measured best for the device")
     kv_cache_dtype: KVCacheDtype = Field(
         KVCacheDtype.AUTO,
-        description="type of keys and values in the cache; auto: that of the activations; int8: JAX alone",
+        description="type of keys and values in the cache; auto: that of the activations; int8: JAX only",
     )
     tp_size: PositiveInt = Field(1, description="devices that each layer is spread over (tensor parallel)")
     dp_size: PositiveInt = Field(
-        1, description="replicas of the model on this machine, each with devices of its own (data parallel)"
+        1, description="replicas of the model on this machine, each on its own devices (data parallel)"
     )
     load_balance_method: LoadBalanceMethod = Field(
         LoadBalanceMethod.CACHE_AWARE,
-        description="which replica a request goes to: the one that has most of its prompt cached, the next one, or "
-        "the one with the least to do",
+        description="which replica gets a request: the one with most of its prompt cached, the next one in turn, "
+        "or the least loaded",
     )
-    nnodes: PositiveInt = Field(1, description="nodes that share the model, each started with the same command")
-    node_rank: int = Field(0, ge=0, description="which of them this is; 0 has the scheduler and the server")
-    dist_init_addr: str | None = Field(
-        None, description="HOST:PORT of node 0, where the nodes meet; needed with several nodes"
-    )
+    nnodes: PositiveInt = Field(1, description="number of nodes that share the model; start each with the same command")
+    node_rank: int = Field(0, ge=0, description="this node's number; node 0 runs the scheduler and the server")
+    dist_init_addr: str | None = Field(None, description="HOST:PORT of node 0; required with several nodes")
     dist_bind_host: str | None = Field(
-        None, description="address that node 0 listens on for the others; default: that of dist_init_addr"
+        None, description="address that node 0 listens on for other nodes; default: that of dist_init_addr"
     )
     group_secret_file: Path | None = Field(
         None,
-        description="file with a secret that the nodes know each other by, the same on each; also by "
-        "SGLANG_JAX_GROUP_SECRET; default: none, and whoever reaches node 0 may take a node's place",
+        description="file with the secret that nodes authenticate with, the same on each; also read from "
+        "SGLANG_JAX_GROUP_SECRET; default: none: any machine that can connect to node 0 may join",
     )
     context_length: PositiveInt | None = Field(
-        None, description="most tokens of one request, prompt and output; default: the model's"
+        None, description="maximum tokens of a request, prompt plus output; default: the model's"
     )
     mem_fraction_static: float = Field(
-        0.85, gt=0.0, lt=1.0, description="share of device memory for weights and KV pages together"
+        0.85, gt=0.0, lt=1.0, description="fraction of device memory for weights plus KV pages"
     )
-    max_total_tokens: PositiveInt | None = Field(None, description="KV tokens in the pool; default: what memory allows")
+    max_total_tokens: PositiveInt | None = Field(None, description="tokens in the KV pool; default: what memory allows")
     swa_full_tokens_ratio: float | None = Field(
         None,
         gt=0.0,
@@ -217,13 +225,30 @@ class EngineConfig(BaseModel):
         description="KV tokens of layers with a sliding window, as a share of those of the others; default: by the "
         "window and the context, at least a quarter",
     )
+    max_mamba_cache_size: PositiveInt | None = Field(
+        None,
+        description="slots for recurrent states (Mamba, gated delta nets), one for each running request, the others "
+        "for states of cached prefixes; default: by mamba_full_memory_ratio",
+    )
+    mamba_full_memory_ratio: float = Field(
+        0.9,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="memory for recurrent states, as a share of that for the KV pages beside them",
+    )
+    mamba_track_interval: int = Field(
+        64,
+        ge=0,
+        description="output tokens, in whole pages, between recurrent states that are kept until a request ends, so "
+        "that its next turn goes on from the last; takes up to a second slot a request; 0: only what ends on a page",
+    )
     max_running_requests: PositiveInt | None = Field(
-        None, description="most requests running at once; default: by device"
+        None, description="maximum requests running at once; default: by device"
     )
     max_queued_requests: PositiveInt | None = Field(
-        None, description="most requests waiting; more are refused with 503; default: no limit"
+        None, description="maximum queued requests; more are refused with 503; default: no limit"
     )
-    chunked_prefill_size: PositiveInt = Field(512, description="most prompt tokens computed in one step")
+    chunked_prefill_size: PositiveInt = Field(512, description="maximum prompt tokens computed per step")
     target_itl_ms: float | None = Field(
         None,
         gt=0.0,
@@ -234,42 +259,52 @@ class EngineConfig(BaseModel):
     page_size: PositiveInt = Field(16, description="tokens per KV page")
     schedule_policy: SchedulePolicy = Field(
         SchedulePolicy.FCFS,
-        description="who is admitted next: arrival order, longest cached prefix, longest output, priority",
+        description="which request is admitted next: arrival order, longest cached prefix, longest output, priority",
     )
     schedule_conservativeness: float = Field(
-        1.0, gt=0.0, description="scales the room kept free for tokens that running requests may still generate"
+        1.0, gt=0.0, description="scales the memory reserved for tokens that running requests may still generate"
     )
-    disable_radix_cache: bool = Field(False, description="do not reuse the KV of earlier requests")
-    radix_eviction_policy: EvictionPolicy = Field(EvictionPolicy.LRU, description="which cached prefix goes first")
+    disable_radix_cache: bool = Field(False, description="disable the prefix cache")
+    radix_eviction_policy: EvictionPolicy = Field(
+        EvictionPolicy.LRU, description="which cached prefix is evicted first"
+    )
     attention_backend: AttentionBackend = Field(AttentionBackend.AUTO, description="implementation of attention")
-    disable_cuda_graph: bool = Field(False, description="launch every kernel of a decode step one by one")
+    disable_cuda_graph: bool = Field(False, description="run decode steps without CUDA graphs")
     cuda_graph_max_bs: PositiveInt | None = Field(
         None,
-        description="most rows of a decode step that runs as a CUDA graph; default: all that run at once, up to 256",
+        description="maximum rows of a decode step that runs as a CUDA graph; default: all that can run at once, up "
+        "to 256",
     )
-    random_seed: int = Field(0, description="seed of requests that bring none, and of dummy weights")
+    random_seed: int = Field(0, description="default seed of requests, and seed of dummy weights")
     sampling_defaults: SamplingDefaults = Field(
         SamplingDefaults.MODEL,
-        description="sampling fields that a request leaves out: the model's generation_config.json, or neutral values",
+        description="defaults of sampling fields: the model's generation_config.json, or neutral values",
     )
     grammar_backend: GrammarLibrary = Field(
         GrammarLibrary.LLGUIDANCE,
         description="what keeps outputs to a JSON schema, a regular expression or a grammar; none: requests with one "
         "are refused",
     )
-    skip_warmup: bool = Field(False, description="compile each program at its first use instead of at the start")
+    skip_warmup: bool = Field(False, description="compile each program at first use instead of at startup")
     watchdog_timeout: float = Field(
         300.0,
         gt=0.0,
         allow_inf_nan=False,
-        description="seconds that an engine process may take for a step, unless it compiles, before it is killed and "
-        "started again",
+        description="maximum seconds that an engine process may take for a step (compiling excluded) before it is "
+        "killed and restarted",
+    )
+    engine_start_timeout: float = Field(
+        3600.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="maximum seconds that an engine process may take to start, loading and compiling included, before "
+        "it is killed and its start has failed",
     )
     max_engine_restarts: int = Field(
         5,
         ge=0,
-        description="times in a row that an engine process is started again which failed to start or did not last a "
-        "minute; the server ends with status 1 once none is left",
+        description="maximum consecutive restarts of an engine process that failed to start or ran less than a "
+        "minute; the server exits with status 1 once none is left",
     )
     compilation_cache_dir: Path | None = Field(
         None, description="persistent compilation cache; default: the user's cache folder"
@@ -277,7 +312,7 @@ class EngineConfig(BaseModel):
     decode_log_interval: PositiveInt = Field(40, description="decode steps between two log lines")
     debug_memory: bool = Field(
         default_factory=lambda: Environment().debug_memory,
-        description="record the owner of every KV page and check conservation at every step (slow)",
+        description="record the owner of every KV page and check the accounting at every step (slow)",
     )
 
     @model_validator(mode="after")
@@ -351,55 +386,55 @@ class ServerConfig(EngineConfig):
     """An engine behind HTTP."""
 
     max_queued_requests: PositiveInt | None = Field(
-        4096, description="most completions waiting; more are refused with 503"
+        4096, description="maximum queued completions; more are refused with 503"
     )
     max_completions_per_request: PositiveInt = Field(
-        1024, description="most completions of one HTTP request: its prompts times n; more are refused with 400"
+        1024, description="maximum completions of an HTTP request (prompts times n); more are refused with 400"
     )
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(30000, ge=0, le=65535, description="port to listen on")
     served_model_name: str | None = Field(None, description="name in /v1/models; default: model_path")
     connect: str | None = Field(
         None,
-        description="HOST:PORT,...: existing servers of the same model to load-balance across, in place of own engines",
+        description="HOST:PORT,...: servers of the same model to load-balance across, instead of starting an engine",
     )
     drain_timeout: float = Field(
         300.0,
         ge=0.0,
         allow_inf_nan=False,
-        description="seconds that requests in flight have to finish once the server or a replica is told to stop",
+        description="maximum seconds to wait for running requests when the server or a replica is stopped",
     )
     api_key: str | None = Field(
-        None, description="bearer token that every route but health asks for; also by SGLANG_JAX_API_KEY"
+        None, description="bearer token required by every route except health; also read from SGLANG_JAX_API_KEY"
     )
-    api_key_file: Path | None = Field(None, description="file that holds it, so that no list of processes shows it")
+    api_key_file: Path | None = Field(None, description="file with the API key, which keeps it out of process lists")
     api_keys: Path | None = Field(None, description="YAML or JSON file of named keys with limits: see docs/security.md")
     admin_api_key: str | None = Field(
         None,
-        description="bearer token for what changes the server's state or shows what others do, which other keys may "
-        "then not; also by SGLANG_JAX_ADMIN_API_KEY",
+        description="bearer token for routes that change the server's state or show other users' requests; other "
+        "keys may then not use them; also read from SGLANG_JAX_ADMIN_API_KEY",
     )
-    admin_api_key_file: Path | None = Field(None, description="file that holds it")
+    admin_api_key_file: Path | None = Field(None, description="file with the admin API key")
     max_body_bytes: PositiveInt = Field(
-        8 * 2**20, description="most bytes of a request's body; larger ones are refused with 413"
+        8 * 2**20, description="maximum bytes of a request body; larger ones are refused with 413"
     )
     max_connections: PositiveInt = Field(
-        4096, description="most connections open at once; a new one takes the place of an idle one, or gets 503"
+        4096, description="maximum open connections; a new one replaces an idle one, or gets 503"
     )
     client_timeout: float = Field(
         30.0,
         gt=0.0,
         allow_inf_nan=False,
-        description="seconds that a client may take to send a request's head, to send more of its body, and to read "
-        "some of the answer; then its connection is closed",
+        description="maximum seconds without progress in sending a request's headers or body, or in reading the "
+        "response; then the connection is closed",
     )
     allowed_hosts: str | None = Field(
         None,
-        description="NAME,...: hosts by which a server without a key that listens on this machine alone may be called, "
-        "besides this machine's; * for all",
+        description="NAME,...: further host names accepted by a server that has no key and listens on loopback only; "
+        "* for all",
     )
     chat_template: str | None = Field(None, description="a Jinja file, or the template; default: the tokenizer's")
-    log_level: LogLevel = Field(LogLevel.INFO, description="least severe level logged")
+    log_level: LogLevel = Field(LogLevel.INFO, description="minimum log level")
 
     def client_key(self) -> str | None:
         """The key that clients send, if there is one. Raises `ConfigError` for one that is empty or cannot be read."""

@@ -111,6 +111,12 @@ class ReplicaLostError(EngineDeadError):
     code = "replica_lost"
 
 
+def how_to_install(*extras: str) -> str:
+    """The command that installs extras of this project. No name is taken from PyPI: `sglang-jax` there is another
+    project."""
+    return f"pip install -e '.[{','.join(extras)}]' in the clone of this project"
+
+
 class CheckpointError(Exception):
     """A checkpoint cannot be read: the message names the file or tensors at fault and the remedy."""
 

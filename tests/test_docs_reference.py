@@ -51,6 +51,7 @@ DEFAULTS_IN_WORDS = frozenset(
         "context_length",
         "max_total_tokens",
         "swa_full_tokens_ratio",
+        "max_mamba_cache_size",
         "max_running_requests",
         "max_queued_requests",
         "cuda_graph_max_bs",
@@ -321,7 +322,7 @@ def known_flags() -> set[str]:
         command = commands.pop()
         commands += command.commands.values() if isinstance(command, click.Group) else []
         flags |= {name for parameter in command.params for name in parameter.opts}
-    for script in (ROOT / "benchmarks").glob("*.py"):
+    for script in (*(ROOT / "benchmarks").glob("*.py"), ROOT / "tests/on_other_cpus.py"):
         flags |= set(re.findall(r'add_argument\("(--[a-z-]+)"', script.read_text()))
     for script in (ROOT / "tpu").glob("*.py"):
         flags |= set(re.findall(r'^    "(--[a-z-]+)",$', script.read_text(), re.MULTILINE))

@@ -24,7 +24,7 @@ def make(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs make as from a fresh shell. A make that runs these tests hands on its flags, its level and the variables of
     its command line: those that the Makefile takes from whoever calls it."""
     handed_on = {"MFLAGS", "GNUMAKEFLAGS", *re.findall(r"^(\w+) \?=", (ROOT / "Makefile").read_text(), re.MULTILINE)}
-    assert handed_on >= {"VENV", "ARGS", "EXTRA", "PYTHON"}
+    assert handed_on >= {"VENV", "ARGS", "EXTRA", "PYTHON", "LOCKED"}
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name not in handed_on
     }
@@ -76,7 +76,8 @@ def test_an_old_interpreter_is_refused_with_a_remedy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "target", ["test", "test-fast", "test-cpus", "check", "format", "soak", "bench", "clean", "help"]
+    "target",
+    ["test", "test-fast", "test-cpus", "check", "format", "soak", "soak-server", "lock", "bench", "clean", "help"],
 )
 def test_targets_parse(target: str) -> None:
     assert make("-n", target).returncode == 0
@@ -146,3 +147,11 @@ def test_a_bad_flag_ends_with_status_2_and_one_line() -> None:
     )
     assert result.returncode == 2
     assert result.stderr == "Error: --page-size must be a power of two, got 12\n"
+
+
+def test_what_is_locked_is_installed_by_its_hashes(tmp_path: Path) -> None:
+    commands = make("-n", "test", f"VENV={tmp_path}/venv", "LOCKED=1").stdout
+    assert commands.count("--require-hashes --requirement requirements/dev.lock") == 2
+    assert "--require-hashes --requirement requirements/model.lock" in commands
+    assert "--require-hashes --requirement requirements/libtpu.lock --upgrade --target" in commands
+    assert '".[' not in commands

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from sglang_jax.config import KVCacheDtype
-from sglang_jax.errors import ConfigError
+from sglang_jax.errors import ConfigError, how_to_install
 
 if TYPE_CHECKING:
     from sglang_jax.checkpoint.opening import Checkpoint
@@ -24,9 +24,7 @@ def create_runner(config: EngineConfig, checkpoint: Checkpoint) -> Runner:
     cannot take.
     """
     if find_spec("torch") is None:
-        raise ConfigError(
-            "the Torch backend needs torch: pip install 'sglang-jax[cuda]', or 'sglang-jax[torch]' on a CPU"
-        )
+        raise ConfigError(f"the Torch backend needs torch: {how_to_install('cuda')}, or '.[torch]' on a CPU")
     if config.nnodes > 1:
         raise ConfigError(f"the Torch backend runs on one node, nnodes must be 1, got {config.nnodes}")
     if config.kv_cache_dtype is KVCacheDtype.INT8:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from torch_backend.attention.interface import AttentionImplementation, AttentionOptions
+from sglang_jax.errors import how_to_install
+from torch_backend.attention.interface import AttentionImplementation, AttentionOptions, HeadForm
 from torch_backend.attention.reference import ReferenceAttention
 from torch_backend.batch import ForwardBatch
 from torch_backend.kv_pages import KVPages
@@ -25,13 +26,12 @@ _DTYPES = (torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class CpuForm:
-    """What CPU kernels are made for: type of activations and of keys and values, numbers of a head, query heads of a
-    kv head."""
+    """What CPU kernels are made for: type of activations and of keys and values, and the heads of each kind of
+    layer."""
 
     dtype: torch.dtype
     kv_dtype: torch.dtype
-    head_dim: int
-    group: int
+    heads: tuple[HeadForm, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,14 @@ def make_cpu_kernels(form: CpuForm, cache_folder: Path) -> CpuKernels:
 
     **Raises:** `CpuKernelsError` for a form that they do not know, and where they cannot be compiled or are wrong.
     """
-    if form.dtype not in _DTYPES or form.kv_dtype is not form.dtype or form.head_dim % 2:
+    sizes = sorted({heads.head_dim for heads in form.heads})
+    if form.dtype not in _DTYPES or form.kv_dtype is not form.dtype or any(size % 2 for size in sizes):
         raise CpuKernelsError(
             "they compute with bfloat16 or float32, keys and values in the same type, and heads of an even size, not "
-            f"with {form.dtype}, {form.kv_dtype} and {form.head_dim}"
+            f"with {form.dtype}, {form.kv_dtype} and {', '.join(map(str, sizes))}"
         )
     if find_spec("numba") is None:
-        raise CpuKernelsError("numba, which compiles them, is not installed: pip install 'sglang-jax[torch]'")
+        raise CpuKernelsError(f"numba, which compiles them, is not installed: {how_to_install('torch')}")
     start = time.perf_counter()
     kernels = _compile(form, cache_folder)
     for what, found, expected in _results(kernels, form):
@@ -81,8 +82,8 @@ def _compile(form: CpuForm, cache_folder: Path) -> CpuKernels:
     compiler = KernelCompiler.keeping(cache_folder)
     try:
         return CpuKernels(
-            CpuOperations(compiler, form.dtype, form.head_dim),
-            CpuAttention(compiler, form.dtype, form.head_dim, form.group),
+            CpuOperations(compiler, form.dtype, {heads.head_dim for heads in form.heads}),
+            CpuAttention(compiler, form.dtype, form.heads),
         )
     except (NumbaError, OSError, RuntimeError) as error:  # the last is how LLVM fails
         raise CpuKernelsError(f"numba cannot compile them ({error})") from error
@@ -100,19 +101,31 @@ def _results(kernels: CpuKernels, form: CpuForm) -> Iterator[tuple[str, torch.Te
     expected = native.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
     found = kernels.operations.add_rms_norm(x, residual, weight, 1e-5)
     yield from zip(("norm", "sum"), found, expected, strict=True)
+    for heads in form.heads:
+        yield from _results_of_attention(kernels, form.dtype, heads, generator)
+
+
+def _results_of_attention(
+    kernels: CpuKernels, dtype: torch.dtype, heads: HeadForm, generator: torch.Generator
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """See `_results`, of layers with such heads."""
+    native, head_dim = NativeOperations(), heads.head_dim
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
 
     kv_heads, page_size = 2, 4
-    lens = [1, 2**15 // (kv_heads * form.head_dim) + 5, 30]
+    lens = [1, 2**15 // (kv_heads * head_dim) + 5, 30]
     columns = -(-max(lens) // page_size)
-    shape = (1 + len(lens) * columns, kv_heads, page_size, form.head_dim)
+    shape = (1 + len(lens) * columns, kv_heads, page_size, head_dim)
     kv = KVPages(numbers(*shape), numbers(*shape))
     copy = KVPages(kv.keys.clone(), kv.values.clone())
     pages = 1 + torch.randperm(len(lens) * columns, generator=generator).int().view(len(lens), columns)
     positions = torch.tensor(lens) - 1
     slots = pages.gather(1, (positions // page_size)[:, None])[:, 0].long() * page_size + positions % page_size
-    angles = torch.rand((len(lens), form.head_dim // 2), generator=generator)
+    angles = torch.rand((len(lens), head_dim // 2), generator=generator)
     rotation = Rotation(angles.cos(), angles.sin())
-    qkv = numbers(len(lens), (form.group + 2) * kv_heads * form.head_dim)
+    qkv = numbers(len(lens), (heads.group + 2) * kv_heads * head_dim)
     queries = kernels.operations.rotate_and_write(qkv, rotation, None, kv, slots)
     yield "queries", queries, native.rotate_and_write(qkv, rotation, None, copy, slots)
     yield "keys", kv.keys, copy.keys
@@ -127,6 +140,6 @@ def _results(kernels: CpuKernels, form: CpuForm) -> Iterator[tuple[str, torch.Te
         query_starts=torch.arange(len(lens) + 1, dtype=torch.int32),
         num_decode=len(lens),
     )
-    options = AttentionOptions(scale=form.head_dim**-0.5)
+    options = AttentionOptions(scale=head_dim**-0.5)
     attended = kernels.attention.prepare(batch)(queries, kv, options)
     yield "attention", attended, ReferenceAttention().prepare(batch)(queries, kv, options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang_jax.config import Device, Dtype
-from sglang_jax.errors import ConfigError
+from sglang_jax.errors import ConfigError, how_to_install
 from sglang_jax.runner.host_machine import available_host_memory, cpu_multiplies_bfloat16
 
 _LEAST_CAPABILITY = (8, 0)
@@ -24,7 +24,7 @@ def select_device(wanted: Device, rank: int = 0) -> torch.device:
     if not torch.cuda.is_available():
         raise ConfigError(
             f"device cuda was asked for, but torch {torch.__version__} sees no CUDA GPU. Install a CUDA build of torch "
-            "(pip install 'sglang-jax[cuda]') and check nvidia-smi, or choose --device cpu"
+            f"({how_to_install('cuda')}) and check nvidia-smi, or choose --device cpu"
         )
     if rank >= torch.cuda.device_count():
         raise ConfigError(f"tp_size needs GPU number {rank}, and torch sees {torch.cuda.device_count()}")

@@ -11,12 +11,15 @@ import queue
 import signal
 import sys
 import threading
+import time
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from sglang_jax.checkpoint import open_checkpoint
 from sglang_jax.runner.group import ORDERS, GiveUp, Leave, Order, follow
 from sglang_jax.runner.processes import die_with_parent, write_stacks_on_signal
+from sglang_jax.runner.rank_beats import BEAT_EVERY_SECONDS, Progress
 from sglang_jax.runner.wire import FrameError
 from torch_backend.devices import select_device
 from torch_backend.followers import ASSIGNMENTS, READY
@@ -45,10 +48,20 @@ def main(orders: Connection) -> None:
     )
     device = select_device(config.device, assignment.rank)
     orders.send_bytes(READY)
+    progress = Progress()
+    threading.Thread(target=_tell, args=(orders, progress), name="beats", daemon=True).start()
     parallel = join(assignment.rank, assignment.size, Path(assignment.meeting_point), device)
     runner = load_rank(config, checkpoint, parallel)
-    follow(runner, inbox.get)
+    follow(runner, inbox.get, progress)
     leave()
+
+
+def _tell(orders: Connection, progress: Progress) -> None:
+    """Says how far this rank is, until rank 0 is gone, which `_receive` notices too."""
+    with suppress(OSError):
+        while True:
+            orders.send_bytes(progress.beat())
+            time.sleep(BEAT_EVERY_SECONDS)
 
 
 def _receive(orders: Connection, inbox: queue.SimpleQueue[Order]) -> None:

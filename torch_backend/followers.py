@@ -15,6 +15,7 @@ from pathlib import Path
 
 from sglang_jax.config import EngineConfig
 from sglang_jax.runner.group import ORDERS, Leave, Order
+from sglang_jax.runner.rank_beats import NoteBeat, steps_in
 from sglang_jax.runner.wire import Codec
 
 _SECONDS_TO_END = 10.0
@@ -55,6 +56,8 @@ class LocalFollowers:
 
     def __init__(self, config: EngineConfig, log_level: int) -> None:
         self._on_loss: Callable[[], None] = _nothing
+        self._note: NoteBeat = _unnoted
+        self._listeners: list[threading.Thread] = []
         self._folder = tempfile.TemporaryDirectory(prefix="sglang-jax-ranks-", ignore_cleanup_errors=True)
         self.meeting_point = Path(self._folder.name) / "meeting-point"
         self._lost: str | None = None
@@ -71,6 +74,10 @@ class LocalFollowers:
         """Has `action` called, on another thread, should a follower end too early."""
         self._on_loss = action
 
+    def announce(self, note: NoteBeat) -> None:
+        """See `Followers`."""
+        self._note = note
+
     def wait_ready(self) -> None:
         """Blocks until every follower has opened the checkpoint and is about to join the group.
 
@@ -83,6 +90,12 @@ class LocalFollowers:
                 follower.orders.recv_bytes()
             except EOFError:
                 raise RuntimeError(_describe_end(follower)) from None
+        self._listeners = [
+            threading.Thread(target=self._listen, args=(follower,), name="follower-beats", daemon=True)
+            for follower in self._followers
+        ]
+        for listener in self._listeners:
+            listener.start()
 
     def send(self, order: Order) -> None:
         """See `Followers`."""
@@ -108,6 +121,9 @@ class LocalFollowers:
             except subprocess.TimeoutExpired:
                 follower.process.kill()
                 follower.process.wait()
+        for listener in self._listeners:
+            listener.join()  # there is nothing more to hear, and no connection is closed under its reader
+        for follower in self._followers:
             follower.orders.close()
         self._folder.cleanup()
 
@@ -117,6 +133,13 @@ class LocalFollowers:
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
         return _Follower(rank, process, mine)
+
+    def _listen(self, follower: _Follower) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                steps = steps_in(follower.orders.recv_bytes())
+                if steps is not None:
+                    self._note(follower.rank, steps)
 
     def _watch(self, follower: _Follower) -> None:
         """Notices a follower that ends too early, whatever the other threads wait for."""
@@ -134,3 +157,7 @@ def _describe_end(follower: _Follower) -> str:
 
 def _nothing() -> None:
     """Until someone asks to be told."""
+
+
+def _unnoted(rank: int, steps: int) -> None:
+    """Until someone wants to know."""

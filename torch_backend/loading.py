@@ -8,17 +8,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from sglang_jax.architectures.model_config import cache_groups, group_of_layers
 from sglang_jax.checkpoint import Checkpoint, ModelConfig
+from sglang_jax.checkpoint.kv_scales import ScalesOfLayers
 from sglang_jax.config import EngineConfig, KVCacheDtype
 from sglang_jax.errors import CheckpointError
 from sglang_jax.runner.kv_scales import scales_of_checkpoint
 from sglang_jax.runner.plan import RunnerSpec
-from sglang_jax.runner.sizing import GroupMemory, Memory, Sizes, choose_sizes, describe_pools, pool_specs
+from sglang_jax.runner.sizing import GroupMemory, Memory, Sizes, choose_sizes, describe_pools, pool_specs, refuse_states
 from torch_backend.batch import ForwardBatch
 from torch_backend.cpu_trial import CpuForm
 from torch_backend.devices import available_memory, select_device, select_dtype
@@ -88,7 +87,7 @@ def _load_on(
     dtype = select_dtype(config.dtype, device)
     kv_dtype = dtype if config.kv_cache_dtype is KVCacheDtype.AUTO else torch.float8_e4m3fn
     shard = ModelShard.of(checkpoint.config, parallel.rank, parallel.size)
-    form = CpuForm(dtype, kv_dtype, checkpoint.config.head_dim, len(shard.heads) // len(shard.kv_heads))
+    form = CpuForm(dtype, kv_dtype, shard.head_forms(checkpoint.config))
     kernels = choose_kernels(config.attention_backend, device, form, config.cache_folder())
     model = build_model(
         checkpoint.config,
@@ -148,19 +147,22 @@ def _sizes(
     weight_bytes: int,
     parallel: TensorParallel,
 ) -> tuple[Memory, Sizes]:
-    """Sizes that every rank agrees on, and what follows from them on this one."""
-    kv_heads = len(model.shard.kv_heads)
-    groups = tuple(
-        GroupMemory(
-            config.page_size * kv_bytes_per_token(len(group.layers), kv_heads, model_config.head_dim, kv_dtype),
-            group.kind,
-            group.window,
-        )
-        for group in cache_groups(model_config)
-    )
+    """Sizes that every rank agrees on, and what follows from them on this one.
+
+    **Raises:** `ConfigError` for a model with layers that keep a recurrent state.
+    """
+    refuse_states(cache_groups(model_config), "Torch")
+    groups = []
+    for group in cache_groups(model_config):
+        mixer = model_config.layers[group.layers[0]].mixer
+        kv_heads = len(model.shard.kv_heads(mixer.num_kv_heads))
+        per_token = kv_bytes_per_token(len(group.layers), kv_heads, mixer.head_dim, kv_dtype)
+        groups.append(GroupMemory(config.page_size * per_token, group.kind, group.window))
     # Processes on one CPU share its memory, and all of them must agree on the sizes.
     available = parallel.least(available_memory(device)) // (parallel.size if device.type == "cpu" else 1)
-    memory = Memory(platform=device.type, available=available, weights=-parallel.least(-weight_bytes), groups=groups)
+    memory = Memory(
+        platform=device.type, available=available, weights=-parallel.least(-weight_bytes), groups=tuple(groups)
+    )
     sizes = choose_sizes(config, model_config.max_position, memory)
     logger.info(
         "%s on %s: %.0f MiB of weights, %s, %d rows, %d tokens a step",
@@ -181,23 +183,16 @@ def _allocate(
     page_size: int,
     dtype: torch.dtype,
     device: torch.device,
-    scales: NDArray[np.float32] | None,
+    scales: ScalesOfLayers | None,
 ) -> list[KVPages]:
-    """Pages of every layer: of each group `num_pages`; `scales` are of all kv heads, `[layers, kv_heads, 2]`."""
-    heads = model.shard.kv_heads
-    mine = None if scales is None else torch.from_numpy(scales[:, heads.start : heads.stop]).to(device)
-    return [
-        KVPages.allocate(
-            num_pages[group],
-            len(heads),
-            page_size,
-            config.head_dim,
-            dtype,
-            device,
-            scales=None if mine is None else mine[layer],
-        )
-        for layer, group in enumerate(group_of_layers(config))
-    ]
+    """Pages of every layer: of each group `num_pages`; `scales` are of all kv heads."""
+    pages = []
+    for number, (layer, group) in enumerate(zip(config.layers, group_of_layers(config), strict=True)):
+        heads, head_dim = model.shard.kv_heads(layer.mixer.num_kv_heads), layer.mixer.head_dim
+        mine = None if scales is None else torch.from_numpy(scales[number][heads.start : heads.stop]).to(device)
+        own = num_pages[group]
+        pages.append(KVPages.allocate(own, len(heads), page_size, head_dim, dtype, device, scales=mine))
+    return pages
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -62,9 +62,14 @@ class NativeOperations:
 
 def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMS norm of float32 `x` over its last axis, written into it."""
+    return divide_by_rms(x, eps).mul_(weight)
+
+
+def divide_by_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """float32 `x` over the root mean square of its last axis, written into it."""
     norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     scales = torch.addcmul(_scalar(eps, x.device), norms, norms, value=1 / x.shape[-1]).rsqrt_()
-    return x.mul_(scales).mul_(weight)
+    return x.mul_(scales)
 
 
 @functools.cache

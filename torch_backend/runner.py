@@ -24,6 +24,7 @@ from sglang_jax.runner.plan import (
     TopLogprobs,
     one_each,
     refuse_drafts,
+    refuse_states,
 )
 from sglang_jax.runner.protocol import RunnerReport
 from sglang_jax.runner.pulse import Building
@@ -195,6 +196,7 @@ class TorchRunner:
         **Raises:** `ValueError`, before anything has changed, for a plan beyond the spec.
         """
         refuse_drafts(plan)
+        refuse_states(plan)
         if plan.num_tokens > self._spec.token_budget or len(plan.rows) > self._spec.max_rows:
             raise ValueError(
                 f"a step of {plan.num_tokens} tokens in {len(plan.rows)} rows is beyond the runner's "

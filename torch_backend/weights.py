@@ -6,6 +6,7 @@ no layer's structure is repeated here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.manifest import ParameterName
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint import ParameterReader, TensorReader, check_tensors
@@ -71,7 +73,10 @@ def _packs(model: Transformer) -> bool:
 
 
 def _read(reader: ParameterReader, parts: list[ParameterPart], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """The parts one after the other along the first axis; zeros where they do not reach the end."""
+    """The parts one after the other along the first axis; zeros where a vocabulary does not reach the end.
+
+    **Raises:** `ValueError` if the model was built with another shape than the manifest has.
+    """
     value = torch.zeros(shape, dtype=dtype)
     target = _as_numpy(value)
     first = 0
@@ -79,6 +84,9 @@ def _read(reader: ParameterReader, parts: list[ParameterPart], shape: torch.Size
         found = reader.read(part.name, part.index)
         target[first : first + len(found)] = found
         first += len(found)
+    filled_up = Axis.VOCABULARY in reader.spec(parts[0].name).axes[0]
+    if first != len(target) and not filled_up:
+        raise ValueError(f"{parts[0].name} and what lies behind it have {first} rows, and the model {tuple(shape)}")
     return value
 
 
@@ -113,8 +121,8 @@ def _index(shard: ModelShard, reader: ParameterReader, name: ParameterName) -> t
     """The rank's part of a parameter: of heads, of columns of the feed-forward layer, of rows of the vocabulary."""
     spec = reader.spec(name)
     index = []
-    for length, axes in zip(spec.shape, spec.axes, strict=True):
-        width = reader.head_dim(name) if len(axes) == 2 else 1
+    for axes, (length, *inner) in zip(spec.axes, spec.sizes, strict=True):
+        width = math.prod(inner)
         part = shard.of_axis(axes[0], length)
         index.append(slice(part.start * width, part.stop * width))
     return tuple(index)

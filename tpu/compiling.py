@@ -154,7 +154,7 @@ def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Bui
 def _build_calibration(
     model: Transformer, parallel: TensorParallel, mesh: Mesh, dtype: jnp.dtype, page_size: int
 ) -> Executable:
-    program, state = calibration_program(model, mesh, parallel.config.head_dim, LARGEST_STORED[KVCacheDtype.INT8])
+    program, state = calibration_program(model, mesh, LARGEST_STORED[KVCacheDtype.INT8])
     placed = jax.tree.map(
         lambda weight: weight.replace(
             jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=named_sharding(mesh, weight.axes))

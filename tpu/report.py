@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from sglang_jax.architectures.model_config import ModelConfig
 from tpu.figures import Deployment, ProgramFailure, ProgramFigures
 from tpu.operations import short_source
 from tpu.roofline import Device, Roofline, Work, roofline
@@ -176,8 +177,8 @@ def heading(model: str, topology: Topology, tp: int, deployment: Deployment, com
     config = deployment.config
     hosts = "1 host" if topology.hosts == 1 else f"{topology.hosts} hosts"
     lines = [
-        f"Model    {model}: {config.num_layers} layers, hidden {config.hidden_size}, {config.num_heads} heads and "
-        f"{config.num_kv_heads} kv heads of {config.head_dim}, vocabulary {config.vocab_size:,}",
+        f"Model    {model}: {config.num_layers} layers, hidden {config.hidden_size}, {_heads(config)}, vocabulary "
+        f"{config.vocab_size:,}",
         f"Slice    {topology}: {topology.chips} chips, {deployment.devices} devices ({deployment.device_kind}) with "
         f"{in_bytes(deployment.hbm)} of HBM each, {hosts}",
         f"Options  tp {tp}, {deployment.dtype}, KV {deployment.kv_dtype}, attention {deployment.attention}, "
@@ -192,6 +193,13 @@ def heading(model: str, topology: Topology, tp: int, deployment: Deployment, com
     if deployment.devices > topology.devices:
         lines.append("Note     libtpu compiles here for each core by itself; a real v4 chip is one device with both")
     return lines
+
+
+def _heads(config: ModelConfig) -> str:
+    """The heads of the layers, each kind once."""
+    mixers = [layer.mixer for layer in config.layers]
+    kinds = dict.fromkeys((mixer.num_heads, mixer.num_kv_heads, mixer.head_dim) for mixer in mixers)
+    return " or ".join(f"{heads} heads and {kv_heads} kv heads of {size}" for heads, kv_heads, size in kinds)
 
 
 def render(report: Report) -> list[str]:

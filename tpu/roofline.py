@@ -6,11 +6,13 @@ program reaches any of the three; the largest says what to wait for. After Willi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from sglang_jax.architectures.manifest import manifest_of
+from sglang_jax.architectures.manifest import ParameterName, manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.architectures.tensor_names import Part
 
 _LOGIT_BYTES = 4
 
@@ -121,7 +123,7 @@ def step_flops(config: ModelConfig, work: Work) -> float:
         layer.mixer.num_heads * layer.mixer.head_dim * work.within(layer.mixer.window).keys_seen
         for layer in config.layers
     )
-    head = 2.0 * config.hidden_size * config.vocab_size * work.rows
+    head = 2.0 * _table_weights(config) * work.rows
     return 2.0 * matrix_weights_of_layers(config) * work.tokens + attention + head
 
 
@@ -131,20 +133,27 @@ def matrix_weights_of_layers(config: ModelConfig) -> int:
     return sum(manifest.matrix_weights(layer) for layer in range(config.num_layers))
 
 
+def _table_weights(config: ModelConfig) -> int:
+    """Numbers in the embeddings, and in the head."""
+    return math.prod(manifest_of(config).specs[ParameterName(Part.HEAD)].shape)
+
+
 def _hbm_bytes(config: ModelConfig, work: Work, tp: int, weight_bytes: int, kv_bytes_per_token: int) -> float:
     """Weights once, but of the embeddings only the rows looked up; keys and values read and written; logits written
     and read once."""
     table = 0.0
     if not config.tie_word_embeddings:
-        table = _bytes_per_weight(config, weight_bytes, tp) * config.vocab_size * config.hidden_size / tp
-    read = sum(work.within(layer.mixer.window).keys_read for layer in config.layers) / config.num_layers
+        table = _bytes_per_weight(config, weight_bytes, tp) * _table_weights(config) / tp
+    sizes = [layer.mixer.num_kv_heads * layer.mixer.head_dim for layer in config.layers]
+    keys = [work.within(layer.mixer.window).keys_read for layer in config.layers]
+    read = sum(size * count for size, count in zip(sizes, keys, strict=True)) / sum(sizes)
     kv = kv_bytes_per_token * (read + work.tokens)
     logits = 2 * _LOGIT_BYTES * work.rows * config.vocab_size / tp
     return weight_bytes - table + kv + logits
 
 
 def _bytes_per_weight(config: ModelConfig, weight_bytes: int, tp: int) -> float:
-    tables = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
+    tables = (1 if config.tie_word_embeddings else 2) * _table_weights(config)
     weights = matrix_weights_of_layers(config) + tables
     return round(weight_bytes * tp / weights)
 

@@ -121,7 +121,7 @@ def _model_config(model: str) -> ModelConfig:
 
 
 def _heads(config: ModelConfig, sizes: Sequence[int], page_sizes: Sequence[int], storage: str) -> tuple[Heads, ...]:
-    """Attention of one device for each number of devices and page size.
+    """Attention of one device for each number of devices, page size and kind of layer.
 
     **Raises:** `ConfigError` for a page size that is no power of two, or a model that cannot be spread so.
     """
@@ -133,8 +133,9 @@ def _heads(config: ModelConfig, sizes: Sequence[int], page_sizes: Sequence[int],
         for page_size in page_sizes:
             if page_size & (page_size - 1):
                 raise ConfigError(f"page_size must be a power of two, got {page_size}")
-            heads, kv_heads = built.num_heads // size, built.num_kv_heads // size
-            found.append(Heads(heads, kv_heads, built.head_dim, page_size, storage))
+            for mixer in (layer.mixer for layer in built.layers):
+                heads, kv_heads = mixer.num_heads // size, mixer.num_kv_heads // size
+                found.append(Heads(heads, kv_heads, mixer.head_dim, page_size, storage))
     return tuple(dict.fromkeys(found))
 
 

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_jax.errors import ConfigError, NoRoomError
+from sglang_jax.errors import ConfigError, NoRoomError, how_to_install
 from tpu.figures import Message, Refusal, Request
 from tpu.schedule import DUMP_FLAGS
 from tpu.topologies import Generation
@@ -24,7 +24,7 @@ Work = Callable[..., None]
 """What a child does: given a folder of its own, how to send messages, and what it is asked."""
 
 _INSTALL = (
-    "pip install 'sglang-jax[tpu]', or, to leave JAX on this machine as it is, "
+    f"{how_to_install('tpu')}, or, to leave JAX on this machine as it is, "
     "pip install --no-deps --target FOLDER libtpu==0.0.51 and PYTHONPATH=FOLDER"
 )
 _LAST_WORDS = 12

@@ -120,7 +120,8 @@ class DummyEngine:
     def kv_bytes(self, tokens: int) -> int:
         """Keys and values of so many tokens."""
         itemsize = 2 if self.model.dtype == "bfloat16" else 4
-        return 2 * tokens * self.model.num_layers * self.model.num_kv_heads * self.model.head_dim * itemsize
+        mixers = [layer.mixer for layer in self.model.layers]
+        return 2 * tokens * itemsize * sum(mixer.num_kv_heads * mixer.head_dim for mixer in mixers)
 
 
 @contextmanager

@@ -20,3 +20,5 @@ class Axis(StrEnum):
     PAGES = "pages"
     PAGE_OFFSET = "page_offset"
     KEY_OR_VALUE = "key_or_value"
+    ONE = "one"
+    """Of what is a single number."""

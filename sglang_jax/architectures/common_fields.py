@@ -86,17 +86,18 @@ class CommonFields:
             raise CheckpointError(
                 f"{fields.file}: a context of {shown(common.max_position)} tokens; the limit is {MOST_POSITIONS}"
             )
-        common._check_heads()
+        common.check_heads(common.num_heads, common.num_kv_heads, common.head_dim)
         return common
 
-    def _check_heads(self) -> None:
-        if self.num_heads % self.num_kv_heads:
+    def check_heads(self, heads: int, kv_heads: int, head_dim: int) -> None:
+        """Raises `CheckpointError` if heads cannot share kv heads, or cannot be rotated."""
+        if heads % kv_heads:
             raise CheckpointError(
-                f"{self.fields.file}: num_attention_heads ({self.num_heads}) must be a multiple of num_key_value_heads "
-                f"({self.num_kv_heads})"
+                f"{self.fields.file}: num_attention_heads ({heads}) must be a multiple of num_key_value_heads "
+                f"({kv_heads})"
             )
-        if self.head_dim % 2:
-            raise CheckpointError(f"{self.fields.file}: head_dim ({self.head_dim}) must be even for rotary embedding")
+        if head_dim % 2:
+            raise CheckpointError(f"{self.fields.file}: head_dim ({head_dim}) must be even for rotary embedding")
 
     def norm(self, field: str = "rms_norm_eps") -> NormConfig:
         """An RMS norm with the file's epsilon."""

@@ -25,11 +25,12 @@ def rope_from_hf(
     """
     if scaling is None:
         scaling = fields.nested("rope_parameters") or fields.nested("rope_scaling") or JsonFields({}, fields.file)
-    _refuse_partial(fields, scaling)
     name = scaling.string("rope_type") or scaling.string("type") or "default"
     kinds = [kind.value for kind in RopeKind]
     if name not in kinds:
         raise CheckpointError(f"{fields.file}: rope scaling {name!r} is not supported; supported: {', '.join(kinds)}")
+    if name != RopeKind.PROPORTIONAL:
+        _refuse_partial(fields, scaling)
     theta = scaling.number("rope_theta") or fields.number("rope_theta") or default_theta
     original = (
         fields.count("original_max_position_embeddings")
@@ -45,6 +46,13 @@ def rope_from_hf(
             # The scaled range begins at max_position_embeddings, whatever the original context was.
             factor = scaling.required_number("factor")
             return RopeConfig(kind=RopeKind.DYNAMIC, theta=theta, factor=factor, original_max_position=max_position)
+        case RopeKind.PROPORTIONAL:
+            return RopeConfig(
+                kind=RopeKind.PROPORTIONAL,
+                theta=theta,
+                factor=scaling.number("factor") or 1.0,
+                turning=scaling.number_or("partial_rotary_factor", 1.0) or 0.0,
+            )
         case RopeKind.LLAMA3:
             return RopeConfig(
                 kind=RopeKind.LLAMA3,
@@ -95,6 +103,8 @@ def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
     values: dict[str, Any] = {"rope_type": str(rope.kind), "rope_theta": rope.theta}
     if rope.kind is not RopeKind.DEFAULT:
         values["factor"] = rope.factor
+    if rope.kind is RopeKind.PROPORTIONAL:
+        values["partial_rotary_factor"] = rope.turning
     if rope.kind in (RopeKind.LLAMA3, RopeKind.YARN):
         values["original_max_position_embeddings"] = rope.original_max_position
     if rope.kind is RopeKind.LLAMA3:

@@ -1,13 +1,13 @@
 """The parameters of a model: name, shape, axes and place in the checkpoint of each, all from its config.
 
 Whatever deals with parameters follows from this list: the check of a checkpoint's tensors, both backends' loaders, the
-names in GGUF files, random weights, and what the TPU tools count.
+names in GGUF files, random weights, Orbax checkpoints, and what the TPU tools count.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -18,6 +18,9 @@ from sglang_jax.architectures.tensor_names import WHOLE_MODEL, Kind, Part, gguf_
 
 Axes = tuple[tuple[Axis, ...], ...]
 """Of each axis of a tensor what it runs over, outermost first: (heads, head_dim) are the rows of a projection."""
+
+Sizes = tuple[tuple[int, ...], ...]
+"""Of `Axes`, in the same form, how far each runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ class ParameterName:
 class ParameterSpec:
     """A parameter, and where a checkpoint has it.
 
-    - `shape`, `axes`: as stored, matrices as [out, in].
+    - `axes`, `sizes`: of each axis as stored, matrices as [out, in], what it runs over and how far.
     - `tensor`: the Hugging Face name of the tensor that holds it, in the rows from `first_row` on. `gguf`: that tensor
       in a GGUF file.
     - `offset`: added to the stored values.
@@ -41,8 +44,8 @@ class ParameterSpec:
     """
 
     name: ParameterName
-    shape: tuple[int, ...]
     axes: Axes
+    sizes: Sizes
     tensor: str
     gguf: str | None
     first_row: int = 0
@@ -50,9 +53,20 @@ class ParameterSpec:
     interleaved: bool = False
 
     @property
-    def is_norm(self) -> bool:
-        """Its values scale what was normalised: 1 in a model that is not trained."""
-        return self.name.part in _NORMS
+    def shape(self) -> tuple[int, ...]:
+        """As stored."""
+        return tuple(math.prod(sizes) for sizes in self.sizes)
+
+    @property
+    def lengths(self) -> dict[Axis, int]:
+        """How far each of its axes runs."""
+        pairs = zip(self.axes, self.sizes, strict=True)
+        return {axis: size for axes, sizes in pairs for axis, size in zip(axes, sizes, strict=True)}
+
+    @property
+    def is_scale(self) -> bool:
+        """Its values multiply activations one by one, as those of norms do: 1 in a model that is not trained."""
+        return self.name.part in _SCALES
 
 
 class Manifest:
@@ -73,6 +87,18 @@ class Manifest:
         """The parameters of one layer, or of none."""
         return [spec for spec in self.specs.values() if spec.name.layer == layer]
 
+    def fused_shape(self, names: Iterable[ParameterName], axes: Iterable[Axis]) -> tuple[int, ...]:
+        """The shape of an array with these axes that holds parameters of one layer, or of the whole model.
+
+        Along `HEAD_PART` lie the queries of a kv head, its key and its value; along `GATE_OR_UP` the matrices.
+        """
+        wanted = list(names)
+        lengths = {axis: size for name in wanted for axis, size in self.specs[name].lengths.items()}
+        lengths[Axis.GATE_OR_UP] = len(wanted)
+        if Axis.HEADS in lengths and Axis.KV_HEADS in lengths:
+            lengths[Axis.HEAD_PART] = lengths[Axis.HEADS] // lengths[Axis.KV_HEADS] + 2
+        return tuple(lengths[axis] for axis in axes)
+
     def matrix_weights(self, layer: int | None) -> int:
         """Numbers in the matrices of one layer, or in those of none."""
         return sum(math.prod(spec.shape) for spec in self.of_layer(layer) if len(spec.shape) == 2)
@@ -84,7 +110,7 @@ def manifest_of(config: ModelConfig) -> Manifest:
     return Manifest(config)
 
 
-_NORMS = frozenset(
+_SCALES = frozenset(
     {
         Part.FINAL_NORM,
         Part.ATTENTION_NORM,
@@ -93,6 +119,7 @@ _NORMS = frozenset(
         Part.FEED_FORWARD_POST_NORM,
         Part.QUERY_NORM,
         Part.KEY_NORM,
+        Part.LAYER_SCALE,
     }
 )
 
@@ -106,14 +133,16 @@ class _Shaped:
 
     part: Part
     kind: Kind
-    shape: tuple[int, ...]
     axes: Axes
+    sizes: Sizes
     offset: float = 0.0
     interleaved: bool = False
+    stored_as: Part | None = None
+    """The part whose tensor this is as well."""
 
 
 def _specs(config: ModelConfig) -> Iterator[ParameterSpec]:
-    table = ((config.vocab_size, config.hidden_size), (_VOCABULARY, _HIDDEN))
+    table = ((_VOCABULARY, _HIDDEN), ((config.vocab_size,), (config.hidden_size,)))
     yield from _named(config, [_Shaped(Part.EMBEDDING, Kind.WEIGHT, *table)], None)
     for number, layer in enumerate(config.layers):
         yield from _named(config, list(_layer(layer, config.hidden_size)), number)
@@ -130,19 +159,23 @@ def _specs(config: ModelConfig) -> Iterator[ParameterSpec]:
 
 
 def _named(config: ModelConfig, parameters: list[_Shaped], layer: int | None) -> Iterator[ParameterSpec]:
-    """Parts that share a tensor follow each other along its rows."""
+    """Parts that share a tensor follow each other along its rows, but for one that is stored as another."""
     names = family_named(config.architecture).names
     assert layer is None or not WHOLE_MODEL & {parameter.part for parameter in parameters}
     rows: dict[str, int] = {}
+    starts: dict[tuple[Part, Kind], int] = {}
     for parameter in parameters:
-        name = names[parameter.part]
+        name = names[parameter.stored_as or parameter.part]
         tensor = hf_name(name, parameter.kind, layer)
-        first = rows.get(tensor, 0)
-        rows[tensor] = first + parameter.shape[0]
+        if parameter.stored_as is None:
+            first = starts[parameter.part, parameter.kind] = rows.get(tensor, 0)
+            rows[tensor] = first + math.prod(parameter.sizes[0])
+        else:
+            first = starts[parameter.stored_as, parameter.kind]
         yield ParameterSpec(
             ParameterName(parameter.part, parameter.kind, layer),
-            parameter.shape,
             parameter.axes,
+            parameter.sizes,
             tensor,
             gguf_name(name, parameter.kind, layer),
             first,
@@ -163,39 +196,42 @@ def _layer(layer: LayerConfig, hidden: int) -> Iterator[_Shaped]:
             yield _norm(part, hidden, norm.offset)
     yield from _attention(layer.mixer, hidden)
     yield from _feed_forward(layer.feed_forward, hidden)
+    if layer.learnt_scale:
+        yield _Shaped(Part.LAYER_SCALE, Kind.WEIGHT, ((Axis.ONE,),), ((1,),))
 
 
 def _attention(attention: AttentionConfig, hidden: int) -> Iterator[_Shaped]:
-    queries, keys = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+    queries, keys = (attention.num_heads, attention.head_dim), (attention.num_kv_heads, attention.head_dim)
     turned = attention.interleaved_rope
-    yield from _linear(Part.QUERY, (queries, hidden), (_HEADS, _HIDDEN), attention.bias, interleaved=turned)
-    yield from _linear(Part.KEY, (keys, hidden), (_KV_HEADS, _HIDDEN), attention.bias, interleaved=turned)
-    yield from _linear(Part.VALUE, (keys, hidden), (_KV_HEADS, _HIDDEN), attention.bias)
-    yield from _linear(Part.OUTPUT, (hidden, queries), (_HIDDEN, _HEADS), attention.out_bias)
+    yield from _linear(Part.QUERY, (queries, (hidden,)), (_HEADS, _HIDDEN), attention.bias, interleaved=turned)
+    yield from _linear(Part.KEY, (keys, (hidden,)), (_KV_HEADS, _HIDDEN), attention.bias, interleaved=turned)
+    stored_as = Part.KEY if attention.values_are_keys else None
+    yield from _linear(Part.VALUE, (keys, (hidden,)), (_KV_HEADS, _HIDDEN), attention.bias, stored_as=stored_as)
+    yield from _linear(Part.OUTPUT, ((hidden,), queries), (_HIDDEN, _HEADS), attention.out_bias)
     qk_norm = attention.qk_norm
     if qk_norm is not None:
         sides = ((Part.QUERY_NORM, queries, _HEADS), (Part.KEY_NORM, keys, _KV_HEADS))
-        for part, whole, axes in sides:
-            size = whole if qk_norm.whole else attention.head_dim
-            axis = axes if qk_norm.whole else (Axis.HEAD_DIM,)
-            yield _Shaped(part, Kind.WEIGHT, (size,), (axis,), qk_norm.norm.offset, turned)
+        for part, sizes, axes in sides:
+            first = 0 if qk_norm.whole else 1
+            yield _Shaped(part, Kind.WEIGHT, (axes[first:],), (sizes[first:],), qk_norm.norm.offset, turned)
     if attention.sinks:
-        yield _Shaped(Part.SINKS, Kind.WEIGHT, (attention.num_heads,), ((Axis.HEADS,),))
+        yield _Shaped(Part.SINKS, Kind.WEIGHT, ((Axis.HEADS,),), ((attention.num_heads,),))
 
 
 def _feed_forward(feed_forward: FeedForwardConfig, hidden: int) -> Iterator[_Shaped]:
+    inner, outer = (feed_forward.size,), (hidden,)
     for part in (Part.GATE, Part.UP):
-        yield from _linear(part, (feed_forward.size, hidden), (_INTERMEDIATE, _HIDDEN), feed_forward.bias)
-    yield from _linear(Part.DOWN, (hidden, feed_forward.size), (_HIDDEN, _INTERMEDIATE), feed_forward.bias)
+        yield from _linear(part, (inner, outer), (_INTERMEDIATE, _HIDDEN), feed_forward.bias)
+    yield from _linear(Part.DOWN, (outer, inner), (_HIDDEN, _INTERMEDIATE), feed_forward.bias)
 
 
 def _linear(
-    part: Part, shape: tuple[int, int], axes: Axes, bias: bool, *, interleaved: bool = False
+    part: Part, sizes: Sizes, axes: Axes, bias: bool, *, interleaved: bool = False, stored_as: Part | None = None
 ) -> Iterator[_Shaped]:
-    yield _Shaped(part, Kind.WEIGHT, shape, axes, interleaved=interleaved)
+    yield _Shaped(part, Kind.WEIGHT, axes, sizes, interleaved=interleaved, stored_as=stored_as)
     if bias:
-        yield _Shaped(part, Kind.BIAS, shape[:1], axes[:1], interleaved=interleaved)
+        yield _Shaped(part, Kind.BIAS, axes[:1], sizes[:1], interleaved=interleaved, stored_as=stored_as)
 
 
 def _norm(part: Part, size: int, offset: float) -> _Shaped:
-    return _Shaped(part, Kind.WEIGHT, (size,), (_HIDDEN,), offset)
+    return _Shaped(part, Kind.WEIGHT, (_HIDDEN,), ((size,),), offset)

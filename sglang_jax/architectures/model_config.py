@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -15,13 +15,16 @@ class RopeKind(StrEnum):
     DYNAMIC = "dynamic"
     LLAMA3 = "llama3"
     YARN = "yarn"
+    PROPORTIONAL = "proportional"
+    """The first pairs of a head turn as those of whole heads do, the others stand still (Gemma 4)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
     """Rotary position embedding (Su et al. 2021) and its long-context variants.
 
-    Fields that a kind does not use keep their default. `original_max_position` is the context length before scaling.
+    Fields that a kind does not use keep their default. `original_max_position` is the context length before scaling;
+    `turning` the share of the pairs that turn.
     """
 
     kind: RopeKind = RopeKind.DEFAULT
@@ -36,6 +39,7 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     attention_factor: float | None = None
     truncate: bool = True
+    turning: float = 1.0
 
 
 class NormKind(StrEnum):
@@ -77,12 +81,14 @@ class QKNorm:
 class AttentionConfig:
     """Grouped-query self-attention.
 
-    - `head_dim` need not be the hidden size over the heads.
+    - `head_dim` need not be the hidden size over the heads; all three numbers may differ from layer to layer.
     - `scale` multiplies scores; `soft_cap` makes them `soft_cap * tanh(score / soft_cap)`.
     - `rope`: None for a layer without positions.
     - `interleaved_rope`: the checkpoint's rotary pairs are neighbours; rows are put into halves when they are loaded.
     - `window`: keys that a query sees at most, itself included; None for all before it.
     - `sinks`: each head has a learnt score that joins the softmax's sum and has no value.
+    - `value_norm`: each head's value is divided by its root mean square; the norm has no weight.
+    - `values_are_keys`: values have no projection of their own, they are keys before norm and rotation.
     """
 
     num_heads: int
@@ -95,6 +101,8 @@ class AttentionConfig:
     soft_cap: float | None = None
     sinks: bool = False
     qk_norm: QKNorm | None = None
+    value_norm: NormConfig | None = None
+    values_are_keys: bool = False
     bias: bool = False
     out_bias: bool = False
 
@@ -125,10 +133,12 @@ class SublayerNorms:
 
 
 class CacheKind(StrEnum):
-    """Which of a sequence's keys and values layers need: all of them, or those of the last tokens."""
+    """What layers need of a sequence: all of its keys and values, those of its last tokens, or a recurrent state. No
+    family has layers with a state yet."""
 
     FULL = "full"
     WINDOW = "window"
+    STATE = "state"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +147,7 @@ class LayerConfig:
 
     - `parallel`: both read the same normalised input (`mixer_norms.pre`), and their sum is added.
     - `residual_multiplier`: of what is added.
+    - `learnt_scale`: the checkpoint has a number by which the residual stream is multiplied after the layer.
     """
 
     mixer: AttentionConfig
@@ -145,6 +156,7 @@ class LayerConfig:
     feed_forward_norms: SublayerNorms
     parallel: bool = False
     residual_multiplier: float = 1.0
+    learnt_scale: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,24 +188,6 @@ class ModelConfig:
     def num_layers(self) -> int:
         return len(self.layers)
 
-    @property
-    def num_heads(self) -> int:
-        """Of every layer, as are the next two. **Raises:** `ValueError` where layers differ: ask the layer."""
-        return self._of_all("num_heads", [layer.mixer.num_heads for layer in self.layers])
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self._of_all("num_kv_heads", [layer.mixer.num_kv_heads for layer in self.layers])
-
-    @property
-    def head_dim(self) -> int:
-        return self._of_all("head_dim", [layer.mixer.head_dim for layer in self.layers])
-
-    def _of_all(self, what: str, values: Sequence[int]) -> int:
-        if len(set(values)) != 1:
-            raise ValueError(f"{what} of the layers differ: {list(values)}; ask each layer for its own")
-        return values[0]
-
     def with_layers(self, change: Callable[[LayerConfig], LayerConfig]) -> ModelConfig:
         """The same model with every layer changed."""
         return replace(self, layers=tuple(change(layer) for layer in self.layers))
@@ -201,8 +195,8 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers of a model whose keys and values share pages, as they need the same tokens of a sequence. `window`: tokens
-    that a query sees, its own among them; None for `CacheKind.FULL`.
+    """Layers of a model whose keys and values share pages, as they need the same tokens of a sequence and have pages of
+    the same shape. `window`: tokens that a query sees, its own among them; None for `CacheKind.FULL`.
 
     What a page of a group takes is `runner.sizing.GroupMemory`, the pages that a runner has for it `PoolSpec`."""
 
@@ -219,10 +213,13 @@ def group_of_layers(config: ModelConfig) -> tuple[int, ...]:
 
 
 def cache_groups(config: ModelConfig) -> tuple[CacheGroup, ...]:
-    """The groups of a model's layers: full attention first, then windows by their size."""
-    full = tuple(number for number, layer in enumerate(config.layers) if layer.mixer.window is None)
-    groups = [CacheGroup(CacheKind.FULL, full)] if full else []
-    for window in sorted({layer.mixer.window for layer in config.layers if layer.mixer.window is not None}):
-        layers = tuple(number for number, layer in enumerate(config.layers) if layer.mixer.window == window)
-        groups.append(CacheGroup(CacheKind.WINDOW, layers, window))
-    return tuple(groups)
+    """The groups of a model's layers: full attention first, then windows by their size. Layers whose kv heads differ in
+    number or size are in groups of their own, in the order of the layers."""
+    alike: dict[tuple[int | None, int, int], list[int]] = {}
+    for number, layer in enumerate(config.layers):
+        mixer = layer.mixer
+        alike.setdefault((mixer.window, mixer.num_kv_heads, mixer.head_dim), []).append(number)
+    return tuple(
+        CacheGroup(CacheKind.FULL if window is None else CacheKind.WINDOW, tuple(layers), window)
+        for (window, _, _), layers in sorted(alike.items(), key=lambda group: group[0][0] or 0)
+    )

@@ -31,8 +31,9 @@ class GgufForm:
     - `name`: `general.architecture`.
     - `fields`: metadata keys beside the common ones, by the fields of config.json that they stand for.
     - `derive`: fields that no key holds, from the common ones.
-    - `interleaved`: q and k are stored for rotary pairs of neighbours.
+    - `interleaved`: q and k are stored for rotary pairs of neighbours, and in halves elsewhere.
     - `norms_hold_offset`: norms are stored as they multiply, whatever Hugging Face's folders hold.
+    - `windowed`: of two families under one name, the one whose files have a window.
     """
 
     name: str
@@ -40,6 +41,7 @@ class GgufForm:
     derive: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing_more
     interleaved: bool = False
     norms_hold_offset: bool = False
+    windowed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,22 +82,17 @@ def family_named(name: str) -> Family:
     raise CheckpointError(f"architecture {name} is not supported; supported: {supported_classes()}")
 
 
-def family_of_hf(fields: JsonFields) -> Family:
-    """The family of a config.json: by `architectures`, or, where that is silent, by `model_type`.
-
-    **Raises:** `CheckpointError` naming what is supported.
-    """
+def family_of_hf(fields: JsonFields) -> Family | None:
+    """The family of a config.json: by `architectures`, or, where that is silent, by `model_type`. None if no family of
+    that name is known."""
     match fields.value("architectures"):
         case [str(seen)]:
             found = [family for family in known_families() if family.class_name == seen]
         case None:
-            seen = fields.string("model_type") or "(neither architectures nor model_type given)"
-            found = [family for family in known_families() if family.name == seen]
-        case other:
-            found, seen = [], repr(other)
-    if not found:
-        raise CheckpointError(f"{fields.file}: architecture {seen} is not supported; supported: {supported_classes()}")
-    return found[0]
+            found = [family for family in known_families() if family.name == fields.string("model_type")]
+        case _:
+            found = []
+    return found[0] if found else None
 
 
 def supported_classes() -> str:

@@ -27,6 +27,7 @@ class Part(StrEnum):
     GATE = "gate"
     UP = "up"
     DOWN = "down"
+    LAYER_SCALE = "layer_scale"
 
 
 class Kind(StrEnum):

@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 from typing import Protocol
 
 from sglang_jax.batch.lines import MAX_LINE_BYTES
-from sglang_jax.errors import BatchError
+from sglang_jax.errors import BatchError, how_to_install
 
 READ_BYTES = 2**20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -133,4 +133,4 @@ def open_source(path: Path) -> Source:
 def require_pyarrow(path: Path) -> None:
     """Raises `BatchError` where pyarrow is not installed."""
     if importlib.util.find_spec("pyarrow") is None:
-        raise BatchError(f"{path} is a Parquet file, which needs pyarrow: pip install 'sglang-jax[parquet]'")
+        raise BatchError(f"{path} is a Parquet file, which needs pyarrow: {how_to_install('parquet')}")

@@ -29,7 +29,7 @@ class DummyReader:
     def __init__(self, config: ModelConfig, seed: int) -> None:
         manifest = manifest_of(config)
         self._shapes = manifest.tensors()
-        self._norms = {spec.tensor: 1.0 - spec.offset for spec in manifest.specs.values() if spec.is_norm}
+        self._scales = {spec.tensor: 1.0 - spec.offset for spec in manifest.specs.values() if spec.is_scale}
         self._seed = seed
         noise = np.random.default_rng(seed).standard_normal(_POOL_SIZE, dtype=np.float32) * np.float32(_SCALE)
         self._pool: Array = noise.astype(ml_dtypes.bfloat16) if config.dtype == "bfloat16" else noise
@@ -45,8 +45,8 @@ class DummyReader:
     def read(self, name: str, index: Index | None = None) -> Array:
         shape = self.shape(name)
         selected = whole_index(shape, index)
-        if name in self._norms:
-            return np.full(shape, self._norms[name], dtype=self._pool.dtype)[selected]
+        if name in self._scales:
+            return np.full(shape, self._scales[name], dtype=self._pool.dtype)[selected]
         start = zlib.crc32(f"{self._seed}/{name}".encode()) % _POOL_SIZE
         columns = int(np.prod(shape[1:]))
         first, last, _ = selected[0].indices(shape[0])

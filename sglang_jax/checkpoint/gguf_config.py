@@ -14,10 +14,12 @@ from sglang_jax.architectures.hf_rope import rope_to_hf
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, RopeConfig, RopeKind, SublayerNorms
 from sglang_jax.architectures.registry import Family, GgufForm, known_families
+from sglang_jax.architectures.tensor_names import Kind, Part, gguf_name
 from sglang_jax.checkpoint.gguf_file import GgufFile, Value
 from sglang_jax.checkpoint.gguf_reader import ROPE_FACTORS
 from sglang_jax.errors import CheckpointError
 
+_WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_ORIGINAL = 1.0, 4.0, 8192
@@ -32,64 +34,92 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
     family, form = gguf_family(file)
     name = form.name
     _refuse_unsupported(file, form)
-    values = _common_values(file, name)
+    values = _common_values(file, family, name)
     values |= form.derive(values)
     for field, key in form.fields.items():
         value = file.metadata.get(f"{name}.{key}")
         if value is not None:
             values[field] = _rounded(value) if isinstance(value, float) else value
-    values.setdefault("sliding_window", None)
+    values |= _windows(file, name, values.get("sliding_window"))
     config = family.configure(JsonFields(values, file.path))
 
-    def stored(layer: LayerConfig) -> LayerConfig:
-        return _without_offsets(_with_biases(layer, file)) if form.norms_hold_offset else _with_biases(layer, file)
-
-    final_norm = replace(config.final_norm, offset=0.0) if form.norms_hold_offset else config.final_norm
-    return replace(config.with_layers(stored), final_norm=final_norm)
+    layers = [_with_biases(layer, number, family, file) for number, layer in enumerate(config.layers)]
+    if not form.norms_hold_offset:
+        return replace(config, layers=tuple(layers))
+    final_norm = replace(config.final_norm, offset=0.0)
+    return replace(config, layers=tuple(map(_without_offsets, layers)), final_norm=final_norm)
 
 
 def gguf_family(file: GgufFile) -> tuple[Family, GgufForm]:
     """Whose file it is. Raises `CheckpointError` naming what is supported."""
     name = file.require("general.architecture", str)
-    forms = {family.gguf.name: (family, family.gguf) for family in known_families() if family.gguf is not None}
-    if name not in forms:
-        raise CheckpointError(f"{file.path}: architecture {name!r} is not supported; supported: {', '.join(forms)}")
-    return forms[name]
+    windowed = bool(file.metadata.get(f"{name}.{_WINDOW}"))
+    known = [(family, family.gguf) for family in known_families() if family.gguf is not None]
+    found = [(family, form) for family, form in known if form.name == name and (windowed or not form.windowed)]
+    if not found:
+        names = ", ".join(dict.fromkeys(form.name for _, form in known))
+        raise CheckpointError(f"{file.path}: architecture {name!r} is not supported; supported: {names}")
+    return max(found, key=lambda each: each[1].windowed)
 
 
-def _common_values(file: GgufFile, name: str) -> dict[str, Any]:
+def _common_values(file: GgufFile, family: Family, name: str) -> dict[str, Any]:
     hidden = file.require(f"{name}.embedding_length", int)
     heads = _uniform(file, f"{name}.attention.head_count")
     head_dim = file.get(f"{name}.attention.key_length", int) or hidden // heads
     return {
         "model_type": name,
-        "vocab_size": _vocab_size(file),
+        "vocab_size": _vocab_size(file, family),
         "hidden_size": hidden,
         "intermediate_size": _uniform(file, f"{name}.feed_forward_length"),
         "num_hidden_layers": file.require(f"{name}.block_count", int),
         "num_attention_heads": heads,
         "num_key_value_heads": _uniform(file, f"{name}.attention.head_count_kv", default=heads),
         "head_dim": head_dim,
-        "rms_norm_eps": _rounded(file.require(f"{name}.attention.layer_norm_rms_epsilon", float)),
+        **_epsilon(file, name),
         "rope_parameters": rope_to_hf(_rope(file, name, head_dim)),
         "max_position_embeddings": file.require(f"{name}.context_length", int),
-        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "tie_word_embeddings": _tensor(family, Part.HEAD, Kind.WEIGHT) not in file.tensors,
         "eos_token_id": list(_end_token_ids(file)),
         "bos_token_id": file.get("tokenizer.ggml.bos_token_id", int),
         "dtype": "bfloat16",
     }
 
 
-def _with_biases(layer: LayerConfig, file: GgufFile) -> LayerConfig:
+def _tensor(family: Family, part: Part, kind: Kind, layer: int | None = None) -> str | None:
+    """What the file calls a part of the model."""
+    return gguf_name(family.names[part], kind, layer)
+
+
+def _epsilon(file: GgufFile, name: str) -> dict[str, float]:
+    """Of RMS norms, or of those that subtract the mean."""
+    keys = {"rms_norm_eps": "layer_norm_rms_epsilon", "layer_norm_eps": "layer_norm_epsilon"}
+    found = {field: file.get(f"{name}.attention.{key}", float) for field, key in keys.items()}
+    if set(found.values()) == {None}:
+        raise CheckpointError(f"{file.path}: metadata {name}.attention.layer_norm_rms_epsilon is missing")
+    return {field: _rounded(value) for field, value in found.items() if value is not None}
+
+
+def _windows(file: GgufFile, name: str, window: object) -> dict[str, Any]:
+    """The window, for which 0 says that there is none, and the layers that have it, where the file says which."""
+    values: dict[str, Any] = {"sliding_window": window or None}
+    pattern = file.metadata.get(f"{name}.{_PATTERN}")
+    if isinstance(pattern, list):
+        values["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+    elif pattern is not None:
+        values["sliding_window_pattern"] = pattern
+    return values
+
+
+def _with_biases(layer: LayerConfig, number: int, family: Family, file: GgufFile) -> LayerConfig:
     """Which biases there are, the file's tensors say."""
+
+    def has(part: Part) -> bool:
+        return _tensor(family, part, Kind.BIAS, number) in file.tensors
+
     return replace(
         layer,
-        mixer=replace(
-            layer.mixer,
-            bias="blk.0.attn_q.bias" in file.tensors or "blk.0.attn_qkv.bias" in file.tensors,
-            out_bias="blk.0.attn_output.bias" in file.tensors,
-        ),
-        feed_forward=replace(layer.feed_forward, bias="blk.0.ffn_up.bias" in file.tensors),
+        mixer=replace(layer.mixer, bias=has(Part.QUERY), out_bias=has(Part.OUTPUT)),
+        feed_forward=replace(layer.feed_forward, bias=has(Part.UP)),
     )
 
 
@@ -116,7 +146,7 @@ def _refuse_unsupported(file: GgufFile, form: GgufForm) -> None:
     experts = file.get(f"{name}.expert_count", int)
     if experts:
         raise CheckpointError(f"{file.path}: a mixture of {experts} experts is not supported; dense models are")
-    window = file.get(f"{name}.attention.sliding_window", int)
+    window = file.get(f"{name}.{_WINDOW}", int)
     context = file.require(f"{name}.context_length", int)
     if window and window < context and "sliding_window" not in form.fields:
         raise CheckpointError(
@@ -138,10 +168,11 @@ def _uniform(file: GgufFile, key: str, default: int | None = None) -> int:
     raise CheckpointError(f"{file.path}: {key} is {value!r:.80}; one integer for all layers is supported")
 
 
-def _vocab_size(file: GgufFile) -> int:
-    embedding = file.tensors.get("token_embd.weight")
+def _vocab_size(file: GgufFile, family: Family) -> int:
+    name = _tensor(family, Part.EMBEDDING, Kind.WEIGHT)
+    embedding = None if name is None else file.tensors.get(name)
     if embedding is None:
-        raise CheckpointError(f"{file.path}: tensor token_embd.weight is missing")
+        raise CheckpointError(f"{file.path}: tensor {name} is missing")
     return embedding.shape[0]
 
 

@@ -12,7 +12,7 @@ from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.registry import family_named, family_of_hf
 from sglang_jax.checkpoint.hf_quantization import kv_scales_made_for, refuse_quantised_weights
-from sglang_jax.checkpoint.hf_unknown_fields import check_unread
+from sglang_jax.checkpoint.hf_unknown_fields import check_unread, unknown_family
 from sglang_jax.config import KVCacheDtype
 from sglang_jax.errors import CheckpointError
 from sglang_jax.sampling.defaults import GenerationDefaults
@@ -58,6 +58,8 @@ def _generation_fields(folder: Path) -> JsonFields:
 def model_config_from_hf(fields: JsonFields, generation: JsonFields) -> ModelConfig:
     """`ModelConfig` of parsed files. Raises `CheckpointError` for what is missing, mistyped or unsupported."""
     family = family_of_hf(fields)
+    if family is None:
+        raise unknown_family(fields)
     refuse_quantised_weights(fields)
     config = family.configure(fields)
     check_unread(fields)

@@ -1,10 +1,14 @@
-"""Fields of a config.json that its family did not ask for: refused if they change what the model computes."""
+"""Fields of a config.json that its family did not ask for: refused if they change what the model computes. And those
+that no family asks for, of a model whose family is not known."""
 
 from __future__ import annotations
 
 import logging
+from functools import cache
+from pathlib import Path
 
 from sglang_jax.architectures.json_fields import JsonFields
+from sglang_jax.architectures.registry import known_families, supported_classes
 from sglang_jax.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -12,19 +16,28 @@ logger = logging.getLogger(__name__)
 _CHANGES_OUTPUTS = frozenset(
     {
         "alibi",
+        "attention_k_eq_v",
         "attention_multiplier",
         "attn_logit_softcapping",
+        "block_configs",
+        "clip_qkv",
         "embedding_multiplier",
         "final_logit_softcapping",
+        "global_head_dim",
+        "hidden_size_per_layer_input",
         "kv_lora_rank",
+        "layer_rope_theta",
         "logit_scale",
         "logits_scaling",
         "no_rope_layers",
+        "num_attention_heads_per_layer",
         "num_experts",
         "num_local_experts",
         "num_kv_shared_layers",
         "n_routed_experts",
+        "parallel_attn",
         "partial_rotary_factor",
+        "per_layer_config",
         "query_pre_attn_scalar",
         "residual_multiplier",
         "rope_local_base_freq",
@@ -41,12 +54,13 @@ _HARMLESS = frozenset(
         "bos_token_id",
         "cache_implementation",
         "chunk_size_feed_forward",
+        "decoder_start_token_id",
         "dtype",
         "head_dim",
         "hidden_act",
         "id2label",
+        "initializer_factor",
         "initializer_range",
-        "is_encoder_decoder",
         "label2id",
         "layer_types",
         "max_window_layers",
@@ -55,6 +69,7 @@ _HARMLESS = frozenset(
         "model_type",
         "output_attentions",
         "output_hidden_states",
+        "output_router_logits",
         "pad_token_id",
         "pretraining_tp",
         "problem_type",
@@ -73,7 +88,16 @@ _HARMLESS = frozenset(
         "use_sliding_window",
     }
 )
-_HARMLESS_ENDINGS = ("_dropout", "_pdrop", "_initializer_range", "_init_std")
+_HARMLESS_ENDINGS = (
+    "dropout",
+    "dropout_prob",
+    "dropout_rate",
+    "_pdrop",
+    "_initializer_range",
+    "_init_std",
+    "_token_id",
+    "_token_index",
+)
 
 
 def check_unread(fields: JsonFields) -> None:
@@ -89,10 +113,121 @@ def check_unread(fields: JsonFields) -> None:
             f"{fields.file}: {name} is {unread[name]!r:.80}, which {fields.value('model_type') or 'this architecture'} "
             "does not have here: its outputs would be wrong"
         )
-    unknown = [name for name in unread if not (name in _HARMLESS or name.startswith("_"))]
-    unknown = [name for name in unknown if not name.endswith(_HARMLESS_ENDINGS)]
+    unknown = [name for name in unread if not _is_harmless(name)]
     if unknown:
         logger.warning("%s: fields that are not understood, and ignored: %s", fields.file, ", ".join(sorted(unknown)))
+
+
+_MEANINGS = {
+    "num_local_experts": "a mixture of experts",
+    "num_experts": "a mixture of experts",
+    "n_routed_experts": "a mixture of experts",
+    "moe_num_experts": "a mixture of experts",
+    "is_encoder_decoder": "an encoder beside the decoder",
+    "num_mel_bins": "audio",
+    "audio_config": "audio",
+    "vision_config": "images",
+    "type_vocab_size": "an encoder",
+    "kv_lora_rank": "keys and values in a compressed form",
+    "state_size": "a recurrent state",
+    "ssm_state_size": "a recurrent state",
+    "mamba_d_state": "a recurrent state",
+    "linear_conv_kernel_dim": "a recurrent state",
+    "conv_L_cache": "a recurrent state",
+    "norm_epsilon": "norms of another kind",
+    "layer_norm_epsilon": "norms of another kind",
+    "num_attention_heads_per_layer": "layers with heads of their own",
+    "block_configs": "layers of their own forms",
+}
+"""What some fields tell of a model, whatever its family."""
+
+_MOST_TOLD = 8
+
+_COMMON_VALUES = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "vocab_size": 64,
+    "hidden_size_per_layer_input": 0,
+}
+
+
+def unknown_family(fields: JsonFields) -> CheckpointError:
+    """The error for a config.json of no known family: its name, the fields that no family knows, and what is
+    supported."""
+    match fields.value("architectures"):
+        case None:
+            name = fields.string("model_type") or "(neither architectures nor model_type given)"
+        case [str(name)]:
+            pass
+        case other:
+            name = f"{other!r:.80}"
+    reasons = [*_relatives(fields), *_what_no_family_knows(fields)]
+    because = f": {'; '.join(reasons)}" if reasons else ""
+    return CheckpointError(
+        f"{fields.file}: architecture {name} is not supported{because}; supported: {supported_classes()}"
+    )
+
+
+def _relatives(fields: JsonFields) -> list[str]:
+    """Known families that are near by: of the same `model_type`, or of the text part of a larger model."""
+    by_name = {family.name: family.class_name for family in known_families()}
+    found = []
+    if (relative := by_name.get(str(fields.value("model_type")))) is not None:
+        found.append(f"{relative}, of the same model_type, is")
+    text = fields.value("text_config")
+    if isinstance(text, dict) and (relative := by_name.get(str(text.get("model_type")))) is not None:
+        found.append(f"its text_config is that of a {relative}, which is supported by itself")
+    return found
+
+
+def _what_no_family_knows(fields: JsonFields) -> list[str]:
+    """The fields that make the difference, those with a known meaning first; of its text part too, where a model has
+    others."""
+    text = fields.value("text_config")
+    values = fields.values | text if isinstance(text, dict) else fields.values
+    unknown = [
+        name
+        for name, value in values.items()
+        if not (_says_nothing(value) or _is_harmless(name) or name == "text_config")
+        and (name in _MEANINGS or name not in _known_fields())
+    ]
+    unknown.sort(key=lambda name: (name not in _MEANINGS, name))
+    if not unknown:
+        return []
+    told = [
+        f"{name} {_shown(values[name])}" + (f" ({_MEANINGS[name]})" if name in _MEANINGS else "")
+        for name in unknown[:_MOST_TOLD]
+    ]
+    more = f" and {len(unknown) - _MOST_TOLD} more" if len(unknown) > _MOST_TOLD else ""
+    return [f"no supported architecture has {', '.join(told)}{more}"]
+
+
+def _shown(value: object) -> str:
+    match value:
+        case dict():
+            return "{...}"
+        case list():
+            return "[...]"
+    return f"{value!r:.40}"
+
+
+@cache
+def _known_fields() -> frozenset[str]:
+    """What any family asks a config.json for."""
+    found: set[str] = set()
+    for family in known_families():
+        fields = JsonFields(dict(_COMMON_VALUES), Path("config.json"))
+        family.configure(fields)
+        found |= fields.asked
+    return frozenset(found)
+
+
+def _is_harmless(name: str) -> bool:
+    return name in _HARMLESS or name.startswith("_") or name.endswith(_HARMLESS_ENDINGS)
 
 
 def _says_nothing(value: object) -> bool:

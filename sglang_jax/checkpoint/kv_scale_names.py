@@ -86,11 +86,13 @@ class KVScaleNames:
                 faults.append(f"missing: {self._expected(*place)} (other scales of keys and values are there)")
             if len(names) > 1:
                 faults.append(f"extra: {' and '.join(names)} are scales of the same {place[1].name.lower()}")
-        for name in sorted({name for names in self.of.values() for name in names}):
-            if not is_scale_shape(reader.shape(name), config.num_kv_heads):
+        layers = {name: layer for (layer, _), names in self.of.items() for name in names}
+        for name, layer in sorted(layers.items()):
+            kv_heads = config.layers[layer].mixer.num_kv_heads
+            if not is_scale_shape(reader.shape(name), kv_heads):
                 faults.append(
                     f"misshapen: {name} is {reader.shape(name)}, it must be one number, or one for each of "
-                    f"{config.num_kv_heads} kv heads"
+                    f"{kv_heads} kv heads"
                 )
         return faults
 

@@ -18,36 +18,43 @@ LARGEST_STORED = {KVCacheDtype.FLOAT8_E4M3: 448.0, KVCacheDtype.INT8: 127.0}
 """The largest number of each type of 8 bits: what is beyond it times the scale saturates."""
 
 
+ScalesOfLayers = tuple[NDArray[np.float32], ...]
+"""Of each layer float32 `[kv_heads, 2]`, for keys (0) and values (1)."""
+
+
 @dataclass(frozen=True, slots=True)
 class KVScales:
     """What stored keys and values are to be multiplied by.
 
-    - `numbers`: float32 `[layers, kv_heads, 2]`, of keys (0) and values (1).
+    - `numbers`: see `ScalesOfLayers`.
     - `made_for`: the type whose largest number they take the place of; None where the checkpoint does not say.
     """
 
-    numbers: NDArray[np.float32]
+    numbers: ScalesOfLayers
     made_for: KVCacheDtype | None
 
-    def of(self, dtype: KVCacheDtype) -> NDArray[np.float32]:
+    def of(self, dtype: KVCacheDtype) -> ScalesOfLayers:
         """Scales for a cache of `dtype`: `numbers`, or, where these were made for another type, scales that cover the
         same range."""
         if self.made_for in (None, dtype):
             return self.numbers
         assert self.made_for is not None
-        return self.numbers * np.float32(LARGEST_STORED[self.made_for] / LARGEST_STORED[dtype])
+        factor = np.float32(LARGEST_STORED[self.made_for] / LARGEST_STORED[dtype])
+        return tuple(layer * factor for layer in self.numbers)
 
     def to_json(self) -> dict[str, Any]:
         """For files of JSON: every float32 is told exactly."""
-        return {"made_for": self.made_for, "numbers": self.numbers.tolist()}
+        return {"made_for": self.made_for, "numbers": [layer.tolist() for layer in self.numbers]}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any], config: ModelConfig) -> KVScales:
         """Raises `ValueError`, `KeyError` or `TypeError` for what `to_json` did not write for such a model."""
         made_for = None if fields["made_for"] is None else KVCacheDtype(fields["made_for"])
-        numbers = np.array(fields["numbers"], np.float32)
-        if numbers.shape != (config.num_layers, config.num_kv_heads, 2) or not _usable(numbers).all():
-            raise ValueError(f"scales of keys and values of shape {numbers.shape}, or ones that are not positive")
+        numbers = tuple(np.array(layer, np.float32) for layer in fields["numbers"])
+        shapes = [layer.shape for layer in numbers]
+        usable = all(_usable(layer).all() for layer in numbers)
+        if not usable or shapes != [(layer.mixer.num_kv_heads, 2) for layer in config.layers]:
+            raise ValueError(f"scales of keys and values of shapes {shapes}, or ones that are not positive")
         return cls(numbers, made_for)
 
 
@@ -58,13 +65,13 @@ def read_kv_scales(
 
     **Raises:** `CheckpointError` naming every tensor with a number that is not positive and finite.
     """
-    numbers = np.empty((config.num_layers, config.num_kv_heads, 2), np.float32)
+    numbers = tuple(np.empty((layer.mixer.num_kv_heads, 2), np.float32) for layer in config.layers)
     faults: dict[str, str] = {}
     for (layer, side), (name, *_) in names.of.items():
         found = np.asarray(reader.read(name), np.float32).reshape(-1)
         if not _usable(found).all():
             faults[name] = f"{name}: {', '.join(f'{number:g}' for number in found[~_usable(found)])}"
-        numbers[layer, :, side] = found
+        numbers[layer][:, side] = found
     if faults:
         raise CheckpointError(
             "scales of keys and values must be positive and finite; these are not:\n  " + "\n  ".join(faults.values())

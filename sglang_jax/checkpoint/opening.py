@@ -9,16 +9,20 @@ from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.checkpoint.gguf_config import gguf_model_config
 from sglang_jax.checkpoint.gguf_file import open_gguf
 from sglang_jax.checkpoint.gguf_reader import GgufReader
+from sglang_jax.checkpoint.gguf_sampling import gguf_generation_defaults
 from sglang_jax.checkpoint.hf_config import load_generation_defaults, load_hf_config, load_kv_scales_made_for
 from sglang_jax.checkpoint.kv_scale_names import KVScaleNames
 from sglang_jax.checkpoint.kv_scales import KVScales, read_kv_scales
 from sglang_jax.checkpoint.orbax_marker import read_orbax_kv_scales
 from sglang_jax.checkpoint.reader import TensorReader
-from sglang_jax.checkpoint.resolve import ModelSource, SourceKind, resolve_model
+from sglang_jax.checkpoint.resolve import DEMO, ModelSource, SourceKind, resolve_model
 from sglang_jax.checkpoint.safetensors_reader import SafetensorsReader
 from sglang_jax.checkpoint.tensors import check_tensors
 from sglang_jax.config import LoadFormat
 from sglang_jax.sampling.defaults import GenerationDefaults
+
+DEMO_SAMPLING = GenerationDefaults(temperature=0.2, top_p=0.9)
+"""What the model card of the embedded model recommends; its file says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,8 @@ def open_checkpoint(
         config = gguf_model_config(file)
         reader: TensorReader = DummyReader(config, seed) if dummy else GgufReader(file, config)
         check_tensors(reader, config)
-        return Checkpoint(source, config, reader)
+        demo = model_path == DEMO
+        return Checkpoint(source, config, reader, DEMO_SAMPLING if demo else gguf_generation_defaults(file))
     config = load_hf_config(source.path)
     defaults = load_generation_defaults(source.path)
     if source.kind is SourceKind.ORBAX and not dummy:

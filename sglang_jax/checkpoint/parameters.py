@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.manifest import ParameterName, ParameterSpec, manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint.reader import Array, Index, TensorReader, whole_index
@@ -35,12 +36,7 @@ class ParameterReader:
             found = found.astype(np.float32) + np.float32(spec.offset)
         return found
 
-    def head_dim(self, name: ParameterName) -> int:
-        """Numbers of a head of the parameter's layer."""
-        assert name.layer is not None
-        return self.config.layers[name.layer].mixer.head_dim
-
     def _halves(self, rows: Array, name: ParameterName) -> Array:
         """Each head's row `2 * i + half` as row `half * head_dim / 2 + i`."""
-        pairs = rows.reshape(-1, self.head_dim(name) // 2, 2, *rows.shape[1:])
+        pairs = rows.reshape(-1, self._specs[name].lengths[Axis.HEAD_DIM] // 2, 2, *rows.shape[1:])
         return pairs.swapaxes(1, 2).reshape(rows.shape)

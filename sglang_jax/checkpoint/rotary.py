@@ -56,6 +56,9 @@ class RotaryScaling:
                 return base
             case RopeKind.LINEAR:
                 return base / rope.factor
+            case RopeKind.PROPORTIONAL:
+                turning = int(rope.turning * self.head_dim // 2)
+                return np.where(np.arange(len(base)) < turning, base / rope.factor, 0.0)
             case RopeKind.LLAMA3:
                 return _llama3(base, rope, self._original_max())
             case RopeKind.YARN:

@@ -25,12 +25,19 @@ class TextStream:
         self._skipped = skipped
         self._spaces_to_strip = leading_spaces_stripped
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._holds_bytes = False
 
     def push(self, token_id: int) -> str:
         """What one more token adds; empty while a character is incomplete."""
         if token_id in self._skipped:
             return ""
-        return self._stripped(self._decoder.decode(self._token_bytes(token_id)))
+        data = self._token_bytes(token_id)
+        if data.isascii() and not self._holds_bytes:
+            text = data.decode("ascii")  # most tokens are, and the decoder takes ten times as long
+        else:
+            text = self._decoder.decode(data)
+            self._holds_bytes = bool(self._decoder.getstate()[0])
+        return self._stripped(text) if self._spaces_to_strip else text
 
     def flush(self) -> str:
         """What was held back, once there are no more tokens: U+FFFD for a character that never became whole."""

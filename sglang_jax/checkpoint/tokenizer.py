@@ -11,9 +11,7 @@ import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import jinja2
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.hub import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_FILE
@@ -24,6 +22,7 @@ from sglang_jax.checkpoint.control_tokens import ControlTokens
 from sglang_jax.checkpoint.gguf_file import open_gguf
 from sglang_jax.checkpoint.gguf_tokenizer import gguf_tokenizer
 from sglang_jax.checkpoint.resolve import ModelSource, SourceKind
+from sglang_jax.checkpoint.template_process import TEMPLATES, Rendering
 from sglang_jax.checkpoint.text_stream import TextStream
 from sglang_jax.checkpoint.token_spelling import spelling_of
 from sglang_jax.errors import CheckpointError, ParameterError, RequestError, cut
@@ -39,19 +38,8 @@ _DAMAGED = (ValueError, TypeError, LookupError, AttributeError, OSError, Recursi
 SHORT_TEXT = 1024
 """Texts of so many characters are tokenized without letting other threads run: that costs less than waking any."""
 
-LARGE_TEXT = 100_000
-"""Tokenizing texts of more characters takes tens of megabytes, which the allocator would keep for each thread."""
-
-_TEMPLATE_ERRORS = (
-    jinja2.TemplateError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-)
-"""What a template can raise: it is a program of the checkpoint's authors, run on the client's messages."""
+LARGE_TEXT = 32_768
+"""Tokenizing texts of more characters takes ten megabytes and more, which the allocator would keep for each thread."""
 
 
 class Tokenizer:
@@ -104,25 +92,33 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids; special tokens that the text spells out are recognised, but where `render_chat` has marked them as
-        a message's. Raises `ParameterError` for text that
-        is not Unicode (a lone half of a surrogate pair)."""
+        a message's. Raises `ParameterError` for text that is not Unicode (a lone half of a surrogate pair), and
+        `RequestError` for one on which the tokenizer fails."""
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise ParameterError(
                 f"text holds the lone surrogate U+{ord(text[error.start]):04X} at position {error.start}", param="text"
             ) from error
+        try:
+            return self._encode(text, add_special_tokens)
+        except BaseException as error:
+            if not _is_panic(error):
+                raise
+            raise RequestError("the model's tokenizer cannot read this text", param="text") from error
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if self._control.has_marks(text):
-            return self._encode_marked(text, add_special_tokens)
-        if len(text) <= SHORT_TEXT:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            ids = self._encode_marked(text, add_special_tokens)
+        elif len(text) <= SHORT_TEXT:
+            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         else:
             # As a batch of one: the same ids, but other threads of Python run meanwhile.
             [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             ids = encoding.ids
             del encoding
-            if len(text) > LARGE_TEXT:
-                _give_memory_back()
+        if len(text) > LARGE_TEXT:
+            _give_memory_back()
         return ids
 
     def _encode_marked(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -218,15 +214,16 @@ class Tokenizer:
         return learn_roles(template, self._render, tokens)
 
     def _render(self, messages: Sequence[dict[str, object]], *, add_generation_prompt: bool = True) -> str:
-        # transformers declares contents to be text; its templates take lists of parts as well.
-        conversation: Any = list(messages)
         try:
-            text = self._hugging_face.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        except _TEMPLATE_ERRORS as error:
+            template: str = self._hugging_face.get_chat_template()
+        except ValueError as error:  # several templates and none for chats
             raise RequestError(f"the chat template refused the messages: {error}", param="messages") from error
-        return str(text)
+        if not messages:
+            raise RequestError("the chat template refused the messages: there are none, it is empty", param="messages")
+        # transformers leaves out what is None, which templates would write as it is.
+        given = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        variables: dict[str, object] = dict(self._hugging_face.special_tokens_map)
+        return TEMPLATES.render(Rendering(template, given, variables, add_generation_prompt))
 
     def save(self, folder: Path) -> None:
         """Writes tokenizer.json, its config and the chat template, as `load_tokenizer` reads them."""
@@ -275,14 +272,20 @@ def _from_folder(folder: Path) -> PreTrainedTokenizerFast:
     return hugging_face
 
 
+def _is_panic(error: BaseException) -> bool:
+    """The tokenizers package met what its authors took for impossible. It has no name for the class, which is no
+    `Exception`."""
+    return type(error).__name__ == "PanicException"
+
+
 @contextmanager
 def _damage_named(source: Path) -> Iterator[None]:
     """Raises `CheckpointError` for whatever the libraries raise over a tokenizer that is not what it should be."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         # Nothing finer can be caught: the tokenizers package raises `Exception` itself.
-        if type(error) is not Exception and not isinstance(error, _DAMAGED):
+        if not (type(error) is Exception or isinstance(error, _DAMAGED) or _is_panic(error)):
             raise
         reason = f"{type(error).__name__}: {cut(str(error))}"
         raise CheckpointError(f"the tokenizer of {source} cannot be read: {reason}") from error

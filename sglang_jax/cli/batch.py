@@ -10,7 +10,7 @@ from sglang_jax.batch.options import BatchConfig, Runner
 from sglang_jax.batch.ray_options import RayOptions
 from sglang_jax.cli.options import flag_name, options_of
 from sglang_jax.config import EngineConfig
-from sglang_jax.errors import BatchError
+from sglang_jax.errors import BatchError, how_to_install
 
 
 @click.command()
@@ -24,7 +24,7 @@ from sglang_jax.errors import BatchError
 )
 @options_of(batch=BatchConfig, ray=RayOptions, engine=EngineConfig)
 def batch(batch: BatchConfig, ray: RayOptions, engine: EngineConfig, runner: str) -> int:
-    """Answer every line of a file of requests, and go on where an earlier run of the same command ended.
+    """Answer every line of a file of requests; the same command resumes an interrupted run.
 
     A line is in OpenAI's batch format (custom_id, method, url, body) or plain: {"prompt": ...} or {"messages": ...}
     with further fields of the route beside it. The exit status is 0, or 1 if some lines are in the error file.
@@ -41,7 +41,7 @@ def batch(batch: BatchConfig, ray: RayOptions, engine: EngineConfig, runner: str
 
 def _run_on_ray(batch: BatchConfig, ray: RayOptions, engine: EngineConfig) -> int:
     if importlib.util.find_spec("ray") is None:
-        raise BatchError("--engine ray needs Ray: pip install 'sglang-jax[ray]'")
+        raise BatchError(f"--engine ray needs Ray: {how_to_install('ray')}")
     from sglang_jax.batch.ray.run import run_ray_batch
 
     return run_ray_batch(batch, ray, engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from enum import StrEnum
@@ -81,6 +82,8 @@ def convert(config: ConvertConfig) -> int:
         generation_config = checkpoint.source.path / GENERATION_CONFIG_FILE
         if generation_config.is_file():
             shutil.copy(generation_config, beside)
+        elif recommended := checkpoint.generation_defaults.given():
+            (beside / GENERATION_CONFIG_FILE).write_text(json.dumps(recommended, indent=2), encoding="utf-8")
         save_orbax(config.output, checkpoint.config, model, sorted(beside.iterdir()), checkpoint.kv_scales())
     click.echo(f"{checkpoint.source.path} is now {config.output} in {dtype.value}: serve it with --model-path")
     return 0

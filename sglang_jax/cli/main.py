@@ -9,8 +9,10 @@ import click
 
 from sglang_jax.cli.batch import batch
 from sglang_jax.cli.bench.commands import bench_offline, bench_serving
+from sglang_jax.cli.chat import chat
 from sglang_jax.cli.convert import convert
 from sglang_jax.cli.generate import generate
+from sglang_jax.cli.options import with_dashes
 from sglang_jax.cli.serve import serve
 from sglang_jax.errors import BatchError, CheckpointError, ConfigError, RequestError
 
@@ -22,7 +24,7 @@ INTERRUPTED = 130
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="sglang-jax", prog_name="sglang-jax")
 def cli() -> None:
-    """Serve language models with one scheduler and prefix cache, and try and measure what is served."""
+    """Serve, query and benchmark large language models."""
 
 
 @cli.group()
@@ -31,6 +33,7 @@ def bench() -> None:
 
 
 cli.add_command(serve)
+cli.add_command(chat)
 cli.add_command(generate)
 cli.add_command(batch)
 cli.add_command(convert)
@@ -42,11 +45,16 @@ def run(command: click.Command, program: str, arguments: Sequence[str] | None = 
     """Runs a command and returns its exit status: what the user got wrong is one line on stderr and status 2."""
     try:
         status = command.main(
-            args=None if arguments is None else list(arguments), prog_name=program, standalone_mode=False
+            args=None if arguments is None else list(arguments),
+            prog_name=program,
+            standalone_mode=False,
+            token_normalize_func=with_dashes,
         )
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return error.exit_code
+    except click.NoSuchOption as error:
+        return _fail(_unknown_option(error), error.exit_code)
     except click.ClickException as error:
         return _fail(error.format_message(), error.exit_code)
     except (BatchError, ConfigError, CheckpointError, RequestError) as error:
@@ -55,6 +63,14 @@ def run(command: click.Command, program: str, arguments: Sequence[str] | None = 
         click.echo("Interrupted.", err=True)
         return INTERRUPTED
     return status if isinstance(status, int) else 0
+
+
+def _unknown_option(error: click.NoSuchOption) -> str:
+    """The message, with suggestions that work: options of other engines are hidden."""
+    options = [] if error.ctx is None else [each for each in error.ctx.command.params if isinstance(each, click.Option)]
+    hidden = {name for option in options if option.hidden for name in option.opts}
+    possible = [name for name in error.possibilities or () if name not in hidden]
+    return click.NoSuchOption(error.option_name, possibilities=possible).format_message()
 
 
 def _fail(message: str, status: int) -> int:

@@ -10,10 +10,10 @@ import functools
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import yaml
@@ -21,7 +21,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from sglang_jax.config import Choice, EngineConfig
+from sglang_jax.spellings import ALIASES, NEEDLESS, REFUSED, SHORT_FLAGS, OtherFlag, canonical
+
 Command = Callable[..., Any]
+Config = TypeVar("Config", bound=EngineConfig)
 
 
 def flag_name(field: str) -> str:
@@ -29,8 +33,14 @@ def flag_name(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def options_of(**models: type[BaseModel]) -> Callable[[Command], Command]:
-    """Gives a click command one flag per field of `models`, and `--config FILE`.
+def with_dashes(token: str) -> str:
+    """How click is to read an option's name: `--page_size` is `--page-size`."""
+    return token.replace("_", "-")
+
+
+def options_of(*taken: str, **models: type[BaseModel]) -> Callable[[Command], Command]:
+    """Gives a click command one flag per field of `models`, and `--config FILE`. Where a model is an engine's, its
+    fields have their other names too (`sglang_jax.spellings`), but for those in `taken`: options of the command.
 
     The command is called with each model built, under the keyword it has here. A flag wins over the file, the file
     over the default. What a model refuses ends the command with a line naming the flag or key, the value and the limit.
@@ -55,9 +65,13 @@ def options_of(**models: type[BaseModel]) -> Callable[[Command], Command]:
             return command(**built, **parameters)
 
         decorated: Command = run
+        own = {*owners, *taken}
         for model in reversed(models.values()):
+            engine = issubclass(model, EngineConfig)
             for name, field in reversed(model.model_fields.items()):
-                decorated = _option(name, field)(decorated)
+                decorated = _option(name, field, _other_names(name, own) if engine else ())(decorated)
+            if engine:
+                decorated = _explained_options(own)(decorated)
         return click.option(
             "--config",
             type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -68,16 +82,96 @@ def options_of(**models: type[BaseModel]) -> Callable[[Command], Command]:
     return decorate
 
 
-def _option(name: str, field: FieldInfo) -> Callable[[Command], Command]:
+def with_model(config: Config, model: str | None) -> Config:
+    """The options with the model that was given without a flag. Raises `UsageError` if another is named elsewhere."""
+    if model is None or model == config.model_path:
+        return config
+    if "model_path" in config.model_fields_set:
+        raise click.UsageError(f"two models are given: {model} and --model-path {config.model_path}")
+    return config.model_copy(update={"model_path": model})
+
+
+def _option(name: str, field: FieldInfo, other_names: Sequence[str] = ()) -> Callable[[Command], Command]:
     """A click option that is None unless it was given; pydantic holds the default and the limits."""
     kind = _plain_type(field.annotation)
+    names = (flag_name(name), *other_names, name)
     help_text = (field.description or "") + _default_text(field)
     if kind is bool:
-        return click.option(flag_name(name), name, is_flag=True, default=None, help=help_text)
-    return click.option(flag_name(name), name, type=_parameter_type(kind), default=None, help=help_text)
+        return click.option(*names, cls=_FieldOption, is_flag=True, default=None, help=help_text)
+    return click.option(*names, cls=_FieldOption, type=_parameter_type(kind), default=None, help=help_text)
+
+
+class _FieldOption(click.Option):
+    """The option of a field, which messages call by its first name alone."""
+
+    def get_error_hint(self, ctx: click.Context | None) -> str:
+        return f"'{self.opts[0]}'"
+
+
+def _other_names(field: str, own: Set[str]) -> list[str]:
+    """Further flags of an engine's field, but for those that the command has for something else."""
+    short = [SHORT_FLAGS[field]] if field in SHORT_FLAGS else []
+    return short + [flag_name(alias) for alias in ALIASES.get(field, ()) if alias not in own]
+
+
+def _explained_options(own: Set[str]) -> Callable[[Command], Command]:
+    """Hidden options for what other engines have: some change nothing and say so, some are refused with the reason."""
+
+    def decorate(command: Command) -> Command:
+        for table, answer in ((NEEDLESS, _note), (REFUSED, _refuse)):
+            for name, flag in table.items():
+                if name not in own:
+                    command = _hidden_option(name, flag, answer)(command)
+        return command
+
+    return decorate
+
+
+def _hidden_option(
+    name: str, flag: OtherFlag, answer: Callable[[str, OtherFlag], None]
+) -> Callable[[Command], Command]:
+    def callback(context: click.Context, parameter: click.Parameter, value: object) -> None:
+        if value is not None:
+            answer(flag_name(name), flag)
+
+    return click.option(
+        flag_name(name),
+        is_flag=not flag.takes_value,
+        default=None,
+        hidden=True,
+        expose_value=False,
+        callback=callback,
+    )
+
+
+def _note(name: str, flag: OtherFlag) -> None:
+    click.echo(f"{name} changes nothing: {flag.note}", err=True)
+
+
+def _refuse(name: str, flag: OtherFlag) -> None:
+    raise click.UsageError(f"{name} is {flag.note}")
+
+
+class _ChoiceType(click.Choice[str]):
+    """The values of an enum, by any of their spellings."""
+
+    def __init__(self, kind: type[Choice]) -> None:
+        super().__init__([member.value for member in kind])
+        self._kind = kind
+
+    def normalize_choice(self, choice: object, ctx: click.Context | None) -> str:
+        return str(choice)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return self._kind(value).value
+        except ValueError:
+            return super().convert(value, param, ctx)
 
 
 def _parameter_type(kind: Any) -> Any:
+    if isinstance(kind, type) and issubclass(kind, Choice):
+        return _ChoiceType(kind)
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return click.Choice([member.value for member in kind])
     if kind is Path:
@@ -115,8 +209,10 @@ def _read_config_file(path: Path, known: list[str]) -> dict[str, Any]:
         raise click.UsageError(f"--config {path} must hold a mapping of options, not a {type(content).__name__}")
     values: dict[str, Any] = {}
     for key, value in content.items():
-        field = str(key).replace("-", "_")
+        name = str(key).replace("-", "_")
+        field = name if name in known else canonical(name)
         if field not in known:
+            _explain_key(path, name)
             near = difflib.get_close_matches(field, known, n=3)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             raise click.UsageError(f"--config {path} has an unknown option {key!r}{hint}")
@@ -124,6 +220,14 @@ def _read_config_file(path: Path, known: list[str]) -> dict[str, Any]:
             raise click.UsageError(f"--config {path} sets {field} twice")
         values[field] = value
     return values
+
+
+def _explain_key(config_file: Path, name: str) -> None:
+    """A key that other engines know; does nothing for one that nobody does."""
+    if name in REFUSED:
+        raise click.UsageError(f"--config {config_file}: {name} is {REFUSED[name].note}")
+    if name in NEEDLESS:
+        raise click.UsageError(f"--config {config_file}: leave {name} out: {NEEDLESS[name].note}")
 
 
 def _build(model: type[BaseModel], values: dict[str, Any], config: Path | None, from_file: set[str]) -> BaseModel:

@@ -38,6 +38,14 @@ class AsyncEngineClient:
         """The model's tokenizer."""
         return self._tokenizer
 
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, most_tokens: int, param: str = "prompt"
+    ) -> list[int]:
+        """See `EngineClient.encode`."""
+        return await self._reader.encode(
+            text, add_special_tokens=add_special_tokens, most_tokens=most_tokens, param=param
+        )
+
     @property
     def model_info(self) -> ModelInfo:
         """What is known of the model."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import difflib
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from sglang_jax.engine.types import EngineClient, GenerateInput, GenerateOutput,
 from sglang_jax.errors import ConfigError, EngineDeadError, ParameterError
 from sglang_jax.sampling import GenerationDefaults, SamplingParams
 from sglang_jax.scheduler.messages import SchedulerStats
+from sglang_jax.spellings import NEEDLESS, REFUSED, canonical
 
 Prompt = str | Sequence[int]
 DEFAULT_LOOKAHEAD = 1024
@@ -48,7 +50,8 @@ class Engine:
 
     **Arguments:**
 
-    - `config`: all options at once; or each by its name (see `EngineConfig`).
+    - `config`: all options at once; or each by its name (see `EngineConfig`), or by a name that other engines have for
+      it (`sglang_jax.spellings`: `model`, `tensor_parallel_size`).
     - `launch`: starts the engine core; for tests and other cores.
 
     **Raises:** `ConfigError` for options that it cannot run with, `CheckpointError` for a model that cannot be loaded.
@@ -279,7 +282,7 @@ class Engine:
 def _engine_config(config: EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:
     if config is None:
         try:
-            return EngineConfig(**options)
+            return EngineConfig(**_by_our_names(options))
         except ValidationError as error:
             problems = [
                 f"{'.'.join(map(str, e['loc'])) or 'options'}: {e['msg']}, got {e['input']!r}" for e in error.errors()
@@ -288,6 +291,25 @@ def _engine_config(config: EngineConfig | None, options: Mapping[str, Any]) -> E
     if options:
         raise ConfigError(f"options are given by config, or by name, not both; got config and {', '.join(options)}")
     return config
+
+
+def _by_our_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options by the names of fields. Raises `ConfigError` for two names of one field, for what is not implemented,
+    and for names that nobody knows."""
+    fields: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in REFUSED:
+            raise ConfigError(f"{name} is {REFUSED[name].note}")
+        field = name if name in EngineConfig.model_fields else canonical(name)
+        if field not in EngineConfig.model_fields:
+            if name in NEEDLESS:
+                raise ConfigError(f"leave {name} out: {NEEDLESS[name].note}")
+            near = difflib.get_close_matches(name, EngineConfig.model_fields, n=3)
+            raise ConfigError(f"there is no option {name!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+        if field in fields:
+            raise ConfigError(f"{field} is given twice, once as {name}")
+        fields[field] = value
+    return fields
 
 
 def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 from sglang_jax.engine.item_stream import Item
 from sglang_jax.engine.types import GenerateInput, TextTokenizer
 from sglang_jax.errors import ParameterError
-from sglang_jax.sampling import GenerationDefaults, SamplingParams, with_defaults
+from sglang_jax.sampling import GenerationDefaults, SamplingParams, unknown_field, with_defaults
 from sglang_jax.sampling.grammar_spellings import SPELLINGS, grammar_of
 
 Sampling = SamplingParams | Mapping[str, Any]
@@ -42,10 +42,7 @@ def complete_sampling(sampling: Sampling, defaults: GenerationDefaults) -> Sampl
         return sampling
     unknown = sorted(set(sampling) - _SAMPLING_FIELDS)
     if unknown:
-        raise ParameterError(
-            f"sampling_params has no field {unknown[0]!r}; there are {', '.join(sorted(_SAMPLING_FIELDS))}",
-            param=unknown[0],
-        )
+        raise ParameterError(unknown_field("sampling_params", unknown[0]), param=unknown[0])
     return with_defaults(_with_grammar(sampling), defaults)
 
 

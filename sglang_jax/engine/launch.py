@@ -14,7 +14,7 @@ from sglang_jax.config import EngineConfig
 from sglang_jax.engine.channel import ClientChannel, Published, Ready, StartFailed
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.core import CoreLoader
-from sglang_jax.engine.core_link import LAST_WORDS_SECONDS, CoreHandle, CoreLink
+from sglang_jax.engine.core_link import DUMP_SECONDS, LAST_WORDS_SECONDS, CoreHandle, CoreLink
 from sglang_jax.engine.placement import Placement
 from sglang_jax.engine.process import CoreProcess, CoreThread
 from sglang_jax.engine.single_link import SingleLink
@@ -118,7 +118,7 @@ async def _launch(
         )
         try:
             result = await meanwhile
-            ready = await _wait_ready(channel, core)
+            ready = await _wait_ready(channel, core, config.engine_start_timeout)
         except BaseException:
             with suppress(EngineDeadError):  # it ended by itself
                 channel.send(Shutdown(drain=False))
@@ -130,11 +130,21 @@ async def _launch(
         return CoreLink(channel, core, ready, resources.pop_all(), config.watchdog_timeout), result
 
 
-async def _wait_ready(channel: ClientChannel, core: CoreHandle) -> Ready:
+async def _wait_ready(channel: ClientChannel, core: CoreHandle, timeout: float) -> Ready:
+    """The core's first message. One that hangs and can be killed says where, as at any other time.
+
+    **Raises:** `EngineDeadError` if it ends, or is not ready after `timeout` seconds, and what it could not do.
+    """
     first = asyncio.ensure_future(channel.receive_one())
     try:
         either: set[asyncio.Future[Any]] = {first, core.ended}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(either, timeout=None if core.pulse is None else timeout, return_when=asyncio.FIRST_COMPLETED)
+        if not first.done() and not core.ended.done():
+            core.dump_stacks()
+            await asyncio.wait({core.ended}, timeout=DUMP_SECONDS)
+            raise EngineDeadError(
+                f"the engine failed to start: it was not ready after {timeout:g} s (--engine-start-timeout)"
+            )
         if not first.done():
             await asyncio.wait({first}, timeout=LAST_WORDS_SECONDS)
         if not first.done():

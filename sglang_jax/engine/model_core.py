@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
+from collections.abc import Callable
 
 from tqdm import tqdm
 
@@ -18,11 +20,15 @@ from sglang_jax.errors import CheckpointError, ParameterError
 from sglang_jax.grammar.compiler import GrammarCompiler
 from sglang_jax.grammar.llguidance_backend import LlguidanceBackend
 from sglang_jax.runner.backends import load_backend
+from sglang_jax.runner.group import GroupRunner
 from sglang_jax.runner.protocol import Runner
 from sglang_jax.sampling import GenerationDefaults, with_defaults
 from sglang_jax.scheduler.loop import SchedulerLoop
 
 logger = logging.getLogger(__name__)
+
+SECONDS_BETWEEN_LINES = 5.0
+"""How often the log says how far the warm-up is, where no progress bar can."""
 
 
 class ModelCore:
@@ -40,6 +46,8 @@ class ModelCore:
         self._runner = runner
         self._grammars = grammars
         runner.announce_builds(channel.pulse.building)
+        if isinstance(runner, GroupRunner):
+            runner.announce_ranks(channel.pulse.note_rank)
         self._loop = SchedulerLoop(runner, checkpoint.config.eos_token_ids, config, channel, channel.pulse, grammars)
         self._ready = _ready(config, checkpoint, defaults, runner)
 
@@ -70,7 +78,15 @@ def load_core(config: EngineConfig, channel: CoreChannel) -> ModelCore:
     grammars = load_grammars(config, checkpoint)
     runner = create_runner(config, checkpoint)
     loaded = time.perf_counter()
-    logger.info("Loaded %s in %.1f s", config.model_path, loaded - begin)
+    report = runner.report()
+    logger.info(
+        "Loaded %s in %.1f s: %s backend, %s, %s attention",
+        config.model_path,
+        loaded - begin,
+        report.backend,
+        report.device,
+        report.details.get("attention", "no"),
+    )
     if not config.skip_warmup:
         warm_up(runner)
         logger.info("Warmed up in %.1f s", time.perf_counter() - loaded)
@@ -105,7 +121,7 @@ def generation_defaults(config: EngineConfig, checkpoint: Checkpoint) -> Generat
         with_defaults({}, defaults)
     except ParameterError as error:
         raise CheckpointError(
-            f"generation_config.json of {config.model_path}: {error.message}; "
+            f"sampling defaults of {config.model_path}: {error.message}; "
             "--sampling-defaults openai leaves its sampling values out"
         ) from error
     listed = ", ".join(f"{name} {value:g}" for name, value in defaults.given().items())
@@ -130,7 +146,11 @@ def tokenizer_source(config: EngineConfig) -> ModelSource:
 
 
 def warm_up(runner: Runner) -> None:
-    """Builds the runner's programs, and runs them, behind a progress bar."""
+    """Builds the runner's programs, and runs them, behind a progress bar; where there is no terminal, with a line of
+    the log every few seconds."""
+    if not sys.stderr.isatty():
+        runner.warm_up(_logged_progress())
+        return
     with tqdm(desc="Warming up", unit="program") as bar:
 
         def progress(done: int, total: int, what: str) -> None:
@@ -141,12 +161,23 @@ def warm_up(runner: Runner) -> None:
         runner.warm_up(progress)
 
 
+def _logged_progress() -> Callable[[int, int, str], None]:
+    told = time.perf_counter()
+
+    def progress(done: int, total: int, what: str) -> None:
+        nonlocal told
+        if time.perf_counter() - told >= SECONDS_BETWEEN_LINES:
+            told = time.perf_counter()
+            logger.info("Warming up: %d of %d programs", done, total)
+
+    return progress
+
+
 def _ready(config: EngineConfig, checkpoint: Checkpoint, defaults: GenerationDefaults, runner: Runner) -> Ready:
     spec = runner.spec
-    pool = spec.pools[0]
-    max_total_tokens = (pool.num_pages - 1) * pool.page_size  # page 0 is never handed out
-    # Of layers that all have windows a request of any length keeps a part.
-    most = max_total_tokens if pool.kind is CacheKind.FULL else spec.max_context
+    # Of layers that all have windows, or states, a request of any length keeps a part.
+    sees_all = any(pool.kind is CacheKind.FULL for pool in spec.pools)
+    most = spec.max_total_tokens if sees_all else spec.max_context
     info = ModelInfo(
         model_path=config.model_path,
         architecture=checkpoint.config.architecture,
@@ -157,4 +188,4 @@ def _ready(config: EngineConfig, checkpoint: Checkpoint, defaults: GenerationDef
         dtype=runner.report().details.get("dtype", checkpoint.config.dtype),
         generation_defaults=defaults,
     )
-    return Ready(model_info=info, max_running_requests=spec.max_rows, max_total_tokens=max_total_tokens)
+    return Ready(model_info=info, max_running_requests=spec.max_rows, max_total_tokens=spec.max_total_tokens)

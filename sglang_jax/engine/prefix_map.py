@@ -88,13 +88,13 @@ class _CountedPages(Component):
 
     def remove(self, node: Node) -> None:
         self.order.discard(node)
-        self.evictable -= self.length(node)
+        self.evictable -= node.length
 
     def trim(self, node: Node, pages: int) -> None:
-        self.evictable -= self.length(node) - pages
+        self.evictable -= node.length - pages
 
     def evict_at(self, node: Node, wanted: int) -> int:
-        return max(self.length(node) - wanted, 0)
+        return max(node.length - wanted, 0)
 
     def touch(self, node: Node) -> None:
         if node.children:

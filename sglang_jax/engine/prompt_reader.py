@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sglang_jax.engine import validation
 from sglang_jax.engine.types import GenerateInput, ModelInfo, TextTokenizer
+from sglang_jax.errors import ParameterError, PromptTooLongError
 
 LONG_TEXT = 1024
-"""Prompts of more characters are tokenized in a thread, so that the event loop goes on meanwhile."""
+"""Texts of more characters are tokenized in a thread, so that the event loop goes on meanwhile."""
+
+LARGE_TEXT = 65_536
+"""Texts of more characters are tokenized one at a time, and counted first, so many characters at a time: each token
+takes some hundred bytes while its text is tokenized."""
 
 TOKENIZER_THREADS = 2
 
@@ -24,6 +30,7 @@ class PromptReader:
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+        self._for_large_texts = ThreadPoolExecutor(1, thread_name_prefix="large-texts")
 
     async def token_ids(self, request: GenerateInput, info: ModelInfo) -> NDArray[np.int32]:
         """The ids `[tokens]` of a request's prompt. What is too long is refused before it costs anything.
@@ -33,17 +40,45 @@ class PromptReader:
         """
         prompt = request.prompt
         if isinstance(prompt, str):
-            validation.check_characters(prompt, self._tokenizer, info.context_length)
-        ids = await self._encode(prompt) if isinstance(prompt, str) else prompt
+            validation.check_characters(len(prompt), self._tokenizer, info.context_length)
+        ids = await self.encode(prompt, most_tokens=info.context_length) if isinstance(prompt, str) else prompt
         if isinstance(ids, (Sequence, np.ndarray)) and len(ids) > 0:
             validation.check_length(request, len(ids), info.context_length)
         return validation.prompt_array(ids, info.vocab_size)
 
-    async def _encode(self, text: str) -> list[int]:
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, most_tokens: int, param: str = "prompt"
+    ) -> list[int]:
+        """The ids of a text. Others are served meanwhile.
+
+        **Raises:** `PromptTooLongError` for a large text that has more than `most_tokens`. One that is little longer
+        is tokenized all the same, and is for the caller to refuse. `ParameterError` as the tokenizer does.
+        """
+        encode = partial(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
         if len(text) <= LONG_TEXT:
-            return self._tokenizer.encode(text)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._tokenizer.encode, text)
+            return encode()
+        loop = asyncio.get_running_loop()
+        if len(text) <= LARGE_TEXT:
+            return await loop.run_in_executor(self._threads, encode)
+        return await loop.run_in_executor(self._for_large_texts, self._encode_large, text, encode, most_tokens, param)
+
+    def _encode_large(self, text: str, encode: partial[list[int]], most_tokens: int, param: str) -> list[int]:
+        counted = 0
+        for start in range(0, len(text), LARGE_TEXT):
+            try:
+                counted += len(self._tokenizer.encode(text[start : start + LARGE_TEXT], add_special_tokens=False))
+            except ParameterError:
+                return encode()  # which says where in the whole text it is
+            # A cut may make some tokens more of a text, and never twice as many.
+            if counted > 2 * most_tokens:
+                raise PromptTooLongError(
+                    f"{param} has more than {most_tokens} tokens, which are the limit: the first "
+                    f"{min(start + LARGE_TEXT, len(text))} of its {len(text)} characters have about {counted}",
+                    param=param,
+                )
+        return encode()
 
     def close(self) -> None:
         """Ends the threads once they are done with what they have."""
         self._threads.shutdown(wait=False)
+        self._for_large_texts.shutdown(wait=False)

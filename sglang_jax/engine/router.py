@@ -300,6 +300,6 @@ def _total_groups(stats: Sequence[SchedulerStats]) -> list[GroupUsage]:
     for group in (group for one in stats for group in one.groups):
         so_far = totals.get(group.name, GroupUsage(group.name, 0, 0))
         totals[group.name] = GroupUsage(
-            group.name, so_far.used_tokens + group.used_tokens, so_far.max_tokens + group.max_tokens
+            group.name, so_far.used_tokens + group.used_tokens, so_far.max_tokens + group.max_tokens, group.unit
         )
     return list(totals.values())

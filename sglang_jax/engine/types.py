@@ -227,6 +227,11 @@ class EngineClient(Protocol):
     @property
     def tokenizer(self) -> TextTokenizer: ...
 
+    async def encode(self, text: str, *, add_special_tokens: bool, most_tokens: int, param: str) -> list[int]:
+        """Token ids of a text; others are served meanwhile. Raises `PromptTooLongError` for a large one of more than
+        `most_tokens`."""
+        ...
+
     @property
     def model_info(self) -> ModelInfo: ...
 

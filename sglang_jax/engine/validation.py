@@ -81,12 +81,13 @@ def prompt_array(token_ids: Sequence[int] | NDArray[np.int32], vocab_size: int) 
     return ids.astype("<i4")
 
 
-def check_characters(text: str, tokenizer: TextTokenizer, context_length: int, param: str = "prompt") -> None:
-    """Raises `PromptTooLongError` for a text that cannot fit whatever its tokens are, before they are looked for."""
+def check_characters(count: int, tokenizer: TextTokenizer, context_length: int, param: str = "prompt") -> None:
+    """Raises `PromptTooLongError` for a text of so many characters if it cannot fit whatever its tokens are, before
+    they are looked for."""
     limit = context_length * tokenizer.longest_token
-    if len(text) > limit:
+    if count > limit:
         raise PromptTooLongError(
-            f"{param} has {len(text)} characters; the limit is {limit}, as the context has {context_length} tokens "
+            f"{param} has {count} characters; the limit is {limit}, as the context has {context_length} tokens "
             f"(--context-length) and the longest token has {tokenizer.longest_token} characters",
             param=param,
         )

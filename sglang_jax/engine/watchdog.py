@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from sglang_jax.runner.pulse import Beat, Pulse
+from sglang_jax.runner.pulse import Beat, Pulse, RankBeat
 
 MOST_BETWEEN_LOOKS = 1.0
 """Seconds between two looks at a pulse, or a tenth of the timeout where that is less."""
@@ -74,10 +74,15 @@ class Watchdog:
             silent = self._silence.look(beat, waited_for=self._waited_for(), passed=now - looked)
             looked = now
             if silent >= self._timeout:
-                self._on_hang(_describe(beat, silent, now))
+                self._on_hang(_describe(beat, self._pulse.ranks(), silent, now))
                 return
 
 
-def _describe(beat: Beat, silent: float, now: float) -> str:
+def _describe(beat: Beat, ranks: Sequence[RankBeat], silent: float, now: float) -> str:
     last = f"step {beat.steps} was launched {now - beat.at:.0f} s ago" if beat.steps else "it has made none yet"
-    return f"it has made no step for {silent:.0f} s while there was work to do ({last})"
+    others = "".join(
+        f"; rank {rank.rank} launched its step {rank.steps} {now - rank.at:.0f} s ago, and was heard of "
+        f"{now - rank.heard:.0f} s ago"
+        for rank in ranks
+    )
+    return f"it has made no step for {silent:.0f} s while there was work to do ({last}{others})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from sglang_jax.errors import ConfigError
+from sglang_jax.errors import ConfigError, how_to_install
 
 if TYPE_CHECKING:
     from sglang_jax.checkpoint.opening import Checkpoint
@@ -43,4 +43,4 @@ def follow(config: EngineConfig) -> None:
 def _check_installed() -> None:
     missing = [name for name in ("jax", "flax") if find_spec(name) is None]
     if missing:
-        raise ConfigError(f"the JAX backend needs {' and '.join(missing)}: pip install 'sglang-jax[jax]'")
+        raise ConfigError(f"the JAX backend needs {' and '.join(missing)}: {how_to_install('jax')}")

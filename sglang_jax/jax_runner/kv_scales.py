@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from sglang_jax.architectures.model_config import cache_groups
+from sglang_jax.checkpoint.kv_scales import ScalesOfLayers
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.parallel import TensorParallel
 from sglang_jax.kernels.kv_storage import gather_kv
@@ -44,16 +45,14 @@ do."""
 _SEED = 0
 
 
-def set_kv_scales(
-    model: Transformer, mesh: Mesh, numbers: NDArray[np.float32] | None = None, *, kv_copies: int = 1
-) -> None:
-    """Gives every layer of a model with a cache of 8 bits its scales: `numbers` float32 `[layers, kv_heads, 2]` of the
-    checkpoint's kv heads, of which the model has `kv_copies` of each, or 1."""
+def set_kv_scales(model: Transformer, mesh: Mesh, numbers: ScalesOfLayers | None = None) -> None:
+    """Gives every layer of a model with a cache of 8 bits its scales: `numbers` of the checkpoint's kv heads, of which
+    the model may have copies, or 1."""
     for layer, parameter in enumerate(_parameters(model)):
         if numbers is None:
             whole = np.ones(parameter.shape, np.float32)
         else:
-            whole = np.repeat(numbers[layer], kv_copies, axis=0)
+            whole = np.repeat(numbers[layer], parameter.shape[0] // len(numbers[layer]), axis=0)
         part = partial(_part, whole)
         parameter.set_value(jax.make_array_from_callback(parameter.shape, named_sharding(mesh, parameter.axes), part))
 
@@ -75,7 +74,7 @@ def calibrate_kv_scales(
 
     **Raises:** `ConfigError` naming the layers whose keys or values are not finite.
     """
-    program, state = calibration_program(model, mesh, parallel.config.head_dim, largest_stored)
+    program, state = calibration_program(model, mesh, largest_stored)
     spec, batch = calibration_inputs(parallel, dtype, page_size, platform)
     # Kernels ask for the mesh.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -90,9 +89,7 @@ def calibrate_kv_scales(
         parameter.set_value(found)
 
 
-def calibration_program(
-    model: Transformer, mesh: Mesh, head_dim: int, largest_stored: float
-) -> tuple[jax.stages.Wrapped, nnx.State]:
+def calibration_program(model: Transformer, mesh: Mesh, largest_stored: float) -> tuple[jax.stages.Wrapped, nnx.State]:
     """A jitted function of a model's state, of empty pages and of a batch, and that state: gives the scales of each
     layer, `[kv_heads, 2]` where its heads lie, and on every device whether what each layer saw was finite."""
     layers = _parameters(model)
@@ -105,7 +102,10 @@ def calibration_program(
     def run(state: nnx.State, kv_caches: KVCaches, batch: ForwardBatch) -> tuple[list[jax.Array], jax.Array]:
         calibrated: Transformer = nnx.merge(graph, state)
         _, kv_caches = calibrated(batch, kv_caches)
-        largest = [_largest(cache, batch.page_table, head_dim) for cache in kv_caches]
+        head_dims = [layer.mixer.head_dim for layer in model.config.layers]
+        largest = [
+            _largest(cache, batch.page_table, head_dim) for cache, head_dim in zip(kv_caches, head_dims, strict=True)
+        ]
         finite = jnp.stack([jnp.isfinite(each).all() for each in largest])
         # A head whose values are all 0 stores zeros, over whatever.
         return [jnp.where(each > 0, each * (MARGIN / largest_stored), 1.0) for each in largest], finite

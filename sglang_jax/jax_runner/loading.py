@@ -12,10 +12,9 @@ import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from numpy.typing import NDArray
 
 from sglang_jax.architectures.model_config import cache_groups
-from sglang_jax.checkpoint.kv_scales import LARGEST_STORED
+from sglang_jax.checkpoint.kv_scales import LARGEST_STORED, ScalesOfLayers
 from sglang_jax.checkpoint.opening import Checkpoint
 from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype
 from sglang_jax.errors import ConfigError
@@ -42,7 +41,7 @@ from sglang_jax.models import (
 )
 from sglang_jax.runner.kv_scales import scales_of_checkpoint
 from sglang_jax.runner.plan import RunnerSpec
-from sglang_jax.runner.sizing import GroupMemory, Memory, Sizes, choose_sizes, describe_pools, pool_specs
+from sglang_jax.runner.sizing import GroupMemory, Memory, Sizes, choose_sizes, describe_pools, pool_specs, refuse_states
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +162,11 @@ def _sizes(
 def memory_of_one_device(
     parallel: TensorParallel, model: Transformer, kv_dtype: jnp.dtype, page_size: int, platform: str, available: int
 ) -> Memory:
-    """What a device has, and what it holds of the weights and of each page."""
+    """What a device has, and what it holds of the weights and of each page.
+
+    **Raises:** `ConfigError` for a model with layers that keep a recurrent state.
+    """
+    refuse_states(cache_groups(parallel.config), "JAX")
     per_token = kv_bytes_per_token(parallel.config, kv_dtype, platform=platform)
     groups = zip(per_token, cache_groups(parallel.config), strict=True)
     return Memory(
@@ -211,14 +214,14 @@ def _load(model: Transformer, checkpoint: Checkpoint, parallel: TensorParallel, 
     if checkpoint.reader is None:
         restore_orbax(checkpoint.source.path, model, checkpoint.config, mesh)
     else:
-        load_weights(model, checkpoint.reader, checkpoint.config, mesh, kv_copies=parallel.kv_copies)
+        load_weights(model, checkpoint.reader, checkpoint.config, mesh)
     model.arrange(parallel.size)
 
 
 def _give_kv_scales(
     config: EngineConfig,
     model: Transformer,
-    numbers: NDArray[np.float32] | None,
+    numbers: ScalesOfLayers | None,
     parallel: TensorParallel,
     mesh: Mesh,
     dtype: jnp.dtype,
@@ -226,7 +229,7 @@ def _give_kv_scales(
     """Scales for a cache of 8 bits: the checkpoint's `numbers`. Without these float8 has scales of 1; integers, whose
     steps are the same everywhere, need ones that fit."""
     if numbers is not None or config.kv_cache_dtype is not KVCacheDtype.INT8:
-        set_kv_scales(model, mesh, numbers, kv_copies=parallel.kv_copies)
+        set_kv_scales(model, mesh, numbers)
         return
     calibrate_kv_scales(
         model,

@@ -74,7 +74,7 @@ def follow_node(config: EngineConfig) -> None:
     host = _plain(_address(config)[0])
     link = LeaderLink((host, _agree(0)), secret, config.node_rank, _leave_the_process)
     with _telling(link.give_up):
-        follow(load_rank(config, checkpoint), link.next_order)
+        follow(load_rank(config, checkpoint), link.next_order, link.progress)
     link.close()
     jax.distributed.shutdown()
 

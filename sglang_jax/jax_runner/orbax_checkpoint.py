@@ -1,8 +1,11 @@
 """Checkpoints written by Orbax: the model's own layout, restored straight to the devices that use it.
 
 A folder holds `weights/` (Orbax), `sglang_jax_orbax.json` (format version, scales of keys and values if there are any),
-and the tokenizer's and config files of the checkpoint it was made from. Weights are those of every
-platform: forms that one platform adds (an own head for tied embeddings) are made again after restoring.
+and the tokenizer's and config files of the checkpoint it was made from. Weights are those of every platform: forms that
+one platform adds (an own head for tied embeddings) are made again after restoring.
+
+Which parameters are stored, and in which shapes, follows from the manifest of the checkpoint's config, whatever model
+they are restored to: one spread over more devices has copies of kv heads, and a longer vocabulary.
 """
 
 from __future__ import annotations
@@ -10,16 +13,17 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from flax import nnx
 from jax.sharding import Mesh
 
 from sglang_jax.architectures.axes import Axis
+from sglang_jax.architectures.manifest import manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint.kv_scales import KVScales
 from sglang_jax.checkpoint.orbax_marker import KV_SCALES
@@ -27,6 +31,7 @@ from sglang_jax.checkpoint.resolve import ORBAX_MARKER
 from sglang_jax.errors import CheckpointError
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import named_sharding
+from sglang_jax.models.parameters import HEAD, parameters_of
 from sglang_jax.models.transformer import Transformer
 
 FORMAT_VERSION = 1
@@ -51,7 +56,7 @@ def save_orbax(
         raise CheckpointError(f"{weights} exists already: remove it, or choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(weights, {name: parameter.get_value() for name, parameter in _stored(model, config).items()})
+        checkpointer.save(weights, {each.path: each.parameter.get_value() for each in _stored(model, config)})
     for file in files:
         shutil.copyfile(file, folder / file.name)
     # The marker comes last: a folder that has it is whole.
@@ -87,61 +92,66 @@ def restore_orbax(folder: Path, model: Transformer, config: ModelConfig, mesh: M
     _check_version(folder)
     stored = _stored(model, config)
     with ocp.StandardCheckpointer() as checkpointer:
-        _check_shapes(
-            weights, {name: _stored_shape(parameter, config) for name, parameter in stored.items()}, checkpointer
-        )
-        target = {name: _to_restore(parameter, config, mesh) for name, parameter in stored.items()}
+        _check_shapes(weights, {each.path: each.shape for each in stored}, checkpointer)
+        target = {each.path: _to_restore(each, mesh) for each in stored}
         restored = checkpointer.restore(weights, target, strict=False)
-    for name, parameter in stored.items():
-        parameter.set_value(_built(restored.pop(name), parameter, config, mesh))
+    for each in stored:
+        each.parameter.set_value(_built(restored.pop(each.path), each, mesh))
     if config.tie_word_embeddings and model.head is not None:
         transpose = jax.jit(lambda table: table.T, out_shardings=named_sharding(mesh, model.head.kernel.axes))
         model.head.kernel.set_value(transpose(model.embedding.table.get_value()))
 
 
-def _stored(model: Transformer, config: ModelConfig) -> dict[str, Parameter]:
-    """Parameters by their dotted paths, without those that others, or the cache's type, determine."""
-    parameters = {
-        ".".join(str(part) for part in path): parameter
-        for path, parameter in nnx.to_flat_state(nnx.state(model))
-        if path[-1] != "kv_scales"
-    }
-    if config.tie_word_embeddings:
-        parameters.pop("head.kernel", None)
-    return parameters
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A parameter of a model by its path there, and its shape in the checkpoint."""
+
+    path: str
+    parameter: Parameter
+    shape: tuple[int, ...]
+
+    @property
+    def kv_heads(self) -> int | None:
+        """Of the checkpoint, where the model has more; None where it has the same."""
+        axes = self.parameter.axes
+        if Axis.KV_HEADS not in axes:
+            return None
+        axis = axes.index(Axis.KV_HEADS)
+        return self.shape[axis] if self.parameter.shape[axis] > self.shape[axis] else None
 
 
-def _stored_shape(parameter: Parameter, config: ModelConfig) -> tuple[int, ...]:
-    """A parameter's shape in a checkpoint of `config`, which may be spread differently from the model."""
-    lengths = {
-        Axis.VOCABULARY: config.vocab_size,
-        Axis.KV_HEADS: config.num_kv_heads,
-        Axis.HEAD_PART: config.num_heads // config.num_kv_heads + 2,
-    }
-    return tuple(lengths.get(axis, length) for axis, length in zip(parameter.axes, parameter.shape, strict=True))
+def _stored(model: Transformer, config: ModelConfig) -> list[_Stored]:
+    """All parameters that the manifest of `config` has, tied embeddings once; `model` may be spread differently."""
+    manifest = manifest_of(config)
+    return [
+        _Stored(parameter.path, parameter.value, manifest.fused_shape(parameter.names, parameter.value.axes))
+        for parameter in parameters_of(model)
+        if not (config.tie_word_embeddings and HEAD in parameter.names)
+    ]
 
 
-def _to_restore(parameter: Parameter, config: ModelConfig, mesh: Mesh) -> jax.ShapeDtypeStruct:
+def _to_restore(stored: _Stored, mesh: Mesh) -> jax.ShapeDtypeStruct:
     """The stored form, spread so that every device has at least its part of what is made of it."""
-    if not _has_copied_heads(parameter, config):
+    parameter = stored.parameter
+    if stored.kv_heads is None:
         # Orbax fills what is longer than stored, the vocabulary, with zeros.
         return jax.ShapeDtypeStruct(parameter.shape, parameter.dtype, sharding=named_sharding(mesh, parameter.axes))
-    devices = mesh.devices.reshape(mesh.shape["data"], config.num_kv_heads, -1, mesh.shape["expert"])
+    devices = mesh.devices.reshape(mesh.shape["data"], stored.kv_heads, -1, mesh.shape["expert"])
     by_heads = Mesh(devices, ("data", "tensor", "copies", "expert"))
-    shape = _stored_shape(parameter, config)
-    return jax.ShapeDtypeStruct(shape, parameter.dtype, sharding=named_sharding(by_heads, parameter.axes))
+    return jax.ShapeDtypeStruct(stored.shape, parameter.dtype, sharding=named_sharding(by_heads, parameter.axes))
 
 
-def _built(stored: jax.Array, parameter: Parameter, config: ModelConfig, mesh: Mesh) -> jax.Array:
+def _built(found: jax.Array, stored: _Stored, mesh: Mesh) -> jax.Array:
     """The model's form of a stored parameter."""
-    if not _has_copied_heads(parameter, config):
-        return stored
+    parameter = stored.parameter
+    if stored.kv_heads is None:
+        return found
     axis = parameter.axes.index(Axis.KV_HEADS)
-    copies = parameter.shape[axis] // stored.shape[axis]
+    copies = parameter.shape[axis] // stored.kv_heads
 
-    def copy_alone(stored: jax.Array) -> jax.Array:
+    def copy_alone(found: jax.Array) -> jax.Array:
         """Weights of norms over all kv heads."""
-        return jnp.repeat(stored, copies, axis=axis)
+        return jnp.repeat(found, copies, axis=axis)
 
     def copy_heads(fused: jax.Array) -> jax.Array:
         """`[..., kv_heads, group + 2, head_dim]` → `[..., kv_heads * copies, group / copies + 2, head_dim]`."""
@@ -150,14 +160,7 @@ def _built(stored: jax.Array, parameter: Parameter, config: ModelConfig, mesh: M
         return jnp.concatenate([queries, jnp.repeat(fused[..., group:, :], copies, axis=axis)], axis=axis + 1)
 
     copy = copy_heads if Axis.HEAD_PART in parameter.axes else copy_alone
-    return jax.jit(copy, out_shardings=named_sharding(mesh, parameter.axes))(stored)
-
-
-def _has_copied_heads(parameter: Parameter, config: ModelConfig) -> bool:
-    """The model has more kv heads than the checkpoint."""
-    return (
-        Axis.KV_HEADS in parameter.axes and parameter.shape[parameter.axes.index(Axis.KV_HEADS)] > config.num_kv_heads
-    )
+    return jax.jit(copy, out_shardings=named_sharding(mesh, parameter.axes))(found)
 
 
 def _check_shapes(weights: Path, wanted: dict[str, tuple[int, ...]], checkpointer: ocp.StandardCheckpointer) -> None:

@@ -12,15 +12,14 @@ from sglang_jax.errors import ConfigError
 class TensorParallel:
     """A model over `size` devices.
 
-    - `config`: the model as it is built. With more devices than kv heads it has a kv head for each device, of which
-      `kv_copies` neighbours are the same head of the checkpoint: each serves the query heads of its own device. Its
+    - `config`: the model as it is built. A layer with fewer kv heads than there are devices has a kv head for each
+      device, neighbours being the same head of the checkpoint: each serves the query heads of its own device. Its
       vocabulary is a multiple of the devices: what lies past the checkpoint's is padding that nothing uses.
     - `vocab_size`: the checkpoint's.
     """
 
     config: ModelConfig
     size: int
-    kv_copies: int
     vocab_size: int
 
     @classmethod
@@ -29,22 +28,23 @@ class TensorParallel:
 
         **Raises:** `ConfigError` if it cannot be divided so.
         """
-        kv_heads = config.num_kv_heads
-        if config.num_heads % size or (kv_heads % size and size % kv_heads):
-            raise ConfigError(
-                f"{config.num_heads} heads and {kv_heads} kv heads cannot be spread over {size} devices: choose a "
-                "tp_size that divides the heads, and that divides or is a multiple of the kv heads"
-            )
+        for mixer in (layer.mixer for layer in config.layers):
+            heads, kv_heads = mixer.num_heads, mixer.num_kv_heads
+            if heads % size or (kv_heads % size and size % kv_heads):
+                raise ConfigError(
+                    f"{heads} heads and {kv_heads} kv heads cannot be spread over {size} devices: choose a tp_size "
+                    "that divides the heads, and that divides or is a multiple of the kv heads"
+                )
         indivisible = [layer.feed_forward.size for layer in config.layers if layer.feed_forward.size % size]
         if indivisible:
             raise ConfigError(
                 f"the intermediate size {indivisible[0]} cannot be spread over {size} devices: choose a "
                 "tp_size that divides it"
             )
-        copies = max(size // kv_heads, 1)
 
         def copied(layer: LayerConfig) -> LayerConfig:
-            return replace(layer, mixer=replace(layer.mixer, num_kv_heads=kv_heads * copies))
+            kv_heads = layer.mixer.num_kv_heads
+            return replace(layer, mixer=replace(layer.mixer, num_kv_heads=kv_heads * max(size // kv_heads, 1)))
 
         built = replace(config.with_layers(copied), vocab_size=-(-config.vocab_size // size) * size)
-        return cls(built, size, copies, config.vocab_size)
+        return cls(built, size, config.vocab_size)

@@ -30,6 +30,7 @@ from sglang_jax.runner.plan import (
     mask_words,
     one_each,
     refuse_drafts,
+    refuse_states,
 )
 from sglang_jax.runner.protocol import RunnerReport
 from sglang_jax.runner.pulse import Building
@@ -155,6 +156,7 @@ class JaxRunner:
         **Raises:** `ValueError`, before anything has changed, for a plan beyond the spec.
         """
         refuse_drafts(plan)
+        refuse_states(plan)
         if self._waiting is not None and self._waiting.second is not None:
             raise RuntimeError(
                 f"step {plan.step} was launched while step {self._waiting.plan.step} waits for its masks"

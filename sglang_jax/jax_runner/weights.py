@@ -7,11 +7,9 @@ structure is repeated here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from sglang_jax.architectures.axes import Axis
@@ -22,6 +20,7 @@ from sglang_jax.checkpoint.reader import Array, TensorReader
 from sglang_jax.checkpoint.tensors import check_tensors
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import named_sharding
+from sglang_jax.models.parameters import ModelParameter, parameters_of
 from sglang_jax.models.transformer import Transformer
 
 Index = tuple[slice, ...]
@@ -29,28 +28,21 @@ ReadPart = Callable[[Index], Array]
 """Reads the part of a parameter at an index: one slice for each axis."""
 
 
-def load_weights(
-    model: Transformer, reader: TensorReader, config: ModelConfig, mesh: Mesh, *, kv_copies: int = 1
-) -> None:
+def load_weights(model: Transformer, reader: TensorReader, config: ModelConfig, mesh: Mesh) -> None:
     """Gives every parameter of `model` its value, of the model's dtype, spread over `mesh` by its axes.
 
-    At any time the host holds no more than the parts of one parameter. `config` is the checkpoint's; a model with
-    `kv_copies` as many kv heads has each of the checkpoint's that many times, and one with a larger vocabulary has
-    zeros past the checkpoint's.
+    At any time the host holds no more than the parts of one parameter. `config` is the checkpoint's; a layer of the
+    model with more kv heads has each of the checkpoint's several times, and a model with a larger vocabulary has zeros
+    past the checkpoint's.
 
     Scales of keys and values are not among them: see `kv_scales`.
 
     **Raises:** `CheckpointError` naming tensors that are missing, extra or misshapen.
     """
     check_tensors(reader, config)
-    source = _Source(ParameterReader(reader, config), kv_copies)
-    for path, parameter in nnx.to_flat_state(nnx.state(model)):
-        if parameter.parts:
-            _place(parameter, source.of(parameter, _layer_of(path)), mesh)
-
-
-def _layer_of(path: tuple[Any, ...]) -> int | None:
-    return int(path[1]) if path[0] == "layers" else None
+    source = _Source(ParameterReader(reader, config), model.config)
+    for parameter in parameters_of(model):
+        _place(parameter.value, source.of(parameter), mesh)
 
 
 def _place(parameter: Parameter, read: ReadPart, mesh: Mesh) -> None:
@@ -64,16 +56,16 @@ def _place(parameter: Parameter, read: ReadPart, mesh: Mesh) -> None:
 
 
 class _Source:
-    """Reads parameters by their axes in the model; a checkpoint's matrices are [out, in]."""
+    """Reads parameters by their axes in the model; a checkpoint's matrices are [out, in]. `built`: the model's config,
+    whose layers may have more kv heads than the checkpoint's."""
 
-    def __init__(self, reader: ParameterReader, kv_copies: int) -> None:
+    def __init__(self, reader: ParameterReader, built: ModelConfig) -> None:
         self._reader = reader
-        self._kv_copies = kv_copies
+        self._built = built
 
-    def of(self, parameter: Parameter, layer: int | None) -> ReadPart:
-        """What reads a parameter of a layer, or of the whole model."""
-        names = [ParameterName(part, parameter.kind, layer) for part in parameter.parts]
-        axes, shape = parameter.axes, parameter.shape
+    def of(self, parameter: ModelParameter) -> ReadPart:
+        """What reads a parameter."""
+        names, axes, shape = parameter.names, parameter.value.axes, parameter.value.shape
         if Axis.HEAD_PART in axes:
             return self._fused_heads(names, axes, shape)
         if len(names) > 1:
@@ -84,7 +76,7 @@ class _Source:
         """One part with its axes in the model's order."""
         return lambda index: self._read(name, axes, index)
 
-    def _stacked(self, names: list[ParameterName], axes: tuple[Axis, ...]) -> ReadPart:
+    def _stacked(self, names: tuple[ParameterName, ...], axes: tuple[Axis, ...]) -> ReadPart:
         """Gate and up: `[hidden, 2, intermediate]`, or their biases `[2, intermediate]`."""
         at = axes.index(Axis.GATE_OR_UP)
         rest = (*axes[:at], *axes[at + 1 :])
@@ -95,7 +87,9 @@ class _Source:
 
         return read
 
-    def _fused_heads(self, names: list[ParameterName], axes: tuple[Axis, ...], shape: tuple[int, ...]) -> ReadPart:
+    def _fused_heads(
+        self, names: tuple[ParameterName, ...], axes: tuple[Axis, ...], shape: tuple[int, ...]
+    ) -> ReadPart:
         """Queries, key and value of each kv head: `[hidden, kv_heads, group + 2, head_dim]`, or the bias without
         `hidden`."""
         inputs = axes[: axes.index(Axis.KV_HEADS)]
@@ -140,15 +134,15 @@ class _Source:
         spec = self._reader.spec(name)
         stored_index, shape, flat = [], [], []
         chosen: np.ndarray | None = None
-        for size, group in zip(spec.shape, spec.axes, strict=True):
+        for sizes, group in zip(spec.sizes, spec.axes, strict=True):
             outer = wanted[group[0]]
             if len(group) == 1:
                 stored_index.append(outer)
-                shape.append(len(range(*outer.indices(size))))
+                shape.append(len(range(*outer.indices(sizes[0]))))
             else:
-                head_dim = self._reader.head_dim(name)
-                copies = self._kv_copies if group[0] is Axis.KV_HEADS else 1
-                first, last, _ = outer.indices(size // head_dim * copies)
+                heads, head_dim = sizes
+                copies = self._kv_copies(name) if group[0] is Axis.KV_HEADS else 1
+                first, last, _ = outer.indices(heads * copies)
                 own = slice(first // copies, (last - 1) // copies + 1)
                 if copies > 1:
                     chosen = np.arange(first, last) // copies - own.start
@@ -162,3 +156,11 @@ class _Source:
             # Whole heads were read.
             found = found[tuple(wanted[axis] if axis is Axis.HEAD_DIM else slice(None) for axis in flat)]
         return found.transpose([flat.index(axis) for axis in axes])
+
+    def _kv_copies(self, name: ParameterName) -> int:
+        """How often the model has each kv head of the checkpoint in a parameter's layer."""
+        assert name.layer is not None
+        return (
+            self._built.layers[name.layer].mixer.num_kv_heads
+            // self._reader.config.layers[name.layer].mixer.num_kv_heads
+        )

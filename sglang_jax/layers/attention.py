@@ -22,7 +22,7 @@ from sglang_jax.kernels.ragged_paged_attention import (
 )
 from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.linear import Linear
-from sglang_jax.layers.norm import Norm
+from sglang_jax.layers.norm import Norm, divide_by_rms
 from sglang_jax.layers.parameter import Sizes, parameter
 from sglang_jax.layers.rotary import apply_rotary
 from sglang_jax.layers.sharding import KV_AXES, partition_spec
@@ -32,7 +32,7 @@ RotaryTables = tuple[jax.Array, jax.Array]
 
 
 class Attention(nnx.Module):
-    """Projections, optional norms of queries and keys, rotation, cache write, attention, output projection.
+    """Projections, optional norms of queries, keys and values, rotation, cache write, attention, output projection.
 
     The fused projection is `[hidden, kv_heads, group + 2, head_dim]`: of each kv head its queries, its key, its value.
 
@@ -78,6 +78,8 @@ class Attention(nnx.Module):
             queries = queries.reshape(x.shape[0], -1, queries.shape[-1])
         if self.query_norm is not None and self.key_norm is not None:
             queries, keys = self.query_norm(queries), self.key_norm(keys)
+        if self.config.value_norm is not None:
+            values = divide_by_rms(values.astype(jnp.float32), self.config.value_norm.eps).astype(values.dtype)
         if rotary is not None:
             queries, keys = apply_rotary(queries, *rotary), apply_rotary(keys, *rotary)
         queries = queries.reshape(x.shape[0], -1, queries.shape[-1])

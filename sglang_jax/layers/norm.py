@@ -11,6 +11,11 @@ from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.layers.parameter import Sizes, parameter
 
 
+def divide_by_rms(x: jax.Array, eps: float) -> jax.Array:
+    """float32 x over the root mean square of its last axis."""
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
 class Norm(nnx.Module):
     """A norm over the last axes, computed in float32: see `NormConfig`."""
 

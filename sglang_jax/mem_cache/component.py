@@ -44,10 +44,6 @@ class Component(ABC):
         self._tree = tree
         self._index = tree.components.index(self)
 
-    def length(self, node: Node) -> int:
-        """Pages of a node's key."""
-        return len(node.key) // self._tree.page_bytes
-
     @abstractmethod
     def attach_pages(self, node: Node, pages: Pages, previous_owner: int) -> None:
         """A new leaf takes over `pages` `[pages of the node]` from the owner with this code."""
@@ -131,14 +127,19 @@ class PooledComponent(Component):
 
     @abstractmethod
     def collect(self, node: Node, count: int) -> Pages:
-        """The last `count` pages of the prefix that ends at `node`, `[count]`."""
+        """The last `count` pages of the prefix that ends at `node`, `[count]`; not to be written to."""
 
     def give_back(self) -> None:
         if self._given_up:
-            owners = np.repeat(self._given_up_by, [len(run) for run in self._given_up])
-            self.pool.free(np.concatenate(self._given_up), owners)
-            self._given_up.clear()
-            self._given_up_by.clear()
+            runs, owners = self._given_up, self._given_up_by
+            if len(runs) == 1:
+                self.pool.free(runs[0], owners[0])
+            elif self.pool.ledger is None:  # which alone knows owners
+                self.pool.free(np.concatenate(runs), 0)
+            else:
+                self.pool.free(np.concatenate(runs), np.repeat(owners, [len(run) for run in runs]))
+            runs.clear()
+            owners.clear()
 
     def _give_up(self, node: Node, pages: Pages) -> None:
         self._given_up.append(pages)

@@ -36,7 +36,7 @@ class FullKV(PooledComponent):
 
     def split(self, upper: Node, lower: Node) -> None:
         pages = self.pages(lower)
-        count = self.length(upper)
+        count = upper.length
         self._move(pages[:count], node_owner(lower.id), node_owner(upper.id))
         upper.values.append(pages[:count])
         lower.values[self._index] = pages[count:]
@@ -55,6 +55,8 @@ class FullKV(PooledComponent):
             count -= len(pages)
             assert node.parent is not None
             node = node.parent
+        if len(runs) == 1:
+            return runs[0]
         runs.reverse()
         return np.concatenate(runs) if runs else np.zeros(0, np.int32)
 
@@ -78,7 +80,7 @@ class FullKV(PooledComponent):
         while node.parent is not None and node.locks == 0:
             total += pages
             node = node.parent
-            pages = self.length(node)
+            pages = node.length
         return total
 
     def bury(self, node: Node) -> None:

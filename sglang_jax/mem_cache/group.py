@@ -2,7 +2,7 @@
 
 Of a row's columns in the page table, a group holds `[held_from, allocated)`: the tree owns those below
 `cache_protected_len`, the request the others. Full attention holds every column; a window those that a query to come
-may see.
+may see. A group of recurrent states (`state_group.py`) has slots in the place of pages, and one column.
 """
 
 from __future__ import annotations
@@ -10,27 +10,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sglang_jax.architectures import CacheKind
-from sglang_jax.config import EvictionPolicy
 from sglang_jax.mem_cache.component import PooledComponent
-from sglang_jax.mem_cache.eviction import EvictionOrder
-from sglang_jax.mem_cache.full_kv import FullKV
-from sglang_jax.mem_cache.ledger import RETIRED, PageLedger, Pages, request_owner, request_owners
+from sglang_jax.mem_cache.ledger import RETIRED, Pages, request_owner, request_owners
 from sglang_jax.mem_cache.lengths import RowLengths
-from sglang_jax.mem_cache.page_pool import PagePool
 from sglang_jax.mem_cache.page_table import PageTable
 from sglang_jax.mem_cache.radix_tree import Insertion, Node, Probe
+from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.mem_cache.window_kv import WindowKV
 from sglang_jax.runner.plan import Int32, PoolSpec
-
-if TYPE_CHECKING:
-    from sglang_jax.mem_cache.kv_cache import RowKV
-
 
 _SLACK = 8
 """The share of a window that a row may keep in vain while pages are not short: giving up each page by itself costs the
@@ -57,6 +49,11 @@ class Group(ABC):
     def name(self) -> str:
         """What metrics, logs and errors call it."""
         return "swa" if self.spec.kind is CacheKind.WINDOW else "full"
+
+    @property
+    def unit(self) -> str:
+        """What `max_tokens` and `used_tokens` count."""
+        return "token"
 
     @property
     def available(self) -> int:
@@ -114,6 +111,10 @@ class Group(ABC):
         """The first column that the request in the row owns, and not the tree."""
         return max(int(self.lengths.cache_protected[row]) // self.page_size, self.held_from(row))
 
+    def owned(self, record: RowKV, allocated: int) -> Pages:
+        """What the request owns in its row, of its first `allocated` columns."""
+        return self.table.run(record.row, self.owned_from(record.row), allocated)
+
     @abstractmethod
     def least(self, tokens: int) -> int:
         """Pages without which a request of so many tokens cannot run, not even alone."""
@@ -132,8 +133,13 @@ class Group(ABC):
         more, in all; or one request."""
 
     @abstractmethod
-    def open(self, row: int, node: Node, pages: int) -> None:
-        """A row starts with the prefix of so many pages that ends at `node`."""
+    def open(self, record: RowKV, node: Node, pages: int) -> None:
+        """A row starts with the prefix of so many pages, at least one, that ends at `node`."""
+
+    def run(self, record: RowKV, first: int, last: int, going_on: bool) -> Pages:
+        """What the row gives the tree for columns `[first, last)`, `[columns]`, 0 where there is nothing. `going_on`:
+        the request goes on."""
+        return self.table.run(record.row, first, last)
 
     @abstractmethod
     def share(self, record: RowKV, added: Insertion, first: int, own: Pages, step: int | None) -> bool:
@@ -160,15 +166,17 @@ class Group(ABC):
 
     def _repoint(self, row: int, node: Node, first: int, own: Pages, there: int, step: int | None) -> bool:
         """Points a row's columns from `first` on at the tree's pages, of which `there` were there before."""
-        if there == 0:
-            return False
         mine = own[:there]
         theirs = self.component.collect(node, len(own))[:there]
         (differ,) = np.nonzero((mine != theirs) & (mine > 0))
         if len(differ) == 0:
             return False
-        columns = (first + differ).astype(np.int32)
-        self.table.write(np.full(len(columns), row, np.int32), columns, theirs[differ])
+        begin, end = int(differ[0]), int(differ[-1]) + 1
+        if end - begin == len(differ):
+            self.table.write_run(row, first + begin, theirs[begin:end])
+        else:
+            columns = (first + differ).astype(np.int32)
+            self.table.write(np.full(len(columns), row, np.int32), columns, theirs[differ])
         self._retire(mine[differ], request_owner(row), step)
         return True
 
@@ -221,11 +229,12 @@ class FullGroup(Group):
     def output_need(self, known: Int32 | int, left: Int32 | int) -> int:
         return left if isinstance(left, int) else int(left.sum())
 
-    def open(self, row: int, node: Node, pages: int) -> None:
-        self.table.write_run(row, 0, self.component.collect(node, pages))
+    def open(self, record: RowKV, node: Node, pages: int) -> None:
+        self.table.write_run(record.row, 0, self.component.collect(node, pages))
 
     def share(self, record: RowKV, added: Insertion, first: int, own: Pages, step: int | None) -> bool:
-        return self._repoint(record.row, added.node, first, own, added.already_there // self.page_size, step)
+        there = added.already_there // self.page_size
+        return there > 0 and self._repoint(record.row, added.node, first, own, there, step)
 
     def release(self, record: RowKV, allocated: int) -> None:
         self._free_own(record.row, allocated)
@@ -278,15 +287,15 @@ class WindowGroup(Group):
     def output_need(self, known: Int32 | int, left: Int32 | int) -> int:
         return int(np.minimum(left, np.maximum((self.reach + 1) * self.page_size - known, 0)).sum())
 
-    def open(self, row: int, node: Node, pages: int) -> None:
-        held = min(pages, self.reach)
+    def open(self, record: RowKV, node: Node, pages: int) -> None:
+        row, held = record.row, min(pages, self.reach)
         self._held_from[row] = pages - held
         self.component.cover(node, held)
         self.table.write_run(row, pages - held, self.component.collect(node, held))
 
     def share(self, record: RowKV, added: Insertion, first: int, own: Pages, step: int | None) -> bool:
-        row = record.row
-        repointed = self._repoint(row, added.node, first, own, added.already_there // self.page_size, step)
+        row, there = record.row, added.already_there // self.page_size
+        repointed = there > 0 and self._repoint(row, added.node, first, own, there, step)
         # What it covers of the prefix before `first` stays covered.
         self.component.cover(added.node, min(len(own), first + len(own) - self.held_from(row)))
         return repointed
@@ -335,20 +344,3 @@ class WindowGroup(Group):
         if count > 0:
             self.component.uncover(record.locked_node, count)
             self.component.give_back()
-
-
-def build_group(
-    spec: PoolSpec,
-    lengths: RowLengths,
-    columns: int,
-    *,
-    eviction: EvictionPolicy,
-    step_tokens: int,
-    ledger: bool,
-) -> Group:
-    """The group of a pool. `ledger`: record who owns each page."""
-    pool = PagePool(spec.num_pages, spec.page_size, PageLedger(spec.num_pages) if ledger else None)
-    order = EvictionOrder(eviction)
-    if spec.window is not None:
-        return WindowGroup(spec, WindowKV(pool, order, spec.window), lengths, columns, step_tokens)
-    return FullGroup(spec, FullKV(pool, order), lengths, columns)

@@ -9,8 +9,10 @@ import numpy as np
 
 from sglang_jax.mem_cache.full_kv import FullKV
 from sglang_jax.mem_cache.group import Group, WindowGroup
-from sglang_jax.mem_cache.kv_cache import KVCache, RowKV
+from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.mem_cache.radix_tree import Node
+from sglang_jax.mem_cache.row_kv import RowKV
+from sglang_jax.mem_cache.state_group import StateGroup
 
 
 class InvariantError(AssertionError):
@@ -80,8 +82,11 @@ def check_everything(cache: KVCache) -> None:
             _check_window(cache, group, dead)
         elif isinstance(group.component, FullKV):
             _check_full(cache, group.component, dead)
-        for record in cache.open_rows.values():
-            _check_table(cache, group, record)
+        if isinstance(group, StateGroup):
+            _check_states(cache, group, dead)
+        else:
+            for record in cache.open_rows.values():
+                _check_table(cache, group, record)
         _check_single_owner(cache, group, dead)
 
 
@@ -92,7 +97,7 @@ def _dead_nodes(cache: KVCache) -> list[Node]:
 
 
 def _owned_pages(cache: KVCache, group: Group, record: RowKV) -> int:
-    return cache.pages_for(record.kv_allocated_len) - group.owned_from(record.row)
+    return len(group.owned(record, cache.pages_for(record.kv_allocated_len)))
 
 
 def _length(cache: KVCache, node: Node) -> int:
@@ -104,6 +109,7 @@ def _check_nodes(cache: KVCache) -> None:
     count = 0
     for node in cache.tree.nodes():
         count += 1
+        _require(node.length == _length(cache, node), f"node {node.id}: counted as {node.length} pages")
         _require(not node.dead, f"node {node.id} was cut off and can be reached")
         _require(not node.proven or _is_proven(node.parent), f"node {node.id}: proven alone")
         _require(node.locks == locks[node.id], f"node {node.id}: {node.locks} locks, {locks[node.id]} requests")
@@ -143,8 +149,8 @@ def _check_window(cache: KVCache, group: WindowGroup, dead: list[Node]) -> None:
     for node in (*cache.tree.nodes(), *dead):
         held = window.held(node)
         expected = covers.get(node.id, _NOBODY)
-        if held.covers != expected:
-            raise InvariantError(f"node {node.id}: covered {held.covers}, requests {dict(expected)}")
+        if held.covers != expected or held.covered != max(expected, default=0):
+            raise InvariantError(f"node {node.id}: covered {held.covered} {held.covers}, requests {dict(expected)}")
         if not (held.covered <= len(held.pages) <= _length(cache, node) and 0 <= held.proven <= len(held.pages)):
             raise InvariantError(f"node {node.id} of {_length(cache, node)} pages: {held}")
         protected += held.covered
@@ -153,6 +159,28 @@ def _check_window(cache: KVCache, group: WindowGroup, dead: list[Node]) -> None:
         if (node in window.order) != (loose > 0):
             raise InvariantError(f"node {node.id}: {loose} loose pages, the order differs")
     _require((evictable, protected) == (window.evictable, window.protected), "evictable or protected pages miscounted")
+
+
+def _check_states(cache: KVCache, group: StateGroup, dead: list[Node]) -> None:
+    states, pins = group.component, group.pins()
+    evictable = protected = 0
+    for node in (*cache.tree.nodes(), *dead):
+        snapshot = states.snapshot(node)
+        pinned = 0 if snapshot is None else snapshot.pins
+        if pinned != pins.pop(node.id, 0):
+            raise InvariantError(f"node {node.id}: its state is pinned {pinned} times, rows say otherwise")
+        _require(not pinned or node.locks > 0, f"node {node.id}: its state is pinned, and nobody depends on it")
+        loose = snapshot is not None and not pinned
+        _require(not (loose and node.dead), f"node {node.id} was cut off and keeps a state that nobody has pinned")
+        _require((node in states.order) == loose, f"node {node.id}: its state is loose: {loose}, the order differs")
+        evictable += loose
+        protected += pinned > 0
+        leaf = not (node.children or node.locks or node.dead)
+        _require(not leaf or snapshot is not None, f"node {node.id}: a leaf without a state that nobody depends on")
+    _require(not pins, f"states of nodes {sorted(pins)} are pinned, which are gone")
+    _require((evictable, protected) == (states.evictable, states.protected), "evictable or pinned states miscounted")
+    for record in cache.open_rows.values():
+        _require(group.table.pages[record.row, 0] > 0, f"row {record.row} has no slot")
 
 
 def _is_proven(node: Node | None) -> bool:
@@ -197,10 +225,7 @@ def _check_table(cache: KVCache, group: Group, record: RowKV) -> None:
 def _check_single_owner(cache: KVCache, group: Group, dead: list[Node]) -> None:
     owned = [group.pool.free_pages(), *group.retired]
     owned += [group.component.pages(node) for node in (*cache.tree.nodes(), *dead)]
-    for record in cache.open_rows.values():
-        owned.append(
-            group.table.run(record.row, group.owned_from(record.row), cache.pages_for(record.kv_allocated_len))
-        )
+    owned += [group.owned(record, cache.pages_for(record.kv_allocated_len)) for record in cache.open_rows.values()]
     pages = np.concatenate(owned)
     unique = np.unique(pages)
     _require(len(unique) == len(pages), "a page has two owners")

@@ -7,53 +7,28 @@ row grows in all groups or in none.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import insort
 
 import numpy as np
 
 from sglang_jax.config import EvictionPolicy
-from sglang_jax.mem_cache.group import Group, WindowGroup, build_group
+from sglang_jax.mem_cache.build import build_group
+from sglang_jax.mem_cache.group import Group, WindowGroup
 from sglang_jax.mem_cache.ledger import request_owner, request_owners
 from sglang_jax.mem_cache.lengths import RowLengths
-from sglang_jax.mem_cache.radix_tree import TOKEN_BYTES, Namespace, Node, Probe, RadixTree
-from sglang_jax.runner.plan import Int32, PageDeltas, PoolSpec
+from sglang_jax.mem_cache.radix_tree import TOKEN_BYTES, Namespace, Probe, RadixTree
+from sglang_jax.mem_cache.row_kv import RowKV
+from sglang_jax.mem_cache.state_group import MOST_BRANCHES, StateGroup
+from sglang_jax.runner.plan import Int32, PageDeltas, PoolSpec, SlotCopies
+
+_UNBOUNDED = 2**31 - 1
+"""Pages of a model whose layers all keep states."""
 
 _MOST_BETWEEN = 8
 """Steps in which some row takes a page, between those in which rows give up what is behind their windows."""
 
-
-@dataclass(slots=True)
-class RowKV:
-    """One request's ownership record: its row, and the node it locks (`locked_node`).
-
-    The lengths live in the arrays of `RowLengths`, so that a decode batch advances them at once. `serial` tells records
-    of the same row apart. `matched`: tokens of the cached prefix that it started with; `on_trust`: of these it read
-    window pages that nothing proved, and that may be gone by the time it samples. `proven`: what was sampled from this
-    row's KV was finite. `repointed`: the last step that was launched with copies of the row's own, in whose place
-    it reads somebody else's since.
-    """
-
-    row: int
-    namespace: Namespace
-    locked_node: Node
-    lengths: RowLengths
-    serial: int = 0
-    matched: int = 0
-    on_trust: bool = False
-    proven: bool = False
-    repointed: int = -1
-
-    @property
-    def cache_protected_len(self) -> int:
-        return int(self.lengths.cache_protected[self.row])
-
-    @property
-    def kv_committed_len(self) -> int:
-        return int(self.lengths.kv_committed[self.row])
-
-    @property
-    def kv_allocated_len(self) -> int:
-        return int(self.lengths.kv_allocated[self.row])
+_LONG_RUN = 8
+"""Pages for each row from which on rows are given theirs one after the other, and not page by page."""
 
 
 class KVCache:
@@ -65,6 +40,7 @@ class KVCache:
       the page tables.
     - `step_tokens`: most tokens that one step computes of a row; `max_context` unless given.
     - `drafts`: steps may write tokens that turn out not to be the row's.
+    - `state_interval`: see `StateGroup`.
     - `reuse`: False turns prefix reuse off: nothing matches and nothing is inserted, all else is the same.
     - `debug`: keep a ledger of owners.
     """
@@ -77,6 +53,7 @@ class KVCache:
         *,
         step_tokens: int | None = None,
         drafts: bool = False,
+        state_interval: int = 0,
         reuse: bool = True,
         eviction: EvictionPolicy = EvictionPolicy.LRU,
         debug: bool = False,
@@ -90,9 +67,20 @@ class KVCache:
         columns = -(-max_context // self.page_size)
         most = max_context if step_tokens is None else min(step_tokens, max_context)
         self.groups: tuple[Group, ...] = tuple(
-            build_group(pool, self.lengths, columns, eviction=eviction, step_tokens=most, ledger=debug)
-            for pool in pools
+            build_group(
+                number,
+                pool,
+                self.lengths,
+                columns,
+                eviction=eviction,
+                step_tokens=most,
+                state_interval=state_interval if reuse else 0,
+                ledger=debug,
+            )
+            for number, pool in enumerate(pools)
         )
+        self.states = self._state_group(drafts)
+        self._paged = [group for group in self.groups if group is not self.states]
         self.tree = RadixTree(self.page_size, tuple(group.component for group in self.groups))
         self.open_rows: dict[int, RowKV] = {}
         self._windows = [group for group in self.groups if isinstance(group, WindowGroup)]
@@ -119,10 +107,15 @@ class KVCache:
 
     @property
     def available_pages(self) -> int:
-        """Pages that every group could hand out now: free, or evictable."""
-        if len(self.groups) == 1:
-            return self.groups[0].available
-        return min([group.available for group in self.groups])
+        """Pages that every group with pages could hand out now: free, or evictable."""
+        if len(self._paged) == 1:
+            return self._paged[0].available
+        return min([group.available for group in self._paged], default=_UNBOUNDED)
+
+    @property
+    def first_with_pages(self) -> Group | None:
+        """The first group that has pages; None where layers keep states alone."""
+        return self._paged[0] if self._paged else None
 
     @property
     def retired_pages(self) -> int:
@@ -135,12 +128,15 @@ class KVCache:
         return sum(group.num_evicted for group in self.groups)
 
     def named_groups(self) -> list[tuple[str, Group]]:
-        """Each group with the name that operators read: with its window where windows differ."""
+        """Each group with the name that operators read: with its window where windows differ, and with a number from 2
+        on where that is alike too, as pages have another shape."""
         several = len(self._windows) > 1
-        return [
-            (f"{group.name} {group.spec.window}" if several and group.spec.window else group.name, group)
-            for group in self.groups
-        ]
+        named: dict[str, Group] = {}
+        for group in self.groups:
+            name = f"{group.name} {group.spec.window}" if several and group.spec.window else group.name
+            alike = sum(other.name == group.name and other.spec.window == group.spec.window for other in named.values())
+            named[f"{name} {alike + 1}" if alike else name] = group
+        return list(named.items())
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold this many tokens."""
@@ -156,7 +152,7 @@ class KVCache:
         `limit`: most tokens that may be matched: one less than the prompt (a token must run to give logits), less where
         prompt logprobs are wanted.
         """
-        return self.tree.probe(self._matchable(tokens, limit) if self.reuse else b"", namespace)
+        return self.tree.probe(tokens, namespace, limit if self.reuse else 0)
 
     def peek(self, tokens: bytes, limit: int, namespace: Namespace) -> int:
         """Tokens of a prompt (int32 bytes), at most `limit`, whose KV is cached. Changes nothing."""
@@ -170,18 +166,42 @@ class KVCache:
         record = RowKV(self._free_rows.pop(), node.namespace, node, self.lengths, self._serial, probe.length)
         if probe.length:
             self.lengths.start(record.row, probe.length)
-            for group in self.groups:
-                group.open(record.row, node, probe.length // self.page_size)
+            for group in self._paged:
+                group.open(record, node, probe.length // self.page_size)
             record.on_trust = self._reads_unproven_windows(record)
+        if self.states is not None:
+            self.states.open(record, node, probe.length // self.page_size)
+            record.on_trust |= record.origin is not None and not record.origin.proven
+            self.part_at(record, probe.known)
         self.open_rows[record.row] = record
         return record
+
+    def part_at(self, record: RowKV, length: int) -> bool:
+        """Another prompt begins like this one for so many tokens: where layers keep states, a chunk is to end there, if
+        that is still to come and worth it. False if it is not."""
+        states = self.states
+        if states is None or not self.reuse or length <= record.kv_allocated_len:
+            return False
+        if length in record.branches:
+            return True
+        if length - record.state_len < states.least_gain or len(record.branches) >= MOST_BRANCHES:
+            return False
+        insort(record.branches, length)
+        return True
+
+    def chunk_end(self, record: RowKV, start: int, end: int, total: int) -> int:
+        """Where the chunk `[start, end)` of a prompt of `total` tokens is to end: before its end where a state is to be
+        kept."""
+        if self.states is None or not self.reuse:
+            return end
+        return self.states.chunk_end(record, start, end, total)
 
     def _reads_unproven_windows(self, record: RowKV) -> bool:
         last = record.matched // self.page_size
         for node in record.locked_node.path() if self._windows else ():
             if any(group.in_doubt(record, node, last) for group in self._windows):
                 return True
-            last -= len(node.key) // self.tree.page_bytes
+            last -= node.length
         return False
 
     def extend_row(self, record: RowKV, length: int) -> bool:
@@ -197,21 +217,26 @@ class KVCache:
         counts = np.maximum(-(-lengths // size) - first, 0)
         total = int(counts.sum())
         if total:
-            repeated = np.repeat(rows, counts)
-            starts = np.cumsum(counts) - counts
-            columns = np.arange(total, dtype=np.int32) + np.repeat(first - starts, counts).astype(np.int32)
-            if not evict and any(total > group.pool.num_free for group in self.groups):
+            if not evict and any(total > group.pool.num_free for group in self._paged):
                 return False
-            if not self._grow(repeated, columns):
+            if not self._make_room(total):
                 return False
+            if total >= _LONG_RUN * len(rows):
+                self._give_runs(rows, first, counts)
+            else:
+                starts = np.cumsum(counts) - counts
+                columns = np.arange(total, dtype=np.int32) + np.repeat(first - starts, counts).astype(np.int32)
+                self._give(np.repeat(rows, counts), columns)
         self.lengths.first_query[rows] = np.minimum(before, self.lengths.kv_committed[rows])
         self.lengths.kv_allocated[rows] = np.maximum(held, lengths)
         self.lengths.kv_planned[rows] = lengths
         return True
 
-    def extend_decode(self, rows: Int32, widths: Int32 | None = None, *, evict: bool = True) -> Int32 | None:
+    def extend_decode(
+        self, rows: Int32, widths: Int32 | None = None, *, evict: bool = True, prompts_wait: bool = False
+    ) -> Int32 | None:
         """Allocates one more token, or `widths` `[rows]` more where steps have drafts, for each of `rows` `[rows]`, or
-        for none of them: then None. `evict`: see `extend_rows`.
+        for none of them: then None. `evict`: see `extend_rows`; `prompts_wait`: for rows, and for all that they take.
 
         Returns what `kv_planned` is then of each, `[rows]`.
         """
@@ -228,6 +253,9 @@ class KVCache:
                 return None
         if self._windows:
             self.lengths.first_query[rows] = lengths
+        if self.states is not None:
+            wanted = prompts_wait and bool(self._free_rows)
+            self.states.change_slots(rows, lengths, self.launched_step + 1, wanted)
         lengths += 1
         self.lengths.kv_allocated[rows] = lengths
         return lengths
@@ -257,7 +285,7 @@ class KVCache:
         if not held.any():
             return False
         rows = rows[held]
-        for group in self.groups:
+        for group in self._paged:
             group.free_columns(rows, first[held], last[held])
         self.lengths.kv_allocated[rows] = self.lengths.kv_planned[rows]
         return True
@@ -282,7 +310,7 @@ class KVCache:
 
     def cache_prefix(self, record: RowKV, tokens: bytes, length: int, step: int | None) -> None:
         """Puts the first `length` of a request's tokens (int32 bytes), which it has computed, in the tree up to the
-        page floor.
+        page floor, and a state if the row has the one at that very length.
 
         Where the tree has the same prefix from someone else, the row is re-pointed at that copy and the request's own
         pages retire: they are free once `step`, the last one that may touch them, has finished (None: at once). What
@@ -295,7 +323,7 @@ class KVCache:
             return
         row = record.row
         first, last = protected // self.page_size, length // self.page_size
-        runs = tuple([group.table.run(row, first, last) for group in self.groups])
+        runs = tuple([group.run(record, first, last, step is not None) for group in self.groups])
         run = tokens[protected * TOKEN_BYTES : length * TOKEN_BYTES]
         added = self.tree.insert(locked, run, runs, request_owner(row), record.serial)
         if locked.parent is None:
@@ -326,6 +354,8 @@ class KVCache:
         self.tree.prove(record.locked_node)
         for group in self._windows:
             group.prove(record, record.locked_node)
+        if self.states is not None:
+            self.states.prove(record)
 
     def distrust(self, record: RowKV) -> None:
         """A row sampled something that is not finite: nothing that it computed, or read unproven, is matched again. Who
@@ -336,16 +366,17 @@ class KVCache:
                 node.writer == record.serial
                 or not node.proven
                 or any(group.in_doubt(record, node, last) for group in self._windows)
+                or (self.states is not None and self.states.in_doubt(record, node))
             ):
                 top = node
-            last -= len(node.key) // self.tree.page_bytes
+            last -= node.length
         if top is not None:
             self.tree.cut(top)
 
     @staticmethod
     def borrowed_trouble(record: RowKV) -> bool:
         """True where a row reads KV that somebody else computed and that was cut off since, or began with window pages
-        that nothing proved and has sampled nothing since."""
+        or a state that nothing proved and has sampled nothing since."""
         if record.on_trust and not record.proven:
             return True
         return any(node.dead and node.writer != record.serial for node in record.locked_node.path())
@@ -353,23 +384,34 @@ class KVCache:
     def release_kv_cache(self, record: RowKV, tokens: bytes, *, insert: bool) -> None:
         """The one way a request gives its KV up: finish, retract, abort and close all end here.
 
-        `tokens`: int32 bytes of at least the committed tokens; with `insert` their whole pages are kept in the tree. No
-        step in flight may use the row.
+        `tokens`: int32 bytes of at least the committed tokens; with `insert` their whole pages are kept in the tree,
+        where layers keep states those up to the last state. No step in flight may use the row.
         """
-        if insert:
+        if insert and self.states is None:
             self.cache_prefix(record, tokens, record.kv_committed_len, None)
+        elif insert and self.states is not None and self.reuse:
+            self._keep_last_state(self.states, record, tokens)
         allocated = self.pages_for(record.kv_allocated_len)
         for group in self.groups:
             group.release(record, allocated)
         self.tree.unlock(record.locked_node)
         self._free_row(record.row)
 
+    def _keep_last_state(self, states: StateGroup, record: RowKV, tokens: bytes) -> None:
+        length = states.last_state(record)
+        if length <= record.state_len:
+            return
+        if length == record.cache_protected_len:
+            states.leave_last_state(record)
+        self.cache_prefix(record, tokens, length, None)
+
     def launched(self, step: int) -> None:
         """Step `step` is in flight, with all that rows were extended by."""
         self.launched_step = step
 
     def settle(self, step: int) -> None:
-        """Step `step` has finished: what was retired until then is free."""
+        """Step `step` has finished: what was retired until then is free, and states that it began with can be
+        evicted."""
         self.finished_step = step
         for group in self.groups:
             group.settle(step)
@@ -382,6 +424,18 @@ class KVCache:
     def take_deltas(self) -> tuple[PageDeltas, ...]:
         """Page-table entries that changed since the last call, of each group."""
         return tuple([group.table.take_deltas() for group in self.groups])
+
+    def take_copies(self, rows: Int32, step: int) -> tuple[SlotCopies, ...]:
+        """What sequences of `step`, those of `rows` `[rows]`, begin with that do not go on in their own slot."""
+        return () if self.states is None else self.states.take_copies(rows, step)
+
+    def _state_group(self, drafts: bool) -> StateGroup | None:
+        found = [group for group in self.groups if isinstance(group, StateGroup)]
+        if len(found) > 1:
+            raise ValueError(f"{len(found)} pools of states: layers that keep states share the slots of one pool")
+        if found and drafts:
+            raise ValueError("a runner that drafts cannot have a pool of states yet: a wrong guess would stay in them")
+        return found[0] if found else None
 
     def _matchable(self, tokens: bytes, limit: int) -> bytes:
         return tokens[: max(limit, 0) // self.page_size * self.page_size * TOKEN_BYTES]
@@ -396,14 +450,29 @@ class KVCache:
 
     def _grow(self, rows: Int32, columns: Int32) -> bool:
         """Gives rows pages at `(rows[i], columns[i])`, of every group or of none."""
-        count = len(columns)
+        if not self._make_room(len(columns)):
+            return False
+        self._give(rows, columns)
+        return True
+
+    def _make_room(self, count: int) -> bool:
+        """Evicts until every group has so many free pages; False, with nothing changed, where one cannot."""
         if count > self.available_pages:
             return False
-        owners = request_owners(rows)
-        for group in self.groups:
+        for group in self._paged:
             shortfall = count - group.pool.num_free
             if shortfall > 0:
                 group.num_evicted += self.tree.evict(group.component, shortfall)
-        for group in self.groups:
-            group.table.write(rows, columns, group.take(count, owners))
         return True
+
+    def _give(self, rows: Int32, columns: Int32) -> None:
+        owners = request_owners(rows)
+        for group in self._paged:
+            group.table.write(rows, columns, group.take(len(columns), owners))
+
+    def _give_runs(self, rows: Int32, first: Int32, counts: Int32) -> None:
+        """Gives each row `counts` pages from column `first` on, `[rows]` each."""
+        for row, column, count in zip(rows.tolist(), first.tolist(), counts.tolist(), strict=True):
+            if count:
+                for group in self._paged:
+                    group.table.write_run(row, column, group.take(count, request_owner(row)))

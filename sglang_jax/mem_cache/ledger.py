@@ -21,6 +21,7 @@ class OwnerKind(IntEnum):
     RETIRED = 4
 
 
+_NODE = int(OwnerKind.NODE)
 FREE = int(OwnerKind.FREE)
 PAD = int(OwnerKind.PAD)
 RETIRED = int(OwnerKind.RETIRED)
@@ -43,7 +44,7 @@ def request_owners(rows: NDArray[np.int32]) -> Owners:
 
 def node_owner(node_id: int) -> int:
     """Owner code of a tree node."""
-    return (node_id << _KIND_BITS) | OwnerKind.NODE
+    return (node_id << _KIND_BITS) | _NODE
 
 
 def describe_owner(code: int) -> str:

@@ -7,6 +7,8 @@ from numpy.typing import NDArray
 
 from sglang_jax.mem_cache.ledger import FREE, Owners, OwnershipError, PageLedger, Pages
 
+_TAKEN = -1
+
 
 class PagePool:
     """Free pages of one kind. Page 0 is the pad page and is never handed out.
@@ -25,9 +27,8 @@ class PagePool:
         self.ledger = ledger
         self._stack: Pages = np.arange(num_pages - 1, 0, -1, dtype=np.int32)
         self.num_free = self.total
-        self._is_free: NDArray[np.bool_] = np.ones(num_pages, np.bool_)
-        self._is_free[0] = False
-        self._stamps: NDArray[np.int64] = np.zeros(num_pages, np.int64)
+        # Each free page's place in the stack, `_TAKEN` of the others. The pad page is never taken, so never freed.
+        self._places: NDArray[np.int32] = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
 
     def alloc(self, count: int, owner: int | Owners) -> Pages | None:
         """Takes `count` pages for `owner` (one code or `[count]`), or none of them: then None."""
@@ -36,7 +37,7 @@ class PagePool:
         top = self.num_free
         pages: Pages = self._stack[top - count : top].copy()
         self.num_free = top - count
-        self._is_free[pages] = False
+        self._places[pages.astype(np.intp)] = _TAKEN
         if self.ledger is not None:
             self.ledger.move(pages, FREE, owner)
         return pages
@@ -46,17 +47,24 @@ class PagePool:
 
         **Raises:** `OwnershipError` if a page is free already, is the pad page, or (with a ledger) is not the owner's.
         """
-        count = len(pages)
         if self.ledger is not None:
             self.ledger.move(pages, owner, FREE)
-        stamps = np.arange(count)
-        self._stamps[pages] = stamps
-        if self._is_free[pages].any() or (pages == 0).any() or (self._stamps[pages] != stamps).any():
-            raise OwnershipError(f"double free, or free of the pad page, among pages {sorted(pages.tolist())}")
-        self._is_free[pages] = True
-        self._stack[self.num_free : self.num_free + count] = pages
-        self.num_free += count
+        first, last = self.num_free, self.num_free + len(pages)
+        index = pages.astype(np.intp)  # or numpy does so at each use
+        if np.count_nonzero(self._places[index] != _TAKEN):
+            raise _double_free(pages)
+        places = np.arange(first, last, dtype=np.int32)
+        self._places[index] = places
+        if np.count_nonzero(self._places[index] != places):
+            self._places[index] = _TAKEN
+            raise _double_free(pages)
+        self._stack[first:last] = pages
+        self.num_free = last
 
     def free_pages(self) -> Pages:
         """The free pages `[free]`, for checks."""
         return self._stack[: self.num_free]
+
+
+def _double_free(pages: Pages) -> OwnershipError:
+    return OwnershipError(f"double free, or free of the pad page, among pages {sorted(pages.tolist())}")

@@ -15,24 +15,33 @@ NO_DELTAS = PageDeltas(_NOTHING, _NOTHING, _NOTHING)
 class PageTable:
     """Host table `[rows, max_pages]` of page ids, and the entries that changed since the last step.
 
-    The runner keeps a copy and is sent the changes alone.
+    The runner keeps a copy and is sent the changes alone. What a prompt takes is a run of columns of one row, and is
+    kept as one: an index for each of thousands of pages would cost more than the pages do.
     """
 
     def __init__(self, rows: int, max_pages: int) -> None:
         self.pages: NDArray[np.int32] = np.zeros((rows, max_pages), np.int32)
-        self._changed: list[Int32] = []
+        self._runs: dict[int, tuple[int, int]] = {}
+        self._spots: list[tuple[Int32, Int32]] = []
         self._stamps: Int32 = np.zeros(rows * max_pages, np.int32)
+        self._columns: Int32 = np.arange(max_pages, dtype=np.int32)
+        self._columns.setflags(write=False)
 
     def write(self, rows: Int32, columns: Int32, pages: Pages) -> None:
-        """Sets `pages[i]` at `(rows[i], columns[i])`."""
+        """Sets `pages[i]` at `(rows[i], columns[i])`, each place once. The arrays of places are kept, and must stay as
+        they are."""
         self.pages[rows, columns] = pages
-        self._changed.append(rows * np.int32(self.pages.shape[1]) + columns)
+        self._spots.append((rows, columns))
 
     def write_run(self, row: int, first: int, pages: Pages) -> None:
         """Sets a run of one row's columns, from column `first` on."""
-        self.pages[row, first : first + len(pages)] = pages
-        start = row * self.pages.shape[1] + first
-        self._changed.append(np.arange(start, start + len(pages), dtype=np.int32))
+        last = first + len(pages)
+        self.pages[row, first:last] = pages
+        begun, reached = self._runs.get(row, (first, first))
+        if reached == first:
+            self._runs[row] = (begun, last)
+        else:
+            self._spots.append(self._places({row: (first, last)}))
 
     def run(self, row: int, first: int, last: int) -> Pages:
         """Pages of columns `[first, last)` of a row, a copy."""
@@ -48,22 +57,51 @@ class PageTable:
         """Forgets a row, of which the first `columns` columns are in use. The runner is not told: a row that is not in
         a plan is not read."""
         self.pages[row, :columns] = 0
+        self._runs.pop(row, None)
 
     def take_deltas(self) -> PageDeltas:
         """The entries written since the last call, each once, with their newest values; none of rows freed since."""
-        if not self._changed:
+        runs, spots = self._runs, self._spots
+        if not runs and not spots:
             return NO_DELTAS
-        flat = self._changed[0] if len(self._changed) == 1 else self._each_once(np.concatenate(self._changed))
-        self._changed.clear()
-        pages = self.pages.reshape(-1)[flat]
+        self._runs, self._spots = {}, []
+        if runs and self._overlap(runs, spots):
+            spots.append(self._places(runs))
+            runs = {}
+        rows, columns = spots[0] if len(spots) == 1 else self._each_once(spots)
+        pages = self.pages[rows, columns]
+        if runs:
+            lengths = [last - first for first, last in runs.values()]
+            rows = np.concatenate((rows, np.array(list(runs), np.int32).repeat(lengths)))
+            columns = np.concatenate([columns, *[self._columns[first:last] for first, last in runs.values()]])
+            pages = np.concatenate([pages, *[self.pages[row, first:last] for row, (first, last) in runs.items()]])
         if not pages.all():
-            flat, pages = flat[pages > 0], pages[pages > 0]
-        rows, columns = np.divmod(flat, np.int32(self.pages.shape[1]))
+            rows, columns, pages = rows[pages > 0], columns[pages > 0], pages[pages > 0]
         return PageDeltas(rows, columns, pages)
 
-    def _each_once(self, flat: Int32) -> Int32:
-        """The entries `[written]` without repetitions, in time that follows their number alone: no sort."""
+    def _overlap(self, runs: dict[int, tuple[int, int]], spots: list[tuple[Int32, Int32]]) -> bool:
+        """Whether a run holds one of the places."""
+        first, last = np.zeros((2, len(self.pages)), np.int32)
+        rows = list(runs)
+        first[rows], last[rows] = np.array(list(runs.values()), np.int32).T
+        return any(((first[rows] <= columns) & (columns < last[rows])).any() for rows, columns in spots)
+
+    def _each_once(self, spots: list[tuple[Int32, Int32]]) -> tuple[Int32, Int32]:
+        """Places without repetitions, in time that follows their number alone: no sort."""
+        if not spots:
+            return _NOTHING, _NOTHING
+        rows, columns = _join(spots)
+        flat = rows * np.int32(self.pages.shape[1]) + columns
         order = np.arange(len(flat), dtype=np.int32)
         self._stamps[flat] = order
-        newest: Int32 = flat[self._stamps[flat] == order]
-        return newest
+        newest = self._stamps[flat] == order
+        return rows[newest], columns[newest]
+
+    def _places(self, runs: dict[int, tuple[int, int]]) -> tuple[Int32, Int32]:
+        """Rows and columns of runs, place by place."""
+        rows = np.array(list(runs), np.int32).repeat([last - first for first, last in runs.values()])
+        return rows, np.concatenate([self._columns[first:last] for first, last in runs.values()])
+
+
+def _join(places: list[tuple[Int32, Int32]]) -> tuple[Int32, Int32]:
+    return np.concatenate([rows for rows, _ in places]), np.concatenate([columns for _, columns in places])

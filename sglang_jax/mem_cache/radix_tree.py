@@ -24,6 +24,7 @@ Namespace = str | None
 class Node:
     """A run of pages. `values[i]` belongs to the tree's i-th component; a root has an empty key.
 
+    - `length`: pages of the key.
     - `writer`: serial of the record that computed it.
     - `proven`: something was sampled from it and was finite. Whatever is above a proven node is proven.
     - `locks`: how many requests depend on the prefix that ends here or below. Whatever is above a locked node is.
@@ -38,6 +39,7 @@ class Node:
         "id",
         "key",
         "last_access",
+        "length",
         "locks",
         "namespace",
         "parent",
@@ -47,10 +49,18 @@ class Node:
     )
 
     def __init__(
-        self, node_id: int, key: bytes, parent: Node | None, namespace: Namespace, now: int, writer: int = 0
+        self,
+        node_id: int,
+        key: bytes,
+        parent: Node | None,
+        namespace: Namespace,
+        now: int,
+        writer: int = 0,
+        length: int = 0,
     ) -> None:
         self.id = node_id
         self.key = key
+        self.length = length
         self.parent = parent
         self.namespace = namespace
         self.children: dict[bytes, Node] = {}
@@ -74,12 +84,14 @@ class Node:
 @dataclass(slots=True)
 class Probe:
     """Where the longest cached prefix ends, found without a change: after `covered` pages of `node`, or at its end
-    (`whole`). `length`: the prefix in tokens, whole pages. Good until the tree changes."""
+    (`whole`). `length`: the prefix in tokens, whole pages. `known`: how far the tree's keys go along, at least as far.
+    Good until the tree changes."""
 
     node: Node
     covered: int
     whole: bool
     length: int
+    known: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,23 +121,31 @@ class RadixTree:
         for component in components:
             component.attach(self)
 
-    def probe(self, tokens: bytes, namespace: Namespace) -> Probe:
-        """The longest cached prefix at which every component lets a request start. Changes nothing."""
+    @property
+    def now(self) -> int:
+        """The last time at which anything was used."""
+        return self._now
+
+    def probe(self, tokens: bytes, namespace: Namespace, limit: int | None = None) -> Probe:
+        """The longest cached prefix, of at most `limit` tokens, at which every component lets a request start. Changes
+        nothing."""
         root = self.roots.get(namespace)
         if root is None:
             return Probe(self.root(namespace), 0, True, 0)
+        size = len(tokens) if limit is None else max(limit, 0) // self.page_size * self.page_bytes
         if self._partial:
-            return self._probe_partial(root, tokens)
-        last = deque(self._walk(root, tokens), maxlen=1)
+            return self._probe_partial(root, tokens, size)
+        last = deque(self._walk(root, tokens, size), maxlen=1)
         if not last:
             return Probe(root, 0, True, 0)
         node, start, end, whole = last[0]
         return Probe(node, (end - start) // self.page_bytes, whole, end // TOKEN_BYTES)
 
-    def _probe_partial(self, root: Node, tokens: bytes) -> Probe:
+    def _probe_partial(self, root: Node, tokens: bytes, size: int) -> Probe:
         """`probe` where nodes may lack a part of what some component holds."""
-        reached = list(self._walk(root, tokens))
+        reached = list(self._walk(root, tokens, size))
         passed = [(node, (end - start) // self.page_bytes) for node, start, end, _ in reached]
+        known = reached[-1][2] // TOKEN_BYTES if reached else 0
         last, agreed = len(passed) - 1, False
         while not agreed:
             before = last
@@ -133,9 +153,9 @@ class RadixTree:
                 last = one.last_start(passed, last)
             agreed = last == before or len(self._partial) == 1
         if last < 0:
-            return Probe(root, 0, True, 0)
+            return Probe(root, 0, True, 0, known)
         node, _, end, whole = reached[last]
-        return Probe(node, passed[last][1], whole, end // TOKEN_BYTES)
+        return Probe(node, passed[last][1], whole, end // TOKEN_BYTES, known)
 
     def claim(self, probe: Probe) -> Node:
         """The node at whose end a probe's prefix ends; a request starts there."""
@@ -164,7 +184,7 @@ class RadixTree:
         if below.parent is None:
             below = self._root(below.namespace)  # an empty root may have been dropped since it was matched
         node, there = below, 0
-        for reached, start, end, whole in self._walk(below, tokens):
+        for reached, start, end, whole in self._walk(below, tokens, len(tokens)):
             node = reached if whole else self._split(reached, end - start)
             node.last_access = self._now
             for index, component in self._partial:
@@ -254,7 +274,7 @@ class RadixTree:
             keep = component.evict_at(node, component.evictable - goal)
             if keep == 0:
                 node = self._remove_leaf(node)
-            elif keep * self.page_bytes < len(node.key):
+            elif keep < node.length:
                 self._trim_leaf(node, keep)
             if self._partial:
                 self._prune(node)
@@ -291,6 +311,7 @@ class RadixTree:
         for component in self.components:
             component.trim(node, pages)
         node.key = node.key[: pages * self.page_bytes]
+        node.length = pages
 
     def _give_back(self) -> None:
         for component in self.components:
@@ -313,28 +334,28 @@ class RadixTree:
         if node.parent is None and not node.children and self.roots.get(node.namespace) is node:
             del self.roots[node.namespace]
 
-    def _walk(self, node: Node, tokens: bytes) -> Iterator[tuple[Node, int, int, bool]]:
-        """Nodes below `node` along `tokens`: (node, bytes of `tokens` covered before it, and at its end, whether all
-        of its key is).
+    def _walk(self, node: Node, tokens: bytes, size: int) -> Iterator[tuple[Node, int, int, bool]]:
+        """Nodes below `node` along the first `size` bytes of `tokens`: (node, bytes of `tokens` covered before it, and
+        at its end, whether all of its key is).
 
         A partly covered node comes last, and only if at least one of its pages is covered.
         """
-        position, size = 0, len(tokens)
+        position = 0
         while position < size:
             child = node.children.get(tokens[position : position + self.page_bytes])
             if child is None:
                 return
-            if tokens.startswith(child.key, position):
+            if tokens.startswith(child.key, position, size):
                 node = child
                 start, position = position, position + len(child.key)
                 yield child, start, position, True
             else:
-                yield child, position, position + self._common(child.key, tokens, position), False
+                yield child, position, position + self._common(child.key, tokens, position, size), False
                 return
 
-    def _common(self, key: bytes, tokens: bytes, position: int) -> int:
-        """Bytes of whole pages that `key` shares with `tokens` from `position` on; they differ somewhere."""
-        size = min(len(key), len(tokens) - position)
+    def _common(self, key: bytes, tokens: bytes, position: int, end: int) -> int:
+        """Bytes of whole pages that `key` shares with `tokens` from `position` to `end`."""
+        size = min(len(key), end - position)
         ours = np.frombuffer(key, np.int32, size // TOKEN_BYTES)
         theirs = np.frombuffer(tokens, np.int32, size // TOKEN_BYTES, position)
         different = ours != theirs
@@ -351,6 +372,7 @@ class RadixTree:
         upper.proven, upper.locks = lower.proven, lower.locks
         parent.children[upper.key[: self.page_bytes]] = upper
         lower.key = lower.key[size:]
+        lower.length -= upper.length
         lower.parent = upper
         upper.children[lower.key[: self.page_bytes]] = lower
         for component in self.components:
@@ -364,7 +386,7 @@ class RadixTree:
         return leaf
 
     def _new_node(self, key: bytes, parent: Node, namespace: Namespace, writer: int) -> Node:
-        node = Node(self._next_id, key, parent, namespace, self._now, writer)
+        node = Node(self._next_id, key, parent, namespace, self._now, writer, len(key) // self.page_bytes)
         self._next_id += 1
         self.num_nodes += 1
         return node

@@ -18,18 +18,14 @@ from sglang_jax.mem_cache.radix_tree import Node
 class WindowPages:
     """What a node has: the pages of the end of its key, `[pages]`; those before them are gone.
 
-    - `covers`: how many of the last pages each request depends on, as {count: requests}.
+    - `covers`: how many of the last pages each request depends on, as {count: requests}; `covered`: the most.
     - `proven`: how many of the last pages were read by a sample that was finite.
     """
 
     pages: Pages
     covers: dict[int, int] = field(default_factory=dict)
+    covered: int = 0
     proven: int = 0
-
-    @property
-    def covered(self) -> int:
-        """How many of the last pages some request depends on."""
-        return max(self.covers) if self.covers else 0
 
 
 class WindowKV(PooledComponent):
@@ -64,8 +60,10 @@ class WindowKV(PooledComponent):
     def attach_pages(self, node: Node, pages: Pages, previous_owner: int) -> None:
         live = pages if pages[0] else pages[np.count_nonzero(pages == 0) :]
         self._move(live, previous_owner, node_owner(node.id))
-        node.values.append(WindowPages(live.copy()))
+        value = WindowPages(live.copy())
+        node.values.append(value)
         self.evictable += len(live)
+        self._rank(node, value)
 
     def fill(self, node: Node, pages: Pages, previous_owner: int) -> None:
         value = self.held(node)
@@ -76,10 +74,10 @@ class WindowKV(PooledComponent):
         self._move(taken, previous_owner, node_owner(node.id))
         value.pages = np.concatenate((taken, value.pages))
         self.evictable += len(taken)
-        self.touch(node)
+        self._rank(node, value)
 
     def split(self, upper: Node, lower: Node) -> None:
-        value, rest = self.held(lower), self.length(lower)
+        value, rest = self.held(lower), lower.length
         above = max(len(value.pages) - rest, 0)
         covers: dict[int, int] = {}
         kept: dict[int, int] = {}
@@ -88,18 +86,21 @@ class WindowKV(PooledComponent):
             if count > rest:
                 covers[count - rest] = requests
         self._move(value.pages[:above], node_owner(lower.id), node_owner(upper.id))
-        upper.values.append(WindowPages(value.pages[:above], covers, max(value.proven - rest, 0)))
-        value.pages, value.covers, value.proven = value.pages[above:], kept, min(value.proven, rest)
-        self.touch(upper)
-        self.touch(lower)
+        covered, proven = max(value.covered - rest, 0), max(value.proven - rest, 0)
+        head = WindowPages(value.pages[:above], covers, covered, proven)
+        upper.values.append(head)
+        value.pages, value.covers = value.pages[above:], kept
+        value.covered, value.proven = min(value.covered, rest), min(value.proven, rest)
+        self._rank(upper, head)
+        self._rank(lower, value)
 
     def last_start(self, passed: Sequence[Passed], index: int) -> int:
         # From the end on: what was computed lately is mostly there, and a look back over one window then does.
-        held, page_bytes, reach = self.held, self._tree.page_bytes, self.reach
+        held, reach = self.held, self.reach
         place, run = index, 0
         while place >= 0 and run < reach:
             node, pages = passed[place]
-            gone = len(node.key) // page_bytes - len(held(node).pages)
+            gone = node.length - len(held(node).pages)
             place -= 1
             if gone == 0:
                 run += pages
@@ -114,7 +115,7 @@ class WindowKV(PooledComponent):
         while run < self.reach and node.parent is not None:
             live = len(self.held(node).pages)
             run += live
-            if live < self.length(node):
+            if live < node.length:
                 return run >= self.reach
             node = node.parent
         return True
@@ -122,7 +123,7 @@ class WindowKV(PooledComponent):
     def collect(self, node: Node, count: int) -> Pages:
         pages = np.zeros(count, np.int32)
         while count > 0:
-            length, live = self.length(node), self.held(node).pages[-count:]
+            length, live = node.length, self.held(node).pages[-count:]
             pages[count - len(live) : count] = live
             count -= length
             assert node.parent is not None
@@ -132,14 +133,15 @@ class WindowKV(PooledComponent):
     def cover(self, node: Node, count: int) -> None:
         """A request depends on the last `count` pages of the prefix that ends at `node`, which are all there."""
         while count > 0:
-            value, here = self.held(node), min(count, self.length(node))
-            before = value.covered
+            value, here = self.held(node), min(count, node.length)
             value.covers[here] = value.covers.get(here, 0) + 1
-            assert here <= len(value.pages), f"tree node {node.id} has lost pages of a window that is to be covered"
-            if here > before:
-                self.evictable -= here - before
-                self.protected += here - before
-                self.touch(node)
+            more = here - value.covered
+            if more > 0:
+                assert here <= len(value.pages), f"tree node {node.id} has lost pages of a window that is to be covered"
+                value.covered = here
+                self.evictable -= more
+                self.protected += more
+                self._rank(node, value)
             count -= here
             assert node.parent is not None
             node = node.parent
@@ -147,37 +149,37 @@ class WindowKV(PooledComponent):
     def uncover(self, node: Node, count: int) -> None:
         """Takes one `cover` of this very node and count back."""
         while count > 0:
-            value, here = self.held(node), min(count, self.length(node))
-            before = value.covered
+            value, here = self.held(node), min(count, node.length)
             requests = value.covers.get(here, 0)
             if requests <= 0:
                 raise RuntimeError(f"{here} pages of tree node {node.id} were uncovered more often than covered")
-            if requests == 1:
-                del value.covers[here]
-            else:
+            if requests > 1:
                 value.covers[here] = requests - 1
-            self._let_go(node, value, before - value.covered)
+            else:
+                del value.covers[here]
+                if here == value.covered:
+                    self._uncovered(node, value)
             count -= here
             assert node.parent is not None
             node = node.parent
 
-    def _let_go(self, node: Node, value: WindowPages, count: int) -> None:
-        """Nobody covers `count` pages any more that were covered."""
-        if count == 0:
-            return
+    def _uncovered(self, node: Node, value: WindowPages) -> None:
+        """The request that covered most has gone."""
+        left = max(value.covers, default=0)
+        count, value.covered = value.covered - left, left
         self.protected -= count
         if node.dead:
             self._drop_head(node, value, count)
         else:
             self.evictable += count
-            self.touch(node)
+            self._rank(node, value)
 
     def prove(self, node: Node, count: int) -> None:
         """The last `count` pages of the prefix that ends at `node` were read by a sample that was finite."""
         while count > 0 and node.parent is not None:
             value = self.held(node)
             value.proven = max(value.proven, min(count, len(value.pages)))
-            count -= self.length(node)
+            count -= node.length
             node = node.parent
 
     def in_doubt(self, node: Node, count: int) -> bool:
@@ -194,12 +196,12 @@ class WindowKV(PooledComponent):
     def lockable(self, node: Node, pages: int) -> int:
         total, missing = 0, self.reach
         while missing > 0 and node.parent is not None:
-            value, length = self.held(node), self.length(node)
+            value, length = self.held(node), node.length
             first = max(pages - missing, length - len(value.pages))
             total += max(min(pages, length - value.covered) - first, 0)
             missing -= pages
             node = node.parent
-            pages = self.length(node)
+            pages = node.length
         return total
 
     def bury(self, node: Node) -> None:
@@ -219,7 +221,7 @@ class WindowKV(PooledComponent):
 
     def trim(self, node: Node, pages: int) -> None:
         value = self.held(node)
-        lost = self.length(node) - pages
+        lost = node.length - pages
         kept = max(len(value.pages) - lost, 0)
         self.evictable -= len(value.pages) - kept
         if kept < len(value.pages):
@@ -236,10 +238,13 @@ class WindowKV(PooledComponent):
         self.evictable -= count
         if len(value.pages) == value.covered:
             self.order.discard(node)
-        return self.length(node)
+        return node.length
 
     def touch(self, node: Node) -> None:
-        value = self.held(node)
+        """Children, and what is new of a node, change nothing: see `_rank`."""
+
+    def _rank(self, node: Node, value: WindowPages) -> None:
+        """What the node has, or what of it is covered, has changed."""
         if len(value.pages) > value.covered and not node.dead:
             self.order.add(node)
         else:

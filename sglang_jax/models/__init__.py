@@ -18,6 +18,7 @@ from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.layers.platform import PlatformForm
 from sglang_jax.models.kv_cache import KVCaches, KVCacheSpec, allocate, kv_bytes_per_token, kv_cache_spec
+from sglang_jax.models.parameters import check_shapes
 from sglang_jax.models.transformer import Transformer
 
 __all__ = [
@@ -51,6 +52,8 @@ def build_model(
     if dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"dtype must be bfloat16 or float32, got {jnp.dtype(dtype)}")
     form = PlatformForm.of(platform or jax.default_backend())
-    return Transformer(
+    model = Transformer(
         config, dtype=jnp.dtype(dtype), kv_dtype=jnp.dtype(kv_dtype or dtype), attention=attention, form=form
     )
+    check_shapes(model)
+    return model

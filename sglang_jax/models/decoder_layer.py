@@ -14,6 +14,7 @@ from sglang_jax.layers.attention import Attention, RotaryTables
 from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.feed_forward import FeedForward
 from sglang_jax.layers.norm import Norm
+from sglang_jax.layers.parameter import parameter
 from sglang_jax.layers.weight_format import WeightFormat
 
 
@@ -39,6 +40,7 @@ class DecoderLayer(nnx.Module):
         self.feed_forward_norm = norm(config.feed_forward_norms.pre, Part.FEED_FORWARD_NORM)
         self.feed_forward = FeedForward(config.feed_forward, hidden_size, dtype=dtype)
         self.feed_forward_post_norm = norm(config.feed_forward_norms.post, Part.FEED_FORWARD_POST_NORM)
+        self.scale = parameter([(Axis.ONE, 1)], dtype, Part.LAYER_SCALE) if config.learnt_scale else None
 
     def __call__(
         self, x: jax.Array, residual: jax.Array, batch: ForwardBatch, rotary: RotaryTables | None, kv_pages: jax.Array
@@ -47,9 +49,14 @@ class DecoderLayer(nnx.Module):
         x, residual = _add(self.attention_norm, x, residual)
         attended, kv_pages = self.attention(x, batch, rotary, kv_pages)
         if self.config.parallel:
-            return self._scaled(attended + self.feed_forward(x)), residual, kv_pages
-        x, residual = _add(self.feed_forward_norm, self._given(self.attention_post_norm, attended), residual)
-        return self._given(self.feed_forward_post_norm, self.feed_forward(x)), residual, kv_pages
+            x = self._scaled(attended + self.feed_forward(x))
+        else:
+            x, residual = _add(self.feed_forward_norm, self._given(self.attention_post_norm, attended), residual)
+            x = self._given(self.feed_forward_post_norm, self.feed_forward(x))
+        if self.scale is not None:
+            scale = self.scale[...].astype(x.dtype)
+            x, residual = x * scale, residual * scale
+        return x, residual, kv_pages
 
     def arrange(self, wanted: WeightFormat) -> None:
         """Every matrix, once loaded, in another format."""

@@ -112,7 +112,8 @@ class Transformer(nnx.Module):
         ]
         for number, layer in enumerate(self.layers):
             own, kv_pages = batches[self.group_of_layer[number]], written[number]
-            tables = rotary[layer.config.mixer.rope]
+            mixer = layer.config.mixer
+            tables = rotary[mixer.rope, mixer.head_dim]
             x, residual, written[number] = _run_layer(*nnx.split(layer), x, residual, own, tables, kv_pages)
         hidden, _ = self.final_norm.add(x, residual)
         return hidden, tuple(written)
@@ -126,16 +127,16 @@ class Transformer(nnx.Module):
             return embedded
         return embedded * jnp.asarray(self.config.embedding_multiplier, dtype).astype(embedded.dtype)
 
-    def _rotary_tables(self, positions: jax.Array) -> dict[RopeConfig | None, RotaryTables | None]:
-        """Of each kind of rope that a layer has, computed once."""
+    def _rotary_tables(self, positions: jax.Array) -> dict[tuple[RopeConfig | None, int], RotaryTables | None]:
+        """By rope and size of heads, each computed once."""
         tables = rotary_tables_once if self.form.computes_again_for_each_reader else rotary_tables
-        config, found = self.config, dict[RopeConfig | None, RotaryTables | None]()
-        for layer in config.layers:
-            rope = layer.mixer.rope
-            if rope not in found:
-                scaling = None if rope is None else RotaryScaling(rope, config.head_dim, config.max_position)
-                found[rope] = None if scaling is None else tables(scaling, positions)
-        return found
+        kinds = dict.fromkeys((layer.mixer.rope, layer.mixer.head_dim) for layer in self.config.layers)
+        return {
+            (rope, head_dim): None
+            if rope is None
+            else tables(RotaryScaling(rope, head_dim, self.config.max_position), positions)
+            for rope, head_dim in kinds
+        }
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 `[m, vocab]` of hidden states `[m, hidden]`."""

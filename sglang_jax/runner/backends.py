@@ -10,7 +10,7 @@ from typing import cast
 
 from sglang_jax.checkpoint.opening import Checkpoint
 from sglang_jax.config import Backend, Device, EngineConfig
-from sglang_jax.errors import ConfigError
+from sglang_jax.errors import ConfigError, how_to_install
 from sglang_jax.runner.host_machine import has_cuda_gpu, has_tpu
 from sglang_jax.runner.protocol import Runner
 
@@ -61,7 +61,7 @@ def _find(config: EngineConfig) -> EntryPoint:
     if backend.value not in entries:
         raise ConfigError(
             f"no backend {backend.value!r} is installed (installed: {', '.join(sorted(entries)) or 'none'}). "
-            f"Backends come with the package: pip install 'sglang-jax[{backend.value}]'"
+            f"Backends come with the package: {how_to_install(backend.value)}"
         )
     return entries[backend.value]
 
@@ -76,10 +76,10 @@ def _choose(device: Device, entries: Mapping[str, EntryPoint]) -> Backend:
     if suited is not None:
         logger.warning(
             "This machine's accelerator is best served by the %s backend, which is not installed; using %s. "
-            "To change that: pip install 'sglang-jax[%s]'",
+            "To change that: %s",
             suited.value,
             installed[0].value,
-            "tpu" if suited is Backend.JAX else "cuda",
+            how_to_install("tpu" if suited is Backend.JAX else "cuda"),
         )
     return installed[0]
 

@@ -3,7 +3,9 @@
 Each KV slot holds a hash of its token, its position, and all that its query saw when it was written. A page mistake
 anywhere, now or earlier, changes what is sampled. Each group of layers has slots of its own; of one with a window a
 query sees the last ones. `FakeRunner` keeps copies of its own (page tables, last tokens, sampling state), fed by the
-plans alone, so mistakes in what a plan carries show too. KV of one namespace differs from that of
+plans alone, so mistakes in what a plan carries show too. A group of recurrent states has slots: each is a hash of all
+that was written, in order, since the row's first token, so that a state that is stale, copied from elsewhere, or of
+another length changes what is sampled as well. KV of one namespace differs from that of
 another, and a step that a device fault spoils writes KV from which nothing finite can be sampled.
 
 With a `RunnerSpec.max_samples` above 1 it drafts: guesses of its own, some of them right, whose KV it writes like any
@@ -12,11 +14,13 @@ other. What a row samples does not depend on them, how much of it in one step do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
+from sglang_jax.architectures import CacheKind
 from sglang_jax.runner.plan import (
     DRAFT,
     INVALID_TOKEN,
@@ -84,15 +88,27 @@ class _Sight:
     """What queries of one row know, which go on from position to position: of each group the slots that they see.
 
     **Arguments:** `windows`: of each group, None where it sees all; `begin`: what is known before anything was seen;
-    `read(group, position)`: content of a slot.
+    `read(group, position)`: content of a slot; `states`: of groups that keep a state, by their number: what it is after
+    the first `start` positions, which nobody reads again.
     """
 
-    def __init__(self, windows: tuple[int | None, ...], begin: int, read: Callable[[int, int], int]) -> None:
+    def __init__(
+        self,
+        windows: tuple[int | None, ...],
+        begin: int,
+        read: Callable[[int, int], int],
+        start: int = 0,
+        states: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
         self._windows = windows
         self._begin = begin
         self._read = read
-        self._known = [begin] * len(windows)
-        self._seen = [0] * len(windows)
+        self._known = [states.get(group, begin) for group in range(len(windows))]
+        self._seen = [start if group in states else 0 for group in range(len(windows))]
+
+    def state(self, group: int) -> int:
+        """All that was seen of a group."""
+        return self._known[group]
 
     def of(self, position: int, end: int) -> int:
         """What the query at `position` knows of the slots before `end`."""
@@ -115,7 +131,8 @@ def _content(value: int, group: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Oracle:
-    """What `FakeRunner` must sample, computed from the tokens alone. `windows`: of each group, None for all."""
+    """What `FakeRunner` must sample, computed from the tokens alone. `windows`: of each group, None for all, which a
+    state is as well: it has seen them one after the other."""
 
     vocab_size: int
     windows: tuple[int | None, ...] = (None,)
@@ -217,7 +234,10 @@ class FakeRunner:
         self._page_size = spec.pools[0].page_size
         self._windows = tuple([pool.window for pool in spec.pools])
         self._slots = [[0xBAD] * (pool.num_pages * self._page_size) for pool in spec.pools]
-        self._tables = [np.zeros((spec.max_rows, spec.max_pages_per_row), np.int32) for _ in spec.pools]
+        self._tables = [np.zeros((spec.max_rows, pool.columns(spec.max_context)), np.int32) for pool in spec.pools]
+        self._states = {
+            number: [0xBAD] * pool.num_pages for number, pool in enumerate(spec.pools) if pool.kind is CacheKind.STATE
+        }
         self._last_token: Int32 = np.full(spec.max_rows, -7, np.int32)
         self._kv_lens: Int32 = np.zeros(spec.max_rows, np.int32)
         self._rows: dict[int, SamplingUpdate] = {}
@@ -257,8 +277,11 @@ class FakeRunner:
         return self._handle
 
     def scribble(self, pages: Int32, group: int = 0) -> None:
-        """Overwrites pages with noise: what may happen to a page as soon as it is free."""
+        """Overwrites pages, or slots, with noise: what may happen to one as soon as it is free."""
         for page in pages.tolist():
+            if group in self._states:
+                self._states[group][page] = _mix(page, 0xDEAD)
+                continue
             first = page * self._page_size
             self._slots[group][first : first + self._page_size] = [_mix(page, 0xDEAD)] * self._page_size
 
@@ -292,6 +315,11 @@ class FakeRunner:
             keys = set(zip(deltas.rows.tolist(), deltas.columns.tolist(), strict=True))
             assert len(keys) == len(deltas.pages), "a page-table entry appears twice"
             assert (deltas.pages > 0).all(), "the pad page was handed out"
+        for copies in plan.copies:
+            assert copies.pool in self._states, "a copy in a pool without states"
+            targets = set(copies.targets.tolist())
+            assert len(targets) == len(copies.targets) == len(copies.sources), "a slot is copied to twice"
+            assert not targets & set(copies.sources.tolist()), "a slot is copied from and to"
 
     def _run(self, plan: StepPlan, begin: list[int], masks: TokenMasks | None) -> StepResult:
         choices = self._choices(plan, masks)
@@ -299,6 +327,7 @@ class FakeRunner:
             self._rows[update.row] = update
         for table, deltas in zip(self._tables, plan.page_deltas, strict=True):
             table[deltas.rows, deltas.columns] = deltas.pages
+        self._copy(plan)
         tokens = np.full((len(plan.rows), self._spec.max_samples), INVALID_TOKEN, np.int32)
         counts = np.zeros(len(plan.rows), np.int32)
         seen_after: list[list[int]] = []
@@ -328,6 +357,14 @@ class FakeRunner:
                 choices[index] = allowed_tokens(words).tolist()
         return choices
 
+    def _copy(self, plan: StepPlan) -> None:
+        for copies in plan.copies:
+            slots = set(self._tables[copies.pool][plan.rows, 0].tolist())
+            assert slots.issuperset(copies.targets.tolist()), "a copy to a slot that no row of the step has"
+            states = self._states[copies.pool]
+            for source, target in zip(copies.sources.tolist(), copies.targets.tolist(), strict=True):
+                states[target] = states[source]
+
     def _start(self, plan: StepPlan, index: int) -> int:
         """Position of a sequence's first query."""
         row, length = int(plan.rows[index]), int(plan.query_lens[index])
@@ -346,7 +383,14 @@ class FakeRunner:
     ) -> tuple[list[int], list[int]]:
         """Computes tokens at positions from `start` on: what each of their queries knows, who knew `begin` before; and
         what the row samples of `choice`, were it to sample. Drafts do not count as part of the row yet."""
-        sight = _Sight(self._windows, begin, lambda group, place: self._slots[group][self._slot(group, row, place)])
+        written: dict[int, list[int]] = {group: [] for group in self._states}
+
+        def read(group: int, place: int) -> int:
+            if group in written:
+                return written[group][place - start]
+            return self._slots[group][self._slot(group, row, place)]
+
+        sight = _Sight(self._windows, begin, read, start, self._begin_states(row, start, begin))
         seen: list[int] = []
         sampled: list[int] = []
         committed = start + len(tokens) - tokens.count(DRAFT)
@@ -360,12 +404,24 @@ class FakeRunner:
                 wrong = wrong or token != sampled[-1]
             value = _write(sight.of(position, position), token, position)
             for group, slots in enumerate(self._slots):
-                slots[self._slot(group, row, position)] = _content(value, group)
+                if group in written:
+                    written[group].append(_content(value, group))
+                else:
+                    slots[self._slot(group, row, position)] = _content(value, group)
             seen.append(sight.of(position, position + 1))
             if position >= committed - 1 and not wrong:
                 sampled.append(self._sample(row, seen[-1], token, choice))
         self._kv_lens[row] = committed
+        for group, states in self._states.items():
+            states[self._tables[group][row, 0]] = sight.state(group)
         return seen, sampled
+
+    def _begin_states(self, row: int, start: int, begin: int) -> dict[int, int]:
+        """What the states of a row are before position `start`, of each group that has states."""
+        return {
+            group: begin if start == 0 or begin == _NOT_FINITE else states[self._tables[group][row, 0]]
+            for group, states in self._states.items()
+        }
 
     def _sample(self, row: int, seen: int, token: int, choice: Sequence[int]) -> int:
         """What a row samples of `choice` after `token`."""

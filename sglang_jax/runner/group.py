@@ -15,6 +15,7 @@ from typing import Protocol
 from sglang_jax.runner.plan import RunnerSpec, StepPlan, StepResult, TokenMasks
 from sglang_jax.runner.protocol import Runner, RunnerReport, StepHandle
 from sglang_jax.runner.pulse import Building
+from sglang_jax.runner.rank_beats import NoteBeat, Progress
 from sglang_jax.runner.wire import Codec
 
 _STEPS_IN_FLIGHT = 2
@@ -49,6 +50,10 @@ class Followers(Protocol):
 
     def send(self, order: Order) -> None:
         """Has every follower do what this process does next. Raises what `check` raises."""
+        ...
+
+    def announce(self, note: NoteBeat) -> None:
+        """Has `note` called with what followers say of their progress from now on."""
         ...
 
     def check(self) -> None:
@@ -100,6 +105,10 @@ class GroupRunner:
         """See `Runner`. The others build what this process builds, at the same time."""
         self._runner.announce_builds(building)
 
+    def announce_ranks(self, note: NoteBeat) -> None:
+        """Has `note` called with the beats of the other ranks."""
+        self._followers.announce(note)
+
     def launch(self, plan: StepPlan) -> GroupStep:
         """See `Runner`. This process launches first: it refuses what none may run."""
         step = self._runner.launch(plan)
@@ -118,13 +127,15 @@ class GroupRunner:
             self._followers.close()
 
 
-def follow(runner: Runner, next_order: Callable[[], Order]) -> None:
-    """Runs what rank 0 runs, in its order, until told to leave; not further ahead of the device than rank 0 is."""
+def follow(runner: Runner, next_order: Callable[[], Order], progress: Progress) -> None:
+    """Runs what rank 0 runs, in its order, until told to leave; not further ahead of the device than rank 0 is. Counts
+    its steps in `progress`."""
     in_flight: deque[StepHandle] = deque()
     while True:
         match next_order():
             case StepPlan() as plan:
                 in_flight.append(runner.launch(plan))
+                progress.steps += 1
                 if len(in_flight) > _STEPS_IN_FLIGHT:
                     in_flight.popleft().result()
             case TokenMasks() as masks:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
-from numpy.typing import NDArray
-
+from sglang_jax.checkpoint.kv_scales import ScalesOfLayers
 from sglang_jax.checkpoint.opening import Checkpoint
 from sglang_jax.config import KVCacheDtype
 
 logger = logging.getLogger(__name__)
 
 
-def scales_of_checkpoint(checkpoint: Checkpoint, dtype: KVCacheDtype) -> NDArray[np.float32] | None:
-    """float32 `[layers, kv_heads, 2]`, by which keys (0) and values (1) are stored divided in a cache of `dtype`.
+def scales_of_checkpoint(checkpoint: Checkpoint, dtype: KVCacheDtype) -> ScalesOfLayers | None:
+    """By what keys and values are stored divided in a cache of `dtype`.
 
     None where the cache is not of 8 bits, or where the checkpoint brings no scales: float8, whose steps are as small as
     its numbers, is then stored at a scale of 1. The log says which it is.

@@ -40,7 +40,10 @@ whose `RunnerSpec.max_samples` is above 1."""
 class PoolSpec:
     """The KV pages that a runner has for one cache group of the model (`architectures.CacheGroup` says which layers
     these are). `num_pages` counts the pad page 0, which is never handed out. `window`: tokens that a query sees, its
-    own among them; None for those that see all."""
+    own among them; None for those that see all.
+
+    Of a pool of kind `state` pages are slots: each has the states of the group's layers after some number of a row's
+    tokens. `page_size` is that of the other pools, as states are shared at the ends of pages."""
 
     kind: CacheKind
     num_pages: int
@@ -48,9 +51,13 @@ class PoolSpec:
     window: int | None = None
 
     def __post_init__(self) -> None:
-        wrong = self.window is not None if self.kind is CacheKind.FULL else self.window is None or self.window < 1
+        wrong = self.window is None or self.window < 1 if self.kind is CacheKind.WINDOW else self.window is not None
         if wrong:
             raise ValueError(f"a pool of kind {self.kind} has a window of {self.window} tokens")
+
+    def columns(self, max_context: int) -> int:
+        """Columns of its page table, for rows of at most so many tokens."""
+        return 1 if self.kind is CacheKind.STATE else -(-max_context // self.page_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +83,21 @@ class RunnerSpec:
 
     @property
     def max_pages_per_row(self) -> int:
-        """Columns of each page table."""
+        """Columns of each page table, but for those of states."""
         return -(-self.max_context // self.pools[0].page_size)
 
     @property
     def table_columns(self) -> int:
         """Columns of the page tables of all pools, side by side."""
-        return self.max_pages_per_row * len(self.pools)
+        return sum(pool.columns(self.max_context) for pool in self.pools)
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Tokens that the first pool with pages holds; where there are states alone, those of as many rows as it has
+        slots."""
+        pool = next((pool for pool in self.pools if pool.kind is not CacheKind.STATE), self.pools[0])
+        tokens = self.max_context if pool.kind is CacheKind.STATE else pool.page_size
+        return (pool.num_pages - 1) * tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +110,20 @@ class PageDeltas:
     rows: Int32
     columns: Int32
     pages: Int32
+
+
+@dataclass(frozen=True, slots=True)
+class SlotCopies:
+    """Within pool number `pool` of the spec, one of states: before the step writes anything, slot `targets[i]` takes
+    what `sources[i]` holds once the step before has run. Both are `[copies]`.
+
+    Targets are the slots of rows of the plan, after its deltas, each named once, and none of them is a source. So a
+    runner may as well begin a row's sequence with the source, write its last state to the target, and copy nothing.
+    """
+
+    pool: int
+    sources: Int32
+    targets: Int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +187,10 @@ class StepPlan:
       two parts: `Runner.launch` starts the forward pass, and `StepHandle.sample`, which brings the masks, samples for
       all sequences. None where no sequence does so: then the step is one.
     - `page_deltas`: one for each pool of the spec. Of a pool with a window, entries that the step's queries see are
-      right; those before them may name pages that are somebody else's by now.
+      right; those before them may name pages that are somebody else's by now. Of a pool of states column 0 is a row's
+      slot: its sequence goes on from the state there, and leaves there the state after its last token. One whose first
+      query is at position 0 begins with no state, whatever the slot holds.
+    - `copies`: of pools that have any, what is copied within them before the step.
     - `row_updates`: what is to be replaced of rows before the step.
     - `top_logprobs`: `NO_LOGPROBS`, or one of `LOGPROB_BUCKETS`: alternatives reported beside the sampled
       token's own logprob.
@@ -172,6 +204,7 @@ class StepPlan:
     tokens: Int32
     samples: Bool
     page_deltas: tuple[PageDeltas, ...]
+    copies: tuple[SlotCopies, ...] = ()
     learnt: Bool | None = None
     masked: Bool | None = None
     row_updates: RowUpdates = NO_UPDATES
@@ -240,6 +273,15 @@ class StepResult:
 def one_each(tokens: Int32, samples: Bool) -> tuple[Int32, Int32]:
     """`tokens` and `counts` of a result in which each of `tokens`, `[n]`, was sampled alone, where `samples`, `[n]`."""
     return tokens[:, None], samples.astype(np.int32)
+
+
+def refuse_states(plan: StepPlan) -> None:
+    """For runners whose layers keep no state.
+
+    **Raises:** `ValueError` for a plan that copies states.
+    """
+    if plan.copies:
+        raise ValueError(f"step {plan.step} copies states: this runner has no layers that keep one")
 
 
 def refuse_drafts(plan: StepPlan) -> None:

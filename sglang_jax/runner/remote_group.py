@@ -23,13 +23,13 @@ from multiprocessing.connection import Connection
 
 from sglang_jax.runner.group import ORDERS, GiveUp, Leave, Order
 from sglang_jax.runner.group_listener import FollowerListener, Hello, connect_to_leader
+from sglang_jax.runner.rank_beats import BEAT_EVERY_SECONDS, NoteBeat, Progress, steps_in
 from sglang_jax.runner.wire import FrameError
 
-ALIVE_EVERY_SECONDS = 2.0
+ALIVE_EVERY_SECONDS = BEAT_EVERY_SECONDS
 LOST_AFTER_SECONDS = 15.0
 _SECONDS_TO_END = 15.0
 
-_ALIVE = b"alive"
 _MOST_SAID = 64 << 10
 """Bytes of what a follower says; longer, and its connection is closed."""
 _MOST_ORDERED = 1 << 30
@@ -51,8 +51,12 @@ class RemoteFollowers:
         self._on_loss = on_loss
         self._lost: str | None = None
         self._leaving = False
+        self._note: NoteBeat = _unnoted
         self._links = [_Link(connection, name) for connection, name in listener.accept(count, timeout)]
-        self._watches = [threading.Thread(target=self._watch, args=(link,), daemon=True) for link in self._links]
+        self._watches = [  # they are in the order of their ranks
+            threading.Thread(target=self._watch, args=(rank, link), daemon=True)
+            for rank, link in enumerate(self._links, 1)
+        ]
         for watch in self._watches:
             watch.start()
 
@@ -66,6 +70,10 @@ class RemoteFollowers:
             except OSError as error:
                 self._lose(f"{link.name} is lost: {error}")
         self.check()
+
+    def announce(self, note: NoteBeat) -> None:
+        """See `Followers`."""
+        self._note = note
 
     def check(self) -> None:
         """See `Followers`."""
@@ -91,9 +99,13 @@ class RemoteFollowers:
             watch.join(max(deadline - time.monotonic(), 0.0))
             link.close()
 
-    def _watch(self, link: _Link) -> None:
+    def _watch(self, rank: int, link: _Link) -> None:
         words: list[str] = []
-        end = link.listen(lambda data: words.append(data.decode(errors="replace")), _MOST_SAID)
+        end = link.listen(
+            lambda data: words.append(data.decode(errors="replace")),
+            _MOST_SAID,
+            lambda steps: self._note(rank, steps),
+        )
         if not self._leaving:
             self._lose(f"{link.name} gave up: {words[-1]}" if words else f"{link.name} is lost: {end}")
 
@@ -104,7 +116,7 @@ class RemoteFollowers:
 
 
 class LeaderLink:
-    """A follower's connection to rank 0.
+    """A follower's connection to rank 0, which it tells of its `progress`.
 
     **Arguments:** `address`, `secret`: those of rank 0's `FollowerListener`; `rank`: this process's; `on_loss`: called
     when rank 0 is lost.
@@ -113,10 +125,11 @@ class LeaderLink:
     """
 
     def __init__(self, address: tuple[str, int], secret: bytes, rank: int, on_loss: OnLoss) -> None:
+        self.progress = Progress()
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._on_loss = on_loss
         connection = connect_to_leader(address, secret, Hello(rank, ORDERS.form))
-        self._link = _Link(connection, "node 0")
+        self._link = _Link(connection, "node 0", self.progress)
         self._leaving = threading.Event()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -155,11 +168,17 @@ class LeaderLink:
             self._on_loss(f"node 0 is lost: {end}")
 
 
-class _Link:
-    """A connection that says that it is alive, and knows how long the other side has been silent."""
+def _unnoted(rank: int, steps: int) -> None:
+    """Until somebody wants to know."""
 
-    def __init__(self, connection: Connection, name: str) -> None:
+
+class _Link:
+    """A connection that says that this side is alive and what its `progress` is, and knows how long the other side has
+    been silent."""
+
+    def __init__(self, connection: Connection, name: str, progress: Progress | None = None) -> None:
         self.name = name
+        self._progress = progress or Progress()
         self._connection = connection
         self._sending = threading.Lock()
         self._closed = threading.Event()
@@ -170,14 +189,20 @@ class _Link:
         with self._sending:
             self._connection.send_bytes(data)
 
-    def listen(self, take: Callable[[bytes], None], most: int) -> str:
+    def listen(
+        self, take: Callable[[bytes], None], most: int, on_beat: Callable[[int], None] = lambda steps: None
+    ) -> str:
         """Hands on what is not a sign of life until the other side ends or falls silent; says which. Whoever sends more
-        than `most` bytes at once is taken for one that ends. Raises what `take` raises."""
+        than `most` bytes at once is taken for one that ends. `on_beat` is given the steps that a sign of life tells.
+        Raises what `take` raises."""
         try:
             while self._connection.poll(LOST_AFTER_SECONDS):
                 data = self._connection.recv_bytes(most)
-                if data != _ALIVE:
+                steps = steps_in(data)
+                if steps is None:
                     take(data)
+                else:
+                    on_beat(steps)
         except (EOFError, OSError):
             return "its connection closed"
         finally:
@@ -200,6 +225,6 @@ class _Link:
         while not self._closed.wait(ALIVE_EVERY_SECONDS):
             try:
                 with self._sending:
-                    self._connection.send_bytes(_ALIVE)
+                    self._connection.send_bytes(self._progress.beat())
             except OSError:
                 return

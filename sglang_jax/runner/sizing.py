@@ -6,7 +6,7 @@ import logging
 import math
 from dataclasses import dataclass
 
-from sglang_jax.architectures import CacheKind
+from sglang_jax.architectures import CacheGroup, CacheKind
 from sglang_jax.config import EngineConfig
 from sglang_jax.errors import ConfigError, NoRoomError
 from sglang_jax.runner.plan import PoolSpec
@@ -30,7 +30,8 @@ that many begin with are worth a window each."""
 
 @dataclass(frozen=True, slots=True)
 class GroupMemory:
-    """What a cache group takes: bytes of one page over all of its layers. `kind`, `window`: see `CacheGroup`."""
+    """What a cache group takes: bytes of one page, or of one slot for states, over all of its layers. `kind`, `window`:
+    see `CacheGroup`."""
 
     page: int
     kind: CacheKind = CacheKind.FULL
@@ -53,7 +54,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """`num_pages` of each group counts the pad page; `max_context` is at most what the pools hold."""
+    """`num_pages` of each group counts the pad page (slot); `max_context` is at most what the pools hold."""
 
     num_pages: tuple[int, ...]
     max_rows: int
@@ -72,8 +73,9 @@ def choose_sizes(config: EngineConfig, model_context: int, memory: Memory) -> Si
         raise ConfigError(f"context_length {context} is beyond the {model_context} positions that the model declares")
     default_rows = _MAX_RUNNING_ON_CPU if memory.platform == "cpu" else _MAX_RUNNING
     max_rows = config.max_running_requests or default_rows
-    pools = _Pools(config, memory, context)
+    pools = _Pools(config, memory, context, max_rows)
     pages = _pages_asked_for(config, memory, pools) or _pages_that_fit(config, memory, pools, max_rows, context)
+    max_rows = _rows_with_slots(config, pools.slots(pages), max_rows)
     tokens = pages * config.page_size
     if pools.all_windows:
         tokens = context
@@ -87,18 +89,55 @@ def choose_sizes(config: EngineConfig, model_context: int, memory: Memory) -> Si
     )
 
 
-class _Pools:
-    """How the pools of a model follow from one number, the pages of those that see all tokens."""
+def _rows_with_slots(config: EngineConfig, slots: int | None, rows: int) -> int:
+    """Each row needs a slot for its state. Unless `max_running_requests` says otherwise, as many slots are left for
+    states of cached prefixes."""
+    if slots is None:
+        return rows
+    room = slots if config.max_running_requests or config.disable_radix_cache else max(slots // 2, 1)
+    if room < rows:
+        logger.warning("%d requests at once instead of %d: there are %d slots for states", room, rows, slots)
+    return min(rows, room)
 
-    def __init__(self, config: EngineConfig, memory: Memory, context: int) -> None:
+
+class _Pools:
+    """How the pools of a model follow from one number: the pages of those that see all tokens, or the slots of a model
+    whose layers all keep states."""
+
+    def __init__(self, config: EngineConfig, memory: Memory, context: int, rows: int) -> None:
         self._config = config
         self._groups = memory.groups
         self._context = context
-        self.all_windows = all(group.window for group in memory.groups)
+        self._rows = rows
+        self._page_bytes = sum(group.page for group in memory.groups if group.kind is not CacheKind.STATE)
+        self.has_pages = self._page_bytes > 0
+        self.all_windows = all(group.kind is not CacheKind.FULL for group in memory.groups)
 
     def pages(self, full: int) -> tuple[int, ...]:
-        """Pages of each pool, without the pad page, where one without a window has `full`."""
-        return tuple(self._window_pages(group.window, full) if group.window else full for group in self._groups)
+        """Pages (slots) of each pool, without the pad page, where one without a window has `full`."""
+        return tuple(self._pages_of(group, full) for group in self._groups)
+
+    def slots(self, full: int) -> int | None:
+        """Slots for states; None for a model without any."""
+        kept = [group for group in self._groups if group.kind is CacheKind.STATE]
+        return self._pages_of(kept[0], full) if kept else None
+
+    def _pages_of(self, group: GroupMemory, full: int) -> int:
+        if group.kind is CacheKind.STATE:
+            return self._num_slots(group.page, full)
+        return self._window_pages(group.window, full) if group.window else full
+
+    def _num_slots(self, slot_bytes: int, full: int) -> int:
+        """Those that are asked for, or a share of the memory for pages; without the prefix cache one a row."""
+        config = self._config
+        if config.disable_radix_cache:
+            return self._rows
+        if config.max_mamba_cache_size is not None:
+            return config.max_mamba_cache_size
+        if not self.has_pages:
+            return full
+        share = int(config.mamba_full_memory_ratio * full * self._page_bytes) // slot_bytes
+        return max(min(share, full + 2 * self._rows), 1)  # there is no use for more states than ends of pages
 
     def bytes(self, full: int) -> int:
         """What all pools take, pad pages included."""
@@ -141,7 +180,7 @@ def _pages_asked_for(config: EngineConfig, memory: Memory, pools: _Pools) -> int
 
 def _pages_that_fit(config: EngineConfig, memory: Memory, pools: _Pools, max_rows: int, context: int) -> int:
     pages = pools.most(int(memory.available * config.mem_fraction_static) - memory.weights)
-    least = min(context, _LEAST_TOKENS)
+    least = min(context, _LEAST_TOKENS) if pools.has_pages else config.page_size
     if pages * config.page_size < least:
         raise NoRoomError(
             f"{_mib(memory.available)} of memory are available and mem_fraction_static is "
@@ -167,11 +206,29 @@ def pool_specs(memory: Memory, sizes: Sizes, page_size: int) -> tuple[PoolSpec, 
 def describe_pools(memory: Memory, sizes: Sizes, page_size: int) -> str:
     """What the pools hold and take, for the log."""
     parts = [
-        f"{(pages - 1) * page_size} KV tokens{f' with a window of {group.window}' if group.window else ''} in "
-        f"{_mib(pages * group.page)}"
+        f"{_contents(group, pages - 1, page_size)} in {_mib(pages * group.page)}"
         for group, pages in zip(memory.groups, sizes.num_pages, strict=True)
     ]
     return ", ".join(parts)
+
+
+def _contents(group: GroupMemory, pages: int, page_size: int) -> str:
+    if group.kind is CacheKind.STATE:
+        return f"{pages} recurrent states"
+    return f"{pages * page_size} KV tokens{f' with a window of {group.window}' if group.window else ''}"
+
+
+def refuse_states(groups: tuple[CacheGroup, ...], backend: str) -> None:
+    """For backends whose layers keep no state.
+
+    **Raises:** `ConfigError` for a model with layers that do.
+    """
+    layers = [layer for group in groups if group.kind is CacheKind.STATE for layer in group.layers]
+    if layers:
+        raise ConfigError(
+            f"layers {layers} of the model keep a recurrent state, which the {backend} backend does not compute yet: "
+            "choose a model whose layers are all attention"
+        )
 
 
 def _mib(size: int) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 from sglang_jax.errors import ParameterError, shown
 from sglang_jax.sampling.grammar import Grammar
+from sglang_jax.spellings import SAMPLING_FIELDS
 
 MAX_LOGIT_BIAS = 320
 """Most entries of one request's `logit_bias` (OpenAI documents 300)."""
@@ -22,6 +24,14 @@ MAX_TOP_LOGPROBS = 20
 """Most alternatives reported per position."""
 
 SEED_LIMIT = 2**63
+
+
+def unknown_field(where: str, name: str) -> str:
+    """What is said of a sampling field that there is not."""
+    known = SAMPLING_FIELDS.get(name)
+    if known is not None:
+        return f"{where} has no field {name!r}: it is called {known} here"
+    return f"{where} has no field {name!r}; there are {', '.join(sorted(SamplingParams.__dataclass_fields__))}"
 
 
 def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
@@ -89,6 +99,13 @@ class SamplingParams:
     include_stop: bool = False
     grammar: Grammar | None = None
 
+    def __new__(cls, **fields: object) -> Self:
+        """Refuses a field that there is not, by the name it has here where that is known."""
+        for name in fields:
+            if name not in cls.__dataclass_fields__:
+                raise TypeError(unknown_field("SamplingParams", name))
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         most = 2**31 - 1
         if self.max_new_tokens is not None:
@@ -110,6 +127,15 @@ class SamplingParams:
         self._check_sequences()
 
     def _check_sequences(self) -> None:
+        # Most requests have none of these, and thousands may arrive at once.
+        if self.stop or isinstance(self.stop, str):
+            self._check_stop()
+        if self.stop_token_ids:
+            self._check_stop_token_ids()
+        if self.logit_bias:
+            self._check_logit_bias()
+
+    def _check_stop(self) -> None:
         if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
             raise ParameterError(f"stop must be a list of non-empty strings, got {shown(self.stop)}", param="stop")
         characters = sum(map(len, self.stop))
@@ -117,6 +143,8 @@ class SamplingParams:
             raise ParameterError(
                 f"stop may hold at most {MAX_STOP_CHARACTERS} characters together, got {characters}", param="stop"
             )
+
+    def _check_stop_token_ids(self) -> None:
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise ParameterError(
                 f"stop_token_ids may hold at most {MAX_STOP_TOKEN_IDS} ids, got {len(self.stop_token_ids)}",
@@ -124,6 +152,8 @@ class SamplingParams:
             )
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0, 2**31 - 1)
+
+    def _check_logit_bias(self) -> None:
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise ParameterError(
                 f"logit_bias may hold at most {MAX_LOGIT_BIAS} entries, got {len(self.logit_bias)}",

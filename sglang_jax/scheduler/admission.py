@@ -9,12 +9,13 @@ import numpy as np
 
 from sglang_jax.mem_cache.group import Group
 from sglang_jax.mem_cache.kv_cache import KVCache
-from sglang_jax.mem_cache.radix_tree import TOKEN_BYTES, Namespace, Node, Probe
+from sglang_jax.mem_cache.radix_tree import Probe
 from sglang_jax.runner.plan import Int32
 from sglang_jax.scheduler.chunking import PrefillWork
 from sglang_jax.scheduler.request import Request, RequestState
 from sglang_jax.scheduler.reserve import CLIP, NewTokenReserve
 from sglang_jax.scheduler.rows import RECLAIMED_AT_ONCE, Rows
+from sglang_jax.scheduler.sharing import UnderWay
 from sglang_jax.scheduler.waiting_queue import WaitingQueue
 
 MAX_SHARERS_PASSED = 64
@@ -38,9 +39,6 @@ MAX_REFUSALS = 8
 
 LEAST_WORK_LOOKS = 8
 """Requests with the least work that are looked at in a step whose tokens are all spoken for."""
-
-Offer = tuple[Namespace, int, bytes]
-"""A page that is about to be computed: where in the tree it will hang, and its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +93,8 @@ class Admission:
                 break
         if not look.seated:
             self._queue.pause(RETRY_STEPS)
+        elif self._queue:
+            look.under_way.note_sharers(look.seated, self._queue.front(MAX_SHARERS_PASSED))
         return Decisions(look.seated, look.too_large)
 
     def _reclaim(self) -> bool:
@@ -181,22 +181,13 @@ class Admission:
         return waiting.passed >= self.backfill_seats or step - waiting.refused_at >= self.backfill_steps
 
     def _should_wait(self, request: Request, probe: Probe, look: _Look) -> bool:
-        """True where the next page of this prompt is about to be computed for somebody else."""
-        if not self._cache.reuse or not probe.whole:
-            return False
-        cached, page = probe.length, self._cache.page_size
-        if cached + page > request.match_limit:
-            return False
-        if _offer(request, probe.node, cached, page) not in look.offers:
+        """True where more of this prompt is about to be computed for somebody else."""
+        if not self._cache.reuse or not look.under_way.will_serve(request, probe):
             return False
         waiting = request.waiting
-        waiting.idle_looks = 0 if cached > waiting.seen else waiting.idle_looks + 1
-        waiting.seen = cached
+        waiting.idle_looks = 0 if probe.length > waiting.seen else waiting.idle_looks + 1
+        waiting.seen = probe.length
         return waiting.idle_looks <= SHARER_LOOKS
-
-
-def _offer(request: Request, node: Node, first: int, page: int) -> Offer:
-    return request.namespace, node.id, request.tokens[first * TOKEN_BYTES : (first + page) * TOKEN_BYTES]
 
 
 class _Look:
@@ -213,7 +204,8 @@ class _Look:
         self._cache = cache
         self._rows = rows
         self._ratio = reserve.ratio
-        self._under_way = rows.prefilling
+        self._prompts = rows.prefilling
+        self.under_way = UnderWay(cache, rows.prefilling)
         self.step = step
         self.allowance = allowance
         self.work = PrefillWork(rows.prefilling)
@@ -222,9 +214,6 @@ class _Look:
         self.refused: list[Request] = []
         self.passed = 0
         self.aged: Request | None = None
-        self.offers: set[Offer] = set()
-        for request in rows.prefilling:
-            self._add_offer(request)
         self._rooms = [_Room(group) for group in cache.groups]
         self._counted = False
 
@@ -245,14 +234,8 @@ class _Look:
         self.seated.append(request)
         self.work.add(request, request.prefill_len - probe.length)
         for room in self._rooms:
-            room.add(request, probe)
-        self._add_offer(request)
-
-    def _add_offer(self, request: Request) -> None:
-        record, page = request.record, self._cache.page_size
-        first = record.cache_protected_len
-        if first + page <= request.prefill_len:
-            self.offers.add(_offer(request, record.locked_node, first, page))
+            room.add(request)
+        self.under_way.add(request)
 
     def _count(self) -> None:
         """What those take still that had rows before this look, and are not over."""
@@ -261,7 +244,7 @@ class _Look:
         known = np.maximum(every.num_tokens[rows], self._cache.lengths.kv_allocated[rows])
         left = np.minimum(every.total_len[rows] - known, CLIP).clip(0)
         for room in self._rooms:
-            room.count(known, left, self._under_way)
+            room.count(known, left, self._prompts)
         self._counted = True
 
 
@@ -278,9 +261,9 @@ class _Room:
         self._output += self._group.output_need(known, left)
         self._pages += sum([self._group.rest_need(request.prefill_len, request.row) for request in under_way])
 
-    def add(self, request: Request, probe: Probe) -> None:
-        """Adds a request that starts with the prefix that was probed."""
-        self._pages += self._group.prompt_need(request.prefill_len, probe.length)
+    def add(self, request: Request) -> None:
+        """Adds a request that was given a row."""
+        self._pages += self._group.rest_need(request.prefill_len, request.row)
         self._output += self._output_of(request)
 
     def fits(self, request: Request, probe: Probe, ratio: float) -> bool:

@@ -27,6 +27,10 @@ class Arrivals:
         self._random_seed = random_seed
         self._max_queued = max_queued
         self._count = 0
+        self._no_stops: Int32 = np.zeros(0, np.int32)
+        self._eos_stops: Int32 = np.array(list(dict.fromkeys(eos_ids)), np.int32)
+        for shared in (self._no_stops, self._eos_stops):
+            shared.setflags(write=False)
 
     def accept(self, message: NewRequest, num_waiting: int) -> Request:
         """**Raises:** `RequestError` saying what is wrong with the message, or that the queue is full."""
@@ -70,8 +74,8 @@ class Arrivals:
                 f"{'one output token' if samples else 'no output'} in the context of {self._spec.max_context}",
                 param="prompt",
             )
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= self._spec.vocab_size:
+        if int(tokens.view(np.uint32).max()) >= self._spec.vocab_size:  # a negative id is a large number there
+            low, high = int(tokens.min()), int(tokens.max())
             raise ParameterError(
                 f"the prompt holds token id {low if low < 0 else high}, "
                 f"the vocabulary is [0, {self._spec.vocab_size - 1}]",
@@ -85,6 +89,8 @@ class Arrivals:
         return min(prompt_len + sampling.max_new_tokens, self._spec.max_context)
 
     def _stop_ids(self, sampling: SamplingParams) -> Int32:
+        if not sampling.stop_token_ids and len(self._eos_stops) <= MAX_STOP_TOKEN_IDS:
+            return self._no_stops if sampling.ignore_eos else self._eos_stops
         ids = dict.fromkeys(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             ids |= dict.fromkeys(self._eos_ids)

@@ -53,15 +53,18 @@ class ChunkSharing:
     def __init__(self) -> None:
         self._credit = 0.0
 
-    def share(self, prompts: list[Request], work: list[int], allowance: int) -> list[int]:
-        """How many tokens each of `prompts` computes, of `work` tokens that it has left."""
-        if sum(work) <= allowance:
+    def share(
+        self, prompts: list[Request], work: list[int], allowance: int, most: list[int] | None = None
+    ) -> list[int]:
+        """How many tokens each of `prompts` computes, of `work` tokens that it has left; at most `most` if given."""
+        most = work if most is None else most
+        if sum(most) <= allowance:
             self._credit = 0.0
-            return work
+            return most
         order = _order(prompts, work)
         oldest = _oldest(prompts)
         self._credit = min(self._credit + allowance / OLDEST_SHARE, float(allowance))
-        parts = _fill(order, work, allowance, oldest, int(self._credit))
+        parts = _fill(order, most, allowance, oldest, int(self._credit))
         self._credit = max(self._credit - parts[oldest], 0.0)
         return parts
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_jax.mem_cache.kv_cache import KVCache, RowKV
+from sglang_jax.mem_cache.kv_cache import KVCache
+from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.runner.plan import INVALID_TOKEN, Int32, StepResult
 from sglang_jax.scheduler.planner import Planned
 from sglang_jax.scheduler.request import Request, RequestState

@@ -139,7 +139,7 @@ class SchedulerLoop:
         }
         for group in stats.groups:
             name = group.name.replace(" ", "_")
-            state[f"{name}_used_tokens"] = group.used_tokens
-            state[f"{name}_max_tokens"] = group.max_tokens
-            state[f"{name}_token_usage"] = group.usage
+            state[f"{name}_used_{group.unit}s"] = group.used_tokens
+            state[f"{name}_max_{group.unit}s"] = group.max_tokens
+            state[group.usage_name.replace(" ", "_")] = group.usage
         return state | dict(report.details)

@@ -129,17 +129,24 @@ class StepOutputs(msgspec.Struct, tag="step", frozen=True, kw_only=True):
 
 
 class GroupUsage(msgspec.Struct, frozen=True):
-    """KV tokens of one cache group. `name`: `full`, or `swa` for layers with a sliding window; where windows differ,
-    with their size."""
+    """KV tokens of one cache group, or its slots where it has states. `name`: `full`, `swa` for layers with a sliding
+    window (where windows differ, with their size), or `mamba` for those that keep a recurrent state; where groups
+    differ in the shape of their pages alone, with a number from 2 on. `unit`: what is counted, `token` or `slot`."""
 
     name: str
     used_tokens: int
     max_tokens: int
+    unit: str = "token"
 
     @property
     def usage(self) -> float:
         """Share of the pool that is neither free nor evictable."""
         return self.used_tokens / self.max_tokens
+
+    @property
+    def usage_name(self) -> str:
+        """What the share is called where operators read it."""
+        return f"{self.name} token usage" if self.unit == "token" else f"{self.name} usage"
 
 
 class SchedulerStats(msgspec.Struct, tag="stats", frozen=True, kw_only=True):

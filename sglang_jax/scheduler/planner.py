@@ -114,7 +114,7 @@ class Planner:
             if part is not None:
                 return part
         widths = None if self._max_samples == 1 else self._ones[: len(rows)]
-        kv_lens = self._cache.extend_decode(rows, widths)
+        kv_lens = self._cache.extend_decode(rows, widths, prompts_wait=prompts_wait)
         if kv_lens is None:
             raise OutOfPages
         return DecodePart(rows, kv_lens, None)
@@ -159,6 +159,7 @@ class Planner:
             tokens=tokens,
             samples=self._yes[:count],
             page_deltas=self._cache.take_deltas(),
+            copies=self._cache.take_copies(rows, step),
             learnt=self._learnt(rows),
             masked=masked,
             top_logprobs=self._top_logprobs(rows),
@@ -201,24 +202,31 @@ class Planner:
 
     def allowance(self, decode: DecodePart) -> int:
         """Tokens of prompts that a step beside these decode rows has."""
+        return self._allowance(decode, self._work())
+
+    def _allowance(self, decode: DecodePart, work: list[int]) -> int:
         most = self._token_budget - decode.num_tokens
-        prompts = self._rows.prefilling
-        return self._budget.allowance(decode.num_tokens, decode.kv_lens, prompts, self._work(), most)
+        return self._budget.allowance(decode.num_tokens, decode.kv_lens, self._rows.prefilling, work, most)
 
     def _choose_chunks(self, decode: DecodePart) -> list[Chunk]:
         """Gives prompts under way their parts of what the step has for them, as far as pages go."""
         prompts = self._rows.prefilling
-        if not prompts or (allowance := self.allowance(decode)) <= 0:
-            return []
         cache, work = self._cache, self._work()
+        if not prompts or (allowance := self._allowance(decode, work)) <= 0:
+            return []
         starts = [request.prefill_len - left for request, left in zip(prompts, work, strict=True)]
-        parts = self._sharing.share(prompts, work, allowance)
+        most = [
+            cache.chunk_end(request.record, start, request.prefill_len, request.prefill_len) - start
+            for request, start in zip(prompts, starts, strict=True)
+        ]
+        parts = self._sharing.share(prompts, work, allowance, most)
         cache.let_go(np.array([request.row for request in prompts], np.int32), tight=True)
         pages = cache.available_pages
         chunks: list[Chunk] = []
         for request, start, length in zip(prompts, starts, parts, strict=True):
             slack = -start % cache.page_size
-            length = min(length, slack + pages * cache.page_size)
+            end = start + min(length, slack + pages * cache.page_size)
+            length = cache.chunk_end(request.record, start, end, request.prefill_len) - start
             if length > 0:
                 pages -= cache.pages_for(length - slack) if length > slack else 0
                 chunks.append(Chunk(request, start, length))
@@ -256,6 +264,7 @@ class Planner:
             tokens=np.concatenate((sources, np.frombuffer(tokens, np.int32))),
             samples=samples,
             page_deltas=self._cache.take_deltas(),
+            copies=self._cache.take_copies(rows, step),
             learnt=self._learnt_beside(decode.rows, len(chunks)),
             masked=masked,
             row_updates=RowUpdates(tuple([_sampling_update(request) for request in newcomers])),

@@ -8,8 +8,8 @@ from enum import Enum, auto
 import numpy as np
 
 from sglang_jax.grammar.interface import Matcher
-from sglang_jax.mem_cache.kv_cache import RowKV
 from sglang_jax.mem_cache.radix_tree import Namespace
+from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.runner.plan import Int32
 from sglang_jax.sampling.params import SamplingParams
 

@@ -77,6 +77,7 @@ class Scheduler:
             spec.max_context,
             step_tokens=min(config.chunked_prefill_size, spec.token_budget),
             drafts=spec.max_samples > 1,
+            state_interval=config.mamba_track_interval,
             reuse=not config.disable_radix_cache,
             eviction=config.radix_eviction_policy,
             debug=config.debug_memory,
@@ -123,12 +124,14 @@ class Scheduler:
     @property
     def max_total_tokens(self) -> int:
         """Tokens that the pool of the first group holds."""
-        return self.cache.groups[0].max_tokens
+        return self._runner.spec.max_total_tokens
 
     @property
     def num_used_tokens(self) -> int:
-        """Tokens of the first group's pages that are neither free nor evictable."""
-        return self.cache.groups[0].used_tokens
+        """Tokens of the first group's pages that are neither free nor evictable; where layers keep states alone, of its
+        slots, with as many tokens as a row may have in each."""
+        group = self.cache.first_with_pages
+        return round(self.cache.groups[0].usage * self.max_total_tokens) if group is None else group.used_tokens
 
     @property
     def token_usage(self) -> float:
@@ -269,7 +272,8 @@ class Scheduler:
         else:
             (request,) = (request for request in self.rows.requests if request is not None)
             tokens = int(self.rows.num_tokens[request.row])
-            group = self.cache.too_small_for(tokens + 1) or self.cache.groups[0]
+            group = self.cache.too_small_for(tokens + 1) or self.cache.first_with_pages
+            assert group is not None, "states do not grow"
             error = CapacityError(
                 f"the request needs KV of {tokens} tokens and runs alone, but the pool holds {group.size}; "
                 f"raise {group.remedy}"
@@ -308,6 +312,8 @@ class Scheduler:
         result = launched.handle.result()
         self._note_time(launched)
         self.cache.settle(planned.plan.step)
+        if planned.plan.copies:
+            self.queue.look_again()  # what was copied from may go now
         widths, sampled = planned.decode.widths, 0
         if widths is not None:
             self.cache.shorten(planned.decode.rows, widths - result.counts[: len(widths)])

@@ -86,11 +86,7 @@ class StepLog:
             compiles_after_warm_up=compiles_after_warm_up,
             new_token_reserve=scheduler.reserve.ratio,
             steps=self.steps,
-            groups=[
-                GroupUsage(name, group.used_tokens, group.max_tokens)
-                for name, group in scheduler.cache.named_groups()
-                if len(scheduler.cache.groups) > 1
-            ],
+            groups=self._groups() if len(scheduler.cache.groups) > 1 or scheduler.cache.states else [],
         )
 
     def _measure(self) -> float:
@@ -104,10 +100,16 @@ class StepLog:
 
     def _usage(self) -> str:
         """Used shares of the pools."""
-        groups = self._scheduler.cache.named_groups()
-        if len(groups) == 1:
-            return f"token usage: {groups[0][1].usage:.2f}"
-        return ", ".join([f"{name} token usage: {group.usage:.2f}" for name, group in groups])
+        groups = self._groups()
+        if len(groups) == 1 and groups[0].unit == "token":
+            return f"token usage: {groups[0].usage:.2f}"
+        return ", ".join([f"{group.usage_name}: {group.usage:.2f}" for group in groups])
+
+    def _groups(self) -> list[GroupUsage]:
+        return [
+            GroupUsage(name, group.used_tokens, group.max_tokens, group.unit)
+            for name, group in self._scheduler.cache.named_groups()
+        ]
 
     def _write_prefill_line(self, planned: Planned) -> None:
         scheduler = self._scheduler

@@ -129,13 +129,13 @@ class Caller:
         self.running -= count
 
     def own(self, prompt: GenerateInput) -> GenerateInput:
-        """The prompt as one of the caller's, in the part of the prefix cache that is its own."""
+        """The prompt as one of the caller's, in the part of the prefix cache that is its own. An operator, as a server
+        before this one is, may say whose it is."""
+        tenant = prompt.tenant if self.admin and prompt.tenant else self.name
         if not self.cache_secret:
-            return replace(prompt, tenant=self.name)
+            return replace(prompt, tenant=tenant)
         name = b"\1" + prompt.extra_key.encode("utf-8", "surrogatepass") if prompt.extra_key else b"\0"
-        return replace(
-            prompt, tenant=self.name, extra_key="key-" + hmac.digest(self.cache_secret, name, "sha256").hex()
-        )
+        return replace(prompt, tenant=tenant, extra_key="key-" + hmac.digest(self.cache_secret, name, "sha256").hex())
 
 
 class Usage:

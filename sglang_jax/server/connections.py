@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import h11
 import msgspec
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sglang_jax.errors import RequestError
@@ -57,13 +58,17 @@ class BoundedConnection(H11Protocol):
     - Where `max_connections` are open, a new one takes the place of that which has waited longest for a request; if all
       are at work, it is refused with 503. So silent connections keep nobody out.
 
-    What comes is parsed in slices, as a client may send a body in thousands of chunks at once.
+    What comes is parsed in slices, as a client may send a body in thousands of chunks at once. Of an answer whose
+    length is not known, h11 writes the beginning and the end, and the connection the chunks between them: a chunk
+    changes nothing in h11's state, and its checks cost an event as much as the engine's client.
     """
 
     def __init__(
         self, limits: ConnectionLimits, idle: dict[BoundedConnection, None], *arguments: object, **options: object
     ) -> None:
         super().__init__(*arguments, **options)  # type: ignore[arg-type]  # those of uvicorn's own
+        self._application = self.app
+        self.app = self._run
         self._limits = limits
         self._idle = idle
         self._rest = bytearray()
@@ -112,6 +117,26 @@ class BoundedConnection(H11Protocol):
             self.loop.call_soon(self._parse)
         elif not self.flow.read_paused:
             self.transport.resume_reading()
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application, whose chunks are written past h11."""
+        cycle, transport, flow = self.cycle, self.transport, self.flow
+        chunked = False
+
+        async def send_or_write(message: Message) -> None:
+            nonlocal chunked
+            if not (chunked and message.get("more_body") and message["body"]):
+                await send(message)
+                if message["type"] == "http.response.start":
+                    chunked = _goes_in_chunks(scope, message)
+                return
+            if flow.write_paused and not cycle.disconnected:
+                await flow.drain()
+            if not cycle.disconnected:
+                body = message["body"]
+                transport.write(b"%x\r\n%b\r\n" % (len(body), body))  # RFC 9112, section 7.1
+
+        await self._application(scope, receive, send_or_write)
 
     def on_response_complete(self) -> None:
         """The next request may come."""
@@ -190,6 +215,16 @@ class BoundedConnection(H11Protocol):
         if self._unread_timer is not None:
             self._unread_timer.cancel()
             self._unread_timer = None
+
+
+def _goes_in_chunks(scope: Scope, start: Message) -> bool:
+    """Whether h11 frames the answer that begins with `start` as chunks."""
+    return (
+        scope["http_version"] == "1.1"
+        and scope["method"] != "HEAD"
+        and start["status"] not in (204, 304)
+        and not any(name.lower() in (b"content-length", b"transfer-encoding") for name, _ in start.get("headers", ()))
+    )
 
 
 def raise_descriptor_limit(max_connections: int) -> int:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from types import TracebackType
 from typing import Self
 
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.batch import FLIGHTS_PER_ROW
-from sglang_jax.engine.prompt_reader import LONG_TEXT, TOKENIZER_THREADS
 from sglang_jax.engine.types import EngineClient, GenerateInput, OutputDelta
 from sglang_jax.errors import ModelNotFoundError, ParameterError, RequestError, shown
 from sglang_jax.sampling import GenerationDefaults
@@ -48,7 +47,9 @@ class ServerContext:
     draining: bool = False
     in_flight: dict[str, tuple[str, ...]] = field(default_factory=dict)
     in_engine: dict[str, Caller] = field(default_factory=dict)
-    _tokenizing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(TOKENIZER_THREADS))
+    _templates: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="chat-template")
+    )
 
     @property
     def generation_defaults(self) -> GenerationDefaults:
@@ -63,14 +64,9 @@ class ServerContext:
                 param="model",
             )
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text. A long one is tokenized in a thread, and few at once: each takes some hundred bytes for
-        each of its characters."""
-        encode = partial(self.client.tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        if len(text) <= LONG_TEXT:
-            return encode()
-        async with self._tokenizing:
-            return await asyncio.to_thread(encode)
+    async def render(self, work: Callable[[], str]) -> str:
+        """What `work` gives, which runs a chat template: in a thread, one at a time, as one process runs them all."""
+        return await asyncio.get_running_loop().run_in_executor(self._templates, work)
 
     def check_size(self, prompts: int, completions: int, param: str) -> None:
         """Raises `ParameterError` for an HTTP request of more completions than one may have, before they are made."""

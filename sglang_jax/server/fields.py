@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from typing import Annotated, ClassVar, Self, TypeVar
+from urllib.parse import unquote
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 from starlette.datastructures import Headers
@@ -136,6 +137,9 @@ TokenId = Annotated[int, Field(strict=False)]
 ROUTING_KEY_HEADERS = ("x-routing-key", "x-smg-routing-key")
 """Headers that give the routing key of a request whose body has none; the second is that of SGLang's gateway."""
 
+TENANT_HEADER = "x-tenant"
+"""Whose a request is, percent-encoded, as a server says it to one behind it. Operators alone are believed."""
+
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
@@ -144,6 +148,11 @@ def routing_key(field: str | None, headers: Headers) -> str | None:
     if field:
         return field
     return next((headers[name] for name in ROUTING_KEY_HEADERS if headers.get(name)), None)
+
+
+def tenant_of(headers: Headers) -> str:
+    """What `TENANT_HEADER` says; empty where it says nothing."""
+    return unquote(headers.get(TENANT_HEADER, ""))[:MAX_NAME_CHARACTERS]
 
 
 def cache_namespace(extra_key: str | None, salt: str | None) -> str | None:

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends
 
 from sglang_jax.engine.types import GenerateInput, ReplicaLoad, ReplicaState
 from sglang_jax.engine.validation import check_characters
-from sglang_jax.errors import ParameterError, RequestError
+from sglang_jax.errors import ParameterError, PromptTooLongError, RequestError
 from sglang_jax.sampling import SamplingParams
 from sglang_jax.server.callers import require_admin
 from sglang_jax.server.context import ServerContext, new_id
@@ -22,6 +22,8 @@ from sglang_jax.server.json_body import JsonRoute
 HEALTH_SECONDS = 20.0
 """How long `/health_generate` waits for its token."""
 
+TOKENIZED_CONTEXTS = 16
+"""What `/tokenize` gives at once, in lengths of the context: tokens take memory, and some characters are one each."""
 
 OPERATORS_ALONE = [Depends(require_admin)]
 """Of routes that change the server's state or show what others do."""
@@ -188,10 +190,19 @@ def tokenizer_router(context: ServerContext) -> APIRouter:
         tokenizer, context_length = context.client.tokenizer, context.client.model_info.context_length
         texts = as_list(body.prompt)
         for text in texts:
-            check_characters(text, tokenizer, context_length)
-        ids = []
+            check_characters(len(text), tokenizer, context_length)
+        ids: list[list[int]] = []
+        room = TOKENIZED_CONTEXTS * context_length
         for text in texts:
-            ids.append(await context.encode(text, add_special_tokens=special))
+            one = await context.client.encode(text, add_special_tokens=special, most_tokens=room, param="prompt")
+            ids.append(one)
+            room -= len(one)
+            if room < 0:
+                raise PromptTooLongError(
+                    f"prompt has more tokens than this route counts at once, {TOKENIZED_CONTEXTS} times the context "
+                    f"length of {context_length}",
+                    param="prompt",
+                )
             await asyncio.sleep(0)
         single = isinstance(body.prompt, str)
         return {

@@ -53,7 +53,10 @@ class SchedulerCollector(Collector):
     def _gauges(self, load: ReplicaLoad) -> dict[str, tuple[float, str]]:
         stats = load.stats
         groups = {
-            f"{group.name.replace(' ', '_')}_token_usage": (group.usage, f"Used share of the {group.name} KV pool.")
+            group.usage_name.replace(" ", "_"): (
+                group.usage,
+                f"Used share of the {group.name} {'KV pool' if group.unit == 'token' else 'state slots'}.",
+            )
             for group in stats.groups
         }
         return groups | {

@@ -14,12 +14,10 @@ from starlette.datastructures import Headers
 
 from sglang_jax.engine.types import GenerateInput, OutputDelta, TextTokenizer
 from sglang_jax.engine.validation import check_characters
-from sglang_jax.errors import RequestError
 from sglang_jax.sampling import GenerationDefaults
 from sglang_jax.server.callers import current_caller
 from sglang_jax.server.context import ENGINE_NAMES, ServerContext, new_id
 from sglang_jax.server.fields import routing_key
-from sglang_jax.server.interruption import in_limited_thread
 from sglang_jax.server.json_body import JsonRoute
 from sglang_jax.server.logprobs import ChatLogprobs, chat_logprobs
 from sglang_jax.server.openai_schema import ChatBody, chat_text
@@ -28,9 +26,6 @@ from sglang_jax.server.sampling import OPENAI_NAMES, openai_sampling
 from sglang_jax.server.streaming import event, json_response, open_event_stream, until_disconnect, written
 
 FIELD_NAMES = {**ENGINE_NAMES, **OPENAI_NAMES, "prompt": "messages", "top_logprobs_num": "top_logprobs"}
-
-TEMPLATE_SECONDS = 2.0
-"""How long a chat template may compute. It is a program of the checkpoint's, run on what the client sent."""
 
 
 class AnswerMessage(msgspec.Struct, kw_only=True):
@@ -185,27 +180,24 @@ def chat_router(context: ServerContext) -> APIRouter:
 async def _token_ids(context: ServerContext, body: ChatBody) -> list[int]:
     """The tokens of a conversation. Others are served meanwhile.
 
-    **Raises:** as `chat_text` does; `PromptTooLongError` for what no context of the model's holds; `RequestError` for
-    a template that computes for more than `TEMPLATE_SECONDS`.
+    **Raises:** as `chat_text` does; `PromptTooLongError` for what no context of the model's holds, in the messages or
+    once they are rendered.
     """
-    tokenizer = context.client.tokenizer
-    try:
-        text = await in_limited_thread(partial(chat_text, tokenizer, body), TEMPLATE_SECONDS)
-    except TimeoutError as error:
-        raise RequestError(
-            f"the chat template computed for more than {TEMPLATE_SECONDS:g} s on {len(body.messages)} messages, and "
-            "was stopped; send fewer or shorter ones",
-            param="messages",
-        ) from error
-    check_characters(text, tokenizer, context.client.model_info.context_length, "messages")
-    return await context.encode(text, add_special_tokens=False)
+    tokenizer, most = context.client.tokenizer, context.client.model_info.context_length
+    check_characters(body.num_characters(), tokenizer, most, "messages")
+    text = await context.render(partial(chat_text, tokenizer, body))
+    check_characters(len(text), tokenizer, most, "messages")
+    return await context.client.encode(text, add_special_tokens=False, most_tokens=most, param="messages")
 
 
 async def _events(context: ServerContext, form: ChatFormat, prompt: GenerateInput) -> AsyncGenerator[bytes, None]:
     no_usage = None if form.body.include_usage else UNSET
     async with context.generate(form.request_id, [prompt], FIELD_NAMES) as deltas:
         async for _, delta in deltas:
-            if changes := form.changes(delta):
-                yield b"".join(event(form.chunk([change], no_usage)) for change in changes)
+            changes = form.changes(delta)
+            if len(changes) == 1:
+                yield event(form.chunk(changes, no_usage))
+            elif changes:
+                yield b"".join([event(form.chunk([change], no_usage)) for change in changes])
     if form.body.include_usage:
         yield event(form.chunk([], form.usage.total()))

@@ -128,6 +128,12 @@ class ChatBody(OpenAIBody):
                 param="top_logprobs",
             )
 
+    def num_characters(self) -> int:
+        """Of the texts of all messages together."""
+        contents = [message.content for message in self.messages]
+        parts = [part.text or "" for content in contents if isinstance(content, list) for part in content]
+        return sum(map(len, parts)) + sum(len(content) for content in contents if isinstance(content, str))
+
     def conversation(self) -> list[dict[str, object]]:
         """The messages as chat templates take them. Raises `ParameterError`."""
         if not self.messages:

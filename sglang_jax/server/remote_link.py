@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,19 +14,10 @@ import httpx2
 import msgspec
 
 from sglang_jax.engine.output import RequestOutputs
-from sglang_jax.engine.types import (
-    FinishKind,
-    FinishReason,
-    GenerateInput,
-    ModelInfo,
-    OutputDelta,
-    TextTokenizer,
-    TokenLogprob,
-)
+from sglang_jax.engine.types import ModelInfo, TextTokenizer
 from sglang_jax.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
-from sglang_jax.sampling.grammar import Grammar, GrammarKind
-from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.messages import SchedulerStats
+from sglang_jax.server.remote_format import add_answer, events, request_body, request_headers
 from sglang_jax.server.sampling import rename_field
 
 logger = logging.getLogger(__name__)
@@ -210,24 +201,25 @@ class RemoteLink:
 
     async def _ask(self, outputs: RequestOutputs, name: str) -> None:
         request = outputs.request
-        body = _body(request, name, self._model_info.context_length)
+        body = request_body(request, name, self._model_info.context_length)
+        headers = request_headers(request)
         if not request.stream:
-            response = await self._http.post("/generate", json=body)
+            response = await self._http.post("/generate", json=body, headers=headers)
             if response.status_code != 200:
                 raise self._error(response)
             answer = response.json()
             for number, one in enumerate(answer if isinstance(answer, list) else [answer]):
-                _add(outputs, {"index": number, **one}, first=True)
+                add_answer(outputs, {"index": number, **one}, first=True)
             return
         begun: set[int] = set()
-        async with self._http.stream("POST", "/generate", json=body) as response:
+        async with self._http.stream("POST", "/generate", json=body, headers=headers) as response:
             if response.status_code != 200:
                 await response.aread()
                 raise self._error(response)
-            async for event in _events(response):
+            async for event in events(response):
                 if "error" in event:
                     raise self._as_raised(event["error"], 500)
-                index = _add(outputs, event, first=int(event.get("index", 0)) not in begun)
+                index = add_answer(outputs, event, first=int(event.get("index", 0)) not in begun)
                 begun.add(index)
         if any(completion.finish is None for completion in outputs.completions):
             raise httpx2.RemoteProtocolError("the stream ended before its last event")
@@ -332,98 +324,3 @@ class _Run:
 
     name: str
     task: asyncio.Task[None]
-
-
-def _body(request: GenerateInput, name: str, context_length: int) -> dict[str, Any]:
-    """What the native route is sent. Sampling fields are all given, so that the server's defaults do not matter."""
-    prompt = request.prompt
-    assert not isinstance(prompt, str)
-    ids = [int(token) for token in prompt]
-    body: dict[str, Any] = {
-        "input_ids": ids,
-        "sampling_params": _sampling(request.sampling, context_length - len(ids)),
-        "stream": request.stream,
-        "incremental_output": request.stream,
-        "rid": name,
-        "priority": request.priority,
-        "continues_text": request.continues_text,
-        "return_logprob": request.return_logprob,
-    }
-    if request.return_logprob:
-        body |= {"logprob_start_len": request.logprob_start_len, "top_logprobs_num": request.top_logprobs_num}
-    if request.extra_key:
-        body["extra_key"] = request.extra_key
-    if request.routing_key:
-        body["routing_key"] = request.routing_key
-    return body
-
-
-def _sampling(sampling: SamplingParams, room: int) -> dict[str, Any]:
-    return {
-        **({} if sampling.grammar is None else _grammar(sampling.grammar)),
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "frequency_penalty": sampling.frequency_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "repetition_penalty": sampling.repetition_penalty,
-        "logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()},
-        "stop": list(sampling.stop),
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": sampling.ignore_eos,
-        "seed": sampling.seed,
-        "n": sampling.n,
-        "skip_special_tokens": sampling.skip_special_tokens,
-        "no_stop_trim": sampling.include_stop,
-        "max_new_tokens": room if sampling.max_new_tokens is None else sampling.max_new_tokens,
-        "min_new_tokens": sampling.min_new_tokens,
-    }
-
-
-def _grammar(grammar: Grammar) -> dict[str, Any]:
-    """The native route's field for a grammar."""
-    if grammar.kind is GrammarKind.CHOICE:
-        return {"guided_choice": msgspec.json.decode(grammar.text)}
-    return {grammar.kind.value: grammar.text}
-
-
-async def _events(response: httpx2.Response) -> AsyncIterator[dict[str, Any]]:
-    async for line in response.aiter_lines():
-        if line.startswith("data: ") and line != "data: [DONE]":
-            yield msgspec.json.decode(line.removeprefix("data: ").encode())
-
-
-def _add(outputs: RequestOutputs, answer: Mapping[str, Any], *, first: bool) -> int:
-    """Adds an answer of the native route, `first` of its completion; gives the completion's index."""
-    request, meta = outputs.request, answer["meta_info"]
-    prompt_logprobs: list[TokenLogprob] | None = None
-    if first and request.return_logprob and request.logprob_start_len >= 0:
-        prompt_logprobs = _logprobs(meta.get("input_token_logprobs"), meta.get("input_top_logprobs"))
-    delta = OutputDelta(
-        index=int(answer.get("index", 0)),
-        text=answer["text"],
-        token_ids=answer["output_ids"],
-        prompt_tokens=meta["prompt_tokens"],
-        completion_tokens=meta["completion_tokens"],
-        cached_tokens=meta["cached_tokens"] or 0,  # null where they are hidden from this server
-        finish=_finish(meta["finish_reason"]),
-        logprobs=_logprobs(meta.get("output_token_logprobs"), meta.get("output_top_logprobs")),
-        prompt_logprobs=prompt_logprobs,
-    )
-    outputs.started = True
-    outputs.completions[delta.index].add(delta)
-    return delta.index
-
-
-def _finish(reason: Mapping[str, Any] | None) -> FinishReason | None:
-    return None if reason is None else FinishReason(FinishKind(reason["type"]), reason.get("matched"))
-
-
-def _logprobs(tokens: list[Any] | None, top: list[Any] | None) -> list[TokenLogprob]:
-    """From SGLang's (logprob, id, text) entries."""
-    alternatives = top if top is not None else [None] * len(tokens or [])
-    return [
-        TokenLogprob(token_id, logprob, tuple((one[0], one[1]) for one in others or ()))
-        for (logprob, token_id, _), others in zip(tokens or [], alternatives, strict=True)
-    ]

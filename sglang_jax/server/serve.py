@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import platform
 import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from types import FrameType
 
 import uvicorn
@@ -123,6 +125,7 @@ def run(config: ServerConfig, launch: Launch = launch_or_connect) -> int:
     """
     begin = time.perf_counter()
     logging.basicConfig(level=config.log_level.upper(), format=LOG_FORMAT)
+    logger.info("sglang-jax %s, Python %s", version("sglang-jax"), platform.python_version())
     if config.node_rank > 0:
         load_follower(config)(config)
         return 0
@@ -150,6 +153,7 @@ async def _serve(config: ServerConfig, listener: socket.socket, launch: Launch, 
         url = _url(config.host, listener.getsockname()[1])
         server = DrainingServer(uvicorn_config, context, lambda: _announce(context, url, begin))
         await server.serve(sockets=[listener])
+        logger.info("Stopped")
         return 1 if client.gone else 0
     finally:
         await client.close()
@@ -220,6 +224,6 @@ def _announce(context: ServerContext, url: str, begin: float) -> None:
     print(
         f"Ready after {time.perf_counter() - begin:.1f} s: serving {context.config.model_name} at {url}. Try it:\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key}"
-        ' -d \'{"messages": [{"role": "user", "content": "Hello!"}]}\'',
+        ' -d \'{"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 100}\'',
         flush=True,
     )

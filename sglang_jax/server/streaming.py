@@ -28,7 +28,7 @@ _encoder = msgspec.json.Encoder()
 
 def event(payload: object) -> bytes:
     """One server-sent event (WHATWG HTML, section 9.2) that carries `payload` as JSON."""
-    return b"data: " + _encoder.encode(payload) + b"\n\n"
+    return b"data: %b\n\n" % _encoder.encode(payload)
 
 
 def json_response(payload: object) -> Response:

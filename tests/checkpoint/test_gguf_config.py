@@ -78,13 +78,14 @@ def test_shape(tmp_path: Path, architecture: str) -> None:
 
 def test_defaults(tmp_path: Path) -> None:
     config = config_of(tmp_path, change={"attention.head_count_kv": None, "rope.freq_base": None})
-    assert (config.num_kv_heads, config.head_dim, config.layers[0].mixer.rope.theta) == (4, 16, 10000.0)
+    mixer = config.layers[0].mixer
+    assert (mixer.num_kv_heads, mixer.head_dim, mixer.rope.theta) == (4, 16, 10000.0)
     assert config.tie_word_embeddings
     assert (config.eos_token_ids, config.bos_token_id) == ((), None)
 
 
 def test_counts_for_each_layer_must_agree(tmp_path: Path) -> None:
-    assert config_of(tmp_path, change={"attention.head_count_kv": [2, 2, 2]}).num_kv_heads == 2
+    assert config_of(tmp_path, change={"attention.head_count_kv": [2, 2, 2]}).layers[0].mixer.num_kv_heads == 2
     with pytest.raises(CheckpointError, match=r"head_count_kv is \[2, 1, 2\]; one integer for all layers"):
         config_of(tmp_path, change={"attention.head_count_kv": [2, 1, 2]})
 

@@ -78,8 +78,9 @@ def test_shapes_agree_with_transformers(tmp_path: Path, architecture: str) -> No
     assert config.hidden_size == theirs.hidden_size
     assert config.layers[0].feed_forward.size == theirs.intermediate_size
     assert config.num_layers == theirs.num_hidden_layers
-    assert (config.num_heads, config.num_kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
-    assert config.head_dim == (32 if architecture == "qwen3" else 16)
+    mixer = config.layers[0].mixer
+    assert (mixer.num_heads, mixer.num_kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
+    assert mixer.head_dim == (32 if architecture == "qwen3" else 16)
     assert config.final_norm.eps == theirs.rms_norm_eps
     assert config.max_position == theirs.max_position_embeddings
     assert config.tie_word_embeddings is True
@@ -98,10 +99,10 @@ def test_silent_fields_take_transformers_defaults(tmp_path: Path, architecture: 
     values |= {"num_attention_heads": 32, "hidden_size": 4096}
     config = load_hf_config(written(tmp_path, values))
     theirs = transformers.AutoConfig.for_model(**values)
-    assert config.num_kv_heads == theirs.num_key_value_heads
+    assert config.layers[0].mixer.num_kv_heads == theirs.num_key_value_heads
     assert config.max_position == theirs.max_position_embeddings
     assert config.final_norm.eps == theirs.rms_norm_eps
-    assert config.head_dim == 128
+    assert config.layers[0].mixer.head_dim == 128
     assert config.tie_word_embeddings is theirs.tie_word_embeddings
     assert config.bos_token_id == theirs.bos_token_id
     assert config.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
@@ -170,8 +171,8 @@ def test_biases_of_llama_and_qwen3(tmp_path: Path) -> None:
 
 
 def test_head_dim_null_and_apart_from_hidden_over_heads(tmp_path: Path) -> None:
-    assert load_hf_config(written(tmp_path, LLAMA | {"head_dim": None})).head_dim == 8
-    assert load_hf_config(written(tmp_path, LLAMA | {"head_dim": 80})).head_dim == 80
+    assert load_hf_config(written(tmp_path, LLAMA | {"head_dim": None})).layers[0].mixer.head_dim == 8
+    assert load_hf_config(written(tmp_path, LLAMA | {"head_dim": 80})).layers[0].mixer.head_dim == 80
 
 
 def test_end_of_sequence_ids_join(tmp_path: Path) -> None:
@@ -201,7 +202,7 @@ def test_a_top_k_of_zero_keeps_all_as_in_transformers(tmp_path: Path) -> None:
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            "GPT2LMHeadModel is not supported; supported: .*LlamaForCausalLM, M",
+            "GPT2LMHeadModel is not supported: LlamaForCausalLM, of the same model_type, is; supported: .*LlamaForC",
         ),
         ({"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM is not supported"),
         ({"architectures": None, "model_type": "mamba"}, "mamba is not supported"),

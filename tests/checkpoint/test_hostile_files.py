@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,12 +20,13 @@ from gguf import GGMLQuantizationType
 from helpers.gguf_files import byte_level_metadata, make_tiny_gguf, model_metadata, model_tensors, write_gguf
 from helpers.hostile_files import spoil_bytes, spoil_json
 from helpers.tiny_models import make_tiny_checkpoint, make_tiny_model, make_tiny_tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from sglang_jax.checkpoint.opening import open_checkpoint
 from sglang_jax.checkpoint.resolve import ModelSource, SourceKind, resolve_model
 from sglang_jax.checkpoint.safetensors_reader import INDEX_FILE, SINGLE_FILE, SafetensorsReader
 from sglang_jax.checkpoint.tokenizer import TOKENIZER_FILE, load_tokenizer
-from sglang_jax.errors import CheckpointError
+from sglang_jax.errors import CheckpointError, RequestError
 
 SMALL = {
     "num_hidden_layers": 1,
@@ -169,6 +171,26 @@ def test_a_spoilt_file_loads_or_is_refused_by_name(good: Good, spoiler: Callable
 @pytest.mark.parametrize("spoiler", SPOILERS, ids=lambda spoiler: spoiler.__name__)
 def test_ten_thousand_spoilt_files(good: Good, spoiler: Callable[[Good, random.Random], None]) -> None:
     spoil(good, spoiler, 10_000)
+
+
+class PanicException(BaseException):
+    """As the tokenizers package raises it, which has no name for it: no `Exception`."""
+
+
+def test_a_tokenizer_that_panics(good: Good, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it is loaded, or on a text: neither ends the process."""
+
+    def panic(*_: object, **__: object) -> None:
+        raise PanicException("range end index 18446744073709551318 out of range")
+
+    source = resolve_model(str(good.single))
+    tokenizer = load_tokenizer(source)
+    monkeypatch.setattr(tokenizer, "_backend", SimpleNamespace(encode=panic))
+    with pytest.raises(RequestError, match="the model's tokenizer cannot read this text"):
+        tokenizer.encode("a")
+    monkeypatch.setattr(PreTrainedTokenizerFast, "from_pretrained", panic)
+    with pytest.raises(CheckpointError, match="cannot be read: PanicException: range end index"):
+        load_tokenizer(source)
 
 
 @pytest.mark.parametrize("name", ["config.json", TOKENIZER_FILE, "tokenizer_config.json", SINGLE_FILE])

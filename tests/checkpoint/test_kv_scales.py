@@ -51,8 +51,8 @@ def named(keys: str, values: str, numbers: NDArray[Any] = NUMBERS, shape: tuple[
 def read(folder: Path, dtype: KVCacheDtype = FLOAT8) -> NDArray[np.float32]:
     found = scales_of_checkpoint(open_checkpoint(str(folder)), dtype)
     assert found is not None
-    assert found.dtype == np.float32
-    return found
+    assert {layer.dtype for layer in found} == {np.dtype(np.float32)}
+    return np.stack(found)
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,8 @@ def test_the_embedded_model() -> None:
     config, reader = checkpoint.config, checkpoint.reader
     assert reader is not None
     assert (config.num_layers, config.hidden_size, config.layers[0].feed_forward.size) == (30, 576, 1536)
-    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (9, 3, 64, 49152)
+    mixer = config.layers[0].mixer
+    assert (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, config.vocab_size) == (9, 3, 64, 49152)
     attention = config.layers[0].mixer
     assert (config.max_position, attention.rope, config.final_norm.eps) == (8192, RopeConfig(theta=1e5), 1e-5)
     assert (config.bos_token_id, config.eos_token_ids, config.tie_word_embeddings) == (1, (2,), True)

@@ -43,6 +43,9 @@ OTHER_VALUES: dict[str, Any] = {
     "target_itl_ms": 40.0,
     "max_total_tokens": 4096,
     "swa_full_tokens_ratio": 0.5,
+    "max_mamba_cache_size": 100,
+    "mamba_full_memory_ratio": 0.4,
+    "mamba_track_interval": 0,
     "max_running_requests": 9,
     "max_queued_requests": 8,
     "chunked_prefill_size": 64,
@@ -59,6 +62,7 @@ OTHER_VALUES: dict[str, Any] = {
     "grammar_backend": "none",
     "skip_warmup": True,
     "watchdog_timeout": 30.0,
+    "engine_start_timeout": 60.0,
     "max_engine_restarts": 2,
     "compilation_cache_dir": Path("some/cache"),
     "decode_log_interval": 7,
@@ -106,7 +110,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_every_field_has_a_flag_and_every_flag_a_field() -> None:
-    flags = {name for option in serve.params for name in option.opts}
+    options = [option for option in serve.params if isinstance(option, click.Option) and not option.hidden]
+    flags = {option.opts[0] for option in options}
     assert flags == {flag_name(field) for field in ServerConfig.model_fields} | {"--config"}
     assert set(OTHER_VALUES) == set(ServerConfig.model_fields)
 
@@ -128,7 +133,7 @@ def test_help_shows_description_default_and_choices(capsys: pytest.CaptureFixtur
         assert " ".join((field.description or "").split()) in text
     assert "[auto|bfloat16|float16|float32]" in text
     assert "tokens per KV page [default: 16]" in text
-    assert "--disable-radix-cache do not reuse" in text
+    assert "--disable-radix-cache, --no-enable-prefix-caching disable the prefix cache" in text
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ from sglang_jax.scheduler.scheduler import Scheduler
 
 PAGE_SIZE = 4
 OUTPUT = 22
-CASES = {"gemma3": 7, "mistral": 8}
-"""Families, and their windows: full layers beside windows, and windows alone."""
+CASES = {"gemma3": 7, "mistral": 8, "gemma4": 8}
+"""Families, and their windows: full layers beside windows, windows alone, and pages of another shape in each group."""
 
 
 def prompts() -> list[list[int]]:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,8 @@ from helpers.whole_outputs import collect
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.launch import TokenizerLoader, launch_core
-from sglang_jax.engine.types import GenerateInput
+from sglang_jax.engine.replica import Backoff, Replica
+from sglang_jax.engine.types import GenerateInput, ReplicaState
 from sglang_jax.errors import CheckpointError, ConfigError, EngineDeadError
 from sglang_jax.sampling.params import SamplingParams
 
@@ -171,6 +173,40 @@ async def test_death_while_starting() -> None:
         await asyncio.wait_for(start("dying"), 20)
 
 
+async def test_a_start_that_hangs_is_ended(caplog: pytest.LogCaptureFixture) -> None:
+    config = EngineConfig(model_path="never", engine_start_timeout=1.0)
+    with pytest.raises(
+        EngineDeadError, match=r"failed to start: it was not ready after 1 s \(--engine-start-timeout\)"
+    ):
+        await asyncio.wait_for(launch_core(config, in_process=False, load=load_echo, load_tokenizer=load_tokenizer), 60)
+    found = re.search(r"Process (\d+) of the engine is in state .*; the stacks of its threads", caplog.text)
+    assert found is not None
+    assert wait_until_gone(int(found[1]), 5)
+    assert not wire_folders()
+
+
+async def test_starts_that_hang_count_as_restarts() -> None:
+    """A replica whose first engine was lost tries again until its restarts are used up."""
+    starts = 0
+
+    async def launch() -> AsyncEngineClient:
+        nonlocal starts
+        starts += 1
+        if starts == 1:
+            return await start("echo")
+        config = EngineConfig(model_path="never", engine_start_timeout=0.5)
+        return await launch_core(config, in_process=False, load=load_echo, load_tokenizer=load_tokenizer)
+
+    replica = Replica(0, launch, backoff=Backoff(first=0.0, give_up=None, max_restarts=2))
+    await replica.start()
+    os.kill(await core_pid(replica.client), signal.SIGKILL)
+    while replica.state is ReplicaState.SERVING:
+        await asyncio.sleep(0.05)
+    with pytest.raises(EngineDeadError, match=r"stopped: it failed to start: .*not ready after 0\.5 s"):
+        await replica.serving()
+    assert starts == 3
+
+
 async def test_cancelled_start_ends_the_process() -> None:
     task = asyncio.create_task(start("slow"))
     await asyncio.sleep(0.1)
@@ -188,7 +224,7 @@ from helpers.engine_fakes import load_tokenizer
 from helpers.sleeping_core import TRAP, load_sleeping
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.launch import launch_core
-from sglang_jax.engine.types import GenerateInput
+from sglang_jax.engine.types import GenerateInput, ReplicaState
 
 async def main():
     config = EngineConfig(model_path="native:0.001")

@@ -54,7 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return make_tiny_checkpoint(tmp_path)
 
 
-def test_engine_over_a_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_engine_over_a_checkpoint(folder: Path) -> None:
     with Engine(model_path=str(folder), page_size=16) as engine:
         info = engine.model_info
         assert (info.model_path, info.architecture) == (str(folder), "llama")
@@ -68,7 +68,32 @@ def test_engine_over_a_checkpoint(folder: Path, capsys: pytest.CaptureFixture[st
         assert output.text == engine.decode(wanted[:-1] if stopped else wanted)
         assert engine.state()["backend"] == "fake"
     assert (WarmRunner.warm_ups, WarmRunner.closed) == (1, 1)
+
+
+def test_the_warm_up_has_a_bar_on_a_terminal(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with Engine(model_path=str(folder)):
+        pass
     assert "3/3" in capsys.readouterr().err
+
+
+def test_the_warm_up_has_lines_of_the_log_elsewhere(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caplog.set_level(logging.INFO)
+    with Engine(model_path=str(folder)):
+        pass
+    assert "Warming up" not in caplog.text  # a short one needs none
+    monkeypatch.setattr(model_core, "SECONDS_BETWEEN_LINES", 0.0)
+    with Engine(model_path=str(folder)):
+        pass
+    assert "Warming up: 2 of 3 programs" in caplog.text
+    assert capsys.readouterr().err.count("\r") == 0
 
 
 def test_warm_up_can_be_left_out(folder: Path) -> None:

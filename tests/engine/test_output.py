@@ -9,7 +9,7 @@ from helpers.engine_fakes import ByteDecoder
 from sglang_jax import errors
 from sglang_jax.engine.cumulative import CumulativeOutputs
 from sglang_jax.engine.detokenizer import OutputText
-from sglang_jax.engine.output import Completion, RequestOutputs, request_error
+from sglang_jax.engine.output import Completion, RequestOutputs, request_error, token_logprob
 from sglang_jax.engine.types import FinishKind, GenerateInput
 from sglang_jax.errors import RequestError
 from sglang_jax.scheduler.messages import Finished, WireError, WireLogprob
@@ -74,6 +74,24 @@ def test_what_was_taken_is_forgotten() -> None:
         sizes.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
     assert sizes[1] - sizes[0] < 2000  # a byte for each token would be too much
+
+
+def test_logprobs_that_wait_for_a_slow_reader_are_small_and_say_all() -> None:
+    """A client may let thousands of tokens wait, with twenty alternatives each."""
+    each = completion()
+    alternatives = [(-number / 7 - 0.1, 1000 + number) for number in range(20)]
+    tracemalloc.start()
+    for position in range(2000):
+        ids, logprobs = [token for _, token in alternatives], [value for value, _ in alternatives]
+        each.add_logprob(WireLogprob(position % 128, -0.3, ids, logprobs))
+        each.push(97)
+    waiting, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert waiting / 2000 < 700
+    taken = each.take().logprobs
+    assert len(taken) == 2000
+    assert taken[7] == token_logprob(WireLogprob(7, -0.3, ids, logprobs))
+    assert all(one.top == tuple(alternatives) for one in taken)
 
 
 def test_outputs_put_together_earlier_stay_as_they_were() -> None:

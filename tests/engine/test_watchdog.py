@@ -22,7 +22,7 @@ from sglang_jax.engine.launch import launch_core
 from sglang_jax.engine.types import GenerateInput
 from sglang_jax.engine.watchdog import Silence, Watchdog
 from sglang_jax.errors import EngineDeadError
-from sglang_jax.runner.pulse import Beat, Pulse
+from sglang_jax.runner.pulse import MOST_RANKS, Beat, Pulse
 from sglang_jax.sampling.params import SamplingParams
 
 TIMEOUT = 1.5
@@ -92,6 +92,25 @@ async def test_the_watchdog_barks_once_and_after_the_timeout() -> None:
     assert when - last >= 0.15  # from the look after the last step on
     assert what == "it has made no step for 0 s while there was work to do (step 29 was launched 0 s ago)"
     watchdog.stop()
+
+
+async def test_what_is_known_of_the_ranks_is_said() -> None:
+    """The one that is behind, or is silent, is the one that hangs."""
+    pulse, barks = Pulse(), []
+    for rank, steps in [(2, 28), (1, 29), (0, 5), (MOST_RANKS, 1), (MOST_RANKS + 1, 1), (10**9, 1)]:
+        pulse.note_rank(rank, steps)
+    first = pulse.ranks()
+    assert [(one.rank, one.steps) for one in first] == [(1, 29), (2, 28), (MOST_RANKS, 1)]
+    await asyncio.sleep(0.05)
+    pulse.note_rank(1, 30)
+    pulse.note_rank(2, 28)
+    one, other, _ = pulse.ranks()
+    assert one.at == one.heard > first[0].heard
+    assert (other.at, other.heard > first[1].heard) == (first[1].at, True)
+    watchdog = Watchdog(pulse, 0.2, lambda: True, barks.append)
+    await asyncio.sleep(0.5)
+    watchdog.stop()
+    assert "; rank 1 launched its step 30 0 s ago, and was heard of 0 s ago; rank 2 launched its step 28 " in barks[0]
 
 
 @asynccontextmanager

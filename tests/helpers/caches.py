@@ -12,10 +12,11 @@ from sglang_jax.architectures import CacheKind
 from sglang_jax.config import EvictionPolicy
 from sglang_jax.mem_cache.eviction import EvictionOrder
 from sglang_jax.mem_cache.full_kv import FullKV
-from sglang_jax.mem_cache.kv_cache import KVCache, RowKV
+from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.mem_cache.ledger import PageLedger, request_owner
 from sglang_jax.mem_cache.page_pool import PagePool
 from sglang_jax.mem_cache.radix_tree import Namespace, Node, RadixTree
+from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.runner.plan import PoolSpec
 
 PREVIOUS_OWNER = request_owner(0)
@@ -73,7 +74,7 @@ class SmallTree:
 
     def collect(self, node: Node, full: FullKV | None = None) -> NDArray[np.int32]:
         """Pages from the root's end to the node's end, of the first component unless one is given."""
-        count = sum(len(one.key) for one in node.path()) // self.tree.page_bytes
+        count = sum(one.length for one in node.path())
         return (full or self.full).collect(node, count)
 
     def match(self, tokens: bytes, namespace: Namespace) -> tuple[Node, int]:

@@ -8,18 +8,19 @@ import torch
 
 from sglang_jax.config import EngineConfig
 from torch_backend.attention.cpu import CpuAttention
+from torch_backend.attention.interface import HeadForm
 from torch_backend.cpu_kernels.compiling import KernelCompiler
 from torch_backend.cpu_kernels.operations import CpuOperations
 
 
 @functools.cache
-def cpu_attention(dtype: torch.dtype, head_dim: int, group: int) -> CpuAttention:
-    return CpuAttention(_compiler(), dtype, head_dim, group)
+def cpu_attention(dtype: torch.dtype, *forms: HeadForm) -> CpuAttention:
+    return CpuAttention(_compiler(), dtype, forms)
 
 
 @functools.cache
-def cpu_operations(dtype: torch.dtype, head_dim: int) -> CpuOperations:
-    return CpuOperations(_compiler(), dtype, head_dim)
+def cpu_operations(dtype: torch.dtype, *head_dims: int) -> CpuOperations:
+    return CpuOperations(_compiler(), dtype, head_dims)
 
 
 def _compiler() -> KernelCompiler:

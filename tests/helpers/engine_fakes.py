@@ -184,6 +184,7 @@ class EchoCore:
             "running": len(self._requests),
             "peak": self._peak,
             "seen": json.dumps(self._seen),
+            "started": sum(bool(request.output) for request in self._requests.values()),
         } | events
 
     def _admit(self, message: NewRequest) -> None:
@@ -260,6 +261,10 @@ class EchoCore:
         return Finished(wire_id, kind, matched, len(request.output), tokens, CACHED_TOKENS)
 
 
+def _start_for_ever() -> None:
+    time.sleep(3600)
+
+
 def load_echo(config: EngineConfig, channel: CoreChannel) -> EchoCore:
     """The `CoreLoader` of tests. `model_path` may also name a way to fail at the start."""
     match config.model_path:
@@ -273,6 +278,8 @@ def load_echo(config: EngineConfig, channel: CoreChannel) -> EchoCore:
             os._exit(9)
         case "slow":
             time.sleep(1.0)
+        case "never":
+            _start_for_ever()
     return EchoCore(config, channel)
 
 

@@ -108,9 +108,12 @@ def model_metadata(model: PreTrainedModel, architecture: str) -> dict[str, Any]:
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         "rope.freq_base": float(_rope_of_most(config.rope_parameters)["rope_theta"]),
     }
+    if "layer_norm_eps" in config.to_dict():
+        values["attention.layer_norm_epsilon"] = config.layer_norm_eps
+    else:
+        values["attention.layer_norm_rms_epsilon"] = config.rms_norm_eps
     if "head_dim" in config.to_dict():
         values |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
     return {f"{architecture}.{key}": value for key, value in values.items()}

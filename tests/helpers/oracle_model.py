@@ -20,18 +20,19 @@ def oracle_from(checkpoint: Checkpoint) -> LlamaForCausalLM:
     """The same for an open checkpoint."""
     config, reader = checkpoint.config, checkpoint.reader
     assert reader is not None
+    mixer = config.layers[0].mixer
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
             intermediate_size=config.layers[0].feed_forward.size,
             num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            num_attention_heads=mixer.num_heads,
+            num_key_value_heads=mixer.num_kv_heads,
+            head_dim=mixer.head_dim,
             rms_norm_eps=config.final_norm.eps,
             max_position_embeddings=config.max_position,
-            rope_theta=config.layers[0].mixer.rope.theta,
+            rope_theta=mixer.rope.theta,
             tie_word_embeddings=config.tie_word_embeddings,
         )
     )

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from sglang_jax.architectures.model_config import cache_groups
 from sglang_jax.checkpoint import open_checkpoint
 from sglang_jax.jax_runner.kv_scales import set_kv_scales
+from sglang_jax.jax_runner.parallel import TensorParallel
 from sglang_jax.jax_runner.weights import load_weights
 from sglang_jax.kernels.kv_storage import to_storage
 from sglang_jax.layers.batch import ForwardBatch, GroupPages
@@ -42,17 +43,19 @@ class PagedModel:
         checkpoint = open_checkpoint(str(folder))
         mesh = mesh or make_mesh(jax.devices()[:1])
         stored = jnp.dtype(kv_dtype or dtype)
-        model = build_model(checkpoint.config, dtype=jnp.dtype(dtype), attention=attention, kv_dtype=stored)
+        parallel = TensorParallel.of(checkpoint.config, mesh.shape["tensor"])
+        model = build_model(parallel.config, dtype=jnp.dtype(dtype), attention=attention, kv_dtype=stored)
         load_weights(model, checkpoint.reader, checkpoint.config, mesh)
         set_kv_scales(model, mesh)
         if mesh.size == 1:
             model.arrange()
         graph, self.state = nnx.split(model)
-        spec = kv_cache_spec(checkpoint.config, stored, 1 + ROWS * columns, page_size)
-        self.num_groups = len(cache_groups(checkpoint.config))
+        spec = kv_cache_spec(parallel.config, stored, 1 + ROWS * columns, page_size)
+        self.num_groups = len(cache_groups(parallel.config))
         caches = allocate(spec, mesh)
-        poison = to_storage(jnp.full(caches[0].shape, jnp.nan), spec.storage)
-        self.kv_caches: KVCaches = tuple(jax.device_put(poison.copy(), cache.sharding) for cache in caches)
+        self.kv_caches: KVCaches = tuple(
+            jax.device_put(to_storage(jnp.full(cache.shape, jnp.nan), spec.storage), cache.sharding) for cache in caches
+        )
         pages = 1 + np.random.default_rng(1).permutation(ROWS * columns)
         self.all_pages = pages.reshape(ROWS, columns).astype(np.int32)
         self.page_size = page_size
@@ -60,7 +63,7 @@ class PagedModel:
         def step(state: nnx.State, kv_caches: KVCaches, batch: ForwardBatch) -> tuple[jax.Array, KVCaches]:
             model = nnx.merge(graph, state)
             hidden, kv_caches = model(batch, kv_caches)
-            return model.logits(hidden), kv_caches
+            return model.logits(hidden)[:, : parallel.vocab_size], kv_caches
 
         self._step = jax.jit(step, donate_argnums=1)
 

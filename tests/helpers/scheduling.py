@@ -22,6 +22,9 @@ from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.messages import Finished, Inbound, NewRequest, Outbound, SchedulerStats, StepOutputs
 from sglang_jax.scheduler.scheduler import Scheduler
 
+Sees = int | None | CacheKind
+"""What a group of layers sees: the last tokens, all of them (None), or all by a state (`CacheKind.STATE`)."""
+
 VOCAB = 40
 EOS = 0
 
@@ -91,8 +94,8 @@ class Subject(Protocol):
 class Bench:
     """A scheduler to play with, over `FakeRunner` unless a subject is given. `pages` does not count the pad page.
 
-    `window`: of the first group of layers, 0 where it sees all; `more`: window and pages of further groups;
-    `max_samples`: most tokens that a row samples in a step, above 1 with drafts.
+    `window`: what the first group of layers sees; `more`: the same and pages (slots) of further groups; `max_samples`:
+    most tokens that a row samples in a step, above 1 with drafts; `least_gain`: of snapshots.
     """
 
     pages: int = 64
@@ -106,16 +109,14 @@ class Bench:
     invalid_token: int | None = None
     options: dict[str, object] = field(default_factory=dict)
     subject: Subject | None = None
-    window: int | None = None
-    more: tuple[tuple[int | None, int], ...] = ()
+    window: Sees = None
+    more: tuple[tuple[Sees, int], ...] = ()
     max_samples: int = 1
+    least_gain: int = 1
 
     def __post_init__(self) -> None:
         groups = ((self.window, self.pages), *self.more)
-        pools = tuple(
-            PoolSpec(CacheKind.FULL if window is None else CacheKind.WINDOW, pages + 1, self.page_size, window)
-            for window, pages in groups
-        )
+        pools = tuple(_pool(sees, pages + 1, self.page_size) for sees, pages in groups)
         spec = RunnerSpec(pools, self.rows, self.budget, self.context, VOCAB, max_samples=self.max_samples)
         if self.subject is None:
             self.runner = FakeRunner(spec, lazy=self.lazy, invalid_token=self.invalid_token)
@@ -127,11 +128,13 @@ class Bench:
         self.channel = RecordingChannel()
         grammars = FakeCompiler(FakeGrammars(VOCAB, EOS))
         self.scheduler = Scheduler(self.runner, (EOS,), self.config, self.channel, grammars=grammars)
+        if self.scheduler.cache.states is not None:
+            self.scheduler.cache.states.least_gain = self.least_gain
         if self.subject is None:
             self.runner.namespace_of = lambda row: self.scheduler.rows.at(row).namespace
         if self.scribble and self.subject is None:
             scribble_on_free(self.scheduler, self.runner)
-        self.oracle = Oracle(VOCAB, tuple(window for window, _ in groups))
+        self.oracle = Oracle(VOCAB, tuple(pool.window for pool in pools))
         self.prompts: dict[int, list[int]] = {}
         self.requests: dict[int, NewRequest] = {}
         self.logprob_starts: dict[int, int] = {}
@@ -182,6 +185,12 @@ class Bench:
         for request_id, finished in self.channel.finished.items():
             if finished.kind in ("stop", "length"):
                 assert self.channel.output(request_id) == self.wanted[request_id], f"request {request_id}"
+
+
+def _pool(sees: Sees, pages: int, page_size: int) -> PoolSpec:
+    if isinstance(sees, CacheKind):
+        return PoolSpec(sees, pages, page_size)
+    return PoolSpec(CacheKind.FULL if sees is None else CacheKind.WINDOW, pages, page_size, sees)
 
 
 def scribble_on_free(scheduler: Scheduler, runner: FakeRunner) -> None:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import pytest
 from helpers import fake_grammars
-from helpers.scheduling import VOCAB, Bench
+from helpers.scheduling import VOCAB, Bench, Sees
 from helpers.stand_in_subject import StandInSubject, Undecided
 from helpers.watch import Watch
 from hypothesis import HealthCheck, Phase, settings
@@ -31,6 +31,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from sglang_jax.architectures import CacheKind
 from sglang_jax.config import EvictionPolicy, SchedulePolicy
 from sglang_jax.mem_cache.group import WindowGroup
 from sglang_jax.mem_cache.invariants import check_everything
@@ -43,8 +44,14 @@ FAMILIES = tuple(tuple(1 + (7 * k + position * position) % (VOCAB - 2) for posit
 
 GRAMMARS = (1, 2, 3, 4, 6, 10, fake_grammars.FAILING, fake_grammars.REFUSED)
 
-GROUPS = ((None,), (None,), (None, None), (None, 5), (None, 17), (5,), (17,), (5, None), (3, 20), (None, 1, 9))
+STATE = CacheKind.STATE
+PAGED = ((None,), (None,), (None, None), (None, 5), (None, 17), (5,), (17,), (5, None), (3, 20), (None, 1, 9))
 """Windows of the groups of layers, in tokens, None where they see all: smaller and larger than a page."""
+
+WITH_STATES = ((None, STATE), (STATE,), (STATE, None), (5, STATE), (17, STATE), (None, STATE, 5))
+"""The same with a group that keeps states."""
+
+GROUPS: tuple[tuple[Sees, ...], ...] = (*PAGED, *WITH_STATES)
 
 Strategy = st.SearchStrategy[Any]
 
@@ -64,6 +71,9 @@ SIZES: dict[str, Strategy] = {
     "drafts": st.sampled_from([0, 0, 1, 4]),
     "groups": st.sampled_from(GROUPS),
     "siblings": st.integers(2, 24),
+    "slots": st.integers(1, 4) | st.integers(1, 16),
+    "least_gain": st.sampled_from([1, 1, 8]),
+    "track": st.sampled_from([0, 1, 8]),
 }
 """What a schedule chooses before it begins: arguments of `Simulation.start`."""
 
@@ -96,8 +106,11 @@ class Simulation(RuleBasedStateMachine):
         aged_turn: int,
         backfill: tuple[int, int],
         drafts: int,
-        groups: tuple[int | None, ...],
+        groups: tuple[Sees, ...],
         siblings: int,
+        slots: int,
+        least_gain: int,
+        track: int,
     ) -> None:
         options = {
             "schedule_policy": policy,
@@ -105,21 +118,26 @@ class Simulation(RuleBasedStateMachine):
             "disable_radix_cache": not reuse,
             "schedule_conservativeness": conservativeness,
             "max_queued_requests": 12,
+            "mamba_track_interval": track,
         }
         if self.subject is not None:
             page_size = min(self.subject.page_sizes, key=lambda known: abs(known - page_size))
             groups = self.subject.windows
             drafts = 0
+        if STATE in groups:
+            drafts = 0
         budget = max(chunk, 2 * rows)
-        sizes = (pages, page_size, rows, chunk, budget, context, lazy)
+        numbers = [slots if sees is STATE else (siblings if place else pages) for place, sees in enumerate(groups)]
+        sizes = (numbers[0], page_size, rows, chunk, budget, context, lazy)
         self.bench = Bench(
             *sizes,
             invalid_token=VOCAB - 1,
             options=options,
             subject=self.subject,
             window=groups[0],
-            more=tuple((window, siblings) for window in groups[1:]),
+            more=tuple(zip(groups[1:], numbers[1:], strict=True)),
             max_samples=1 + drafts,
+            least_gain=least_gain,
         )
         admission = self.bench.scheduler._admission
         admission.aged_turn = aged_turn
@@ -387,10 +405,14 @@ class Simulation(RuleBasedStateMachine):
         short = {
             pages * size
             for window, pages in ((bench.window, bench.pages), *bench.more)
-            if min(-(-(tokens + 1) // size), 1 + max(-(-(window - 1) // size), 1) if window is not None else tokens + 1)
-            > pages
+            if window is not STATE and self._least(tokens + 1, window) > pages
         }
         assert pool in short, message
+
+    def _least(self, tokens: int, window: int | None) -> int:
+        """Pages of a group without which a request of so many tokens cannot run."""
+        size = self.bench.page_size
+        return min(-(-tokens // size), 1 + max(-(-(window - 1) // size), 1) if window is not None else tokens)
 
     def _check_the_rest(self) -> None:
         bench, channel = self.bench, self.bench.channel

@@ -104,9 +104,12 @@ def make_tiny_model(architecture: str, *, seed: int = 0, **config_overrides: Any
         for name, parameter in model.named_parameters():
             noise = generator.standard_normal(tuple(parameter.shape), dtype=np.float32)
             scaled = _scaled(name, noise)
-            if architecture.startswith("gemma") and name.endswith("norm.weight"):
+            if architecture in ("gemma2", "gemma3_text") and name.endswith("norm.weight"):
                 scaled -= 1.0  # they multiply by 1 + w
             parameter.copy_(torch.from_numpy(scaled))
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(torch.from_numpy(_scaled(name, generator.standard_normal(1, dtype=np.float32))))
     return model.eval()
 
 
@@ -134,8 +137,10 @@ def make_tiny_checkpoint(
 
 def _scaled(name: str, noise: np.ndarray) -> np.ndarray:
     """Unit noise to a parameter of the scale that its role asks for, keeping activations near 1."""
-    if name.endswith("norm.weight"):
+    if name.endswith(("norm.weight", "layer_scalar")):
         return 1.0 + 0.2 * noise
+    if name.endswith("sinks"):
+        return noise
     if name.endswith(".bias"):
         return 0.2 * noise
     if "embed_tokens" in name or "lm_head" in name:

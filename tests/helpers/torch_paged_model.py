@@ -43,22 +43,24 @@ class TorchPagedModel:
     ) -> None:
         checkpoint = open_checkpoint(str(folder))
         config = checkpoint.config
+        shard = ModelShard.of(config, parallel.rank, parallel.size)
         if numba:
-            shard = ModelShard.of(config, parallel.rank, parallel.size)
-            attention = cpu_attention(dtype, config.head_dim, len(shard.heads) // len(shard.kv_heads))
+            attention = cpu_attention(dtype, *shard.head_forms(config))
+        head_dims = dict.fromkeys(layer.mixer.head_dim for layer in config.layers)
         self.model = build_model(
             config,
             dtype=dtype,
             device=torch.device("cpu"),
-            operations=cpu_operations(dtype, config.head_dim) if numba else NativeOperations(),
+            operations=cpu_operations(dtype, *head_dims) if numba else NativeOperations(),
             attention=attention or NativeAttention(),
             parallel=parallel,
         )
         load_weights(self.model, checkpoint.reader, config)
-        shape = (1 + ROWS * columns, len(self.model.shard.kv_heads), page_size, config.head_dim)
-        self.kv = [
-            KVPages(*(torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))) for _ in range(config.num_layers)
+        shapes = [
+            (1 + ROWS * columns, len(shard.kv_heads(mixer.num_kv_heads)), page_size, mixer.head_dim)
+            for mixer in (layer.mixer for layer in config.layers)
         ]
+        self.kv = [KVPages(*(torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))) for shape in shapes]
         pages = 1 + np.random.default_rng(1).permutation(ROWS * columns)
         self.all_pages = pages.reshape(ROWS, columns).astype(np.int32)
         self.page_size = page_size

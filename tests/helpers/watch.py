@@ -11,6 +11,7 @@ from helpers.scheduling import Bench
 
 from sglang_jax.mem_cache.group import Group, WindowGroup
 from sglang_jax.mem_cache.invariants import check_everything
+from sglang_jax.mem_cache.state_group import StateGroup
 from sglang_jax.scheduler.admission import RETRY_STEPS
 from sglang_jax.scheduler.request import Request, RequestState
 from sglang_jax.scheduler.reserve import CLIP
@@ -65,6 +66,7 @@ class Watch:
         retired = (step for group in scheduler.cache.groups for step, _ in group._retired)
         late = [step for step in retired if step <= scheduler.cache.finished_step]
         assert not late, f"pages stay retired though steps {late} have finished"
+        self._check_states()
         self._overdue = self._overdue + 1 if owed and self._seats == seats else 0
         assert self._overdue <= (0 if changed else RETRY_STEPS), f"room for {scheduler.queue.first(1)}, and no row"
         self.met["several prompts under way"] += len(self._under_way()) > 1
@@ -81,6 +83,21 @@ class Watch:
                 for record in cache.open_rows.values():
                     held = cache.pages_for(record.kv_allocated_len) - group.held_from(record.row)
                     assert held <= bound, f"row {record.row} holds {held} pages of a window, and needs {bound} at most"
+
+    def _check_states(self) -> None:
+        """No state stays pinned for a step that is over, or for a row that has begun, and a row has two slots at most;
+        with reuse switched off, one, and the tree none."""
+        cache = self._scheduler.cache
+        if cache.states is None:
+            return
+        late = [step for step, _ in cache.states._beginning if step <= cache.finished_step]
+        assert not late, f"states stay pinned though steps {late} have finished"
+        assert cache.states._pending == np.count_nonzero(cache.states._sources)
+        slots = [len(cache.states.owned(record, 0)) for record in cache.open_rows.values()]
+        assert max(slots, default=0) <= 1 + cache.reuse, f"rows have {slots} slots"
+        assert cache.reuse or cache.states.pool.num_free == cache.states.pool.total - len(slots)
+        self.met["began with a copy of a state"] += bool(cache.states._beginning)
+        self.met["second slots"] += max(slots, default=0) > 1
 
     def _around(
         self, call: Callable[..., object], *, before: Callable[..., None] | None = None, after: object = None
@@ -161,6 +178,8 @@ class Watch:
     def _fits_into(self, group: Group, request: Request, decode_pages: int, pages: int) -> bool:
         """Of a group with a window this counts all that a group without one would take, but for the request's own
         prompt: while it is computed, it holds a window and two steps' tokens."""
+        if isinstance(group, StateGroup):
+            return group.available >= 1
         scheduler = self._scheduler
         cache, table = scheduler.cache, scheduler.rows
         cached = cache.peek(request.tokens, request.match_limit, request.namespace) // cache.page_size

@@ -75,7 +75,7 @@ def calibrated(
     kind = jnp.dtype(dtype)
     attention = AttentionImplementation.XLA
     model = build_model(parallel.config, dtype=kind, attention=attention, kv_dtype=jnp.dtype(jnp.int8))
-    load_weights(model, reader, checkpoint.config, mesh, kv_copies=parallel.kv_copies)
+    load_weights(model, reader, checkpoint.config, mesh)
     if devices == 1:
         model.arrange()
     calibrate_kv_scales(model, parallel, mesh, dtype=kind, platform="cpu", page_size=page_size, largest_stored=127.0)

@@ -98,8 +98,8 @@ def config(num_heads: int, num_kv_heads: int, intermediate: int = 96, vocab: int
 @pytest.mark.parametrize(("kv_heads", "size", "copies"), [(4, 1, 1), (4, 2, 1), (4, 4, 1), (2, 8, 4), (1, 8, 8)])
 def test_kv_heads_are_copied_where_there_are_more_devices(kv_heads: int, size: int, copies: int) -> None:
     parallel = TensorParallel.of(config(8, kv_heads), size)
-    assert (parallel.kv_copies, parallel.config.num_kv_heads) == (copies, kv_heads * copies)
-    assert parallel.config.num_kv_heads % size == 0
+    assert {layer.mixer.num_kv_heads for layer in parallel.config.layers} == {kv_heads * copies}
+    assert kv_heads * copies % size == 0
 
 
 @pytest.mark.parametrize(("vocab", "size", "padded"), [(97, 1, 97), (97, 8, 104), (96, 8, 96), (5, 4, 8)])

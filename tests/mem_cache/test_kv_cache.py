@@ -7,8 +7,9 @@ import pytest
 from helpers.caches import compute, int32_bytes, lengths, small_cache
 
 from sglang_jax.mem_cache.invariants import check_everything, page_balance
-from sglang_jax.mem_cache.kv_cache import KVCache, RowKV
+from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.mem_cache.ledger import RETIRED
+from sglang_jax.mem_cache.row_kv import RowKV
 
 PROMPT = list(range(1, 31))
 

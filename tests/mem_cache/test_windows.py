@@ -9,7 +9,8 @@ from helpers.caches import compute, int32_bytes
 from sglang_jax.architectures import CacheKind
 from sglang_jax.mem_cache.group import WindowGroup
 from sglang_jax.mem_cache.invariants import InvariantError, check_everything
-from sglang_jax.mem_cache.kv_cache import KVCache, RowKV
+from sglang_jax.mem_cache.kv_cache import KVCache
+from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.mem_cache.window_kv import WindowKV
 from sglang_jax.runner.plan import PoolSpec
 
@@ -215,7 +216,9 @@ def test_pages_of_all_groups_hold_as_many_tokens() -> None:
         KVCache(pools, 2, 32)
 
 
-@pytest.mark.parametrize(("kind", "window"), [(CacheKind.FULL, 5), (CacheKind.WINDOW, 0), (CacheKind.WINDOW, None)])
+@pytest.mark.parametrize(
+    ("kind", "window"), [(CacheKind.FULL, 5), (CacheKind.WINDOW, 0), (CacheKind.WINDOW, None), (CacheKind.STATE, 5)]
+)
 def test_a_pool_has_the_window_that_its_kind_has(kind: CacheKind, window: int | None) -> None:
     with pytest.raises(ValueError, match=f"kind {kind} has a window of {window}"):
         PoolSpec(kind, 9, 4, window)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,3 +16,11 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
         return PagedModel(folder, page_size=page_size, columns=columns)
 
     check_family(FAMILIES[name], tmp_path, load)
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_layers_with_other_heads_in_pages_of_any_size(page_size: int, tmp_path: Path) -> None:
+    def load(folder: Path, page_size: int, columns: int) -> PagedModel:
+        return PagedModel(folder, page_size=page_size, columns=columns)
+
+    check_family(replace(FAMILIES["gemma4"], page_size=page_size), tmp_path, load)

@@ -17,13 +17,14 @@ import pytest
 from flax import nnx
 from helpers.small_configs import small_config
 
+from sglang_jax.architectures.manifest import Manifest
 from sglang_jax.checkpoint import ModelConfig, RopeConfig, RopeKind
 from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.errors import CheckpointError
 from sglang_jax.jax_runner.orbax_checkpoint import restore_orbax, save_orbax
 from sglang_jax.jax_runner.weights import load_weights
 from sglang_jax.layers.sharding import make_mesh
-from sglang_jax.models import AttentionImplementation, Transformer, build_model
+from sglang_jax.models import AttentionImplementation, Transformer, build_model, parameters
 
 ROOT = Path(__file__).parents[2]
 
@@ -123,7 +124,7 @@ for config, folder, sizes in ((plain, "plain", (2, 4, 8)), (whole_norms, "whole_
         parallel = TensorParallel.of(config, size)
         mesh = make_mesh(jax.devices()[:size])
         expected, restored = build(parallel.config), build(parallel.config)
-        load_weights(expected, reader, config, mesh, kv_copies=parallel.kv_copies)
+        load_weights(expected, reader, config, mesh)
         restore_orbax(Path(sys.argv[1], folder), restored, config, mesh)
         before, after = (nnx.to_flat_state(nnx.state(model)) for model in (expected, restored))
         for (path, wanted), (_, found) in zip(before, after, strict=True):
@@ -198,3 +199,16 @@ def test_markers_of_earlier_versions_are_read(tmp_path: Path) -> None:
     path = tmp_path / "sglang_jax_orbax.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_config": {"architecture": "qwen3"}}))
     restore_orbax(tmp_path, build(CONFIG, "bfloat16"), CONFIG, make_mesh(jax.devices()[:1]))
+
+
+def test_shapes_are_those_of_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is built otherwise than its config's manifest says is noticed, and not only where it is loaded."""
+    layer = CONFIG.layers[0]
+    wider = replace(layer, feed_forward=replace(layer.feed_forward, size=layer.feed_forward.size + 8))
+    build(replace(CONFIG, layers=(wider, *CONFIG.layers[1:])), "float32")
+    monkeypatch.setattr(parameters, "manifest_of", lambda config: Manifest(CONFIG))
+    with pytest.raises(ValueError, match=r"layers\.0\.feed_forward\.down\.kernel is built as .* the manifest has"):
+        build(replace(CONFIG, layers=(wider, *CONFIG.layers[1:])), "float32")
+    unbiased = CONFIG.with_layers(lambda each: replace(each, mixer=replace(each.mixer, bias=False)))
+    with pytest.raises(ValueError, match=r"the model is built without ParameterName\(part=<Part.QUERY"):
+        build(unbiased, "float32")

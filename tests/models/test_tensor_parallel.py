@@ -15,6 +15,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from helpers.family_cases import FAMILIES
 from helpers.paged_model import PagedModel
 from helpers.tiny_models import make_tiny_checkpoint
 from sglang_jax.layers.sharding import make_mesh
@@ -40,6 +41,14 @@ for mesh in (make_mesh(jax.devices()), make_mesh(jax.devices(), data=2)):
 
 # Norms over all heads together, which lie on several devices.
 folder = make_tiny_checkpoint(Path(sys.argv[1], "olmo2"), "olmo2", num_attention_heads=8, num_key_value_heads=4)
+expected = PagedModel(folder).run(sequences, steps)
+for mesh in (make_mesh(jax.devices()[:2]), make_mesh(jax.devices())):
+    for logits, wanted in zip(PagedModel(folder, mesh=mesh).run(sequences, steps), expected, strict=True):
+        assert np.abs(logits - wanted).max() < 2e-4
+
+# Layers with 2 kv heads and with 1, of which four devices have copies.
+case = FAMILIES["gemma4"]
+folder = make_tiny_checkpoint(Path(sys.argv[1], "gemma4"), case.architecture, **case.changes)
 expected = PagedModel(folder).run(sequences, steps)
 for logits, wanted in zip(PagedModel(folder, mesh=mesh).run(sequences, steps), expected, strict=True):
     assert np.abs(logits - wanted).max() < 2e-4

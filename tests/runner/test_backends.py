@@ -13,7 +13,7 @@ import pytest
 import torch_backend
 from sglang_jax import jax_runner
 from sglang_jax.config import Backend, Device, EngineConfig
-from sglang_jax.errors import ConfigError
+from sglang_jax.errors import ConfigError, how_to_install
 from sglang_jax.runner import backends, host_machine
 
 FACTORIES = {Backend.JAX: jax_runner.create_runner, Backend.TORCH: torch_backend.create_runner}
@@ -176,13 +176,13 @@ class TestAuto:
             assert chosen() is backend
         (message,) = caplog.messages
         assert words in message
-        assert message.endswith(f"pip install 'sglang-jax[{'cuda' if accelerator == 'gpu' else 'tpu'}]'")
+        assert message.endswith(how_to_install("cuda" if accelerator == "gpu" else "tpu"))
 
     @pytest.mark.parametrize(
         ("accelerator", "message"),
         [
-            ("", r"the JAX backend needs jax and flax: pip install 'sglang-jax\[jax\]'"),
-            ("gpu", r"the Torch backend needs torch: pip install 'sglang-jax\[cuda\]', or 'sglang-jax\[torch\]'"),
+            ("", r"the JAX backend needs jax and flax: pip install -e '\.\[jax\]' in the clone"),
+            ("gpu", r"the Torch backend needs torch: pip install -e '\.\[cuda\]' in the clone .*, or '\.\[torch\]'"),
         ],
     )
     def test_without_any_framework_the_machine_is_told_what_to_install(

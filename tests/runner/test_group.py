@@ -12,6 +12,7 @@ from helpers.stand_in_model import VOCAB, dense_logits, random_weights
 from helpers.stand_in_torch import stand_in_runner
 
 from sglang_jax.runner.group import GroupRunner, Leave, Order, WarmUp, follow
+from sglang_jax.runner.rank_beats import NoteBeat, Progress
 
 WEIGHTS = random_weights()
 PROMPT = np.random.default_rng(3).integers(0, VOCAB, 9).tolist()
@@ -25,9 +26,10 @@ class Threads:
         self.inboxes: list[queue.SimpleQueue[Order]] = [queue.SimpleQueue() for _ in self.runners]
         self.sent: list[Order] = []
         self.lost: str | None = None
+        self.progress = [Progress() for _ in self.runners]
         self._threads = [
-            threading.Thread(target=follow, args=(runner, inbox.get))
-            for runner, inbox in zip(self.runners, self.inboxes, strict=True)
+            threading.Thread(target=follow, args=(runner, inbox.get, progress))
+            for runner, inbox, progress in zip(self.runners, self.inboxes, self.progress, strict=True)
         ]
         for thread in self._threads:
             thread.start()
@@ -37,6 +39,9 @@ class Threads:
         self.sent.append(order)
         for inbox in self.inboxes:
             inbox.put(order)
+
+    def announce(self, note: NoteBeat) -> None:
+        """Nobody listens to them."""
 
     def check(self) -> None:
         if self.lost is not None:
@@ -66,6 +71,7 @@ def test_followers_run_what_rank_0_runs() -> None:
     assert len(followers.sent) == 1 + 3 + 7
     last_tokens = [follower._rows.last_tokens[request.row].item() for follower in followers.runners]
     assert last_tokens == [output[-1]] * 2
+    assert [progress.steps for progress in followers.progress] == [3 + 7] * 2
 
 
 def test_a_plan_that_rank_0_refuses_reaches_no_follower() -> None:

@@ -16,17 +16,22 @@ from sglang_jax.runner import remote_group
 from sglang_jax.runner.group import ORDERS, Leave, WarmUp
 from sglang_jax.runner.group_listener import FollowerListener, Hello, connect_to_leader
 from sglang_jax.runner.plan import PageDeltas, StepPlan
+from sglang_jax.runner.pulse import Pulse
+from sglang_jax.runner.rank_beats import Progress, steps_in
 from sglang_jax.runner.remote_group import LeaderLink, RemoteFollowers
 
 SECRET = b"s" * 32
+TIMEOUT = 60.0
 
-pytestmark = pytest.mark.alone  # who is silent for half a second is lost here
 
-
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _quick_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is silent for half a second is lost, so such tests run alone; the others have all the time that they need."""
     monkeypatch.setattr(remote_group, "ALIVE_EVERY_SECONDS", 0.05)
     monkeypatch.setattr(remote_group, "LOST_AFTER_SECONDS", 0.5)
+
+
+quick_signs_of_life = pytest.mark.usefixtures("_quick_signs_of_life")
 
 
 class Group:
@@ -40,6 +45,13 @@ class Group:
         joining.start()
         self.followers = RemoteFollowers(listener, 2, 5.0, lambda reason: self.lost.put(("leader", reason)))
         joining.join()
+
+    def lost_by(self, who: str) -> str:
+        """Why one of them takes another for lost. What others say of the same end comes before it or after it."""
+        while True:
+            said_by, reason = self.lost.get(timeout=TIMEOUT)
+            if said_by == who:
+                return reason
 
     def _join(self, port: int) -> None:
         for rank in (2, 1):
@@ -77,12 +89,34 @@ def test_orders_arrive_everywhere_in_order(group: Group) -> None:
             assert order.rows.tolist() == [step]
 
 
+@pytest.mark.alone
+@quick_signs_of_life
 def test_a_silent_group_stays_together(group: Group) -> None:
     time.sleep(1.2)
     group.followers.check()
     assert group.lost.empty()
 
 
+@pytest.mark.alone
+@quick_signs_of_life
+def test_followers_tell_how_many_steps_they_have_launched(group: Group) -> None:
+    pulse = Pulse()
+    group.followers.announce(pulse.note_rank)
+    group.links[1].progress.steps = 7
+    deadline = time.monotonic() + 5
+    while [(one.rank, one.steps) for one in pulse.ranks()] != [(1, 0), (2, 7)]:
+        assert time.monotonic() < deadline, pulse.ranks()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("said", [b"alive -1", b"alive 1e9", b"alive " + b"9" * 40, b"alive 5 5", b"Alive"])
+def test_what_is_no_beat(said: bytes) -> None:
+    assert steps_in(said) is None
+    assert (steps_in(b"alive"), steps_in(Progress(12).beat())) == (0, 12)
+
+
+@pytest.mark.alone
+@quick_signs_of_life
 def test_leaving_is_not_a_loss(group: Group) -> None:
     group.followers.send(WarmUp())
     closing = threading.Thread(target=group.followers.close)
@@ -99,7 +133,7 @@ def test_leaving_is_not_a_loss(group: Group) -> None:
 
 def test_a_follower_that_ends_is_a_loss(group: Group) -> None:
     group.links[1].close()
-    who, reason = group.lost.get(timeout=5)
+    who, reason = group.lost.get(timeout=TIMEOUT)
     assert who == "leader"
     assert reason.startswith("node 2 is lost")
     with pytest.raises(RuntimeError, match="node 2 is lost"):
@@ -112,7 +146,7 @@ def test_rank_0_that_ends_is_a_loss_for_all(group: Group) -> None:
     group.followers._leaving = True
     for link in group.followers._links:
         link.close()
-    lost = dict(group.lost.get(timeout=5) for _ in range(2))
+    lost = dict(group.lost.get(timeout=TIMEOUT) for _ in range(2))
     assert sorted(lost) == ["node 1", "node 2"]
     assert all("node 0 is lost" in reason for reason in lost.values())
 
@@ -121,7 +155,7 @@ def test_rank_0_that_fails_says_why(group: Group) -> None:
     """At once, and not as the next order: a follower may never come to that."""
     ending = threading.Thread(target=group.followers.give_up, args=("no memory",))
     ending.start()
-    told = dict(group.lost.get(timeout=5) for _ in range(2))
+    told = dict(group.lost.get(timeout=TIMEOUT) for _ in range(2))
     assert told == {"node 1": "node 0 gave up: no memory", "node 2": "node 0 gave up: no memory"}
     for link in group.links:
         link.close()
@@ -132,7 +166,7 @@ def test_rank_0_that_fails_says_why(group: Group) -> None:
 
 def test_a_follower_that_fails_says_why(group: Group) -> None:
     group.links[0].give_up("no such file: häger")
-    assert group.lost.get(timeout=5) == ("leader", "node 1 gave up: no such file: häger")
+    assert group.lost.get(timeout=TIMEOUT) == ("leader", "node 1 gave up: no such file: häger")
     with pytest.raises(RuntimeError, match="node 1 gave up: no such file"):
         group.followers.check()
 
@@ -155,6 +189,8 @@ def test_a_connection_is_not_closed_under_its_reader() -> None:
     theirs.close()
 
 
+@pytest.mark.alone
+@quick_signs_of_life
 def test_silence_is_a_loss_though_nothing_closed() -> None:
     """A node without power or network sends no end."""
     listener = FollowerListener("127.0.0.1", SECRET, ORDERS.form)
@@ -169,7 +205,7 @@ def test_silence_is_a_loss_though_nothing_closed() -> None:
     RemoteFollowers(listener, 1, 5.0, lost.put)
     joining.join()
     start = time.monotonic()
-    assert lost.get(timeout=5) == "node 1 is lost: no sign of life for 0 s"
+    assert lost.get(timeout=TIMEOUT) == "node 1 is lost: no sign of life for 0 s"
     assert 0.4 < time.monotonic() - start < 3.0
     silent[0].close()
 
@@ -178,7 +214,7 @@ def test_an_order_that_is_none_is_a_loss(group: Group) -> None:
     group.followers._leaving = True
     for link in group.followers._links:
         link.say(b"cposix\nsystem\n(S'true'\ntR.")  # what pickle would run
-    lost = dict(group.lost.get(timeout=5) for _ in range(2))
+    lost = dict(group.lost.get(timeout=TIMEOUT) for _ in range(2))
     assert sorted(lost) == ["node 1", "node 2"]
     assert all("node 0 is lost: it sent 26 bytes that are no message" in reason for reason in lost.values())
 
@@ -186,4 +222,4 @@ def test_an_order_that_is_none_is_a_loss(group: Group) -> None:
 def test_a_follower_that_talks_too_much_is_a_loss(group: Group) -> None:
     with suppress(OSError):  # it is not read to its end
         group.links[0]._link.say(bytes(1 << 20))
-    assert group.lost.get(timeout=5) == ("leader", "node 1 is lost: its connection closed")
+    assert group.lost_by("leader") == "node 1 is lost: its connection closed"

@@ -6,10 +6,10 @@ import logging
 
 import pytest
 
-from sglang_jax.architectures import CacheKind
+from sglang_jax.architectures import CacheGroup, CacheKind
 from sglang_jax.config import EngineConfig
 from sglang_jax.errors import ConfigError
-from sglang_jax.runner.sizing import GroupMemory, Memory, choose_sizes, describe_pools, pool_specs
+from sglang_jax.runner.sizing import GroupMemory, Memory, choose_sizes, describe_pools, pool_specs, refuse_states
 
 GIB = 2**30
 CPU = Memory("cpu", available=16 * GIB, weights=GIB, groups=(GroupMemory(2**20),))
@@ -109,3 +109,51 @@ def test_the_log_names_each_pool() -> None:
     assert describe_pools(GEMMA, sizes, 16) == (
         "16000 KV tokens in 1,001 MiB, 6080 KV tokens with a window of 1024 in 1,905 MiB"
     )
+
+
+HYBRID = Memory("tpu", 16 * GIB, GIB, (GroupMemory(2**20), GroupMemory(40 * 2**20, CacheKind.STATE)))
+"""A state takes as much as 640 tokens of keys and values."""
+
+
+def test_states_have_a_share_of_the_memory_for_pages() -> None:
+    config = EngineConfig(mem_fraction_static=0.5, mamba_full_memory_ratio=0.5)
+    full, slots = choose_sizes(config, 32768, HYBRID).num_pages
+    assert slots - 1 == (full - 1) // 80
+    assert 0 <= 7 * 1024 - (full + 40 * slots) < 41
+    sizes = choose_sizes(EngineConfig(max_total_tokens=16 * 4000), 32768, HYBRID)
+    assert sizes.num_pages == (4001, 1 + 90)
+    assert sizes.max_rows == 45, "as many slots for cached prefixes as for rows"
+
+
+def test_slots_that_are_asked_for_bound_the_rows() -> None:
+    sizes = choose_sizes(EngineConfig(max_mamba_cache_size=30, max_running_requests=25), 32768, HYBRID)
+    assert (sizes.num_pages[1], sizes.max_rows) == (31, 25)
+    sizes = choose_sizes(EngineConfig(max_mamba_cache_size=20, max_running_requests=25), 32768, HYBRID)
+    assert (sizes.num_pages[1], sizes.max_rows) == (21, 20)
+
+
+def test_with_the_prefix_cache_off_no_spare_slots_are_held() -> None:
+    config = EngineConfig(disable_radix_cache=True, max_mamba_cache_size=200, max_running_requests=25)
+    sizes = choose_sizes(config, 32768, HYBRID)
+    assert (sizes.num_pages[1], sizes.max_rows) == (26, 25)
+
+
+def test_small_states_are_at_most_as_many_as_ends_of_pages() -> None:
+    tiny = Memory("tpu", 16 * GIB, GIB, (GroupMemory(2**20), GroupMemory(2**10, CacheKind.STATE)))
+    sizes = choose_sizes(EngineConfig(max_total_tokens=1600, max_running_requests=8), 1024, tiny)
+    assert sizes.num_pages == (101, 1 + 100 + 16)
+
+
+def test_a_model_of_states_alone_has_slots_and_any_context() -> None:
+    alone = Memory("tpu", 16 * GIB, GIB, (GroupMemory(40 * 2**20, CacheKind.STATE),))
+    sizes = choose_sizes(EngineConfig(mem_fraction_static=0.5), 32768, alone)
+    assert sizes.num_pages == (7 * 1024 // 40,)
+    assert (sizes.max_context, sizes.max_rows) == (32768, (7 * 1024 // 40 - 1) // 2)
+    assert describe_pools(alone, sizes, 16) == "178 recurrent states in 7,160 MiB"
+
+
+def test_backends_refuse_states_by_name() -> None:
+    groups = (CacheGroup(CacheKind.FULL, (3, 7)), CacheGroup(CacheKind.STATE, (0, 1, 2)))
+    refuse_states(groups[:1], "JAX")
+    with pytest.raises(ConfigError, match=r"layers \[0, 1, 2\] of the model keep a recurrent state.*the JAX backend"):
+        refuse_states(groups, "JAX")

@@ -50,7 +50,8 @@ CHECKED: dict[type, st.SearchStrategy[Any]] = {
         seed=st.none() | st.integers(-(2**63), 2**63 - 1),
     ),
     PoolSpec: st.builds(PoolSpec, st.just(CacheKind.FULL), st.integers(1, 2**31 - 1), st.integers(1, 9))
-    | st.builds(PoolSpec, st.just(CacheKind.WINDOW), st.integers(1, 9), st.integers(1, 9), window=st.integers(1, 9)),
+    | st.builds(PoolSpec, st.just(CacheKind.WINDOW), st.integers(1, 9), st.integers(1, 9), window=st.integers(1, 9))
+    | st.builds(PoolSpec, st.just(CacheKind.STATE), st.integers(1, 9), st.integers(1, 9)),
 }
 
 

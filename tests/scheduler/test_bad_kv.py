@@ -6,7 +6,8 @@ import pytest
 from helpers.scheduling import VOCAB, Bench
 
 from sglang_jax.mem_cache.invariants import check_everything
-from sglang_jax.mem_cache.kv_cache import KVCache, RowKV
+from sglang_jax.mem_cache.kv_cache import KVCache
+from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.runner.plan import StepPlan, StepResult
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.admission import Admission

@@ -10,7 +10,7 @@ import pytest
 from helpers.scheduling import VOCAB, Bench
 
 from sglang_jax.runner.fake import Oracle
-from sglang_jax.runner.plan import DRAFT, LAST_TOKEN, PageDeltas, StepPlan, refuse_drafts
+from sglang_jax.runner.plan import DRAFT, LAST_TOKEN, PageDeltas, SlotCopies, StepPlan, refuse_drafts, refuse_states
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.chunking import TimedChunk
 from sglang_jax.scheduler.scheduler import Scheduler
@@ -187,6 +187,23 @@ def test_a_runner_without_drafts_refuses_drafts() -> None:
     )
     with pytest.raises(ValueError, match="step 0"):
         refuse_drafts(plan)
+
+
+def test_a_runner_without_states_refuses_copies() -> None:
+    one = np.ones(1, np.int32)
+    plan = StepPlan(
+        step=3,
+        rows=np.zeros(1, np.int32),
+        num_decode=1,
+        query_lens=one,
+        kv_lens=9 * one,
+        tokens=np.array([LAST_TOKEN], np.int32),
+        samples=np.ones(1, np.bool_),
+        page_deltas=(PageDeltas(NOTHING, NOTHING, NOTHING),),
+        copies=(SlotCopies(1, one, 2 * one),),
+    )
+    with pytest.raises(ValueError, match="step 3 copies states"):
+        refuse_states(plan)
 
 
 def test_the_benchmark_of_fair_prefill_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from helpers.scheduling import EOS, Bench, RecordingChannel
 
+from sglang_jax.architectures import CacheKind
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler import loop as loop_module
 from sglang_jax.scheduler.loop import STATS_SECONDS, SchedulerLoop
@@ -188,6 +189,13 @@ def test_the_state_tells_of_each_pool() -> None:
     figures = {"full_max_tokens": 256, "swa_max_tokens": 40, "swa_used_tokens": 0, "swa_token_usage": 0.0}
     assert figures.items() <= reply.state.items()
     assert "groups" not in reply.state
+
+
+def test_the_state_tells_of_slots() -> None:
+    channel = ScriptedChannel([GetState(9)])
+    make_loop(channel, more=((CacheKind.STATE, 10),)).turn()
+    (reply,) = channel.replies
+    assert {"mamba_max_slots": 10, "mamba_used_slots": 0, "mamba_usage": 0.0}.items() <= reply.state.items()
 
 
 def test_every_kind_of_message_has_its_case() -> None:

@@ -8,17 +8,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.simulation import Strategy, simulate
+from helpers.simulation import STATE, WITH_STATES, Strategy, simulate
 from hypothesis import strategies as st
 
 from sglang_jax.mem_cache.group import Group, WindowGroup
 from sglang_jax.mem_cache.invariants import InvariantError
-from sglang_jax.mem_cache.kv_cache import KVCache, RowKV
+from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.mem_cache.ledger import RETIRED, OwnershipError, request_owners
 from sglang_jax.mem_cache.page_table import PageTable
 from sglang_jax.mem_cache.radix_tree import Node, Probe, RadixTree
+from sglang_jax.mem_cache.row_kv import RowKV
+from sglang_jax.mem_cache.state import States
+from sglang_jax.mem_cache.state_group import StateGroup
 from sglang_jax.mem_cache.window_kv import WindowKV
-from sglang_jax.runner.plan import PageDeltas
+from sglang_jax.runner.fake import FakeRunner
+from sglang_jax.runner.plan import PageDeltas, SlotCopies, StepPlan, StepResult
 from sglang_jax.scheduler.admission import Admission
 from sglang_jax.scheduler.planner import Planner
 from sglang_jax.scheduler.publisher import Publisher
@@ -30,6 +34,7 @@ pytestmark = pytest.mark.slow
 SCHEDULES = 2000
 
 ONE_POOL = {"groups": st.just((None,))}
+STATES = {"groups": st.sampled_from(WITH_STATES), "reuse": st.just(True)}
 WINDOWS = {"groups": st.sampled_from([(None, 5), (None, 17), (5,), (3, 20)])}
 
 NO_DRAFTS = {"drafts": st.just(0)}
@@ -336,6 +341,123 @@ def reclaim_behind_the_longest_guess(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVCache, "extend_rows", extend_and_guess)
 
 
+def donate_a_state_of_the_wrong_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state at a chunk's end goes to the page floor of it."""
+    monkeypatch.setattr(StateGroup, "_worth_a_slot", lambda self, record, length: length > record.state_len)
+    monkeypatch.setattr(StateGroup, "chunk_end", lambda self, record, start, end, total: end)
+
+
+def copy_after_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, copy = FakeRunner._run, FakeRunner._copy
+
+    def run_then_copy(self: FakeRunner, plan: StepPlan, begin: list[int]) -> StepResult:
+        result = run(self, plan, begin)
+        copy(self, plan)
+        return result
+
+    monkeypatch.setattr(FakeRunner, "_run", run_then_copy)
+    monkeypatch.setattr(FakeRunner, "_copy", lambda self, plan: None)
+
+
+def lose_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = StateGroup.take_copies
+
+    def take_all_but_the_last(self: StateGroup, rows: np.ndarray, step: int) -> tuple[SlotCopies, ...]:
+        return tuple(
+            SlotCopies(copies.pool, copies.sources[:-1], copies.targets[:-1]) for copies in take(self, rows, step)
+        )
+
+    monkeypatch.setattr(StateGroup, "take_copies", take_all_but_the_last)
+
+
+def keep_the_slot_of_who_never_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who was admitted and goes before its first step gives nothing back of what the match took."""
+    release = StateGroup.release
+
+    def release_what_began(self: StateGroup, record: RowKV, allocated: int) -> None:
+        if record.row not in self._pinned:
+            release(self, record, allocated)
+
+    monkeypatch.setattr(StateGroup, "release", release_what_began)
+
+
+def keep_the_pin_of_who_never_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = StateGroup.release
+
+    def release_without_the_pin(self: StateGroup, record: RowKV, allocated: int) -> None:
+        self._pinned.pop(record.row, None)
+        release(self, record, allocated)
+
+    monkeypatch.setattr(StateGroup, "release", release_without_the_pin)
+
+
+def snapshot_a_page_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state at a boundary that decoding passes is taken for that of the one before."""
+    change = StateGroup.change_slots
+
+    def change_a_page_later(self: StateGroup, rows: np.ndarray, lengths: np.ndarray, *others: Any) -> None:
+        before = self._second.copy()
+        change(self, rows, lengths, *others)
+        moved = (self._second != before) & (self._second_len > self.page_size)
+        self._second_len[moved] -= self.page_size
+
+    monkeypatch.setattr(StateGroup, "change_slots", change_a_page_later)
+
+
+def keep_a_state_beyond_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's own slot is taken for that of what it has committed, though one step more has run."""
+
+    def ends_on_boundary(self: StateGroup, record: RowKV) -> bool:
+        return not self._sources[record.row] and record.kv_committed_len % self.page_size == 0
+
+    monkeypatch.setattr(StateGroup, "_ends_on_boundary", ends_on_boundary)
+
+
+def match_without_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(States, "last_start", lambda self, passed, index: index)
+
+
+def split_keeps_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The upper part of a node is given the state, and the lower one has none."""
+
+    def split(self: States, upper: Node, lower: Node) -> None:
+        upper.values.append(lower.values[self._index])
+        lower.values[self._index] = None
+
+    monkeypatch.setattr(States, "split", split)
+
+
+def let_go_of_a_source_at_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot may be evicted while the step that begins with it is in flight."""
+    take = StateGroup.take_copies
+
+    def take_and_let_go(self: StateGroup, rows: np.ndarray, step: int) -> tuple[SlotCopies, ...]:
+        copies = take(self, rows, step)
+        while self._beginning:
+            self._let_go(self._beginning.popleft()[1])
+        return copies
+
+    monkeypatch.setattr(StateGroup, "take_copies", take_and_let_go)
+
+
+def doubt_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StateGroup, "in_doubt", lambda self, record, node: False)
+
+
+STATE_FAULTS = [
+    donate_a_state_of_the_wrong_length,
+    copy_after_the_step,
+    lose_a_copy,
+    keep_the_slot_of_who_never_began,
+    keep_the_pin_of_who_never_began,
+    snapshot_a_page_off,
+    keep_a_state_beyond_the_end,
+    match_without_a_state,
+    split_keeps_the_state,
+    let_go_of_a_source_at_the_launch,
+    doubt_no_state,
+]
+
 DRAFT_FAULTS = [
     count_wrong_drafts,
     begin_where_the_host_thinks,
@@ -379,6 +501,7 @@ FAULTS = [
     never_keep_room,
     miscount_what_does_not_fit,
     *WINDOW_FAULTS,
+    *STATE_FAULTS,
     *DRAFT_FAULTS,
 ]
 
@@ -394,6 +517,28 @@ PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
     never_keep_room: {"backfill": st.just((2, 256)), "aged_turn": st.sampled_from([2, 3]), "pages": st.integers(6, 24)},
     doubt_no_window: {"groups": st.sampled_from([(5,), (None, 5)]), "reuse": st.just(True)},
     reclaim_behind_the_longest_guess: WINDOWS,
+    keep_a_state_beyond_the_end: {
+        "page_size": st.just(1),
+        "pages": st.just(64),
+        "groups": st.just((None, STATE)),
+        "slots": st.integers(4, 16),
+        "track": st.just(0),
+    },
+    snapshot_a_page_off: {"track": st.just(1), "slots": st.integers(4, 16)},
+    let_go_of_a_source_at_the_launch: {
+        "page_size": st.just(1),
+        "pages": st.integers(4, 24),
+        "slots": st.integers(2, 5),
+        "rows": st.integers(2, 6),
+        "lazy": st.just(True),
+    },
+    doubt_no_state: {
+        "page_size": st.just(1),
+        "pages": st.just(64),
+        "groups": st.just((None, STATE)),
+        "slots": st.integers(4, 16),
+        "chunk": st.just(64),
+    },
 }
 """Sizes with which a fault shows, where few of those that are drawn else would do."""
 
@@ -401,7 +546,7 @@ PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
 def test_fault_is_caught(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    sizes = WINDOWS if plant in WINDOW_FAULTS else ONE_POOL
+    sizes = WINDOWS if plant in WINDOW_FAULTS else STATES if plant in STATE_FAULTS else ONE_POOL
     sizes = sizes | (MANY_DRAFTS if plant in DRAFT_FAULTS else NO_DRAFTS)
     sizes = sizes | PLACES.get(plant, {})
     with pytest.raises((OwnershipError, InvariantError, AssertionError, RuntimeError, LookupError)):

@@ -26,6 +26,8 @@ def test_two_thousand_schedules() -> None:
         "retracted for lack of pages",
         "computed anew",
         "overtaken",
+        "began with a copy of a state",
+        "second slots",
     ):
         assert met[event] >= 100, met
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from helpers.scheduling import Bench
 
+from sglang_jax.architectures import CacheKind
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler import step_log
 from sglang_jax.scheduler.scheduler import Scheduler
@@ -130,6 +131,32 @@ def test_each_pool_of_several_is_named(caplog: pytest.LogCaptureFixture) -> None
     assert stats.token_usage == 0.5
 
 
+def test_states_are_counted_in_slots(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    bench = Bench(pages=20, more=((CacheKind.STATE, 8),), rows=2, chunk=16, budget=32)
+    bench.add(PREFIX[:20], sampling=endless(3))
+    bench.scheduler.step()
+    bench.scheduler.step()
+    assert caplog.messages == [
+        "Prefill batch, #new-seq: 1, #new-token: 16, #cached-token: 0, full token usage: 0.20, mamba usage: 0.25, "
+        "#running-req: 1, #queue-req: 0",
+        "Prefill batch, #new-seq: 0, #new-token: 4, #cached-token: 0, full token usage: 0.25, mamba usage: 0.38, "
+        "#running-req: 1, #queue-req: 0",
+    ]
+    full, mamba = bench.scheduler.log.stats(0).groups
+    assert (full.unit, mamba.unit, mamba.used_tokens, mamba.max_tokens) == ("token", "slot", 3, 8)
+    alone = Bench(window=CacheKind.STATE, pages=4, context=100)
+    assert [group.name for group in alone.scheduler.log.stats(0).groups] == ["mamba"]
+    assert (alone.scheduler.num_used_tokens, alone.scheduler.max_total_tokens) == (0, 400)
+
+
 def test_windows_of_several_sizes_are_told_apart() -> None:
     bench = Bench(more=((8, 10), (20, 16)))
     assert [name for name, _ in bench.scheduler.cache.named_groups()] == ["full", "swa 8", "swa 20"]
+
+
+def test_groups_that_differ_in_the_shape_of_their_pages_alone_are_numbered() -> None:
+    bench = Bench(more=((None, 10), (8, 10), (8, 16)))
+    names = [name for name, _ in bench.scheduler.cache.named_groups()]
+    assert names == ["full", "full 2", "swa 8", "swa 8 2"]
+    assert [group.name for group in bench.scheduler.log.stats(0).groups] == names

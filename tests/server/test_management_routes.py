@@ -112,6 +112,14 @@ def test_tokenize_and_back(server: EchoServer) -> None:
     assert server.http.post("/detokenize", json=special).json() == {"text": f"a<{EOS}>"}
 
 
+def test_so_many_tokens_are_counted_at_once(server: EchoServer) -> None:
+    text = "a" * (CONTEXT_LENGTH * 8)
+    assert server.http.post("/tokenize", json={"prompt": [text] * 2}).json()["count"] == [len(text)] * 2
+    refused = server.http.post("/tokenize", json={"prompt": [text, text, "a"]})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert f"16 times the context length of {CONTEXT_LENGTH}" in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -178,6 +186,7 @@ def test_latencies_are_exposed_as_prometheus_own_histograms_are(values: list[tup
 
 def test_each_pool_of_several_has_its_usage() -> None:
     groups = [GroupUsage("full", 10, 100), GroupUsage("swa 8", 30, 40), GroupUsage("swa 20", 4, 40)]
+    groups.append(GroupUsage("mamba", 3, 5, "slot"))
     stats = SchedulerStats(num_used_tokens=10, max_total_tokens=100, groups=groups)
     load = ReplicaLoad(index=0, state=ReplicaState.SERVING, max_running_requests=1, max_total_tokens=100, stats=stats)
     registry = CollectorRegistry()
@@ -186,6 +195,7 @@ def test_each_pool_of_several_has_its_usage() -> None:
     assert values["sglang:full_token_usage"] == 0.1
     assert values["sglang:swa_8_token_usage"] == 0.75
     assert values["sglang:swa_20_token_usage"] == 0.1
+    assert values["sglang:mamba_usage"] == 0.6
     assert values["sglang:token_usage"] == 0.75
 
 

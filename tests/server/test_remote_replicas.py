@@ -24,6 +24,7 @@ from sglang_jax.errors import ConfigError, EngineDeadError
 from sglang_jax.sampling import GenerationDefaults, SamplingParams
 from sglang_jax.server import remote_link
 from sglang_jax.server.native_schema import GenerateBody, native_request
+from sglang_jax.server.remote_format import request_body, request_headers
 from sglang_jax.server.remote_link import RemoteLink
 from sglang_jax.server.remote_replicas import connect_engines, read_addresses
 
@@ -319,6 +320,32 @@ async def test_servers_that_know_operators_are_asked_by_one(tmp_path: Path) -> N
         await client.close()
 
 
+def test_a_server_before_another_says_whose_requests_are(tmp_path: Path) -> None:
+    """So that keys have turns in the queue where it is; whoever is no operator is not believed."""
+    keys = tmp_path / "keys.json"
+    keys.write_text(json.dumps({"keys": {name: {"key": f"{name}'s"} for name in ("one", "other")}}))
+    with (
+        serve_echo(api_key="client's", admin_api_key="operator's") as behind,
+        serve_echo(
+            launch=connect, connect=f"127.0.0.1:{behind.port}", admin_api_key="operator's", api_keys=keys
+        ) as router,
+    ):
+
+        def tenant(server: EchoServer, key: str, **headers: str) -> str:
+            headers["Authorization"] = f"Bearer {key}"
+            for stream in (False, True):
+                body = {"text": "abc", "stream": stream}
+                assert server.http.post("/generate", json=body, headers=headers).status_code == 200
+            last, before = (one["tenant"] for one in behind.seen()[-2:])
+            assert last == before
+            return str(last)
+
+        assert [tenant(router, "one's"), tenant(router, "other's")] == ["one", "other"]
+        assert tenant(behind, "client's", **{"X-Tenant": "one"}) == "api_key"
+        assert tenant(behind, "operator's", **{"X-Tenant": "o%20ne"}) == "o ne"
+        assert tenant(behind, "operator's") == "admin_api_key"
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -382,10 +409,12 @@ def test_a_request_arrives_as_it_was_sent(sampling: SamplingParams) -> None:
         priority=-3,
         routing_key="key",
         continues_text=False,
+        tenant="Ärger & Söhne",
     )
-    body = json.loads(json.dumps(remote_link._body(sent, "x", 100)))
+    body = json.loads(json.dumps(request_body(sent, "x", 100)))
+    headers = Headers(request_headers(sent))
     defaults = GenerationDefaults(temperature=0.3, top_p=0.2, top_k=3, min_p=0.5, repetition_penalty=2.0)
-    (arrived,) = native_request(GenerateBody(**body), defaults, Headers(), lambda *_: None).prompts
+    (arrived,) = native_request(GenerateBody(**body), defaults, headers, lambda *_: None).prompts
     sampling = dataclasses.replace(arrived.sampling, stop_token_ids=tuple(arrived.sampling.stop_token_ids))
     assert dataclasses.replace(arrived, sampling=sampling) == sent
 

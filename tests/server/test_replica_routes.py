@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from helpers.echo_server import EchoServer, serve_echo, wait_for
-from helpers.engine_fakes import MAX_RUNNING, load_echo, load_tokenizer
+from helpers.engine_fakes import MAX_RUNNING, EchoCore, load_echo, load_tokenizer
 from helpers.replica_fakes import AT_ONCE
 
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.client import AsyncEngineClient
+from sglang_jax.engine.core import CoreLoader
 from sglang_jax.engine.core_link import CoreLink
 from sglang_jax.engine.launch import launch_link
 from sglang_jax.engine.launch_replicated import replicated_client
@@ -24,11 +26,11 @@ from sglang_jax.engine.router import Router
 from sglang_jax.engine.types import ReplicaState
 
 
-async def launch_two(config: ServerConfig) -> AsyncEngineClient:
+async def launch_two(config: ServerConfig, load: CoreLoader = load_echo) -> AsyncEngineClient:
     """Two echoes in threads of this process."""
 
     async def start() -> CoreLink:
-        return await launch_link(config, in_process=True, load=load_echo)
+        return await launch_link(config, in_process=True, load=load)
 
     replicas = [Replica(index, start, backoff=AT_ONCE) for index in range(2)]
     await asyncio.gather(*(replica.start() for replica in replicas))
@@ -45,6 +47,40 @@ def pair() -> Iterator[EchoServer]:
 def slow_pair() -> Iterator[EchoServer]:
     with serve_echo(launch=launch_two, model_path="echo:0.02", load_balance_method="least_loaded") as server:
         yield server
+
+
+class HoldingEcho(EchoCore):
+    """Keeps the last token of each request to itself until `let_go`: nothing ends before a test has seen it run."""
+
+    let_go = threading.Event()
+
+    def _step(self) -> None:
+        held = {}
+        if not self.let_go.is_set():
+            held = {
+                wire_id: one
+                for wire_id, one in self._requests.items()
+                if len(one.output) + 1 == one.message.sampling.max_new_tokens
+            }
+        self._requests = {wire_id: one for wire_id, one in self._requests.items() if wire_id not in held}
+        super()._step()
+        self._requests |= held
+
+
+@pytest.fixture
+def holding_pair() -> Iterator[EchoServer]:
+    HoldingEcho.let_go.clear()
+
+    async def launch(config: ServerConfig) -> AsyncEngineClient:
+        return await launch_two(config, HoldingEcho)
+
+    with serve_echo(launch=launch, model_path="echo:0.005", load_balance_method="least_loaded") as server:
+        yield server
+
+
+def started(server: EchoServer) -> int:
+    """How many requests run, and are known to: a replica's answer comes after what it said of their first steps."""
+    return sum(int(str(state.get("started", 0))) for state in server.await_(server.engine.states()))
 
 
 def seen(server: EchoServer) -> list[int]:
@@ -149,21 +185,23 @@ def test_server_info_has_every_replica(pair: EchoServer) -> None:
     assert [(state["replica"], state["replica_state"]) for state in states] == [(0, "serving"), (1, "serving")]
 
 
-def test_what_a_lost_replica_ran_fails_with_an_error_event_or_503(slow_pair: EchoServer) -> None:
+def test_what_a_lost_replica_ran_fails_with_an_error_event_or_503(holding_pair: EchoServer) -> None:
+    pair = holding_pair
     body = {"text": "a" * 100, "sampling_params": {"max_new_tokens": 100}}
     endless = {"text": "a" * 2000, "sampling_params": {"max_new_tokens": 2000}, "stream": True}
     with ThreadPoolExecutor() as threads:
-        with slow_pair.http.stream("POST", "/generate", json=endless) as response:
+        with pair.http.stream("POST", "/generate", json=endless) as response:
             lines = response.iter_lines()
             next(lines)
-            (home,) = [load.index for load in slow_pair.engine.loads() if load.in_flight]
-            other = threads.submit(slow_pair.http.post, "/generate", json=body)
-            wait_for(lambda: slow_pair.engine.loads()[1 - home].in_flight == 1)
-            same = threads.submit(slow_pair.http.post, "/generate", json=body)
-            wait_for(lambda: sum(load.in_flight for load in slow_pair.engine.loads()) == 3)
-            wait_for(lambda: sum(seen(slow_pair)) == 3)
-            crowded = next(load.index for load in slow_pair.engine.loads() if load.in_flight == 2)
-            lose(slow_pair, home)
+            (home,) = [load.index for load in pair.engine.loads() if load.in_flight]
+            other = threads.submit(pair.http.post, "/generate", json=body)
+            wait_for(lambda: pair.engine.loads()[1 - home].in_flight == 1)
+            same = threads.submit(pair.http.post, "/generate", json=body)
+            wait_for(lambda: sum(load.in_flight for load in pair.engine.loads()) == 3)
+            wait_for(lambda: started(pair) == 3)
+            crowded = next(load.index for load in pair.engine.loads() if load.in_flight == 2)
+            lose(pair, home)
+            HoldingEcho.let_go.set()
             events = [line for line in lines if line]
             error = json.loads(events[-1].removeprefix("data: "))["error"]
             assert (error["code"], error["type"]) == ("replica_lost", "service_unavailable")
@@ -174,13 +212,13 @@ def test_what_a_lost_replica_ran_fails_with_an_error_event_or_503(slow_pair: Ech
     assert all(answer.json()["error"]["code"] == "replica_lost" for answer in lost)
     assert all(answer.headers["retry-after"] == "1" for answer in lost)
     assert all(answer.json()["text"] == "a" * 100 for answer in answers if answer not in lost)
-    wait_for(lambda: slow_pair.engine.loads()[home].state is ReplicaState.SERVING)
-    load = slow_pair.http.get("/v1/loads").json()["loads"][home]
+    wait_for(lambda: pair.engine.loads()[home].state is ReplicaState.SERVING)
+    load = pair.http.get("/v1/loads").json()["loads"][home]
     assert (load["restarts"], load["last_end"]) == (
         1,
         "the engine is lost: the engine process was killed by SIGKILL",
     )
-    assert slow_pair.http.post("/generate", json={"text": "abc"}).json()["text"] == "abc"
+    assert pair.http.post("/generate", json={"text": "abc"}).json()["text"] == "abc"
 
 
 def test_a_rolling_drain_under_load_refuses_nobody(slow_pair: EchoServer) -> None:

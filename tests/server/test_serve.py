@@ -75,7 +75,7 @@ def test_a_second_signal_stops_at_once() -> None:
             with pytest.raises(httpx2.HTTPError):
                 list(lines)
         assert running.wait() == 0
-        assert time.perf_counter() - begin < 5
+        assert time.perf_counter() - begin < running.at_once()
 
 
 def test_a_signal_while_the_engine_starts() -> None:
@@ -103,7 +103,7 @@ def test_the_death_of_the_engine() -> None:
             dead = running.http.post("/generate", json={"input_ids": [ENDS_THE_PROCESS]})
             *_, last = [line for line in lines if line]
         answer = b"".join(iter(lambda: waiting.recv(4096), b""))
-        assert time.perf_counter() - begin < 5
+        assert time.perf_counter() - begin < running.at_once()
         waiting.close()
         assert refused(dead) == (500, "engine_dead")
         assert "exited with status 7" in dead.json()["error"]["message"]

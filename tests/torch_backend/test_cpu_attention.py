@@ -10,7 +10,7 @@ from helpers.cpu_kernels import cpu_attention
 from helpers.torch_attention_steps import Case, error, make_step
 
 from torch_backend.attention.cpu import CpuAttention
-from torch_backend.attention.interface import AttentionOptions
+from torch_backend.attention.interface import AttentionOptions, HeadForm
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}
 """float32: rounding of sums. bfloat16: one rounding of an output below 4, which is half of 2^-7 times 2."""
@@ -26,7 +26,7 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], 
 
 
 def attention_of(case: Case) -> CpuAttention:
-    return cpu_attention(case.dtype, case.head_dim, case.group)
+    return cpu_attention(case.dtype, HeadForm(case.head_dim, case.group))
 
 
 def check(case: Case) -> None:
@@ -60,7 +60,7 @@ def test_options(case: Case, window: int | None, soft_cap: float | None, sinks: 
 def test_a_row_s_result_is_batch_invariant_bit_for_bit(dtype: torch.dtype) -> None:
     """Alone a row is computed by one thread, and in a batch by all."""
     many = make_step(replace(LONG, dtype=dtype))
-    together = cpu_attention(dtype, 64, 2).prepare(many.batch)(many.queries, many.kv, many.options)
+    together = cpu_attention(dtype, HeadForm(64, 2)).prepare(many.batch)(many.queries, many.kv, many.options)
     for row in range(len(LONG.kv_lens)):
         batch = replace(
             many.batch,
@@ -70,7 +70,7 @@ def test_a_row_s_result_is_batch_invariant_bit_for_bit(dtype: torch.dtype) -> No
             tokens=many.batch.tokens[:1],
             num_decode=1,
         )
-        alone = cpu_attention(dtype, 64, 2).prepare(batch)(many.queries[row : row + 1], many.kv, many.options)
+        alone = cpu_attention(dtype, HeadForm(64, 2)).prepare(batch)(many.queries[row : row + 1], many.kv, many.options)
         assert torch.equal(alone[0], together[row])
 
 
@@ -83,7 +83,7 @@ def test_nan_is_told_to_its_own_row_alone(part: str, dtype: torch.dtype) -> None
     {"queries": step.queries[2], "keys": step.kv.keys[page, :, 3], "values": step.kv.values[page, :, 3]}[part].fill_(
         torch.nan
     )
-    found = cpu_attention(dtype, 64, 2).prepare(step.batch)(step.queries, step.kv, step.options)
+    found = cpu_attention(dtype, HeadForm(64, 2)).prepare(step.batch)(step.queries, step.kv, step.options)
     assert bool(found[2].isnan().all())
     assert not bool(found[[0, 1, 3, 4]].isnan().any())
 
@@ -93,7 +93,9 @@ def test_scores_far_apart_and_all_alike() -> None:
     kv = step.kv
     for factor in (0.0, 1e4):
         queries = step.queries * factor
-        found = cpu_attention(torch.float32, 64, 2).prepare(step.batch)(queries, kv, AttentionOptions(scale=1.0))
+        found = cpu_attention(torch.float32, HeadForm(64, 2)).prepare(step.batch)(
+            queries, kv, AttentionOptions(scale=1.0)
+        )
         for row, length in enumerate(LONG.kv_lens):
             pages = step.batch.page_table[row].long()
             keys, values = (
@@ -107,6 +109,6 @@ def test_scores_far_apart_and_all_alike() -> None:
 
 def test_what_it_was_not_made_for_is_refused() -> None:
     step = make_step(DECODE)
-    attention = cpu_attention(torch.bfloat16, 64, 2)
+    attention = cpu_attention(torch.bfloat16, HeadForm(64, 2))
     with pytest.raises(TypeError, match=r"made for \(torch.bfloat16, 64, 2\) was given \(torch.float32, 64, 2\)"):
         attention.prepare(step.batch)(step.queries, step.kv, step.options)

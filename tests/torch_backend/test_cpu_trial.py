@@ -14,7 +14,7 @@ from numba.core.errors import TypingError
 
 from torch_backend import cpu_trial
 from torch_backend.attention.cpu import CpuAttention
-from torch_backend.attention.interface import AttentionOptions
+from torch_backend.attention.interface import AttentionOptions, HeadForm
 from torch_backend.batch import ForwardBatch
 from torch_backend.cpu_kernels import team
 from torch_backend.cpu_kernels.compiling import KernelCompiler
@@ -26,7 +26,7 @@ from torch_backend.cpu_trial import CpuForm, CpuKernelsError, make_cpu_kernels
 from torch_backend.kv_pages import KVPages
 from torch_backend.operations import Rotation
 
-FORM = CpuForm(torch.float32, torch.float32, 16, 2)
+FORM = CpuForm(torch.float32, torch.float32, (HeadForm(16, 2),))
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_pages_that_are_not_contiguous_are_refused(folder: Path) -> None:
 
 def test_another_form_is_compiled_beside_it(folder: Path) -> None:
     before = files(folder)
-    make_cpu_kernels(CpuForm(torch.float32, torch.float32, 16, 3), folder)
+    make_cpu_kernels(CpuForm(torch.float32, torch.float32, (HeadForm(16, 3),)), folder)
     after = files(folder)
     assert len([path for path in after.keys() - before.keys() if path.suffix == ".nbc"]) == 1
     assert all(after[path] == time for path, time in before.items() if path.suffix == ".nbc")
@@ -105,7 +105,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, caplog: 
 
 def test_without_numba(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_trial, "find_spec", lambda name: None)
-    with pytest.raises(CpuKernelsError, match=r"numba, .*, is not installed: pip install 'sglang-jax\[torch\]'"):
+    with pytest.raises(CpuKernelsError, match=r"numba, .*, is not installed: pip install -e '\.\[torch\]'"):
         make_cpu_kernels(FORM, folder)
 
 

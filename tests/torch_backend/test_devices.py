@@ -15,6 +15,7 @@ import torch
 from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig
 from sglang_jax.errors import ConfigError
 from torch_backend.attention.cpu import CpuAttention
+from torch_backend.attention.interface import HeadForm
 from torch_backend.attention.native import NativeAttention
 from torch_backend.attention.reference import ReferenceAttention
 from torch_backend.attention.triton import TritonAttention
@@ -32,7 +33,7 @@ assert helpers.triton_interpreter
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
-FORM = CpuForm(torch.float32, torch.float32, 64, 2)
+FORM = CpuForm(torch.float32, torch.float32, (HeadForm(64, 2),))
 
 
 def choose(wanted: AttentionBackend, device: torch.device, form: CpuForm = FORM) -> Kernels:
@@ -152,7 +153,7 @@ class TestKernels:
         [
             ({"dtype": torch.float16, "kv_dtype": torch.float16}, "not with torch.float16"),
             ({"kv_dtype": torch.float8_e4m3fn}, "not with torch.float32, torch.float8_e4m3fn"),
-            ({"head_dim": 33}, "float32 and 33$"),
+            ({"heads": (HeadForm(33, 2),)}, "float32 and 33$"),
         ],
         ids=["float16", "float8 pages", "odd heads"],
     )

@@ -268,7 +268,8 @@ def test_a_real_model_can_be_captured(tmp_path: Path, capture: Recorder) -> None
             checkpoint.config, dtype=torch.float32, device=CPU, operations=NativeOperations(), attention=attention
         )
         load_weights(model, checkpoint.reader, checkpoint.config, pack=False)
-        shape = (40, checkpoint.config.num_kv_heads, 4, checkpoint.config.head_dim)
+        mixer = checkpoint.config.layers[0].mixer
+        shape = (40, mixer.num_kv_heads, 4, mixer.head_dim)
         kv = [KVPages.allocate(*shape, torch.float32, CPU) for _ in range(checkpoint.config.num_layers)]
         runner = TorchRunner(
             PagedTransformer(model, kv), spec, device=CPU, capture=recorder, graph_buckets=BUCKETS if recorder else ()

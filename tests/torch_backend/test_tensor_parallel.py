@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 from helpers.family_cases import FAMILIES
-from helpers.parity_cases import prompts
+from helpers.parity_cases import TOLERANCE, prompts, transformers_logits
 from helpers.tiny_models import make_tiny_checkpoint
 from helpers.torch_paged_model import TorchPagedModel
 from helpers.torch_ranks import run_ranks
 
-from sglang_jax.architectures import NormConfig, QKNorm
+from sglang_jax.architectures import LayerConfig
 from sglang_jax.architectures.dense import dense_decoder
 from sglang_jax.checkpoint import ModelConfig, RopeConfig
 from sglang_jax.checkpoint.dummy_reader import DummyReader
@@ -118,6 +118,22 @@ def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
                 assert np.abs(logits - wanted).max() < 1e-5
 
 
+def test_two_processes_compute_what_transformers_does(tmp_path: Path) -> None:
+    """Norms over the heads of all ranks, also of one kv head that both have; layers of which some have fewer kv heads
+    than there are ranks, and norms of values; sinks of each rank's heads."""
+    cases = [
+        *((FAMILIES[name].architecture, FAMILIES[name].changes) for name in ("olmo2", "gemma4", "granite_swa")),
+        ("olmo2", {"num_key_value_heads": 1}),
+    ]
+    folders = [make_tiny_checkpoint(tmp_path / str(number), name, **more) for number, (name, more) in enumerate(cases)]
+    ranks = run_ranks(folders, 2, prompts()[:3], STEPS, tmp_path)
+    for number, (architecture, changes) in enumerate(cases):
+        expected = [transformers_logits(architecture, tokens, **changes) for tokens in prompts()[:3]]
+        for found in ranks:
+            for logits, wanted in zip(found[number], expected, strict=True):
+                assert np.abs(logits - wanted[: len(logits)]).max() < TOLERANCE
+
+
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_parts_make_the_whole(size: int) -> None:
     whole, _ = load(CONFIG, 0, 1)
@@ -141,7 +157,7 @@ def test_parts_make_the_whole(size: int) -> None:
     queries, keys, values = layer.attention.qkv.weight.view(12, 16, 32).split([8, 2, 2])
     for rank, part in enumerate(layers):
         mine = part.attention.qkv.weight.view(-1, 16, 32)
-        per_rank, kv = 8 // size, ModelShard.of(CONFIG, rank, size).kv_heads
+        per_rank, kv = 8 // size, ModelShard.of(CONFIG, rank, size).kv_heads(2)
         assert len(kv) == max(2 // size, 1)
         expected = (queries[rank * per_rank : (rank + 1) * per_rank], keys[kv], values[kv])
         assert torch.equal(mine, torch.cat(expected))
@@ -183,9 +199,21 @@ def test_what_cannot_be_divided_is_refused(change: dict[str, int], size: int) ->
         ModelShard.of(config, 0, size)
 
 
-def test_norms_over_all_heads_are_not_spread() -> None:
-    norm = QKNorm(norm=NormConfig(eps=1e-6), whole=True)
-    config = CONFIG.with_layers(lambda layer: replace(layer, mixer=replace(layer.mixer, qk_norm=norm)))
-    with pytest.raises(ConfigError, match="norm all heads of a token together"):
-        ModelShard.of(config, 0, 2)
-    assert ModelShard.of(config, 0, 1).heads == range(8)
+@pytest.mark.parametrize("size", [2, 4])
+def test_layers_are_divided_by_their_own_heads(size: int) -> None:
+    def changed(layer: LayerConfig, **heads: int) -> LayerConfig:
+        return replace(layer, mixer=replace(layer.mixer, **heads))
+
+    first, second = CONFIG.layers
+    config = replace(CONFIG, layers=(changed(first, num_heads=4, num_kv_heads=4), changed(second, num_kv_heads=1)))
+    whole, _ = load(config, 0, 1)
+    parts = [load(config, rank, size)[0] for rank in range(size)]
+    for number, (heads, kv_heads) in enumerate(((4, 4), (8, 1))):
+        split = whole.decoder_layers[number].attention.qkv.weight.view(-1, 16, 32).split([heads, kv_heads, kv_heads])
+        for rank, part in enumerate(parts):
+            own = part.decoder_layers[number].attention.qkv.weight.view(-1, 16, 32)
+            mine = slice(rank * heads // size, (rank + 1) * heads // size)
+            kv = slice(0, 1) if kv_heads == 1 else slice(rank * kv_heads // size, (rank + 1) * kv_heads // size)
+            assert torch.equal(own, torch.cat([split[0][mine], split[1][kv], split[2][kv]]))
+    with pytest.raises(ConfigError, match="8 heads and 3 kv heads cannot be spread over 2"):
+        ModelShard.of(replace(CONFIG, layers=(first, changed(second, num_kv_heads=3))), 0, 2)

@@ -18,6 +18,7 @@ from helpers.tiny_models import make_tiny_checkpoint
 from sglang_jax import Engine, SamplingParams
 from sglang_jax.config import Backend, Device, EngineConfig
 from sglang_jax.errors import ConfigError, EngineDeadError
+from sglang_jax.runner.pulse import Pulse
 
 PROMPTS = [[5, 17, 200, 33, 8], [301], [9, 9, 12, 40, 77, 250, 131, 6, 18]]
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True)
@@ -43,7 +44,15 @@ def config(folder: Path, tp_size: int) -> EngineConfig:
 
 
 @pytest.fixture
-def engine(folder: Path) -> Iterator[Engine]:
+def beats(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """What ranks say of themselves: their numbers, and how many steps they have launched."""
+    noted: list[tuple[int, int]] = []
+    monkeypatch.setattr(Pulse, "note_rank", lambda pulse, rank, steps: noted.append((rank, steps)))
+    return noted
+
+
+@pytest.fixture
+def engine(folder: Path, beats: list[tuple[int, int]]) -> Iterator[Engine]:
     with Engine(config=config(folder, tp_size=2)) as engine:
         yield engine
 
@@ -60,10 +69,15 @@ def followers() -> list[psutil.Process]:
     return [child for child in children if "torch_backend.follower" in child.cmdline()]
 
 
-def test_two_processes_say_what_one_does(folder: Path, engine: Engine) -> None:
+def test_two_processes_say_what_one_does(folder: Path, engine: Engine, beats: list[tuple[int, int]]) -> None:
     with Engine(config=config(folder, tp_size=1)) as alone:
         expected = [run(alone, GREEDY), run(alone, RANDOM)]
     assert [run(engine, GREEDY), run(engine, RANDOM)] == expected
+    deadline = time.monotonic() + 20
+    while not beats or beats[-1][1] <= GREEDY.max_new_tokens:
+        assert time.monotonic() < deadline, beats
+        time.sleep(0.05)
+    assert {rank for rank, _ in beats} == {1}
     (follower,) = followers()
     engine.shutdown()
     follower.wait(10)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
-from torch_backend.attention.interface import AttentionOptions
+from torch_backend.attention.interface import AttentionOptions, HeadForm
 from torch_backend.attention.native import NativeStep
 from torch_backend.batch import ForwardBatch
 from torch_backend.cpu_kernels.compiling import KernelCompiler
@@ -17,14 +19,17 @@ class CpuAttention:
     """`AttentionImplementation` for a CPU; for one thread at a time. A decode row's result does not depend on the
     other rows.
 
-    **Arguments:** `dtype`, bfloat16 or float32, of queries and pages alike; `head_dim`; `group`: query heads of a kv
-    head.
+    **Arguments:** `dtype`, bfloat16 or float32, of queries and pages alike; `forms` of all layers' heads.
     """
 
-    def __init__(self, compiler: KernelCompiler, dtype: torch.dtype, head_dim: int, group: int) -> None:
-        self._decode = Launcher(build_decode_attention(compiler, dtype.itemsize, head_dim, group), FIELDS)
-        self._scratch = torch.empty(self._decode.slots * scratch_floats(head_dim, group), dtype=torch.float32)
-        self._form = dtype, head_dim, group
+    def __init__(self, compiler: KernelCompiler, dtype: torch.dtype, forms: Iterable[HeadForm]) -> None:
+        self._dtype = dtype
+        self._decode = {
+            form: Launcher(build_decode_attention(compiler, dtype.itemsize, form.head_dim, form.group), FIELDS)
+            for form in forms
+        }
+        floats = (launcher.slots * scratch_floats(form.head_dim, form.group) for form, launcher in self._decode.items())
+        self._scratch = torch.empty(max(floats), dtype=torch.float32)
 
     def prepare(self, batch: ForwardBatch) -> CpuStep:
         """Counts keys, and finds the prompts to compute together."""
@@ -35,15 +40,19 @@ class CpuAttention:
     ) -> torch.Tensor:
         """`StepAttention` of the decode rows, which have `num_keys` keys together; other tokens are left unset."""
         _, kv_heads, page_size, head_dim = kv.keys.shape
-        form = queries.dtype, head_dim, queries.shape[1] // kv_heads
-        if form != self._form or kv.keys.dtype is not queries.dtype:
-            raise TypeError(f"CPU attention made for {self._form} was given {form} and pages of {kv.keys.dtype}")
+        form = HeadForm(head_dim, queries.shape[1] // kv_heads)
+        if form not in self._decode or not (queries.dtype is kv.keys.dtype is self._dtype):
+            raise TypeError(
+                f"CPU attention made for {self._dtype} and {', '.join(map(str, self._decode))} was given "
+                f"{queries.dtype}, {form} and pages of {kv.keys.dtype}"
+            )
+        decode = self._decode[form]
         if not (kv.keys.is_contiguous() and kv.values.is_contiguous()):
             raise ValueError("pages must be contiguous: CPU attention reads them by their address")
         queries = queries.contiguous()
         output = torch.empty_like(queries)
         sinks = None if options.sinks is None else options.sinks.float().contiguous()
-        self._decode(
+        decode(
             num_keys * kv_heads * head_dim,
             batch.num_decode * kv_heads,
             queries.data_ptr(),
@@ -54,7 +63,7 @@ class CpuAttention:
             batch.kv_lens.data_ptr(),
             0 if sinks is None else sinks.data_ptr(),
             self._scratch.data_ptr(),
-            self._decode.slots,
+            decode.slots,
             batch.page_table.shape[1],
             kv_heads,
             page_size,

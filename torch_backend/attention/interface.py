@@ -28,6 +28,14 @@ class AttentionOptions:
     sinks: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class HeadForm:
+    """The heads of a layer as kernels know them: the size of each, and the query heads of a kv head (`group`)."""
+
+    head_dim: int
+    group: int
+
+
 class StepAttention(Protocol):
     """Attention of one step, for every layer."""
 

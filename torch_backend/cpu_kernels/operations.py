@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from torch_backend.cpu_kernels import rms_norm, rotate_and_write
@@ -16,14 +18,19 @@ class CpuOperations:
     """Implements `torch_backend.operations.Operations` on a CPU, one call of compiled code for each; for one thread at
     a time.
 
-    **Arguments:** `dtype`, bfloat16 or float32, of activations, weights and pages alike; `head_dim`, even.
+    **Arguments:** `dtype`, bfloat16 or float32, of activations, weights and pages alike; `head_dims` of all layers,
+    even.
     """
 
-    def __init__(self, compiler: KernelCompiler, dtype: torch.dtype, head_dim: int) -> None:
+    def __init__(self, compiler: KernelCompiler, dtype: torch.dtype, head_dims: Iterable[int]) -> None:
         width = dtype.itemsize
         self._norm = Launcher(rms_norm.build_rms_norm(compiler, width), rms_norm.FIELDS)
-        rotate = rotate_and_write.build_rotate_and_write(compiler, width, head_dim)
-        self._rotate = Launcher(rotate, rotate_and_write.FIELDS)
+        self._rotate = {
+            head_dim: Launcher(
+                rotate_and_write.build_rotate_and_write(compiler, width, head_dim), rotate_and_write.FIELDS
+            )
+            for head_dim in head_dims
+        }
         self._dtype = dtype
         # Of what is seldom called, as packed matrices multiply and activate in one go; and of weights in another type.
         self._native = NativeOperations()
@@ -73,7 +80,7 @@ class CpuOperations:
         tokens, size = qkv.shape
         heads = size // head_dim - 2 * kv_heads
         queries = torch.empty((tokens, heads, head_dim), dtype=self._dtype)
-        self._rotate(
+        self._rotate[head_dim](
             tokens * size,
             tokens,
             qkv.data_ptr(),

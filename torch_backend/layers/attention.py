@@ -13,8 +13,9 @@ from torch_backend.kv_pages import KVPages
 from torch_backend.layers.linear import Linear
 from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.shard import ModelShard
-from torch_backend.native_operations import normalise
+from torch_backend.native_operations import divide_by_rms, normalise
 from torch_backend.operations import HeadNorms, Operations, Rotation
+from torch_backend.parallel import TensorParallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class LayerStep:
 
 
 class Attention(Loadable):
-    """Projections, optional norms of queries and keys, rotation, cache write, attention, output projection.
+    """Projections, optional norms of queries, keys and values, rotation, cache write, attention, output projection.
 
     The fused projection gives all queries, all keys, all values.
     """
@@ -40,10 +41,12 @@ class Attention(Loadable):
         *,
         dtype: torch.dtype,
         operations: Operations,
+        parallel: TensorParallel,
     ) -> None:
         super().__init__()
         head_dim = config.head_dim
-        self._queries, self._keys = len(shard.heads) * head_dim, len(shard.kv_heads) * head_dim
+        heads, kv_heads = len(shard.heads(config.num_heads)), len(shard.kv_heads(config.num_kv_heads))
+        self._queries, self._keys = heads * head_dim, kv_heads * head_dim
         fused = self._queries + 2 * self._keys
         parts = (Part.QUERY, Part.KEY, Part.VALUE)
         self.qkv = Linear(hidden_size, fused, parts, bias=config.bias, dtype=dtype)
@@ -56,10 +59,11 @@ class Attention(Loadable):
             kept = torch.float32 if config.qk_norm.norm.wide else dtype
             self.query_norm = self.declare("query_norm", (self._queries if whole else head_dim,), kept, Part.QUERY_NORM)
             self.key_norm = self.declare("key_norm", (self._keys if whole else head_dim,), kept, Part.KEY_NORM)
-        self.sinks = self.declare("sinks", (len(shard.heads),), torch.float32, Part.SINKS) if config.sinks else None
+        self.sinks = self.declare("sinks", (heads,), torch.float32, Part.SINKS) if config.sinks else None
         self.config = config
         self._options = AttentionOptions(scale=config.scale, window=config.window, soft_cap=config.soft_cap)
         self._operations = operations
+        self._parallel = parallel
 
     def forward(self, x: torch.Tensor, step: LayerStep, kv: KVPages) -> torch.Tensor:
         """`[T, hidden]` → this rank's part of `[T, hidden]`, to be summed over ranks. Writes the step's keys and
@@ -74,13 +78,27 @@ class Attention(Loadable):
         return self._options if self.sinks is None else replace(self._options, sinks=self.sinks)
 
     def _norms(self, qkv: torch.Tensor) -> HeadNorms | None:
-        """Norms of each head, for the operation that rotates; those over all heads are done here, in place."""
-        qk_norm = self.config.qk_norm
+        """Norms of each head, for the operation that rotates; those over all heads, and of values, are done here, in
+        place."""
+        value_norm, qk_norm = self.config.value_norm, self.config.qk_norm
+        if value_norm is not None:
+            head_dim = self.config.head_dim
+            values = qkv.view(len(qkv), -1, head_dim)[:, -(self._keys // head_dim) :]
+            values.copy_(divide_by_rms(values.to(torch.float32, copy=True), value_norm.eps))
         if qk_norm is None or self.query_norm is None or self.key_norm is None:
             return None
         if not qk_norm.whole:
             return HeadNorms(self.query_norm, self.key_norm, qk_norm.norm.eps)
-        queries, keys = qkv[:, : self._queries], qkv[:, self._queries : self._queries + self._keys]
-        for part, weight in ((queries, self.query_norm), (keys, self.key_norm)):
-            part.copy_(normalise(part.to(torch.float32, copy=True), weight, qk_norm.norm.eps))
+        parts = qkv[:, : self._queries], qkv[:, self._queries : self._queries + self._keys]
+        weights = self.query_norm, self.key_norm
+        if self._parallel.size == 1:
+            for part, weight in zip(parts, weights, strict=True):
+                part.copy_(normalise(part.to(torch.float32, copy=True), weight, qk_norm.norm.eps))
+            return None
+        # Every rank has its heads alone, and as many as the others; of kv heads that several ranks have, all count.
+        wide = [part.float() for part in parts]
+        means = torch.stack([part.square().mean(-1) for part in wide]) / self._parallel.size
+        scales = self._parallel.all_reduce(means).add_(qk_norm.norm.eps).rsqrt_()
+        for part, values, scale, weight in zip(parts, wide, scales, weights, strict=True):
+            part.copy_(values * scale[:, None] * weight)
         return None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.errors import ConfigError
+from torch_backend.attention.interface import HeadForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +20,6 @@ class ModelShard:
 
     rank: int
     size: int
-    heads: range
-    kv_heads: range
     vocabulary: range
     vocabulary_rows: int
 
@@ -29,17 +28,37 @@ class ModelShard:
         """Whether it is the rank that adds what must be added once."""
         return self.rank == 0
 
+    def heads(self, count: int) -> range:
+        """Its part of the query heads of a layer that has `count`."""
+        return _part(count, self.rank, self.size)
+
+    def kv_heads(self, count: int) -> range:
+        """Its part of the kv heads of a layer that has `count`; one, which neighbours hold too, of fewer than ranks."""
+        if self.size <= count:
+            return _part(count, self.rank, self.size)
+        head = self.rank * count // self.size
+        return range(head, head + 1)
+
     def intermediate(self, length: int) -> range:
         """Its part of a feed-forward layer of `length` columns."""
         return _part(length, self.rank, self.size)
+
+    def head_forms(self, config: ModelConfig) -> tuple[HeadForm, ...]:
+        """What its kernels must know of heads: the form of every layer, each once."""
+        mixers = [layer.mixer for layer in config.layers]
+        forms = (
+            HeadForm(mixer.head_dim, len(self.heads(mixer.num_heads)) // len(self.kv_heads(mixer.num_kv_heads)))
+            for mixer in mixers
+        )
+        return tuple(dict.fromkeys(forms))
 
     def of_axis(self, axis: Axis, length: int) -> range:
         """Its part of an axis, which for one that is not spread is all of it."""
         match axis:
             case Axis.HEADS:
-                return self.heads
+                return self.heads(length)
             case Axis.KV_HEADS:
-                return self.kv_heads
+                return self.kv_heads(length)
             case Axis.INTERMEDIATE:
                 return self.intermediate(length)
             case Axis.VOCABULARY:
@@ -52,31 +71,24 @@ class ModelShard:
 
         **Raises:** `ConfigError` if heads or the feed-forward layer cannot be divided by `size`.
         """
-        kv_heads = config.num_kv_heads
-        if config.num_heads % size or (kv_heads % size and size % kv_heads):
-            raise ConfigError(
-                f"{config.num_heads} heads and {kv_heads} kv heads cannot be spread over {size} processes: "
-                "choose a tensor parallel size that divides the heads and divides, or is a multiple of, the kv heads"
-            )
+        for mixer in (layer.mixer for layer in config.layers):
+            heads, kv_heads = mixer.num_heads, mixer.num_kv_heads
+            if heads % size or (kv_heads % size and size % kv_heads):
+                raise ConfigError(
+                    f"{heads} heads and {kv_heads} kv heads cannot be spread over {size} processes: choose a tensor "
+                    "parallel size that divides the heads and divides, or is a multiple of, the kv heads"
+                )
         indivisible = [layer.feed_forward.size for layer in config.layers if layer.feed_forward.size % size]
         if indivisible:
             raise ConfigError(
                 f"a feed-forward layer of {indivisible[0]} columns cannot be spread over {size} processes: "
                 "choose a tensor parallel size that divides it"
             )
-        norms = [layer.mixer.qk_norm for layer in config.layers]
-        if size > 1 and any(norm is not None and norm.whole for norm in norms):
-            raise ConfigError(
-                f"{config.architecture} models norm all heads of a token together, which the torch backend does not "
-                "spread over processes: choose a tensor parallel size of 1, or the JAX backend"
-            )
         rows = -(-config.vocab_size // size)
         first_row = min(rank * rows, config.vocab_size)
         return cls(
             rank=rank,
             size=size,
-            heads=_part(config.num_heads, rank, size),
-            kv_heads=_part(kv_heads, rank, size) if size <= kv_heads else _one(rank * kv_heads // size),
             vocabulary=range(first_row, min(first_row + rows, config.vocab_size)),
             vocabulary_rows=rows,
         )
@@ -85,7 +97,3 @@ class ModelShard:
 def _part(length: int, rank: int, size: int) -> range:
     share = length // size
     return range(rank * share, (rank + 1) * share)
-
-
-def _one(index: int) -> range:
-    return range(index, index + 1)

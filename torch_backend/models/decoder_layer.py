@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from sglang_jax.architectures.model_config import LayerConfig, NormConfig
 from sglang_jax.architectures.tensor_names import Part
@@ -11,12 +10,13 @@ from torch_backend.kv_pages import KVPages
 from torch_backend.layers.attention import Attention, LayerStep
 from torch_backend.layers.feed_forward import FeedForward
 from torch_backend.layers.norm import Norm, add_without_norm
+from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.shard import ModelShard
 from torch_backend.operations import Operations
 from torch_backend.parallel import TensorParallel
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Loadable):
     """Attention and feed-forward, each added to the residual stream, with norms where the config has them."""
 
     def __init__(
@@ -36,11 +36,14 @@ class DecoderLayer(nn.Module):
 
         self.config = config
         self.attention_norm = norm(config.mixer_norms.pre, Part.ATTENTION_NORM)
-        self.attention = Attention(config.mixer, hidden_size, shard, dtype=dtype, operations=operations)
+        self.attention = Attention(
+            config.mixer, hidden_size, shard, dtype=dtype, operations=operations, parallel=parallel
+        )
         self.attention_post_norm = norm(config.mixer_norms.post, Part.ATTENTION_POST_NORM)
         self.feed_forward_norm = norm(config.feed_forward_norms.pre, Part.FEED_FORWARD_NORM)
         self.feed_forward = FeedForward(config.feed_forward, hidden_size, shard, dtype=dtype, operations=operations)
         self.feed_forward_post_norm = norm(config.feed_forward_norms.post, Part.FEED_FORWARD_POST_NORM)
+        self.scale = self.declare("scale", (1,), dtype, Part.LAYER_SCALE) if config.learnt_scale else None
         self._parallel = parallel
 
     def forward(
@@ -50,9 +53,11 @@ class DecoderLayer(nn.Module):
         x, residual = _add(self.attention_norm, x, residual)
         attended = self.attention(x, step, kv)
         if self.config.parallel:
-            return self._given(None, attended + self.feed_forward(x)), residual
-        x, residual = _add(self.feed_forward_norm, self._given(self.attention_post_norm, attended), residual)
-        return self._given(self.feed_forward_post_norm, self.feed_forward(x)), residual
+            x = self._given(None, attended + self.feed_forward(x))
+        else:
+            x, residual = _add(self.feed_forward_norm, self._given(self.attention_post_norm, attended), residual)
+            x = self._given(self.feed_forward_post_norm, self.feed_forward(x))
+        return (x, residual) if self.scale is None else (x * self.scale, residual * self.scale)
 
     def pack(self) -> None:
         """See `Transformer.pack`."""

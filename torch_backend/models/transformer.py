@@ -53,10 +53,13 @@ class Transformer(nn.Module):
         self.tied = config.tie_word_embeddings
         if self.tied:
             self.head.linear.weight = self.embedding.weight
-        ropes = list(dict.fromkeys(layer.mixer.rope for layer in config.layers))
-        self._rotary = tuple(_tables(rope, config, device) for rope in ropes)
+        ropes = list(dict.fromkeys((layer.mixer.rope, layer.mixer.head_dim) for layer in config.layers))
+        self._rotary = tuple(_tables(rope, head_dim, config.max_position, device) for rope, head_dim in ropes)
         groups = group_of_layers(config)
-        kinds = [(ropes.index(layer.mixer.rope), group) for layer, group in zip(config.layers, groups, strict=True)]
+        kinds = [
+            (ropes.index((layer.mixer.rope, layer.mixer.head_dim)), group)
+            for layer, group in zip(config.layers, groups, strict=True)
+        ]
         self._steps = list(dict.fromkeys(kinds))
         self._step_of_layer = tuple(self._steps.index(kind) for kind in kinds)
         self._num_groups = len(cache_groups(config))
@@ -99,10 +102,12 @@ class Transformer(nn.Module):
         self.head.linear.pack(keep_plain=self.tied)
 
 
-def _tables(rope: RopeConfig | None, config: ModelConfig, device: torch.device) -> RotaryTables | NoRotation:
+def _tables(
+    rope: RopeConfig | None, head_dim: int, max_position: int, device: torch.device
+) -> RotaryTables | NoRotation:
     if rope is None:
-        return NoRotation(config.head_dim)
-    return RotaryTables(RotaryScaling(rope, config.head_dim, config.max_position), device)
+        return NoRotation(head_dim)
+    return RotaryTables(RotaryScaling(rope, head_dim, max_position), device)
 
 
 def build_model(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from sglang_jax.architectures.common_fields import CommonFields, Defaults
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, NormKind, SublayerNorms
-from sglang_jax.architectures.registry import Family
+from sglang_jax.architectures.registry import Family, GgufForm
 
 _NAME = "cohere2"
 _DEFAULTS = Defaults(max_position=8192, eps=1e-5, tie_word_embeddings=True, bos_token_id=5, eos_token_id=255001)
@@ -35,4 +35,11 @@ def configure(fields: JsonFields) -> ModelConfig:
     return replace(common.model(_NAME, layers, norm), logit_multiplier=0.0625 if scale is None else scale)
 
 
-FAMILY = Family(name=_NAME, class_name="Cohere2ForCausalLM", configure=configure)
+_GGUF_FIELDS = {"sliding_window": "attention.sliding_window", "logit_scale": "logit_scale"}
+
+FAMILY = Family(
+    name=_NAME,
+    class_name="Cohere2ForCausalLM",
+    configure=configure,
+    gguf=GgufForm(name="cohere2", fields=_GGUF_FIELDS),
+)

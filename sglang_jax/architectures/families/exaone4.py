@@ -8,7 +8,7 @@ from dataclasses import replace
 from sglang_jax.architectures.common_fields import CommonFields, Defaults
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, QKNorm, SublayerNorms
-from sglang_jax.architectures.registry import Family
+from sglang_jax.architectures.registry import Family, GgufForm
 from sglang_jax.architectures.tensor_names import POST_NORM_NAMES
 from sglang_jax.errors import CheckpointError
 
@@ -50,4 +50,10 @@ def _every(fields: JsonFields) -> int:
     )
 
 
-FAMILY = Family(name=_NAME, class_name="Exaone4ForCausalLM", configure=configure, names=POST_NORM_NAMES)
+FAMILY = Family(
+    name=_NAME,
+    class_name="Exaone4ForCausalLM",
+    configure=configure,
+    names=POST_NORM_NAMES,
+    gguf=GgufForm(name="exaone4", fields={"sliding_window": "attention.sliding_window"}),
+)

@@ -45,24 +45,24 @@ class LoadConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     backend: Api = Field(Api.SGLANG, description="route: /generate, /v1/completions or /v1/chat/completions")
-    base_url: str | None = Field(None, description="server under load; default: http://HOST:PORT")
+    base_url: str | None = Field(None, description="URL of the server; default: http://HOST:PORT")
     host: str = Field("127.0.0.1", description="address of the server")
     port: int = Field(30000, ge=1, le=65535, description="port of the server")
-    api_key: str | None = Field(None, description="bearer token, if the server asks for one")
+    api_key: str | None = Field(None, description="bearer token, if the server requires one")
     model: str | None = Field(None, description="model to name in requests; default: the server's first")
     vocab_size: PositiveInt | None = Field(
-        None, description="token ids are drawn below this; default: what the server's /model_info says"
+        None, description="random token IDs are below this; default: from the server's /model_info"
     )
     request_rate: float = Field(
         math.inf, gt=0, description="conversations started per second, as a Poisson process; inf: all at once"
     )
-    max_concurrency: PositiveInt | None = Field(None, description="most requests under way; default: no limit")
+    max_concurrency: PositiveInt | None = Field(None, description="maximum concurrent requests; default: no limit")
     warmup_requests: int = Field(1, ge=0, description="requests sent before the measured ones")
-    flush_cache: bool = Field(False, description="empty the server's prefix cache after warming up")
+    flush_cache: bool = Field(False, description="flush the server's prefix cache after warm-up")
     extra_request_body: dict[str, Any] = Field({}, description="JSON object merged into every request's body")
-    output_file: Path | None = Field(None, description="file to which a line of JSON is appended")
-    output_details: bool = Field(False, description="put each request's times into the line, too")
-    plot: Path | None = Field(None, description="PNG file to draw (needs the extra `bench`)")
+    output_file: Path | None = Field(None, description="file to append a line of JSON to")
+    output_details: bool = Field(False, description="include per-request times in that line")
+    plot: Path | None = Field(None, description="PNG file to plot to (needs the extra `bench`)")
     disable_tqdm: bool = Field(False, description="show no progress bar")
 
     @field_validator("extra_request_body", mode="before")
@@ -182,7 +182,7 @@ class OfflineConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    result_filename: Path | None = Field(None, description="file to which a line of JSON is appended")
+    result_filename: Path | None = Field(None, description="file to append a line of JSON to")
 
 
 @dataclass(slots=True)

@@ -26,6 +26,8 @@ from typing import Any
 import click
 import numpy as np
 
+from sglang_jax.errors import how_to_install
+
 PERCENTILES = (90, 95, 99)
 
 _LATENCIES = {
@@ -253,7 +255,7 @@ def append_json_line(path: Path, line: Mapping[str, Any]) -> None:
 def check_plotting() -> None:
     """**Raises** `click.UsageError` naming the remedy where matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise click.UsageError("--plot needs matplotlib: pip install 'sglang-jax[bench]'")
+        raise click.UsageError(f"--plot needs matplotlib: {how_to_install('bench')}")
 
 
 def plot_serving(path: Path, records: Sequence[RequestRecord], *, title: str) -> None:

@@ -1,0 +1,155 @@
+"""Who waits for whom while a long prompt is computed: over HTTP, by the wall clock, with a real model.
+
+    python benchmarks/fair_prefill_http.py [--backend torch] [--target 0 --target 100] [--url URL] [--json FILE]
+
+As `fair_prefill.py`, whose time is simulated. Some requests decode all the time; prompts of `--long` tokens come one
+after the other, and short ones all the while, one after the other. A server is started for each case (or asked at
+`--url`), given one long prompt to learn step times from, and measured for so many seconds after that.
+
+- ITL: milliseconds between two tokens of a request that decodes, while a long prompt is computed. `alone`: without.
+- TTFT: of the short prompts in milliseconds, of the long ones in seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import httpx2
+import numpy as np
+from faults import Server
+from machine import report
+
+DECODING = 4
+SHORT = 20
+ALONE_SECONDS = 5.0
+PATIENCE_SECONDS = 300.0
+
+
+async def tokens(http: httpx2.AsyncClient, length: int, count: int) -> AsyncIterator[float]:
+    """When each event with new tokens of one request came."""
+    prompt = [random.randrange(100, 40_000) for _ in range(length)]
+    sampling = {"max_new_tokens": count, "ignore_eos": True, "temperature": 0.0}
+    body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
+    async with http.stream("POST", "/generate", json=body) as response:
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                assert "error" not in json.loads(line.removeprefix("data: ")), line
+                yield time.monotonic()
+
+
+async def first_token(http: httpx2.AsyncClient, length: int) -> tuple[float, float]:
+    """When a prompt was sent, and when its first token came."""
+    begin = time.monotonic()
+    came = [when async for when in tokens(http, length, 1)]
+    return begin, came[0]
+
+
+async def decode(http: httpx2.AsyncClient, times: list[float]) -> None:
+    """Short prompts with long outputs, one after the other; notes when tokens came, and nan between two requests."""
+    while True:
+        async for when in tokens(http, SHORT, 2000):
+            times.append(when)
+        times.append(float("nan"))
+
+
+async def ask_again(http: httpx2.AsyncClient, length: int, pause: float, seen: list[tuple[float, float]]) -> None:
+    while True:
+        seen.append(await first_token(http, length))
+        await asyncio.sleep(pause)
+
+
+async def measure(url: str, seconds: float, length: int) -> dict[str, object]:
+    """Loads a server, and tells what its clients saw."""
+    decoded: list[list[float]] = [[] for _ in range(DECODING)]
+    short: list[tuple[float, float]] = []
+    long: list[tuple[float, float]] = []
+    async with httpx2.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS) as http:
+        streams = [asyncio.create_task(decode(http, times)) for times in decoded]
+        await first_token(http, length)
+        await asyncio.sleep(1.0)
+        begin = time.monotonic()
+        await asyncio.sleep(ALONE_SECONDS)
+        loaded = time.monotonic()
+        streams.append(asyncio.create_task(ask_again(http, SHORT, 0.2, short)))
+        streams.append(asyncio.create_task(ask_again(http, length, 0.0, long)))
+        await asyncio.wait(streams, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        end = time.monotonic()
+        for stream in streams:
+            stream.cancel()
+        for outcome in await asyncio.gather(*streams, return_exceptions=True):
+            if not isinstance(outcome, asyncio.CancelledError):
+                raise SystemExit(f"a request failed: {outcome!r}")
+        state = (await http.get("/server_info")).json()["internal_states"][0]
+    alone, beside = gaps(decoded, begin, loaded), gaps(decoded, loaded, end)
+    waits = np.array([came - sent for sent, came in short]) * 1e3
+    return {
+        "ITL alone p50": float(np.median(alone)),
+        "ITL p50": float(np.median(beside)),
+        "ITL p99": float(np.quantile(beside, 0.99)),
+        "ITL max": float(beside.max()),
+        "short": len(waits),
+        "short TTFT p50": float(np.median(waits)),
+        "short TTFT max": float(waits.max()),
+        "long TTFT s": float(np.mean([came - sent for sent, came in long])) if long else "",
+        "long": len(long),
+        "step error": state.get("step_time_error", ""),
+    }
+
+
+def gaps(decoded: Sequence[list[float]], begin: float, end: float) -> np.ndarray:
+    """Milliseconds between tokens that came from `begin` to `end`."""
+    times = [np.array(one) for one in decoded]
+    between = [np.diff(one)[(one[:-1] >= begin) & (one[1:] <= end)] for one in times]
+    found = np.concatenate(between) * 1e3
+    return found[~np.isnan(found)]
+
+
+async def measure_case(
+    backend: str, chunk: int, target: float | None, seconds: float, length: int, options: list[str]
+) -> dict[str, object]:
+    with tempfile.TemporaryDirectory(prefix="fair-prefill-") as folder:
+        flags = ["--backend", backend, "--chunked-prefill-size", str(chunk), "--disable-radix-cache"]
+        flags += [] if target is None else ["--target-itl-ms", str(target)]
+        server = Server([*flags, *options], Path(folder) / "log")
+        try:
+            await server.ready()
+            found = await measure(server.url, seconds, length)
+        finally:
+            server.end()
+    return {"backend": backend, "chunk": chunk, "target ms": target or ""} | found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--backend", default="jax", choices=["jax", "torch"])
+    parser.add_argument("--chunk", type=int, default=512, help="--chunked-prefill-size of the server")
+    parser.add_argument("--target", type=float, action="append", help="a case with this --target-itl-ms; 0: none")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of load")
+    parser.add_argument("--url", help="ask the server that is there, whatever its options")
+    parser.add_argument("--long", type=int, default=7000, help="tokens of a long prompt")
+    arguments, options = parser.parse_known_args()
+    random.seed(1)
+    if arguments.url is not None:
+        table = [asyncio.run(measure(arguments.url, arguments.seconds, arguments.long))]
+    else:
+        cases = [target or None for target in arguments.target or [0.0]]
+        table = [
+            asyncio.run(
+                measure_case(arguments.backend, arguments.chunk, target, arguments.seconds, arguments.long, options)
+            )
+            for target in cases
+        ]
+    title = f"Prompts of {arguments.long} tokens beside short ones and decoding requests, over HTTP, ms"
+    report(title, table, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""`chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import readline  # noqa: F401  # gives input() the keys of a shell: earlier lines, moving within one
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+import click
+
+from sglang_jax.cli.options import options_of, with_model
+from sglang_jax.cli.sampling import chosen_sampling, for_one_request, sampling_options
+from sglang_jax.config import EngineConfig
+from sglang_jax.engine.types import GenerateOutput
+from sglang_jax.errors import RequestError
+
+FENCE = '"""'
+"""Begins and ends a message of several lines."""
+
+HELP = f"""\
+  /reset          start a new conversation
+  /system TEXT    set the system message and start a new conversation; without TEXT: none
+  /help           show this
+  /exit           leave; so does Ctrl-D
+{FENCE} begins and ends a message of several lines. Ctrl-C stops an answer."""
+
+Answer = Callable[[list[dict[str, object]]], Iterator[GenerateOutput]]
+
+
+class Step(Enum):
+    """What comes after a line."""
+
+    NEXT = auto()
+    LEAVE = auto()
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The messages so far, in OpenAI's form.
+
+    - `answer`: streams the model's answer to messages.
+    """
+
+    answer: Answer
+    system: str | None = None
+    turns: list[dict[str, object]] = field(default_factory=list)
+
+    def take(self, line: str) -> Step:
+        """Does what a line asks for: a command, or a message that is answered."""
+        command, _, argument = line.partition(" ")
+        match command:
+            case "":
+                pass
+            case "/exit" | "/quit" | "/bye":
+                return Step.LEAVE
+            case "/help" | "/?":
+                click.echo(HELP)
+            case "/reset":
+                self.turns.clear()
+            case "/system":
+                self.system = argument.strip() or None
+                self.turns.clear()
+            case _ if command.startswith("/"):
+                click.echo(f"There is no command {command}:\n{HELP}", err=True)
+            case _:
+                self._say(line)
+        return Step.NEXT
+
+    def _say(self, message: str) -> None:
+        """Prints the answer as it comes. A message that fails leaves the conversation as it was."""
+        self.turns.append({"role": "user", "content": message})
+        text = ""
+        try:
+            for output in self.answer(self._messages()):
+                text = output.text
+                click.echo(output.delta_text, nl=False)
+        except RequestError as error:
+            self.turns.pop()
+            click.echo(f"Error: {error} (/reset starts a new conversation)", err=True)
+            return
+        except KeyboardInterrupt:
+            click.echo(" [stopped]", nl=False)
+        click.echo()
+        self.turns.append({"role": "assistant", "content": text})
+
+    def _messages(self) -> list[dict[str, object]]:
+        system: list[dict[str, object]] = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return system + self.turns
+
+
+def lines_of_terminal() -> Iterator[str]:
+    """Messages and commands as they are typed, or as a file or pipe gives them, until there are no more. Ctrl-C drops
+    the line begun."""
+    shown = sys.stdin.isatty()
+    while True:
+        try:
+            line = input(">>> " if shown else "").strip()
+            if line.startswith(FENCE):
+                line = _until_fence(line.removeprefix(FENCE), "... " if shown else "")
+        except EOFError:
+            if shown:
+                click.echo()
+            return
+        except KeyboardInterrupt:
+            click.echo("\n(Ctrl-D or /exit leaves)")
+            continue
+        yield line
+
+
+def _until_fence(first: str, prompt: str) -> str:
+    lines = [first]
+    while not lines[-1].rstrip().endswith(FENCE):
+        lines.append(input(prompt))
+    lines[-1] = lines[-1].rstrip().removesuffix(FENCE)
+    return "\n".join(lines).strip()
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.option("--system", help="system message put before the conversation")
+@sampling_options(max_new_tokens="what the context has room for")
+@options_of("seed", config=EngineConfig)
+def chat(config: EngineConfig, model: str | None, system: str | None, **sampling: Any) -> int:
+    """Talk with MODEL (as for --model-path) in the terminal; /help tells the commands there."""
+    config = for_one_request(with_model(config, model))
+    chosen = {"max_new_tokens": None, **chosen_sampling(sampling)}
+
+    from sglang_jax.engine.engine import Engine  # here, so that --help and bad flags are answered at once
+
+    with Engine(config=config) as engine:
+
+        def answer(messages: list[dict[str, object]]) -> Iterator[GenerateOutput]:
+            ids = engine.tokenizer.encode(engine.tokenizer.render_chat(messages), add_special_tokens=False)
+            return engine.generate(ids, chosen, stream=True)
+
+        conversation = Conversation(answer, system)
+        if sys.stdin.isatty():
+            click.echo(f"{config.model_path} is ready; /help tells the commands.")
+        for line in lines_of_terminal():
+            if conversation.take(line) is Step.LEAVE:
+                break
+    return 0

@@ -1,0 +1,72 @@
+"""What `generate` and `chat` have in common: options of sampling, and an engine for one request at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import click
+
+from sglang_jax.cli.options import Command, flag_name
+from sglang_jax.config import EngineConfig
+from sglang_jax.errors import ParameterError
+from sglang_jax.sampling import GenerationDefaults, SamplingParams
+
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+_OF_THE_MODEL = {field.name for field in dataclasses.fields(GenerationDefaults)}
+
+
+def _sampling_option(name: str, help_text: str, default: str | None) -> Callable[[Command], Command]:
+    """An option that is None unless it was given: what it is then may be up to the model."""
+    neutral = _DEFAULTS[name]
+    shown = default or (f"the model's, or {neutral}" if name in _OF_THE_MODEL else str(neutral))
+    return click.option(flag_name(name), name, type=type(neutral), help=f"{help_text}  [default: {shown}]")
+
+
+_HELP = {
+    "max_new_tokens": "maximum output tokens; 0: compute only the prompt",
+    "min_new_tokens": "minimum output tokens",
+    "temperature": "0 is greedy",
+    "top_k": "number of top tokens to sample from; -1: all",
+    "top_p": "cumulative-probability cutoff",
+    "min_p": "minimum probability relative to the top token",
+    "frequency_penalty": "subtracted from a token's logit each time it was generated",
+    "presence_penalty": "subtracted from the logit of every generated token",
+    "repetition_penalty": "divides the logits of tokens in the prompt or the output; 1: off",
+}
+
+
+def sampling_options(**defaults: str) -> Callable[[Command], Command]:
+    """Gives a click command the options of one request's sampling, as keyword arguments that are None where they were
+    not given. `defaults` are the command's own, in words."""
+    options = [
+        *(_sampling_option(name, text, defaults.get(name)) for name, text in _HELP.items()),
+        click.option("--stop", multiple=True, help="string that ends the output; may be repeated"),
+        click.option("--ignore-eos", is_flag=True, help="continue past the model's end-of-sequence token"),
+        click.option("--seed", type=int, help="makes sampling repeatable"),
+    ]
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def chosen_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that were given. Raises `BadParameter` for a value out of its range, before a model is loaded."""
+    chosen = {name: value for name, value in given.items() if value is not None}
+    try:
+        SamplingParams(**chosen)
+    except ParameterError as error:
+        raise click.BadParameter(error.message, param_hint=flag_name(error.param or "sampling")) from error
+    return chosen
+
+
+def for_one_request(config: EngineConfig) -> EngineConfig:
+    """The options, of which those left out fit one request at a time: fewer programs are compiled."""
+    if "max_running_requests" in config.model_fields_set:
+        return config
+    return config.model_copy(update={"max_running_requests": 1})

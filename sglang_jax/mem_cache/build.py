@@ -1,0 +1,37 @@
+"""Groups for pools: each kind of memory with its component of the tree."""
+
+from __future__ import annotations
+
+from sglang_jax.architectures import CacheKind
+from sglang_jax.config import EvictionPolicy
+from sglang_jax.mem_cache.eviction import EvictionOrder
+from sglang_jax.mem_cache.full_kv import FullKV
+from sglang_jax.mem_cache.group import FullGroup, Group, WindowGroup
+from sglang_jax.mem_cache.ledger import PageLedger
+from sglang_jax.mem_cache.lengths import RowLengths
+from sglang_jax.mem_cache.page_pool import PagePool
+from sglang_jax.mem_cache.state import States
+from sglang_jax.mem_cache.state_group import StateGroup
+from sglang_jax.mem_cache.window_kv import WindowKV
+from sglang_jax.runner.plan import PoolSpec
+
+
+def build_group(
+    number: int,
+    spec: PoolSpec,
+    lengths: RowLengths,
+    columns: int,
+    *,
+    eviction: EvictionPolicy,
+    step_tokens: int,
+    state_interval: int,
+    ledger: bool,
+) -> Group:
+    """The group of pool `number`. `state_interval`: see `StateGroup`; `ledger`: record who owns each page."""
+    pool = PagePool(spec.num_pages, spec.page_size, PageLedger(spec.num_pages) if ledger else None)
+    if spec.kind is CacheKind.STATE:
+        return StateGroup(spec, States(pool, eviction), lengths, number, state_interval)
+    order = EvictionOrder(eviction)
+    if spec.window is not None:
+        return WindowGroup(spec, WindowKV(pool, order, spec.window), lengths, columns, step_tokens)
+    return FullGroup(spec, FullKV(pool, order), lengths, columns)

@@ -1,0 +1,313 @@
+"""The group of layers that keep a recurrent state: a slot for each running row, and snapshots in the tree."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_jax.mem_cache.group import Group
+from sglang_jax.mem_cache.ledger import Pages, request_owner
+from sglang_jax.mem_cache.lengths import RowLengths
+from sglang_jax.mem_cache.radix_tree import Insertion, Node
+from sglang_jax.mem_cache.row_kv import RowKV
+from sglang_jax.mem_cache.state import States
+from sglang_jax.runner.plan import Int32, PoolSpec, SlotCopies
+
+LEAST_GAIN = 32
+"""Tokens that a snapshot must save over the one before it on its path, to be worth a slot and a chunk's end."""
+
+MOST_BRANCHES = 4
+"""Branch points of a prompt: each costs a chunk's end, and there may be as many as there are prompts."""
+
+_LEFT_TO_SNAPSHOTS = 4
+"""One in so many slots is not taken for second slots of rows."""
+
+
+class StateGroup(Group):
+    """Layers whose state after all of a row's tokens is in one slot.
+
+    A row's own slot, the one column of `table`, holds the state after all its tokens that launched steps compute
+    (`kv_allocated`), once these have run. Where its next step is to begin with another slot, that one is its *source*:
+    a snapshot, pinned until this step is over, or the row's second slot.
+
+    **Arguments:** `number`: of its pool; `interval`: tokens between boundaries at which decode rows change slots, so
+    that the state at the last one is there when the request ends; 0 where they do not.
+    """
+
+    component: States
+    least_gain = LEAST_GAIN
+
+    def __init__(self, spec: PoolSpec, component: States, lengths: RowLengths, number: int, interval: int) -> None:
+        super().__init__(spec, component, lengths, 1)
+        self.number = number
+        rows = len(lengths.kv_allocated)
+        self.interval = self.pages_for(interval) * self.page_size
+        self._sources: Int32 = np.zeros(rows, np.int32)
+        self._pending = 0  # rows with a source
+        self._pinned: dict[int, Node] = {}
+        self._beginning: deque[tuple[int, Node]] = deque()
+        self._second: Int32 = np.zeros(rows, np.int32)
+        self._second_len: Int32 = np.zeros(rows, np.int32)
+        self._second_step: NDArray[np.int64] = np.zeros(rows, np.int64)
+        self._finished_step = -1
+
+    @property
+    def name(self) -> str:
+        return "mamba"
+
+    @property
+    def unit(self) -> str:
+        return "slot"
+
+    @property
+    def available(self) -> int:
+        """Slots that could be handed out now: free, evictable, or second ones that no step in flight reads."""
+        return super().available + len(self._idle_seconds())
+
+    @property
+    def max_tokens(self) -> int:
+        """Slots: a state takes as much whatever its length."""
+        return self.pool.total
+
+    @property
+    def used_tokens(self) -> int:
+        """Slots that could not be handed out."""
+        return self.pool.total - self.available
+
+    @property
+    def size(self) -> str:
+        return f"{self.pool.total} states"
+
+    @property
+    def remedy(self) -> str:
+        return "max_mamba_cache_size"
+
+    def held_from(self, row: int) -> int:
+        return 0
+
+    def owned(self, record: RowKV, allocated: int) -> Pages:
+        slots = np.array([self.table.pages[record.row, 0], self._second[record.row]], np.int32)
+        return slots[slots > 0]
+
+    def pins(self) -> Counter[int]:
+        """By the number of a node: how many rows are to begin with its snapshot, or do so in a step in flight."""
+        return Counter([node.id for node in self._pinned.values()] + [node.id for _, node in self._beginning])
+
+    def least(self, tokens: int) -> int:
+        return 1
+
+    def prompt_need(self, tokens: int, cached: int) -> int:
+        return 1
+
+    def rest_need(self, tokens: int, row: int) -> int:
+        return 0
+
+    def output_need(self, known: Int32 | int, left: Int32 | int) -> int:
+        return 0
+
+    def open(self, record: RowKV, node: Node, pages: int) -> None:
+        """The row begins with the snapshot at the node's end, or without a state at the root."""
+        row, snapshot = record.row, self.component.snapshot(node)
+        record.state_len, record.origin = record.matched, snapshot
+        if snapshot is not None:
+            snapshot.hits += 1
+        if snapshot is not None and self.available == 1 and snapshot.pins == 0:
+            slot = self.component.hand_over(node, request_owner(row))
+        else:
+            if snapshot is not None:
+                self._begin_with(row, node, snapshot.slot)
+            slot = self._take_one(row)
+        self._set_slot(row, slot)
+
+    def chunk_end(self, record: RowKV, start: int, end: int, total: int) -> int:
+        """Where the chunk `[start, end)` of a prompt of `total` tokens is to end, so that its state may be kept: at
+        the first branch point in it, at the last page boundary before the prompt's last token, or else at a page
+        boundary if it has one; but not where no slot would be there to keep it."""
+        if not self.available:
+            return end
+        on_trial = self.component.has_room_on_trial()
+        tail = (total - 1) // self.page_size * self.page_size
+        for wanted in (*record.branches, tail) if on_trial else record.branches:
+            if start < wanted < end and wanted - record.state_len >= self.least_gain:
+                end = wanted
+        if not on_trial:
+            return end
+        aligned = end // self.page_size * self.page_size
+        return aligned if start < aligned and end < total else end
+
+    def run(self, record: RowKV, first: int, last: int, going_on: bool) -> Pages:
+        slots = np.zeros(last - first, np.int32)
+        if going_on:
+            if self._worth_a_slot(record, last * self.page_size) and self._has_room(record, last * self.page_size):
+                slots[-1] = self.table.pages[record.row, 0]
+        elif self.last_state(record) == last * self.page_size:
+            slots[-1] = self._slot_of_last_state(record)
+        return slots
+
+    def _worth_a_slot(self, record: RowKV, length: int) -> bool:
+        return length == record.kv_allocated_len and length - record.state_len >= self.least_gain
+
+    def _has_room(self, record: RowKV, length: int) -> bool:
+        """Whether there is a slot to go on in: of what was asked for, only for a state that is asked for as well."""
+        return self.available > 0 and (length in record.branches or self.component.has_room_on_trial())
+
+    def share(self, record: RowKV, added: Insertion, first: int, own: Pages, step: int | None) -> bool:
+        snapshot = self.component.snapshot(added.node)
+        if snapshot is None:
+            return False
+        record.state_len = (first + len(own)) * self.page_size
+        if snapshot.slot == own[-1]:
+            snapshot.writer = record.serial
+            snapshot.hits = int(record.state_len in record.branches)
+            self._gave_away(record.row, snapshot.slot)
+            if step is not None:
+                self._begin_with(record.row, added.node, snapshot.slot)
+                self._set_slot(record.row, self._take_one(record.row))
+        return False
+
+    def last_state(self, record: RowKV) -> int:
+        """Tokens up to the last page boundary, of those that a request has committed at its end, at which there is a
+        state; 0 if there is none but snapshots."""
+        committed = record.kv_committed_len
+        if self._ends_on_boundary(record):
+            return committed
+        return int(self._second_len[record.row]) if self._second[record.row] else 0
+
+    def _ends_on_boundary(self, record: RowKV) -> bool:
+        """Whether the row's own slot has the state of all that it has committed, whole pages."""
+        committed = record.kv_committed_len
+        began = not self._sources[record.row]
+        return began and record.kv_allocated_len == committed and committed % self.page_size == 0
+
+    def _slot_of_last_state(self, record: RowKV) -> int:
+        own = self._ends_on_boundary(record)
+        return int(self.table.pages[record.row, 0] if own else self._second[record.row])
+
+    def leave_last_state(self, record: RowKV) -> None:
+        """A request ends whose last state is that at the end of the prefix it depends on: the node gets it, if it has
+        none."""
+        node, slot = record.locked_node, self._slot_of_last_state(record)
+        if node.dead or node.parent is None or self.component.snapshot(node) is not None:
+            return
+        self.component.give(node, slot, request_owner(record.row))
+        snapshot = self.component.snapshot(node)
+        assert snapshot is not None
+        snapshot.writer, snapshot.proven = record.serial, record.proven
+        self._gave_away(record.row, slot)
+
+    def release(self, record: RowKV, allocated: int) -> None:
+        row = record.row
+        node = self._pinned.pop(row, None)
+        if node is not None:
+            self._let_go(node)
+        self._pending -= int(self._sources[row] > 0)
+        self._sources[row] = 0
+        self.pool.free(self.owned(record, allocated), request_owner(row))
+        self.table.clear(row, 1)
+        self._second[row] = 0
+
+    def change_slots(self, rows: Int32, lengths: Int32, step: int, wanted: bool) -> None:
+        """Decode rows `rows` `[rows]` go on after `lengths` `[rows]` tokens in `step`, which is planned now: those on a
+        boundary do so in their second slot, and what they began with stays. Where slots are `wanted` by others, who
+        come first, rows leave them one, or stay where they are so that second slots can be taken back."""
+        if not self.interval or (wanted and not self._unclaimed):
+            return
+        (at,) = np.nonzero(lengths % np.int32(self.interval) == 0)
+        if not len(at):
+            return
+        at = at[self._sources[rows[at]] == 0]
+        moving, second = rows[at], self._second[rows[at]]
+        for place in np.flatnonzero(second == 0).tolist():
+            second[place] = self._spare(int(moving[place]), wanted)
+        at, moving, second = at[second > 0], moving[second > 0], second[second > 0]
+        own = self.table.pages[moving, 0]
+        self._sources[moving] = self._second[moving] = own
+        self._pending += len(moving)
+        self._second_len[moving], self._second_step[moving] = lengths[at], step
+        self.table.write(moving, np.zeros(len(moving), np.int32), second)
+
+    def take_copies(self, rows: Int32, step: int) -> tuple[SlotCopies, ...]:
+        """What those of `rows` `[rows]`, all of the sequences of `step`, begin with that do not begin with their own
+        slot."""
+        if not self._pending:
+            return ()
+        sources = self._sources[rows]
+        (begin,) = sources.nonzero()
+        if not len(begin):
+            return ()
+        rows, sources = rows[begin], sources[begin]
+        self._sources[rows] = 0
+        self._pending -= len(begin)
+        for row in rows.tolist() if self._pinned else ():
+            if (node := self._pinned.pop(row, None)) is not None:
+                self._beginning.append((step, node))
+        return (SlotCopies(self.number, sources, self.table.pages[rows, 0]),)
+
+    def settle(self, step: int) -> None:
+        self._finished_step = step
+        while self._beginning and self._beginning[0][0] <= step:
+            self._let_go(self._beginning.popleft()[1])
+
+    def prove(self, record: RowKV) -> None:
+        """What the record's row sampled was finite."""
+        if record.origin is not None:
+            record.origin.proven = True
+        for node in record.locked_node.path():
+            snapshot = self.component.snapshot(node)
+            if snapshot is not None and snapshot.writer == record.serial:
+                snapshot.proven = True
+
+    def in_doubt(self, record: RowKV, node: Node) -> bool:
+        """Whether the node has a state that the record wrote or began with, and that nothing proves."""
+        snapshot = self.component.snapshot(node)
+        if snapshot is None or snapshot.proven:
+            return False
+        return snapshot.writer == record.serial or snapshot is record.origin
+
+    def _begin_with(self, row: int, node: Node, slot: int) -> None:
+        self.component.pin_snapshot(node)
+        self._pinned[row] = node
+        self._sources[row] = slot
+        self._pending += 1
+
+    def _let_go(self, node: Node) -> None:
+        self.component.unpin_snapshot(node)
+        self.component.give_back()
+
+    def _set_slot(self, row: int, slot: int) -> None:
+        self.table.write_run(row, 0, np.array([slot], np.int32))
+
+    def _gave_away(self, row: int, slot: int) -> None:
+        """A slot of the row is the tree's now."""
+        if self._second[row] == slot:
+            self._second[row] = 0
+        else:
+            self.table.clear(row, 1)
+
+    def _take_one(self, row: int) -> int:
+        """A slot for a row; there is one `available`."""
+        if not self.pool.num_free:
+            self.num_evicted += self.component.make_room(1)
+        if not self.pool.num_free:
+            other = self._idle_seconds()[:1]
+            self.pool.free(self._second[other], request_owner(int(other[0])))
+            self._second[other] = 0
+        return int(self.take(1, request_owner(row))[0])
+
+    @property
+    def _unclaimed(self) -> int:
+        return self.pool.num_free + self.component.evictable
+
+    def _spare(self, row: int, wanted: bool) -> int:
+        """A second slot for a row; 0 where few are left to snapshots, or only one to those who want one."""
+        if self._unclaimed <= max(self.pool.total // _LEFT_TO_SNAPSHOTS, wanted):
+            return 0
+        return self._take_one(row) if self.component.has_room_on_trial() else 0
+
+    def _idle_seconds(self) -> NDArray[np.intp]:
+        """Rows whose second slot no step in flight reads."""
+        if not self.interval:
+            return np.zeros(0, np.intp)
+        return np.flatnonzero((self._second > 0) & (self._second_step <= self._finished_step))

@@ -1,0 +1,57 @@
+"""The parameters of a model beside the manifest that they follow from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flax import nnx
+
+from sglang_jax.architectures.manifest import ParameterName, manifest_of
+from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.layers.parameter import Parameter
+from sglang_jax.models.transformer import Transformer
+
+HEAD = ParameterName(Part.HEAD)
+"""Made of the embeddings where these are tied to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParameter:
+    """A parameter that is read from a checkpoint.
+
+    - `path`: where it is in the model, with dots.
+    - `names`: what the manifest calls the parts that it is made of.
+    """
+
+    path: str
+    value: Parameter
+    names: tuple[ParameterName, ...]
+
+
+def parameters_of(model: Transformer) -> Iterator[ModelParameter]:
+    """Every parameter that is made of a checkpoint's, in the order of the model's state."""
+    for path, value in nnx.to_flat_state(nnx.state(model)):
+        if value.parts:
+            layer = int(path[1]) if path[0] == "layers" else None
+            names = tuple(ParameterName(part, value.kind, layer) for part in value.parts)
+            yield ModelParameter(".".join(map(str, path)), value, names)
+
+
+def check_shapes(model: Transformer) -> None:
+    """Looks whether a model as it was built has the parameters of its manifest, each in its shape.
+
+    **Raises:** `ValueError` naming the first that differs.
+    """
+    manifest = manifest_of(model.config)
+    missing = dict(manifest.specs)
+    for parameter in parameters_of(model):
+        shape = manifest.fused_shape(parameter.names, parameter.value.axes)
+        if parameter.value.shape != shape:
+            raise ValueError(f"{parameter.path} is built as {parameter.value.shape}, the manifest has {shape}")
+        for name in parameter.names:
+            missing.pop(name)
+    if model.head is None:
+        missing.pop(HEAD)
+    if missing:
+        raise ValueError(f"the model is built without {', '.join(map(str, missing))}")

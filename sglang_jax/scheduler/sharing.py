@@ -1,0 +1,92 @@
+"""Prompts under way, and whether one of them is about to compute what a waiting one needs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sglang_jax.mem_cache.kv_cache import KVCache
+from sglang_jax.mem_cache.radix_tree import TOKEN_BYTES, Namespace, Node, Probe
+from sglang_jax.mem_cache.state_group import MOST_BRANCHES
+from sglang_jax.scheduler.request import Request
+
+Offer = tuple[Namespace, int, bytes]
+"""A page that is about to be computed: where in the tree it will hang, and its tokens."""
+
+
+class UnderWay:
+    """Prompts that have rows and are being computed.
+
+    Of keys and values, each page that is computed serves whoever begins alike, so a waiting request whose next page is
+    an *offer* waits a step. A state serves at one length alone: there the prompt under way that goes along farthest is
+    told where the waiting one parts from it, ends a chunk there, and is waited for.
+    """
+
+    def __init__(self, cache: KVCache, prompts: list[Request]) -> None:
+        self._cache = cache
+        self._by_length = cache.states is not None
+        self._prompts: list[Request] = []
+        self._offers: set[Offer] = set()
+        for request in prompts:
+            self.add(request)
+
+    def add(self, request: Request) -> None:
+        """A prompt was given a row."""
+        if self._by_length:
+            self._prompts.append(request)
+            return
+        record, page = request.record, self._cache.page_size
+        first = record.cache_protected_len
+        if first + page <= request.prefill_len:
+            self._offers.add(_offer(request, record.locked_node, first, page))
+
+    def will_serve(self, request: Request, probe: Probe) -> bool:
+        """Whether more of a waiting request than what was probed is about to be cached, computed for somebody else."""
+        if self._by_length:
+            return self._will_keep_state(request, probe)
+        cached, page = probe.length, self._cache.page_size
+        if not probe.whole or cached + page > request.match_limit:
+            return False
+        return _offer(request, probe.node, cached, page) in self._offers
+
+    def note_sharers(self, seated: list[Request], waiting: list[Request]) -> None:
+        """Tells prompts that were given rows where waiting ones part from them, whether or not these have to wait."""
+        if not self._by_length or not self._cache.reuse:
+            return
+        for one in seated:
+            for other in waiting:
+                if len(one.record.branches) >= MOST_BRANCHES:
+                    break
+                if (length := self._alike(one, other, one.record.state_len)) is not None:
+                    self._cache.part_at(one.record, length)
+
+    def _will_keep_state(self, request: Request, probe: Probe) -> bool:
+        alike = [
+            (length, number)
+            for number, one in enumerate(self._prompts)
+            if (length := self._alike(one, request, probe.length)) is not None
+        ]
+        alike.sort(reverse=True)
+        return any(self._cache.part_at(self._prompts[number].record, length) for length, number in alike)
+
+    def _alike(self, one: Request, waiting: Request, known: int) -> int | None:
+        """After how many tokens a state of one prompt would serve a waiting one, that is worth more than what is there
+        after `known` tokens; None if nowhere."""
+        states, page = self._cache.states, self._cache.page_size
+        assert states is not None
+        limit, least = waiting.match_limit // page * page, known + max(states.least_gain, page)
+        if least > limit or one.namespace != waiting.namespace:
+            return None
+        if not one.tokens.startswith(waiting.tokens[: least * TOKEN_BYTES]):
+            return None
+        return min(_begin_alike(one.tokens, waiting.tokens) // page * page, limit)
+
+
+def _offer(request: Request, node: Node, first: int, page: int) -> Offer:
+    return request.namespace, node.id, request.tokens[first * TOKEN_BYTES : (first + page) * TOKEN_BYTES]
+
+
+def _begin_alike(one: bytes, other: bytes) -> int:
+    """How many tokens two prompts (int32 bytes) begin with alike."""
+    size = min(len(one), len(other)) // TOKEN_BYTES
+    different = np.frombuffer(one, np.int32, size) != np.frombuffer(other, np.int32, size)
+    return int(different.argmax()) if different.any() else size

@@ -1,0 +1,117 @@
+"""What goes between a server and one behind it, over `/generate`: requests and answers as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+from urllib.parse import quote
+
+import httpx2
+import msgspec
+
+from sglang_jax.engine.output import RequestOutputs
+from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, OutputDelta, TokenLogprob
+from sglang_jax.sampling.grammar import Grammar, GrammarKind
+from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.server.fields import TENANT_HEADER
+
+
+def request_headers(request: GenerateInput) -> dict[str, str]:
+    """Whose the request is. A header, as servers of an older version pass over those that they do not know."""
+    return {TENANT_HEADER: quote(request.tenant)} if request.tenant else {}
+
+
+def request_body(request: GenerateInput, name: str, context_length: int) -> dict[str, Any]:
+    """What the native route is sent. Sampling fields are all given, so that the server's defaults do not matter."""
+    prompt = request.prompt
+    assert not isinstance(prompt, str)
+    ids = [int(token) for token in prompt]
+    body: dict[str, Any] = {
+        "input_ids": ids,
+        "sampling_params": _sampling(request.sampling, context_length - len(ids)),
+        "stream": request.stream,
+        "incremental_output": request.stream,
+        "rid": name,
+        "priority": request.priority,
+        "continues_text": request.continues_text,
+        "return_logprob": request.return_logprob,
+    }
+    if request.return_logprob:
+        body |= {"logprob_start_len": request.logprob_start_len, "top_logprobs_num": request.top_logprobs_num}
+    if request.extra_key:
+        body["extra_key"] = request.extra_key
+    if request.routing_key:
+        body["routing_key"] = request.routing_key
+    return body
+
+
+def _grammar(grammar: Grammar) -> dict[str, Any]:
+    """The native route's field for a grammar."""
+    if grammar.kind is GrammarKind.CHOICE:
+        return {"guided_choice": msgspec.json.decode(grammar.text)}
+    return {grammar.kind.value: grammar.text}
+
+
+def _sampling(sampling: SamplingParams, room: int) -> dict[str, Any]:
+    return {
+        **({} if sampling.grammar is None else _grammar(sampling.grammar)),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()},
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+        "seed": sampling.seed,
+        "n": sampling.n,
+        "skip_special_tokens": sampling.skip_special_tokens,
+        "no_stop_trim": sampling.include_stop,
+        "max_new_tokens": room if sampling.max_new_tokens is None else sampling.max_new_tokens,
+        "min_new_tokens": sampling.min_new_tokens,
+    }
+
+
+async def events(response: httpx2.Response) -> AsyncIterator[dict[str, Any]]:
+    """The events of a stream, but for its end."""
+    async for line in response.aiter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield msgspec.json.decode(line.removeprefix("data: ").encode())
+
+
+def add_answer(outputs: RequestOutputs, answer: Mapping[str, Any], *, first: bool) -> int:
+    """Adds an answer of the native route, `first` of its completion; gives the completion's index."""
+    request, meta = outputs.request, answer["meta_info"]
+    prompt_logprobs: list[TokenLogprob] | None = None
+    if first and request.return_logprob and request.logprob_start_len >= 0:
+        prompt_logprobs = _logprobs(meta.get("input_token_logprobs"), meta.get("input_top_logprobs"))
+    delta = OutputDelta(
+        index=int(answer.get("index", 0)),
+        text=answer["text"],
+        token_ids=answer["output_ids"],
+        prompt_tokens=meta["prompt_tokens"],
+        completion_tokens=meta["completion_tokens"],
+        cached_tokens=meta["cached_tokens"] or 0,  # null where they are hidden from this server
+        finish=_finish(meta["finish_reason"]),
+        logprobs=_logprobs(meta.get("output_token_logprobs"), meta.get("output_top_logprobs")),
+        prompt_logprobs=prompt_logprobs,
+    )
+    outputs.started = True
+    outputs.completions[delta.index].add(delta)
+    return delta.index
+
+
+def _finish(reason: Mapping[str, Any] | None) -> FinishReason | None:
+    return None if reason is None else FinishReason(FinishKind(reason["type"]), reason.get("matched"))
+
+
+def _logprobs(tokens: list[Any] | None, top: list[Any] | None) -> list[TokenLogprob]:
+    """From SGLang's (logprob, id, text) entries."""
+    alternatives = top if top is not None else [None] * len(tokens or [])
+    return [
+        TokenLogprob(token_id, logprob, tuple((one[0], one[1]) for one in others or ()))
+        for (logprob, token_id, _), others in zip(tokens or [], alternatives, strict=True)
+    ]

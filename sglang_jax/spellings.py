@@ -1,0 +1,137 @@
+"""What other engines call our options and values: names that are accepted, that change nothing, or that are refused
+with the reason.
+
+Flags, keys of a configuration file and keyword arguments of `Engine` are all looked up here, by their names with
+underscores. `docs/migration.md` shows the same tables; a test compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+ALIASES: Mapping[str, Sequence[str]] = {
+    "model_path": ("model",),
+    "tokenizer_path": ("tokenizer",),
+    "tp_size": ("tp", "tensor_parallel_size"),
+    "dp_size": ("dp", "data_parallel_size"),
+    "context_length": ("max_model_len",),
+    "max_running_requests": ("max_num_seqs",),
+    "chunked_prefill_size": ("max_num_batched_tokens",),
+    "page_size": ("block_size",),
+    "schedule_policy": ("scheduling_policy",),
+    "disable_radix_cache": ("no_enable_prefix_caching",),
+    "disable_cuda_graph": ("enforce_eager",),
+    "random_seed": ("seed",),
+    "skip_warmup": ("skip_server_warmup",),
+}
+"""Field of a configuration to further names for it that mean the same."""
+
+SHORT_FLAGS: Mapping[str, str] = {"tp_size": "-tp", "dp_size": "-dp"}
+"""Field to a flag with one dash."""
+
+VALUES: Mapping[str, Mapping[str, str]] = {
+    "Dtype": {"bf16": "bfloat16", "half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32"},
+    "KVCacheDtype": {"fp8": "fp8_e4m3", "float8_e4m3": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3"},
+    "Device": {"gpu": "cuda"},
+    "LogLevel": {"warn": "warning"},
+    "AttentionBackend": {"torch_native": "native"},
+}
+"""Enum of `config` to further spellings of its values, in lower case."""
+
+
+@dataclass(frozen=True, slots=True)
+class OtherFlag:
+    """An option of other engines that is none of ours.
+
+    - `takes_value`: a value follows it on the command line.
+    - `note`: what holds instead; a sentence.
+    """
+
+    note: str
+    takes_value: bool = False
+
+
+NEEDLESS: Mapping[str, OtherFlag] = {
+    "disable_log_requests": OtherFlag("requests are not logged"),
+    "enable_chunked_prefill": OtherFlag("prompts are always computed in chunks, of --chunked-prefill-size"),
+    "enable_metrics": OtherFlag("/metrics is always on"),
+    "enable_mixed_chunk": OtherFlag("chunks and decode rows always share steps"),
+    "enable_prefix_caching": OtherFlag("the prefix cache is on unless --disable-radix-cache turns it off"),
+    "trust_remote_code": OtherFlag("code of a checkpoint is never run"),
+}
+"""Options for what is so anyway: accepted, with a line that says so."""
+
+_ONE_MACHINE = "not implemented: layers are spread by --tp-size, over several machines with --nnodes"
+_SPECULATION = "not implemented: there is no speculative decoding yet"
+_LORA = "not implemented: merge the adapter into the model's weights"
+_TLS = "not implemented: let a proxy in front of the server end TLS, see docs/security.md"
+_MEMORY = "not implemented: the KV cache lives in the memory of the device alone"
+_MEDIA = "not implemented: models take text alone"
+
+REFUSED: Mapping[str, OtherFlag] = {
+    "cpu_offload_gb": OtherFlag(_MEMORY, takes_value=True),
+    "disaggregation_mode": OtherFlag("not implemented: one engine computes prompts and outputs", takes_value=True),
+    "download_dir": OtherFlag("not implemented: set HF_HOME, the hub's own variable", takes_value=True),
+    "enable_auto_tool_choice": OtherFlag("not implemented: there are no tool calls yet"),
+    "enable_dp_attention": OtherFlag("not implemented: see --dp-size for replicas"),
+    "enable_expert_parallel": OtherFlag("not implemented: there are no models of experts yet"),
+    "enable_hierarchical_cache": OtherFlag(_MEMORY),
+    "enable_lora": OtherFlag(_LORA),
+    "enable_torch_compile": OtherFlag("not implemented: kernels are fused by hand"),
+    "ep_size": OtherFlag("not implemented: there are no models of experts yet", takes_value=True),
+    "expert_parallel_size": OtherFlag("not implemented: there are no models of experts yet", takes_value=True),
+    "gpu_memory_utilization": OtherFlag(
+        "not an option here: --mem-fraction-static is the share for weights and KV pages together, without what "
+        "activations take; a value 0.05 lower is a good start",
+        takes_value=True,
+    ),
+    "is_embedding": OtherFlag("not implemented: models generate text alone"),
+    "kv_transfer_config": OtherFlag("not implemented: one engine computes prompts and outputs", takes_value=True),
+    "limit_mm_per_prompt": OtherFlag(_MEDIA, takes_value=True),
+    "lora_modules": OtherFlag(_LORA, takes_value=True),
+    "lora_paths": OtherFlag(_LORA, takes_value=True),
+    "pipeline_parallel_size": OtherFlag(_ONE_MACHINE, takes_value=True),
+    "pp": OtherFlag(_ONE_MACHINE, takes_value=True),
+    "pp_size": OtherFlag(_ONE_MACHINE, takes_value=True),
+    "quantization": OtherFlag(
+        "not implemented: weights are held in --dtype; GGUF files of every block type are read, and widened",
+        takes_value=True,
+    ),
+    "reasoning_parser": OtherFlag("not implemented: reasoning is part of the answer's text", takes_value=True),
+    "speculative_algorithm": OtherFlag(_SPECULATION, takes_value=True),
+    "speculative_config": OtherFlag(_SPECULATION, takes_value=True),
+    "speculative_draft_model_path": OtherFlag(_SPECULATION, takes_value=True),
+    "speculative_num_draft_tokens": OtherFlag(_SPECULATION, takes_value=True),
+    "ssl_ca_certs": OtherFlag(_TLS, takes_value=True),
+    "ssl_certfile": OtherFlag(_TLS, takes_value=True),
+    "ssl_keyfile": OtherFlag(_TLS, takes_value=True),
+    "swap_space": OtherFlag(_MEMORY, takes_value=True),
+    "tool_call_parser": OtherFlag("not implemented: there are no tool calls yet", takes_value=True),
+}
+"""Options for what this engine has not got."""
+
+SAMPLING_FIELDS: Mapping[str, str] = {
+    "include_stop_str_in_output": "include_stop",
+    "max_completion_tokens": "max_new_tokens",
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "no_stop_trim": "include_stop",
+    "sampling_seed": "seed",
+}
+"""What other engines call fields of `SamplingParams`, to their names here."""
+
+
+def canonical(name: str) -> str:
+    """The field that `name` is another name of, or `name` itself."""
+    return _FIELD_OF.get(name, name)
+
+
+def value_named(enum: str, value: str) -> str:
+    """The value of the enum `enum` that `value` stands for: case does not count, nor whether it has dashes or
+    underscores."""
+    plain = value.lower().replace("-", "_")
+    return VALUES.get(enum, {}).get(plain, plain)
+
+
+_FIELD_OF = {alias: field for field, aliases in ALIASES.items() for alias in aliases}

@@ -1,0 +1,15 @@
+"""Advice of libraries that does not hold here is not shown."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(("imported", "advised"), [("transformers", True), ("sglang_jax.checkpoint.tokenizer", False)])
+def test_without_torch_nobody_is_told_that_it_is_missing(imported: str, advised: bool) -> None:
+    program = f"import sys; sys.modules['torch'] = None; import {imported}"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ("PyTorch was not found" in run.stderr) is advised

@@ -1,0 +1,81 @@
+"""What is said of a checkpoint of a family that is not known: what is supported, and which of its fields no supported
+family has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from sglang_jax.architectures.registry import known_families
+from sglang_jax.checkpoint.hf_config import load_hf_config
+from sglang_jax.errors import CheckpointError
+
+
+def refusal(folder: Path, config: dict[str, Any]) -> str:
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as caught:
+        load_hf_config(folder)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "class_name", "told"),
+    [
+        ("mixtral", "MixtralForCausalLM", ["num_local_experts 8 (a mixture of experts)"]),
+        ("gpt_oss", "GptOssForCausalLM", ["num_local_experts 128 (a mixture of experts)", "swiglu_limit 7.0"]),
+        ("deepseek_v3", "DeepseekV3ForCausalLM", ["kv_lora_rank 512 (keys and values in a compressed form)"]),
+        ("bert", "BertForMaskedLM", ["type_vocab_size 2 (an encoder)"]),
+        ("t5", "T5ForConditionalGeneration", ["is_encoder_decoder True (an encoder beside the decoder)"]),
+        ("whisper", "WhisperForConditionalGeneration", ["num_mel_bins 80 (audio)", " and 12 more"]),
+        ("mamba2", "Mamba2ForCausalLM", ["state_size 128 (a recurrent state)"]),
+        ("starcoder2", "Starcoder2ForCausalLM", ["norm_epsilon 1e-05 (norms of another kind)"]),
+        ("gpt2", "GPT2LMHeadModel", ["n_embd 768", "n_layer 12"]),
+        ("laguna", "LagunaForCausalLM", ["num_attention_heads_per_layer [...] (layers with heads of their own)"]),
+        (
+            "gemma3",
+            "Gemma3ForConditionalGeneration",
+            ["its text_config is that of a Gemma3ForCausalLM", "vision_config {...} (images)"],
+        ),
+    ],
+)
+def test_fields_that_no_family_has_are_named(model_type: str, class_name: str, told: list[str], tmp_path: Path) -> None:
+    config = transformers.AutoConfig.for_model(model_type).to_dict()
+    message = refusal(tmp_path, config | {"architectures": [class_name]})
+    assert f"architecture {class_name} is not supported: " in message
+    for part in told:
+        assert part in message
+    for field in ("vocab_size", "num_hidden_layers", "initializer", "token_id", "dropout"):
+        assert f" {field}" not in message
+    for family in known_families():
+        assert family.class_name in message
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"architectures": ["LlamaForTokenClassification"]}, "LlamaForCausalLM, of the same model_type, is; supported"),
+        ({"architectures": None, "model_type": "crow"}, "architecture crow is not supported; supported: "),
+        ({"architectures": None, "model_type": None}, "neither architectures nor model_type given"),
+        ({"per_layer_config": {"2": {"head_dim": 8}}}, "per_layer_config is {'2': {'head_dim': 8}}, which llama does"),
+        ({"num_attention_heads_per_layer": [4, 8]}, "num_attention_heads_per_layer is [4, 8], which llama does not"),
+        ({"clip_qkv": 8.0}, "clip_qkv is 8.0, which llama does not have here: its outputs would be wrong"),
+    ],
+)
+def test_of_a_known_type(change: dict[str, Any], told: str, tmp_path: Path) -> None:
+    config = transformers.AutoConfig.for_model("llama").to_dict() | {"architectures": ["LlamaForCausalLM"]} | change
+    assert told in refusal(tmp_path, config)
+
+
+def test_gemma_4_with_parts_that_are_not_supported(tmp_path: Path) -> None:
+    config = transformers.AutoConfig.for_model("gemma4_text").to_dict() | {"architectures": ["Gemma4ForCausalLM"]}
+    assert "hidden_size_per_layer_input is 256" in refusal(tmp_path, config)
+    config["hidden_size_per_layer_input"] = 0
+    assert "num_kv_shared_layers is 3: layers that read" in refusal(tmp_path, config | {"num_kv_shared_layers": 3})
+    assert "enable_moe_block is True: experts" in refusal(tmp_path, config | {"enable_moe_block": True})
+    assert "use_bidirectional_attention is 'all'" in refusal(tmp_path, config | {"use_bidirectional_attention": "all"})
+    odd = {"per_layer_config": {"5": {"sliding_window": 3}}}
+    assert "per_layer_config of layer 5 has sliding_window" in refusal(tmp_path, config | odd)

@@ -1,0 +1,206 @@
+"""What people's fingers know from other engines: other names mean the same, the rest is explained."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import click
+import pytest
+
+from sglang_jax import Engine, SamplingParams
+from sglang_jax.cli.main import run, with_dashes
+from sglang_jax.cli.options import flag_name, options_of
+from sglang_jax.cli.serve import serve
+from sglang_jax.config import (
+    AttentionBackend,
+    Choice,
+    Device,
+    Dtype,
+    EngineConfig,
+    KVCacheDtype,
+    LogLevel,
+    ServerConfig,
+)
+from sglang_jax.engine.items import complete_sampling
+from sglang_jax.errors import ConfigError, ParameterError
+from sglang_jax.sampling import GenerationDefaults
+from sglang_jax.spellings import ALIASES, NEEDLESS, REFUSED, SAMPLING_FIELDS, SHORT_FLAGS, VALUES
+
+OTHER_NAMES = [(alias, field) for field, aliases in ALIASES.items() for alias in aliases]
+VALUE_OF = {
+    "model_path": "some/model",
+    "tokenizer_path": "some/tokenizer",
+    "schedule_policy": "priority",
+    "tp_size": 4,
+    "dp_size": 2,
+    "context_length": 777,
+    "max_running_requests": 9,
+    "chunked_prefill_size": 64,
+    "page_size": 32,
+    "random_seed": 42,
+    "disable_radix_cache": True,
+    "disable_cuda_graph": True,
+    "skip_warmup": True,
+}
+
+
+def parse(*arguments: str) -> ServerConfig:
+    built: list[ServerConfig] = []
+
+    @click.command()
+    @options_of(config=ServerConfig)
+    def command(config: ServerConfig) -> None:
+        built.append(config)
+
+    command.main(list(arguments), standalone_mode=False, token_normalize_func=with_dashes)
+    return built[0]
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert run(serve, "serve", arguments) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("alias", "field"), OTHER_NAMES)
+def test_another_name_sets_the_field(alias: str, field: str, tmp_path: Path) -> None:
+    value = VALUE_OF[field]
+    expected = ServerConfig(**{field: value})
+    for flag in (flag_name(alias), "--" + alias):
+        assert parse(*([flag] if value is True else [flag, str(value)])) == expected
+    file = tmp_path / "options.json"
+    file.write_text(json.dumps({alias: value}))
+    assert parse("--config", str(file)) == expected
+
+
+@pytest.mark.parametrize(("field", "flag"), SHORT_FLAGS.items())
+def test_short_flags_set_their_fields(field: str, flag: str) -> None:
+    assert parse(flag, "2") == ServerConfig(**{field: 2})
+
+
+def test_no_name_stands_for_two_things() -> None:
+    names = [
+        *ServerConfig.model_fields,
+        *(alias for alias, _ in OTHER_NAMES),
+        *NEEDLESS,
+        *REFUSED,
+    ]
+    assert len(names) == len(set(names))
+    assert set(ALIASES) <= set(EngineConfig.model_fields)
+    assert set(SAMPLING_FIELDS.values()) <= set(SamplingParams.__dataclass_fields__)
+    assert not set(SAMPLING_FIELDS) & set(SamplingParams.__dataclass_fields__)
+
+
+def test_every_flag_that_an_explanation_names_exists() -> None:
+    for other in (*NEEDLESS.values(), *REFUSED.values()):
+        for flag in re.findall(r"--([a-z-]+)", other.note):
+            assert flag.replace("-", "_") in ServerConfig.model_fields, other.note
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_implemented_says_so_by_flag_file_and_keyword(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
+) -> None:
+    value = ["x"] if REFUSED[name].takes_value else []
+    message = refusal(capsys, flag_name(name), *value)
+    assert message == f"Error: {flag_name(name)} is {REFUSED[name].note}\n"
+    file = tmp_path / "options.json"
+    file.write_text(json.dumps({name: "x"}))
+    assert REFUSED[name].note in refusal(capsys, "--config", str(file))
+    with pytest.raises(ConfigError, match=f"{name} is "):
+        Engine(**{name: "x"})
+
+
+@pytest.mark.parametrize("name", NEEDLESS)
+def test_what_is_so_anyway_is_accepted_with_a_note(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert parse(flag_name(name)) == ServerConfig()
+    assert capsys.readouterr().err == f"{flag_name(name)} changes nothing: {NEEDLESS[name].note}\n"
+
+
+@pytest.mark.parametrize(
+    ("enum", "spelling", "value"),
+    [
+        (Dtype, "half", Dtype.FLOAT16),
+        (Dtype, "BF16", Dtype.BFLOAT16),
+        (KVCacheDtype, "fp8", KVCacheDtype.FLOAT8_E4M3),
+        (Device, "gpu", Device.CUDA),
+        (LogLevel, "INFO", LogLevel.INFO),
+        (AttentionBackend, "torch-native", AttentionBackend.NATIVE),
+    ],
+)
+def test_values_have_other_spellings(enum: type[Choice], spelling: str, value: Choice) -> None:
+    assert enum(spelling) is value
+    fields = {name for name, field in ServerConfig.model_fields.items() if field.annotation is enum}
+    for field in fields:
+        assert parse(flag_name(field), spelling) == ServerConfig(**{field: spelling}) == ServerConfig(**{field: value})
+
+
+def test_every_other_spelling_is_of_a_value() -> None:
+    enums = {enum.__name__: enum for enum in Choice.__subclasses__()}
+    for enum, spellings in VALUES.items():
+        for spelling, value in spellings.items():
+            assert enums[enum](spelling).value == value
+
+
+def test_a_model_may_be_given_without_a_flag_but_not_twice(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[ServerConfig] = []
+    monkeypatch.setattr("sglang_jax.server.serve.run", lambda config: served.append(config) or 0)
+    assert run(serve, "serve", ["some/model", "--port", "1"]) == 0
+    assert run(serve, "serve", ["same", "--model", "same"]) == 0
+    assert served == [ServerConfig(model_path="some/model", port=1), ServerConfig(model_path="same")]
+    message = refusal(capsys, "one", "--model", "two")
+    assert message == "Error: two models are given: one and --model-path two\n"
+
+
+def test_a_misspelt_flag_is_not_answered_by_what_is_not_implemented(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys, "--tp-sze", "2") == "Error: No such option '--tp-sze'. Did you mean '--tp-size'?\n"
+    assert "Invalid value for '--tp-size'" in refusal(capsys, "--tensor_parallel_size", "two")
+
+
+def test_an_engine_takes_the_names_too() -> None:
+    async def no_launch(config: EngineConfig) -> object:
+        raise ConfigError(f"{config.model_path} {config.tp_size}")
+
+    with pytest.raises(ConfigError, match=r"^some/model 4$"):
+        Engine(model="some/model", tensor_parallel_size=4, launch=no_launch)
+    with pytest.raises(ConfigError, match="tp_size is given twice, once as tp"):
+        Engine(tp_size=1, tp=2)
+    with pytest.raises(ConfigError, match="there is no option 'page_sise'; did you mean page_size"):
+        Engine(page_sise=1)
+    with pytest.raises(ConfigError, match="leave enable_metrics out: /metrics is always on"):
+        Engine(enable_metrics=True)
+
+
+@pytest.mark.parametrize(("name", "ours"), SAMPLING_FIELDS.items())
+def test_sampling_fields_of_others_are_named_as_here(name: str, ours: str) -> None:
+    with pytest.raises(TypeError, match=rf"SamplingParams has no field '{name}': it is called {ours} here"):
+        SamplingParams(**{name: 1})
+    with pytest.raises(ParameterError, match=f"sampling_params has no field '{name}': it is called {ours} here"):
+        complete_sampling({name: 1}, GenerationDefaults())
+
+
+def test_a_sampling_field_that_nobody_knows_lists_those_there_are() -> None:
+    with pytest.raises(TypeError, match=r"no field 'temprature'; there are .*temperature"):
+        SamplingParams(temprature=1)
+
+
+def test_the_page_for_people_from_elsewhere_has_these_tables() -> None:
+    page = (Path(__file__).parents[2] / "docs/migration.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    for field, aliases in ALIASES.items():
+        names = [*map(flag_name, aliases), *([SHORT_FLAGS[field]] if field in SHORT_FLAGS else [])]
+        assert [", ".join(f"`{name}`" for name in names), f"`{flag_name(field)}`"] in rows
+    for table in (NEEDLESS, REFUSED):
+        for name, other in table.items():
+            assert [f"`{flag_name(name)}`", other.note] in rows
+    for spellings in VALUES.values():
+        for spelling, value in spellings.items():
+            assert any(row[1:] == [f"`{spelling}`", f"`{value}`"] for row in rows)
+    for name, ours in SAMPLING_FIELDS.items():
+        assert [f"`{name}`", f"`{ours}`"] in rows
+    flags = {row[0].strip("`") for row in rows if row[0].startswith("`--") and row[0].count("`") == 2}
+    known = {flag_name(name) for name in (*NEEDLESS, *REFUSED, *ServerConfig.model_fields)}
+    assert flags <= known | {flag_name(alias) for alias, _ in OTHER_NAMES}

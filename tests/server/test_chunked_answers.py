@@ -1,0 +1,151 @@
+"""Chunks are written past h11: to the byte as h11 writes them, and never into an answer that has another frame."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from sglang_jax.server.connections import ConnectionLimits, bounded_connections
+
+LIMITS = ConnectionLimits(max_connections=8, client_timeout=60.0)
+PLAIN, OURS = H11Protocol, bounded_connections(LIMITS)
+
+EVENTS = [b"data: a\n\n", b"", b"x" * 300, b"data: [DONE]\n\n"]
+POST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
+
+
+class Wire(asyncio.Transport):
+    """A client's end that keeps what it is sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[bytes] = []
+        self.closing = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        assert not self.closing, "written to a connection that is closed"
+        self.sent.append(bytes(data))
+
+    def close(self) -> None:
+        self.closing = True
+
+    abort = close
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+    def get_write_buffer_size(self) -> int:
+        return 1
+
+
+def answering(events: list[bytes], headers: list[tuple[bytes, bytes]], status: int, fails: bool) -> ASGIApp:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        for body in events[:-1]:
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        if fails:
+            raise ZeroDivisionError
+        await send({"type": "http.response.body", "body": events[-1], "more_body": False})
+
+    return app
+
+
+def connect(protocol: type[H11Protocol], app: ASGIApp) -> tuple[H11Protocol, Wire]:
+    config = uvicorn.Config(cast(Any, app), http=protocol, ws="none", lifespan="off", log_config=None)
+    config.load()
+    connection, wire = protocol(config, ServerState(), {}), Wire()
+    connection.connection_made(wire)
+    return connection, wire
+
+
+async def answer(protocol: type[H11Protocol], app: ASGIApp, requests: list[bytes]) -> tuple[list[bytes], bool]:
+    """What a client gets, and whether the connection was closed then."""
+    connection, wire = connect(protocol, app)
+    for request in requests:
+        connection.data_received(request)
+        while connection.tasks:
+            await asyncio.sleep(0)
+    closed = wire.closing
+    connection.connection_lost(None)
+    return wire.sent, closed
+
+
+REQUESTS = {
+    "HTTP/1.1": [POST],
+    "HTTP/1.0": [b"POST / HTTP/1.0\r\nHost: x\r\nContent-Length: 0\r\n\r\n"],
+    "HEAD": [b"HEAD / HTTP/1.1\r\nHost: x\r\n\r\n"],
+    "closing": [b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"],
+    "two on one connection": [POST, POST],
+}
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
+@pytest.mark.parametrize(
+    ("status", "headers"),
+    [
+        (200, []),
+        (200, [(b"Content-Length", b"%d" % len(b"".join(EVENTS)))]),
+        (200, [(b"transfer-encoding", b"chunked")]),
+        (404, []),
+    ],
+)
+@pytest.mark.parametrize("requests", REQUESTS.values(), ids=REQUESTS)
+async def test_a_client_gets_what_h11_writes(
+    requests: list[bytes], status: int, headers: list[tuple[bytes, bytes]], fails: bool
+) -> None:
+    app = answering(EVENTS, headers, status, fails)
+    (ours, closed), (theirs, closed_by_them) = [await answer(each, app, requests) for each in (OURS, PLAIN)]
+    assert b"".join(ours) == b"".join(theirs)
+    assert closed == closed_by_them
+    assert len(ours) <= len(theirs), "no event takes more writes"
+
+
+@pytest.mark.parametrize("status", [204, 304])
+async def test_an_answer_without_a_body_gets_none(status: int) -> None:
+    app = answering([b"", b""], [], status, False)
+    (ours, _), (theirs, _) = [await answer(each, app, [POST]) for each in (OURS, PLAIN)]
+    assert ours == theirs
+
+
+async def test_a_slow_client_holds_the_stream_up_and_a_lost_one_ends_it() -> None:
+    """Without the wait a client that reads nothing would have the whole stream kept for it in memory."""
+    sent = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for number in range(4):
+            await send({"type": "http.response.body", "body": b"%d" % number, "more_body": True})
+            sent.append(number)
+
+    async def turns() -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    connection, wire = connect(OURS, app)
+    connection.pause_writing()
+    connection.data_received(POST)
+    await turns()
+    assert not sent
+    connection.resume_writing()
+    connection.pause_writing()
+    await turns()
+    before = len(wire.sent)
+    assert len(sent) < 4
+    wire.closing = True
+    connection.connection_lost(None)
+    await turns()
+    assert sent == [0, 1, 2, 3], "the application is not kept"
+    assert len(wire.sent) == before, "nothing is written to who has gone"

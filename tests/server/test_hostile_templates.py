@@ -1,0 +1,62 @@
+"""A chat template that takes all time or memory that there is: its request is refused, and others are served."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+from helpers.echo_server import serve_echo
+from helpers.engine_fakes import ByteTokenizer
+from helpers.tiny_models import make_tiny_tokenizer
+
+from sglang_jax.checkpoint import Tokenizer
+
+LOOPS = "".join("{% for " + name + " in messages %}" for name in "abcd") + "{% endfor %}" * 4
+BOMB = "{% if messages | length > 2 %}{{ 'a' * 3000000000 }}{% endif %}"
+
+
+class TemplateTokenizer(ByteTokenizer):
+    """With a real template: what is under trial, and then what the messages say."""
+
+    def __init__(self, folder: Path, trial: str) -> None:
+        tokenizer = make_tiny_tokenizer(folder)
+        tokenizer.chat_template = trial + "{% for message in messages %}{{ message.content }}{% endfor %}"
+        self._real = Tokenizer(tokenizer, "test")
+
+    def check_roles(self, roles: Sequence[object]) -> None:
+        """All are known."""
+
+    def render_chat(self, messages: Sequence[dict[str, object]], *, add_generation_prompt: bool = True) -> str:
+        return self._real.render_chat(messages, add_generation_prompt=add_generation_prompt)
+
+
+@pytest.mark.parametrize(
+    ("trial", "what"), [(LOOPS, "computed for more than 2 s"), (BOMB, "took more memory than it may")]
+)
+def test_others_are_served_meanwhile(tmp_path: Path, trial: str, what: str) -> None:
+    with serve_echo(load_tokenizer=lambda _: TemplateTokenizer(tmp_path, trial)) as server:
+        good = {"messages": [{"role": "user", "content": "a"}] * 2}
+        assert server.http.post("/v1/chat/completions", json=good).json()["choices"][0]["message"]["content"] == "aa"
+        hostile = server.send("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 1000})
+        before, peak, longest = psutil.Process().memory_info().rss, 0, 0.0
+        hostile.settimeout(0.02)
+        answer = b""
+        begin = time.monotonic()
+        while b"}}" not in answer and time.monotonic() - begin < 60:
+            asked = time.monotonic()
+            assert server.http.get("/health").status_code == 200
+            longest = max(longest, time.monotonic() - asked)
+            peak = max(peak, psutil.Process().memory_info().rss)
+            try:
+                answer += hostile.recv(65536)
+            except TimeoutError:
+                continue
+        hostile.close()
+        assert server.http.post("/v1/chat/completions", json=good).json()["choices"][0]["message"]["content"] == "aa"
+    assert b"400 Bad Request" in answer
+    assert f"the chat template {what} on 1000 messages, and was stopped".encode() in answer
+    assert longest < 5
+    assert peak - before < 64 << 20
