@@ -14,9 +14,10 @@ it that asks for `/health` ten times a second and for a short stream twice a sec
   `health s` on a machine with cores to spare; target: at most 0.25;
 - `front CPU`: the share of a core that the front end used.
 
-The attacker has processes of its own, so on a machine of few cores, or one that does other things as well, it slows all
-of them, and `held s` alone says something; the table says how many cores there are, and how busy. `--malformed` sends
-wrong requests (`malformed.py`) instead, and tells whether any was answered with 5xx.
+The attacker has a process of its own, at the lowest priority, as it would have a machine of its own. On a machine of
+few cores, or one that does other things as well, it slows all processes all the same, and `held s` alone says
+something; the table says how many cores there are, and how busy. `--malformed` sends wrong requests (`malformed.py`)
+instead, and tells whether any was answered with 5xx.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import asyncio
 import http.client
 import json
 import multiprocessing
+import os
 import resource
 import socket
 import statistics
@@ -306,12 +308,18 @@ class Witness:
         self.memory.append(self._server.memory_info().rss)
 
 
+def attack(name: str, port: int, until: float) -> None:
+    """What the attacker's process runs."""
+    os.nice(19)
+    ATTACKS[name](port, until)
+
+
 def measure(name: str, seconds: float, port: int, server: psutil.Process) -> dict[str, Any]:
     """One attack."""
     before, cpu = server.memory_info().rss, sum(server.cpu_times()[:2])
     begin = time.monotonic()
     attacker = multiprocessing.get_context("fork").Process(
-        target=ATTACKS[name], args=(port, time.monotonic() + seconds), daemon=True
+        target=attack, args=(name, port, time.monotonic() + seconds), daemon=True
     )
     attacker.start()
     witness = Witness(port, server)

@@ -21,6 +21,9 @@ LARGE_TEXT = 65_536
 """Texts of more characters are tokenized one at a time, and counted first, so many characters at a time: each token
 takes some hundred bytes while its text is tokenized."""
 
+CUT_TOKENS = 1024
+"""A text that is cut has other tokens around the cut, and never so many more."""
+
 TOKENIZER_THREADS = 2
 
 
@@ -51,7 +54,7 @@ class PromptReader:
     ) -> list[int]:
         """The ids of a text. Others are served meanwhile.
 
-        **Raises:** `PromptTooLongError` for a large text that has more than `most_tokens`. One that is little longer
+        **Raises:** `PromptTooLongError` for a large text that has more than `most_tokens`. One that has few more
         is tokenized all the same, and is for the caller to refuse. `ParameterError` as the tokenizer does.
         """
         encode = partial(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
@@ -69,8 +72,7 @@ class PromptReader:
                 counted += len(self._tokenizer.encode(text[start : start + LARGE_TEXT], add_special_tokens=False))
             except ParameterError:
                 return encode()  # which says where in the whole text it is
-            # A cut may make some tokens more of a text, and never twice as many.
-            if counted > 2 * most_tokens:
+            if counted - CUT_TOKENS * (start // LARGE_TEXT) > most_tokens:
                 raise PromptTooLongError(
                     f"{param} has more than {most_tokens} tokens, which are the limit: the first "
                     f"{min(start + LARGE_TEXT, len(text))} of its {len(text)} characters have about {counted}",

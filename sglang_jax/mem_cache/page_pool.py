@@ -55,7 +55,7 @@ class PagePool:
             raise _double_free(pages)
         places = np.arange(first, last, dtype=np.int32)
         self._places[index] = places
-        if np.count_nonzero(self._places[index] != places):
+        if last - first > 1 and np.count_nonzero(self._places[index] != places):
             self._places[index] = _TAKEN
             raise _double_free(pages)
         self._stack[first:last] = pages

@@ -81,6 +81,8 @@ class PageTable:
 
     def _overlap(self, runs: dict[int, tuple[int, int]], spots: list[tuple[Int32, Int32]]) -> bool:
         """Whether a run holds one of the places."""
+        if all(runs.keys().isdisjoint(rows.tolist()) for rows, _ in spots):
+            return False
         first, last = np.zeros((2, len(self.pages)), np.int32)
         rows = list(runs)
         first[rows], last[rows] = np.array(list(runs.values()), np.int32).T

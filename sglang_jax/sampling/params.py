@@ -165,6 +165,8 @@ class SamplingParams:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises `ParameterError` for a token id at or above `vocab_size`."""
+        if not self.logit_bias and not self.stop_token_ids:
+            return
         for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
             for token in ids:
                 if token >= vocab_size:

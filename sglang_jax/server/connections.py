@@ -6,6 +6,7 @@ import asyncio
 import logging
 import resource
 import sys
+import time
 from dataclasses import dataclass
 
 import h11
@@ -21,8 +22,15 @@ logger = logging.getLogger(__name__)
 MAX_HEAD_BYTES = 32_768
 """Most bytes of a request's head: request line and headers."""
 
-SLICE = 8192
-"""Bytes that are parsed before the event loop turns: of the smallest chunks of a body, 8 KiB take some 20 ms."""
+SLICE, LEAST_SLICE = 8192, 512
+"""Most and fewest bytes that are parsed before the event loop turns."""
+
+SLICE_SECONDS = 0.001
+"""Processor time that a slice is to take: 8 KiB of a body's smallest chunks take some 20 ms, and a request needs a
+dozen turns of the event loop until its first token. Slices of a connection become smaller until they take no more."""
+
+OTHERS_SHARE = 5
+"""So many times as long as a slice took that was slow to parse, its connection waits for the next one."""
 
 SPARE_DESCRIPTORS = 256
 """What the process needs beside connections: the engine's sockets, logs, files that are read."""
@@ -72,6 +80,7 @@ class BoundedConnection(H11Protocol):
         self._limits = limits
         self._idle = idle
         self._rest = bytearray()
+        self._slice = SLICE
         self._head_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
 
@@ -108,13 +117,16 @@ class BoundedConnection(H11Protocol):
         if self.transport.is_closing():
             self._rest.clear()
             return
-        data = bytes(self._rest[:SLICE])
-        del self._rest[:SLICE]
+        data = bytes(self._rest[: self._slice])
+        del self._rest[: self._slice]
+        begin = time.thread_time()
         super().data_received(data)
+        took = time.thread_time() - begin
+        self._slice = next_slice(self._slice, took)
         self._watch()
         if self._rest:
             self.transport.pause_reading()
-            self.loop.call_soon(self._parse)
+            self.loop.call_later(took * OTHERS_SHARE if took > SLICE_SECONDS / 2 else 0.0, self._parse)
         elif not self.flow.read_paused:
             self.transport.resume_reading()
 
@@ -215,6 +227,13 @@ class BoundedConnection(H11Protocol):
         if self._unread_timer is not None:
             self._unread_timer.cancel()
             self._unread_timer = None
+
+
+def next_slice(size: int, seconds: float) -> int:
+    """How many bytes to parse at once, after so many took so long."""
+    if seconds > SLICE_SECONDS:
+        return max(LEAST_SLICE, size // 2)
+    return min(SLICE, size * 2) if seconds < SLICE_SECONDS / 4 else size
 
 
 def _goes_in_chunks(scope: Scope, start: Message) -> bool:

@@ -7,7 +7,8 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
-from fastapi import APIRouter, Depends
+import msgspec
+from fastapi import APIRouter, Depends, Response
 
 from sglang_jax.engine.types import GenerateInput, ReplicaLoad, ReplicaState
 from sglang_jax.engine.validation import check_characters
@@ -18,12 +19,17 @@ from sglang_jax.server.context import ServerContext, new_id
 from sglang_jax.server.errors import ShuttingDownError, UnavailableError
 from sglang_jax.server.fields import Body, OneOrMany, ShortText, TokenIds, as_list
 from sglang_jax.server.json_body import JsonRoute
+from sglang_jax.server.streaming import json_response
 
 HEALTH_SECONDS = 20.0
 """How long `/health_generate` waits for its token."""
 
-TOKENIZED_CONTEXTS = 16
-"""What `/tokenize` gives at once, in lengths of the context: tokens take memory, and some characters are one each."""
+TOKENIZED_CONTEXTS = 8
+"""Most tokens that `/tokenize` makes of a large text, in lengths of the context: each takes some hundred bytes while
+its text is tokenized, and characters may be tokens of their own."""
+
+MOST_TOKENIZED = 2**21
+"""Most tokens of an answer of `/tokenize`."""
 
 OPERATORS_ALONE = [Depends(require_admin)]
 """Of routes that change the server's state or show what others do."""
@@ -183,7 +189,7 @@ def tokenizer_router(context: ServerContext) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 
     @router.post("/tokenize")
-    async def tokenize(body: TokenizeBody) -> dict[str, object]:
+    async def tokenize(body: TokenizeBody) -> Response:
         """Token ids of a text, or of each of several."""
         context.check_model(body.model)
         special = body.add_special_tokens is not False
@@ -191,25 +197,27 @@ def tokenizer_router(context: ServerContext) -> APIRouter:
         texts = as_list(body.prompt)
         for text in texts:
             check_characters(len(text), tokenizer, context_length)
-        ids: list[list[int]] = []
-        room = TOKENIZED_CONTEXTS * context_length
+        written: list[msgspec.Raw] = []
+        counts: list[int] = []
         for text in texts:
-            one = await context.client.encode(text, add_special_tokens=special, most_tokens=room, param="prompt")
-            ids.append(one)
-            room -= len(one)
-            if room < 0:
+            ids = await context.client.encode(
+                text, add_special_tokens=special, most_tokens=TOKENIZED_CONTEXTS * context_length, param="prompt"
+            )
+            written.append(msgspec.Raw(msgspec.json.encode(ids)))  # a tenth of what the list takes
+            counts.append(len(ids))
+            if sum(counts) > MOST_TOKENIZED:
                 raise PromptTooLongError(
-                    f"prompt has more tokens than this route counts at once, {TOKENIZED_CONTEXTS} times the context "
-                    f"length of {context_length}",
-                    param="prompt",
+                    f"prompt has more than {MOST_TOKENIZED} tokens, which are the limit of one request", param="prompt"
                 )
             await asyncio.sleep(0)
         single = isinstance(body.prompt, str)
-        return {
-            "tokens": ids[0] if single else ids,
-            "count": len(ids[0]) if single else [len(one) for one in ids],
-            "max_model_len": context_length,
-        }
+        return json_response(
+            {
+                "tokens": written[0] if single else written,
+                "count": counts[0] if single else counts,
+                "max_model_len": context_length,
+            }
+        )
 
     @router.post("/detokenize")
     def detokenize(body: DetokenizeBody) -> dict[str, object]:

@@ -7,6 +7,7 @@ import logging
 import platform
 import signal
 import socket
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -45,6 +46,10 @@ SEND_BUFFER = 131_072
 
 TERMINATED = 128 + signal.SIGTERM
 """Exit status after SIGTERM while the engine was still starting, as shells have it."""
+
+SWITCH_SECONDS = 0.0005
+"""How long the event loop waits for a thread that has Python's lock; ten times as long by default. Bodies and answers
+of megabytes are read and written in threads, and a request gives the lock away a dozen times until its first token."""
 
 Launch = Callable[[ServerConfig], Awaitable[EngineClient]]
 
@@ -129,6 +134,7 @@ def run(config: ServerConfig, launch: Launch = launch_or_connect) -> int:
     if config.node_rank > 0:
         load_follower(config)(config)
         return 0
+    sys.setswitchinterval(SWITCH_SECONDS)
     callers = Callers.of(config)
     if not callers.asks_for_a_key and not is_loopback(config.host):
         logger.warning(

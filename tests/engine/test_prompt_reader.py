@@ -9,7 +9,7 @@ import time
 import pytest
 from helpers.engine_fakes import ByteTokenizer
 
-from sglang_jax.engine.prompt_reader import LARGE_TEXT, PromptReader
+from sglang_jax.engine.prompt_reader import CUT_TOKENS, LARGE_TEXT, PromptReader
 from sglang_jax.errors import ParameterError, PromptTooLongError
 
 LIMIT = 3 * LARGE_TEXT
@@ -45,7 +45,7 @@ async def test_a_text_that_is_surely_too_long_is_never_tokenized_whole() -> None
     with pytest.raises(PromptTooLongError, match=f"messages has more than {LIMIT} tokens") as caught:
         await reader.encode(text, most_tokens=LIMIT, param="messages")
     assert (caught.value.status, caught.value.code, caught.value.param) == (400, "context_length_exceeded", "messages")
-    assert tokenizer.lengths == [LARGE_TEXT] * 7
+    assert tokenizer.lengths == [LARGE_TEXT] * 4
     reader.close()
 
 
@@ -53,9 +53,11 @@ async def test_what_may_fit_is_tokenized_whole() -> None:
     """Its parts may have more tokens than the whole: the caller counts those of the whole."""
     tokenizer = NotingTokenizer()
     reader = PromptReader(tokenizer)
-    text = "a" * (2 * LIMIT)
-    assert len(await reader.encode(text, most_tokens=LIMIT)) == 2 * LIMIT
-    assert tokenizer.lengths == [LARGE_TEXT] * 6 + [2 * LIMIT]
+    text = "a" * (LIMIT + 3 * CUT_TOKENS)
+    assert len(await reader.encode(text, most_tokens=LIMIT)) == len(text)
+    assert tokenizer.lengths == [LARGE_TEXT] * 3 + [3 * CUT_TOKENS, len(text)]
+    with pytest.raises(PromptTooLongError):
+        await reader.encode(text + "a", most_tokens=LIMIT)
     reader.close()
 
 

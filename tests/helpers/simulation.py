@@ -222,11 +222,16 @@ class Simulation(RuleBasedStateMachine):
             and len(self.bench.prompts[one]) + finished[one].num_tokens < most
         ]
 
-    @rule(count=st.integers(2, 6), priority=st.integers(0, 2), new_tokens=st.sampled_from([1, 3, 12]))
-    def burst(self, count: int, priority: int, new_tokens: int) -> None:
-        """Short prompts, which fit where others do not."""
+    @rule(
+        count=st.integers(2, 6),
+        priority=st.integers(0, 2),
+        new_tokens=st.sampled_from([1, 3, 12]),
+        stop=st.sampled_from([(), tuple(range(2, 14))]),
+    )
+    def burst(self, count: int, priority: int, new_tokens: int, stop: tuple[int, ...]) -> None:
+        """Short prompts, which fit where others do not; some end by a token long before their length."""
         for k in range(count):
-            self._add_short(k, new_tokens, priority)
+            self._add_short(k, new_tokens, priority, stop)
 
     @rule(new_tokens=st.integers(12, 40))
     def one_long_output_and_one_more(self, new_tokens: int) -> None:
@@ -234,8 +239,8 @@ class Simulation(RuleBasedStateMachine):
         self._add_short(1, 60, 1)
         self._add_short(2, new_tokens, 0)
 
-    def _add_short(self, k: int, new_tokens: int, priority: int) -> None:
-        sampling = SamplingParams(max_new_tokens=new_tokens, seed=k, ignore_eos=True)
+    def _add_short(self, k: int, new_tokens: int, priority: int, stop: tuple[int, ...] = ()) -> None:
+        sampling = SamplingParams(max_new_tokens=new_tokens, seed=k, stop_token_ids=stop, ignore_eos=True)
         if self.subject is not None:
             sampling = self.subject.style(sampling)
         try:

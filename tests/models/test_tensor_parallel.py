@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 _PROGRAM = """
@@ -15,7 +17,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from helpers.family_cases import FAMILIES
 from helpers.paged_model import PagedModel
 from helpers.tiny_models import make_tiny_checkpoint
 from sglang_jax.layers.sharding import make_mesh
@@ -38,6 +39,22 @@ for mesh in (make_mesh(jax.devices()), make_mesh(jax.devices(), data=2)):
         assert np.abs(logits - wanted).max() < 2e-4
     for cache in model.kv_caches:
         assert cache.addressable_shards[0].data.shape[1] * shards == cache.shape[1]
+"""
+
+_OTHER_HEADS = """
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+from helpers.family_cases import FAMILIES
+from helpers.paged_model import PagedModel
+from helpers.tiny_models import make_tiny_checkpoint
+from sglang_jax.layers.sharding import make_mesh
+
+rng = np.random.default_rng(0)
+sequences = [rng.integers(0, 384, length) for length in (12, 21)]
+steps = ({0: 10, 1: 20}, {0: 1, 1: 1}, {0: 1})
 
 # Norms over all heads together, which lie on several devices.
 folder = make_tiny_checkpoint(Path(sys.argv[1], "olmo2"), "olmo2", num_attention_heads=8, num_key_value_heads=4)
@@ -55,14 +72,15 @@ for logits, wanted in zip(PagedModel(folder, mesh=mesh).run(sequences, steps), e
 """
 
 
-def test_logits_on_four_devices(tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", [_PROGRAM, _OTHER_HEADS], ids=["alike", "other heads"])
+def test_logits_on_four_devices(program: str, tmp_path: Path) -> None:
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
     }
     finished = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, str(tmp_path)],
+        [sys.executable, "-c", program, str(tmp_path)],
         env=environment,
         capture_output=True,
         text=True,

@@ -119,13 +119,14 @@ def commit_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settle_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the pages that a step kept from being freed, one run is."""
+    """Of the pages that a step kept from being freed, one run is. Several are where sharers do not wait."""
 
     def settle(self: Group, step: int) -> None:
         if self._retired and self._retired[0][0] <= step:
             self.pool.free(self._retired.popleft()[1], RETIRED)
 
     monkeypatch.setattr(Group, "settle", settle)
+    monkeypatch.setattr("sglang_jax.scheduler.admission.Admission._should_wait", lambda self, *arguments: False)
 
 
 def no_look_after_a_release(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -505,6 +506,16 @@ FAULTS = [
     *DRAFT_FAULTS,
 ]
 
+NO_SHORTAGE: dict[str, Strategy] = {
+    "rows": st.integers(3, 6),
+    "chunk": st.sampled_from([8, 64]),
+    "pages": st.integers(16, 24),
+    "page_size": st.sampled_from([4, 16]),
+    "siblings": st.integers(16, 24),
+    "reuse": st.just(True),
+}
+"""Most requests run, several at a time, and find each other's prefixes."""
+
 PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
     # Room for the second appears, by the rounding of pages, while a first alone goes on.
     no_look_after_a_refusal: {
@@ -514,8 +525,16 @@ PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
         "context": st.just(60),
         "conservativeness": st.just(1.0),
     },
+    fail_who_read_bad_kv: NO_SHORTAGE,
+    settle_one: NO_SHORTAGE | {"page_size": st.sampled_from([1, 4])},
+    free_duplicates_while_in_flight: NO_SHORTAGE
+    | {"page_size": st.just(4), "context": st.just(60), "lazy": st.just(True), "chunk": st.sampled_from([3, 8])},
+    insert_the_uncommitted_tail: NO_SHORTAGE | {"page_size": st.just(1), "chunk": st.sampled_from([3, 8])},
+    share_by_the_first_page: NO_SHORTAGE | {"page_size": st.sampled_from([1, 4]), "chunk": st.just(3)},
+    no_turn_for_the_oldest: {"aged_turn": st.just(2), "rows": st.integers(1, 2)},
     never_keep_room: {"backfill": st.just((2, 256)), "aged_turn": st.sampled_from([2, 3]), "pages": st.integers(6, 24)},
-    doubt_no_window: {"groups": st.sampled_from([(5,), (None, 5)]), "reuse": st.just(True)},
+    doubt_no_window: NO_SHORTAGE | {"groups": st.sampled_from([(5,), (None, 5)]), "page_size": st.just(4)},
+    keep_what_is_behind_a_stop: NO_SHORTAGE | {"drafts": st.just(4)},
     reclaim_behind_the_longest_guess: WINDOWS,
     keep_a_state_beyond_the_end: {
         "page_size": st.just(1),

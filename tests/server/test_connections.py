@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from helpers.echo_server import EchoServer, post_bytes, serve_echo, wait_for
 
-from sglang_jax.server.connections import MAX_HEAD_BYTES, SLICE
+from sglang_jax.server.connections import LEAST_SLICE, MAX_HEAD_BYTES, SLICE, SLICE_SECONDS, next_slice
 
 TIMEOUT = 0.6
 MOST = 20
@@ -177,6 +177,17 @@ def test_a_body_in_thousands_of_chunks(strict: EchoServer) -> None:
             more = connection.recv(65536)
             assert more, received
             received += more
+
+
+def test_what_takes_long_to_parse_is_parsed_in_smaller_slices() -> None:
+    sizes = [SLICE]
+    for _ in range(8):  # ten times as long as it may take
+        sizes.append(next_slice(sizes[-1], sizes[-1] / SLICE * 10 * SLICE_SECONDS))
+    assert sizes[:5] == [8192, 4096, 2048, 1024, 512]
+    assert set(sizes[4:]) == {512}
+    assert next_slice(LEAST_SLICE, 0.0001) == 1024
+    assert next_slice(SLICE, 0.0001) == SLICE
+    assert next_slice(1024, SLICE_SECONDS / 2) == 1024
 
 
 def test_an_endless_body_ends_its_connection(strict: EchoServer) -> None:

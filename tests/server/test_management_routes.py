@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.types import ReplicaLoad, ReplicaState
 from sglang_jax.scheduler.messages import GroupUsage, SchedulerStats
+from sglang_jax.server import management
 from sglang_jax.server.app import create_app
 from sglang_jax.server.callers import Callers
 from sglang_jax.server.local_hosts import LocalHosts
@@ -112,12 +113,13 @@ def test_tokenize_and_back(server: EchoServer) -> None:
     assert server.http.post("/detokenize", json=special).json() == {"text": f"a<{EOS}>"}
 
 
-def test_so_many_tokens_are_counted_at_once(server: EchoServer) -> None:
-    text = "a" * (CONTEXT_LENGTH * 8)
+def test_so_many_tokens_are_counted_at_once(server: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(management, "MOST_TOKENIZED", 20_000)
+    text = "a" * 10_000
     assert server.http.post("/tokenize", json={"prompt": [text] * 2}).json()["count"] == [len(text)] * 2
     refused = server.http.post("/tokenize", json={"prompt": [text, text, "a"]})
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
-    assert f"16 times the context length of {CONTEXT_LENGTH}" in refused.json()["error"]["message"]
+    assert "prompt has more than 20000 tokens" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
