@@ -14,6 +14,7 @@ from helpers.stand_in_model import VOCAB, dense_logits, random_weights
 from sglang_jax.runner.group import GroupRunner, Order, follow
 from sglang_jax.runner.plan import INVALID_TOKEN
 from sglang_jax.runner.protocol import Runner
+from sglang_jax.runner.rank_beats import Progress
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.sampling.reference import reference_sample
 from torch_backend.noise import gumbel_noise
@@ -185,6 +186,6 @@ def test_masks_reach_the_followers_of_a_group() -> None:
 
     feed = iter([*orders, Leave()])
     other.close = lambda: None  # type: ignore[method-assign]
-    follow(other, lambda: next(feed))
+    follow(other, lambda: next(feed), Progress())
     assert int(other._rows.last_tokens[request.row]) == request.output[-1]
     leader.close()
