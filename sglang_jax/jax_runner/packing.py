@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from sglang_jax.jax_runner.buckets import Bucket
-from sglang_jax.runner.plan import Int32, PageDeltas, StepPlan
+from sglang_jax.runner.plan import MASK_WORD, Int32, PageDeltas, StepPlan, TokenMasks
 
 NO_TARGET = -1
 
@@ -21,6 +22,7 @@ class StepInputs:
 
     - `num_decode`, `num_tokens`: scalars, padding left out.
     - `top_logprobs`, `prompt_top_logprobs`: scalars, as in the plan.
+    - `deferred`: scalar, 1 where a program of its own samples, once there are masks.
     - `rows`, `kv_lens`, `samples` (0 or 1): `[R]`; padding is in the dump row, with length 0, and samples nothing.
     - `query_starts`: `[R + 1]`; padding repeats the number of tokens.
     - `delta_rows`, `delta_columns`, `delta_pages`: `[D]`; padding writes page 0 into the dump row.
@@ -32,6 +34,7 @@ class StepInputs:
     num_tokens: jax.Array
     top_logprobs: jax.Array
     prompt_top_logprobs: jax.Array
+    deferred: jax.Array
     rows: jax.Array
     kv_lens: jax.Array
     samples: jax.Array
@@ -43,7 +46,7 @@ class StepInputs:
     prompt_targets: jax.Array
 
 
-_SCALARS = 4
+_SCALARS = 5
 
 
 class StepLayout:
@@ -61,12 +64,14 @@ class StepLayout:
 
     def unpack(self, packed: jax.Array) -> StepInputs:
         """The fields of a packed array, on the device."""
-        return StepInputs(packed[0], packed[1], packed[2], packed[3], *(packed[part] for part in self._slices))
+        scalars = (packed[place] for place in range(_SCALARS))
+        return StepInputs(*scalars, *(packed[part] for part in self._slices))
 
     def pack(self, plan: StepPlan, deltas: PageDeltas) -> Int32:
         """Packs a plan that fits the bucket; `deltas` are those of its page deltas that the program applies."""
         packed = np.zeros(self.size, np.int32)
-        packed[:_SCALARS] = (plan.num_decode, plan.num_tokens, plan.top_logprobs, plan.prompt_top_logprobs)
+        deferred = plan.masked is not None
+        packed[:_SCALARS] = (plan.num_decode, plan.num_tokens, plan.top_logprobs, plan.prompt_top_logprobs, deferred)
         rows, kv_lens, samples, query_starts, delta_rows, delta_columns, delta_pages, tokens, targets = (
             packed[part] for part in self._slices
         )
@@ -88,3 +93,59 @@ class StepLayout:
                 start = query_starts[wanted.sequence] + wanted.first
                 targets[start : start + len(wanted.targets)] = wanted.targets
         return packed
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SampleInputs:
+    """What the second part of a step reads of its plan and of its masks, on the device.
+
+    - `top_logprobs`: scalar, as in the plan; `rows`, `kv_lens`, `samples`: as in `StepInputs`.
+    - `masks`: int32 `[R, words]`, see `TokenMasks`; sequences that are not masked may sample anything.
+    """
+
+    top_logprobs: jax.Array
+    rows: jax.Array
+    kv_lens: jax.Array
+    samples: jax.Array
+    masks: jax.Array
+
+
+class SampleLayout:
+    """Where each field of `SampleInputs` lies in the packed array, int32 `[size]`, of a number of rows."""
+
+    def __init__(self, rows: int, words: int, dump_row: int) -> None:
+        self._rows = rows
+        self._words = words
+        self._dump_row = dump_row
+        self.size = 1 + rows * (3 + words)
+
+    def unpack(self, packed: jax.Array) -> SampleInputs:
+        """The fields of a packed array, on the device."""
+        rows, kv_lens, samples = packed[1 : 1 + 3 * self._rows].reshape(3, self._rows)
+        return SampleInputs(packed[0], rows, kv_lens, samples, packed[1 + 3 * self._rows :].reshape(-1, self._words))
+
+    def pack(self, plan: StepPlan, masks: TokenMasks) -> Int32:
+        """Packs a plan of at most so many rows, and the masks of its masked sequences."""
+        packed = np.zeros(self.size, np.int32)
+        packed[0] = plan.top_logprobs
+        count = len(plan.rows)
+        fields = packed[1 : 1 + 3 * self._rows].reshape(3, self._rows)
+        fields[0, count:] = self._dump_row
+        fields[:, :count] = (plan.rows, plan.kv_lens, plan.samples)
+        words = packed[1 + 3 * self._rows :].reshape(-1, self._words)
+        words[:] = -1
+        assert plan.masked is not None
+        words[np.flatnonzero(plan.masked)] = masks.words
+        return packed
+
+
+def unpack_masks(words: jax.Array, columns: jax.Array) -> jax.Array:
+    """Which of the tokens `columns` int32 `[c]` masks `[n, words]` allow: bool `[n, c]`."""
+    return (jnp.take(words, columns // MASK_WORD, axis=1, mode="clip") >> (columns % MASK_WORD)) & 1 != 0
+
+
+def unpack_all(words: jax.Array, vocab_size: int) -> jax.Array:
+    """As `unpack_masks`, for all tokens, and without looking words up one by one: bool `[n, vocab_size]`."""
+    bits = (words[:, :, None] >> jnp.arange(MASK_WORD, dtype=jnp.int32)) & 1
+    return bits.reshape(len(words), -1)[:, :vocab_size] != 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,10 +15,20 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
-from sglang_jax.jax_runner.packing import StepLayout
+from sglang_jax.jax_runner.logprobs import Logprobs
+from sglang_jax.jax_runner.packing import SampleLayout, StepLayout
 from sglang_jax.jax_runner.sampling_state import SamplingState, apply_row_updates, set_occurrences
-from sglang_jax.jax_runner.step import DeviceState, ModelFunctions, StepOutputs, Weights, apply_deltas, make_step
-from sglang_jax.runner.plan import Int32, PageDeltas
+from sglang_jax.jax_runner.step import (
+    DeviceState,
+    ModelFunctions,
+    SampledState,
+    StepOutputs,
+    Weights,
+    apply_deltas,
+    make_sample,
+    make_step,
+)
+from sglang_jax.runner.plan import Int32, PageDeltas, mask_words
 from sglang_jax.runner.pulse import Building
 from sglang_jax.runner.row_updates import PACKED_ROW
 
@@ -62,6 +73,8 @@ class Programs:
         self.dump_row = state.last_tokens.shape[0] - 1
         self.vocab_size = state.sampling.vocab_size
         self.layouts = {bucket: StepLayout(bucket, self.dump_row) for bucket in buckets}
+        words = mask_words(self.vocab_size)
+        self.sample_layouts = {rows: SampleLayout(rows, words, self.dump_row) for rows in {one.rows for one in buckets}}
         self.row_update_sizes = tuple(sorted({1, min(8, self.dump_row), self.dump_row}))
         self._built: dict[str, Executable] = {}
         self.building: Building = nullcontext
@@ -72,6 +85,16 @@ class Programs:
     def step(self, bucket: Bucket, state: DeviceState, packed: Int32) -> tuple[DeviceState, StepOutputs]:
         """Runs one step; `packed` is of the bucket's layout."""
         return self._get(str(bucket), lambda: self._build_step(bucket))(self._weights, state, packed)
+
+    def sample(
+        self, state: DeviceState, hidden: jax.Array, packed: Int32
+    ) -> tuple[DeviceState, tuple[jax.Array, Logprobs]]:
+        """Runs the second part of a deferred step, whose first part gave `hidden` `[R, hidden]`; `packed` is of the
+        layout of so many rows. Gives its tokens and logprobs."""
+        rows = len(hidden)
+        program = self._get(f"sample {rows} rows", lambda: self._build_sample(rows))
+        sampled, outputs = program(self._weights, SampledState(state.last_tokens, state.sampling), hidden, packed)
+        return replace(state, last_tokens=sampled.last_tokens, sampling=sampled.sampling), outputs
 
     def update_rows(self, sampling: SamplingState, packed: Int32) -> SamplingState:
         """Replaces the parameters of as many rows as one of `row_update_sizes`."""
@@ -111,6 +134,7 @@ class Programs:
         steps = reversed(list(self._buckets))
         return {
             **{str(bucket): partial(self._build_step, bucket) for bucket in steps},
+            **{f"sample {rows} rows": partial(self._build_sample, rows) for rows in sorted(self.sample_layouts)},
             **{f"update {size} rows": partial(self._build_row_updates, size) for size in self.row_update_sizes},
             "set occurrences": self._build_occurrences,
             "page deltas": self._build_deltas,
@@ -134,6 +158,28 @@ class Programs:
         # Kernels ask for the mesh, to run on each device by itself, and for the chip that it is of.
         with nullcontext() if self._mesh is None else jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
             return step.lower(self._weights, self._state_shapes, _integers(layout.size)).compile()
+
+    def _build_sample(self, rows: int) -> Executable:
+        layout = self.sample_layouts[rows]
+        changed = SampledState(self._placement.last_tokens, self._placement.sampling)
+        sample = jax.jit(
+            make_sample(self._model, layout, self._mesh),
+            donate_argnums=1,
+            out_shardings=(changed, None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())),
+        )
+        shapes = SampledState(self._state_shapes.last_tokens, self._state_shapes.sampling)
+        with nullcontext() if self._mesh is None else jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
+            return sample.lower(self._weights, shapes, self._hidden_shape(rows), _integers(layout.size)).compile()
+
+    def _hidden_shape(self, rows: int) -> jax.ShapeDtypeStruct:
+        """Of what a step of so many rows gives for the second part."""
+        bucket = next(bucket for bucket in self._buckets if bucket.rows == rows)
+        layout = self.layouts[bucket]
+        step = make_step(self._model, layout, self._page_size, self._mesh, self._num_groups)
+        with nullcontext() if self._mesh is None else jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
+            _, outputs = jax.eval_shape(step, self._weights, self._state_shapes, _integers(layout.size))
+        sharding = None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
+        return jax.ShapeDtypeStruct(outputs.hidden.shape, outputs.hidden.dtype, sharding=sharding)
 
     def _build_row_updates(self, size: int) -> Executable:
         update = jax.jit(apply_row_updates, donate_argnums=0, out_shardings=self._placement.sampling)

@@ -21,6 +21,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from sglang_jax.jax_runner.logprobs import Logprobs, token_logprobs
+from sglang_jax.jax_runner.packing import unpack_all, unpack_masks
 from sglang_jax.jax_runner.sampler import Asked, adjust_and_sample, first_argmax, largest_logit, only_finite, sample
 from sglang_jax.jax_runner.sampling_state import SamplingState
 
@@ -33,9 +34,15 @@ class LogitsReader(Protocol):
     """Reads float32 `[n, columns]`, of which those past the vocabulary are padding."""
 
     def sample(
-        self, logits: jax.Array, state: SamplingState, rows: jax.Array, kv_lens: jax.Array, active: jax.Array
+        self,
+        logits: jax.Array,
+        state: SamplingState,
+        rows: jax.Array,
+        kv_lens: jax.Array,
+        active: jax.Array,
+        masks: jax.Array | None = None,
     ) -> jax.Array:
-        """See `sampler.sample`."""
+        """See `sampler.sample`. `masks`: int32 `[n, words]`, see `TokenMasks`; None where all tokens are allowed."""
         ...
 
     def logprobs(self, logits: jax.Array, tokens: jax.Array, alternatives: jax.Array, vocab_size: int) -> Logprobs:
@@ -52,9 +59,16 @@ class WholeLogits:
     """One device has all columns."""
 
     def sample(
-        self, logits: jax.Array, state: SamplingState, rows: jax.Array, kv_lens: jax.Array, active: jax.Array
+        self,
+        logits: jax.Array,
+        state: SamplingState,
+        rows: jax.Array,
+        kv_lens: jax.Array,
+        active: jax.Array,
+        masks: jax.Array | None = None,
     ) -> jax.Array:
-        return sample(logits[:, : state.vocab_size], state, rows, kv_lens, active)
+        allowed = None if masks is None else unpack_all(masks, state.vocab_size)
+        return sample(logits[:, : state.vocab_size], state, rows, kv_lens, active, allowed)
 
     def logprobs(self, logits: jax.Array, tokens: jax.Array, alternatives: jax.Array, vocab_size: int) -> Logprobs:
         return token_logprobs(logits[:, :vocab_size], tokens, alternatives)
@@ -68,14 +82,29 @@ class SpreadLogits:
         self._devices = mesh.shape[_AXIS]
 
     def sample(
-        self, logits: jax.Array, state: SamplingState, rows: jax.Array, kv_lens: jax.Array, active: jax.Array
+        self,
+        logits: jax.Array,
+        state: SamplingState,
+        rows: jax.Array,
+        kv_lens: jax.Array,
+        active: jax.Array,
+        masks: jax.Array | None = None,
     ) -> jax.Array:
         def run(
-            columns: jax.Array, state: SamplingState, rows: jax.Array, kv_lens: jax.Array, active: jax.Array
+            columns: jax.Array,
+            state: SamplingState,
+            rows: jax.Array,
+            kv_lens: jax.Array,
+            active: jax.Array,
+            *masks: jax.Array,
         ) -> jax.Array:
             own = state.select(rows)
             asked = Asked.of(own, kv_lens, active, state.vocab_size)
             largest, least, greedy_tokens = _extremes(columns, state.vocab_size)
+            if masks:
+                tokens_here = lax.axis_index(_AXIS) * columns.shape[1] + jnp.arange(columns.shape[1], dtype=jnp.int32)
+                columns = jnp.where(unpack_masks(masks[0], tokens_here), columns, -jnp.inf)
+                _, _, greedy_tokens = _extremes(columns, state.vocab_size)
 
             def randomly() -> jax.Array:
                 lines = _Lines(columns.shape[0], self._devices)
@@ -88,7 +117,8 @@ class SpreadLogits:
             tokens = lax.cond(asked.anything(), randomly, lambda: greedy_tokens)
             return only_finite(tokens, largest, least, state.vocab_size)
 
-        return self._on_each(run, 4)(logits, state, rows, kv_lens, active)
+        further = () if masks is None else (masks,)
+        return self._on_each(run, 4 + len(further))(logits, state, rows, kv_lens, active, *further)
 
     def logprobs(self, logits: jax.Array, tokens: jax.Array, alternatives: jax.Array, vocab_size: int) -> Logprobs:
         def run(columns: jax.Array, tokens: jax.Array, alternatives: jax.Array) -> Logprobs:

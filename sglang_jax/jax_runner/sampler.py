@@ -27,13 +27,18 @@ _LARGEST_BLOCK, _LEAST_BLOCK = 256, 16
 
 
 def sample(
-    logits: jax.Array, state: SamplingState, rows: jax.Array, kv_lens: jax.Array, active: jax.Array
+    logits: jax.Array,
+    state: SamplingState,
+    rows: jax.Array,
+    kv_lens: jax.Array,
+    active: jax.Array,
+    allowed: jax.Array | None = None,
 ) -> jax.Array:
     """Samples tokens, int32 `[n]`; `INVALID_TOKEN` for a row with a logit that is not finite.
 
-    Order: logit bias, mask of stop ids, penalties, temperature, top-k, top-p, min-p, Gumbel-max. Each filter works on
-    what the one before it kept, renormalised. Tokens that tie with the least likely one kept are kept as well, so that
-    no filter depends on an order of equal logits; of tokens that tie at the end the lowest id wins.
+    Order: mask of tokens, logit bias, mask of stop ids, penalties, temperature, top-k, top-p, min-p, Gumbel-max. Each
+    filter works on what the one before it kept, renormalised. Tokens that tie with the least likely one kept are kept
+    as well, so that no filter depends on an order of equal logits; of tokens that tie at the end the lowest id wins.
 
     **Arguments:**
 
@@ -41,7 +46,11 @@ def sample(
     - `state`: of all rows; `rows` int32 `[n]` says which row each line of logits belongs to.
     - `kv_lens`: int32 `[n]`, position of the token to be sampled; with the row's seed it keys the noise.
     - `active`: bool `[n]`. What other lines ask for is not computed, and their tokens mean nothing.
+    - `allowed`: bool `[n, vocab]`, the tokens that may be sampled, one at least of each active line; None for all.
     """
+    largest, least = largest_logit(logits), jnp.min(logits, axis=-1)
+    if allowed is not None:
+        logits = jnp.where(allowed, logits, -jnp.inf)
     own = state.select(rows)
     asked = Asked.of(own, kv_lens, active, logits.shape[1])
     # Around all the rest: whatever may change logits has them copied first, needed or not.
@@ -50,7 +59,7 @@ def sample(
         lambda: adjust_and_sample(logits, own, asked, rows, kv_lens),
         lambda: first_argmax(logits),
     )
-    return only_finite(tokens, largest_logit(logits), jnp.min(logits, axis=-1), logits.shape[1])
+    return only_finite(tokens, largest, least, logits.shape[1])
 
 
 def largest_logit(logits: jax.Array) -> jax.Array:

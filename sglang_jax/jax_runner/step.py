@@ -13,8 +13,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.jax_runner.logprobs import Logprobs, prompt_logprobs
-from sglang_jax.jax_runner.packing import StepInputs, StepLayout
-from sglang_jax.jax_runner.readers import reader_over
+from sglang_jax.jax_runner.packing import SampleLayout, StepInputs, StepLayout
+from sglang_jax.jax_runner.readers import LogitsReader, reader_over
 from sglang_jax.jax_runner.sampling_state import SamplingState
 from sglang_jax.layers.batch import ForwardBatch, GroupPages
 from sglang_jax.runner.plan import INVALID_TOKEN, LAST_TOKEN, NO_LOGPROBS
@@ -60,12 +60,14 @@ class DeviceState:
 class StepOutputs:
     """What the host may ask for: `tokens` int32 `[R]`, logprobs of them and of prompt tokens (`[R]` and `[T]`).
 
-    Zeros where the plan asks for no logprobs; `prompt_logprobs` is None in a decode program.
+    Zeros where the plan asks for no logprobs; `prompt_logprobs` is None in a decode program. `hidden`: `[R, hidden]`,
+    of the last query of each sequence, which the second part of a step goes on from.
     """
 
     tokens: jax.Array
     logprobs: Logprobs
     prompt_logprobs: Logprobs | None
+    hidden: jax.Array
 
 
 def apply_deltas(page_table: jax.Array, rows: jax.Array, columns: jax.Array, pages: jax.Array) -> jax.Array:
@@ -120,7 +122,8 @@ def make_step(
 ) -> Callable[[Weights, DeviceState, jax.Array], tuple[DeviceState, StepOutputs]]:
     """The step of one bucket as a function of (weights, state, packed plan); state is to be donated.
 
-    `mesh`: over which weights and KV are spread; None for one device. `num_groups`: of the model's cache.
+    Where the plan is deferred, it samples nothing: that is for the function of `make_sample`. `mesh`: over which
+    weights and KV are spread; None for one device. `num_groups`: of the model's cache.
     """
     bucket = layout.bucket
     reader = reader_over(mesh)
@@ -137,9 +140,17 @@ def make_step(
         batch = whole(build_batch(inputs, page_table, state.last_tokens, page_size, bucket.tokens, num_groups))
         hidden, kv = model.forward(weights, batch, state.kv)
         last_hidden = hidden if bucket.decode_only else hidden[jnp.maximum(inputs.query_starts[1:] - 1, 0)]
-        logits = model.logits(weights, last_hidden)
-        samples = inputs.samples > 0
-        tokens = reader.sample(logits, state.sampling, inputs.rows, inputs.kv_lens, samples)
+        samples = (inputs.samples > 0) & (inputs.deferred == 0)
+
+        def sample_now() -> tuple[jax.Array, Logprobs]:
+            logits = model.logits(weights, last_hidden)
+            tokens = reader.sample(logits, state.sampling, inputs.rows, inputs.kv_lens, samples)
+            return tokens, _logprobs_of(reader, logits, tokens, inputs.top_logprobs, vocab_size)
+
+        def sample_later() -> tuple[jax.Array, Logprobs]:
+            return jnp.full(bucket.rows, INVALID_TOKEN, jnp.int32), Logprobs.empty(bucket.rows, vocab_size)
+
+        tokens, logprobs = lax.cond(inputs.deferred > 0, sample_later, sample_now)
         sampled = samples & (tokens != INVALID_TOKEN)
         new_state = DeviceState(
             kv=kv,
@@ -147,18 +158,59 @@ def make_step(
             last_tokens=_remember(state.last_tokens, inputs.rows, tokens, samples),
             sampling=state.sampling.count(inputs.rows, tokens, sampled & state.sampling.penalised[inputs.rows]),
         )
-        logprobs = lax.cond(
-            inputs.top_logprobs != NO_LOGPROBS,
-            lambda: reader.logprobs(logits, tokens, inputs.top_logprobs, vocab_size),
-            lambda: Logprobs.empty(len(tokens), vocab_size),
-        )
         of_prompts = None
         if not bucket.decode_only:
             targets, alternatives = inputs.prompt_targets, inputs.prompt_top_logprobs
             of_prompts = prompt_logprobs(hidden, targets, alternatives, inputs.num_tokens, to_logprobs, vocab_size)
-        return new_state, StepOutputs(tokens, logprobs, of_prompts)
+        return new_state, StepOutputs(tokens, logprobs, of_prompts, last_hidden)
 
     return step
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SampledState:
+    """The part of `DeviceState` that sampling changes."""
+
+    last_tokens: jax.Array
+    sampling: SamplingState
+
+
+def make_sample(
+    model: ModelFunctions, layout: SampleLayout, mesh: Mesh | None = None
+) -> Callable[[Weights, SampledState, jax.Array, jax.Array], tuple[SampledState, tuple[jax.Array, Logprobs]]]:
+    """The second part of a deferred step as a function of (weights, state, hidden `[R, hidden]`, packed plan and
+    masks); state is to be donated. Gives tokens and logprobs as `StepOutputs` has them."""
+    reader = reader_over(mesh)
+    whole = _on_every_device(mesh)
+
+    def sample(
+        weights: Weights, state: SampledState, hidden: jax.Array, packed: jax.Array
+    ) -> tuple[SampledState, tuple[jax.Array, Logprobs]]:
+        vocab_size = state.sampling.vocab_size
+        inputs = whole(layout.unpack(packed))
+        samples = inputs.samples > 0
+        logits = model.logits(weights, hidden)
+        tokens = reader.sample(logits, state.sampling, inputs.rows, inputs.kv_lens, samples, inputs.masks)
+        sampled = samples & (tokens != INVALID_TOKEN)
+        new_state = SampledState(
+            last_tokens=_remember(state.last_tokens, inputs.rows, tokens, samples),
+            sampling=state.sampling.count(inputs.rows, tokens, sampled & state.sampling.penalised[inputs.rows]),
+        )
+        return new_state, (tokens, _logprobs_of(reader, logits, tokens, inputs.top_logprobs, vocab_size))
+
+    return sample
+
+
+def _logprobs_of(
+    reader: LogitsReader, logits: jax.Array, tokens: jax.Array, alternatives: jax.Array, vocab_size: int
+) -> Logprobs:
+    """Logprobs of sampled tokens, where they are wanted."""
+    return lax.cond(
+        alternatives != NO_LOGPROBS,
+        lambda: reader.logprobs(logits, tokens, alternatives, vocab_size),
+        lambda: Logprobs.empty(len(tokens), vocab_size),
+    )
 
 
 def _on_every_device(mesh: Mesh | None) -> Callable[[T], T]:

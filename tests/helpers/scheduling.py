@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
+from helpers import fake_grammars
+from helpers.fake_grammars import FakeCompiler, FakeGrammars
 
 from sglang_jax.architectures import CacheKind
 from sglang_jax.config import EngineConfig
@@ -123,7 +126,8 @@ class Bench:
             chunked_prefill_size=self.chunk, page_size=self.page_size, debug_memory=True, **self.options
         )
         self.channel = RecordingChannel()
-        self.scheduler = Scheduler(self.runner, (EOS,), self.config, self.channel)
+        grammars = FakeCompiler(FakeGrammars(VOCAB, EOS))
+        self.scheduler = Scheduler(self.runner, (EOS,), self.config, self.channel, grammars=grammars)
         if self.scheduler.cache.states is not None:
             self.scheduler.cache.states.least_gain = self.least_gain
         if self.subject is None:
@@ -162,7 +166,10 @@ class Bench:
         limit = min(most, self.context - len(prompt))
         stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {EOS})
         if self.subject is None:
-            return self.oracle.output(prompt, sampling.seed or 0, limit, stops, namespace)
+            if sampling.grammar is None:
+                return self.oracle.output(prompt, sampling.seed or 0, limit, stops, namespace)
+            allowed = partial(fake_grammars.choice, sampling, vocab=VOCAB, eos=EOS)
+            return self.oracle.output(prompt, sampling.seed or 0, limit, stops, namespace, allowed)
         return self.subject.output(prompt, sampling, limit, stops)
 
     def run(self, most_steps: int = 2000) -> None:
