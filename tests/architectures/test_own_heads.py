@@ -107,6 +107,7 @@ def _logits(oracle: transformers.PreTrainedModel, tokens: np.ndarray) -> np.ndar
         return oracle(torch.tensor(tokens[None], dtype=torch.long), use_cache=False).logits[0].numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("wren")
 def test_layers_with_heads_of_their_own(tmp_path: Path) -> None:
     oracle = _oracle()
