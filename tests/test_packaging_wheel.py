@@ -22,6 +22,7 @@ STARTS = {
     "sglang_jax.architectures.dense",
     "sglang_jax.bench_offline_throughput",
     "sglang_jax.bench_serving",
+    "sglang_jax.checkpoint.template_worker",
     "sglang_jax.launch_server",
     "sglang_jax.runner.fake",
     "sglang_jax.sampling.reference",

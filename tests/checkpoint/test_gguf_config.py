@@ -51,7 +51,8 @@ def test_shape(tmp_path: Path, architecture: str) -> None:
     ends = {"eos_token_id": 5, "eot_token_id": 7, "eom_token_id": 5, "bos_token_id": 4}
     tokenizer = {f"tokenizer.ggml.{name}": value for name, value in ends.items()}
     bias = np.zeros(64, dtype=np.float32)
-    tensors = {"blk.0.attn_q.bias": bias, "output.weight": np.zeros((100, 64), dtype=np.float32)}
+    tensors = {f"blk.{layer}.attn_q.bias": bias for layer in range(3)}
+    tensors["output.weight"] = np.zeros((100, 64), dtype=np.float32)
     config = config_of(tmp_path, architecture, {"attention.key_length": 24}, tensors, tokenizer)
     assert config == dense_decoder(
         architecture=architecture,

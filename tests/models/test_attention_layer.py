@@ -20,7 +20,8 @@ from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.rotary import apply_rotary
 
-CONFIG = small_config(num_heads=4, num_kv_heads=2, head_dim=16)
+HEAD_DIM = 16
+CONFIG = small_config(num_heads=4, num_kv_heads=2, head_dim=HEAD_DIM)
 TOKENS, PAGE_SIZE = 12, 4
 
 
@@ -61,9 +62,9 @@ def test_options_of_a_layer_reach_its_attention(options: dict[str, Any]) -> None
     layer = layer_with_weights(**options)
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((TOKENS, CONFIG.hidden_size)), jnp.float32)
-    angles = rng.uniform(0, 6, (TOKENS, CONFIG.head_dim // 2)).astype(np.float32)
+    angles = rng.uniform(0, 6, (TOKENS, HEAD_DIM // 2)).astype(np.float32)
     rotary = (jnp.cos(angles), jnp.sin(angles))
-    pages = jnp.zeros(page_shape(4, 2, PAGE_SIZE, CONFIG.head_dim, tiled=False), jnp.float32)
+    pages = jnp.zeros(page_shape(4, 2, PAGE_SIZE, HEAD_DIM, tiled=False), jnp.float32)
     found, _ = layer(x, batch(), rotary, pages)
     fused = layer.qkv(x)
     queries, keys = apply_rotary(fused[:, :, :2], *rotary), apply_rotary(fused[:, :, 2], *rotary)
@@ -72,7 +73,7 @@ def test_options_of_a_layer_reach_its_attention(options: dict[str, Any]) -> None
         np.asarray(queries),
         np.asarray(keys),
         np.asarray(fused[:, :, 3]),
-        CONFIG.head_dim**-0.5,
+        HEAD_DIM**-0.5,
         window=options.get("window"),
         soft_cap=options.get("soft_cap"),
         sinks=sinks,
