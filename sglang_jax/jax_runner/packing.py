@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sglang_jax.jax_runner.buckets import Bucket
-from sglang_jax.runner.plan import MASK_WORD, Int32, PageDeltas, StepPlan, TokenMasks
+from sglang_jax.runner.plan import MASK_WORD, NO_LOGPROBS, Int32, PageDeltas, StepPlan, TokenMasks
 
 NO_TARGET = -1
 
@@ -22,7 +22,6 @@ class StepInputs:
 
     - `num_decode`, `num_tokens`: scalars, padding left out.
     - `top_logprobs`, `prompt_top_logprobs`: scalars, as in the plan.
-    - `deferred`: scalar, 1 where a program of its own samples, once there are masks.
     - `rows`, `kv_lens`, `samples` (0 or 1): `[R]`; padding is in the dump row, with length 0, and samples nothing.
     - `query_starts`: `[R + 1]`; padding repeats the number of tokens.
     - `delta_rows`, `delta_columns`, `delta_pages`: `[D]`; padding writes page 0 into the dump row.
@@ -34,7 +33,6 @@ class StepInputs:
     num_tokens: jax.Array
     top_logprobs: jax.Array
     prompt_top_logprobs: jax.Array
-    deferred: jax.Array
     rows: jax.Array
     kv_lens: jax.Array
     samples: jax.Array
@@ -46,7 +44,7 @@ class StepInputs:
     prompt_targets: jax.Array
 
 
-_SCALARS = 5
+_SCALARS = 4
 
 
 class StepLayout:
@@ -64,14 +62,17 @@ class StepLayout:
 
     def unpack(self, packed: jax.Array) -> StepInputs:
         """The fields of a packed array, on the device."""
-        scalars = (packed[place] for place in range(_SCALARS))
-        return StepInputs(*scalars, *(packed[part] for part in self._slices))
+        return StepInputs(packed[0], packed[1], packed[2], packed[3], *(packed[part] for part in self._slices))
 
     def pack(self, plan: StepPlan, deltas: PageDeltas) -> Int32:
-        """Packs a plan that fits the bucket; `deltas` are those of its page deltas that the program applies."""
+        """Packs a plan that fits the bucket; `deltas` are those of its page deltas that the program applies.
+
+        Of a plan with masked sequences the program samples nothing: that is for its second part.
+        """
         packed = np.zeros(self.size, np.int32)
-        deferred = plan.masked is not None
-        packed[:_SCALARS] = (plan.num_decode, plan.num_tokens, plan.top_logprobs, plan.prompt_top_logprobs, deferred)
+        one_part = plan.masked is None
+        top_logprobs = plan.top_logprobs if one_part else NO_LOGPROBS
+        packed[:_SCALARS] = (plan.num_decode, plan.num_tokens, top_logprobs, plan.prompt_top_logprobs)
         rows, kv_lens, samples, query_starts, delta_rows, delta_columns, delta_pages, tokens, targets = (
             packed[part] for part in self._slices
         )
@@ -79,7 +80,8 @@ class StepLayout:
         rows[:sequences] = plan.rows
         rows[sequences:] = self.dump_row
         kv_lens[:sequences] = plan.kv_lens
-        samples[:sequences] = plan.samples
+        if one_part:
+            samples[:sequences] = plan.samples
         np.cumsum(plan.query_lens, out=query_starts[1 : sequences + 1])
         query_starts[sequences + 1 :] = plan.num_tokens
         delta_rows[: len(deltas.rows)] = deltas.rows

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
 from sglang_jax.jax_runner.logprobs import Logprobs
 from sglang_jax.jax_runner.packing import SampleLayout, StepLayout
+from sglang_jax.jax_runner.readers import logits_sharding
 from sglang_jax.jax_runner.sampling_state import SamplingState, apply_row_updates, set_occurrences
 from sglang_jax.jax_runner.step import (
     DeviceState,
@@ -77,6 +78,7 @@ class Programs:
         self.sample_layouts = {rows: SampleLayout(rows, words, self.dump_row) for rows in {one.rows for one in buckets}}
         self.row_update_sizes = tuple(sorted({1, min(8, self.dump_row), self.dump_row}))
         self._built: dict[str, Executable] = {}
+        self._logits_columns: int | None = None
         self.building: Building = nullcontext
 
     def __len__(self) -> int:
@@ -87,13 +89,13 @@ class Programs:
         return self._get(str(bucket), lambda: self._build_step(bucket))(self._weights, state, packed)
 
     def sample(
-        self, state: DeviceState, hidden: jax.Array, packed: Int32
+        self, state: DeviceState, logits: jax.Array, packed: Int32
     ) -> tuple[DeviceState, tuple[jax.Array, Logprobs]]:
-        """Runs the second part of a deferred step, whose first part gave `hidden` `[R, hidden]`; `packed` is of the
+        """Runs the second part of a step with masks, whose first part gave `logits` `[R, columns]`; `packed` is of the
         layout of so many rows. Gives its tokens and logprobs."""
-        rows = len(hidden)
+        rows = len(logits)
         program = self._get(f"sample {rows} rows", lambda: self._build_sample(rows))
-        sampled, outputs = program(self._weights, SampledState(state.last_tokens, state.sampling), hidden, packed)
+        sampled, outputs = program(SampledState(state.last_tokens, state.sampling), logits, packed)
         return replace(state, last_tokens=sampled.last_tokens, sampling=sampled.sampling), outputs
 
     def update_rows(self, sampling: SamplingState, packed: Int32) -> SamplingState:
@@ -152,34 +154,39 @@ class Programs:
         step = jax.jit(
             make_step(self._model, layout, self._page_size, self._mesh, self._num_groups),
             donate_argnums=1,
-            # Outputs are whole on every device, so that every node can read them.
-            out_shardings=(self._placement, None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())),
+            out_shardings=(self._placement, self._outputs_placement()),
         )
         # Kernels ask for the mesh, to run on each device by itself, and for the chip that it is of.
         with nullcontext() if self._mesh is None else jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
-            return step.lower(self._weights, self._state_shapes, _integers(layout.size)).compile()
+            lowered = step.lower(self._weights, self._state_shapes, _integers(layout.size))
+        self._logits_columns = lowered.out_info[1].logits.shape[1]
+        return lowered.compile()
+
+    def _outputs_placement(self) -> StepOutputs | None:
+        """Outputs are whole on every device, so that every node can read them; but for the logits, which none does."""
+        if self._mesh is None:
+            return None
+        whole = self._whole()
+        return StepOutputs(whole, whole, whole, logits_sharding(self._mesh))  # type: ignore[arg-type]
+
+    def _whole(self) -> NamedSharding | None:
+        return None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
 
     def _build_sample(self, rows: int) -> Executable:
         layout = self.sample_layouts[rows]
         changed = SampledState(self._placement.last_tokens, self._placement.sampling)
-        sample = jax.jit(
-            make_sample(self._model, layout, self._mesh),
-            donate_argnums=1,
-            out_shardings=(changed, None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())),
-        )
+        sample = jax.jit(make_sample(layout, self._mesh), donate_argnums=0, out_shardings=(changed, self._whole()))
         shapes = SampledState(self._state_shapes.last_tokens, self._state_shapes.sampling)
         with nullcontext() if self._mesh is None else jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
-            return sample.lower(self._weights, shapes, self._hidden_shape(rows), _integers(layout.size)).compile()
+            return sample.lower(shapes, self._logits_shape(rows), _integers(layout.size)).compile()
 
-    def _hidden_shape(self, rows: int) -> jax.ShapeDtypeStruct:
-        """Of what a step of so many rows gives for the second part."""
-        bucket = next(bucket for bucket in self._buckets if bucket.rows == rows)
-        layout = self.layouts[bucket]
-        step = make_step(self._model, layout, self._page_size, self._mesh, self._num_groups)
-        with nullcontext() if self._mesh is None else jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
-            _, outputs = jax.eval_shape(step, self._weights, self._state_shapes, _integers(layout.size))
-        sharding = None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
-        return jax.ShapeDtypeStruct(outputs.hidden.shape, outputs.hidden.dtype, sharding=sharding)
+    def _logits_shape(self, rows: int) -> jax.ShapeDtypeStruct:
+        """Of what a step of so many rows gives for the second part. How wide logits are, a step tells once built."""
+        if self._logits_columns is None:
+            smallest = self._buckets.decode[0]
+            self._get(str(smallest), partial(self._build_step, smallest))
+        sharding = None if self._mesh is None else logits_sharding(self._mesh)
+        return jax.ShapeDtypeStruct((rows, self._logits_columns), jnp.float32, sharding=sharding)
 
     def _build_row_updates(self, size: int) -> Executable:
         update = jax.jit(apply_row_updates, donate_argnums=0, out_shardings=self._placement.sampling)

@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.jax_runner.logprobs import Logprobs, token_logprobs
 from sglang_jax.jax_runner.packing import unpack_all, unpack_masks
@@ -53,6 +53,11 @@ class LogitsReader(Protocol):
 def reader_over(mesh: Mesh | None) -> LogitsReader:
     """The reader for logits of a head that is spread over `mesh`."""
     return WholeLogits() if mesh is None or mesh.shape[_AXIS] == 1 else SpreadLogits(mesh)
+
+
+def logits_sharding(mesh: Mesh) -> NamedSharding:
+    """Where the logits of a head lie that is spread over `mesh`."""
+    return NamedSharding(mesh, PartitionSpec(None, _AXIS))
 
 
 class WholeLogits:

@@ -129,19 +129,19 @@ class JaxRunner:
         programs = len(self._programs.builders())
         total = programs + len(steps) + len(self._programs.sample_layouts)
         self._programs.build_all(lambda done, _, what: progress(done, total, what))
-        hidden: dict[int, tuple[StepPlan, jax.Array]] = {}
+        logits: dict[int, tuple[StepPlan, jax.Array]] = {}
         for done, bucket in enumerate(steps, programs + 1):
             plan = warmup_plan(bucket, self._programs.dump_row, self._spec.max_context)
             packed = self._programs.layouts[bucket].pack(plan, plan.page_deltas[0])
             self._state, outputs = self._programs.step(bucket, self._state, packed)
             outputs.tokens.block_until_ready()
             progress(done, total, f"running {bucket}")
-            hidden[bucket.rows] = plan, outputs.hidden
-        for done, (rows, (plan, states)) in enumerate(sorted(hidden.items()), programs + len(steps) + 1):
+            logits[bucket.rows] = plan, outputs.logits
+        for done, (rows, (plan, found)) in enumerate(sorted(logits.items()), programs + len(steps) + 1):
             masked = replace(plan, masked=np.ones(len(plan.rows), np.bool_))
             masks = TokenMasks(np.full((len(plan.rows), mask_words(self._spec.vocab_size)), -1, np.int32))
             packed = self._programs.sample_layouts[rows].pack(masked, masks)
-            self._state, (tokens, _) = self._programs.sample(self._state, states, packed)
+            self._state, (tokens, _) = self._programs.sample(self._state, found, packed)
             tokens.block_until_ready()
             progress(done, total, f"running sample {rows} rows")
         self._compiles_in_warm_up = self._counter.count
@@ -169,14 +169,14 @@ class JaxRunner:
         self._state, outputs = self._programs.step(bucket, self._state, packed)
         if plan.masked is None:
             outputs.tokens.copy_to_host_async()
-            return JaxStep(plan, replace(outputs, hidden=outputs.tokens))
+            return JaxStep(plan, replace(outputs, logits=outputs.tokens))  # logits are not kept until somebody asks
         self._waiting = JaxStep(plan, outputs, self._sample)
         return self._waiting
 
     def _sample(self, plan: StepPlan, outputs: StepOutputs, masks: TokenMasks) -> StepOutputs:
         """The second part of a step."""
-        packed = self._programs.sample_layouts[len(outputs.hidden)].pack(plan, masks)
-        self._state, (tokens, logprobs) = self._programs.sample(self._state, outputs.hidden, packed)
+        packed = self._programs.sample_layouts[len(outputs.logits)].pack(plan, masks)
+        self._state, (tokens, logprobs) = self._programs.sample(self._state, outputs.logits, packed)
         tokens.copy_to_host_async()
         return StepOutputs(tokens, logprobs, outputs.prompt_logprobs, tokens)
 

@@ -60,14 +60,14 @@ class DeviceState:
 class StepOutputs:
     """What the host may ask for: `tokens` int32 `[R]`, logprobs of them and of prompt tokens (`[R]` and `[T]`).
 
-    Zeros where the plan asks for no logprobs; `prompt_logprobs` is None in a decode program. `hidden`: `[R, hidden]`,
-    of the last query of each sequence, which the second part of a step goes on from.
+    Zeros where the plan asks for no logprobs; `prompt_logprobs` is None in a decode program. `logits`: `[R, columns]`,
+    after the last query of each sequence; a step that waits for masks samples from them once these are there.
     """
 
     tokens: jax.Array
     logprobs: Logprobs
     prompt_logprobs: Logprobs | None
-    hidden: jax.Array
+    logits: jax.Array
 
 
 def apply_deltas(page_table: jax.Array, rows: jax.Array, columns: jax.Array, pages: jax.Array) -> jax.Array:
@@ -122,8 +122,10 @@ def make_step(
 ) -> Callable[[Weights, DeviceState, jax.Array], tuple[DeviceState, StepOutputs]]:
     """The step of one bucket as a function of (weights, state, packed plan); state is to be donated.
 
-    Where the plan is deferred, it samples nothing: that is for the function of `make_sample`. `mesh`: over which
-    weights and KV are spread; None for one device. `num_groups`: of the model's cache.
+    `mesh`: over which weights and KV are spread; None for one device. `num_groups`: of the model's cache.
+
+    The logits are a result for the steps that wait for masks. It costs the others nothing but the memory: what samples
+    reads them from there anyway.
     """
     bucket = layout.bucket
     reader = reader_over(mesh)
@@ -140,17 +142,9 @@ def make_step(
         batch = whole(build_batch(inputs, page_table, state.last_tokens, page_size, bucket.tokens, num_groups))
         hidden, kv = model.forward(weights, batch, state.kv)
         last_hidden = hidden if bucket.decode_only else hidden[jnp.maximum(inputs.query_starts[1:] - 1, 0)]
-        samples = (inputs.samples > 0) & (inputs.deferred == 0)
-
-        def sample_now() -> tuple[jax.Array, Logprobs]:
-            logits = model.logits(weights, last_hidden)
-            tokens = reader.sample(logits, state.sampling, inputs.rows, inputs.kv_lens, samples)
-            return tokens, _logprobs_of(reader, logits, tokens, inputs.top_logprobs, vocab_size)
-
-        def sample_later() -> tuple[jax.Array, Logprobs]:
-            return jnp.full(bucket.rows, INVALID_TOKEN, jnp.int32), Logprobs.empty(bucket.rows, vocab_size)
-
-        tokens, logprobs = lax.cond(inputs.deferred > 0, sample_later, sample_now)
+        logits = model.logits(weights, last_hidden)
+        samples = inputs.samples > 0
+        tokens = reader.sample(logits, state.sampling, inputs.rows, inputs.kv_lens, samples)
         sampled = samples & (tokens != INVALID_TOKEN)
         new_state = DeviceState(
             kv=kv,
@@ -158,11 +152,12 @@ def make_step(
             last_tokens=_remember(state.last_tokens, inputs.rows, tokens, samples),
             sampling=state.sampling.count(inputs.rows, tokens, sampled & state.sampling.penalised[inputs.rows]),
         )
+        logprobs = _logprobs_of(reader, logits, tokens, inputs.top_logprobs, vocab_size)
         of_prompts = None
         if not bucket.decode_only:
             targets, alternatives = inputs.prompt_targets, inputs.prompt_top_logprobs
             of_prompts = prompt_logprobs(hidden, targets, alternatives, inputs.num_tokens, to_logprobs, vocab_size)
-        return new_state, StepOutputs(tokens, logprobs, of_prompts, last_hidden)
+        return new_state, StepOutputs(tokens, logprobs, of_prompts, logits)
 
     return step
 
@@ -177,27 +172,26 @@ class SampledState:
 
 
 def make_sample(
-    model: ModelFunctions, layout: SampleLayout, mesh: Mesh | None = None
-) -> Callable[[Weights, SampledState, jax.Array, jax.Array], tuple[SampledState, tuple[jax.Array, Logprobs]]]:
-    """The second part of a deferred step as a function of (weights, state, hidden `[R, hidden]`, packed plan and
-    masks); state is to be donated. Gives tokens and logprobs as `StepOutputs` has them."""
+    layout: SampleLayout, mesh: Mesh | None = None
+) -> Callable[[SampledState, jax.Array, jax.Array], tuple[SampledState, tuple[jax.Array, Logprobs]]]:
+    """The second part of a step with masks, as a function of (state, logits `[R, columns]`, packed plan and masks);
+    state is to be donated. Gives tokens and logprobs as `StepOutputs` has them."""
     reader = reader_over(mesh)
     whole = _on_every_device(mesh)
 
     def sample(
-        weights: Weights, state: SampledState, hidden: jax.Array, packed: jax.Array
+        state: SampledState, logits: jax.Array, packed: jax.Array
     ) -> tuple[SampledState, tuple[jax.Array, Logprobs]]:
-        vocab_size = state.sampling.vocab_size
         inputs = whole(layout.unpack(packed))
         samples = inputs.samples > 0
-        logits = model.logits(weights, hidden)
         tokens = reader.sample(logits, state.sampling, inputs.rows, inputs.kv_lens, samples, inputs.masks)
         sampled = samples & (tokens != INVALID_TOKEN)
         new_state = SampledState(
             last_tokens=_remember(state.last_tokens, inputs.rows, tokens, samples),
             sampling=state.sampling.count(inputs.rows, tokens, sampled & state.sampling.penalised[inputs.rows]),
         )
-        return new_state, (tokens, _logprobs_of(reader, logits, tokens, inputs.top_logprobs, vocab_size))
+        logprobs = _logprobs_of(reader, logits, tokens, inputs.top_logprobs, state.sampling.vocab_size)
+        return new_state, (tokens, logprobs)
 
     return sample
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -84,9 +84,14 @@ class Subject(Protocol):
     def runner(self, spec: RunnerSpec) -> Runner: ...
 
     def output(
-        self, prompt: Sequence[int], sampling: SamplingParams, most: int, stop_ids: Collection[int]
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        most: int,
+        stop_ids: Collection[int],
+        allowed: Callable[[Sequence[int]], Sequence[int]] | None,
     ) -> list[int]:
-        """Output tokens of a request, the stop token included."""
+        """Output tokens of a request, the stop token included; `allowed`: as in `Oracle.output`."""
         ...
 
 
@@ -165,12 +170,12 @@ class Bench:
         most = self.context if sampling.max_new_tokens is None else sampling.max_new_tokens
         limit = min(most, self.context - len(prompt))
         stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {EOS})
-        if self.subject is None:
-            if sampling.grammar is None:
-                return self.oracle.output(prompt, sampling.seed or 0, limit, stops, namespace)
+        allowed = None
+        if sampling.grammar is not None:
             allowed = partial(fake_grammars.choice, sampling, vocab=VOCAB, eos=EOS)
+        if self.subject is None:
             return self.oracle.output(prompt, sampling.seed or 0, limit, stops, namespace, allowed)
-        return self.subject.output(prompt, sampling, limit, stops)
+        return self.subject.output(prompt, sampling, limit, stops, allowed)
 
     def run(self, most_steps: int = 2000) -> None:
         """Steps until idle, once at least: even an idle scheduler may have something to publish."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from helpers import fake_grammars
 from helpers.scheduling import Bench
+from helpers.simulated_grammars import GrammarSimulation
 from helpers.simulation import simulate
 from hypothesis import strategies as st
 
@@ -178,7 +179,7 @@ def test_the_simulator_notices(monkeypatch: pytest.MonkeyPatch, fault: Callable[
     fault(monkeypatch)
     sizes = {"drafts": st.just(4)} if fault is draft_under_masks else {}
     with pytest.raises((AssertionError, KeyError, RuntimeError)):
-        simulate(1000, known_fault=True, sizes=sizes)
+        simulate(1000, known_fault=True, sizes=sizes, kind=GrammarSimulation)
 
 
 @pytest.mark.parametrize("fault", [begin_anew_after_a_retraction, follow_what_was_not_kept])

@@ -7,7 +7,8 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import pytest
-from helpers.simulation import simulate
+from helpers.simulated_grammars import GrammarSimulation
+from helpers.simulation import Simulation, simulate
 
 PROCESSES = 2
 
@@ -32,7 +33,14 @@ def test_two_thousand_schedules() -> None:
         assert met[event] >= 100, met
 
 
+def test_schedules_with_grammars() -> None:
+    met = simulate(150, kind=GrammarSimulation)
+    assert met["under a grammar"] >= 150, met
+    assert met["ended by its grammar"] >= 10, met
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-def test_soak() -> None:
-    simulate(30_000, steps=60)
+@pytest.mark.parametrize("kind", [Simulation, GrammarSimulation])
+def test_soak(kind: type[Simulation]) -> None:
+    simulate(30_000, steps=60, kind=kind)
