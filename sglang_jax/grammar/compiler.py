@@ -31,6 +31,8 @@ _THREAD_STACK_BYTES = 8 * STACK_BYTES
 class Trier(Protocol):
     """What looks at a grammar first. See `Sandbox`."""
 
+    def prepare(self) -> None: ...
+
     def try_out(self, grammar: Grammar) -> str: ...
 
     def close(self) -> None: ...
@@ -123,8 +125,9 @@ class GrammarCompiler:
     def _work(self) -> None:
         trier = self._trier()
         while (compilation := self._queue.get()) is not None:
-            compilation.begun = self._clock()
             try:
+                trier.prepare()
+                compilation.begun = self._clock()
                 source = compilation.source
                 compilation.grammar = self.backend.build(source, trier.try_out(source))
             except GrammarError as error:

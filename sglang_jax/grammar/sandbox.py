@@ -25,8 +25,14 @@ from sglang_jax.sampling.grammar import Grammar
 MOST_BYTES = 2 << 30
 """Address space of the process."""
 
+START_SECONDS = 60.0
+"""How long the process may take to start, on a machine that is busy; what a grammar may take counts from then."""
+
 STACK_BYTES = 8 << 20
 """Its stack. Whoever builds the same grammar elsewhere has more, so that what went well here goes well there."""
+
+
+_READY = b"ready"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +57,24 @@ class Sandbox:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
+    def prepare(self) -> None:
+        """Starts the process where there is none. Raises `GrammarError` if it does not start."""
+        if self._connection is not None:
+            return
+        try:
+            connection = self._start()
+            started = connection.poll(START_SECONDS) and connection.recv_bytes() == _READY
+        except (EOFError, OSError):
+            started = False
+        if not started:
+            self.close()
+            raise GrammarError("grammars cannot be compiled now: the process that tries them first does not start")
+
     def try_out(self, grammar: Grammar) -> str:
         """The grammar in Lark. Raises `GrammarError`."""
-        connection = self._connection or self._start()
+        self.prepare()
+        connection = self._connection
+        assert connection is not None
         try:
             connection.send_bytes(msgspec.msgpack.encode(grammar))
             if not connection.poll(self._seconds):
@@ -99,6 +120,7 @@ def main(connection: Connection) -> None:
 
     specials = msgspec.msgpack.decode(connection.recv_bytes(), type=dict[str, int])
     trial = Trial(specials)
+    connection.send_bytes(_READY)
     with suppress(EOFError):
         while True:
             grammar = msgspec.msgpack.decode(connection.recv_bytes(), type=Grammar)

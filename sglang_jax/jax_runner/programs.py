@@ -89,13 +89,14 @@ class Programs:
         return self._get(str(bucket), lambda: self._build_step(bucket))(self._weights, state, packed)
 
     def sample(
-        self, state: DeviceState, logits: jax.Array, packed: Int32
+        self, state: DeviceState, found: StepOutputs, packed: Int32
     ) -> tuple[DeviceState, tuple[jax.Array, Logprobs]]:
-        """Runs the second part of a step with masks, whose first part gave `logits` `[R, columns]`; `packed` is of the
-        layout of so many rows. Gives its tokens and logprobs."""
-        rows = len(logits)
+        """Runs the second part of a step with masks, whose first part gave `found`; `packed` is of the layout of as
+        many rows as that has. Gives its tokens and logprobs."""
+        rows = len(found.logits)
         program = self._get(f"sample {rows} rows", lambda: self._build_sample(rows))
-        sampled, outputs = program(SampledState(state.last_tokens, state.sampling), logits, packed)
+        changed = SampledState(state.last_tokens, state.sampling)
+        sampled, outputs = program(changed, found.logits, found.tokens, packed)
         return replace(state, last_tokens=sampled.last_tokens, sampling=sampled.sampling), outputs
 
     def update_rows(self, sampling: SamplingState, packed: Int32) -> SamplingState:
@@ -178,7 +179,8 @@ class Programs:
         sample = jax.jit(make_sample(layout, self._mesh), donate_argnums=0, out_shardings=(changed, self._whole()))
         shapes = SampledState(self._state_shapes.last_tokens, self._state_shapes.sampling)
         with nullcontext() if self._mesh is None else jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
-            return sample.lower(shapes, self._logits_shape(rows), _integers(layout.size)).compile()
+            tokens = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=self._whole())
+            return sample.lower(shapes, self._logits_shape(rows), tokens, _integers(layout.size)).compile()
 
     def _logits_shape(self, rows: int) -> jax.ShapeDtypeStruct:
         """Of what a step of so many rows gives for the second part. How wide logits are, a step tells once built."""

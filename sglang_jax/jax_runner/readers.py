@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +22,28 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.jax_runner.logprobs import Logprobs, token_logprobs
 from sglang_jax.jax_runner.packing import unpack_all, unpack_masks
-from sglang_jax.jax_runner.sampler import Asked, adjust_and_sample, first_argmax, largest_logit, only_finite, sample
+from sglang_jax.jax_runner.sampler import (
+    Asked,
+    Masked,
+    adjust_and_sample,
+    are_finite,
+    first_argmax,
+    largest_logit,
+    only_finite,
+    sample,
+)
 from sglang_jax.jax_runner.sampling_state import SamplingState
 
 _AXIS = "tensor"
 
 T = TypeVar("T")
+
+
+class Masks(NamedTuple):
+    """Masks of lines, int32 `[n, words]` (see `TokenMasks`), and whether their logits are finite (see `Masked`)."""
+
+    words: jax.Array
+    finite: jax.Array
 
 
 class LogitsReader(Protocol):
@@ -40,9 +56,9 @@ class LogitsReader(Protocol):
         rows: jax.Array,
         kv_lens: jax.Array,
         active: jax.Array,
-        masks: jax.Array | None = None,
+        masks: Masks | None = None,
     ) -> jax.Array:
-        """See `sampler.sample`. `masks`: int32 `[n, words]`, see `TokenMasks`; None where all tokens are allowed."""
+        """See `sampler.sample`. `masks`: None where all tokens are allowed."""
         ...
 
     def logprobs(self, logits: jax.Array, tokens: jax.Array, alternatives: jax.Array, vocab_size: int) -> Logprobs:
@@ -70,10 +86,10 @@ class WholeLogits:
         rows: jax.Array,
         kv_lens: jax.Array,
         active: jax.Array,
-        masks: jax.Array | None = None,
+        masks: Masks | None = None,
     ) -> jax.Array:
-        allowed = None if masks is None else unpack_all(masks, state.vocab_size)
-        return sample(logits[:, : state.vocab_size], state, rows, kv_lens, active, allowed)
+        masked = None if masks is None else Masked(unpack_all(masks.words, state.vocab_size), masks.finite)
+        return sample(logits[:, : state.vocab_size], state, rows, kv_lens, active, masked)
 
     def logprobs(self, logits: jax.Array, tokens: jax.Array, alternatives: jax.Array, vocab_size: int) -> Logprobs:
         return token_logprobs(logits[:, :vocab_size], tokens, alternatives)
@@ -93,7 +109,7 @@ class SpreadLogits:
         rows: jax.Array,
         kv_lens: jax.Array,
         active: jax.Array,
-        masks: jax.Array | None = None,
+        masks: Masks | None = None,
     ) -> jax.Array:
         def run(
             columns: jax.Array,
@@ -101,15 +117,15 @@ class SpreadLogits:
             rows: jax.Array,
             kv_lens: jax.Array,
             active: jax.Array,
-            *masks: jax.Array,
+            masks: Masks | None,
         ) -> jax.Array:
             own = state.select(rows)
             asked = Asked.of(own, kv_lens, active, state.vocab_size)
-            largest, least, greedy_tokens = _extremes(columns, state.vocab_size)
-            if masks:
+            if masks is not None:
                 tokens_here = lax.axis_index(_AXIS) * columns.shape[1] + jnp.arange(columns.shape[1], dtype=jnp.int32)
-                columns = jnp.where(unpack_masks(masks[0], tokens_here), columns, -jnp.inf)
-                _, _, greedy_tokens = _extremes(columns, state.vocab_size)
+                columns = jnp.where(unpack_masks(masks.words, tokens_here), columns, -jnp.inf)
+            largest, least, greedy_tokens = _extremes(columns, state.vocab_size)
+            finite = are_finite(largest, least) if masks is None else masks.finite
 
             def randomly() -> jax.Array:
                 lines = _Lines(columns.shape[0], self._devices)
@@ -120,10 +136,9 @@ class SpreadLogits:
                 return lines.gather(adjust_and_sample(whole, mine, asked_here, rows_here, kv_lens_here))
 
             tokens = lax.cond(asked.anything(), randomly, lambda: greedy_tokens)
-            return only_finite(tokens, largest, least, state.vocab_size)
+            return only_finite(tokens, finite, state.vocab_size)
 
-        further = () if masks is None else (masks,)
-        return self._on_each(run, 4 + len(further))(logits, state, rows, kv_lens, active, *further)
+        return self._on_each(run, 5)(logits, state, rows, kv_lens, active, masks)
 
     def logprobs(self, logits: jax.Array, tokens: jax.Array, alternatives: jax.Array, vocab_size: int) -> Logprobs:
         def run(columns: jax.Array, tokens: jax.Array, alternatives: jax.Array) -> Logprobs:

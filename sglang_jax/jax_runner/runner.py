@@ -129,15 +129,15 @@ class JaxRunner:
         programs = len(self._programs.builders())
         total = programs + len(steps) + len(self._programs.sample_layouts)
         self._programs.build_all(lambda done, _, what: progress(done, total, what))
-        logits: dict[int, tuple[StepPlan, jax.Array]] = {}
+        ran: dict[int, tuple[StepPlan, StepOutputs]] = {}
         for done, bucket in enumerate(steps, programs + 1):
             plan = warmup_plan(bucket, self._programs.dump_row, self._spec.max_context)
             packed = self._programs.layouts[bucket].pack(plan, plan.page_deltas[0])
             self._state, outputs = self._programs.step(bucket, self._state, packed)
             outputs.tokens.block_until_ready()
             progress(done, total, f"running {bucket}")
-            logits[bucket.rows] = plan, outputs.logits
-        for done, (rows, (plan, found)) in enumerate(sorted(logits.items()), programs + len(steps) + 1):
+            ran[bucket.rows] = plan, outputs
+        for done, (rows, (plan, found)) in enumerate(sorted(ran.items()), programs + len(steps) + 1):
             masked = replace(plan, masked=np.ones(len(plan.rows), np.bool_))
             masks = TokenMasks(np.full((len(plan.rows), mask_words(self._spec.vocab_size)), -1, np.int32))
             packed = self._programs.sample_layouts[rows].pack(masked, masks)
@@ -176,7 +176,7 @@ class JaxRunner:
     def _sample(self, plan: StepPlan, outputs: StepOutputs, masks: TokenMasks) -> StepOutputs:
         """The second part of a step."""
         packed = self._programs.sample_layouts[len(outputs.logits)].pack(plan, masks)
-        self._state, (tokens, logprobs) = self._programs.sample(self._state, outputs.logits, packed)
+        self._state, (tokens, logprobs) = self._programs.sample(self._state, outputs, packed)
         tokens.copy_to_host_async()
         return StepOutputs(tokens, logprobs, outputs.prompt_logprobs, tokens)
 

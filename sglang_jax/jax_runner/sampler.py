@@ -32,7 +32,7 @@ def sample(
     rows: jax.Array,
     kv_lens: jax.Array,
     active: jax.Array,
-    allowed: jax.Array | None = None,
+    masked: Masked | None = None,
 ) -> jax.Array:
     """Samples tokens, int32 `[n]`; `INVALID_TOKEN` for a row with a logit that is not finite.
 
@@ -46,11 +46,13 @@ def sample(
     - `state`: of all rows; `rows` int32 `[n]` says which row each line of logits belongs to.
     - `kv_lens`: int32 `[n]`, position of the token to be sampled; with the row's seed it keys the noise.
     - `active`: bool `[n]`. What other lines ask for is not computed, and their tokens mean nothing.
-    - `allowed`: bool `[n, vocab]`, the tokens that may be sampled, one at least of each active line; None for all.
+    - `masked`: which tokens may be sampled; None for all.
     """
-    largest, least = largest_logit(logits), jnp.min(logits, axis=-1)
-    if allowed is not None:
-        logits = jnp.where(allowed, logits, -jnp.inf)
+    if masked is None:
+        finite = are_finite(largest_logit(logits), jnp.min(logits, axis=-1))
+    else:
+        finite = masked.finite
+        logits = jnp.where(masked.allowed, logits, -jnp.inf)
     own = state.select(rows)
     asked = Asked.of(own, kv_lens, active, logits.shape[1])
     # Around all the rest: whatever may change logits has them copied first, needed or not.
@@ -59,7 +61,18 @@ def sample(
         lambda: adjust_and_sample(logits, own, asked, rows, kv_lens),
         lambda: first_argmax(logits),
     )
-    return only_finite(tokens, largest, least, logits.shape[1])
+    return only_finite(tokens, finite, logits.shape[1])
+
+
+class Masked(NamedTuple):
+    """What the second part of a step knows of its logits.
+
+    - `allowed`: bool `[n, vocab]`, tokens that may be sampled, one at least of each active line.
+    - `finite`: bool `[n]`, whether all logits of a line are: the first part has looked at each.
+    """
+
+    allowed: jax.Array
+    finite: jax.Array
 
 
 def largest_logit(logits: jax.Array) -> jax.Array:
@@ -67,9 +80,13 @@ def largest_logit(logits: jax.Array) -> jax.Array:
     return jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=-1)
 
 
-def only_finite(tokens: jax.Array, largest: jax.Array, least: jax.Array, vocab_size: int) -> jax.Array:
-    """The tokens `[n]` of lines whose largest and least logits are finite, `INVALID_TOKEN` for others."""
-    finite = jnp.isfinite(largest) & jnp.isfinite(least)
+def are_finite(largest: jax.Array, least: jax.Array) -> jax.Array:
+    """Whether all logits of lines are, by the largest and the least of each: bool `[n]`."""
+    return jnp.isfinite(largest) & jnp.isfinite(least)
+
+
+def only_finite(tokens: jax.Array, finite: jax.Array, vocab_size: int) -> jax.Array:
+    """The tokens `[n]` of lines whose logits are finite, `INVALID_TOKEN` for others."""
     # Beyond the vocabulary: finite logits that overflowed under a bias or a penalty.
     return jnp.where(finite & (tokens < vocab_size), tokens, INVALID_TOKEN)
 

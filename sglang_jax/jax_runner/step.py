@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.jax_runner.logprobs import Logprobs, prompt_logprobs
 from sglang_jax.jax_runner.packing import SampleLayout, StepInputs, StepLayout
-from sglang_jax.jax_runner.readers import LogitsReader, reader_over
+from sglang_jax.jax_runner.readers import LogitsReader, Masks, reader_over
 from sglang_jax.jax_runner.sampling_state import SamplingState
 from sglang_jax.layers.batch import ForwardBatch, GroupPages
 from sglang_jax.runner.plan import INVALID_TOKEN, LAST_TOKEN, NO_LOGPROBS
@@ -173,18 +173,22 @@ class SampledState:
 
 def make_sample(
     layout: SampleLayout, mesh: Mesh | None = None
-) -> Callable[[SampledState, jax.Array, jax.Array], tuple[SampledState, tuple[jax.Array, Logprobs]]]:
-    """The second part of a step with masks, as a function of (state, logits `[R, columns]`, packed plan and masks);
-    state is to be donated. Gives tokens and logprobs as `StepOutputs` has them."""
+) -> Callable[[SampledState, jax.Array, jax.Array, jax.Array], tuple[SampledState, tuple[jax.Array, Logprobs]]]:
+    """The second part of a step with masks, as a function of (state, logits `[R, columns]`, the first part's tokens
+    `[R]`, packed plan and masks); state is to be donated. Gives tokens and logprobs as `StepOutputs` has them.
+
+    Of the first part's tokens it counts whether they are tokens: logits that are not finite show there.
+    """
     reader = reader_over(mesh)
     whole = _on_every_device(mesh)
 
     def sample(
-        state: SampledState, logits: jax.Array, packed: jax.Array
+        state: SampledState, logits: jax.Array, first: jax.Array, packed: jax.Array
     ) -> tuple[SampledState, tuple[jax.Array, Logprobs]]:
         inputs = whole(layout.unpack(packed))
         samples = inputs.samples > 0
-        tokens = reader.sample(logits, state.sampling, inputs.rows, inputs.kv_lens, samples, inputs.masks)
+        masks = Masks(inputs.masks, first != INVALID_TOKEN)
+        tokens = reader.sample(logits, state.sampling, inputs.rows, inputs.kv_lens, samples, masks)
         sampled = samples & (tokens != INVALID_TOKEN)
         new_state = SampledState(
             last_tokens=_remember(state.last_tokens, inputs.rows, tokens, samples),

@@ -187,10 +187,21 @@ def test_a_grammar_that_takes_too_long_is_refused() -> None:
     sandbox.close()
 
 
+@pytest.mark.slow
+def test_what_a_process_takes_to_start_is_not_a_grammars() -> None:
+    """On a busy machine that was more than a grammar may take, and the first one was refused."""
+    sandbox = Sandbox({}, seconds=0.1)
+    assert "start:" in sandbox.try_out(choice_grammar(["a", "b"]))
+    sandbox.close()
+
+
 class Quick:
     """A sandbox that lets everything pass, and counts."""
 
     tried = 0
+
+    def prepare(self) -> None:
+        """Nothing is to start."""
 
     def try_out(self, grammar: Grammar) -> str:
         Quick.tried += 1

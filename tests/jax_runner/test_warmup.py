@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import jax
 import pytest
 from helpers.stand_in_jax import stand_in_runner
 from helpers.stand_in_model import random_weights
 
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
 from sglang_jax.jax_runner.programs import Programs
-from sglang_jax.jax_runner.step import DeviceState
+from sglang_jax.jax_runner.step import DeviceState, StepOutputs
 from sglang_jax.jax_runner.warmup import warmup_plan
+from sglang_jax.runner.plan import Int32
 
 
 @pytest.mark.parametrize(("max_rows", "token_budget", "max_context"), [(1, 16, 8), (5, 100, 4000), (32, 512, 300)])
@@ -40,9 +40,9 @@ def test_warm_up_runs_every_program_of_steps_once(monkeypatch: pytest.MonkeyPatc
 
     sample = Programs.sample
 
-    def recorded_sample(self: Programs, state: DeviceState, logits: jax.Array, packed: object) -> object:
-        ran.append(f"sample {len(logits)} rows")
-        return sample(self, state, logits, packed)  # type: ignore[arg-type]
+    def recorded_sample(self: Programs, state: DeviceState, found: StepOutputs, packed: Int32) -> object:
+        ran.append(f"sample {len(found.logits)} rows")
+        return sample(self, state, found, packed)
 
     monkeypatch.setattr(Programs, "step", recorded)
     monkeypatch.setattr(Programs, "sample", recorded_sample)

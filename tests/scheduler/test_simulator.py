@@ -34,8 +34,8 @@ def test_two_thousand_schedules() -> None:
 
 
 def test_schedules_with_grammars() -> None:
-    met = simulate(150, kind=GrammarSimulation)
-    assert met["under a grammar"] >= 150, met
+    met = simulate(100, kind=GrammarSimulation)
+    assert met["under a grammar"] >= 100, met
     assert met["ended by its grammar"] >= 10, met
 
 
