@@ -148,7 +148,7 @@ SEEDS = st.integers(0, 1000)
 LENGTHS = st.sampled_from([3, 12, 40])
 
 
-@settings(max_examples=15, **EXAMPLES)
+@settings(max_examples=10, **EXAMPLES)
 @given(schemas=st.lists(SCHEMAS, min_size=3, max_size=6), seed=SEEDS, most=LENGTHS)
 def test_json_follows_its_schema(
     engine: Engine, table: TokenTable, completer: Completer, schemas: list[Schema], seed: int, most: int
@@ -156,7 +156,7 @@ def test_json_follows_its_schema(
     check_schemas(engine, table, completer, schemas, seed, most)
 
 
-@settings(max_examples=15, **EXAMPLES)
+@settings(max_examples=10, **EXAMPLES)
 @given(patterns=st.lists(REGEXES, min_size=3, max_size=6), seed=SEEDS, most=LENGTHS)
 def test_text_follows_its_expression(
     engine: Engine, table: TokenTable, patterns: list[str], seed: int, most: int
@@ -166,7 +166,7 @@ def test_text_follows_its_expression(
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-@settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     schemas=st.lists(SCHEMAS, min_size=3, max_size=6),
     patterns=st.lists(REGEXES, min_size=3, max_size=6),

@@ -42,7 +42,7 @@ def subject(request: pytest.FixtureRequest) -> Iterator[StandInSubject]:
 def test_generated_schedules(subject: StandInSubject) -> None:
     before = subject.compiles_after_warm_up()
     simulate(200, subject=subject)
-    simulate(50, subject=subject, kind=GrammarSimulation)
+    simulate(25, subject=subject, kind=GrammarSimulation)
     assert subject.compiles_after_warm_up() == before
 
 
