@@ -127,13 +127,19 @@ def test_sampling_and_penalties_work_on_what_the_mask_leaves(driver: PlanDriver)
             output.append(token)
 
 
-def test_logits_that_are_not_finite_are_told_under_a_mask_too(runner: Runner) -> None:
+@pytest.mark.parametrize("hidden_by_the_mask", [False, True])
+def test_logits_that_are_not_finite_are_told_under_a_mask_too(runner: Runner, hidden_by_the_mask: bool) -> None:
+    """All logits of a sequence, or that of a token alone which the mask does not allow."""
     make = stand_in_jax.stand_in_runner if runner.report().backend == "jax" else stand_in_torch.stand_in_runner
     poisoned = [array.copy() for array in WEIGHTS]
-    poisoned[0][77] = np.nan
+    prompt = [5, 77, 6]
+    if hidden_by_the_mask:
+        poisoned[-1][:, next(token for token in range(VOCAB) if token not in allowed_behind(prompt))] = np.nan
+    else:
+        poisoned[0][77] = np.nan
     sick_runner = make(poisoned, max_rows=2, token_budget=16)
     driver = PlanDriver(sick_runner)
-    sick = driver.admit([5, 77, 6])
+    sick = driver.admit(prompt)
     masked_step(driver, [(sick, 3)], [sick])
     assert sick.output == [INVALID_TOKEN]
     sick_runner.close()
