@@ -5,7 +5,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = np.uint32(0x1BD11BDA)
@@ -30,16 +29,17 @@ def threefry_2x32(
     return left, right
 
 
-def gumbel_noise(seeds: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:
-    """Standard Gumbel variates, float32 `[rows, vocab]`.
+def gumbel_noise(seeds: jax.Array, positions: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Standard Gumbel variates, float32 `[rows, m]`.
 
     The key is the request's seed, the counter is (position, token id), so that a row's noise is batch-invariant: it
     depends neither on the other rows nor on where in the batch it stands.
 
-    **Arguments:** `seeds` uint32 `[rows, 2]`, low word first; `positions` int32 `[rows]`.
+    **Arguments:** `seeds` uint32 `[rows, 2]`, low word first; `positions` int32 `[rows]`; `tokens` int32
+    `[rows, m]`, or `[1, m]` for the same tokens of each row.
     """
-    shape = (positions.shape[0], vocab_size)
-    token_ids = lax.broadcasted_iota(jnp.uint32, shape, 1)
+    shape = (positions.shape[0], tokens.shape[1])
+    token_ids = jnp.broadcast_to(tokens.astype(jnp.uint32), shape)
     position_words = jnp.broadcast_to(positions.astype(jnp.uint32)[:, None], shape)
     bits, _ = threefry_2x32((seeds[:, :1], seeds[:, 1:]), (position_words, token_ids))
     # 23 bits and a half step: strictly inside (0, 1), so that both logarithms are finite.

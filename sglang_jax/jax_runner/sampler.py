@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sglang_jax.jax_runner.filters import Filters, Near, has_near, largest_kept
 from sglang_jax.jax_runner.noise import gumbel_noise
 from sglang_jax.jax_runner.sampling_state import SamplingState
 from sglang_jax.runner.plan import INVALID_TOKEN
 from sglang_jax.runner.row_updates import ONE_OUTPUT
 
-_INFINITY_BITS = 0x7F800000
 _LEAST_TEMPERATURE = np.float32(1e-20)
 _LARGEST_BLOCK, _LEAST_BLOCK = 256, 16
 """Tokens of a block of `first_argmax`. With fewer, the largest values of all blocks would be nearly a vocabulary."""
@@ -195,64 +195,32 @@ def _penalise(logits: jax.Array, own: SamplingState, rows: jax.Array, penalised:
 
 
 def _gumbel_argmax(logits: jax.Array, own: SamplingState, kv_lens: jax.Array, random: jax.Array) -> jax.Array:
-    """Samples by the Gumbel-max trick among the tokens that the filters keep: int32 `[n]`.
-
-    Works on the distance of each scaled logit to the row's largest. A distance is never negative, so its bits as an
-    integer have the same order as its value, and a filter is a largest distance kept.
-    """
+    """Samples by the Gumbel-max trick among the tokens that the filters keep: int32 `[n]`."""
+    vocab_size = logits.shape[1]
     temperature = jnp.maximum(jnp.where(random, own.temperature, 1.0), _LEAST_TEMPERATURE)
     largest = jnp.max(logits, axis=-1, keepdims=True)
     distances = lax.optimization_barrier((largest - logits) / temperature[:, None])
-    everything = jnp.full(logits.shape[:1], jnp.inf, jnp.float32)
-    kept = lax.cond(
-        jnp.any(random & (own.top_k < logits.shape[1])),
-        lambda: _top_k_distance(distances, own.top_k),
-        lambda: everything,
-    )
-    kept = lax.cond(
-        jnp.any(random & (own.top_p < 1.0)),
-        lambda: jnp.where(own.top_p < 1.0, _top_p_distance(distances, kept, own.top_p), kept),
-        lambda: kept,
-    )
-    kept = jnp.minimum(kept, -jnp.log(own.min_p))
-    noise = gumbel_noise(own.seed, kv_lens, logits.shape[1])
-    return first_argmax(jnp.where(distances <= kept[:, None], noise - distances, -jnp.inf))
+    filters = Filters(own.top_k, own.top_p, own.min_p, random)
 
+    def among_all(kept: jax.Array) -> jax.Array:
+        noise = gumbel_noise(own.seed, kv_lens, lax.broadcasted_iota(jnp.int32, (1, vocab_size), 1))
+        return first_argmax(jnp.where(distances <= kept[:, None], noise - distances, -jnp.inf))
 
-def _top_k_distance(distances: jax.Array, top_k: jax.Array) -> jax.Array:
-    """Distance of the k-th likeliest token, float32 `[n]`."""
+    def search_all() -> jax.Array:
+        return among_all(largest_kept(distances, None, filters))
 
-    def enough(limits: jax.Array) -> jax.Array:
-        return jnp.sum((distances <= limits[:, None]).astype(jnp.int32), axis=-1) >= top_k
+    def search_near() -> jax.Array:
+        near = lax.cond(jnp.any(filters.cut(vocab_size)), lambda: Near.of(distances), lambda: Near.none(len(distances)))
+        kept = largest_kept(distances, near, filters)
 
-    return _least_distance(enough, distances.shape[0])
+        def among_near() -> jax.Array:
+            noise = gumbel_noise(own.seed, kv_lens, near.tokens)
+            values = jnp.where(near.distances <= kept[:, None], noise - near.distances, -jnp.inf)
+            best = jnp.max(values, axis=-1, keepdims=True)
+            return jnp.min(jnp.where(values == best, near.tokens, vocab_size), axis=-1)
 
+        return lax.cond(jnp.all(~random | near.has_all(kept)), among_near, lambda: among_all(kept))
 
-def _top_p_distance(distances: jax.Array, kept: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Least distance within which lies `top_p` of the probability kept so far, float32 `[n]` (Holtzman et al. 2019)."""
-    weights = jnp.where(distances <= kept[:, None], jnp.exp(-distances), 0.0)
-    weights = lax.optimization_barrier(weights)
-    wanted = top_p * jnp.sum(weights, axis=-1)
-
-    def enough(limits: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(distances <= limits[:, None], weights, 0.0), axis=-1) >= wanted
-
-    return jnp.minimum(_least_distance(enough, distances.shape[0]), kept)
-
-
-def _least_distance(enough: Callable[[jax.Array], jax.Array], lines: int) -> jax.Array:
-    """The least float32 in [0, infinity] for which `enough` (`[n]` floats to `[n]` bools, monotone) holds.
-
-    Bisects over the bits of the float: exact after 31 passes over the vocabulary, and 15 to 30 times faster on the CPU
-    than sorting it. Infinity if it holds nowhere below.
-    """
-
-    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds
-        middle = low + (high - low) // 2
-        holds = enough(lax.bitcast_convert_type(middle, jnp.float32))
-        return jnp.where(holds, low, middle + 1), jnp.where(holds, middle, high)
-
-    bounds = (jnp.zeros(lines, jnp.int32), jnp.full(lines, _INFINITY_BITS, jnp.int32))
-    _, least = lax.fori_loop(0, 31, halve, bounds)
-    return lax.bitcast_convert_type(least, jnp.float32)
+    if not has_near(vocab_size):
+        return search_all()
+    return lax.platform_dependent(cpu=search_near, default=search_all)

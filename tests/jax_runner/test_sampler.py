@@ -6,16 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.samplers import SAMPLERS, Case
+from helpers.samplers import SAMPLERS, Case, token_of
 from jax.extend.random import threefry_2x32 as jax_threefry_2x32
 from scipy import stats
 
+from sglang_jax.jax_runner.filters import Filters, Near, largest_kept
 from sglang_jax.jax_runner.noise import gumbel_noise, threefry_2x32
 from sglang_jax.jax_runner.sampler import first_argmax
 from sglang_jax.runner.plan import INVALID_TOKEN
 from sglang_jax.sampling.params import SamplingParams
 
-_noise = jax.jit(gumbel_noise, static_argnums=2)
+_noise = jax.jit(gumbel_noise)
 
 
 def test_noise_bits_are_threefry() -> None:
@@ -27,7 +28,7 @@ def test_noise_bits_are_threefry() -> None:
 
 def test_noise_is_gumbel_and_differs_by_seed_word_and_position() -> None:
     seeds = np.array([[5, 0], [5, 0], [6, 0], [5, 1]], np.uint32)
-    noise = np.asarray(_noise(seeds, np.array([9, 10, 9, 9], np.int32), 20_000))
+    noise = np.asarray(_noise(seeds, np.array([9, 10, 9, 9], np.int32), np.arange(20_000)[None]))
     assert np.isfinite(noise).all()
     for row in noise:
         assert stats.kstest(row, "gumbel_r").pvalue > 1e-4
@@ -62,3 +63,56 @@ def test_first_argmax_of_a_row_with_a_nan_is_no_token(vocab_size: int, place: in
     values = np.arange(vocab_size, dtype=np.float32)[None]
     values[0, place] = np.nan
     assert first_argmax(values)[0] >= vocab_size
+
+
+LARGE = 32_773
+"""No block divides it."""
+
+
+def large_case(rng: np.random.Generator, spread: float, grain: float) -> Case:
+    """Logits of which few or many are near the largest, many of them equal where the grain is coarse."""
+    logits = np.round(rng.normal(0, spread, LARGE) / grain).astype(np.float32) * np.float32(grain)
+    sampling = SamplingParams(
+        temperature=float(rng.choice([0.0, 0.7, 1.3], p=[0.1, 0.5, 0.4])),
+        top_k=int(rng.choice([-1, 1, 40, 3000])),
+        top_p=float(rng.choice([1.0, 0.9, 0.2])),
+        min_p=float(rng.choice([0.0, 0.05])),
+    )
+    return Case(logits, sampling, seed=int(rng.integers(2**63)))
+
+
+def test_what_is_near_is_told_as_in_all_of_a_large_vocabulary() -> None:
+    """Whether a line's filters end among its nearest tokens, and what the lines beside it ask for, changes nothing."""
+    rng = np.random.default_rng(3)
+    shapes = [(4.0, 1e-6), (4.0, 0.5), (0.3, 1e-6), (0.8, 2.0)]
+    cases = [large_case(rng, *shapes[number % len(shapes)]) for number in range(24)]
+    references = [case.reference() for case in cases]
+    sure = [reference.margin > 1e-5 for reference in references]
+    assert sum(sure) >= 18
+    together = [token for start in range(0, 24, 6) for token in SAMPLERS["jax"].sample(cases[start : start + 6])]
+    mixed = [token for start in range(4) for token in SAMPLERS["jax"].sample(cases[start::4])]
+    for place, reference in enumerate(references):
+        token = mixed[place % 4 * 6 + place // 4]
+        assert token == together[place]
+        assert token == token_of(reference) or not sure[place]
+
+
+def test_the_nearest_tokens_say_what_all_would() -> None:
+    rng = np.random.default_rng(4)
+    values = np.concatenate([np.abs(rng.normal(0, 8, (5, LARGE))), rng.integers(0, 9, (2, LARGE))]).astype(np.float32)
+    values[6, 200:] = np.inf  # under a mask: fewer than are looked at
+    values -= values.min(axis=1, keepdims=True)
+    near = jax.jit(Near.of)(values)
+    kept_of = jax.jit(largest_kept)
+    for line, (bound, tokens) in enumerate(zip(near.bound, near.tokens, strict=True)):
+        assert np.isin(np.flatnonzero(values[line] < bound), tokens).all()
+        inside = tokens[tokens < LARGE]
+        assert (near.distances[line][tokens < LARGE] == values[line][inside]).all()
+    assert near.has_all(near.bound).tolist() == (near.bound == np.inf).tolist() == [False] * 6 + [True]
+    for top_k, top_p, min_p in [(40, 1.0, 0.0), (LARGE, 1.0, 0.2), (3000, 1.0, 0.0), (5000, 1.0, 0.0), (40, 1.0, 0.5)]:
+        full = [
+            np.full(7, value, kind) for value, kind in ((top_k, np.int32), (top_p, np.float32), (min_p, np.float32))
+        ]
+        filters = Filters(*full, np.arange(7) != 2)
+        kept, expected = (np.asarray(kept_of(values, where, filters)) for where in (near, None))
+        assert kept[filters.random].tolist() == expected[filters.random].tolist()
