@@ -4,7 +4,8 @@
 
 As `fair_prefill.py`, whose time is simulated. Some requests decode all the time; prompts of `--long` tokens come one
 after the other, and short ones all the while, one after the other. A server is started for each case (or asked at
-`--url`), given one long prompt to learn step times from, and measured for so many seconds after that.
+`--url`), given one prompt of `LEARNING` tokens by itself to learn step times from, and measured for so many seconds
+after that. A case takes a minute or two; on a slow machine take a target that a few dozen tokens of a prompt can keep.
 
 - ITL: milliseconds between two tokens of a request that decodes, while a long prompt is computed. `alone`: without.
 - TTFT: of the short prompts in milliseconds, of the long ones in seconds.
@@ -24,10 +25,11 @@ from pathlib import Path
 import httpx2
 import numpy as np
 from faults import Server
-from machine import report
+from machine import format_table, report
 
 DECODING = 4
 SHORT = 20
+LEARNING = 1000
 ALONE_SECONDS = 5.0
 PATIENCE_SECONDS = 300.0
 
@@ -71,8 +73,8 @@ async def measure(url: str, seconds: float, length: int) -> dict[str, object]:
     short: list[tuple[float, float]] = []
     long: list[tuple[float, float]] = []
     async with httpx2.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS) as http:
+        await first_token(http, LEARNING)
         streams = [asyncio.create_task(decode(http, times)) for times in decoded]
-        await first_token(http, length)
         await asyncio.sleep(1.0)
         begin = time.monotonic()
         await asyncio.sleep(ALONE_SECONDS)
@@ -141,12 +143,11 @@ def main() -> None:
         table = [asyncio.run(measure(arguments.url, arguments.seconds, arguments.long))]
     else:
         cases = [target or None for target in arguments.target or [0.0]]
-        table = [
-            asyncio.run(
-                measure_case(arguments.backend, arguments.chunk, target, arguments.seconds, arguments.long, options)
-            )
-            for target in cases
-        ]
+        table = []
+        for target in cases:
+            case = measure_case(arguments.backend, arguments.chunk, target, arguments.seconds, arguments.long, options)
+            table.append(asyncio.run(case))
+            print(format_table(table[-1:]), flush=True)  # in case a later one fails
     title = f"Prompts of {arguments.long} tokens beside short ones and decoding requests, over HTTP, ms"
     report(title, table, arguments.json)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
@@ -37,8 +36,8 @@ def unknown_field(where: str, name: str) -> str:
 def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ParameterError(f"{name} must be a number, got {shown(value)}", param=name)
-    below = value <= low if open_low else value < low
-    if math.isnan(value) or below or value > high:
+    within = low < value <= high if open_low else low <= value <= high
+    if not within:  # nor is one that is not a number
         bracket = "(" if open_low else "["
         raise ParameterError(f"{name} must be in {bracket}{low:g}, {high:g}], got {shown(value)}", param=name)
 

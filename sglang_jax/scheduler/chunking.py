@@ -115,7 +115,7 @@ class TimedChunk:
     """As many as leave a step within a time, by what earlier steps took.
 
     - What was never run is not foretold: a step has at most twice as many tokens of prompts as any before it.
-    - Where the time is too short for the decode rows alone, prompts may take half as long as they do: nobody gains by
+    - Where the time is too short for a step without prompts, prompts may take half as long as that: nobody gains by
       prompts that do not end.
     - A step that is padded anyway is filled.
 
@@ -137,7 +137,7 @@ class TimedChunk:
         rows, context = decode_tokens, int(decode_lens.sum())
         order, oldest = _order(prompts, work), _oldest(prompts)
         starts = [request.prefill_len - left for request, left in zip(prompts, work, strict=True)]
-        alone = self.times.expect(self._shape(rows, context, [])) if rows else 0.0
+        alone = self.times.expect(self._shape(rows, context, []))
         room = max(self._target / (1.0 + min(2.0 * self.times.error, MOST_MARGIN)), 1.5 * alone)
 
         def fits(tokens: int) -> bool:

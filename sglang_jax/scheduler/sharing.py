@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from sglang_jax.mem_cache.kv_cache import KVCache
@@ -48,12 +50,13 @@ class UnderWay:
             return False
         return _offer(request, probe.node, cached, page) in self._offers
 
-    def note_sharers(self, seated: list[Request], waiting: list[Request]) -> None:
+    def note_sharers(self, seated: list[Request], waiting: Iterable[Request]) -> None:
         """Tells prompts that were given rows where waiting ones part from them, whether or not these have to wait."""
         if not self._by_length or not self._cache.reuse:
             return
+        others = list(waiting)
         for one in seated:
-            for other in waiting:
+            for other in others:
                 if len(one.record.branches) >= MOST_BRANCHES:
                     break
                 if (length := self._alike(one, other, one.record.state_len)) is not None:

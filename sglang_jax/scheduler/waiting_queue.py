@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from operator import itemgetter
 
 from sglang_jax.config import SchedulePolicy
 from sglang_jax.scheduler.request import Request, RequestState, Waiting
 from sglang_jax.scheduler.reserve import CLIP
 
 Key = tuple[int, int, int, int]
+
+_REQUEST = itemgetter(1)
 
 LONGEST_PREFIX_WINDOW = 128
 """Requests whose cached prefix is looked up when the longest goes first; a match of the whole queue each step would
@@ -42,6 +45,26 @@ class Turns:
         self._ends.clear()
 
 
+class Order:
+    """Requests by a key, lowest first; no two have the same, so that requests are never compared."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[Key, Request]] = []
+
+    def add(self, key: Key, request: Request) -> None:
+        insort(self.entries, (key, request))
+
+    def remove(self, key: Key, request: Request) -> None:
+        """Takes out a request that was added with this key."""
+        place = bisect_left(self.entries, (key,))
+        assert self.entries[place][1] is request
+        del self.entries[place]
+
+    def first(self, count: int) -> Iterator[Request]:
+        """The first `count`, as they are now."""
+        return map(_REQUEST, self.entries[:count])
+
+
 class WaitingQueue:
     """Three orders of the same requests.
 
@@ -60,15 +83,15 @@ class WaitingQueue:
     def __init__(self, policy: SchedulePolicy, cached_prefix: Callable[[Request], int]) -> None:
         self._policy = policy
         self._cached_prefix = cached_prefix
-        self._entries: list[tuple[Key, Request]] = []
-        self._by_work: list[tuple[Key, Request]] = []
+        self._by_policy = Order()
+        self._by_work = Order()
         self._by_age: list[tuple[int, int, Request]] = []
         self._added = 0
         self._pause = 0
         self._turns = Turns()
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._by_policy.entries)
 
     def look_again(self) -> None:
         """Something was released, cached or queued: who does not fit may fit now."""
@@ -83,7 +106,7 @@ class WaitingQueue:
         if self._pause > 0:
             self._pause -= 1
             return False
-        return bool(self._entries)
+        return bool(self._by_policy.entries)
 
     def add(self, request: Request) -> None:
         """Enters a request at its place; a retracted one before its equals."""
@@ -94,11 +117,11 @@ class WaitingQueue:
             output = min(request.total_len - request.prefill_len, CLIP)
             turn = self._turns.take(request.tenant, max(work + output, 1))
         request.waiting = Waiting(queued=True, turn=turn, work=work)
-        _enter(self._entries, self._key(request), request)
-        _enter(self._by_work, _work_key(request), request)
+        self._by_policy.add(self._key(request), request)
+        self._by_work.add(_work_key(request), request)
         self._added += 1
         heapq.heappush(self._by_age, (request.sequence, self._added, request))
-        if len(self._by_age) > 2 * len(self._entries) + 64:
+        if len(self._by_age) > 2 * len(self) + 64:
             self._by_age = [entry for entry in self._by_age if _waits(entry[2])]
             heapq.heapify(self._by_age)
 
@@ -106,28 +129,28 @@ class WaitingQueue:
         """Takes a request out; it must be in, in the state in which it came."""
         self.look_again()
         request.waiting.queued = False
-        self._turns.pass_to(min(request.waiting.turn, self._entries[0][1].waiting.turn))
-        _leave(self._entries, self._key(request), request)
-        _leave(self._by_work, _work_key(request), request)
-        if not self._entries:
+        self._turns.pass_to(min(request.waiting.turn, self._by_policy.entries[0][1].waiting.turn))
+        self._by_policy.remove(self._key(request), request)
+        self._by_work.remove(_work_key(request), request)
+        if not len(self):
             self._turns.clear()
 
-    def first(self, count: int) -> list[Request]:
-        """The first `count` requests in the order of the policy."""
+    def first(self, count: int) -> Iterator[Request]:
+        """The first `count` requests in the order of the policy, as they are now."""
         if self._policy is not SchedulePolicy.LPM:
             return self.front(count)
-        window = self.front(max(count, LONGEST_PREFIX_WINDOW))
+        window = list(self.front(max(count, LONGEST_PREFIX_WINDOW)))
         head = window[:LONGEST_PREFIX_WINDOW]
         head.sort(key=self._longest_prefix_key)
-        return (head + window[LONGEST_PREFIX_WINDOW:])[:count]
+        return iter((head + window[LONGEST_PREFIX_WINDOW:])[:count])
 
-    def front(self, count: int) -> list[Request]:
+    def front(self, count: int) -> Iterator[Request]:
         """As `first`, but for lpm by arrival: nothing is looked up."""
-        return [request for _, request in self._entries[:count]]
+        return self._by_policy.first(count)
 
-    def least_work(self, count: int) -> list[Request]:
+    def least_work(self, count: int) -> Iterator[Request]:
         """The first `count` requests by priority and then by work."""
-        return [request for _, request in self._by_work[:count]]
+        return self._by_work.first(count)
 
     def oldest(self) -> Request:
         """The one that arrived first. The queue must not be empty."""
@@ -141,13 +164,13 @@ class WaitingQueue:
         """Finds how many tokens of a waiting request are to be computed as things are now."""
         work = request.prefill_len - self._cached_prefix(request)
         if work != request.waiting.work:
-            _leave(self._by_work, _work_key(request), request)
+            self._by_work.remove(_work_key(request), request)
             request.waiting.work = work
-            _enter(self._by_work, _work_key(request), request)
+            self._by_work.add(_work_key(request), request)
 
     def requests(self) -> list[Request]:
         """Everything that waits."""
-        return self.front(len(self))
+        return list(self.front(len(self)))
 
     def _longest_prefix_key(self, request: Request) -> tuple[int, int]:
         if request.state is RequestState.RETRACTED:
@@ -171,20 +194,3 @@ def _waits(request: Request) -> bool:
 
 def _work_key(request: Request) -> Key:
     return (-request.priority, request.waiting.work, request.sequence, 0)
-
-
-def _enter(entries: list[tuple[Key, Request]], key: Key, request: Request) -> None:
-    if not entries or entries[-1][0] < key:
-        entries.append((key, request))
-    else:
-        insort(entries, (key, request), key=_first_of)
-
-
-def _leave(entries: list[tuple[Key, Request]], key: Key, request: Request) -> None:
-    index = 0 if entries[0][1] is request else bisect_left(entries, key, key=_first_of)
-    assert entries[index][1] is request
-    del entries[index]
-
-
-def _first_of(entry: tuple[Key, Request]) -> Key:
-    return entry[0]

@@ -244,19 +244,25 @@ class Simulation(RuleBasedStateMachine):
             self.watch.step()
 
     @rule(
-        family=st.sampled_from(FAMILIES), length=st.integers(6, 40), shared=st.integers(1, 20), seed=st.integers(0, 3)
+        family=st.sampled_from(FAMILIES),
+        length=st.integers(6, 40),
+        shared=st.integers(1, 20),
+        seed=st.integers(0, 3),
+        namespace=st.sampled_from([None, None, "other"]),
     )
-    def two_that_begin_alike(self, family: tuple[int, ...], length: int, shared: int, seed: int) -> None:
+    def two_that_begin_alike(
+        self, family: tuple[int, ...], length: int, shared: int, seed: int, namespace: str | None
+    ) -> None:
         """The second waits for what both begin with, and for no more."""
         for prompt in (family[:length], (*family[: min(shared, length)], VOCAB - 2, 1 + seed)):
-            self.add(family, 0, list(prompt), 8, seed, True, None, (), True, -1, -1)
+            self.add(family, 0, list(prompt), 8, seed, True, namespace, (), True, -1, -1)
 
     @precondition(lambda self: self.subject is None)
     @rule(family=st.sampled_from(FAMILIES), shared=st.integers(0, 20))
     def spoil(self, family: tuple[int, ...], shared: int) -> None:
         """A fault of the device: whoever has a part in this step may end with an error, and nobody else."""
         if shared:
-            self.two_that_begin_alike(family, shared + 4, shared, 1)
+            self.two_that_begin_alike(family, shared + 4, shared, 1, None)
         self._spoil_a_step()
 
     def _spoil_a_step(self) -> None:
@@ -412,11 +418,14 @@ class Simulation(RuleBasedStateMachine):
     def _check_the_rest(self) -> None:
         bench, channel = self.bench, self.bench.channel
         for request_id, finished in channel.finished.items():
+            filled = finished.num_tokens > 0 and len(bench.prompts[request_id]) + finished.num_tokens == bench.context
+            type(self).met["an output to the context"] += filled
             if finished.kind == "error":
                 assert finished.error is not None
                 assert finished.error.name in ("CapacityError", "NumericalError", "QueueFullError")
                 if finished.error.name == "CapacityError":
                     self._check_capacity(request_id, finished.error.message)
+                    type(self).met["said not to fit"] += 1
             elif finished.kind == "abort":
                 streamed = channel.streams.get(request_id, [])
                 assert streamed == bench.wanted[request_id][: len(streamed)]

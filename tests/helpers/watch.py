@@ -19,11 +19,13 @@ from sglang_jax.scheduler.reserve import CLIP
 
 @dataclass(slots=True)
 class Wait:
-    """One stay in the queue: stays of older requests that it overlaps, and rows given meanwhile to younger ones."""
+    """One stay in the queue: stays of older requests that it overlaps; rows given meanwhile to younger ones, and `late`
+    of them while it was the oldest and had let others pass for as many steps as it has to."""
 
     request: Request
     older: int = 0
     younger: int = 0
+    late: int = 0
 
 
 class Watch:
@@ -33,13 +35,15 @@ class Watch:
     - **nobody is kept waiting for nothing**: who fits beside all that runs, and shares nothing that is being computed,
       has a row after the next step, or `RETRY_STEPS` later where nothing has changed since it was refused;
     - **bounded overtaking**: while a request waits, rows given to younger ones are at most
-      `aged_turn - 1 + backfill_seats` for each stay of an older one beside it, and for its own.
+      `aged_turn - 1 + backfill_seats` for each stay of an older one beside it, and for its own; and at most
+      `aged_turn - 1` once `backfill_steps` have gone by since it, then the oldest, was found not to fit.
 
     `met` counts what happened, so that a test can tell whether it met what it is about.
     """
 
     def __init__(self, bench: Bench) -> None:
         self._scheduler = scheduler = bench.scheduler
+        self._policy = bench.config.schedule_policy
         self._chunk = min(bench.chunk, bench.budget)
         self._budget = bench.budget
         self._max_samples = bench.max_samples
@@ -68,7 +72,8 @@ class Watch:
         assert not late, f"pages stay retired though steps {late} have finished"
         self._check_states()
         self._overdue = self._overdue + 1 if owed and self._seats == seats else 0
-        assert self._overdue <= (0 if changed else RETRY_STEPS), f"room for {scheduler.queue.first(1)}, and no row"
+        most = 0 if changed else RETRY_STEPS
+        assert self._overdue <= most, f"{scheduler.queue.requests()[:1]} fits, and has no row"
         self.met["several prompts under way"] += len(self._under_way()) > 1
         self.met["retracted for lack of pages"] += scheduler.log.counts.retractions - retractions
         self.met["several tokens of a row in a step"] += self._several_of_a_row()
@@ -133,11 +138,24 @@ class Watch:
         waiting = {one.id for one in self._scheduler.queue.requests()}
         self._waits = {key: wait for key, wait in self._waits.items() if key in waiting}
         admission = self._scheduler._admission
-        bound = admission.aged_turn - 1 + admission.backfill_seats
+        turns, passing = admission.aged_turn - 1, admission.backfill_seats
+        oldest = min((wait.request.sequence for wait in self._waits.values()), default=0)
         for wait in self._waits.values():
-            wait.younger += request.sequence > wait.request.sequence
-            self.met["overtaken"] += request.sequence > wait.request.sequence
-            assert wait.younger <= bound * (wait.older + 1), f"{wait} was overtaken more often than {bound} each"
+            if request.sequence < wait.request.sequence:
+                continue
+            wait.younger += 1
+            wait.late += wait.request.sequence == oldest and self._let_others_pass(wait.request)
+            self.met[f"overtaken under {self._policy}"] += 1
+            stays = wait.older + 1
+            assert wait.younger <= (turns + passing) * stays, (
+                f"{wait} was overtaken too often, {turns} + {passing} each"
+            )
+            assert wait.late <= turns * stays, f"{wait} was overtaken too late, {turns} each"
+
+    def _let_others_pass(self, request: Request) -> bool:
+        """Whether it has for long enough, so that room is to be kept for it."""
+        since, now = request.waiting.refused_at, self._scheduler.cache.launched_step + 1
+        return since is not None and now - since >= self._scheduler._admission.backfill_steps
 
     def _several_of_a_row(self) -> bool:
         launched = self._scheduler._in_flight
@@ -166,7 +184,7 @@ class Watch:
             cache.pages_for(one.prefill_len) - cache.pages_for(int(start))
             for one, start in zip(under_way, starts, strict=True)
         )
-        firsts = (scheduler.queue.first(1)[0], scheduler.queue.oldest())
+        firsts = (next(scheduler.queue.first(1)), scheduler.queue.oldest())
         return all(
             self._fits(one, crossing, pages) and not any(self._shares(one, other) for other in under_way)
             for one in firsts

@@ -109,6 +109,14 @@ def retire_a_page_that_is_owned(cache: KVCache) -> None:
     cache.groups[0].pool.num_free -= 1
 
 
+def forget_to_clear_a_column(cache: KVCache) -> None:
+    cache.groups[0].table.pages[0, -1] = 1
+
+
+def depend_on_another_namespace(cache: KVCache) -> None:
+    cache.open_rows[0].namespace = "other"
+
+
 FAULTS = [
     (lose_a_free_page, "do not add up"),
     (miscount_evictable, "miscounted"),
@@ -128,6 +136,8 @@ FAULTS = [
     (give_a_page_to_two_rows, "two owners"),
     (own_the_pad_page, "the pad page is owned"),
     (retire_a_page_that_is_owned, "two owners"),
+    (forget_to_clear_a_column, "names pages beyond"),
+    (depend_on_another_namespace, "a prefix of another namespace"),
 ]
 
 

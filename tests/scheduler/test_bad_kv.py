@@ -341,11 +341,11 @@ def test_who_lost_its_row_proves_nothing_of_the_one_it_has_now(monkeypatch: pyte
     assert not request.record.proven
     scheduler.retract_newest()
     scheduler.cache.flush()
-    scheduler._planner._budget._size = 4
+    scheduler.budget.size = 4
     bench.runner.spoil_next = True
     scheduler.step()
     sharer = bench.add([*prompt[:4], 30], sampling=SamplingParams(max_new_tokens=4, seed=3, ignore_eos=True))
-    scheduler._planner._budget._size = 64
+    scheduler.budget.size = 64
     scheduler.drain_in_flight()
     assert not request.record.proven
     scheduler.abort(again)

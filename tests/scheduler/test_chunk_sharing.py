@@ -267,6 +267,17 @@ class TestTimedChunk:
         assert 1.4 * alone < expected <= 1.5 * alone
         assert found > LEAST_CHUNK
 
+    def test_nor_does_a_prompt_by_itself_creep_where_every_step_takes_too_long(self) -> None:
+        """On a busy machine any step took 0.4 s, and a prompt of 7,000 tokens nobody else beside it three minutes."""
+        budget = TimedChunk(0.1, 512, Padding(()))
+        prompts, left, steps = [waiting(1)], 7000, 0
+        prompts[0].prefill_len = left
+        while left:
+            tokens = budget.allowance(0, NOBODY, prompts, [left], min(left, 1000))
+            budget.observe(plan(0, tokens), 0.4 + tokens * 1e-4)
+            left, steps = left - tokens, steps + 1
+        assert steps < 30
+
     def test_noise_takes_a_quarter_of_the_time_at_most(self) -> None:
         random = np.random.default_rng(0)
         budget = TimedChunk(0.05, 512, Padding(()))

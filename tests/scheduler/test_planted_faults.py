@@ -11,6 +11,8 @@ import pytest
 from helpers.simulation import STATE, WITH_STATES, Strategy, simulate
 from hypothesis import strategies as st
 
+from sglang_jax.config import SchedulePolicy
+from sglang_jax.mem_cache.full_kv import FullKV
 from sglang_jax.mem_cache.group import Group, WindowGroup
 from sglang_jax.mem_cache.invariants import InvariantError
 from sglang_jax.mem_cache.kv_cache import KVCache
@@ -196,6 +198,28 @@ def no_turn_for_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
 def never_keep_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who does not fit is passed for ever."""
     monkeypatch.setattr(Admission, "_keeps_room", lambda self, request, step: False)
+
+
+def keep_room_for_a_crowd_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who does not fit is passed by so many, however long that takes."""
+
+    def keeps_room(self: Admission, request: Request, step: int) -> bool:
+        return request.waiting.refused_at is not None and request.waiting.passed >= self.backfill_seats
+
+    monkeypatch.setattr(Admission, "_keeps_room", keeps_room)
+
+
+def keep_what_was_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bad KV that somebody depends on is not freed when they let go."""
+    unpin = FullKV.unpin
+
+    def unpin_what_lives(self: FullKV, node: Node) -> None:
+        if node.dead:
+            self.protected -= node.length
+        else:
+            unpin(self, node)
+
+    monkeypatch.setattr(FullKV, "unpin", unpin_what_lives)
 
 
 def miscount_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,6 +524,8 @@ FAULTS = [
     fail_who_read_bad_kv,
     no_turn_for_the_oldest,
     never_keep_room,
+    keep_room_for_a_crowd_alone,
+    keep_what_was_cut_off,
     miscount_what_does_not_fit,
     *WINDOW_FAULTS,
     *STATE_FAULTS,
@@ -515,6 +541,14 @@ NO_SHORTAGE: dict[str, Strategy] = {
     "reuse": st.just(True),
 }
 """Most requests run, several at a time, and find each other's prefixes."""
+
+PASSED_BY_SHORT_PROMPTS: dict[str, Strategy] = {
+    "aged_turn": st.just(2),
+    "backfill": st.just((0, 256)),
+    "chunk": st.just(3),
+    "rows": st.integers(2, 6),
+}
+"""Steps whose tokens are all spoken for, so that who has least to compute goes first, even in the order of arrival."""
 
 PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
     # Room for the second appears, by the rounding of pages, while a first alone goes on.
@@ -532,6 +566,13 @@ PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
     share_by_the_first_page: NO_SHORTAGE | {"page_size": st.sampled_from([1, 4]), "chunk": st.just(3)},
     no_turn_for_the_oldest: {"aged_turn": st.just(2), "rows": st.integers(1, 2)},
     never_keep_room: {"backfill": st.just((2, 256)), "aged_turn": st.sampled_from([2, 3]), "pages": st.integers(6, 24)},
+    keep_room_for_a_crowd_alone: {
+        "backfill": st.just((32, 5)),
+        "aged_turn": st.just(2),
+        "pages": st.integers(6, 24),
+        "context": st.just(60),
+    },
+    keep_what_was_cut_off: NO_SHORTAGE,
     doubt_no_window: NO_SHORTAGE | {"groups": st.sampled_from([(5,), (None, 5)]), "page_size": st.just(4)},
     keep_what_is_behind_a_stop: NO_SHORTAGE | {"drafts": st.just(4)},
     reclaim_behind_the_longest_guess: WINDOWS,
@@ -559,6 +600,16 @@ PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
     },
 }
 """Sizes with which a fault shows, where few of those that are drawn else would do."""
+
+
+@pytest.mark.parametrize("policy", SchedulePolicy)
+def test_overtaking_without_end_is_caught_under_each_policy(
+    policy: SchedulePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_turn_for_the_oldest(monkeypatch)
+    sizes = ONE_POOL | NO_DRAFTS | PASSED_BY_SHORT_PROMPTS | {"policy": st.just(policy)}
+    with pytest.raises(AssertionError, match="was overtaken too often"):
+        simulate(SCHEDULES, known_fault=True, sizes=sizes)
 
 
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)

@@ -110,7 +110,7 @@ def test_a_retracted_request_goes_before_its_equals_whatever_the_policy(policy: 
     bench.scheduler.drain_in_flight()
     assert bench.scheduler.retract_newest()
     assert bench.scheduler.queue.requests()[0].id == victim
-    assert bench.scheduler.queue.first(1)[0].id == victim
+    assert next(bench.scheduler.queue.first(1)).id == victim
     bench.run()
     assert next(iter(bench.channel.finished)) == victim
     bench.check_outputs()

@@ -10,6 +10,8 @@ import pytest
 from helpers.simulated_grammars import GrammarSimulation
 from helpers.simulation import Simulation, simulate
 
+from sglang_jax.config import SchedulePolicy
+
 PROCESSES = 2
 
 
@@ -26,8 +28,10 @@ def test_schedules(schedules: int) -> None:
         "several prompts under way",
         "several tokens of a row in a step",
         "retracted for lack of pages",
+        "an output to the context",
+        "said not to fit",
         "computed anew",
-        "overtaken",
+        *(f"overtaken under {policy}" for policy in SchedulePolicy),
         "began with a copy of a state",
         "second slots",
     ):
