@@ -21,7 +21,7 @@ UV_COMPILE := $(VENV)/lock/bin/uv pip compile --quiet --universal --python-versi
 	--no-emit-index-url --no-header --no-annotate
 
 # What the scheduler's side is made of: nothing there compiles a model.
-HOST_TESTS := $(addprefix tests/,architectures batch checkpoint cli engine mem_cache runner sampling scheduler server)
+HOST_TESTS := $(addprefix tests/,architectures batch checkpoint cli engine grammar mem_cache runner sampling scheduler server)
 
 # The first interpreter that is new enough; `make PYTHON=... serve` names another.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \

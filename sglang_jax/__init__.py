@@ -2,8 +2,18 @@
 
 import sglang_jax.advice  # noqa: F401  # first: it is about what the others import
 from sglang_jax.engine.engine import Engine
+from sglang_jax.sampling.grammar import choice_grammar, ebnf_grammar, json_grammar, regex_grammar, tag_grammar
 from sglang_jax.sampling.params import SamplingParams
 
 __version__ = "0.1.0"
 
-__all__ = ["Engine", "SamplingParams", "__version__"]
+__all__ = [
+    "Engine",
+    "SamplingParams",
+    "__version__",
+    "choice_grammar",
+    "ebnf_grammar",
+    "json_grammar",
+    "regex_grammar",
+    "tag_grammar",
+]

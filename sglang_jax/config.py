@@ -104,6 +104,13 @@ class SamplingDefaults(Choice):
     OPENAI = "openai"
 
 
+class GrammarLibrary(Choice):
+    """What follows the grammars of requests."""
+
+    LLGUIDANCE = "llguidance"
+    NONE = "none"
+
+
 class LogLevel(Choice):
     DEBUG = "debug"
     INFO = "info"
@@ -272,6 +279,11 @@ class EngineConfig(BaseModel):
     sampling_defaults: SamplingDefaults = Field(
         SamplingDefaults.MODEL,
         description="defaults of sampling fields: the model's generation_config.json, or neutral values",
+    )
+    grammar_backend: GrammarLibrary = Field(
+        GrammarLibrary.LLGUIDANCE,
+        description="what keeps outputs to a JSON schema, a regular expression or a grammar; none: requests with one "
+        "are refused",
     )
     skip_warmup: bool = Field(False, description="compile each program at first use instead of at startup")
     watchdog_timeout: float = Field(

@@ -49,6 +49,12 @@ class ParameterError(RequestError, ValueError):
     code = "invalid_value"
 
 
+class GrammarError(RequestError):
+    """A grammar cannot be compiled, takes more than one request may, or asks for what this engine does not know."""
+
+    code = "invalid_grammar"
+
+
 class PromptTooLongError(RequestError):
     """The prompt does not fit, or leaves no room for an output token where one is wanted."""
 

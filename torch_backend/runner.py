@@ -20,6 +20,7 @@ from sglang_jax.runner.plan import (
     SamplingUpdate,
     StepPlan,
     StepResult,
+    TokenMasks,
     TopLogprobs,
     one_each,
     refuse_drafts,
@@ -34,7 +35,7 @@ from torch_backend.graphs import Capture, DecodeGraphs
 from torch_backend.logprobs import Logprobs, prompt_logprobs, token_logprobs
 from torch_backend.native_sampler import NativeSampler
 from torch_backend.packing import StepInputs, StepLayout
-from torch_backend.sampler import TokenSampler, sample
+from torch_backend.sampler import MaskedLines, TokenSampler, sample
 from torch_backend.sampling_state import Needs, RowNeeds, SamplingState
 from torch_backend.step import Model, RowTensors, build_batch
 from torch_backend.streams import CpuThread, Pending, Stream, integers_to_device
@@ -50,15 +51,34 @@ class StepOutputs:
     prompt_logprobs: tuple[Logprobs, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
+class _Forwarded:
+    """What the first part of a step leaves on the device: its inputs, logits of the sequences that sample, and logprobs
+    of prompts, which are on the host already."""
+
+    inputs: StepInputs
+    logits: torch.Tensor | None
+    prompt_logprobs: tuple[Logprobs, ...]
+
+
+@dataclass(slots=True)
 class TorchStep:
-    """A step on its way."""
+    """A step on its way; `pending` once all of it has been submitted. `second`: submits its second part, None where
+    there is none to submit."""
 
     plan: StepPlan
-    pending: Pending[StepOutputs]
+    pending: Pending[StepOutputs] | None
+    second: Callable[[TokenMasks], Pending[StepOutputs]] | None = None
+
+    def sample(self, masks: TokenMasks) -> None:
+        """See `StepHandle`. Raises `RuntimeError` for a step that waits for no masks."""
+        if self.second is None:
+            raise RuntimeError(f"step {self.plan.step} waits for no masks")
+        self.pending, self.second = self.second(masks), None
 
     def result(self) -> StepResult:
         """Blocks until the step has run. Raises what the device raised."""
+        assert self.pending is not None, f"step {self.plan.step} waits for its masks"
         outputs, plan = self.pending.wait(), self.plan
         tokens = np.full(len(plan.rows), INVALID_TOKEN, np.int32)
         if outputs.tokens is not None:
@@ -140,6 +160,7 @@ class TorchRunner:
                 graph_buckets, capture, self._forward, self._stream, self._dump_row, device, len(spec.pools)
             )
         self._warm_graphs = 0
+        self._waiting: TorchStep | None = None
         self._weight_bytes = weight_bytes
         self._kv_bytes = kv_bytes
         self._details = dict(details or {})
@@ -181,9 +202,21 @@ class TorchRunner:
                 f"a step of {plan.num_tokens} tokens in {len(plan.rows)} rows is beyond the runner's "
                 f"{self._spec.token_budget} tokens and {self._spec.max_rows} rows"
             )
+        if self._waiting is not None and self._waiting.second is not None:
+            raise RuntimeError(
+                f"step {plan.step} was launched while step {self._waiting.plan.step} waits for its masks"
+            )
         self._needs.replace(plan.row_updates.sampling)
         needs = self._needs.of_step(plan)
-        return TorchStep(plan, self._stream.submit(partial(self._run, plan, needs)))
+        if plan.masked is None:
+            return TorchStep(plan, self._stream.submit(partial(self._run, plan, needs)))
+        forwarded = self._stream.submit(partial(self._forward_part, plan))
+
+        def second(masks: TokenMasks) -> Pending[StepOutputs]:
+            return self._stream.submit(lambda: self._sample_part(plan, forwarded.submitted(), needs, masks))
+
+        self._waiting = TorchStep(plan, None, second)
+        return self._waiting
 
     def report(self) -> RunnerReport:
         graphs = 0 if self._graphs is None else len(self._graphs)
@@ -204,17 +237,28 @@ class TorchRunner:
 
     def _run(self, plan: StepPlan, needs: Needs) -> StepOutputs:
         """The whole step, on the stream."""
+        return self._sample_part(plan, self._forward_part(plan), needs, None)
+
+    def _forward_part(self, plan: StepPlan) -> _Forwarded:
+        """A step up to its logits, on the stream."""
         if plan.row_updates.sampling:
             self._replace_rows(plan.row_updates.sampling)
         inputs, hidden = self._hidden(plan)
-        tokens, logprobs = None, None
-        if plan.samples.any():
-            tokens, logprobs = self._sample(plan, inputs, hidden, needs)
+        logits = self._logits(plan, inputs, hidden) if plan.samples.any() else None
         found = tuple(self._prompt_logprobs(plan, wanted, hidden) for wanted in plan.prompt_logprobs)
+        return _Forwarded(inputs, logits, tuple(self._logprobs_to_host(part) for part in found))
+
+    def _sample_part(
+        self, plan: StepPlan, forwarded: _Forwarded, needs: Needs, masks: TokenMasks | None
+    ) -> StepOutputs:
+        """The rest of a step, on the stream."""
+        tokens, logprobs = None, None
+        if forwarded.logits is not None:
+            tokens, logprobs = self._sample(plan, forwarded.inputs, forwarded.logits, needs, masks)
         return StepOutputs(
             None if tokens is None else self._stream.to_host(tokens),
             None if logprobs is None else self._logprobs_to_host(logprobs),
-            tuple(self._logprobs_to_host(part) for part in found),
+            forwarded.prompt_logprobs,
         )
 
     def _hidden(self, plan: StepPlan) -> tuple[StepInputs, torch.Tensor]:
@@ -235,25 +279,37 @@ class TorchRunner:
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         return self._model.forward(build_batch(inputs, self._rows, self._page_size, len(self._spec.pools)))
 
-    def _sample(
-        self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor, needs: Needs
-    ) -> tuple[torch.Tensor, Logprobs | None]:
-        """Samples the tokens of the sequences that do, and remembers them in their rows."""
+    def _logits(self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
+        """Of the sequences that sample."""
         count = int(np.count_nonzero(plan.samples))
-        sampled = inputs.sampled[:count].long()
         if count == plan.num_decode == len(plan.rows):
             last = hidden[:count]
         else:
+            sampled = inputs.sampled[:count].long()
             last = hidden[inputs.query_starts[1:][sampled].long() - 1]
-        logits = self._model.logits(last)
+        return self._model.logits(last)
+
+    def _sample(
+        self, plan: StepPlan, inputs: StepInputs, logits: torch.Tensor, needs: Needs, masks: TokenMasks | None
+    ) -> tuple[torch.Tensor, Logprobs | None]:
+        """Samples the tokens of the sequences that do, and remembers them in their rows."""
+        sampled = inputs.sampled[: len(logits)].long()
+        masked = None if masks is None else self._masked_lines(plan, masks)
         rows, kv_lens = inputs.rows[sampled].long(), inputs.kv_lens[sampled]
-        tokens = sample(logits, self._sampling, rows, kv_lens, needs, self._sampler)
+        tokens = sample(logits, self._sampling, rows, kv_lens, needs, self._sampler, masked)
         self._rows.last_tokens.index_copy_(0, rows, tokens)
         if needs & Needs.PENALTIES:
             self._sampling.count(rows, tokens)
         if plan.top_logprobs == NO_LOGPROBS:
             return tokens, None
         return tokens, token_logprobs(logits, tokens, plan.top_logprobs)
+
+    def _masked_lines(self, plan: StepPlan, masks: TokenMasks) -> MaskedLines:
+        assert plan.masked is not None
+        lines = np.flatnonzero(plan.masked[plan.samples]).astype(np.int32)
+        return MaskedLines(
+            integers_to_device(self._stream, lines).long(), integers_to_device(self._stream, masks.words)
+        )
 
     def _prompt_logprobs(self, plan: StepPlan, wanted: PromptLogprobs, hidden: torch.Tensor) -> Logprobs:
         start = int(plan.query_lens[: wanted.sequence].sum()) + wanted.first

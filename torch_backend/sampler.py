@@ -25,6 +25,14 @@ class SamplerInputs:
     position: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class MaskedLines:
+    """Lines of logits, int64 `[masked]`, and their masks, int32 `[masked, words]` (see `TokenMasks`)."""
+
+    lines: torch.Tensor
+    words: torch.Tensor
+
+
 class TokenSampler(Protocol):
     """The part of sampling that looks at every token. Results are int32 `[n]`, `INVALID_TOKEN` for a row of logits,
     float32 `[n, vocab]`, with a NaN or a positive infinity, or where none is finite."""
@@ -49,10 +57,11 @@ def sample(
     kv_lens: torch.Tensor,
     needs: Needs,
     sampler: TokenSampler,
+    masked: MaskedLines | None = None,
 ) -> torch.Tensor:
     """Samples tokens, int32 `[n]`; `INVALID_TOKEN` for a row whose logits are not finite (see `TokenSampler`).
 
-    Order: logit bias, mask of stop ids, penalties, then what `TokenSampler` does.
+    Order: mask of tokens, logit bias, mask of stop ids, penalties, then what `TokenSampler` does.
 
     **Arguments:**
 
@@ -60,7 +69,10 @@ def sample(
     - `state`: of all rows; `rows` int64 `[n]` says which row each line of logits belongs to.
     - `kv_lens`: int32 `[n]`, position of the token to be sampled.
     - `needs`: what at least one of the rows asks for.
+    - `masked`: which tokens some lines may sample.
     """
+    if masked is not None:
+        logits = _mask_tokens(logits, masked)
     if needs & Needs.BIAS:
         logits = _add_bias(logits, state, rows)
     if needs & Needs.STOP_MASK:
@@ -73,6 +85,17 @@ def sample(
         state.temperature[rows], state.top_k[rows], state.top_p[rows], state.min_p[rows], state.seed[rows], kv_lens
     )
     return sampler.sample(logits, parameters)
+
+
+def _mask_tokens(logits: torch.Tensor, masked: MaskedLines) -> torch.Tensor:
+    """A line that is not finite stays so: no token of it is to be taken for sampled."""
+    vocab_size = logits.shape[1]
+    bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    octets = masked.words.view(torch.uint8)
+    allowed = ((octets[:, :, None] >> bits) & 1).view(len(octets), -1)[:, :vocab_size].bool()
+    own = logits[masked.lines]
+    sick = ~(own < torch.inf).all(dim=1, keepdim=True)
+    return logits.index_copy(0, masked.lines, torch.where(allowed | sick, own, -torch.inf))
 
 
 def _add_bias(logits: torch.Tensor, state: SamplingState, rows: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,11 @@ class Pending(Protocol[Result]):
         """Blocks until the work is done. Raises what the work raised."""
         ...
 
+    def submitted(self) -> Result:
+        """What the work gave, for work that is submitted after it: on the device it may not be done. Raises what the
+        work raised."""
+        ...
+
 
 class Stream(Protocol):
     """Runs work in order. Tensors reach the device, and come back, within the work that is submitted."""
@@ -88,6 +93,9 @@ class _OnThread(Generic[T]):
     def wait(self) -> T:
         return self.future.result()
 
+    def submitted(self) -> T:
+        return self.future.result()  # work on the thread runs in order, so that this is there
+
 
 class CudaStream:
     """A CUDA stream of its own. Host memory is pinned, so that copies do not wait for it; torch's pinned allocator
@@ -129,6 +137,9 @@ class _OnStream(Generic[T]):
 
     def wait(self) -> T:
         self.done.synchronize()
+        return self.found
+
+    def submitted(self) -> T:
         return self.found
 
 

@@ -11,7 +11,7 @@ from enum import IntEnum
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from sglang_jax.checkpoint.gguf_file import GgufFile
-from sglang_jax.checkpoint.token_spelling import SENTENCEPIECE_SPACE
+from sglang_jax.checkpoint.token_spelling import SENTENCEPIECE_SPACE, TokenSpelling
 from sglang_jax.errors import CheckpointError, shown
 
 _LONGEST_TOKEN = 512
@@ -106,6 +106,21 @@ def gguf_tokenizer(file: GgufFile) -> GgufTokenizer:
         add_eos=file.get("tokenizer.ggml.add_eos_token", bool) or False,
         chat_template=file.get("tokenizer.chat_template", str),
     )
+
+
+def token_spelling(file: GgufFile) -> tuple[list[str], TokenSpelling]:
+    """The vocabulary as the file spells it, and how that stands for bytes. Raises `CheckpointError` for another kind of
+    tokenizer."""
+    model = file.require("tokenizer.ggml.model", str)
+    if model not in ("gpt2", "llama"):
+        raise CheckpointError(f"{file.path}: tokenizer {model!r} is not supported (supported: gpt2, llama)")
+    return _strings(file, "tokenizer.ggml.tokens"), TokenSpelling(byte_level=model == "gpt2")
+
+
+def control_tokens(file: GgufFile) -> frozenset[int]:
+    """Ids of the tokens that are not text."""
+    types = _token_types(file, len(_strings(file, "tokenizer.ggml.tokens")))
+    return frozenset(token for token, kind in enumerate(types) if kind == _TokenType.CONTROL)
 
 
 def _split(file: GgufFile) -> _Split:

@@ -49,7 +49,12 @@ def byte_alphabet() -> dict[str, int]:
 
 def spelling_of(backend: Backend, source: str) -> TokenSpelling:
     """How `backend`'s decoder reads tokens. Raises `CheckpointError`, naming `source`, for an unknown decoder."""
-    steps = _decoder_steps(backend)
+    return spelling_of_steps(None if backend.decoder is None else json.loads(backend.decoder.__getstate__()), source)
+
+
+def spelling_of_steps(decoder: dict[str, Any] | None, source: str) -> TokenSpelling:
+    """As `spelling_of`, for a decoder as tokenizer.json has it."""
+    steps = _decoder_steps(decoder)
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
         return TokenSpelling(byte_level=True)
@@ -62,11 +67,10 @@ def spelling_of(backend: Backend, source: str) -> TokenSpelling:
     )
 
 
-def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
-    """The decoder's parts with their settings, as tokenizer.json spells them."""
-    if backend.decoder is None:
+def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The decoder's parts with their settings."""
+    if decoder is None:
         return []
-    decoder: dict[str, Any] = json.loads(backend.decoder.__getstate__())
     if decoder["type"] == "Sequence":
         parts: list[dict[str, Any]] = decoder["decoders"]
         return parts

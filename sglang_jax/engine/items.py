@@ -13,6 +13,7 @@ from sglang_jax.engine.item_stream import Item
 from sglang_jax.engine.types import GenerateInput, TextTokenizer
 from sglang_jax.errors import ParameterError
 from sglang_jax.sampling import GenerationDefaults, SamplingParams, unknown_field, with_defaults
+from sglang_jax.sampling.grammar_spellings import SPELLINGS, grammar_of
 
 Sampling = SamplingParams | Mapping[str, Any]
 
@@ -29,7 +30,7 @@ class RequestOptions(TypedDict, total=False):
     continues_text: bool
 
 
-_SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+_SAMPLING_FIELDS = frozenset({*(field.name for field in dataclasses.fields(SamplingParams)), *SPELLINGS})
 _OPTIONS = frozenset(RequestOptions.__annotations__)
 _KNOWN_FIELDS = _SAMPLING_FIELDS | _OPTIONS | {"prompt", "messages", "custom_id"}
 
@@ -42,7 +43,14 @@ def complete_sampling(sampling: Sampling, defaults: GenerationDefaults) -> Sampl
     unknown = sorted(set(sampling) - _SAMPLING_FIELDS)
     if unknown:
         raise ParameterError(unknown_field("sampling_params", unknown[0]), param=unknown[0])
-    return with_defaults(sampling, defaults)
+    return with_defaults(_with_grammar(sampling), defaults)
+
+
+def _with_grammar(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `SamplingParams`: whatever a grammar is called, it is `grammar` there. Raises `ParameterError`."""
+    own = {name: value for name, value in fields.items() if name not in SPELLINGS}
+    grammar = grammar_of(fields)
+    return own if grammar is None else {**own, "grammar": grammar}
 
 
 def _options(item: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,8 +117,11 @@ class ItemConverter:
         if not own:
             return self._shared
         if isinstance(self._given, SamplingParams):
-            return dataclasses.replace(self._given, **own)
-        return with_defaults({**self._given, **own}, self._defaults)
+            return dataclasses.replace(self._given, **_with_grammar(own))
+        if not SPELLINGS.isdisjoint(own):  # in the place of the one that all share
+            shared = {name: value for name, value in self._given.items() if name not in (*SPELLINGS, "grammar")}
+            return with_defaults(_with_grammar({**shared, **own}), self._defaults)
+        return with_defaults(_with_grammar({**self._given, **own}), self._defaults)
 
     def _chat_ids(self, messages: Any) -> list[int]:
         if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):

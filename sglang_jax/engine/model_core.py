@@ -11,10 +11,14 @@ from tqdm import tqdm
 
 from sglang_jax.architectures import CacheKind
 from sglang_jax.checkpoint import Checkpoint, load_tokenizer, open_checkpoint, resolve_tokenizer
-from sglang_jax.config import EngineConfig, SamplingDefaults, ServerConfig
+from sglang_jax.checkpoint.resolve import ModelSource
+from sglang_jax.checkpoint.token_table import load_token_table
+from sglang_jax.config import EngineConfig, GrammarLibrary, SamplingDefaults, ServerConfig
 from sglang_jax.engine.channel import CoreChannel, Ready
 from sglang_jax.engine.types import ModelInfo, TextTokenizer
 from sglang_jax.errors import CheckpointError, ParameterError
+from sglang_jax.grammar.compiler import GrammarCompiler
+from sglang_jax.grammar.llguidance_backend import LlguidanceBackend
 from sglang_jax.runner.backends import load_backend
 from sglang_jax.runner.group import GroupRunner
 from sglang_jax.runner.protocol import Runner
@@ -37,12 +41,14 @@ class ModelCore:
         defaults: GenerationDefaults,
         runner: Runner,
         channel: CoreChannel,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._runner = runner
+        self._grammars = grammars
         runner.announce_builds(channel.pulse.building)
         if isinstance(runner, GroupRunner):
             runner.announce_ranks(channel.pulse.note_rank)
-        self._loop = SchedulerLoop(runner, checkpoint.config.eos_token_ids, config, channel, channel.pulse)
+        self._loop = SchedulerLoop(runner, checkpoint.config.eos_token_ids, config, channel, channel.pulse, grammars)
         self._ready = _ready(config, checkpoint, defaults, runner)
 
     @property
@@ -56,6 +62,8 @@ class ModelCore:
 
     def close(self) -> None:
         """Gives the device back."""
+        if self._grammars is not None:
+            self._grammars.close()
         self._runner.close()
 
 
@@ -67,6 +75,7 @@ def load_core(config: EngineConfig, channel: CoreChannel) -> ModelCore:
     )
     defaults = generation_defaults(config, checkpoint)
     create_runner = load_backend(config)
+    grammars = load_grammars(config, checkpoint)
     runner = create_runner(config, checkpoint)
     loaded = time.perf_counter()
     report = runner.report()
@@ -81,7 +90,25 @@ def load_core(config: EngineConfig, channel: CoreChannel) -> ModelCore:
     if not config.skip_warmup:
         warm_up(runner)
         logger.info("Warmed up in %.1f s", time.perf_counter() - loaded)
-    return ModelCore(config, checkpoint, defaults, runner, channel)
+    return ModelCore(config, checkpoint, defaults, runner, channel, grammars)
+
+
+def load_grammars(config: EngineConfig, checkpoint: Checkpoint) -> GrammarCompiler | None:
+    """What follows the grammars of requests; None where there is to be none, or where the tokenizer tells too little:
+    its vocabulary cannot be read, or no token ends an output. Raises `CheckpointError` if there is no tokenizer."""
+    if config.grammar_backend is GrammarLibrary.NONE:
+        return None
+    model = checkpoint.config
+    if not model.eos_token_ids:
+        logger.warning("The model has no end-of-sequence token: requests with grammars are refused")
+        return None
+    source = tokenizer_source(config)
+    try:
+        table = load_token_table(source)
+    except CheckpointError as error:
+        logger.warning("Requests with grammars are refused: %s", error)
+        return None
+    return GrammarCompiler(LlguidanceBackend(table, model.vocab_size, model.eos_token_ids))
 
 
 def generation_defaults(config: EngineConfig, checkpoint: Checkpoint) -> GenerationDefaults:
@@ -105,13 +132,17 @@ def generation_defaults(config: EngineConfig, checkpoint: Checkpoint) -> Generat
 def load_text_tokenizer(config: EngineConfig) -> TextTokenizer:
     """The tokenizer that `config` names. Raises `CheckpointError`."""
     chat_template = config.chat_template if isinstance(config, ServerConfig) else None
-    if config.tokenizer_path is None:
-        source = resolve_tokenizer(config.model_path, config.tokenizer_revision or config.revision)
-    else:
-        source = resolve_tokenizer(config.tokenizer_path, config.tokenizer_revision)
+    source = tokenizer_source(config)
     return load_tokenizer(
         source, chat_template=chat_template, special_tokens_in_content=config.allow_special_tokens_in_content
     )
+
+
+def tokenizer_source(config: EngineConfig) -> ModelSource:
+    """Where the tokenizer that `config` names lies. Raises `CheckpointError`."""
+    if config.tokenizer_path is None:
+        return resolve_tokenizer(config.model_path, config.tokenizer_revision or config.revision)
+    return resolve_tokenizer(config.tokenizer_path, config.tokenizer_revision)
 
 
 def warm_up(runner: Runner) -> None:

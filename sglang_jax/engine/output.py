@@ -20,6 +20,7 @@ _ERROR_CLASSES: dict[str, type[RequestError]] = {
     for error in (
         errors.RequestError,
         errors.ParameterError,
+        errors.GrammarError,
         errors.PromptTooLongError,
         errors.QueueFullError,
         errors.CapacityError,

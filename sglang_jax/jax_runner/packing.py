@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from sglang_jax.jax_runner.buckets import Bucket
-from sglang_jax.runner.plan import Int32, PageDeltas, StepPlan
+from sglang_jax.runner.plan import MASK_WORD, NO_LOGPROBS, Int32, PageDeltas, StepPlan, TokenMasks
 
 NO_TARGET = -1
 
@@ -64,9 +65,14 @@ class StepLayout:
         return StepInputs(packed[0], packed[1], packed[2], packed[3], *(packed[part] for part in self._slices))
 
     def pack(self, plan: StepPlan, deltas: PageDeltas) -> Int32:
-        """Packs a plan that fits the bucket; `deltas` are those of its page deltas that the program applies."""
+        """Packs a plan that fits the bucket; `deltas` are those of its page deltas that the program applies.
+
+        Of a plan with masked sequences the program samples nothing: that is for its second part.
+        """
         packed = np.zeros(self.size, np.int32)
-        packed[:_SCALARS] = (plan.num_decode, plan.num_tokens, plan.top_logprobs, plan.prompt_top_logprobs)
+        one_part = plan.masked is None
+        top_logprobs = plan.top_logprobs if one_part else NO_LOGPROBS
+        packed[:_SCALARS] = (plan.num_decode, plan.num_tokens, top_logprobs, plan.prompt_top_logprobs)
         rows, kv_lens, samples, query_starts, delta_rows, delta_columns, delta_pages, tokens, targets = (
             packed[part] for part in self._slices
         )
@@ -74,7 +80,8 @@ class StepLayout:
         rows[:sequences] = plan.rows
         rows[sequences:] = self.dump_row
         kv_lens[:sequences] = plan.kv_lens
-        samples[:sequences] = plan.samples
+        if one_part:
+            samples[:sequences] = plan.samples
         np.cumsum(plan.query_lens, out=query_starts[1 : sequences + 1])
         query_starts[sequences + 1 :] = plan.num_tokens
         delta_rows[: len(deltas.rows)] = deltas.rows
@@ -88,3 +95,59 @@ class StepLayout:
                 start = query_starts[wanted.sequence] + wanted.first
                 targets[start : start + len(wanted.targets)] = wanted.targets
         return packed
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SampleInputs:
+    """What the second part of a step reads of its plan and of its masks, on the device.
+
+    - `top_logprobs`: scalar, as in the plan; `rows`, `kv_lens`, `samples`: as in `StepInputs`.
+    - `masks`: int32 `[R, words]`, see `TokenMasks`; sequences that are not masked may sample anything.
+    """
+
+    top_logprobs: jax.Array
+    rows: jax.Array
+    kv_lens: jax.Array
+    samples: jax.Array
+    masks: jax.Array
+
+
+class SampleLayout:
+    """Where each field of `SampleInputs` lies in the packed array, int32 `[size]`, of a number of rows."""
+
+    def __init__(self, rows: int, words: int, dump_row: int) -> None:
+        self._rows = rows
+        self._words = words
+        self._dump_row = dump_row
+        self.size = 1 + rows * (3 + words)
+
+    def unpack(self, packed: jax.Array) -> SampleInputs:
+        """The fields of a packed array, on the device."""
+        rows, kv_lens, samples = packed[1 : 1 + 3 * self._rows].reshape(3, self._rows)
+        return SampleInputs(packed[0], rows, kv_lens, samples, packed[1 + 3 * self._rows :].reshape(-1, self._words))
+
+    def pack(self, plan: StepPlan, masks: TokenMasks) -> Int32:
+        """Packs a plan of at most so many rows, and the masks of its masked sequences."""
+        packed = np.zeros(self.size, np.int32)
+        packed[0] = plan.top_logprobs
+        count = len(plan.rows)
+        fields = packed[1 : 1 + 3 * self._rows].reshape(3, self._rows)
+        fields[0, count:] = self._dump_row
+        fields[:, :count] = (plan.rows, plan.kv_lens, plan.samples)
+        words = packed[1 + 3 * self._rows :].reshape(-1, self._words)
+        words[:] = -1
+        assert plan.masked is not None
+        words[np.flatnonzero(plan.masked)] = masks.words
+        return packed
+
+
+def unpack_masks(words: jax.Array, columns: jax.Array) -> jax.Array:
+    """Which of the tokens `columns` int32 `[c]` masks `[n, words]` allow: bool `[n, c]`."""
+    return (jnp.take(words, columns // MASK_WORD, axis=1, mode="clip") >> (columns % MASK_WORD)) & 1 != 0
+
+
+def unpack_all(words: jax.Array, vocab_size: int) -> jax.Array:
+    """As `unpack_masks`, for all tokens, and without looking words up one by one: bool `[n, vocab_size]`."""
+    bits = (words[:, :, None] >> jnp.arange(MASK_WORD, dtype=jnp.int32)) & 1
+    return bits.reshape(len(words), -1)[:, :vocab_size] != 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,10 +15,21 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
-from sglang_jax.jax_runner.packing import StepLayout
+from sglang_jax.jax_runner.logprobs import Logprobs
+from sglang_jax.jax_runner.packing import SampleLayout, StepLayout
+from sglang_jax.jax_runner.readers import logits_sharding
 from sglang_jax.jax_runner.sampling_state import SamplingState, apply_row_updates, set_occurrences
-from sglang_jax.jax_runner.step import DeviceState, ModelFunctions, StepOutputs, Weights, apply_deltas, make_step
-from sglang_jax.runner.plan import Int32, PageDeltas
+from sglang_jax.jax_runner.step import (
+    DeviceState,
+    ModelFunctions,
+    SampledState,
+    StepOutputs,
+    Weights,
+    apply_deltas,
+    make_sample,
+    make_step,
+)
+from sglang_jax.runner.plan import Int32, PageDeltas, mask_words
 from sglang_jax.runner.pulse import Building
 from sglang_jax.runner.row_updates import PACKED_ROW
 
@@ -62,8 +74,11 @@ class Programs:
         self.dump_row = state.last_tokens.shape[0] - 1
         self.vocab_size = state.sampling.vocab_size
         self.layouts = {bucket: StepLayout(bucket, self.dump_row) for bucket in buckets}
+        words = mask_words(self.vocab_size)
+        self.sample_layouts = {rows: SampleLayout(rows, words, self.dump_row) for rows in {one.rows for one in buckets}}
         self.row_update_sizes = tuple(sorted({1, min(8, self.dump_row), self.dump_row}))
         self._built: dict[str, Executable] = {}
+        self._logits_columns: int | None = None
         self.building: Building = nullcontext
 
     def __len__(self) -> int:
@@ -72,6 +87,17 @@ class Programs:
     def step(self, bucket: Bucket, state: DeviceState, packed: Int32) -> tuple[DeviceState, StepOutputs]:
         """Runs one step; `packed` is of the bucket's layout."""
         return self._get(str(bucket), lambda: self._build_step(bucket))(self._weights, state, packed)
+
+    def sample(
+        self, state: DeviceState, found: StepOutputs, packed: Int32
+    ) -> tuple[DeviceState, tuple[jax.Array, Logprobs]]:
+        """Runs the second part of a step with masks, whose first part gave `found`; `packed` is of the layout of as
+        many rows as that has. Gives its tokens and logprobs."""
+        rows = len(found.logits)
+        program = self._get(f"sample {rows} rows", lambda: self._build_sample(rows))
+        changed = SampledState(state.last_tokens, state.sampling)
+        sampled, outputs = program(changed, found.logits, found.tokens, packed)
+        return replace(state, last_tokens=sampled.last_tokens, sampling=sampled.sampling), outputs
 
     def update_rows(self, sampling: SamplingState, packed: Int32) -> SamplingState:
         """Replaces the parameters of as many rows as one of `row_update_sizes`."""
@@ -111,6 +137,7 @@ class Programs:
         steps = reversed(list(self._buckets))
         return {
             **{str(bucket): partial(self._build_step, bucket) for bucket in steps},
+            **{f"sample {rows} rows": partial(self._build_sample, rows) for rows in sorted(self.sample_layouts)},
             **{f"update {size} rows": partial(self._build_row_updates, size) for size in self.row_update_sizes},
             "set occurrences": self._build_occurrences,
             "page deltas": self._build_deltas,
@@ -128,12 +155,40 @@ class Programs:
         step = jax.jit(
             make_step(self._model, layout, self._page_size, self._mesh, self._num_groups),
             donate_argnums=1,
-            # Outputs are whole on every device, so that every node can read them.
-            out_shardings=(self._placement, None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())),
+            out_shardings=(self._placement, self._outputs_placement()),
         )
         # Kernels ask for the mesh, to run on each device by itself, and for the chip that it is of.
         with nullcontext() if self._mesh is None else jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
-            return step.lower(self._weights, self._state_shapes, _integers(layout.size)).compile()
+            lowered = step.lower(self._weights, self._state_shapes, _integers(layout.size))
+        self._logits_columns = lowered.out_info[1].logits.shape[1]
+        return lowered.compile()
+
+    def _outputs_placement(self) -> StepOutputs | None:
+        """Outputs are whole on every device, so that every node can read them; but for the logits, which none does."""
+        if self._mesh is None:
+            return None
+        whole = self._whole()
+        return StepOutputs(whole, whole, whole, logits_sharding(self._mesh))  # type: ignore[arg-type]
+
+    def _whole(self) -> NamedSharding | None:
+        return None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
+
+    def _build_sample(self, rows: int) -> Executable:
+        layout = self.sample_layouts[rows]
+        changed = SampledState(self._placement.last_tokens, self._placement.sampling)
+        sample = jax.jit(make_sample(layout, self._mesh), donate_argnums=0, out_shardings=(changed, self._whole()))
+        shapes = SampledState(self._state_shapes.last_tokens, self._state_shapes.sampling)
+        with nullcontext() if self._mesh is None else jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
+            tokens = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=self._whole())
+            return sample.lower(shapes, self._logits_shape(rows), tokens, _integers(layout.size)).compile()
+
+    def _logits_shape(self, rows: int) -> jax.ShapeDtypeStruct:
+        """Of what a step of so many rows gives for the second part. How wide logits are, a step tells once built."""
+        if self._logits_columns is None:
+            smallest = self._buckets.decode[0]
+            self._get(str(smallest), partial(self._build_step, smallest))
+        sharding = None if self._mesh is None else logits_sharding(self._mesh)
+        return jax.ShapeDtypeStruct((rows, self._logits_columns), jnp.float32, sharding=sharding)
 
     def _build_row_updates(self, size: int) -> Executable:
         update = jax.jit(apply_row_updates, donate_argnums=0, out_shardings=self._placement.sampling)

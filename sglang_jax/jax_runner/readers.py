@@ -13,15 +13,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.jax_runner.logprobs import Logprobs, token_logprobs
-from sglang_jax.jax_runner.sampler import Asked, adjust_and_sample, first_argmax, largest_logit, only_finite, sample
+from sglang_jax.jax_runner.packing import unpack_all, unpack_masks
+from sglang_jax.jax_runner.sampler import (
+    Asked,
+    Masked,
+    adjust_and_sample,
+    are_finite,
+    first_argmax,
+    largest_logit,
+    only_finite,
+    sample,
+)
 from sglang_jax.jax_runner.sampling_state import SamplingState
 
 _AXIS = "tensor"
@@ -29,13 +39,26 @@ _AXIS = "tensor"
 T = TypeVar("T")
 
 
+class Masks(NamedTuple):
+    """Masks of lines, int32 `[n, words]` (see `TokenMasks`), and whether their logits are finite (see `Masked`)."""
+
+    words: jax.Array
+    finite: jax.Array
+
+
 class LogitsReader(Protocol):
     """Reads float32 `[n, columns]`, of which those past the vocabulary are padding."""
 
     def sample(
-        self, logits: jax.Array, state: SamplingState, rows: jax.Array, kv_lens: jax.Array, active: jax.Array
+        self,
+        logits: jax.Array,
+        state: SamplingState,
+        rows: jax.Array,
+        kv_lens: jax.Array,
+        active: jax.Array,
+        masks: Masks | None = None,
     ) -> jax.Array:
-        """See `sampler.sample`."""
+        """See `sampler.sample`. `masks`: None where all tokens are allowed."""
         ...
 
     def logprobs(self, logits: jax.Array, tokens: jax.Array, alternatives: jax.Array, vocab_size: int) -> Logprobs:
@@ -48,13 +71,25 @@ def reader_over(mesh: Mesh | None) -> LogitsReader:
     return WholeLogits() if mesh is None or mesh.shape[_AXIS] == 1 else SpreadLogits(mesh)
 
 
+def logits_sharding(mesh: Mesh) -> NamedSharding:
+    """Where the logits of a head lie that is spread over `mesh`."""
+    return NamedSharding(mesh, PartitionSpec(None, _AXIS))
+
+
 class WholeLogits:
     """One device has all columns."""
 
     def sample(
-        self, logits: jax.Array, state: SamplingState, rows: jax.Array, kv_lens: jax.Array, active: jax.Array
+        self,
+        logits: jax.Array,
+        state: SamplingState,
+        rows: jax.Array,
+        kv_lens: jax.Array,
+        active: jax.Array,
+        masks: Masks | None = None,
     ) -> jax.Array:
-        return sample(logits[:, : state.vocab_size], state, rows, kv_lens, active)
+        masked = None if masks is None else Masked(unpack_all(masks.words, state.vocab_size), masks.finite)
+        return sample(logits[:, : state.vocab_size], state, rows, kv_lens, active, masked)
 
     def logprobs(self, logits: jax.Array, tokens: jax.Array, alternatives: jax.Array, vocab_size: int) -> Logprobs:
         return token_logprobs(logits[:, :vocab_size], tokens, alternatives)
@@ -68,14 +103,29 @@ class SpreadLogits:
         self._devices = mesh.shape[_AXIS]
 
     def sample(
-        self, logits: jax.Array, state: SamplingState, rows: jax.Array, kv_lens: jax.Array, active: jax.Array
+        self,
+        logits: jax.Array,
+        state: SamplingState,
+        rows: jax.Array,
+        kv_lens: jax.Array,
+        active: jax.Array,
+        masks: Masks | None = None,
     ) -> jax.Array:
         def run(
-            columns: jax.Array, state: SamplingState, rows: jax.Array, kv_lens: jax.Array, active: jax.Array
+            columns: jax.Array,
+            state: SamplingState,
+            rows: jax.Array,
+            kv_lens: jax.Array,
+            active: jax.Array,
+            masks: Masks | None,
         ) -> jax.Array:
             own = state.select(rows)
             asked = Asked.of(own, kv_lens, active, state.vocab_size)
+            if masks is not None:
+                tokens_here = lax.axis_index(_AXIS) * columns.shape[1] + jnp.arange(columns.shape[1], dtype=jnp.int32)
+                columns = jnp.where(unpack_masks(masks.words, tokens_here), columns, -jnp.inf)
             largest, least, greedy_tokens = _extremes(columns, state.vocab_size)
+            finite = are_finite(largest, least) if masks is None else masks.finite
 
             def randomly() -> jax.Array:
                 lines = _Lines(columns.shape[0], self._devices)
@@ -86,9 +136,9 @@ class SpreadLogits:
                 return lines.gather(adjust_and_sample(whole, mine, asked_here, rows_here, kv_lens_here))
 
             tokens = lax.cond(asked.anything(), randomly, lambda: greedy_tokens)
-            return only_finite(tokens, largest, least, state.vocab_size)
+            return only_finite(tokens, finite, state.vocab_size)
 
-        return self._on_each(run, 4)(logits, state, rows, kv_lens, active)
+        return self._on_each(run, 5)(logits, state, rows, kv_lens, active, masks)
 
     def logprobs(self, logits: jax.Array, tokens: jax.Array, alternatives: jax.Array, vocab_size: int) -> Logprobs:
         def run(columns: jax.Array, tokens: jax.Array, alternatives: jax.Array) -> Logprobs:

@@ -25,7 +25,9 @@ from sglang_jax.runner.plan import (
     SamplingUpdate,
     StepPlan,
     StepResult,
+    TokenMasks,
     TopLogprobs,
+    mask_words,
     one_each,
     refuse_drafts,
     refuse_states,
@@ -35,15 +37,24 @@ from sglang_jax.runner.pulse import Building
 from sglang_jax.runner.row_updates import count_history, pack_row_updates
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class JaxStep:
-    """A step on its way: JAX dispatches asynchronously, and reading an output waits for it."""
+    """A step on its way: JAX dispatches asynchronously, and reading an output waits for it. `second`: starts its second
+    part, which gives the rest of `outputs`; None where there is none to start."""
 
     plan: StepPlan
     outputs: StepOutputs
+    second: Callable[[StepPlan, StepOutputs, TokenMasks], StepOutputs] | None = None
+
+    def sample(self, masks: TokenMasks) -> None:
+        """See `StepHandle`. Raises `RuntimeError` for a step that waits for no masks."""
+        if self.second is None:
+            raise RuntimeError(f"step {self.plan.step} waits for no masks")
+        self.outputs, self.second = self.second(self.plan, self.outputs, masks), None
 
     def result(self) -> StepResult:
         """Blocks until the step has run, and copies to the host what the plan asks for and no more."""
+        assert self.second is None, f"step {self.plan.step} waits for its masks"
         plan, outputs = self.plan, self.outputs
         tokens = np.asarray(outputs.tokens)[: len(plan.rows)]
         logprobs = None
@@ -103,6 +114,7 @@ class JaxRunner:
         self._programs = Programs(model, weights, self._state, self._buckets, page_size, mesh, len(spec.pools))
         self._counter = CompileCounter()
         self._compiles_in_warm_up = 0
+        self._waiting: JaxStep | None = None
 
     @property
     def spec(self) -> RunnerSpec:
@@ -115,14 +127,23 @@ class JaxRunner:
         """
         steps = list(self._buckets)
         programs = len(self._programs.builders())
-        total = programs + len(steps)
+        total = programs + len(steps) + len(self._programs.sample_layouts)
         self._programs.build_all(lambda done, _, what: progress(done, total, what))
+        ran: dict[int, tuple[StepPlan, StepOutputs]] = {}
         for done, bucket in enumerate(steps, programs + 1):
             plan = warmup_plan(bucket, self._programs.dump_row, self._spec.max_context)
             packed = self._programs.layouts[bucket].pack(plan, plan.page_deltas[0])
             self._state, outputs = self._programs.step(bucket, self._state, packed)
             outputs.tokens.block_until_ready()
             progress(done, total, f"running {bucket}")
+            ran[bucket.rows] = plan, outputs
+        for done, (rows, (plan, found)) in enumerate(sorted(ran.items()), programs + len(steps) + 1):
+            masked = replace(plan, masked=np.ones(len(plan.rows), np.bool_))
+            masks = TokenMasks(np.full((len(plan.rows), mask_words(self._spec.vocab_size)), -1, np.int32))
+            packed = self._programs.sample_layouts[rows].pack(masked, masks)
+            self._state, (tokens, _) = self._programs.sample(self._state, found, packed)
+            tokens.block_until_ready()
+            progress(done, total, f"running sample {rows} rows")
         self._compiles_in_warm_up = self._counter.count
 
     def announce_builds(self, building: Building) -> None:
@@ -136,14 +157,28 @@ class JaxRunner:
         """
         refuse_drafts(plan)
         refuse_states(plan)
+        if self._waiting is not None and self._waiting.second is not None:
+            raise RuntimeError(
+                f"step {plan.step} was launched while step {self._waiting.plan.step} waits for its masks"
+            )
         bucket = self._buckets.pick(plan.num_tokens, len(plan.rows), plan.num_decode)
         self._replace_rows(plan.row_updates.sampling)
         deltas = side_by_side(plan.page_deltas, self._spec.max_pages_per_row)
         deltas = self._apply_excess(deltas, bucket)
         packed = self._programs.layouts[bucket].pack(plan, deltas)
         self._state, outputs = self._programs.step(bucket, self._state, packed)
-        outputs.tokens.copy_to_host_async()
-        return JaxStep(plan, outputs)
+        if plan.masked is None:
+            outputs.tokens.copy_to_host_async()
+            return JaxStep(plan, replace(outputs, logits=outputs.tokens))  # logits are not kept until somebody asks
+        self._waiting = JaxStep(plan, outputs, self._sample)
+        return self._waiting
+
+    def _sample(self, plan: StepPlan, outputs: StepOutputs, masks: TokenMasks) -> StepOutputs:
+        """The second part of a step."""
+        packed = self._programs.sample_layouts[len(outputs.logits)].pack(plan, masks)
+        self._state, (tokens, logprobs) = self._programs.sample(self._state, outputs, packed)
+        tokens.copy_to_host_async()
+        return StepOutputs(tokens, logprobs, outputs.prompt_logprobs, tokens)
 
     def report(self) -> RunnerReport:
         return RunnerReport(

@@ -27,13 +27,18 @@ _LARGEST_BLOCK, _LEAST_BLOCK = 256, 16
 
 
 def sample(
-    logits: jax.Array, state: SamplingState, rows: jax.Array, kv_lens: jax.Array, active: jax.Array
+    logits: jax.Array,
+    state: SamplingState,
+    rows: jax.Array,
+    kv_lens: jax.Array,
+    active: jax.Array,
+    masked: Masked | None = None,
 ) -> jax.Array:
     """Samples tokens, int32 `[n]`; `INVALID_TOKEN` for a row with a logit that is not finite.
 
-    Order: logit bias, mask of stop ids, penalties, temperature, top-k, top-p, min-p, Gumbel-max. Each filter works on
-    what the one before it kept, renormalised. Tokens that tie with the least likely one kept are kept as well, so that
-    no filter depends on an order of equal logits; of tokens that tie at the end the lowest id wins.
+    Order: mask of tokens, logit bias, mask of stop ids, penalties, temperature, top-k, top-p, min-p, Gumbel-max. Each
+    filter works on what the one before it kept, renormalised. Tokens that tie with the least likely one kept are kept
+    as well, so that no filter depends on an order of equal logits; of tokens that tie at the end the lowest id wins.
 
     **Arguments:**
 
@@ -41,7 +46,13 @@ def sample(
     - `state`: of all rows; `rows` int32 `[n]` says which row each line of logits belongs to.
     - `kv_lens`: int32 `[n]`, position of the token to be sampled; with the row's seed it keys the noise.
     - `active`: bool `[n]`. What other lines ask for is not computed, and their tokens mean nothing.
+    - `masked`: which tokens may be sampled; None for all.
     """
+    if masked is None:
+        finite = are_finite(largest_logit(logits), jnp.min(logits, axis=-1))
+    else:
+        finite = masked.finite
+        logits = jnp.where(masked.allowed, logits, -jnp.inf)
     own = state.select(rows)
     asked = Asked.of(own, kv_lens, active, logits.shape[1])
     # Around all the rest: whatever may change logits has them copied first, needed or not.
@@ -50,7 +61,18 @@ def sample(
         lambda: adjust_and_sample(logits, own, asked, rows, kv_lens),
         lambda: first_argmax(logits),
     )
-    return only_finite(tokens, largest_logit(logits), jnp.min(logits, axis=-1), logits.shape[1])
+    return only_finite(tokens, finite, logits.shape[1])
+
+
+class Masked(NamedTuple):
+    """What the second part of a step knows of its logits.
+
+    - `allowed`: bool `[n, vocab]`, tokens that may be sampled, one at least of each active line.
+    - `finite`: bool `[n]`, whether all logits of a line are: the first part has looked at each.
+    """
+
+    allowed: jax.Array
+    finite: jax.Array
 
 
 def largest_logit(logits: jax.Array) -> jax.Array:
@@ -58,9 +80,13 @@ def largest_logit(logits: jax.Array) -> jax.Array:
     return jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=-1)
 
 
-def only_finite(tokens: jax.Array, largest: jax.Array, least: jax.Array, vocab_size: int) -> jax.Array:
-    """The tokens `[n]` of lines whose largest and least logits are finite, `INVALID_TOKEN` for others."""
-    finite = jnp.isfinite(largest) & jnp.isfinite(least)
+def are_finite(largest: jax.Array, least: jax.Array) -> jax.Array:
+    """Whether all logits of lines are, by the largest and the least of each: bool `[n]`."""
+    return jnp.isfinite(largest) & jnp.isfinite(least)
+
+
+def only_finite(tokens: jax.Array, finite: jax.Array, vocab_size: int) -> jax.Array:
+    """The tokens `[n]` of lines whose logits are finite, `INVALID_TOKEN` for others."""
     # Beyond the vocabulary: finite logits that overflowed under a bias or a penalty.
     return jnp.where(finite & (tokens < vocab_size), tokens, INVALID_TOKEN)
 

@@ -13,8 +13,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.jax_runner.logprobs import Logprobs, prompt_logprobs
-from sglang_jax.jax_runner.packing import StepInputs, StepLayout
-from sglang_jax.jax_runner.readers import reader_over
+from sglang_jax.jax_runner.packing import SampleLayout, StepInputs, StepLayout
+from sglang_jax.jax_runner.readers import LogitsReader, Masks, reader_over
 from sglang_jax.jax_runner.sampling_state import SamplingState
 from sglang_jax.layers.batch import ForwardBatch, GroupPages
 from sglang_jax.runner.plan import INVALID_TOKEN, LAST_TOKEN, NO_LOGPROBS
@@ -60,12 +60,14 @@ class DeviceState:
 class StepOutputs:
     """What the host may ask for: `tokens` int32 `[R]`, logprobs of them and of prompt tokens (`[R]` and `[T]`).
 
-    Zeros where the plan asks for no logprobs; `prompt_logprobs` is None in a decode program.
+    Zeros where the plan asks for no logprobs; `prompt_logprobs` is None in a decode program. `logits`: `[R, columns]`,
+    after the last query of each sequence; a step that waits for masks samples from them once these are there.
     """
 
     tokens: jax.Array
     logprobs: Logprobs
     prompt_logprobs: Logprobs | None
+    logits: jax.Array
 
 
 def apply_deltas(page_table: jax.Array, rows: jax.Array, columns: jax.Array, pages: jax.Array) -> jax.Array:
@@ -121,6 +123,9 @@ def make_step(
     """The step of one bucket as a function of (weights, state, packed plan); state is to be donated.
 
     `mesh`: over which weights and KV are spread; None for one device. `num_groups`: of the model's cache.
+
+    The logits are a result for the steps that wait for masks. It costs the others nothing but the memory: what samples
+    reads them from there anyway.
     """
     bucket = layout.bucket
     reader = reader_over(mesh)
@@ -147,18 +152,63 @@ def make_step(
             last_tokens=_remember(state.last_tokens, inputs.rows, tokens, samples),
             sampling=state.sampling.count(inputs.rows, tokens, sampled & state.sampling.penalised[inputs.rows]),
         )
-        logprobs = lax.cond(
-            inputs.top_logprobs != NO_LOGPROBS,
-            lambda: reader.logprobs(logits, tokens, inputs.top_logprobs, vocab_size),
-            lambda: Logprobs.empty(len(tokens), vocab_size),
-        )
+        logprobs = _logprobs_of(reader, logits, tokens, inputs.top_logprobs, vocab_size)
         of_prompts = None
         if not bucket.decode_only:
             targets, alternatives = inputs.prompt_targets, inputs.prompt_top_logprobs
             of_prompts = prompt_logprobs(hidden, targets, alternatives, inputs.num_tokens, to_logprobs, vocab_size)
-        return new_state, StepOutputs(tokens, logprobs, of_prompts)
+        return new_state, StepOutputs(tokens, logprobs, of_prompts, logits)
 
     return step
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SampledState:
+    """The part of `DeviceState` that sampling changes."""
+
+    last_tokens: jax.Array
+    sampling: SamplingState
+
+
+def make_sample(
+    layout: SampleLayout, mesh: Mesh | None = None
+) -> Callable[[SampledState, jax.Array, jax.Array, jax.Array], tuple[SampledState, tuple[jax.Array, Logprobs]]]:
+    """The second part of a step with masks, as a function of (state, logits `[R, columns]`, the first part's tokens
+    `[R]`, packed plan and masks); state is to be donated. Gives tokens and logprobs as `StepOutputs` has them.
+
+    Of the first part's tokens it counts whether they are tokens: logits that are not finite show there.
+    """
+    reader = reader_over(mesh)
+    whole = _on_every_device(mesh)
+
+    def sample(
+        state: SampledState, logits: jax.Array, first: jax.Array, packed: jax.Array
+    ) -> tuple[SampledState, tuple[jax.Array, Logprobs]]:
+        inputs = whole(layout.unpack(packed))
+        samples = inputs.samples > 0
+        masks = Masks(inputs.masks, first != INVALID_TOKEN)
+        tokens = reader.sample(logits, state.sampling, inputs.rows, inputs.kv_lens, samples, masks)
+        sampled = samples & (tokens != INVALID_TOKEN)
+        new_state = SampledState(
+            last_tokens=_remember(state.last_tokens, inputs.rows, tokens, samples),
+            sampling=state.sampling.count(inputs.rows, tokens, sampled & state.sampling.penalised[inputs.rows]),
+        )
+        logprobs = _logprobs_of(reader, logits, tokens, inputs.top_logprobs, state.sampling.vocab_size)
+        return new_state, (tokens, logprobs)
+
+    return sample
+
+
+def _logprobs_of(
+    reader: LogitsReader, logits: jax.Array, tokens: jax.Array, alternatives: jax.Array, vocab_size: int
+) -> Logprobs:
+    """Logprobs of sampled tokens, where they are wanted."""
+    return lax.cond(
+        alternatives != NO_LOGPROBS,
+        lambda: reader.logprobs(logits, tokens, alternatives, vocab_size),
+        lambda: Logprobs.empty(len(tokens), vocab_size),
+    )
 
 
 def _on_every_device(mesh: Mesh | None) -> Callable[[T], T]:

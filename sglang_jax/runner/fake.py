@@ -32,7 +32,10 @@ from sglang_jax.runner.plan import (
     SamplingUpdate,
     StepPlan,
     StepResult,
+    TokenMasks,
     TopLogprobs,
+    allowed_tokens,
+    mask_words,
 )
 from sglang_jax.runner.protocol import RunnerReport
 from sglang_jax.runner.pulse import Building
@@ -70,8 +73,9 @@ def _write(seen: int, token: int, position: int) -> int:
     return _NOT_FINITE if seen == _NOT_FINITE else _mix(seen, token, position)
 
 
-def _sample(seen: int, seed: int, prompt_len: int, vocab_size: int) -> int:
-    return _mix(seen, seed, prompt_len) % vocab_size
+def _sample(seen: int, seed: int, prompt_len: int, tokens: Sequence[int]) -> int:
+    """One of `tokens`, those that may be sampled."""
+    return tokens[_mix(seen, seed, prompt_len) % len(tokens)]
 
 
 def _logprob(seen: int, token: int) -> float:
@@ -140,14 +144,19 @@ class Oracle:
         max_new_tokens: int,
         stop_ids: Iterable[int] = (),
         namespace: str | None = None,
+        allowed: Callable[[Sequence[int]], Sequence[int]] | None = None,
     ) -> list[int]:
-        """Output tokens of a request, the stop token included."""
+        """Output tokens of a request, the stop token included. `allowed`: which tokens may come behind an output, none
+        where it is over; without it all may."""
         stops = set(stop_ids)
         tokens, output = list(prompt), list[int]()
         queries = self._queries(tokens, namespace)
         seen = [next(queries) for _ in prompt][-1]
         while len(output) < max_new_tokens:
-            token = _sample(seen, seed, len(prompt), self.vocab_size)
+            choice = range(self.vocab_size) if allowed is None else allowed(output)
+            if not choice:
+                break
+            token = _sample(seen, seed, len(prompt), choice)
             output.append(token)
             if token in stops:
                 break
@@ -174,14 +183,34 @@ class Oracle:
 
 
 class FakeHandle:
-    """A launched step; runs when asked for its result if the runner is lazy."""
+    """A launched step; runs when asked for its result if the runner is lazy, else as soon as it has all it needs.
 
-    def __init__(self, run: Callable[[], StepResult], lazy: bool) -> None:
+    **Arguments:** `run`: runs it, under the masks of its masked sequences; `masked`: how many these are.
+    """
+
+    def __init__(self, run: Callable[[TokenMasks | None], StepResult], lazy: bool, masked: int, words: int) -> None:
         self._run = run
-        self._result = None if lazy else run()
+        self._lazy = lazy
+        self._shape = (masked, words)
+        self._masks: TokenMasks | None = None
+        self._result = None if lazy or masked else run(None)
+
+    @property
+    def waits(self) -> bool:
+        """It has masked sequences, and no masks yet."""
+        return self._shape[0] > 0 and self._masks is None
+
+    def sample(self, masks: TokenMasks) -> None:
+        assert self.waits, "masks for a step that has none to come"
+        assert masks.words.shape == self._shape, f"masks of {masks.words.shape}, expected {self._shape}"
+        assert masks.words.any(axis=1).all(), "a mask allows no token"
+        self._masks = masks
+        if not self._lazy:
+            self._result = self._run(masks)
 
     def result(self) -> StepResult:
-        return self._run() if self._result is None else self._result
+        assert not self.waits, "asked for the result of a step that waits for its masks"
+        return self._run(self._masks) if self._result is None else self._result
 
 
 class FakeRunner:
@@ -213,6 +242,7 @@ class FakeRunner:
         self._kv_lens: Int32 = np.zeros(spec.max_rows, np.int32)
         self._rows: dict[int, SamplingUpdate] = {}
         self._next_step = 0
+        self._handle: FakeHandle | None = None
         self.plans: list[StepPlan] = []
         self.keep_plans = False
 
@@ -240,7 +270,11 @@ class FakeRunner:
         if self.spoil_next:
             begin = [_NOT_FINITE] * len(begin)
             self.spoil_next = False
-        return FakeHandle(lambda: self._run(plan, begin), self._lazy)
+        assert self._handle is None or not self._handle.waits, "launched while the step before waits for its masks"
+        masked = 0 if plan.masked is None else int(np.count_nonzero(plan.masked))
+        words = mask_words(self._spec.vocab_size)
+        self._handle = FakeHandle(lambda masks: self._run(plan, begin, masks), self._lazy, masked, words)
+        return self._handle
 
     def scribble(self, pages: Int32, group: int = 0) -> None:
         """Overwrites pages, or slots, with noise: what may happen to one as soon as it is free."""
@@ -267,6 +301,11 @@ class FakeRunner:
         drafts = np.flatnonzero(plan.tokens == DRAFT)
         assert (plan.tokens[drafts - 1] < 0).all(), "a draft behind a token of the plan"
         assert self._spec.max_samples > 1 or not len(drafts), "the runner was not asked to draft"
+        if plan.masked is not None:
+            assert plan.masked.any(), "a step in two parts for nobody"
+            assert plan.samples[plan.masked].all(), "a mask for a sequence that does not sample"
+            ends = np.cumsum(plan.query_lens)[plan.masked] - 1
+            assert (plan.tokens[ends] != DRAFT).all(), "a masked sequence with drafts"
         assert plan.learnt is None or self._spec.max_samples > 1, "the runner was not asked to learn lengths"
         assert plan.num_tokens <= self._spec.token_budget, f"{plan.num_tokens} tokens in one step"
         assert plan.samples[: plan.num_decode].all()
@@ -282,7 +321,8 @@ class FakeRunner:
             assert len(targets) == len(copies.targets) == len(copies.sources), "a slot is copied to twice"
             assert not targets & set(copies.sources.tolist()), "a slot is copied from and to"
 
-    def _run(self, plan: StepPlan, begin: list[int]) -> StepResult:
+    def _run(self, plan: StepPlan, begin: list[int], masks: TokenMasks | None) -> StepResult:
+        choices = self._choices(plan, masks)
         for update in plan.row_updates.sampling:
             self._rows[update.row] = update
         for table, deltas in zip(self._tables, plan.page_deltas, strict=True):
@@ -295,7 +335,7 @@ class FakeRunner:
         for index, row in enumerate(plan.rows.tolist()):
             length = int(plan.query_lens[index])
             queries, first = plan.tokens[first : first + length].tolist(), first + length
-            seen, sampled = self._forward(row, self._start(plan, index), queries, begin[index])
+            seen, sampled = self._forward(row, self._start(plan, index), queries, begin[index], choices[index])
             seen_after.append(seen)
             if plan.samples[index]:
                 counts[index] = len(sampled)
@@ -308,6 +348,14 @@ class FakeRunner:
             None if plan.top_logprobs == NO_LOGPROBS else self._logprobs(plan, tokens, seen_after),
             tuple(self._prompt_logprobs(asked, plan, seen_after) for asked in plan.prompt_logprobs),
         )
+
+    def _choices(self, plan: StepPlan, masks: TokenMasks | None) -> list[Sequence[int]]:
+        """The tokens that each sequence may sample."""
+        choices: list[Sequence[int]] = [range(self._spec.vocab_size)] * len(plan.rows)
+        if plan.masked is not None and masks is not None:
+            for words, index in zip(masks.words, np.flatnonzero(plan.masked).tolist(), strict=True):
+                choices[index] = allowed_tokens(words).tolist()
+        return choices
 
     def _copy(self, plan: StepPlan) -> None:
         for copies in plan.copies:
@@ -330,9 +378,11 @@ class FakeRunner:
         page = int(self._tables[group][row, position // self._page_size])
         return page * self._page_size + position % self._page_size
 
-    def _forward(self, row: int, start: int, tokens: list[int], begin: int) -> tuple[list[int], list[int]]:
+    def _forward(
+        self, row: int, start: int, tokens: list[int], begin: int, choice: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
         """Computes tokens at positions from `start` on: what each of their queries knows, who knew `begin` before; and
-        what the row samples, were it to sample. Drafts do not count as part of the row yet."""
+        what the row samples of `choice`, were it to sample. Drafts do not count as part of the row yet."""
         written: dict[int, list[int]] = {group: [] for group in self._states}
 
         def read(group: int, place: int) -> int:
@@ -360,7 +410,7 @@ class FakeRunner:
                     slots[self._slot(group, row, position)] = _content(value, group)
             seen.append(sight.of(position, position + 1))
             if position >= committed - 1 and not wrong:
-                sampled.append(self._sample(row, seen[-1], token))
+                sampled.append(self._sample(row, seen[-1], token, choice))
         self._kv_lens[row] = committed
         for group, states in self._states.items():
             states[self._tables[group][row, 0]] = sight.state(group)
@@ -373,12 +423,12 @@ class FakeRunner:
             for group, states in self._states.items()
         }
 
-    def _sample(self, row: int, seen: int, token: int) -> int:
-        """What a row samples after `token`, by one that it took in this step or before."""
+    def _sample(self, row: int, seen: int, token: int, choice: Sequence[int]) -> int:
+        """What a row samples of `choice` after `token`."""
         state = self._rows.get(row)
         if state is None or seen == _NOT_FINITE or token == self._invalid_token:
             return INVALID_TOKEN
-        return _sample(seen, state.seed, state.prompt_len, self._spec.vocab_size)
+        return _sample(seen, state.seed, state.prompt_len, choice)
 
     def _guess(self, seen: int, sampled: int) -> int:
         """A draft of what was sampled: right as often as not, never after logits that were not finite."""

@@ -1,8 +1,8 @@
 """One model in several processes: rank 0 plans, the others follow.
 
-Every process runs the same plans in the same order on its own devices, and samples by itself from the same logits and
-the same seeds, so that nothing but plans goes from process to process on the host. How orders travel (a pipe to a
-child, a connection to another node) is each backend's own.
+Every process runs the same plans in the same order on its own devices, and samples by itself from the same logits, the
+same seeds and the same masks, so that nothing but plans and masks goes from process to process on the host. How orders
+travel (a pipe to a child, a connection to another node) is each backend's own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from sglang_jax.runner.plan import RunnerSpec, StepPlan, StepResult
+from sglang_jax.runner.plan import RunnerSpec, StepPlan, StepResult, TokenMasks
 from sglang_jax.runner.protocol import Runner, RunnerReport, StepHandle
 from sglang_jax.runner.pulse import Building
 from sglang_jax.runner.rank_beats import NoteBeat, Progress
@@ -38,10 +38,10 @@ class GiveUp:
     reason: str
 
 
-Order = WarmUp | StepPlan | Leave
+Order = WarmUp | StepPlan | TokenMasks | Leave
 """What a follower is told, in this order."""
 
-ORDERS: Codec[Order | GiveUp] = Codec(WarmUp, StepPlan, Leave, GiveUp)
+ORDERS: Codec[Order | GiveUp] = Codec(WarmUp, StepPlan, TokenMasks, Leave, GiveUp)
 """Orders as they go from process to process, and what breaks in on them."""
 
 
@@ -71,6 +71,11 @@ class GroupStep:
 
     step: StepHandle
     followers: Followers
+
+    def sample(self, masks: TokenMasks) -> None:
+        """See `StepHandle`. As with a launch, this process goes first."""
+        self.step.sample(masks)
+        self.followers.send(masks)
 
     def result(self) -> StepResult:
         """Raises `RuntimeError` if a process was lost: what this one computed without it means nothing."""
@@ -133,6 +138,8 @@ def follow(runner: Runner, next_order: Callable[[], Order], progress: Progress) 
                 progress.steps += 1
                 if len(in_flight) > _STEPS_IN_FLIGHT:
                     in_flight.popleft().result()
+            case TokenMasks() as masks:
+                in_flight[-1].sample(masks)
             case WarmUp():
                 runner.warm_up(_no_progress)
             case Leave():

@@ -28,6 +28,9 @@ INVALID_TOKEN = -1
 LAST_TOKEN = -1
 """Among a plan's tokens: what the row sampled last. It lies on the device; the host may not know it yet."""
 
+MASK_WORD = 32
+"""Tokens that one word of a mask tells of."""
+
 DRAFT = -2
 """Among a plan's tokens, behind a `LAST_TOKEN`: what the runner guesses that the row samples next. Only for runners
 whose `RunnerSpec.max_samples` is above 1."""
@@ -182,6 +185,9 @@ class StepPlan:
       while that one is in flight: `kv_lens` is then the most that it may be. None where no sequence does so. Only for
       runners whose `RunnerSpec.max_samples` is above 1. A sequence with drafts samples after its last token, and after
       each draft that was right, up to the first that was wrong.
+    - `masked`: `[n]` True where the sequence samples under a mask; such a sequence has no drafts. The step then runs in
+      two parts: `Runner.launch` starts the forward pass, and `StepHandle.sample`, which brings the masks, samples for
+      all sequences. None where no sequence does so: then the step is one.
     - `page_deltas`: one for each pool of the spec. Of a pool with a window, entries that the step's queries see are
       right; those before them may name pages that are somebody else's by now. Of a pool of states column 0 is a row's
       slot: its sequence goes on from the state there, and leaves there the state after its last token. One whose first
@@ -202,6 +208,7 @@ class StepPlan:
     page_deltas: tuple[PageDeltas, ...]
     copies: tuple[SlotCopies, ...] = ()
     learnt: Bool | None = None
+    masked: Bool | None = None
     row_updates: RowUpdates = NO_UPDATES
     top_logprobs: int = NO_LOGPROBS
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
@@ -211,6 +218,29 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Tokens that the step computes."""
         return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Which tokens the masked sequences of a step may sample.
+
+    `words`: int32 `[masked, mask_words(vocab_size)]`, in the order of the plan's sequences; bit `t % 32` of word
+    `t // 32` says whether token t may be sampled. Each allows one at least. Like a plan's arrays they are never written
+    to again.
+    """
+
+    words: Int32
+
+
+def mask_words(vocab_size: int) -> int:
+    """Words of the mask of one sequence."""
+    return -(-vocab_size // MASK_WORD)
+
+
+def allowed_tokens(words: Int32) -> Int32:
+    """Ids of the tokens that a mask, `[words]`, allows."""
+    bits = np.unpackbits(np.ascontiguousarray(words, "<i4").view(np.uint8), bitorder="little")
+    return np.flatnonzero(bits).astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from sglang_jax.runner.plan import RunnerSpec, StepPlan, StepResult
+from sglang_jax.runner.plan import RunnerSpec, StepPlan, StepResult, TokenMasks
 from sglang_jax.runner.pulse import Building
 
 
 class StepHandle(Protocol):
     """A step that was launched."""
+
+    def sample(self, masks: TokenMasks) -> None:
+        """Starts the second part of a step with masked sequences, and returns without waiting for it. To be called
+        once, before the next launch and before `result`; not for other steps."""
+        ...
 
     def result(self) -> StepResult:
         """Blocks until the step has run; callable once. Handles are asked in the order of launching."""
@@ -53,7 +58,7 @@ class Runner(Protocol):
         ...
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Starts a step and returns without waiting for it."""
+        """Starts a step and returns without waiting for it; of one with masked sequences all but the sampling."""
         ...
 
     def report(self) -> RunnerReport: ...

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from sglang_jax.errors import ParameterError, shown
+from sglang_jax.sampling.grammar import Grammar
 from sglang_jax.spellings import SAMPLING_FIELDS
 
 MAX_LOGIT_BIAS = 320
@@ -71,6 +72,9 @@ class SamplingParams:
     - `seed`: makes sampling a function of (seed, position) alone.
     - `n`: number of independent completions.
     - `skip_special_tokens`: leave special tokens out of the text.
+    - `grammar`: what the output must look like; tokens that lead elsewhere are never sampled. The output ends once the
+      grammar is complete and nothing can follow. It comes before `min_new_tokens` and `ignore_eos`: where it allows
+      the end alone, the output ends.
 
     **Raises:** `ParameterError` naming the field and its range.
     """
@@ -92,6 +96,7 @@ class SamplingParams:
     n: int = 1
     skip_special_tokens: bool = True
     include_stop: bool = False
+    grammar: Grammar | None = None
 
     def __new__(cls, **fields: object) -> Self:
         """Refuses a field that there is not, by the name it has here where that is known."""

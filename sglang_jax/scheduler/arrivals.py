@@ -8,7 +8,7 @@ from sglang_jax.errors import ParameterError, PromptTooLongError, QueueFullError
 from sglang_jax.runner.plan import Int32, RunnerSpec
 from sglang_jax.sampling.params import MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, SamplingParams
 from sglang_jax.scheduler.messages import NewRequest
-from sglang_jax.scheduler.request import Request
+from sglang_jax.scheduler.request import Request, RequestState
 
 _SEED_MASK = 2**63 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -61,6 +61,7 @@ class Arrivals:
             namespace=message.extra_key,
             priority=message.priority,
             tenant=message.tenant,
+            state=RequestState.WAITING if message.sampling.grammar is None else RequestState.COMPILING,
         )
 
     def _check_prompt(self, token_ids: bytes, samples: bool) -> int:

@@ -9,6 +9,7 @@ import time
 import msgspec
 
 from sglang_jax.config import EngineConfig
+from sglang_jax.grammar.compiler import GrammarCompiler
 from sglang_jax.runner.protocol import Runner
 from sglang_jax.runner.pulse import Pulse
 from sglang_jax.scheduler.channel import Channel
@@ -29,6 +30,9 @@ logger = logging.getLogger(__name__)
 STATS_SECONDS = 0.25
 """Shortest time between two snapshots of a busy scheduler."""
 
+COMPILER_WAIT_SECONDS = 0.005
+"""How long a turn waits for grammars where there is nothing else to do."""
+
 MESSAGES_PER_TURN = 256
 SECONDS_OF_MESSAGES = 0.003
 """A turn takes in so many messages, or for so long, and leaves the others for the next: requests that run must not wait
@@ -48,8 +52,9 @@ class SchedulerLoop:
         config: EngineConfig,
         channel: Channel,
         pulse: Pulse | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
-        self.scheduler = Scheduler(runner, model_eos_ids, config, channel)
+        self.scheduler = Scheduler(runner, model_eos_ids, config, channel, grammars=grammars)
         self._pulse = pulse or Pulse()
         self._runner = runner
         self._channel = channel
@@ -73,6 +78,9 @@ class SchedulerLoop:
             return
         scheduler.step()
         self._pulse.note(steps=scheduler.log.steps, busy=not scheduler.idle)
+        if scheduler.only_compiles:
+            with self._pulse.building():
+                scheduler.constraints.wait(COMPILER_WAIT_SECONDS)
         self._publish_stats()
         if self._draining and scheduler.idle:
             self._stopped = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -65,6 +65,7 @@ class Planned:
 
     - `sampling_rows`: rows that sample `[samples]`; `picks`: their indices in `plan.rows`, None where all do.
     - `decode`: the decode part; its rows are the first of `sampling_rows`.
+    - `masked`: who samples under a mask, in order.
     - `chunks`: the prefill part; `newcomers`: requests whose first chunk in their row this is; `logprob_requests`:
       whom `plan.prompt_logprobs` are for, in order.
     """
@@ -73,6 +74,7 @@ class Planned:
     sampling_rows: Int32
     picks: Int32 | None
     decode: DecodePart
+    masked: tuple[Request, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     newcomers: tuple[Request, ...] = ()
     logprob_requests: tuple[Request, ...] = ()
@@ -120,6 +122,8 @@ class Planner:
     def _extend_with_drafts(self, rows: Int32, left: Int32, tokens: int) -> DecodePart | None:
         """As many drafts as `tokens` and free pages allow; None where there is no room for any."""
         widths = np.minimum(left - 1, min(self._max_samples, max(tokens // len(rows), 1)))
+        if self._rows.num_masked:  # a mask tells of one token
+            widths[self._rows.masked[rows]] = 1
         drafting = widths > 1
         if not drafting.any():
             return None
@@ -145,6 +149,7 @@ class Planner:
     def _decode_only(self, step: int, decode: DecodePart) -> Planned:
         rows, count = decode.rows, len(decode.rows)
         num_decode, query_lens, tokens = self._queries(decode)
+        masked, under_masks = self._masked(rows, self._yes[:count])
         plan = StepPlan(
             step=step,
             rows=rows,
@@ -156,10 +161,20 @@ class Planner:
             page_deltas=self._cache.take_deltas(),
             copies=self._cache.take_copies(rows, step),
             learnt=self._learnt(rows),
+            masked=masked,
             top_logprobs=self._top_logprobs(rows),
         )
         self._rows.last_step[rows] = step
-        return Planned(plan, rows, None, decode)
+        return Planned(plan, rows, None, decode, under_masks)
+
+    def _masked(self, rows: Int32, samples: Bool) -> tuple[Bool | None, tuple[Request, ...]]:
+        """Which of a step's `rows`, all `[sequences]`, sample under a mask, None for none; and whose they are."""
+        if not self._rows.num_masked:
+            return None, ()
+        masked: Bool = self._rows.masked[rows] & samples
+        if not masked.any():
+            return None, ()
+        return masked, tuple([self._rows.at(row) for row in rows[masked].tolist()])
 
     def _queries(self, decode: DecodePart) -> tuple[int, Int32, Int32]:
         """How many rows have one query; the numbers of queries `[rows]`; where the token of each comes from."""
@@ -233,6 +248,7 @@ class Planner:
         samples = np.array([chunk.last and chunk.request.samples for chunk in chunks], np.bool_)
         samples = np.concatenate((self._yes[:count], samples))
         picks = np.nonzero(samples)[0].astype(np.int32)
+        masked, under_masks = self._masked(rows, samples)
         wanted = self._prompt_logprobs(chunks, count)
         tokens = b"".join(
             [chunk.request.tokens[chunk.start * 4 : (chunk.start + chunk.length) * 4] for chunk in chunks]
@@ -250,6 +266,7 @@ class Planner:
             page_deltas=self._cache.take_deltas(),
             copies=self._cache.take_copies(rows, step),
             learnt=self._learnt_beside(decode.rows, len(chunks)),
+            masked=masked,
             row_updates=RowUpdates(tuple([_sampling_update(request) for request in newcomers])),
             top_logprobs=self._top_logprobs(rows[picks]),
             prompt_logprobs=tuple(entry for _, entry in wanted),
@@ -257,7 +274,7 @@ class Planner:
         )
         requests = tuple(request for request, _ in wanted)
         self._rows.last_step[rows] = step
-        return Planned(plan, rows[picks], picks, decode, tuple(chunks), newcomers, requests)
+        return Planned(plan, rows[picks], picks, decode, under_masks, tuple(chunks), newcomers, requests)
 
     def _learnt_beside(self, decode_rows: Int32, chunks: int) -> Bool | None:
         """As `_learnt`, with chunks behind the decode rows, whose starts are known."""
@@ -289,9 +306,12 @@ def _bucket(count: int) -> int:
 
 
 def _sampling_update(request: Request) -> SamplingUpdate:
+    sampling = request.sampling
+    if sampling.grammar is not None:  # its masks say when the output may end
+        sampling = replace(sampling, grammar=None, min_new_tokens=0)
     return SamplingUpdate(
         row=request.row,
-        sampling=request.sampling,
+        sampling=sampling,
         seed=request.seed,
         prompt_len=request.prompt_len,
         stop_ids=request.stop_ids,

@@ -7,6 +7,7 @@ from enum import IntEnum, auto
 
 import numpy as np
 
+from sglang_jax.grammar.interface import Matcher
 from sglang_jax.mem_cache.radix_tree import Namespace
 from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.runner.plan import Int32
@@ -16,6 +17,7 @@ from sglang_jax.sampling.params import SamplingParams
 class RequestState(IntEnum):
     """A number, as looking one up takes a fraction of what other enums take.
 
+    - COMPILING: its grammar is being compiled; in no queue.
     - WAITING: in the queue, never had a row.
     - PREFILL: has a row; its tokens are being computed, chunk by chunk.
     - DECODE: samples a token each step.
@@ -24,6 +26,7 @@ class RequestState(IntEnum):
     - FINISHED: over. It may keep its row for some steps: while one in flight uses it, and until it is released.
     """
 
+    COMPILING = auto()
     WAITING = auto()
     PREFILL = auto()
     DECODE = auto()
@@ -32,6 +35,7 @@ class RequestState(IntEnum):
 
 
 TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.COMPILING: frozenset({RequestState.WAITING, RequestState.FINISHED}),
     RequestState.WAITING: frozenset({RequestState.PREFILL, RequestState.FINISHED}),
     RequestState.PREFILL: frozenset({RequestState.DECODE, RequestState.RETRACTED, RequestState.FINISHED}),
     RequestState.DECODE: frozenset({RequestState.RETRACTED, RequestState.FINISHED}),
@@ -75,6 +79,7 @@ class Request:
     - `kv`: the ownership record while it has a row.
     - `cached_tokens`: prompt tokens found in the prefix cache at its first admission, None before.
     - `announced`: the runner was told who has the row now.
+    - `matcher`: where its output is in its grammar, once that is compiled; it goes on where the kept output ends.
     - `restarts`: how often it was computed anew because KV that it shared turned out bad.
     - `retractions`: how often it lost its row.
     - `waiting`: what admission remembers of it while it is in the queue.
@@ -99,6 +104,7 @@ class Request:
     kv: RowKV | None = None
     cached_tokens: int | None = None
     announced: bool = False
+    matcher: Matcher | None = None
     restarts: int = 0
     retractions: int = 0
     waiting: Waiting = field(default_factory=Waiting)

@@ -56,6 +56,7 @@ class Rows:
     - `stop_ids`: `[rows, MAX_STOP_TOKEN_IDS]`, of which the first `stop_width` columns are in use by some row.
     - `tokens`: `[rows, max_context + 1]` prompt and output.
     - `last_step`: the last launched step that has the row.
+    - `masked`: the row samples under the mask of a grammar.
     - `active`: the row's request is not leaving, and what it samples counts.
 
     And who takes part in the next step: `decode_rows`, `[decoding]`, replaced and never written to, and `prefilling`,
@@ -76,6 +77,8 @@ class Rows:
         self.tokens: Int32 = np.zeros((rows, max_context + 1), np.int32)
         self.last_step: NDArray[np.int64] = np.full(rows, -1, np.int64)
         self.active: Bool = np.zeros(rows, np.bool_)
+        self.masked: Bool = np.zeros(rows, np.bool_)
+        self.num_masked = 0
         self.requests: list[Request | None] = [None] * rows
         self.num_with_logprobs = 0
         self.decode_rows: Int32 = np.zeros(0, np.int32)
@@ -117,6 +120,8 @@ class Rows:
         self.total_len[rows] = [request.total_len for request in requests]
         self.stop_ids[rows] = NO_TOKEN
         self.active[rows] = True
+        self.masked[rows] = [request.matcher is not None for request in requests]
+        self.num_masked += int(np.count_nonzero(self.masked[rows]))
         for row, request in zip(rows.tolist(), requests, strict=True):
             self.requests[row] = request
             self.num_with_logprobs += request.top_logprobs >= 0
@@ -209,6 +214,8 @@ class Rows:
         row = request.row
         self.requests[row] = None
         self.num_with_logprobs -= request.top_logprobs >= 0
+        self.num_masked -= int(self.masked[row])
+        self.masked[row] = False
         self._widths[len(request.stop_ids)] -= 1
         self._set_stop_width()
         self.last_step[row] = -1

@@ -1,7 +1,8 @@
 """The step: plan, launch, finish the one before, publish.
 
 Step N + 1 is launched before step N's tokens reach the host. Pages and rows that a launched step may touch are given
-back only once it has finished.
+back only once it has finished. A step with rows under grammars samples in a part of its own, once what the step before
+it sampled has told these rows' masks.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 
 from sglang_jax.config import EngineConfig
 from sglang_jax.errors import CapacityError, NumericalError, RequestError
+from sglang_jax.grammar.compiler import GrammarCompiler
 from sglang_jax.mem_cache.invariants import check_conservation, idle_fault
 from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.runner.plan import INVALID_TOKEN, Int32, RunnerSpec, StepPlan, StepResult
@@ -23,13 +25,14 @@ from sglang_jax.scheduler.admission import Admission
 from sglang_jax.scheduler.arrivals import Arrivals
 from sglang_jax.scheduler.channel import Channel
 from sglang_jax.scheduler.chunking import ChunkBudget, FixedChunk, TimedChunk
+from sglang_jax.scheduler.constraints import Closed, Constraints
 from sglang_jax.scheduler.judge import Judge
 from sglang_jax.scheduler.messages import NewRequest
 from sglang_jax.scheduler.planner import OutOfPages, Planned, Planner
 from sglang_jax.scheduler.publisher import Publisher
 from sglang_jax.scheduler.request import Request, RequestState
 from sglang_jax.scheduler.reserve import NewTokenReserve
-from sglang_jax.scheduler.rows import RECLAIMED_AT_ONCE, RELEASES_PER_STEP, Rows
+from sglang_jax.scheduler.rows import RECLAIMED_AT_ONCE, RELEASES_PER_STEP, Advance, Rows
 from sglang_jax.scheduler.step_log import StepLog
 from sglang_jax.scheduler.step_time import Padding
 from sglang_jax.scheduler.waiting_queue import WaitingQueue
@@ -53,7 +56,7 @@ class Scheduler:
     """Requests in, tokens out, one step at a time. The loop around it decides when to step.
 
     **Arguments:** `eos_ids`: the model's end-of-sequence tokens; `channel`: where outputs are published; `clock`: tells
-    seconds.
+    seconds; `grammars`: None for an engine without.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Scheduler:
         config: EngineConfig,
         channel: Channel,
         clock: Callable[[], float] = time.monotonic,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         spec = runner.spec
         self._runner = runner
@@ -87,6 +91,7 @@ class Scheduler:
         self._admission = Admission(self.cache, self.rows, self.queue, self.reserve)
         self._planner = Planner(spec, self.budget, self.cache, self.rows)
         self._judge = Judge(self.cache, self.rows)
+        self.constraints = Constraints(grammars, self.rows, spec.vocab_size, eos_ids)
         self._publisher = Publisher(channel, self.rows)
         self.log = StepLog(self, config.decode_log_interval)
         self._clock = clock
@@ -104,6 +109,17 @@ class Scheduler:
     def num_running(self) -> int:
         """Requests that have a row and are not over."""
         return self.rows.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have no row: in the queue, or until their grammar is compiled."""
+        return len(self.queue) + self.constraints.num_waiting
+
+    @property
+    def only_compiles(self) -> bool:
+        """Nobody runs or could: all requests wait until their grammars are compiled."""
+        waiting = self.constraints.num_waiting
+        return waiting > 0 and waiting == len(self.requests) and self._in_flight is None and not self.rows.num_leaving
 
     @property
     def max_total_tokens(self) -> int:
@@ -125,12 +141,16 @@ class Scheduler:
     def add(self, message: NewRequest) -> None:
         """Queues a request, or publishes why not."""
         try:
-            request = self._arrivals.accept(message, len(self.queue))
+            self.constraints.check(message.sampling)
+            request = self._arrivals.accept(message, self.num_waiting)
         except RequestError as error:
             self._publisher.refused(message.id, error)
             return
         self.requests[request.id] = request
-        self.queue.add(request)
+        if request.state is RequestState.COMPILING:
+            self.constraints.begin(request)
+        else:
+            self.queue.add(request)
         if message.logprob_start == 0:
             self._publisher.first_prompt_token(request)
 
@@ -159,9 +179,12 @@ class Scheduler:
         return True
 
     def step(self) -> None:
-        """Launches the next step, finishes the one before it, publishes."""
+        """Launches the next step, finishes the one before it, has the next one sample, publishes."""
+        self._queue_compiled()
         launched = self._launch_next()
         self._finish_in_flight()
+        if launched is not None and launched.planned.masked:
+            self._sample(launched)
         self._in_flight = launched
         if self.rows.num_leaving:
             self.rows.release(RELEASES_PER_STEP)
@@ -187,6 +210,28 @@ class Scheduler:
     def drain_in_flight(self) -> None:
         """Waits for the step in flight, if there is one."""
         self._finish_in_flight()
+
+    def _queue_compiled(self) -> None:
+        for done in self.constraints.compiled():
+            if done.error is not None:
+                self._end(done.request, "error", insert=False, error=done.error)
+            else:
+                done.request.move_to(RequestState.WAITING)
+                self.queue.add(done.request)
+
+    def _sample(self, launched: Launched) -> None:
+        """The second part of a step: the matchers know by now what the step before sampled."""
+        masks, closed = self.constraints.masks(launched.planned.masked)
+        launched.handle.sample(masks)
+        self._close(closed)
+
+    def _close(self, closed: list[Closed]) -> None:
+        """Ends requests whose grammars let nothing more come."""
+        for one in closed:
+            if one.error is not None:
+                self._end(one.request, "error", insert=True, error=one.error)
+            else:
+                self._end(one.request, "stop", insert=True)
 
     def _launch_next(self) -> Launched | None:
         while True:
@@ -321,7 +366,9 @@ class Scheduler:
             picks = self._all_picks[: len(rows)] if picks is None else picks
             self._publisher.logprobs(result, rows, picks, advance.kept)
         self._publisher.tokens(rows, tokens, advance.kept)
-        over = advance.stopped | advance.full
+        if self.rows.num_masked:
+            self._follow(rows, tokens, advance)
+        over = (advance.stopped | advance.full) & self.rows.active[rows]
         if over.any():
             ended = np.nonzero(over)[0]
             last = self.rows.tokens[rows[ended], advance.num_tokens[ended] - 1].tolist()
@@ -332,6 +379,13 @@ class Scheduler:
                 else:
                     self._end(request, "length", insert=True)
         return len(rows) if tokens.shape[1] == 1 else int(advance.kept.sum())
+
+    def _follow(self, rows: Int32, tokens: Int32, advance: Advance) -> None:
+        """Tells matchers what their rows sampled, one token each. A token that ends a request need not be followed."""
+        picks = np.flatnonzero(self.rows.masked[rows] & ~advance.stopped)
+        if len(picks):
+            requests = [self.rows.at(row) for row in rows[picks].tolist()]
+            self._close(self.constraints.follow(requests, tokens[picks, 0].tolist()))
 
     def _end(
         self,
@@ -347,6 +401,7 @@ class Scheduler:
             self._publisher.finished(request, kind, matched_token=matched_token, error=error)
         if request.waiting.queued:
             self.queue.remove(request)
+        self.constraints.forget(request)
         request.move_to(RequestState.FINISHED)
         del self.requests[request.id]
         self.log.counts.finished += 1

@@ -71,7 +71,7 @@ class StepLog:
         scheduler, counts = self._scheduler, self.counts
         return SchedulerStats(
             num_running=scheduler.num_running,
-            num_waiting=len(scheduler.queue),
+            num_waiting=scheduler.num_waiting,
             num_used_tokens=scheduler.num_used_tokens,
             max_total_tokens=scheduler.max_total_tokens,
             gen_throughput=self._measure(),
@@ -120,7 +120,7 @@ class StepLog:
             sum(request.cached_tokens or 0 for request in planned.newcomers),
             self._usage(),
             scheduler.num_running,
-            len(scheduler.queue),
+            scheduler.num_waiting,
         )
 
     def _write_decode_line(self) -> None:
@@ -131,5 +131,5 @@ class StepLog:
             scheduler.num_used_tokens,
             self._usage(),
             self._measure(),
-            len(scheduler.queue),
+            scheduler.num_waiting,
         )

@@ -30,9 +30,11 @@ IGNORED_FIELDS = frozenset(
         "prompt_cache_options",
         "prompt_cache_retention",
         "parallel_tool_calls",
+        "guided_decoding_backend",
     }
 )
-"""Fields that describe the caller, or tools that no request can have: they cannot change the output."""
+"""Fields that describe the caller, tools that no request can have, or which library follows a grammar: they cannot
+change the output."""
 
 NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "best_of": (1,),

@@ -11,6 +11,7 @@ import msgspec
 
 from sglang_jax.engine.output import RequestOutputs
 from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, OutputDelta, TokenLogprob
+from sglang_jax.sampling.grammar import Grammar, GrammarKind
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.server.fields import TENANT_HEADER
 
@@ -44,8 +45,16 @@ def request_body(request: GenerateInput, name: str, context_length: int) -> dict
     return body
 
 
+def _grammar(grammar: Grammar) -> dict[str, Any]:
+    """The native route's field for a grammar."""
+    if grammar.kind is GrammarKind.CHOICE:
+        return {"guided_choice": msgspec.json.decode(grammar.text)}
+    return {grammar.kind.value: grammar.text}
+
+
 def _sampling(sampling: SamplingParams, room: int) -> dict[str, Any]:
     return {
+        **({} if sampling.grammar is None else _grammar(sampling.grammar)),
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,

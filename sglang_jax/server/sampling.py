@@ -11,6 +11,7 @@ from pydantic import BeforeValidator
 
 from sglang_jax.errors import ParameterError, RequestError, shown
 from sglang_jax.sampling import GenerationDefaults, SamplingParams, with_defaults
+from sglang_jax.sampling.grammar_spellings import SPELLINGS, grammar_of
 from sglang_jax.sampling.params import MAX_LOGIT_BIAS
 from sglang_jax.server.fields import MAX_STOP_STRINGS, Body, Many, OneOrMany, TokenId, as_list
 
@@ -44,6 +45,20 @@ class SamplingFields(Body):
     n: int | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    structural_tag: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_whitespace_pattern: Any = None
+    structured_outputs: Any = None
+
+    def grammar_fields(self) -> dict[str, Any]:
+        """What the body says of a grammar; `grammar_of` reads it."""
+        return {name: value for name in SPELLINGS if (value := self.__dict__.get(name)) is not None}
 
 
 class NativeSampling(SamplingFields):
@@ -59,6 +74,7 @@ class OpenAISampling(SamplingFields):
 
     max_tokens: int | None = None
     min_tokens: int | None = None
+    response_format: Any = None
     include_stop_str_in_output: bool | None = None
 
 
@@ -111,7 +127,7 @@ def _shared(fields: SamplingFields) -> dict[str, Any]:
     if len(stop) > MAX_STOP_STRINGS:
         raise ParameterError(f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(stop)}", param="stop")
     values = fields.model_dump(include=set(SHARED_NAMES), exclude_none=True)
-    return {**values, "stop": tuple(stop)}
+    return {**values, "stop": tuple(stop), "grammar": grammar_of(fields.grammar_fields())}
 
 
 def _add(chosen: dict[str, Any], name: str, value: object) -> None:

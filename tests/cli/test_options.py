@@ -59,6 +59,7 @@ OTHER_VALUES: dict[str, Any] = {
     "cuda_graph_max_bs": 8,
     "random_seed": 42,
     "sampling_defaults": "openai",
+    "grammar_backend": "none",
     "skip_warmup": True,
     "watchdog_timeout": 30.0,
     "engine_start_timeout": 60.0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +16,9 @@ from sglang_jax.runner.plan import (
     SamplingUpdate,
     StepPlan,
     StepResult,
+    TokenMasks,
     TopLogprobs,
+    mask_words,
 )
 from sglang_jax.runner.protocol import Runner, StepHandle
 from sglang_jax.sampling.params import SamplingParams
@@ -66,6 +68,15 @@ class Launched:
         for wanted, found in zip(self.plan.prompt_logprobs, result.prompt_logprobs, strict=True):
             self.requests[wanted.sequence].prompt_logprobs.append(found)
         return result
+
+
+def masks_of(allowed: Sequence[Collection[int]], vocab: int) -> TokenMasks:
+    """Masks that allow some tokens each."""
+    words = np.zeros((len(allowed), mask_words(vocab)), np.uint32)
+    for line, tokens in zip(words, allowed, strict=True):
+        for token in tokens:
+            line[token // 32] |= np.uint32(1 << token % 32)
+    return TokenMasks(words.view(np.int32))
 
 
 class PlanDriver:
@@ -118,8 +129,12 @@ class PlanDriver:
         top_logprobs: int = NO_LOGPROBS,
         prompt_logprobs: Sequence[PromptLogprobs] = (),
         prompt_top_logprobs: int = 0,
+        masked: Collection[Driven] = (),
     ) -> Launched:
-        """Launches a step of (request, number of tokens, or `DECODE`); decode sequences come first."""
+        """Launches a step of (request, number of tokens, or `DECODE`); decode sequences come first.
+
+        `masked`: those that sample under a mask, which the step's handle waits for.
+        """
         num_decode = sum(count == DECODE for _, count in parts)
         assert all((count == DECODE) == (index < num_decode) for index, (_, count) in enumerate(parts))
         counts = [max(count, 1) for _, count in parts]
@@ -142,6 +157,7 @@ class PlanDriver:
             top_logprobs=top_logprobs,
             prompt_logprobs=tuple(prompt_logprobs),
             prompt_top_logprobs=prompt_top_logprobs,
+            masked=np.array([request in masked for request, _ in parts]) & np.array(samples) if masked else None,
         )
         self._steps += 1
         self._updates = []

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
+from helpers import fake_grammars
+from helpers.fake_grammars import FakeCompiler, FakeGrammars
 
 from sglang_jax.architectures import CacheKind
 from sglang_jax.config import EngineConfig
@@ -81,9 +84,14 @@ class Subject(Protocol):
     def runner(self, spec: RunnerSpec) -> Runner: ...
 
     def output(
-        self, prompt: Sequence[int], sampling: SamplingParams, most: int, stop_ids: Collection[int]
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        most: int,
+        stop_ids: Collection[int],
+        allowed: Callable[[Sequence[int]], Sequence[int]] | None,
     ) -> list[int]:
-        """Output tokens of a request, the stop token included."""
+        """Output tokens of a request, the stop token included; `allowed`: as in `Oracle.output`."""
         ...
 
 
@@ -123,7 +131,8 @@ class Bench:
             chunked_prefill_size=self.chunk, page_size=self.page_size, debug_memory=True, **self.options
         )
         self.channel = RecordingChannel()
-        self.scheduler = Scheduler(self.runner, (EOS,), self.config, self.channel)
+        grammars = FakeCompiler(FakeGrammars(VOCAB, EOS))
+        self.scheduler = Scheduler(self.runner, (EOS,), self.config, self.channel, grammars=grammars)
         if self.scheduler.cache.states is not None:
             self.scheduler.cache.states.least_gain = self.least_gain
         if self.subject is None:
@@ -161,9 +170,12 @@ class Bench:
         most = self.context if sampling.max_new_tokens is None else sampling.max_new_tokens
         limit = min(most, self.context - len(prompt))
         stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {EOS})
+        allowed = None
+        if sampling.grammar is not None:
+            allowed = partial(fake_grammars.choice, sampling, vocab=VOCAB, eos=EOS)
         if self.subject is None:
-            return self.oracle.output(prompt, sampling.seed or 0, limit, stops, namespace)
-        return self.subject.output(prompt, sampling, limit, stops)
+            return self.oracle.output(prompt, sampling.seed or 0, limit, stops, namespace, allowed)
+        return self.subject.output(prompt, sampling, limit, stops, allowed)
 
     def run(self, most_steps: int = 2000) -> None:
         """Steps until idle, once at least: even an idle scheduler may have something to publish."""

@@ -460,16 +460,17 @@ def simulate(
     known_fault: bool = False,
     subject: StandInSubject | None = None,
     sizes: Mapping[str, Strategy] = MappingProxyType({}),
+    kind: type[Simulation] = Simulation,
 ) -> Counter[str]:
     """Runs the machine on this many generated schedules, over `FakeRunner` or the runners of `subject`; tells how often
     it met what it is about.
 
-    `sizes`: where some sizes are chosen from, in the place of `SIZES`. With `known_fault` the schedules are always the
-    same and a failure is not shrunk: its cause is known.
+    `kind`: the machine. `sizes`: where some sizes are chosen from, in the place of `SIZES`. With `known_fault` the
+    schedules are always the same and a failure is not shrunk: its cause is known.
     """
     options = {"derandomize": True, "database": None, "phases": (Phase.generate,)} if known_fault else {}
-    start = initialize(**SIZES | dict(sizes))(Simulation.start)
-    machine = type("Simulation", (Simulation,), {"subject": subject, "start": start, "met": Counter()})
+    start = initialize(**SIZES | dict(sizes))(kind.start)
+    machine = type(kind.__name__, (kind,), {"subject": subject, "start": start, "met": Counter()})
     run_state_machine_as_test(
         machine,
         settings=settings(

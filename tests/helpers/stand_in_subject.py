@@ -49,6 +49,13 @@ class Narrowed:
         """The inner one stays."""
 
 
+def _only(tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
+    """Logits under which nothing else is sampled; finite, so that those that are not are still told."""
+    masked = np.full_like(logits, -1e30)
+    masked[list(tokens)] = logits[list(tokens)]
+    return masked
+
+
 class StandInSubject:
     """`Subject` of a bench: runners of `make_runner`, one for each page size, built once.
 
@@ -86,15 +93,28 @@ class StandInSubject:
         return replace(sampling, **STYLES[(sampling.seed or 0) % len(STYLES)])
 
     def output(
-        self, prompt: Sequence[int], sampling: SamplingParams, most: int, stop_ids: Collection[int]
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        most: int,
+        stop_ids: Collection[int],
+        allowed: Callable[[Sequence[int]], Sequence[int]] | None = None,
     ) -> list[int]:
-        """Output tokens of a request; those before the first whose logits are not finite.
+        """Output tokens of a request; those before the first whose logits are not finite. `allowed`: which tokens may
+        come behind an output, none where it is over; without it all may.
 
         **Raises:** `Undecided`.
         """
         tokens: list[int] = []
+        if allowed is not None:  # which knows when an output may end
+            sampling = replace(sampling, grammar=None, min_new_tokens=0)
         while len(tokens) < most and not stop_ids & {*tokens[-1:]}:
             logits = dense_logits(self._weights, [*prompt, *tokens])[-1]
+            if allowed is not None:
+                choice = allowed(tokens)
+                if not choice:
+                    break
+                logits = _only(choice, logits)
             noise = self._noise(sampling.seed or 0, len(prompt) + len(tokens))
             sequences = {"prompt": prompt, "output": tokens, "stop_ids": sorted(stop_ids)}
             sampled = reference_sample(logits, sampling, noise=noise, **sequences)

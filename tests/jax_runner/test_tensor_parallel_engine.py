@@ -17,11 +17,12 @@ from sglang_jax.jax_runner.parallel import TensorParallel
 ROOT = Path(__file__).parents[2]
 
 _PROGRAM = """
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 from helpers.tiny_models import make_tiny_checkpoint
-from sglang_jax import Engine, SamplingParams
+from sglang_jax import Engine, SamplingParams, json_grammar, regex_grammar
 from sglang_jax.config import EngineConfig
 from sglang_jax.layers.platform import PlatformForm
 
@@ -34,6 +35,11 @@ greedy = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
 random = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, seed=4, max_new_tokens=6, ignore_eos=True)
 # All tokens are about as likely, and so would padding be.
 uniform = SamplingParams(temperature=100.0, seed=5, max_new_tokens=60, ignore_eos=True)
+under_grammars = [
+    SamplingParams(temperature=0.0, max_new_tokens=20, grammar=json_grammar({"type": "object"})),
+    SamplingParams(temperature=1.0, top_k=50, seed=6, max_new_tokens=20, grammar=regex_grammar("([a-z]{2} )+")),
+    greedy,
+]
 
 def run(tp_size):
     config = EngineConfig(
@@ -42,7 +48,10 @@ def run(tp_size):
         compilation_cache_dir=sys.argv[2],
     )
     with Engine(config=config) as engine:
-        return [[out.output_ids for out in engine.generate(prompts, params)] for params in (greedy, random, uniform)]
+        asked = (greedy, random, uniform, under_grammars)
+        outputs = [engine.generate(prompts, params) for params in asked]
+        assert re.match("{", outputs[3][0].text) and re.fullmatch("([a-z]{2} )*[a-z]{0,2}", outputs[3][1].text), outputs
+        return [[out.output_ids for out in found] for found in outputs]
 
 alone = run(1)
 # As a TPU has its weights.

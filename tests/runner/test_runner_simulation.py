@@ -9,6 +9,7 @@ import pytest
 from helpers import stand_in_jax, stand_in_torch
 from helpers.fake_capture import FakeCapture
 from helpers.scheduling import VOCAB
+from helpers.simulated_grammars import GrammarSimulation
 from helpers.simulation import simulate
 from helpers.stand_in_subject import StandInSubject
 
@@ -41,6 +42,7 @@ def subject(request: pytest.FixtureRequest) -> Iterator[StandInSubject]:
 def test_generated_schedules(subject: StandInSubject) -> None:
     before = subject.compiles_after_warm_up()
     simulate(200, subject=subject)
+    simulate(25, subject=subject, kind=GrammarSimulation)
     assert subject.compiles_after_warm_up() == before
 
 
@@ -48,3 +50,4 @@ def test_generated_schedules(subject: StandInSubject) -> None:
 @pytest.mark.timeout(7200)
 def test_soak(subject: StandInSubject) -> None:
     simulate(3000, steps=60, subject=subject)
+    simulate(1000, steps=60, subject=subject, kind=GrammarSimulation)

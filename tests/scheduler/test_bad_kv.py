@@ -8,7 +8,7 @@ from helpers.scheduling import VOCAB, Bench
 from sglang_jax.mem_cache.invariants import check_everything
 from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.mem_cache.row_kv import RowKV
-from sglang_jax.runner.plan import StepPlan, StepResult
+from sglang_jax.runner.plan import StepPlan, StepResult, TokenMasks
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.admission import Admission
 from sglang_jax.scheduler.judge import MAX_RESTARTS
@@ -245,8 +245,8 @@ def fail_alone(bench: Bench, request: int) -> None:
     row = bench.scheduler.requests[request].row
     run = bench.runner._run
 
-    def spoilt(plan: StepPlan, begin: list[int]) -> StepResult:
-        result = run(plan, begin)
+    def spoilt(plan: StepPlan, begin: list[int], masks: TokenMasks | None) -> StepResult:
+        result = run(plan, begin, masks)
         result.tokens[plan.rows == row, 0] = -1
         return result
 

@@ -10,9 +10,9 @@ import pytest
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.request import TRANSITIONS, Request, RequestState
 
-W, P, D, R, F = RequestState
+C, W, P, D, R, F = RequestState
 
-LEGAL = {(W, P), (W, F), (P, D), (P, R), (P, F), (D, R), (D, F), (R, P), (R, F)}
+LEGAL = {(C, W), (C, F), (W, P), (W, F), (P, D), (P, R), (P, F), (D, R), (D, F), (R, P), (R, F)}
 
 
 def make_request(**fields: object) -> Request:

@@ -7,7 +7,8 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import pytest
-from helpers.simulation import simulate
+from helpers.simulated_grammars import GrammarSimulation
+from helpers.simulation import Simulation, simulate
 
 from sglang_jax.config import SchedulePolicy
 
@@ -37,7 +38,13 @@ def test_schedules(schedules: int) -> None:
         assert met[event] >= schedules // 20, met
 
 
+def test_schedules_with_grammars() -> None:
+    met = simulate(60, kind=GrammarSimulation)
+    assert met["under a grammar"] >= 10, met
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-def test_soak() -> None:
-    simulate(30_000, steps=60)
+@pytest.mark.parametrize("kind", [Simulation, GrammarSimulation])
+def test_soak(kind: type[Simulation]) -> None:
+    simulate(30_000, steps=60, kind=kind)

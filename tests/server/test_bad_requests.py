@@ -53,7 +53,14 @@ SAMPLING_CASES = [
     ({"logit_bias": {"A": 1}}, "logit_bias.A", "got 'A'"),
     ({"logit_bias": {"65": float("-inf")}}, "logit_bias.65", "finite number, got -inf"),
     ({"ignore_eos": 1}, "ignore_eos", "boolean, got 1"),
-    ({"json_schema": "{}"}, "json_schema", "not supported"),
+    ({"json_schema": "{"}, "json_schema", "not JSON"),
+    ({"json_schema": 5}, "json_schema", "must be a JSON schema"),
+    ({"regex": "a", "guided_json": {}}, "guided_json", "cannot both be given"),
+    ({"guided_choice": []}, "guided_choice", "list of non-empty texts"),
+    ({"ebnf": "x" * 200_000}, "ebnf", "the limit is 131072"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one of"),
+    ({"structured_outputs": {"json": {}, "fast": True}}, "structured_outputs.fast", "has no field 'fast'"),
+    ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "needs a JSON schema"),
 ]
 
 
@@ -136,7 +143,13 @@ CASES = [
     ("chat", {"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens", "in a chat, got 0"),
     ("chat", {"messages": MESSAGES, "max_completion_tokens": -1}, "max_completion_tokens", "in a chat, got -1"),
     ("chat", {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", "not supported"),
-    ("chat", {"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ("chat", {"messages": MESSAGES, "response_format": {"type": "xml"}}, "response_format.type", "got 'xml'"),
+    (
+        "chat",
+        {"messages": MESSAGES, "response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        "response_format.json_schema.schema",
+        "must be a JSON schema, got None",
+    ),
     ("chat", {"messages": MESSAGES, "reasoning_effort": "high"}, "reasoning_effort", "not supported"),
     ("chat", {"messages": MESSAGES, "best_of": True}, "best_of", "not supported"),
     ("chat", {"messages": MESSAGES, "continue_final_message": True}, "continue_final_message", "of the assistant"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -47,6 +49,24 @@ def test_chat_at_once_and_as_a_stream(client: openai.OpenAI) -> None:
     assert answer.choices[0].finish_reason == "stop"
     stream = client.chat.completions.create(model="demo", messages=QUESTION, temperature=0, max_tokens=20, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == ANSWER
+
+
+def test_an_answer_in_json(client: openai.OpenAI) -> None:
+    """Its first step samples under a mask, and so does each after it."""
+    country = {"type": "string", "enum": ["France", "Spain"]}
+    schema = {
+        "type": "object",
+        "properties": {"capital": {"type": "string"}, "country": country},
+        "required": ["capital", "country"],
+        "additionalProperties": False,
+    }
+    asked: Any = {"type": "json_schema", "json_schema": {"name": "place", "strict": True, "schema": schema}}
+    answer = client.chat.completions.create(
+        model="demo", messages=QUESTION, temperature=0, max_tokens=60, response_format=asked
+    )
+    value = json.loads(answer.choices[0].message.content or "")
+    assert "Paris" in value["capital"]
+    assert value["country"] == "France"
 
 
 def test_logprobs_are_greedy_and_add_up_to_the_text(client: openai.OpenAI) -> None:

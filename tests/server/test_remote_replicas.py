@@ -22,6 +22,7 @@ from sglang_jax.engine.output import Completion, RequestOutputs
 from sglang_jax.engine.types import EngineClient, GenerateInput
 from sglang_jax.errors import ConfigError, EngineDeadError
 from sglang_jax.sampling import GenerationDefaults, SamplingParams
+from sglang_jax.sampling.grammar import Grammar, GrammarKind, choice_grammar, json_grammar, tag_grammar
 from sglang_jax.server import remote_link
 from sglang_jax.server.native_schema import GenerateBody, native_request
 from sglang_jax.server.remote_format import request_body, request_headers
@@ -390,11 +391,18 @@ SAMPLINGS = [
         n=3,
         skip_special_tokens=False,
         include_stop=True,
+        grammar=json_grammar({"type": "object"}, "json_schema"),
     ),
+]
+GRAMMARS = [
+    Grammar(GrammarKind.REGEX, "a|b", "regex"),
+    Grammar(GrammarKind.EBNF, 'start: "ä"', "ebnf"),
+    choice_grammar(["yes", "no"], "guided_choice"),
+    tag_grammar({"format": {"type": "any_text"}}, "structural_tag"),
 ]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("sampling", [*SAMPLINGS, *(SamplingParams(grammar=grammar) for grammar in GRAMMARS)])
 def test_a_request_arrives_as_it_was_sent(sampling: SamplingParams) -> None:
     """Whatever the other server's own defaults are."""
     sent = GenerateInput(

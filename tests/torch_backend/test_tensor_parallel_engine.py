@@ -15,7 +15,7 @@ import pytest
 import torch.distributed
 from helpers.tiny_models import make_tiny_checkpoint
 
-from sglang_jax import Engine, SamplingParams
+from sglang_jax import Engine, SamplingParams, json_grammar, regex_grammar
 from sglang_jax.config import Backend, Device, EngineConfig
 from sglang_jax.errors import ConfigError, EngineDeadError
 from sglang_jax.runner.pulse import Pulse
@@ -23,6 +23,11 @@ from sglang_jax.runner.pulse import Pulse
 PROMPTS = [[5, 17, 200, 33, 8], [301], [9, 9, 12, 40, 77, 250, 131, 6, 18]]
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True)
 RANDOM = SamplingParams(temperature=1.0, top_p=0.9, max_new_tokens=12, seed=3, ignore_eos=True)
+MASKED = [
+    SamplingParams(temperature=0.0, max_new_tokens=20, grammar=json_grammar({"type": "object"})),
+    SamplingParams(temperature=1.0, top_k=50, seed=6, max_new_tokens=20, grammar=regex_grammar("([a-z]{2} )+")),
+    GREEDY,
+]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +62,7 @@ def engine(folder: Path, beats: list[tuple[int, int]]) -> Iterator[Engine]:
         yield engine
 
 
-def run(engine: Engine, params: SamplingParams) -> list[list[int]]:
+def run(engine: Engine, params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
     outputs = engine.generate(PROMPTS, params)
     assert isinstance(outputs, list)
     return [output.output_ids for output in outputs]
@@ -71,8 +76,9 @@ def followers() -> list[psutil.Process]:
 
 def test_two_processes_say_what_one_does(folder: Path, engine: Engine, beats: list[tuple[int, int]]) -> None:
     with Engine(config=config(folder, tp_size=1)) as alone:
-        expected = [run(alone, GREEDY), run(alone, RANDOM)]
-    assert [run(engine, GREEDY), run(engine, RANDOM)] == expected
+        expected = [run(alone, GREEDY), run(alone, RANDOM), run(alone, MASKED)]
+    assert [run(engine, GREEDY), run(engine, RANDOM), run(engine, MASKED)] == expected
+    assert expected[2][2] == expected[0][2] != expected[2][0]
     deadline = time.monotonic() + 20
     while not beats or beats[-1][1] <= GREEDY.max_new_tokens:
         assert time.monotonic() < deadline, beats

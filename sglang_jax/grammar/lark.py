@@ -1,0 +1,88 @@
+"""From a request's grammar to the Lark dialect of llguidance (its docs/syntax.md)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from llguidance import regex_to_lark
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+from sglang_jax.errors import GrammarError
+from sglang_jax.grammar.structural_tag import TagWriter
+from sglang_jax.sampling.grammar import Grammar, GrammarKind
+
+NO_FORCING = '%llguidance {"no_forcing":true}'
+"""Text that has to follow is left to the model to spell: to force its tokens takes a tokenizer."""
+
+HEADER_LINES = 1
+
+WHITESPACE = r"[ \t\n\r]{1,48}"
+"""White space between the parts of JSON, where a schema's `x-guidance` has no other: without a bound small models write
+blanks until their output is full."""
+
+_OPTIONS = re.compile(r"\s*%llguidance\s*(\{[^\n]*\})\s*(?:\n|$)")
+
+
+def to_lark(grammar: Grammar, specials: Mapping[str, int]) -> str:
+    """The grammar in llguidance's Lark, one line of options before the grammar's own first. `specials`: tokens that are
+    not text, which structural tags may name.
+
+    **Raises:** `GrammarError` for what cannot be written so.
+    """
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            return f"{NO_FORCING}\nstart: {json_rule(json.loads(grammar.text))}\n"
+        case GrammarKind.REGEX:
+            return f"{NO_FORCING}\nstart: /{regex_rule(grammar.text)}/\n"
+        case GrammarKind.CHOICE:
+            choices = " | ".join(json.dumps(one, ensure_ascii=False) for one in json.loads(grammar.text))
+            return f"{NO_FORCING}\nstart: {choices}\n"
+        case GrammarKind.EBNF:
+            return _without_forcing(_ebnf(grammar))
+        case GrammarKind.STRUCTURAL_TAG:
+            writer = TagWriter(grammar.field, specials, json_rule, regex_rule)
+            return f"{NO_FORCING}\n{writer.write(json.loads(grammar.text))}"
+
+
+def json_rule(schema: Any) -> str:
+    """A schema as a part of a Lark rule."""
+    if not isinstance(schema, dict):
+        return "%json " + ("{}" if schema else '{"not":{}}')
+    own = schema.get("x-guidance")
+    options: dict[str, Any] = dict(own) if isinstance(own, dict) else {}
+    if options.get("whitespace_flexible") is not False:
+        options.setdefault("whitespace_pattern", WHITESPACE)
+    return "%json " + json.dumps({**schema, "x-guidance": options}, ensure_ascii=False, separators=(",", ":"))
+
+
+def regex_rule(pattern: str) -> str:
+    """A regular expression as it stands between slashes. It is matched from end to end anyway, so that anchors there
+    say nothing."""
+    pattern = pattern.removeprefix("^")
+    if pattern.endswith("$") and (len(pattern) - len(pattern[:-1].rstrip("\\"))) % 2 == 1:
+        pattern = pattern[:-1]
+    found: str = regex_to_lark(pattern, "d")
+    return found.replace("\n", "\\n")
+
+
+def _ebnf(grammar: Grammar) -> str:
+    try:
+        text: str = any_to_lark(grammar.text)
+    except GbnfToLarkError as error:
+        raise GrammarError(f"{grammar.field} is no grammar: {error}", param=grammar.field) from error
+    return text
+
+
+def _without_forcing(lark: str) -> str:
+    """The grammar with the option; others that it sets stay."""
+    found = _OPTIONS.match(lark)
+    if found is None:
+        return f"{NO_FORCING}\n{lark}"
+    try:
+        options = json.loads(found[1])
+    except ValueError:
+        return lark  # llguidance says what is wrong with them
+    return f"%llguidance {json.dumps({**options, 'no_forcing': True})}\n{lark[found.end() :]}"

@@ -1,0 +1,95 @@
+"""Writes grammars for llguidance and tries them, over a vocabulary of single bytes; says what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+
+from sglang_jax.errors import GrammarError
+from sglang_jax.grammar.lark import HEADER_LINES, json_rule, to_lark
+from sglang_jax.grammar.places import find_fault
+from sglang_jax.sampling.grammar import Grammar, GrammarKind
+
+LIMITS = LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=100_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+"""What one grammar may take: seconds and tens of megabytes to compile, a few milliseconds a step, and for the states of
+its lexer, which grow as outputs do, up to a hundred megabytes."""
+
+_EXCERPT = re.compile(r"\n +\d+ \| ")
+_PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
+_LEAD = re.compile(r"^(?:at \d+\(\d+\): )?(?:failed to compile JSON schema: )?")
+
+
+class Trial:
+    """**Arguments:** `specials`: see `to_lark`."""
+
+    def __init__(self, specials: Mapping[str, int]) -> None:
+        self._specials = specials
+        self._bytes = LLTokenizer("byte")
+        self._executor = LLExecutor(1)
+
+    def lark(self, grammar: Grammar) -> str:
+        """The grammar in Lark, once it has been compiled and has told what an output may begin with. Raises
+        `GrammarError`."""
+        lark = to_lark(grammar, self._specials)
+        text = LLMatcher.grammar_from_lark(lark)
+        # Of tokens with names a vocabulary of bytes has none.
+        names_tokens = "<[" in lark or "<|" in lark
+        if error := _fault(text) if names_tokens else self._begin(text):
+            raise GrammarError(_explain(grammar, error), param=grammar.field)
+        return lark
+
+    def _begin(self, text: str) -> str:
+        """Computes a mask, on a thread of the library, whose stack is smaller than this one's; what went wrong."""
+        matcher = LLMatcher(self._bytes, text, log_level=0, limits=LIMITS)
+        if not matcher.is_error():
+            words = np.zeros((2, -(-self._bytes.vocab_size // 32)), np.int32)
+            pairs = [(matcher, 0), (matcher.deep_copy(), 1)]
+            self._executor.unsafe_compute_mask_ptr(pairs, words.ctypes.data, words.shape[1] * 4, 2)
+        error: str = matcher.get_error()
+        return error
+
+
+def brief(error: str) -> str:
+    """Without excerpts, and places in a text that the client has not written."""
+    return _LEAD.sub("", _EXCERPT.split(error)[0].split("\n<state>")[0]).strip()
+
+
+def _explain(grammar: Grammar, error: str) -> str:
+    """What is wrong, and where, in the client's words."""
+    if grammar.kind is GrammarKind.JSON_SCHEMA:
+        place, fault = find_fault(json.loads(grammar.text), _schema_fault)
+        where = f" at {place}" if place else ""
+        return f"{grammar.field}{where}: {fault or brief(error)}"
+    if grammar.kind is GrammarKind.EBNF:
+        return f"{grammar.field}: {_own_lines(error)}"
+    return f"{grammar.field}: {brief(error)}"
+
+
+def _schema_fault(schema: Any) -> str:
+    return brief(_fault(LLMatcher.grammar_from_lark(f"start: {json_rule(schema)}\n")))
+
+
+def _fault(text: str) -> str:
+    failed, messages = LLMatcher.validate_grammar_with_warnings(text, limits=LIMITS)
+    return messages[0] if failed else ""
+
+
+def _own_lines(error: str) -> str:
+    """Places by the lines of the client's own text."""
+
+    def shifted(found: re.Match[str]) -> str:
+        return f"line {max(int(found[1]) - HEADER_LINES, 1)}, column {found[2]}: "
+
+    return _PLACE.sub(shifted, _EXCERPT.split(error)[0]).strip()

@@ -1,0 +1,199 @@
+"""Structural tags: free text in which some openings begin parts that follow a schema, as in a model's calls of tools.
+
+Two forms are read: SGLang's and vLLM's older one (`structures`, `triggers`), and the newer one that XGrammar describes
+(`format`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from sglang_jax.errors import GrammarError, shown
+
+_TEXT = r"/(.|\n)*/"
+_MOST_DEPTH = 16
+
+
+class TagWriter:
+    """Writes Lark rules for structural tags.
+
+    **Arguments:** `field`: what the client calls them; `specials`: tokens that are not text; `json_rule`,
+    `regex_rule`: how schemas and regular expressions are written.
+    """
+
+    def __init__(
+        self,
+        field: str,
+        specials: Mapping[str, int],
+        json_rule: Callable[[Any], str],
+        regex_rule: Callable[[str], str],
+    ) -> None:
+        self._field = field
+        self._specials = specials
+        names = sorted(specials, key=len, reverse=True)
+        self._any_special = re.compile("|".join(map(re.escape, names))) if names else None
+        self._json = json_rule
+        self._regex = regex_rule
+        self._rules: list[str] = []
+
+    def write(self, tags: Mapping[str, Any]) -> str:
+        """The whole grammar. Raises `GrammarError` naming the place."""
+        if "format" in tags:
+            start = self._format(tags["format"], f"{self._field}.format", 0)
+        else:
+            structures = self._list(tags, "structures", self._field)
+            triggers = self._list(tags, "triggers", self._field)
+            places = [f"{self._field}.structures[{number}]" for number in range(len(structures))]
+            parts = [self._old_tag(one, place) for one, place in zip(structures, places, strict=True)]
+            start = self._triggered(triggers, parts, self._field, at_least_one=False, stop_after_first=False)
+        return "\n".join([f"start: {start}", *self._rules, ""])
+
+    def _format(self, value: Any, place: str, depth: int) -> str:
+        if not isinstance(value, Mapping):
+            raise self._error(place, f"must be an object, got {shown(value)}")
+        if depth > _MOST_DEPTH:
+            raise self._error(place, f"is nested more than {_MOST_DEPTH} deep")
+        match value.get("type"):
+            case "const_string":
+                return self._literal(self._text(value, "value", place)) or '""'
+            case "json_schema":
+                return self._json(value.get("json_schema"))
+            case "regex":
+                return f"/{self._regex(self._text(value, 'pattern', place))}/"
+            case "any_text":
+                return _TEXT
+            case "sequence":
+                return self._rule(" ".join(self._elements(value, place, depth)))
+            case "or":
+                return self._rule(" | ".join(self._elements(value, place, depth)))
+            case "tag":
+                begin, rest = self._tag(value, place, depth)
+                return self._rule(f"{self._literal(begin)} {rest}")
+            case "triggered_tags":
+                return self._triggered_format(value, place, depth)
+            case "tags_with_separator":
+                return self._separated(value, place, depth)
+            case other:
+                raise self._error(
+                    f"{place}.type",
+                    "must be const_string, json_schema, regex, any_text, sequence, or, tag, triggered_tags or "
+                    f"tags_with_separator, got {shown(other)}",
+                )
+
+    def _elements(self, value: Mapping[str, Any], place: str, depth: int) -> list[str]:
+        elements = self._list(value, "elements", place)
+        return [self._format(one, f"{place}.elements[{number}]", depth + 1) for number, one in enumerate(elements)]
+
+    def _tag(self, value: Any, place: str, depth: int) -> tuple[str, str]:
+        """What a tag begins with, and the rule of the rest of it."""
+        if not isinstance(value, Mapping):
+            raise self._error(place, f"must be an object, got {shown(value)}")
+        begin = self._text(value, "begin", place)
+        end, content = self._text(value, "end", place), value.get("content")
+        if isinstance(content, Mapping) and content.get("type") == "any_text" and end:
+            return begin, self._up_to(end)
+        return begin, f"{self._format(content, f'{place}.content', depth + 1)} {self._literal(end)}"
+
+    def _old_tag(self, value: Any, place: str) -> tuple[str, str]:
+        if not isinstance(value, Mapping):
+            raise self._error(place, f"must be an object, got {shown(value)}")
+        schema = value.get("schema", {})
+        if not isinstance(schema, (dict, bool)):
+            raise self._error(f"{place}.schema", f"must be a JSON schema, got {shown(schema)}")
+        end = self._literal(self._text(value, "end", place))
+        return self._text(value, "begin", place), f"{self._json(schema)} {end}"
+
+    def _tags(self, value: Mapping[str, Any], place: str, depth: int) -> list[tuple[str, str]]:
+        tags = self._list(value, "tags", place)
+        return [self._tag(one, f"{place}.tags[{number}]", depth + 1) for number, one in enumerate(tags)]
+
+    def _triggered_format(self, value: Mapping[str, Any], place: str, depth: int) -> str:
+        return self._triggered(
+            self._list(value, "triggers", place),
+            self._tags(value, place, depth),
+            place,
+            at_least_one=value.get("at_least_one") is True,
+            stop_after_first=value.get("stop_after_first") is True,
+        )
+
+    def _triggered(
+        self,
+        triggers: Sequence[Any],
+        tags: Sequence[tuple[str, str]],
+        place: str,
+        *,
+        at_least_one: bool,
+        stop_after_first: bool,
+    ) -> str:
+        """Text up to a trigger, the rest of a tag that begins with it, and so on."""
+        parts: list[str] = []
+        taken = 0
+        for number, trigger in enumerate(triggers):
+            if not isinstance(trigger, str) or not trigger:
+                raise self._error(f"{place}.triggers[{number}]", f"must be a non-empty text, got {shown(trigger)}")
+            own = [(begin[len(trigger) :], rest) for begin, rest in tags if begin.startswith(trigger)]
+            taken += len(own)
+            if own:
+                rests = self._rule(" | ".join(f"{self._literal(begin)} {rest}" for begin, rest in own))
+                parts.append(f"{self._up_to(trigger)} {rests}")
+        if taken < len(tags):
+            lost = next(begin for begin, _ in tags if not any(begin.startswith(str(one)) for one in triggers))
+            raise self._error(f"{place}.triggers", f"has none with which {shown(lost)} begins")
+        tag = self._rule(" | ".join(parts))
+        if stop_after_first:
+            return tag if at_least_one else self._rule(f"{tag} | {_TEXT}")
+        return self._rule(f"{tag}{'+' if at_least_one else '*'} {_TEXT}")
+
+    def _separated(self, value: Mapping[str, Any], place: str, depth: int) -> str:
+        tags = self._tags(value, place, depth)
+        tag = self._rule(" | ".join(f"{self._literal(begin)} {rest}" for begin, rest in tags))
+        if value.get("stop_after_first") is True:
+            several = tag
+        else:
+            several = self._rule(f"{tag} ({self._literal(self._text(value, 'separator', place))} {tag})*")
+        return several if value.get("at_least_one") is True else f"{several}?"
+
+    def _up_to(self, end: str) -> str:
+        """Text of any length, and `end` where it first comes."""
+        if end in self._specials:
+            return self._rule(f"{_TEXT} {self._literal(end)}")
+        name = f"upto_{len(self._rules)}"
+        self._rules.append(f"{name}[lazy]: {_TEXT} {json.dumps(end, ensure_ascii=False)}")
+        return name
+
+    def _rule(self, body: str) -> str:
+        name = f"part_{len(self._rules)}"
+        self._rules.append(f"{name}: {body}")
+        return name
+
+    def _literal(self, text: str) -> str:
+        """A text; names of special tokens in it are those tokens."""
+        parts: list[str] = []
+        begin = 0
+        for found in () if self._any_special is None else self._any_special.finditer(text):
+            parts += [self._quoted(text[begin : found.start()]), f"<[{self._specials[found[0]]}]>"]
+            begin = found.end()
+        return " ".join(part for part in (*parts, self._quoted(text[begin:])) if part)
+
+    @staticmethod
+    def _quoted(text: str) -> str:
+        return json.dumps(text, ensure_ascii=False) if text else ""
+
+    def _text(self, value: Mapping[str, Any], name: str, place: str) -> str:
+        text = value.get(name)
+        if not isinstance(text, str):
+            raise self._error(f"{place}.{name}", f"must be a text, got {shown(text)}")
+        return text
+
+    def _list(self, value: Mapping[str, Any], name: str, place: str) -> list[Any]:
+        found = value.get(name)
+        if not isinstance(found, list) or not found:
+            raise self._error(f"{place}.{name}", f"must be a list that is not empty, got {shown(found)}")
+        return found
+
+    @staticmethod
+    def _error(place: str, what: str) -> GrammarError:
+        return GrammarError(f"{place} {what}", param=place)

@@ -1,0 +1,244 @@
+"""Grammars over a vocabulary of bytes and a few words: what outputs may be, what is refused, and how it is said."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang_jax.checkpoint.token_table import TokenTable
+from sglang_jax.errors import GrammarError
+from sglang_jax.grammar.compiler import Compilation, GrammarCompiler
+from sglang_jax.grammar.interface import Progress
+from sglang_jax.grammar.llguidance_backend import LlguidanceBackend
+from sglang_jax.grammar.llguidance_trial import Trial
+from sglang_jax.grammar.sandbox import Sandbox
+from sglang_jax.runner.plan import allowed_tokens, mask_words
+from sglang_jax.sampling.grammar import Grammar, GrammarKind, choice_grammar, json_grammar, tag_grammar
+
+WORDS = (b'{"', b'":', b"name", b" Paris", b"true", b", ", b"\n  ")
+EOS = 256 + len(WORDS)
+CALL = EOS + 1
+TABLE = TokenTable((*(bytes([byte]) for byte in range(256)), *WORDS, b"<eos>", b"<|call|>"), frozenset({EOS, CALL}))
+VOCAB = len(TABLE.tokens) + 5
+"""The model has a few tokens more than have a text."""
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def backend() -> LlguidanceBackend:
+    return LlguidanceBackend(TABLE, VOCAB, (EOS,))
+
+
+@pytest.fixture(scope="module")
+def trial(backend: LlguidanceBackend) -> Trial:
+    return Trial(backend.specials)
+
+
+def outputs(
+    backend: LlguidanceBackend, trial: Trial, grammar: Grammar, count: int = 20
+) -> Iterator[tuple[bytes, bool]]:
+    """Random walks through a grammar: their bytes, and whether they are finished."""
+    compiled = backend.build(grammar, trial.lark(grammar))
+    for seed in range(count):
+        walk = random.Random(seed)
+        matcher, output = compiled.matcher(), b""
+        words = np.zeros((1, mask_words(VOCAB)), np.int32)
+        finished = False
+        for _ in range(60):
+            (progress,) = backend.fill([matcher], words)
+            assert progress is not Progress.FAILED
+            choice = allowed_tokens(words[0]).tolist()
+            assert choice
+            assert max(choice) < len(TABLE.tokens)
+            token = EOS if EOS in choice and walk.random() < 0.5 else walk.choice(choice)
+            if token == EOS:
+                finished = True
+                break
+            output += TABLE.tokens[token]
+            if backend.accept([matcher], [token]) == [Progress.COMPLETE]:
+                finished = True
+                break
+        yield output, finished
+
+
+def test_json_parses_and_fits_its_schema(backend: LlguidanceBackend, trial: Trial) -> None:
+    ended = 0
+    for output, finished in outputs(backend, trial, json_grammar(PERSON), 60):
+        if finished:
+            ended += 1
+            value = json.loads(output)
+            assert set(value) == {"name", "age"}
+            assert len(value["name"]) <= 5
+            assert 0 <= value["age"] <= 99
+    assert ended > 5
+
+
+@pytest.mark.parametrize("pattern", [r"[0-9]{3}-[a-z]+", r"^(yes|no)$", r"a/b\d", "x\\$", "(é|ü){2}"])
+def test_regular_expressions_match_from_end_to_end(backend: LlguidanceBackend, trial: Trial, pattern: str) -> None:
+    for output, finished in outputs(backend, trial, Grammar(GrammarKind.REGEX, pattern)):
+        if finished:
+            assert re.fullmatch(pattern, output.decode()), output
+
+
+def test_choices_end_where_they_are_whole(backend: LlguidanceBackend, trial: Trial) -> None:
+    texts = ["yes", "no", 'a "quoted"\nline', "名"]
+    found = {output.decode() for output, finished in outputs(backend, trial, choice_grammar(texts)) if finished}
+    assert found == set(texts)
+
+
+def test_lark_and_gbnf(backend: LlguidanceBackend, trial: Trial) -> None:
+    for text in ('start: "a" NUMBER\nNUMBER: /[0-9]{2}/\n', 'root ::= "a" [0-9] [0-9]\n'):
+        for output, finished in outputs(backend, trial, Grammar(GrammarKind.EBNF, text), 5):
+            assert finished
+            assert re.fullmatch(rb"a[0-9]{2}", output)
+
+
+def test_tags_begin_with_their_triggers_and_hold_what_they_say(backend: LlguidanceBackend, trial: Trial) -> None:
+    old = {
+        "type": "structural_tag",
+        "structures": [{"begin": "<f=go>", "schema": {"enum": [1, 2]}, "end": "</f>"}],
+        "triggers": ["<f="],
+    }
+    compiled = backend.build(grammar := tag_grammar(old), trial.lark(grammar))
+    words = np.zeros((1, mask_words(VOCAB)), np.int32)
+    matcher = compiled.matcher()
+    assert backend.fill([matcher], words) == [Progress.GOES_ON]
+    assert {EOS, ord("x"), ord("<")} <= set(allowed_tokens(words[0]).tolist())
+    for byte in b"hi <f=":
+        assert backend.accept([matcher], [byte]) == [Progress.GOES_ON]
+    for byte in b"go>2</f>":
+        backend.fill([matcher], words)
+        assert byte in allowed_tokens(words[0])
+        if byte in b"go>/f":
+            assert allowed_tokens(words[0]).tolist() == [byte]
+        backend.accept([matcher], [byte])
+    backend.fill([matcher], words)
+    assert EOS in allowed_tokens(words[0])
+
+
+def test_a_special_token_that_a_tag_names_is_that_token(backend: LlguidanceBackend, trial: Trial) -> None:
+    tags = {"format": {"type": "tag", "begin": "<|call|>", "content": {"type": "regex", "pattern": "[ab]"}, "end": "."}}
+    compiled = backend.build(grammar := tag_grammar(tags), trial.lark(grammar))
+    words = np.zeros((1, mask_words(VOCAB)), np.int32)
+    matcher = compiled.matcher()
+    backend.fill([matcher], words)
+    assert allowed_tokens(words[0]).tolist() == [CALL]
+    assert backend.accept([matcher], [CALL]) == [Progress.GOES_ON]
+    backend.fill([matcher], words)
+    assert allowed_tokens(words[0]).tolist() == [ord("a"), ord("b")]
+
+
+NO_TYPE = {"properties": {"a": {"properties": {"b/c": {"type": "intger"}}}}}
+NO_KEYWORD = {"items": {"anyOf": [{}, {"type": "array", "contains": {}}]}}
+NO_PLACE = {"properties": {"a": {"$ref": "#/$defs/no"}}}
+NO_TAG = {"format": {"type": "or", "elements": [{"type": "tagg"}]}}
+
+REFUSED: list[tuple[GrammarKind, Any, str]] = [
+    (GrammarKind.JSON_SCHEMA, NO_TYPE, "at /properties/a/properties/b~1c: Invalid type: intger"),
+    (GrammarKind.JSON_SCHEMA, NO_KEYWORD, "at /items/anyOf/1: Unimplemented keys"),
+    (GrammarKind.JSON_SCHEMA, NO_PLACE, "at /properties/a: Pointer '/$defs/no' does not exist"),
+    (GrammarKind.REGEX, "(ab[c", "unclosed character class"),
+    (GrammarKind.EBNF, "start: foo\nbar: /x/", "line 1, column 8: unknown name"),
+    (GrammarKind.EBNF, 'root ::= "a" [0-9\n', "is no grammar"),
+    (GrammarKind.STRUCTURAL_TAG, NO_TAG, "elements[0].type must be"),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "message"), REFUSED)
+def test_what_is_wrong_is_named_with_its_place(trial: Trial, kind: GrammarKind, text: Any, message: str) -> None:
+    text = text if isinstance(text, str) else json.dumps(text)
+    with pytest.raises(GrammarError, match=re.escape(message)) as caught:
+        trial.lark(Grammar(kind, text, "field"))
+    assert caught.value.message.startswith("field")
+    assert (caught.value.param or "").startswith("field")
+
+
+DEEP = "start: r0\n" + "\n".join(f'r{i}: "a" | "b" r{(i + 1) % 4000}' for i in range(4000))
+
+
+@pytest.mark.slow
+def test_a_grammar_that_ends_its_process_is_refused_and_the_next_one_is_not() -> None:
+    sandbox = Sandbox({}, seconds=20.0)
+    with pytest.raises(GrammarError, match="nested deeper"):
+        sandbox.try_out(Grammar(GrammarKind.EBNF, DEEP, "ebnf"))
+    assert "start:" in sandbox.try_out(choice_grammar(["a", "b"]))
+    sandbox.close()
+
+
+@pytest.mark.slow
+def test_a_grammar_that_takes_too_long_is_refused() -> None:
+    sandbox = Sandbox({}, seconds=0.05)
+    many = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(4000)}}
+    with pytest.raises(GrammarError, match=r"takes more than 0\.05 s"):
+        sandbox.try_out(json_grammar(many))
+    sandbox.close()
+
+
+@pytest.mark.slow
+def test_what_a_process_takes_to_start_is_not_a_grammars() -> None:
+    """On a busy machine that was more than a grammar may take, and the first one was refused."""
+    sandbox = Sandbox({}, seconds=0.1)
+    assert "start:" in sandbox.try_out(choice_grammar(["a", "b"]))
+    sandbox.close()
+
+
+class Quick:
+    """A sandbox that lets everything pass, and counts."""
+
+    tried = 0
+
+    def prepare(self) -> None:
+        """Nothing is to start."""
+
+    def try_out(self, grammar: Grammar) -> str:
+        Quick.tried += 1
+        return f'start: "{grammar.text}"'
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def settle(compiler: GrammarCompiler, compilation: Compilation) -> None:
+    until = time.monotonic() + 20
+    while not compiler.settled(compilation) and time.monotonic() < until:
+        compiler.wait(0.01)
+    assert compilation.done
+
+
+def test_the_same_text_is_compiled_once(backend: LlguidanceBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Quick, "tried", 0)
+    compiler = GrammarCompiler(backend, trier=Quick)
+    first = compiler.start(Grammar(GrammarKind.REGEX, "ab", "regex"))
+    assert compiler.start(Grammar(GrammarKind.REGEX, "ab", "guided_regex")) is first
+    settle(compiler, first)
+    assert compiler.start(Grammar(GrammarKind.REGEX, "ab")) is first
+    assert first.grammar is not None
+    other = compiler.start(Grammar(GrammarKind.EBNF, "ab"))
+    assert other is not first
+    settle(compiler, other)
+    assert Quick.tried == 2
+    compiler.close()
+
+
+def test_what_never_ends_is_given_up(backend: LlguidanceBackend) -> None:
+    now = [0.0]
+    compiler = GrammarCompiler(backend, trier=Quick, clock=lambda: now[0], seconds=5.0)
+    stuck = Compilation(Grammar(GrammarKind.REGEX, "x", "regex"), begun=0.0)
+    assert not compiler.settled(stuck)
+    now[0] = 10.5
+    assert compiler.settled(stuck)
+    assert stuck.error is not None
+    assert "takes more than 10 s" in stuck.error.message

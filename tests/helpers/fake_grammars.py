@@ -1,0 +1,150 @@
+"""Grammars without a library: what may come next is a hash of the grammar and of all that came before.
+
+So a mask that is late by a token, of another row, or of an output that was not kept, changes an output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sglang_jax.errors import GrammarError
+from sglang_jax.grammar.compiler import Compilation
+from sglang_jax.grammar.interface import Progress
+from sglang_jax.runner.plan import MASK_WORD
+from sglang_jax.sampling.grammar import Grammar, GrammarKind
+from sglang_jax.sampling.params import SamplingParams
+
+REFUSED = 13
+"""The key of a grammar that cannot be compiled."""
+
+FAILING = 7
+"""Keys that it divides are of grammars that fail after some tokens."""
+
+
+def grammar(key: int) -> Grammar:
+    return Grammar(GrammarKind.REGEX, str(key), "regex")
+
+
+def _mix(*values: int) -> int:
+    state = 0x1234567
+    for value in values:
+        state = (state ^ value) * 0x9E3779B97F4A7C15 % 2**64
+        state ^= state >> 31
+    return state
+
+
+def _state(key: int, output: Sequence[int]) -> int:
+    return _mix(key, *[token + 1 for token in output])
+
+
+def complete(key: int, output: Sequence[int]) -> bool:
+    """Nothing can follow."""
+    return len(output) > 2 and _state(key, output) % 8 == 0
+
+
+def fails(key: int, output: Sequence[int]) -> bool:
+    return key % FAILING == 0 and len(output) == 4 and not complete(key, output)
+
+
+def allowed(key: int, output: Sequence[int], vocab: int, eos: int) -> list[int]:
+    """Tokens that the grammar allows; the end at some places."""
+    state = _state(key, output)
+    tokens = [token for token in range(vocab) if token != eos and _mix(state, token) % 3 == 0]
+    if state % 5 == 0:
+        tokens.append(eos)
+    if state % 11 == 0 or not tokens:
+        tokens = [eos]
+    return sorted(tokens)
+
+
+def choice(sampling: SamplingParams, output: Sequence[int], vocab: int, eos: int) -> list[int]:
+    """Tokens that a request may sample behind its output: none where it is over."""
+    assert sampling.grammar is not None
+    key = int(sampling.grammar.text)
+    if complete(key, output) or fails(key, output) or key == REFUSED:
+        return []
+    tokens = allowed(key, output, vocab, eos)
+    early = len(output) < sampling.min_new_tokens
+    if early or sampling.ignore_eos:
+        ends = {eos, *(sampling.stop_token_ids if early else ())}
+        return [token for token in tokens if token not in ends] or tokens
+    return sorted({*tokens, *sampling.stop_token_ids}) if eos in tokens else tokens
+
+
+@dataclass
+class FakeMatcher:
+    key: int
+    late: bool
+    output: list[int] = field(default_factory=list)
+    failure: str = "too much"
+
+
+@dataclass(frozen=True)
+class FakeGrammar:
+    key: int
+
+    def matcher(self) -> FakeMatcher:
+        return FakeMatcher(self.key, late=self.key % 2 == 0)
+
+
+class FakeGrammars:
+    """`GrammarBackend`. That the output is over is noticed when it is, or not before the next mask."""
+
+    specials: dict[str, int] = {}  # noqa: RUF012
+
+    def __init__(self, vocab: int, eos: int) -> None:
+        self._vocab = vocab
+        self._eos = eos
+
+    def build(self, source: Grammar, lark: str) -> FakeGrammar:
+        key = int(source.text)
+        if key == REFUSED:
+            raise GrammarError(f"{source.field}: refused", param=source.field)
+        return FakeGrammar(key)
+
+    def accept(self, matchers: Sequence[FakeMatcher], tokens: Sequence[int]) -> list[Progress]:
+        for matcher, token in zip(matchers, tokens, strict=True):
+            matcher.output.append(token)
+        return [Progress.GOES_ON if matcher.late else self._progress(matcher) for matcher in matchers]
+
+    def fill(self, matchers: Sequence[FakeMatcher], words: np.ndarray) -> list[Progress]:
+        words[:] = 0
+        for matcher, line in zip(matchers, words, strict=True):
+            for token in allowed(matcher.key, matcher.output, self._vocab, self._eos):
+                line.view(np.uint32)[token // MASK_WORD] |= np.uint32(1 << token % MASK_WORD)
+        return [self._progress(matcher) for matcher in matchers]
+
+    @staticmethod
+    def _progress(matcher: FakeMatcher) -> Progress:
+        if complete(matcher.key, matcher.output):
+            return Progress.COMPLETE
+        return Progress.FAILED if fails(matcher.key, matcher.output) else Progress.GOES_ON
+
+
+class FakeCompiler:
+    """In the place of `GrammarCompiler`: a grammar is compiled after so many looks at it as its key says."""
+
+    def __init__(self, backend: FakeGrammars) -> None:
+        self.backend = backend
+        self._looks: dict[int, int] = {}
+
+    def start(self, source: Grammar) -> Compilation:
+        compilation = Compilation(source)
+        self._looks[id(compilation)] = int(source.text) % 4
+        return compilation
+
+    def settled(self, compilation: Compilation) -> bool:
+        if self._looks[id(compilation)]:
+            self._looks[id(compilation)] -= 1
+            return False
+        try:
+            compilation.grammar = self.backend.build(compilation.source, "")
+        except GrammarError as error:
+            compilation.error = error
+        return True
+
+    def wait(self, seconds: float) -> None:
+        """Every look is a step."""
