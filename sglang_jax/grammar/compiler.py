@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -14,6 +15,8 @@ from sglang_jax.errors import GrammarError
 from sglang_jax.grammar.interface import CompiledGrammar, GrammarBackend
 from sglang_jax.grammar.sandbox import STACK_BYTES, Sandbox
 from sglang_jax.sampling.grammar import Grammar, GrammarKind
+
+logger = logging.getLogger(__name__)
 
 COMPILE_THREADS = 2
 
@@ -132,6 +135,12 @@ class GrammarCompiler:
                 compilation.grammar = self.backend.build(source, trier.try_out(source))
             except GrammarError as error:
                 compilation.error = compilation.error or error
+            except BaseException:  # a panic of the library is no `Exception`; the thread is there for others too
+                field = compilation.source.field
+                logger.exception("compiling the grammar of %s failed", field)
+                compilation.error = GrammarError(
+                    f"{field} could not be compiled; the engine's log says why", param=field
+                )
             self._news.set()
         trier.close()
 

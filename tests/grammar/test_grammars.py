@@ -233,6 +233,30 @@ def test_the_same_text_is_compiled_once(backend: LlguidanceBackend, monkeypatch:
     compiler.close()
 
 
+class Panic(BaseException):
+    """What a library in Rust raises where it has a fault."""
+
+
+def test_a_fault_of_the_library_costs_one_request_and_no_thread(
+    backend: LlguidanceBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Faulty(Quick):
+        def try_out(self, grammar: Grammar) -> str:
+            if grammar.text == "bad":
+                raise Panic("index out of bounds")
+            return super().try_out(grammar)
+
+    compiler = GrammarCompiler(backend, trier=Faulty, threads=1)
+    bad, good = (compiler.start(Grammar(GrammarKind.REGEX, text, "regex")) for text in ("bad", "good"))
+    settle(compiler, bad)
+    settle(compiler, good)
+    assert bad.error is not None
+    assert bad.error.message == "regex could not be compiled; the engine's log says why"
+    assert good.grammar is not None
+    assert "index out of bounds" in caplog.text
+    compiler.close()
+
+
 def test_what_never_ends_is_given_up(backend: LlguidanceBackend) -> None:
     now = [0.0]
     compiler = GrammarCompiler(backend, trier=Quick, clock=lambda: now[0], seconds=5.0)
