@@ -56,6 +56,12 @@ class Near(NamedTuple):
         return cls(jnp.zeros(size, jnp.float32), jnp.zeros(size, jnp.int32), jnp.zeros(lines, jnp.float32))
 
     @classmethod
+    def all_of(cls, distances: jax.Array) -> Near:
+        """All tokens of the lines."""
+        tokens = lax.broadcasted_iota(jnp.int32, distances.shape, 1)
+        return cls(distances, tokens, jnp.full(len(distances), jnp.inf, jnp.float32))
+
+    @classmethod
     def of(cls, distances: jax.Array) -> Near:
         """Those of the blocks that have the smallest distances. A block's tokens lie `blocks` apart: the least of all
         blocks are found by comparing whole parts of a line."""
@@ -92,13 +98,13 @@ def largest_kept(distances: jax.Array, near: Near | None, filters: Filters) -> j
     )
 
     def everywhere() -> jax.Array:
-        return _largest_kept(distances, mass, filters, vocab_size)
+        return _largest_kept(Near.all_of(distances), mass, filters, vocab_size)
 
     if near is None:
         return everywhere()
 
     def nearby() -> jax.Array:
-        return _largest_kept(near.distances, mass, filters, vocab_size)
+        return _largest_kept(near, mass, filters, vocab_size)
 
     asked = jnp.any(filters.cut(vocab_size))
     found = lax.cond(asked, nearby, lambda: jnp.full(len(distances), jnp.inf, jnp.float32))
@@ -106,20 +112,25 @@ def largest_kept(distances: jax.Array, near: Near | None, filters: Filters) -> j
     return lax.cond(jnp.all(told), lambda: found, lambda: jnp.where(told, found, everywhere()))
 
 
-def _largest_kept(values: jax.Array, mass: jax.Array, filters: Filters, vocab_size: int) -> jax.Array:
-    """Among `values` `[n, m]`; `mass` `[n]`: the probability of all tokens, unscaled, for lines without top-k."""
+def _largest_kept(near: Near, mass: jax.Array, filters: Filters, vocab_size: int) -> jax.Array:
+    """As these tokens tell it, infinity where they do not; `mass` `[n]`: see `_distance_of_mass`."""
+    values = near.distances
     everything = jnp.full(len(values), jnp.inf, jnp.float32)
-    kept = lax.cond(
+    by_rank = filters.top_k < vocab_size
+    ranked = lax.cond(
         jnp.any(filters.cut_by_rank(vocab_size)),
-        lambda: jnp.where(filters.top_k < vocab_size, _distance_of_rank(values, filters.top_k), everything),
+        lambda: jnp.where(by_rank, _distance_of_rank(values, filters.top_k), everything),
         lambda: everything,
     )
-    kept = lax.cond(
-        jnp.any(filters.cut_by_mass()),
-        lambda: jnp.where(filters.top_p < 1.0, _distance_of_mass(values, kept, mass, filters.top_p), kept),
-        lambda: kept,
-    )
-    return jnp.minimum(kept, -jnp.log(filters.min_p))
+
+    def by_mass() -> jax.Array:
+        own = jnp.where(by_rank, jnp.nan, mass)
+        return jnp.where(filters.top_p < 1.0, _distance_of_mass(values, ranked, own, filters.top_p), ranked)
+
+    kept = lax.cond(jnp.any(filters.cut_by_mass()), by_mass, lambda: ranked)
+    kept = jnp.minimum(kept, -jnp.log(filters.min_p))
+    # A share of what the rank keeps is known only with all that it keeps.
+    return jnp.where(by_rank & (filters.top_p < 1.0) & ~near.has_all(ranked), everything, kept)
 
 
 def _distance_of_rank(values: jax.Array, top_k: jax.Array) -> jax.Array:
@@ -132,10 +143,11 @@ def _distance_of_rank(values: jax.Array, top_k: jax.Array) -> jax.Array:
 
 
 def _distance_of_mass(values: jax.Array, kept: jax.Array, mass: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Least distance within which lies `top_p` of the probability kept so far, float32 `[n]` (Holtzman et al. 2019)."""
+    """Least distance within which lies `top_p` of the probability kept so far, float32 `[n]` (Holtzman et al. 2019).
+    `mass`: that probability, unscaled, NaN where it is that of the values kept."""
     weights = jnp.where(values <= kept[:, None], jnp.exp(-values), 0.0)
     weights = lax.optimization_barrier(weights)
-    wanted = top_p * jnp.where(kept < jnp.inf, jnp.sum(weights, axis=-1), mass)
+    wanted = top_p * jnp.where(jnp.isnan(mass), jnp.sum(weights, axis=-1), mass)
 
     def enough(limits: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(values <= limits[:, None], weights, 0.0), axis=-1) >= wanted

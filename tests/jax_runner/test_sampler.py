@@ -74,7 +74,7 @@ def large_case(rng: np.random.Generator, spread: float, grain: float) -> Case:
     logits = np.round(rng.normal(0, spread, LARGE) / grain).astype(np.float32) * np.float32(grain)
     sampling = SamplingParams(
         temperature=float(rng.choice([0.0, 0.7, 1.3], p=[0.1, 0.5, 0.4])),
-        top_k=int(rng.choice([-1, 1, 40, 3000])),
+        top_k=int(rng.choice([-1, 1, 40, 5000])),
         top_p=float(rng.choice([1.0, 0.9, 0.2])),
         min_p=float(rng.choice([0.0, 0.05])),
     )
@@ -109,10 +109,27 @@ def test_the_nearest_tokens_say_what_all_would() -> None:
         inside = tokens[tokens < LARGE]
         assert (near.distances[line][tokens < LARGE] == values[line][inside]).all()
     assert near.has_all(near.bound).tolist() == (near.bound == np.inf).tolist() == [False] * 6 + [True]
-    for top_k, top_p, min_p in [(40, 1.0, 0.0), (LARGE, 1.0, 0.2), (3000, 1.0, 0.0), (5000, 1.0, 0.0), (40, 1.0, 0.5)]:
-        full = [
-            np.full(7, value, kind) for value, kind in ((top_k, np.int32), (top_p, np.float32), (min_p, np.float32))
-        ]
-        filters = Filters(*full, np.arange(7) != 2)
-        kept, expected = (np.asarray(kept_of(values, where, filters)) for where in (near, None))
-        assert kept[filters.random].tolist() == expected[filters.random].tolist()
+    for top_k in (1, 40, 300, 3000, 5000, LARGE):
+        for top_p, min_p in [(1.0, 0.0), (0.9, 0.0), (0.3, 0.01), (1.0, 0.2), (0.999, 0.5)]:
+            values_of = ((top_k, np.int32), (top_p, np.float32), (min_p, np.float32))
+            filters = Filters(*[np.full(7, value, kind) for value, kind in values_of], np.arange(7) != 2)
+            for where in (near, None):
+                for line, kept in enumerate(np.asarray(kept_of(values, where, filters))):
+                    if filters.random[line]:
+                        check_kept(values[line], kept, top_k, top_p, min_p)
+
+
+def check_kept(distances: np.ndarray, kept: float, top_k: int, top_p: float, min_p: float) -> None:
+    """By sorting, in float64. Between two tokens whose mass is within rounding of what is asked either is right."""
+    ranked = np.sort(distances)
+    ranked = ranked[ranked <= ranked[min(top_k, len(ranked)) - 1]]
+    mass = np.exp(-ranked.astype(np.float64)).cumsum()
+    mass /= mass[-1]
+    bound = -np.log(np.float32(min_p)) if min_p else np.inf
+    low, high = (ranked[min(np.searchsorted(mass, top_p + slip), len(ranked) - 1)] for slip in (-1e-5, 1e-5))
+    if top_p == 1.0:
+        low = high = ranked[-1]
+    expected = {np.count_nonzero(distances <= min(cut, bound)) for cut in (low, high)}
+    found = np.count_nonzero((distances <= kept) & (distances < np.inf)), np.count_nonzero(distances <= kept)
+    assert min(expected) <= found[1]
+    assert found[0] <= max(expected)

@@ -34,6 +34,8 @@ PLAIN: dict[type, st.SearchStrategy[Any]] = {
     type(None): st.none(),
 }
 
+PAGES = st.sampled_from([1, 2, 8])
+
 # Those that check what they are given, with values that they take.
 CHECKED: dict[type, st.SearchStrategy[Any]] = {
     SamplingParams: st.builds(
@@ -49,9 +51,9 @@ CHECKED: dict[type, st.SearchStrategy[Any]] = {
         ignore_eos=st.booleans(),
         seed=st.none() | st.integers(-(2**63), 2**63 - 1),
     ),
-    PoolSpec: st.builds(PoolSpec, st.just(CacheKind.FULL), st.integers(1, 2**31 - 1), st.integers(1, 9))
-    | st.builds(PoolSpec, st.just(CacheKind.WINDOW), st.integers(1, 9), st.integers(1, 9), window=st.integers(1, 9))
-    | st.builds(PoolSpec, st.just(CacheKind.STATE), st.integers(1, 9), st.integers(1, 9)),
+    PoolSpec: st.builds(PoolSpec, st.just(CacheKind.FULL), st.integers(1, 2**31 - 1), PAGES)
+    | st.builds(PoolSpec, st.just(CacheKind.WINDOW), st.integers(1, 9), PAGES, window=st.integers(1, 9))
+    | st.builds(PoolSpec, st.just(CacheKind.STATE), st.integers(1, 9), PAGES),
 }
 
 

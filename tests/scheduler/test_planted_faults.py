@@ -386,8 +386,8 @@ def donate_a_state_of_the_wrong_length(monkeypatch: pytest.MonkeyPatch) -> None:
 def copy_after_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     run, copy = FakeRunner._run, FakeRunner._copy
 
-    def run_then_copy(self: FakeRunner, plan: StepPlan, begin: list[int]) -> StepResult:
-        result = run(self, plan, begin)
+    def run_then_copy(self: FakeRunner, plan: StepPlan, *arguments: Any) -> StepResult:
+        result = run(self, plan, *arguments)
         copy(self, plan)
         return result
 
