@@ -43,12 +43,14 @@ class Trier(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Compilation:
-    """A grammar that is compiled, or was. `begun`: when a thread took it up; `error` counts where there is one."""
+    """A grammar that is compiled, or was. `begun`: when a thread took it up; `error` counts where there is one.
+    `failed`: the error says nothing of the grammar, so that the next who brings it has it tried again."""
 
     source: Grammar
     begun: float | None = None
     grammar: CompiledGrammar | None = None
     error: GrammarError | None = None
+    failed: bool = False
 
     @property
     def done(self) -> bool:
@@ -84,7 +86,10 @@ class GrammarCompiler:
     def start(self, grammar: Grammar) -> Compilation:
         """The compilation of a grammar, which may be over, or under way for somebody else."""
         found = self._known.get(grammar.content)
-        if found is not None:
+        if found is not None and found.failed:
+            del self._known[grammar.content]
+            self._characters -= len(found.source.text)
+        elif found is not None:
             self._known.move_to_end(grammar.content)
             return found
         self._start_threads()
@@ -129,20 +134,30 @@ class GrammarCompiler:
         trier = self._trier()
         while (compilation := self._queue.get()) is not None:
             try:
-                trier.prepare()
-                compilation.begun = self._clock()
-                source = compilation.source
-                compilation.grammar = self.backend.build(source, trier.try_out(source))
-            except GrammarError as error:
-                compilation.error = compilation.error or error
+                self._compile(trier, compilation)
             except BaseException:  # a panic of the library is no `Exception`; the thread is there for others too
+                trier.close()  # what it was about to answer is not the next one's answer
                 field = compilation.source.field
                 logger.exception("compiling the grammar of %s failed", field)
-                compilation.error = GrammarError(
+                compilation.failed = True
+                compilation.error = compilation.error or GrammarError(
                     f"{field} could not be compiled; the engine's log says why", param=field
                 )
             self._news.set()
         trier.close()
+
+    def _compile(self, trier: Trier, compilation: Compilation) -> None:
+        try:
+            trier.prepare()
+        except GrammarError as error:
+            compilation.failed, compilation.error = True, error
+            return
+        compilation.begun = self._clock()
+        source = compilation.source
+        try:
+            compilation.grammar = self.backend.build(source, trier.try_out(source))
+        except GrammarError as error:
+            compilation.error = compilation.error or error
 
     def _forget(self) -> None:
         """What was asked for longest ago goes, but not what is still compiled."""

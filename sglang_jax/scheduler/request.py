@@ -71,8 +71,7 @@ class Request:
 
     - `sequence`: order of arrival; `seed`: resolved, non-negative.
     - `tokens`: int32 bytes of prompt and kept output. While the request has a row, what it samples is in the request
-      table, and comes back here if it is retracted (`keep`). `prefill_len`: how many these are, all of which are
-      computed before the next one is sampled.
+      table, and comes back here if it is retracted.
     - `total_len`: most tokens it may hold, prompt and output.
     - `next_prompt_logprob`: prompt position whose logprob is to be computed next; `prompt_len` when none is.
       `told_prompt_logprob`: the one to be published next.
@@ -108,15 +107,6 @@ class Request:
     restarts: int = 0
     retractions: int = 0
     waiting: Waiting = field(default_factory=Waiting)
-    prefill_len: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.prefill_len = len(self.tokens) // 4
-
-    def keep(self, tokens: bytes) -> None:
-        """Loses its row, and is to be computed anew up to the last of these tokens, prompt and output."""
-        self.tokens = tokens
-        self.prefill_len = len(tokens) // 4
 
     def move_to(self, state: RequestState) -> None:
         """**Raises:** `RuntimeError` for a transition that the table does not have."""
@@ -133,6 +123,11 @@ class Request:
     @property
     def row(self) -> int:
         return self.record.row
+
+    @property
+    def prefill_len(self) -> int:
+        """Tokens to compute before the next one is sampled: the prompt, and after a retraction the kept output."""
+        return len(self.tokens) // 4
 
     @property
     def samples(self) -> bool:

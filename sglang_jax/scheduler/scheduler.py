@@ -432,7 +432,7 @@ class Scheduler:
         self._back_to_queue(request)
 
     def _back_to_queue(self, request: Request) -> None:
-        request.keep(self.rows.token_bytes(request.row, 0, int(self.rows.num_tokens[request.row])))
+        request.tokens = self.rows.token_bytes(request.row, 0, int(self.rows.num_tokens[request.row]))
         request.next_prompt_logprob = request.told_prompt_logprob
         request.announced = False
         request.move_to(RequestState.RETRACTED)

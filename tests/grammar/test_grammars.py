@@ -246,6 +246,10 @@ def test_a_fault_of_the_library_costs_one_request_and_no_thread(
                 raise Panic("index out of bounds")
             return super().try_out(grammar)
 
+        def close(self) -> None:
+            closed.append(self)
+
+    closed: list[Faulty] = []
     compiler = GrammarCompiler(backend, trier=Faulty, threads=1)
     bad, good = (compiler.start(Grammar(GrammarKind.REGEX, text, "regex")) for text in ("bad", "good"))
     settle(compiler, bad)
@@ -254,6 +258,27 @@ def test_a_fault_of_the_library_costs_one_request_and_no_thread(
     assert bad.error.message == "regex could not be compiled; the engine's log says why"
     assert good.grammar is not None
     assert "index out of bounds" in caplog.text
+    assert len(closed) == 1  # its process may have an answer left that nobody is to take for the next one
+    compiler.close()
+
+
+def test_what_says_nothing_of_a_grammar_is_not_remembered(backend: LlguidanceBackend) -> None:
+    class NotYet(Quick):
+        starts = 0
+
+        def prepare(self) -> None:
+            NotYet.starts += 1
+            if NotYet.starts == 1:
+                raise GrammarError("does not start")
+
+    compiler = GrammarCompiler(backend, trier=NotYet, threads=1)
+    first = compiler.start(Grammar(GrammarKind.REGEX, "ab", "regex"))
+    settle(compiler, first)
+    assert first.error is not None
+    second = compiler.start(Grammar(GrammarKind.REGEX, "ab", "regex"))
+    settle(compiler, second)
+    assert second.grammar is not None
+    assert compiler.start(Grammar(GrammarKind.REGEX, "ab", "regex")) is second
     compiler.close()
 
 
