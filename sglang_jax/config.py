@@ -118,6 +118,11 @@ class LogLevel(Choice):
     ERROR = "error"
 
 
+class LogFormat(Choice):
+    TEXT = "text"
+    JSON = "json"
+
+
 class Environment(BaseSettings):
     """What is read from the environment; nothing else in the project reads it.
 
@@ -435,6 +440,7 @@ class ServerConfig(EngineConfig):
     )
     chat_template: str | None = Field(None, description="a Jinja file, or the template; default: the tokenizer's")
     log_level: LogLevel = Field(LogLevel.INFO, description="minimum log level")
+    log_format: LogFormat = Field(LogFormat.TEXT, description="how log lines are written; json: one object per line")
 
     def client_key(self) -> str | None:
         """The key that clients send, if there is one. Raises `ConfigError` for one that is empty or cannot be read."""

@@ -294,6 +294,7 @@ class CoreLink:
         for started in step.started:
             if started.id in completions:
                 completions[started.id].cached_tokens = started.cached_tokens
+                completions[started.id].queue_seconds = started.queue_seconds
                 completions[started.id].outputs.started = True
         for wire_id, entries in step.prompt_logprobs:
             if wire_id in completions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import time
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -79,9 +80,12 @@ class Completion:
         self.outputs = outputs
         self.prompt_tokens = prompt_tokens
         self.cached_tokens = 0
+        self.queue_seconds: float | None = None
         self.finish: FinishReason | None = None
         self.delivered = False
         self._begun = False
+        self._first_token = 0.0
+        self._sampled: tuple[float, float] | None = None
         self._index = index
         self._text = text
         self._num_tokens = 0
@@ -103,9 +107,12 @@ class Completion:
         """Adds a token; True if its text completed a stop string, which ends the output."""
         self._new_tokens.append(token_id)
         self._num_tokens += 1
+        if self._num_tokens == 1:
+            self._first_token = time.monotonic()
         self._new_text.append(self._text.push(token_id))
         if self._text.matched is None:
             return False
+        self._sampled = (self._first_token, time.monotonic())  # the core is told to say no more of it
         self._finish(FinishReason(FinishKind.STOP, self._text.matched))
         return True
 
@@ -127,6 +134,7 @@ class Completion:
     def end(self, message: Finished) -> None:
         """The scheduler's last word on this output."""
         self.cached_tokens = message.cached_tokens
+        self._sampled = message.sampled
         for token_id in np.frombuffer(message.tokens, "<i4").tolist():
             self._new_tokens.append(token_id)
             self._num_tokens += 1
@@ -164,6 +172,8 @@ class Completion:
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self._num_tokens,
             cached_tokens=self.cached_tokens,
+            queue_seconds=None if self._begun else self.queue_seconds,
+            sampled=None if self.finish is None else self._sampled,
             finish=self.finish,
             logprobs=[one.unpacked() if isinstance(one, PackedLogprob) else one for one in self._new_logprobs],
             prompt_logprobs=None if self._begun else self.outputs.prompt_logprobs,

@@ -82,6 +82,9 @@ class OutputDelta(msgspec.Struct, kw_only=True):
 
     - `completion_tokens`: output tokens so far, these included.
     - `prompt_logprobs`: in the completion's first delta alone, if they were asked for.
+    - `queue_seconds`: in the first delta alone: how long it waited for a row. None from a server elsewhere.
+    - `sampled`: when its first and its last token were sampled, by `time.monotonic()`; in the last delta alone, where
+      the engine tells.
     """
 
     index: int
@@ -90,6 +93,8 @@ class OutputDelta(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    queue_seconds: float | None = None
+    sampled: tuple[float, float] | None = None
     finish: FinishReason | None = None
     logprobs: list[TokenLogprob] = []
     prompt_logprobs: list[TokenLogprob] | None = None

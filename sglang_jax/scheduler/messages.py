@@ -87,10 +87,12 @@ class WireError(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True):
-    """A request got its row for the first time. `cached_tokens` of its prompt were found in the prefix cache."""
+    """A request got its row for the first time, `queue_seconds` after its arrival. `cached_tokens` of its prompt were
+    found in the prefix cache."""
 
     id: int
     cached_tokens: int
+    queue_seconds: float = 0.0
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True):
@@ -99,6 +101,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
     - `kind`: stop, length, abort or error; `matched_token` is the id that ended it, if one did.
     - `num_tokens`: output tokens in all.
     - `tokens`: int32 bytes of all output tokens for a request that did not stream, else empty.
+    - `sampled`: when its first and its last token were sampled, by the client's `time.monotonic()`; None if none was.
     """
 
     id: int
@@ -108,6 +111,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
     tokens: bytes
     cached_tokens: int
     error: WireError | None = None
+    sampled: tuple[float, float] | None = None
 
 
 class StepOutputs(msgspec.Struct, tag="step", frozen=True, kw_only=True):

@@ -52,14 +52,23 @@ class Publisher:
             else (np.concatenate((self._ids, ids)), np.concatenate((self._tokens, tokens)))
         )
 
-    def started(self, request: Request) -> None:
+    def started(self, request: Request, now: float) -> None:
         """A request got its row for the first time."""
-        self._started.append(Started(request.id, request.cached_tokens or 0))
+        self._started.append(Started(request.id, request.cached_tokens or 0, max(now - request.arrival, 0.0)))
 
     def finished(
-        self, request: Request, kind: str, *, matched_token: int | None = None, error: RequestError | None = None
+        self,
+        request: Request,
+        kind: str,
+        *,
+        last_step: float,
+        matched_token: int | None = None,
+        error: RequestError | None = None,
     ) -> None:
-        """A request ended. While it has a row its output is there, otherwise it was kept with the request."""
+        """A request ended. While it has a row its output is there, otherwise it was kept with the request.
+
+        `last_step`: when the newest step ended of those that are done; its last token is from it.
+        """
         if request.kv is not None:
             count = int(self._rows.num_tokens[request.row])
             output = self._rows.token_bytes(request.row, request.prompt_len, count)
@@ -74,6 +83,7 @@ class Publisher:
                 b"" if request.stream else output,
                 request.cached_tokens or 0,
                 None if error is None else wire_error(error),
+                None if request.first_token is None or not output else (request.first_token, last_step),
             )
         )
 

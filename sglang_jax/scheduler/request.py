@@ -82,6 +82,7 @@ class Request:
     - `restarts`: how often it was computed anew because KV that it shared turned out bad.
     - `retractions`: how often it lost its row.
     - `waiting`: what admission remembers of it while it is in the queue.
+    - `arrival`: when its client sent it; `first_token`: when its first token was there, None before.
     """
 
     id: int
@@ -99,6 +100,8 @@ class Request:
     namespace: Namespace
     priority: int
     tenant: str = ""
+    arrival: float = 0.0
+    first_token: float | None = None
     state: RequestState = RequestState.WAITING
     kv: RowKV | None = None
     cached_tokens: int | None = None

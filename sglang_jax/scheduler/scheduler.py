@@ -285,7 +285,7 @@ class Scheduler:
         first_time = [request for request in planned.newcomers if request.cached_tokens is None]
         for request in first_time:
             request.cached_tokens = request.record.kv_committed_len
-            self._publisher.started(request)
+            self._publisher.started(request, self._clock())
             self.log.started(request)
         if first_time:
             self._publisher.flush()
@@ -311,6 +311,9 @@ class Scheduler:
         planned = launched.planned
         result = launched.handle.result()
         self._note_time(launched)
+        for chunk in planned.chunks:
+            if chunk.last and chunk.request.first_token is None:
+                chunk.request.first_token = self._finished_at
         self.cache.settle(planned.plan.step)
         if planned.plan.copies:
             self.queue.look_again()  # what was copied from may go now
@@ -398,7 +401,9 @@ class Scheduler:
     ) -> None:
         """Ends a request in any state. Its row is given back once no step in flight has it, see `Rows`."""
         if kind is not None:
-            self._publisher.finished(request, kind, matched_token=matched_token, error=error)
+            self._publisher.finished(
+                request, kind, last_step=self._finished_at, matched_token=matched_token, error=error
+            )
         if request.waiting.queued:
             self.queue.remove(request)
         self.constraints.forget(request)

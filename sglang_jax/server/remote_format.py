@@ -11,14 +11,19 @@ import msgspec
 
 from sglang_jax.engine.output import RequestOutputs
 from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, OutputDelta, TokenLogprob
+from sglang_jax.logs import REQUEST_ID, REQUEST_ID_HEADER
 from sglang_jax.sampling.grammar import Grammar, GrammarKind
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.server.fields import TENANT_HEADER
 
 
 def request_headers(request: GenerateInput) -> dict[str, str]:
-    """Whose the request is. A header, as servers of an older version pass over those that they do not know."""
-    return {TENANT_HEADER: quote(request.tenant)} if request.tenant else {}
+    """Whose the request is, and what it is called in logs. Headers, as servers of an older version pass over those that
+    they do not know."""
+    headers = {TENANT_HEADER: quote(request.tenant)} if request.tenant else {}
+    if request_id := REQUEST_ID.get():
+        headers[REQUEST_ID_HEADER] = request_id
+    return headers
 
 
 def request_body(request: GenerateInput, name: str, context_length: int) -> dict[str, Any]:

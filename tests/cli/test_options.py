@@ -84,6 +84,7 @@ OTHER_VALUES: dict[str, Any] = {
     "allowed_hosts": "a.example,b.example",
     "chat_template": "template.jinja",
     "log_level": "debug",
+    "log_format": "json",
 }
 
 
