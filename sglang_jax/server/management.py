@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
-from importlib.metadata import version
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Depends, Response
 
+from sglang_jax.about import version
 from sglang_jax.engine.types import GenerateInput, ReplicaLoad, ReplicaState
 from sglang_jax.engine.validation import check_characters
 from sglang_jax.errors import ParameterError, PromptTooLongError, RequestError
@@ -146,7 +146,7 @@ def information_router(context: ServerContext) -> APIRouter:
         """Every option but the API keys, and the figures of the scheduler and the runner."""
         states = await context.client.states()
         options = config.model_dump(mode="json", exclude={"api_key", "admin_api_key"})
-        return {**options, "version": version("sglang-jax"), "internal_states": states}
+        return {**options, "version": version(), "internal_states": states}
 
     return router
 

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from types import FrameType
 
 import uvicorn
@@ -19,6 +18,7 @@ from starlette.types import ASGIApp
 from uvicorn.loops.auto import auto_loop_factory
 
 from sglang_jax import logs
+from sglang_jax.about import version
 from sglang_jax.config import LogFormat, LogLevel, ServerConfig
 from sglang_jax.engine.launch_replicated import launch_engines
 from sglang_jax.engine.types import EngineClient
@@ -131,7 +131,7 @@ def run(config: ServerConfig, launch: Launch = launch_or_connect) -> int:
     """
     begin = time.perf_counter()
     logs.configure(config.log_level.upper(), as_json=config.log_format is LogFormat.JSON)
-    logger.info("sglang-jax %s, Python %s", version("sglang-jax"), platform.python_version())
+    logger.info("sglang-jax %s, Python %s", version(), platform.python_version())
     if config.node_rank > 0:
         load_follower(config)(config)
         return 0
