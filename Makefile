@@ -53,11 +53,12 @@ test-fast: $(TEST_READY) ## while you work: the packages that hold no tensors, w
 test-cpus: $(TEST_READY) ## the tests that compute, as on other CPUs; one, some tests: ARGS="--only haswell tests/models"
 	$(BIN)/python tests/on_other_cpus.py $(ARGS)
 
-check: $(TEST_READY) ## lint, format, types and import walls
+check: $(TEST_READY) ## lint, format, types, import walls, and the prose of docs, help texts and errors
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tests/prose/check.py
 
 format: $(TEST_READY) ## rewrite the code as ruff wants it
 	$(BIN)/ruff check --fix .

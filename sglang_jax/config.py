@@ -239,7 +239,7 @@ class EngineConfig(BaseModel):
         0.9,
         gt=0.0,
         allow_inf_nan=False,
-        description="memory for recurrent states, as a share of that for the KV pages beside them",
+        description="memory for recurrent states, as a share of that for KV pages",
     )
     mamba_track_interval: int = Field(
         64,

@@ -66,8 +66,8 @@ _ONE_MACHINE = "not implemented: layers are spread by --tp-size, over several ma
 _SPECULATION = "not implemented: there is no speculative decoding yet"
 _LORA = "not implemented: merge the adapter into the model's weights"
 _TLS = "not implemented: let a proxy in front of the server end TLS, see docs/security.md"
-_MEMORY = "not implemented: the KV cache lives in the memory of the device alone"
-_MEDIA = "not implemented: models take text alone"
+_MEMORY = "not implemented: the KV cache lives in device memory only"
+_MEDIA = "not implemented: models only take text"
 
 REFUSED: Mapping[str, OtherFlag] = {
     "cpu_offload_gb": OtherFlag(_MEMORY, takes_value=True),
@@ -86,7 +86,7 @@ REFUSED: Mapping[str, OtherFlag] = {
         "activations take; a value 0.05 lower is a good start",
         takes_value=True,
     ),
-    "is_embedding": OtherFlag("not implemented: models generate text alone"),
+    "is_embedding": OtherFlag("not implemented: models only generate text"),
     "kv_transfer_config": OtherFlag("not implemented: one engine computes prompts and outputs", takes_value=True),
     "limit_mm_per_prompt": OtherFlag(_MEDIA, takes_value=True),
     "lora_modules": OtherFlag(_LORA, takes_value=True),

@@ -70,24 +70,22 @@ def serve(script: Path, folder: Path) -> str:
     """The answer of a server that runs in `folder`, away from the clone, with a cache of its own; it must end well."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"XDG_CACHE_HOME": str(folder / "cache")}
-    with subprocess.Popen(
-        [script, *SERVE], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as server:
-        try:
-            begin = time.monotonic()
-            os.set_blocking(server.stdout.fileno(), False)
-            said = ""
-            while "/v1/chat/completions" not in said:
-                if server.poll() is not None or time.monotonic() - begin > SECONDS_TO_START:
-                    server.kill()
-                    sys.exit(f"{script} did not start:\n{server.stderr.read()[-4000:]}")
-                time.sleep(0.2)
-                said += server.stdout.read() or ""
-            answer = ask(re.search(r"http://[\d.:]+", said)[0])
-        finally:
-            server.terminate()
+    said, logged = folder / "said", folder / "logged"
+    with said.open("w") as out, logged.open("w") as log:
+        server = subprocess.Popen([script, *SERVE], cwd=folder, env=environment, stdout=out, stderr=log)
+    try:
+        begin = time.monotonic()
+        while "/v1/chat/completions" not in said.read_text():
+            if server.poll() is not None or time.monotonic() - begin > SECONDS_TO_START:
+                sys.exit(f"{script} did not start:\n{logged.read_text()[-4000:]}")
+            time.sleep(0.2)
+        answer = ask(re.search(r"http://[\d.:]+", said.read_text())[0])
+        server.terminate()
         if server.wait(60) != 0:
-            sys.exit(f"{script} ended with status {server.returncode}")
+            sys.exit(f"{script} ended with status {server.returncode}:\n{logged.read_text()[-4000:]}")
+    finally:
+        server.kill()
+        server.wait()
     return answer
 
 

@@ -87,7 +87,14 @@ def test_targets_parse(target: str) -> None:
 
 def test_tests_include_the_checks(tmp_path: Path) -> None:
     commands = make("-n", "test", f"VENV={tmp_path}/venv").stdout
-    for command in ("ruff check .", "ruff format --check .", "bin/mypy", "bin/lint-imports", "-m pytest"):
+    for command in (
+        "ruff check .",
+        "ruff format --check .",
+        "bin/mypy",
+        "bin/lint-imports",
+        "tests/prose/check.py",
+        "-m pytest",
+    ):
         assert command in commands
 
 

@@ -61,7 +61,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint, parallel: TensorPara
     """
     if checkpoint.reader is None:
         raise CheckpointError(
-            f"{checkpoint.source.path} is an Orbax checkpoint, which the JAX backend alone restores: "
+            f"{checkpoint.source.path} is an Orbax checkpoint, which only the JAX backend restores: "
             "choose --backend jax, or give the checkpoint that it was converted from"
         )
     device = select_device(config.device, parallel.rank)

@@ -213,7 +213,7 @@ class CoreLink:
         try:
             await asyncio.wait_for(asyncio.shield(self._core.ended), None if drain else STOP_SECONDS)
         except TimeoutError:
-            logger.warning("The engine has not stopped within %g s; a process of its own is now killed", STOP_SECONDS)
+            logger.warning("The engine has not stopped within %g s; a separate process is now killed", STOP_SECONDS)
             self._core.kill()
             await self._core.ended
         await self._over.wait()

@@ -72,7 +72,7 @@ def _ebnf(grammar: Grammar) -> str:
     try:
         text: str = any_to_lark(grammar.text)
     except GbnfToLarkError as error:
-        raise GrammarError(f"{grammar.field} is no grammar: {error}", param=grammar.field) from error
+        raise GrammarError(f"{grammar.field} is not a valid grammar: {error}", param=grammar.field) from error
     return text
 
 

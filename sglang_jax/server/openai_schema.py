@@ -115,7 +115,8 @@ class ChatBody(OpenAIBody):
         if limit is not None and limit < 1:
             name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
             raise ParameterError(
-                f"{name} must be at least 1 in a chat, got {limit}; completions and /generate compute a prompt alone",
+                f"{name} must be at least 1 in a chat, got {limit}; to only compute a prompt, use completions or "
+                "/generate",
                 param=name,
             )
         return limit

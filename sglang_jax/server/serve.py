@@ -139,7 +139,7 @@ def run(config: ServerConfig, launch: Launch = launch_or_connect) -> int:
     callers = Callers.of(config)
     if not callers.asks_for_a_key and not is_loopback(config.host):
         logger.warning(
-            "Whoever reaches %s may use this server: it has no key. Give it one with --api-key-file, or let it "
+            "Anyone who reaches %s may use this server: it has no key. Give it one with --api-key-file, or let it "
             "listen on 127.0.0.1",
             config.host,
         )

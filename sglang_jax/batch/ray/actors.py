@@ -150,7 +150,7 @@ class _InferenceActor:
         task = ray.get_runtime_context().get_task_id()
         with self._attempts.of(f"{task}-{hashlib.sha256(key).hexdigest()}") as attempt:
             if attempt > 1:
-                logger.warning("A batch of %d rows is begun for the %dth time", len(lines), attempt)
+                logger.warning("A batch of %d rows is started for the %dth time", len(lines), attempt)
             if attempt > self._max_retries + 1:
                 message = f"the actor or its node was lost each of the {attempt - 1} times that this batch was begun"
                 return [failed(line, "replica_lost", message) for line in lines]
