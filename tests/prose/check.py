@@ -50,8 +50,9 @@ def passages(path: Path) -> Iterator[Text]:
 
 
 def _of_markdown(path: Path) -> Iterator[Text]:
-    """Its lines two by two, as a phrase may be broken; without code."""
-    text = re.sub(r"^```.*?^```$", lambda block: "\n" * block[0].count("\n"), path.read_text(), flags=re.M | re.S)
+    """Its lines, without code and without what stands as an example between `<!-- prose: off -->` and `on`."""
+    left_out = r"^```.*?^```$|^<!-- prose: off -->.*?^<!-- prose: on -->$"
+    text = re.sub(left_out, lambda block: "\n" * block[0].count("\n"), path.read_text(), flags=re.M | re.S)
     text = re.sub(r"`[^`\n]*`", "``", text)
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
