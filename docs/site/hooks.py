@@ -51,7 +51,7 @@ def _moved(markdown: str, folder: Path) -> str:
 
 
 def _is_page(path: Path) -> bool:
-    return path.parent == ROOT / "docs" and path.suffix == ".md" or path.name in PAGES and path.parent == ROOT
+    return (path.parent == ROOT / "docs" and path.suffix == ".md") or (path.name in PAGES and path.parent == ROOT)
 
 
 def _place(path: Path) -> str:
