@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 import tracemalloc
 
 import numpy as np
@@ -102,6 +103,22 @@ def test_outputs_put_together_earlier_stay_as_they_were() -> None:
     second = outputs.add(each.take())
     assert (first.request_id, first.index, first.text, first.output_ids) == ("r", 5, "a", [97])
     assert (second.text, second.delta_text, second.output_ids, second.delta_ids) == ("ab", "b", [97, 98], [98])
+
+
+def test_the_end_tells_when_the_first_and_the_last_token_came() -> None:
+    """By the core, or here where a stop string ends the output and the core says no more of it."""
+    stopped, before = completion(stop=("b",)), time.monotonic()
+    stopped.push(97)
+    assert stopped.take().sampled is None
+    stopped.push(98)
+    first, last = stopped.take().sampled or (0.0, 0.0)
+    assert before <= first <= last <= time.monotonic()
+    ended = completion()
+    ended.queue_seconds = 0.25
+    ended.push(97)
+    assert (ended.take().queue_seconds, ended.take().queue_seconds) == (0.25, None)
+    ended.end(Finished(1, "length", None, 1, b"", 0, sampled=(1.5, 2.5)))
+    assert ended.take().sampled == (1.5, 2.5)
 
 
 def test_stop_string_in_what_was_held_back_wins_over_the_length() -> None:
