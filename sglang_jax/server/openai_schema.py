@@ -125,10 +125,9 @@ class ChatBody(OpenAIBody):
         """What is said of tools; None where none may be called. Raises `ParameterError`."""
         return read_tools(self.tools, self.tool_choice, self.parallel_tool_calls, most_tools)
 
-    def template_variables(self, template: str) -> dict[str, Any]:
-        """What the chat template is given beside messages and tools. Raises `ParameterError`.
-
-        **Arguments:** `template`: its text. `reasoning_effort` is for templates that have a variable of this name.
+    def template_variables(self, tokenizer: TextTokenizer) -> dict[str, Any]:
+        """What the chat template is given beside messages and tools. Raises `ParameterError`; and
+        `UnsupportedParameterError` for `reasoning_effort` where it has no variable of this name.
         """
         given = dict(self.chat_template_kwargs or {})
         if len(given) > MAX_TEMPLATE_VARIABLES:
@@ -143,7 +142,7 @@ class ChatBody(OpenAIBody):
                     param="chat_template_kwargs",
                 )
         if self.reasoning_effort not in (None, "none"):
-            if "reasoning_effort" not in template:
+            if "reasoning_effort" not in tokenizer.chat_template:
                 raise UnsupportedParameterError(
                     f"reasoning_effort is nothing that this model's chat template knows; leave it out (got "
                     f"{shown(self.reasoning_effort)})",
@@ -239,7 +238,7 @@ def chat_text(
     if short_ids:
         conversation = [with_short_ids(message) for message in conversation]
     offered = () if tools is None else tools.shown
-    variables = body.template_variables(tokenizer.chat_template)
+    variables = body.template_variables(tokenizer)
     if not body.continue_final_message:
         return ChatText(tokenizer.render_chat(conversation, tools=offered, variables=variables))
     said = str(conversation[-1]["content"]).strip()
