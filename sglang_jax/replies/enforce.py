@@ -45,9 +45,17 @@ def calls_format(
     **Arguments:** `form`: one of the family's, that is written; `required`: there is a call at least, and nothing but
     calls; `parallel`: there may be several; `answer`: what a reply without a call is; None for any text; `text_begin`:
     what an answer begins with.
+
+    **Raises:** `ParameterError` for an answer that could be taken for a call.
     """
     written = form.written
     assert written is not None
+    if answer is not None and not form.opening:
+        raise ParameterError(
+            "tools and a format of the answer cannot both be given to this model: it writes calls as JSON without a "
+            "mark, and its answer could be taken for one",
+            param="tools",
+        )
     several = parallel and not written.single
     tags = [_call(form, written, tool, by_schema=required or tool.strict) for tool in tools]
     listed = {
@@ -63,10 +71,11 @@ def calls_format(
     if required:
         return calls
     if answer is None and not family.starts_reply:
+        trigger = form.opening if not written.before or written.before.startswith(form.opening) else written.before
         around = {"type": "tag", "begin": written.before, "content": listed, "end": written.after}
         return {
             "type": "triggered_tags",
-            "triggers": [written.before or form.opening],
+            "triggers": [trigger],
             "tags": [around] if written.before else tags,
             "stop_after_first": not several,
         }

@@ -32,6 +32,7 @@ SPECIAL = (b"<eos>", *(token.encode() for token in ("[TOOL_CALLS]", "[ARGS]", "<
 SPECIAL += tuple(token.encode() for token in ("<|start|>", "<|constrain|>", "<|call|>", "<|python_tag|>"))
 WORDS = (b"<tool_call>", b"</tool_call>", b"<think>", b"</think>", b'"city"', b"Paris", b"commentary", b"analysis")
 EOS = 256
+ENDS = frozenset(b'"}\n<')
 TABLE = TokenTable(
     (*(bytes([byte]) for byte in range(256)), *SPECIAL, *WORDS), frozenset(range(EOS, EOS + len(SPECIAL)))
 )
@@ -90,7 +91,7 @@ class Walker:
             assert progress is not Progress.FAILED
             choice = allowed_tokens(words[0]).tolist()
             # What ends a string or a value comes too seldom otherwise.
-            ends = [token for token in choice if token in b'"}\n<' or token >= EOS]
+            ends = [token for token in choice if token in ENDS or token >= EOS]
             token = draw.choice(ends) if ends and draw.random() < 0.5 else draw.choice(choice)
             if token == EOS:
                 return _text(output), True
@@ -218,15 +219,18 @@ def test_a_format_beside_tools(backend: LlguidanceBackend, trial: Trial) -> None
     """A reply is a call, or what `response_format` says."""
     answer = grammar_format(json_grammar({"type": "object", "required": ["ok"], "properties": {"ok": {"const": 1}},
                                           "additionalProperties": False}))  # fmt: skip
-    for name in (ToolCallParser.HERMES, ToolCallParser.LLAMA3):
+    for name in (ToolCallParser.HERMES, ToolCallParser.MISTRAL):
         family = CALLS[name]
-        form = family.enforced("")
+        form = family.enforced("[ARGS]")
         found = calls_format(family, form, (NOW,), required=False, parallel=True, answer=answer)
         walker = Walker(backend, trial, grammar_of_format(found, "tools"))
         assert form.written is not None
         assert walker.takes('{"ok":1}')
         assert walker.takes(form.written.begin.replace("{name}", "now") + "{}" + form.written.end)
         assert not walker.takes("ok")
+    llama = CALLS[ToolCallParser.LLAMA3]
+    with pytest.raises(ParameterError, match="could be taken for one"):
+        calls_format(llama, llama.enforced(""), (NOW,), required=False, parallel=True, answer=answer)
 
 
 GRAMMARS = [
