@@ -111,6 +111,29 @@ class GrammarLibrary(Choice):
     NONE = "none"
 
 
+class ToolCallParser(Choice):
+    """How a model writes calls of tools."""
+
+    AUTO = "auto"
+    HERMES = "hermes"
+    QWEN3_CODER = "qwen3_coder"
+    LLAMA3 = "llama3"
+    MISTRAL = "mistral"
+    DEEPSEEK = "deepseek"
+    GPT_OSS = "gpt_oss"
+    NONE = "none"
+
+
+class ReasoningParser(Choice):
+    """How a model writes its reasoning."""
+
+    NONE = "none"
+    AUTO = "auto"
+    DEEPSEEK_R1 = "deepseek_r1"
+    QWEN3 = "qwen3"
+    GPT_OSS = "gpt_oss"
+
+
 class LogLevel(Choice):
     DEBUG = "debug"
     INFO = "info"
@@ -439,6 +462,17 @@ class ServerConfig(EngineConfig):
         "* for all",
     )
     chat_template: str | None = Field(None, description="a Jinja file, or the template; default: the tokenizer's")
+    tool_call_parser: ToolCallParser = Field(
+        ToolCallParser.AUTO,
+        description="how the model writes calls of tools; auto: as its chat template does; none: requests with tools "
+        "are refused",
+    )
+    reasoning_parser: ReasoningParser = Field(
+        ReasoningParser.NONE,
+        description="how the model writes its reasoning, which then is told from its answers; auto: as its chat "
+        "template does; none: reasoning is part of the text",
+    )
+    max_tools_per_request: PositiveInt = Field(128, description="maximum tools of a request; more are refused with 400")
     log_level: LogLevel = Field(LogLevel.INFO, description="minimum log level")
     log_format: LogFormat = Field(LogFormat.TEXT, description="how log lines are written; json: one object per line")
 

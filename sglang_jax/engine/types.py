@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -30,6 +30,8 @@ class GenerateInput:
     - `priority`: higher goes first under the priority policy.
     - `tenant`: whose it is; those of several tenants that wait have turns.
     - `routing_key`: requests with the same one go to the same replica, as long as that serves.
+    - `markers`: special tokens that are in the output's text though it leaves out special tokens: for who takes replies
+      apart. No stop string is looked for in them.
     - `continues_text`: the output goes on where the prompt's text ends, so that a space at its front is kept. False
       where it is a text of its own, as the answer in a chat is: sentencepiece begins each text with a space.
     """
@@ -45,6 +47,7 @@ class GenerateInput:
     priority: int = 0
     tenant: str = ""
     routing_key: str | None = None
+    markers: frozenset[int] = frozenset()
     continues_text: bool = True
 
 
@@ -197,9 +200,31 @@ class TextTokenizer(Protocol):
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
-    def stream_decoder(self, skip_special_tokens: bool = True, *, continues_text: bool = False) -> StreamDecoder:
-        """A decoder for one output; cheap to make, and not to be shared between threads. `continues_text`: see
-        `GenerateInput`."""
+    def stream_decoder(
+        self,
+        skip_special_tokens: bool = True,
+        *,
+        continues_text: bool = False,
+        markers: Set[int] = frozenset(),
+    ) -> StreamDecoder:
+        """A decoder for one output; cheap to make, and not to be shared between threads. `continues_text`, `markers`:
+        see `GenerateInput`."""
+        ...
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The tokens that `skip_special_tokens` leaves out, by their spellings."""
+        ...
+
+    @property
+    def chat_template(self) -> str:
+        """The text of the chat template; empty if there is none. Raises `RequestError` if there are several, and none
+        for chats."""
+        ...
+
+    @property
+    def response_template(self) -> Mapping[str, Any] | None:
+        """How replies are written, in transformers' words, where the checkpoint says so."""
         ...
 
     def token_text(self, token_id: int) -> str:
@@ -219,10 +244,17 @@ class TextTokenizer(Protocol):
         """A message's text as `render_chat` gives it to the template."""
         ...
 
-    def render_chat(self, messages: Sequence[dict[str, object]], *, add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] = (),
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
         """The chat template's text for a conversation, for `encode`: control tokens that messages spell out are marked
-        as text. Raises `RequestError` if the template refuses it or
-        there is none, and as `check_roles` does."""
+        as text. `tools` are in OpenAI's form; `variables` are what else the template is given. Raises `RequestError`
+        if the template refuses it or there is none, and as `check_roles` does."""
         ...
 
 

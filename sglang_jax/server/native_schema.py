@@ -13,7 +13,17 @@ from sglang_jax.engine.types import GenerateInput
 from sglang_jax.errors import ParameterError
 from sglang_jax.sampling import GenerationDefaults
 from sglang_jax.server.context import new_id, prompt_ids
-from sglang_jax.server.fields import Body, OneOrMany, Priority, ShortText, TokenIds, as_list, routing_key, tenant_of
+from sglang_jax.server.fields import (
+    Body,
+    Many,
+    OneOrMany,
+    Priority,
+    ShortText,
+    TokenIds,
+    as_list,
+    routing_key,
+    tenant_of,
+)
 from sglang_jax.server.sampling import NativeSampling, native_sampling
 
 Value = TypeVar("Value")
@@ -37,6 +47,7 @@ class GenerateBody(Body):
     extra_key: OneOrMany[ShortText] | None = None
     routing_key: OneOrMany[ShortText] | None = None
     continues_text: bool | None = None
+    marker_token_ids: Many[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +103,7 @@ def native_request(
             priority=body.priority or 0,
             routing_key=routing_key(routing_keys[number], headers),
             continues_text=body.continues_text is not False,
+            markers=frozenset(body.marker_token_ids or ()),
             tenant=tenant_of(headers),
         )
         for number in range(count)

@@ -43,6 +43,8 @@ def request_body(request: GenerateInput, name: str, context_length: int) -> dict
     }
     if request.return_logprob:
         body |= {"logprob_start_len": request.logprob_start_len, "top_logprobs_num": request.top_logprobs_num}
+    if request.markers:
+        body["marker_token_ids"] = sorted(request.markers)
     if request.extra_key:
         body["extra_key"] = request.extra_key
     if request.routing_key:
