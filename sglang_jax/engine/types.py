@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_jax.engine.so_far import PutTogether
 from sglang_jax.errors import RequestError
 from sglang_jax.sampling.defaults import GenerationDefaults
 from sglang_jax.sampling.params import SamplingParams
@@ -104,11 +105,12 @@ class OutputDelta(msgspec.Struct, kw_only=True):
 
 
 @dataclass(slots=True, kw_only=True)
-class GenerateOutput:
+class GenerateOutput(PutTogether):
     """State of one completion, for callers in Python. In a stream each has all that was generated so far, and what is
     new since the last.
 
-    `delta_*` concatenated over a stream equal the final `text`, `output_ids`, `logprobs`.
+    `delta_*` concatenated over a stream equal the final `text`, `output_ids`, `logprobs`. In a stream these three are
+    put together when one of them is first read, which costs what there is; what is new costs nothing.
     """
 
     request_id: str

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from sglang_jax.mem_cache.group import Group
 from sglang_jax.mem_cache.ledger import Pages, request_owner
-from sglang_jax.mem_cache.lengths import RowLengths
+from sglang_jax.mem_cache.lengths import Index, RowLengths
 from sglang_jax.mem_cache.radix_tree import Insertion, Node
 from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.mem_cache.state import States
@@ -49,7 +49,7 @@ class StateGroup(Group):
         self._pinned: dict[int, Node] = {}
         self._beginning: deque[tuple[int, Node]] = deque()
         self._second: Int32 = np.zeros(rows, np.int32)
-        self._second_len: Int32 = np.zeros(rows, np.int32)
+        self._second_len: Index = np.zeros(rows, np.intp)
         self._second_step: NDArray[np.int64] = np.zeros(rows, np.int64)
         self._finished_step = -1
 
@@ -104,7 +104,7 @@ class StateGroup(Group):
     def rest_need(self, tokens: int, row: int) -> int:
         return 0
 
-    def output_need(self, known: Int32 | int, left: Int32 | int) -> int:
+    def output_need(self, known: Index | int, left: Index | int) -> int:
         return 0
 
     def open(self, record: RowKV, node: Node, pages: int) -> None:
@@ -208,13 +208,13 @@ class StateGroup(Group):
         self.table.clear(row, 1)
         self._second[row] = 0
 
-    def change_slots(self, rows: Int32, lengths: Int32, step: int, wanted: bool) -> None:
-        """Decode rows `rows` `[rows]` go on after `lengths` `[rows]` tokens in `step`, which is planned now: those on a
-        boundary do so in their second slot, and what they began with stays. Where slots are `wanted` by others, who
-        come first, rows leave them one, or stay where they are so that second slots can be taken back."""
+    def change_slots(self, rows: Index, lengths: Index, step: int, wanted: bool) -> None:
+        """Decode rows `rows` `[rows]` go on after `lengths` `[rows]` tokens, whole pages, in `step`, which is planned
+        now: those on a boundary do so in their second slot, and what they began with stays. Where slots are `wanted` by
+        others, who come first, rows leave them one, or stay where they are so that second slots can be taken back."""
         if not self.interval or (wanted and not self._unclaimed):
             return
-        (at,) = np.nonzero(lengths % np.int32(self.interval) == 0)
+        (at,) = (lengths % self.interval == 0).nonzero()
         if not len(at):
             return
         at = at[self._sources[rows[at]] == 0]
@@ -226,9 +226,9 @@ class StateGroup(Group):
         self._sources[moving] = self._second[moving] = own
         self._pending += len(moving)
         self._second_len[moving], self._second_step[moving] = lengths[at], step
-        self.table.write(moving, np.zeros(len(moving), np.int32), second)
+        self.table.write(moving, np.zeros(len(moving), np.intp), second)
 
-    def take_copies(self, rows: Int32, step: int) -> tuple[SlotCopies, ...]:
+    def take_copies(self, rows: Index, step: int) -> tuple[SlotCopies, ...]:
         """What those of `rows` `[rows]`, all of the sequences of `step`, begin with that do not begin with their own
         slot."""
         if not self._pending:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_jax.mem_cache.kv_cache import KVCache
+from sglang_jax.mem_cache.lengths import Index
 from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.runner.plan import INVALID_TOKEN, Int32, StepResult
 from sglang_jax.scheduler.planner import Planned
@@ -27,6 +28,7 @@ class Verdict:
 
 
 _NOBODY = Verdict([], [])
+_INVALID: Int32 = np.array(INVALID_TOKEN, np.int32)
 
 
 class Judge:
@@ -50,7 +52,7 @@ class Judge:
     def judge(self, planned: Planned, result: StepResult) -> Verdict:
         """Looks at what a step gave, before anything of it is published. Once the verdict is carried out, `prove`."""
         last = _sampled_last(result, planned.picks)
-        if not planned.logprob_requests and not (len(last) and last.min() <= INVALID_TOKEN):
+        if not planned.logprob_requests and not np.count_nonzero(last <= _INVALID):
             return _NOBODY
         in_trouble = [request for request in self._in_trouble(planned, result, last) if self._rows.runs(request)]
         if not in_trouble:
@@ -99,7 +101,7 @@ class Judge:
         ]
 
 
-def _sampled_last(result: StepResult, picks: Int32 | None) -> Int32:
+def _sampled_last(result: StepResult, picks: Index | None) -> Int32:
     """The last token that each sequence sampled, or each of `picks`: the one that may be `INVALID_TOKEN`."""
     if result.tokens.shape[1] == 1:
         last = result.tokens[:, 0]

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from sglang_jax.mem_cache.kv_cache import KVCache
+from sglang_jax.mem_cache.lengths import ONE, Index
 from sglang_jax.runner.plan import Bool, Int32
 from sglang_jax.sampling.params import MAX_STOP_TOKEN_IDS
 from sglang_jax.scheduler.request import Request, RequestState
@@ -27,13 +29,12 @@ RECLAIMED_AT_ONCE = 32
 """Rows released when somebody needs a row or pages."""
 
 
-@dataclass(frozen=True, slots=True)
-class Advance:
+class Advance(msgspec.Struct, frozen=True):
     """What sampling did to some rows, each `[rows]`: how many of the tokens count, as those behind a stop token and
     beyond the limit do not; how many the row has now; ended by a stop token; reached its last token."""
 
     kept: Int32
-    num_tokens: Int32
+    num_tokens: Index
     stopped: Bool
     full: Bool
 
@@ -69,9 +70,9 @@ class Rows:
         self.ids: NDArray[np.int64] = np.zeros(rows, np.int64)
         self.streams: NDArray[np.bool_] = np.zeros(rows, np.bool_)
         self.top_logprobs: NDArray[np.int8] = np.full(rows, -1, np.int8)
-        self.prompt_len: Int32 = np.zeros(rows, np.int32)
-        self.num_tokens: Int32 = np.zeros(rows, np.int32)
-        self.total_len: Int32 = np.zeros(rows, np.int32)
+        self.prompt_len: Index = np.zeros(rows, np.intp)
+        self.num_tokens: Index = np.zeros(rows, np.intp)
+        self.total_len: Index = np.zeros(rows, np.intp)
         self.stop_ids: Int32 = np.full((rows, MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int32)
         self.stop_width = 1
         self.tokens: Int32 = np.zeros((rows, max_context + 1), np.int32)
@@ -81,7 +82,7 @@ class Rows:
         self.num_masked = 0
         self.requests: list[Request | None] = [None] * rows
         self.num_with_logprobs = 0
-        self.decode_rows: Int32 = np.zeros(0, np.int32)
+        self.decode_rows: Index = np.zeros(0, np.intp)
         self.prefilling: list[Request] = []
         self._cache = cache
         self._queue = queue
@@ -111,7 +112,7 @@ class Rows:
 
     def seat(self, requests: list[Request]) -> None:
         """Enters requests that were given rows."""
-        rows = np.array([request.row for request in requests], np.int32)
+        rows = np.array([request.row for request in requests])
         self.ids[rows] = [request.id for request in requests]
         self.streams[rows] = [request.stream for request in requests]
         self.top_logprobs[rows] = [request.top_logprobs for request in requests]
@@ -128,7 +129,8 @@ class Rows:
             width = len(request.stop_ids)
             self._widths[width] += 1
             self.stop_ids[row, :width] = request.stop_ids
-            self.tokens[row, : request.prefill_len] = np.frombuffer(request.tokens, np.int32)
+            tokens = np.frombuffer(request.tokens, np.int32)
+            self.tokens[row, : len(tokens)] = tokens
         self._set_stop_width()
         self.prefilling += requests
 
@@ -138,7 +140,7 @@ class Rows:
             request.move_to(RequestState.DECODE)
         joining = [request.row for request in requests if request.samples]
         self._stale = True
-        self.decode_rows = np.concatenate((self.decode_rows, np.array(joining, np.int32)))
+        self.decode_rows = np.concatenate((self.decode_rows, np.array(joining, np.intp)))
 
     def leave(self, request: Request, *, insert: bool, requeue: bool = False) -> None:
         """A request takes no part in further steps. Its row is given back by a `release` once no step in flight has it.
@@ -166,12 +168,12 @@ class Rows:
             self._give_back(self._leaving.pop(row))
         return len(done)
 
-    def advance(self, rows: Int32, tokens: Int32, counts: Int32) -> Advance:
+    def advance(self, rows: Index, tokens: Int32, counts: Int32) -> Advance:
         """Appends to each of `rows` `[rows]` the first `counts`, `[rows]` >= 1, of its `tokens`, `[rows, width]`."""
         if tokens.shape[1] == 1:
             known, stopped, full = self._append(rows, tokens[:, 0])
             return Advance(counts, known, stopped, full)
-        kept, known = np.zeros(len(rows), np.int32), np.zeros(len(rows), np.int32)
+        kept, known = np.zeros(len(rows), np.int32), np.zeros(len(rows), np.intp)
         stopped = np.zeros(len(rows), np.bool_)
         full = np.zeros(len(rows), np.bool_)
         for place in range(tokens.shape[1]):
@@ -184,14 +186,14 @@ class Rows:
         """Tokens `[first, last)` of a row as int32 bytes."""
         return self.tokens[row, first:last].tobytes()
 
-    def _append(self, rows: Int32, tokens: Int32) -> tuple[Int32, Bool, Bool]:
+    def _append(self, rows: Index, tokens: Int32) -> tuple[Index, Bool, Bool]:
         """One token for each of `rows`: how many they have now, who was stopped by it, and who is full."""
         counts = self.num_tokens[rows]
         self.tokens[rows, counts] = tokens
-        counts += 1
+        counts += ONE
         self.num_tokens[rows] = counts
         if self.stop_width == 1:
-            stopped = self.stop_ids[rows, 0] == tokens
+            stopped = self.stop_ids[:, 0][rows] == tokens
         else:
             stopped = (self.stop_ids[rows, : self.stop_width] == tokens[:, None]).any(axis=1)
         return counts, stopped, counts >= self.total_len[rows]
@@ -202,7 +204,7 @@ class Rows:
     def _give_back(self, departure: Departure) -> None:
         request = departure.request
         record = request.record
-        tokens = self.token_bytes(record.row, 0, record.kv_committed_len) if departure.insert else b""
+        tokens = self.tokens[record.row].data.cast("B") if departure.insert else b""
         self._vacate(request)
         self._cache.release_kv_cache(record, tokens, insert=departure.insert)
         request.kv = None

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from sglang_jax.config import EngineConfig
@@ -19,6 +19,7 @@ from sglang_jax.errors import CapacityError, NumericalError, RequestError
 from sglang_jax.grammar.compiler import GrammarCompiler
 from sglang_jax.mem_cache.invariants import check_conservation, idle_fault
 from sglang_jax.mem_cache.kv_cache import KVCache
+from sglang_jax.mem_cache.lengths import ONE, Index
 from sglang_jax.runner.plan import INVALID_TOKEN, Int32, RunnerSpec, StepPlan, StepResult
 from sglang_jax.runner.protocol import Runner, StepHandle
 from sglang_jax.scheduler.admission import Admission
@@ -43,8 +44,7 @@ RETRACTIONS_IN_TURN = 4
 """Who was retracted so often more than another is not retracted before it, whatever their priorities."""
 
 
-@dataclass(frozen=True, slots=True)
-class Launched:
+class Launched(msgspec.Struct, frozen=True):
     """A step that the runner has since `at` (seconds of the scheduler's clock), and what to do with its result."""
 
     planned: Planned
@@ -97,7 +97,7 @@ class Scheduler:
         self._clock = clock
         self._finished_at = clock()
         self._books_checked = True
-        self._all_picks: Int32 = np.arange(spec.max_rows, dtype=np.int32)
+        self._all_picks: Index = np.arange(spec.max_rows)
         self._in_flight: Launched | None = None
 
     @property
@@ -251,12 +251,14 @@ class Scheduler:
 
     def _plan(self, step: int) -> Planned | None:
         """**Raises:** `OutOfPages` if there is something to do but pages are short."""
-        decode = self._planner.extend_decode(len(self.queue) > 0)
-        decisions = self._admission.admit(self._planner.allowance(decode), step)
-        if decisions.seated:
-            self.rows.seat(decisions.seated)
-        for request in decisions.too_large:
-            self._refuse_too_large(request)
+        prompts_wait = len(self.queue) > 0
+        decode = self._planner.extend_decode(prompts_wait)
+        if prompts_wait:
+            decisions = self._admission.admit(self._planner.allowance(decode), step)
+            if decisions.seated:
+                self.rows.seat(decisions.seated)
+            for request in decisions.too_large:
+                self._refuse_too_large(request)
         return self._planner.plan(step, decode)
 
     def _make_room(self) -> None:
@@ -349,12 +351,12 @@ class Scheduler:
         """Rows with drafts may have sampled something, and ended by it, before logits that are not finite."""
         counts = result.counts[: len(planned.decode.rows)]
         last = result.tokens[self._all_picks[: len(counts)], counts - 1]
-        picks = np.nonzero((last <= INVALID_TOKEN) & (counts > 1))[0].astype(np.int32)
+        (picks,) = ((last <= INVALID_TOKEN) & (counts > 1)).nonzero()
         if not len(picks):
             return 0
         return self._advance(planned.plan, result, planned.decode.rows[picks], picks, result.counts - 1)
 
-    def _advance(self, plan: StepPlan, result: StepResult, rows: Int32, picks: Int32 | None, counts: Int32) -> int:
+    def _advance(self, plan: StepPlan, result: StepResult, rows: Index, picks: Index | None, counts: Int32) -> int:
         """Records the first `counts` `[sequences]` tokens that `rows` `[rows]` sampled, tells the clients, ends what
         has ended; how many tokens there were. `picks`: indices of the rows in the plan, None where it has no others."""
         if self.rows.num_leaving and not (staying := self.rows.active[rows]).all():
@@ -364,16 +366,16 @@ class Scheduler:
         if picks is not None:
             tokens, counts = tokens[picks], counts[picks]
         advance = self.rows.advance(rows, tokens, counts)
-        self.cache.lengths.kv_committed[rows] = advance.num_tokens - 1
+        self.cache.lengths.kv_committed[rows] = advance.num_tokens - ONE
         if plan.top_logprobs >= 0:
             picks = self._all_picks[: len(rows)] if picks is None else picks
             self._publisher.logprobs(result, rows, picks, advance.kept)
         self._publisher.tokens(rows, tokens, advance.kept)
         if self.rows.num_masked:
             self._follow(rows, tokens, advance)
-        over = (advance.stopped | advance.full) & self.rows.active[rows]
-        if over.any():
-            ended = np.nonzero(over)[0]
+        over = advance.stopped | advance.full
+        if np.count_nonzero(over):
+            (ended,) = (over & self.rows.active[rows]).nonzero()
             last = self.rows.tokens[rows[ended], advance.num_tokens[ended] - 1].tolist()
             for row, by_token, token in zip(rows[ended].tolist(), advance.stopped[ended].tolist(), last, strict=True):
                 request = self.rows.at(row)
@@ -383,7 +385,7 @@ class Scheduler:
                     self._end(request, "length", insert=True)
         return len(rows) if tokens.shape[1] == 1 else int(advance.kept.sum())
 
-    def _follow(self, rows: Int32, tokens: Int32, advance: Advance) -> None:
+    def _follow(self, rows: Index, tokens: Int32, advance: Advance) -> None:
         """Tells matchers what their rows sampled, one token each. A token that ends a request need not be followed."""
         picks = np.flatnonzero(self.rows.masked[rows] & ~advance.stopped)
         if len(picks):
