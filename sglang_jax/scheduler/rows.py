@@ -57,6 +57,8 @@ class Rows:
     - `tokens`: `[rows, max_context + 1]` prompt and output.
     - `last_step`: the last launched step that has the row.
     - `masked`: the row samples under the mask of a grammar.
+    - `one_by_one`: it samples one token a step, whatever could be guessed: a mask tells of one token, and penalties
+      depend on the token before.
     - `active`: the row's request is not leaving, and what it samples counts.
 
     And who takes part in the next step: `decode_rows`, `[decoding]`, replaced and never written to, and `prefilling`,
@@ -78,6 +80,7 @@ class Rows:
         self.last_step: NDArray[np.int64] = np.full(rows, -1, np.int64)
         self.active: Bool = np.zeros(rows, np.bool_)
         self.masked: Bool = np.zeros(rows, np.bool_)
+        self.one_by_one: Bool = np.zeros(rows, np.bool_)
         self.num_masked = 0
         self.requests: list[Request | None] = [None] * rows
         self.num_with_logprobs = 0
@@ -121,6 +124,7 @@ class Rows:
         self.stop_ids[rows] = NO_TOKEN
         self.active[rows] = True
         self.masked[rows] = [request.matcher is not None for request in requests]
+        self.one_by_one[rows] = [request.matcher is not None or request.sampling.counts_tokens for request in requests]
         self.num_masked += int(np.count_nonzero(self.masked[rows]))
         for row, request in zip(rows.tolist(), requests, strict=True):
             self.requests[row] = request

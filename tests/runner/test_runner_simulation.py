@@ -23,17 +23,20 @@ def captured_torch_runner(weights: Sequence[np.ndarray], **sizes: int) -> Runner
 
 # For JAX each page size is a compilation of every program.
 SUBJECTS = {
-    "jax": (stand_in_jax.stand_in_runner, (4,)),
-    "torch": (stand_in_torch.stand_in_runner, (1, 4, 16)),
-    "torch captured": (captured_torch_runner, (1, 4, 16)),
+    "jax": (stand_in_jax.stand_in_runner, (4,), 1),
+    "torch": (stand_in_torch.stand_in_runner, (1, 4, 16), 1),
+    "torch captured": (captured_torch_runner, (1, 4, 16), 1),
+    "jax, drafts": (stand_in_jax.stand_in_runner, (4,), 4),
+    "torch captured, drafts": (captured_torch_runner, (1, 4, 16), 4),
 }
 
 
 @pytest.fixture(scope="module", params=SUBJECTS)
 def subject(request: pytest.FixtureRequest) -> Iterator[StandInSubject]:
-    make_runner, page_sizes = SUBJECTS[request.param]
-    subject = StandInSubject(make_runner, VOCAB, page_sizes)
+    make_runner, page_sizes, max_samples = SUBJECTS[request.param]
+    subject = StandInSubject(make_runner, VOCAB, page_sizes, max_samples)
     yield subject
+    assert max_samples == 1 or subject.accepted > 100, "hardly any draft was right: nothing was proven of them"
     subject.close()
 
 
