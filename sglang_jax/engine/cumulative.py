@@ -38,6 +38,7 @@ class CumulativeOutputs:
             logprobs=before.logprobs + delta.logprobs if before else delta.logprobs,
             delta_logprobs=delta.logprobs,
             prompt_logprobs=before.prompt_logprobs if before else delta.prompt_logprobs,
+            drafts=delta.drafts,
         )
         return output
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from sglang_jax.errors import RequestError
 from sglang_jax.sampling.defaults import GenerationDefaults
 from sglang_jax.sampling.params import SamplingParams
-from sglang_jax.scheduler.messages import SchedulerStats
+from sglang_jax.scheduler.messages import DraftCounts, SchedulerStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +82,7 @@ class OutputDelta(msgspec.Struct, kw_only=True):
 
     - `completion_tokens`: output tokens so far, these included.
     - `prompt_logprobs`: in the completion's first delta alone, if they were asked for.
+    - `drafts`: in the last delta of one that the engine ended, if it guesses tokens.
     """
 
     index: int
@@ -93,6 +94,7 @@ class OutputDelta(msgspec.Struct, kw_only=True):
     finish: FinishReason | None = None
     logprobs: list[TokenLogprob] = []
     prompt_logprobs: list[TokenLogprob] | None = None
+    drafts: DraftCounts | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,6 +118,7 @@ class GenerateOutput:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     delta_logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] | None = None
+    drafts: DraftCounts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,8 +66,8 @@ class WhatPays:
 
     A draft counts only if all before it are right. If one of a row is right with probability a, the i-th is with
     a ** i; steps are filled up with the likeliest drafts of all rows, up to one of the sizes that steps are padded to.
-    A size that was not tried yet is taken to cost what the largest smaller one does, so that it is tried. A row whose
-    drafts did not pay is tried again every `_PROBE_EVERY` of its steps.
+    A size that was not tried yet is taken to cost what the largest smaller one does, or half of the smallest, so that
+    it is tried. A row whose drafts did not pay is tried again every `_PROBE_EVERY` of its steps.
     """
 
     def __init__(self, max_rows: int, max_samples: int) -> None:
@@ -135,8 +135,12 @@ class WhatPays:
     def _expect(self, queries: int) -> float:
         """Seconds of a step."""
         size = _padded(queries)
-        known = [other for other in self._seconds if other <= size]
-        return self._seconds[max(known)] if known else 1.0
+        if size in self._seconds:
+            return self._seconds[size]
+        smaller = [other for other in self._seconds if other < size]
+        if smaller:
+            return self._seconds[max(smaller)]
+        return 0.5 * self._seconds[min(self._seconds)] if self._seconds else 1.0
 
 
 def _padded(queries: int) -> int:

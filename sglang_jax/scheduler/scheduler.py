@@ -94,7 +94,7 @@ class Scheduler:
         self._planner = Planner(spec, self.budget, self.cache, self.rows, self._drafting)
         self._judge = Judge(self.cache, self.rows)
         self.constraints = Constraints(grammars, self.rows, spec.vocab_size, eos_ids)
-        self._publisher = Publisher(channel, self.rows)
+        self._publisher = Publisher(channel, self.rows, drafts=spec.max_samples > 1)
         self.log = StepLog(self, config.decode_log_interval)
         self._clock = clock
         self._finished_at = clock()
@@ -321,7 +321,7 @@ class Scheduler:
         if widths is not None:
             counts = result.counts[: len(widths)]
             self.cache.shorten(planned.decode.rows, widths - counts)
-            self._drafting.observe(planned.decode.rows, widths, counts)
+            self._note_drafts(planned.decode.rows, widths, counts)
             sampled = self._advance_before_trouble(planned, result)
         self._judge_step(planned, result)
         if planned.logprob_requests:
@@ -333,6 +333,12 @@ class Scheduler:
                 self._end(chunk.request, "length", insert=True)
         self.log.finished(sampled)
         self.reserve.decay()
+
+    def _note_drafts(self, rows: Int32, widths: Int32, counts: Int32) -> None:
+        self._drafting.observe(rows, widths, counts)
+        drafted = np.stack((widths > 1, widths - 1, counts - 1), axis=1).astype(np.int64)
+        self.rows.drafts[rows] += drafted
+        self.log.drafted(drafted)
 
     def _judge_step(self, planned: Planned, result: StepResult) -> None:
         verdict = self._judge.judge(planned, result)
@@ -440,6 +446,8 @@ class Scheduler:
 
     def _back_to_queue(self, request: Request) -> None:
         request.tokens = self.rows.token_bytes(request.row, 0, int(self.rows.num_tokens[request.row]))
+        request.drafts = self.rows.drafts_of(request)
+        self.rows.drafts[request.row] = 0
         request.next_prompt_logprob = request.told_prompt_logprob
         request.announced = False
         request.move_to(RequestState.RETRACTED)
