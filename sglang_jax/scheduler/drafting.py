@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import numpy as np
@@ -18,11 +19,17 @@ _OWN_PRIOR = 1.0
 """Drafts that what is known of all rows counts for, when a row is judged."""
 
 _ALL_MEMORY = 0.99
-_PROBE_EVERY = 64
-"""Steps after which a row whose drafts did not pay is tried again."""
+_PROBE_EVERY = 16
+"""Steps after which a row whose drafts did not pay is tried again, with one."""
+
+_PROBE_SHARE = 0.01
+"""Most of the time that may go to that."""
 
 _TIME_MEMORY = 0.9
-_WORTH = 1.02
+_HOPE = 0.998
+"""What the time of a larger step is multiplied by for each smaller one: what seemed to take long is tried again."""
+
+_WORTH = 1.05
 """How much more a second must give before drafts are made: estimates are not exact."""
 
 
@@ -67,7 +74,8 @@ class WhatPays:
     A draft counts only if all before it are right. If one of a row is right with probability a, the i-th is with
     a ** i; steps are filled up with the likeliest drafts of all rows, up to one of the sizes that steps are padded to.
     A size that was not tried yet is taken to cost what the largest smaller one does, or half of the smallest, so that
-    it is tried. A row whose drafts did not pay is tried again every `_PROBE_EVERY` of its steps.
+    it is tried; and none to cost more than a larger one, as times are noisy. A row whose drafts did not pay is tried
+    again every `_PROBE_EVERY` of its steps, as long as this takes next to no time.
     """
 
     def __init__(self, max_rows: int, max_samples: int) -> None:
@@ -77,6 +85,8 @@ class WhatPays:
         self._all_right, self._all_tried = 1.0, 2.0
         self._powers = np.arange(1, max_samples, dtype=np.float64)
         self._seconds: dict[int, float] = {}
+        self._hopes: dict[int, float] = {}
+        self._to_spend = 0.0
 
     def choose(self, rows: Int32, most: Int32, room: int) -> Int32:
         """See `Drafting`."""
@@ -93,11 +103,23 @@ class WhatPays:
             rate = (count + gains[min(size - count, len(order)) - 1]) / self._expect(size)
             if rate > best:
                 drafts, best = min(size - count, len(order)), rate
-        if not drafts:
-            drafts = int(np.count_nonzero(values.reshape(-1)[order] >= 1.0))
-        np.add.at(widths, order[:drafts] // len(self._powers), 1)
+        if drafts:
+            np.add.at(widths, order[:drafts] // len(self._powers), 1)
+        else:
+            widths[self._to_probe(rows, most, room)] = 2
         self._idle[rows] = np.where(widths > 1, 0, self._idle[rows] + 1)
         return widths
+
+    def _to_probe(self, rows: Int32, most: Int32, room: int) -> NDArray[np.intp]:
+        """Places in `rows` of those that are given a draft though it is not likely to pay."""
+        seconds = self._expect(len(rows))
+        self._to_spend += _PROBE_SHARE * seconds
+        idle = np.flatnonzero((self._idle[rows] >= _PROBE_EVERY) & (most > 1))[: room - len(rows)]
+        cost = self._expect(len(rows) + len(idle)) - seconds
+        if cost > self._to_spend:
+            return idle[:0]
+        self._to_spend -= cost
+        return idle
 
     def observe(self, rows: Int32, widths: Int32, counts: Int32) -> None:
         """See `Drafting`."""
@@ -117,7 +139,10 @@ class WhatPays:
         known = self._seconds.get(size)
         if known is not None:
             seconds = _TIME_MEMORY * known + (1.0 - _TIME_MEMORY) * min(seconds, 3.0 * known)
-        self._seconds[size] = seconds
+        self._seconds[size], self._hopes[size] = seconds, 1.0
+        for other in self._seconds:
+            if other > size:
+                self._hopes[other] = max(_HOPE * self._hopes[other], 1e-3)
 
     def seated(self, rows: Int32) -> None:
         """See `Drafting`."""
@@ -129,18 +154,17 @@ class WhatPays:
         prior = self._all_right / self._all_tried
         chance = (self._right[rows] + _OWN_PRIOR * prior) / (self._tried[rows] + _OWN_PRIOR)
         values: Float64 = np.minimum(chance, 0.99)[:, None] ** self._powers
-        values[:, 0] = np.where(self._idle[rows] >= _PROBE_EVERY, 1.0, values[:, 0])
         return np.where(self._powers < most[:, None], values, 0.0)
 
     def _expect(self, queries: int) -> float:
         """Seconds of a step."""
         size = _padded(queries)
-        if size in self._seconds:
-            return self._seconds[size]
-        smaller = [other for other in self._seconds if other < size]
-        if smaller:
-            return self._seconds[max(smaller)]
-        return 0.5 * self._seconds[min(self._seconds)] if self._seconds else 1.0
+        if not self._seconds:
+            return 1.0
+        hoped = {other: took * self._hopes[other] for other, took in self._seconds.items()}
+        larger = min((took for other, took in hoped.items() if other > size), default=math.inf)
+        smaller = max((other for other in hoped if other <= size), default=0)
+        return min(hoped[smaller], larger) if smaller else 0.5 * larger
 
 
 def _padded(queries: int) -> int:

@@ -99,3 +99,24 @@ def test_limits_are_kept() -> None:
     assert drafting.choose(ROWS, most, 0).tolist() == [1, 1, 1, 1]
     assert drafting.choose(ROWS, most, 6).sum() <= 6
     assert drafting.choose(ROWS, np.ones(4, np.int32), 32).tolist() == [1, 1, 1, 1]
+
+
+def test_a_step_that_once_took_long_is_tried_again() -> None:
+    drafting = WhatPays(4, 8)
+    drafting.took(8, 1.0)
+    _, widths = serve(drafting, memory_bound, [0.97], 1500)
+    assert widths.tolist() == [8]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_noisy_times_do_not_make_drafts_of_nothing(seed: int) -> None:
+    """A busy machine: a step takes up to four times as long as the one before."""
+    rng = np.random.default_rng(seed)
+    drafting, queries = WhatPays(4, 8), []
+
+    def seconds(count: int) -> float:
+        queries.append(count)
+        return memory_bound(count) * float(rng.choice([1.0, 1.0, 1.3, 4.0]))
+
+    serve(drafting, seconds, [0.0], 2000)
+    assert np.mean(queries) < 1.2
