@@ -115,7 +115,7 @@ class WhatPays:
         seconds = self._expect(len(rows))
         self._to_spend += _PROBE_SHARE * seconds
         idle = np.flatnonzero((self._idle[rows] >= _PROBE_EVERY) & (most > 1))[: room - len(rows)]
-        cost = self._expect(len(rows) + len(idle)) - seconds
+        cost = self._seconds.get(_padded(len(rows) + len(idle)), seconds) - seconds
         if cost > self._to_spend:
             return idle[:0]
         self._to_spend -= cost
