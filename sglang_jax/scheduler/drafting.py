@@ -25,7 +25,10 @@ _PROBE_EVERY = 16
 _PROBE_SHARE = 0.01
 """Most of the time that may go to that."""
 
-_TIME_MEMORY = 0.9
+_SLOWER, _FASTER = 0.1, 0.5
+"""Weights of a step that took longer than those of its size before, and of one that took less: what else a machine does
+makes steps longer, and never shorter."""
+
 _HOPE = 0.998
 """What the time of a larger step is multiplied by for each smaller one: what seemed to take long is tried again."""
 
@@ -138,7 +141,8 @@ class WhatPays:
         size = _padded(queries)
         known = self._seconds.get(size)
         if known is not None:
-            seconds = _TIME_MEMORY * known + (1.0 - _TIME_MEMORY) * min(seconds, 3.0 * known)
+            weight = _SLOWER if seconds > known else _FASTER
+            seconds = known + weight * (min(seconds, 3.0 * known) - known)
         self._seconds[size], self._hopes[size] = seconds, 1.0
         for other in self._seconds:
             if other > size:
