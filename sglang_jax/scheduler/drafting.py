@@ -142,7 +142,8 @@ class WhatPays:
         known = self._seconds.get(size)
         if known is not None:
             weight = _SLOWER if seconds > known else _FASTER
-            seconds = known + weight * (min(seconds, 3.0 * known) - known)
+            if seconds > known / 3.0:  # else what is known is of another time
+                seconds = known + weight * (min(seconds, 3.0 * known) - known)
         self._seconds[size], self._hopes[size] = seconds, 1.0
         for other in self._seconds:
             if other > size:
