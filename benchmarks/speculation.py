@@ -117,7 +117,7 @@ def main() -> None:
         device="cpu",
         dtype=arguments.dtype,
         context_length=2048,
-        max_running_requests=max(8, *arguments.rows),
+        max_running_requests=max(32, 2 * max(arguments.rows)),
         disable_radix_cache=True,
     )
     guesses = {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": arguments.drafts}

@@ -86,7 +86,7 @@ class StandInSubject:
         self, make_runner: Callable[..., Runner], vocab: int, page_sizes: Sequence[int], max_samples: int = 1
     ) -> None:
         self.page_sizes = tuple(page_sizes)
-        self._max_samples = max_samples
+        self.max_samples = max_samples
         self.accepted = 0
         self._weights = random_weights(seed=4, vocab=vocab)
         self._weights[0][vocab - 1] = np.nan
@@ -109,7 +109,7 @@ class StandInSubject:
 
     def runner(self, spec: RunnerSpec) -> Runner:
         """A runner of at most 6 rows, 64 tokens a step, 26 pages and a context of 60."""
-        spec = replace(spec, max_samples=self._max_samples, drafts_beside_prompts=False)
+        spec = replace(spec, max_samples=self.max_samples, drafts_beside_prompts=False)
         return Narrowed(self._runners[spec.pools[0].page_size], spec, self._count)
 
     def _count(self, result: StepResult) -> None:
