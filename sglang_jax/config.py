@@ -134,6 +134,13 @@ class ReasoningParser(Choice):
     GPT_OSS = "gpt_oss"
 
 
+class SpeculativeAlgorithm(Choice):
+    """What guesses the tokens that a request samples next. `NGRAM` looks where the end of its text stood before."""
+
+    NONE = "none"
+    NGRAM = "ngram"
+
+
 class LogLevel(Choice):
     DEBUG = "debug"
     INFO = "info"
@@ -313,6 +320,14 @@ class EngineConfig(BaseModel):
         description="what keeps outputs to a JSON schema, a regular expression or a grammar; none: requests with one "
         "are refused",
     )
+    speculative_algorithm: SpeculativeAlgorithm = Field(
+        SpeculativeAlgorithm.NONE,
+        description="what guesses next tokens, to compute several of a request in one step with the same output; "
+        "ngram: earlier occurrences, in its own text, of the last tokens",
+    )
+    speculative_num_draft_tokens: int = Field(
+        7, ge=1, le=31, description="maximum guesses per request and step; fewer are made where they do not pay"
+    )
     skip_warmup: bool = Field(False, description="compile each program at first use instead of at startup")
     watchdog_timeout: float = Field(
         300.0,
@@ -352,6 +367,13 @@ class EngineConfig(BaseModel):
                 f"max_total_tokens ({self.max_total_tokens}) must hold at least one page of {self.page_size} tokens"
             )
         return self
+
+    @property
+    def max_samples(self) -> int:
+        """Most tokens that a request samples in one step."""
+        if self.speculative_algorithm is SpeculativeAlgorithm.NONE:
+            return 1
+        return 1 + self.speculative_num_draft_tokens
 
     def group_secret(self) -> bytes:
         """What the nodes of a group know each other by; empty if they have nothing.

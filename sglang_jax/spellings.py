@@ -77,7 +77,7 @@ NEEDLESS: Mapping[str, OtherFlag] = {
 """Options for what is so anyway: accepted, with a line that says so."""
 
 _ONE_MACHINE = "not implemented: layers are spread by --tp-size, over several machines with --nnodes"
-_SPECULATION = "not implemented: there is no speculative decoding yet"
+_SPECULATION = "not implemented: --speculative-algorithm ngram guesses without a second model"
 _LORA = "not implemented: merge the adapter into the model's weights"
 _TLS = "not implemented: let a proxy in front of the server end TLS, see docs/security.md"
 _MEMORY = "not implemented: the KV cache lives in device memory only"
@@ -111,10 +111,10 @@ REFUSED: Mapping[str, OtherFlag] = {
         "not implemented: weights are held in --dtype; GGUF files of every block type are read, and widened",
         takes_value=True,
     ),
-    "speculative_algorithm": OtherFlag(_SPECULATION, takes_value=True),
-    "speculative_config": OtherFlag(_SPECULATION, takes_value=True),
+    "speculative_config": OtherFlag(
+        "given by options of their own: --speculative-algorithm ngram, --speculative-num-draft-tokens", takes_value=True
+    ),
     "speculative_draft_model_path": OtherFlag(_SPECULATION, takes_value=True),
-    "speculative_num_draft_tokens": OtherFlag(_SPECULATION, takes_value=True),
     "ssl_ca_certs": OtherFlag(_TLS, takes_value=True),
     "ssl_certfile": OtherFlag(_TLS, takes_value=True),
     "ssl_keyfile": OtherFlag(_TLS, takes_value=True),

@@ -108,6 +108,8 @@ def _load_on(
         token_budget=sizes.token_budget,
         max_context=sizes.max_context,
         vocab_size=checkpoint.config.vocab_size,
+        max_samples=config.max_samples,
+        drafts_beside_prompts=False,
     )
     most = min(config.cuda_graph_max_bs or _MOST_CAPTURED_ROWS, spec.max_rows)
     return TorchRunner(

@@ -15,7 +15,7 @@ from sglang_jax.engine.so_far import PutTogether
 from sglang_jax.errors import RequestError
 from sglang_jax.sampling.defaults import GenerationDefaults
 from sglang_jax.sampling.params import SamplingParams
-from sglang_jax.scheduler.messages import SchedulerStats
+from sglang_jax.scheduler.messages import DraftCounts, SchedulerStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +89,7 @@ class OutputDelta(msgspec.Struct, kw_only=True):
     - `queue_seconds`: in the first delta alone: how long it waited for a row. None from a server elsewhere.
     - `sampled`: when its first and its last token were sampled, by `time.monotonic()`; in the last delta alone, where
       the engine tells.
+    - `drafts`: in the last delta of one that the engine ended, if it guesses tokens.
     """
 
     index: int
@@ -102,6 +103,7 @@ class OutputDelta(msgspec.Struct, kw_only=True):
     finish: FinishReason | None = None
     logprobs: list[TokenLogprob] = []
     prompt_logprobs: list[TokenLogprob] | None = None
+    drafts: DraftCounts | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -126,6 +128,7 @@ class GenerateOutput(PutTogether):
     logprobs: list[TokenLogprob] = field(default_factory=list)
     delta_logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] | None = None
+    drafts: DraftCounts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from sglang_jax.errors import RequestError
 from sglang_jax.mem_cache.lengths import Index
 from sglang_jax.runner.plan import Int32, StepResult, TopLogprobs
 from sglang_jax.scheduler.channel import Channel
-from sglang_jax.scheduler.messages import Finished, Started, StepOutputs, WireError, WireLogprob
+from sglang_jax.scheduler.messages import DraftCounts, Finished, Started, StepOutputs, WireError, WireLogprob
 from sglang_jax.scheduler.planner import Planned
 from sglang_jax.scheduler.request import Request, RequestState
 from sglang_jax.scheduler.rows import Rows
@@ -24,10 +24,12 @@ def wire_error(error: RequestError) -> WireError:
 
 
 class Publisher:
-    """One `StepOutputs` for each step that has something to say."""
+    """One `StepOutputs` for each step that has something to say. `drafts`: whether tokens are guessed, so that what
+    came of it is told of each request."""
 
-    def __init__(self, channel: Channel, rows: Rows) -> None:
+    def __init__(self, channel: Channel, rows: Rows, drafts: bool = False) -> None:
         self._channel = channel
+        self._drafts = drafts
         self._rows = rows
         self._ids = _NO_IDS
         self._tokens = _NO_TOKENS
@@ -83,6 +85,7 @@ class Publisher:
                 request.cached_tokens or 0,
                 None if error is None else wire_error(error),
                 None if request.first_token is None or not output else (request.first_token, last_step),
+                DraftCounts(*self._rows.drafts_of(request)) if self._drafts else None,
             )
         )
 

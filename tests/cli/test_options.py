@@ -60,6 +60,8 @@ OTHER_VALUES: dict[str, Any] = {
     "random_seed": 42,
     "sampling_defaults": "openai",
     "grammar_backend": "none",
+    "speculative_algorithm": "ngram",
+    "speculative_num_draft_tokens": 3,
     "skip_warmup": True,
     "watchdog_timeout": 30.0,
     "engine_start_timeout": 60.0,
