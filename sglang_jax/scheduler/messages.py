@@ -153,8 +153,8 @@ class SchedulerStats(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
     """A snapshot, published when it changed and at most a few times a second, and whenever the scheduler goes idle.
 
     Counters count since the start; `gen_throughput` is output tokens per second over the last interval.
-    `num_used_tokens` and `max_total_tokens` are those of the first cache group; `groups` tells of each where there are
-    several.
+    `num_used_tokens` and `max_total_tokens` are those of the first cache group; `groups` tells of each, but where there
+    is one alone, of layers that see all tokens.
     """
 
     num_running: int = 0
