@@ -19,6 +19,7 @@ from sglang_jax.mem_cache.lengths import ONE, Index, RowLengths
 from sglang_jax.mem_cache.radix_tree import TOKEN_BYTES, Namespace, Probe, RadixTree
 from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.mem_cache.state_group import MOST_BRANCHES, StateGroup
+from sglang_jax.mem_cache.trust import Trust
 from sglang_jax.runner.plan import Int32, PageDeltas, PoolSpec, SlotCopies
 
 TokenBytes = bytes | memoryview
@@ -87,6 +88,7 @@ class KVCache:
         self.tree = RadixTree(self.page_size, tuple(group.component for group in self.groups))
         self.open_rows: dict[int, RowKV] = {}
         self._windows = [group for group in self.groups if isinstance(group, WindowGroup)]
+        self.trust = Trust(self.tree, self._windows, self.states)
         self._steps_between = min([_MOST_BETWEEN, *(group.slack for group in self._windows)])
         self._steps_since_let_go = 0
         self._free_rows = list(range(max_rows - 1, -1, -1))
@@ -175,7 +177,7 @@ class KVCache:
             self.lengths.start(record.row, probe.length)
             for group in self._paged:
                 group.open(record, node, probe.length // self.page_size)
-            record.on_trust = self._reads_unproven_windows(record)
+            record.on_trust = self.trust.reads_unproven_windows(record)
         if self.states is not None:
             self.states.open(record, node, probe.length // self.page_size)
             record.on_trust |= record.origin is not None and not record.origin.proven
@@ -202,14 +204,6 @@ class KVCache:
         if self.states is None or not self.reuse:
             return end
         return self.states.chunk_end(record, start, end, total)
-
-    def _reads_unproven_windows(self, record: RowKV) -> bool:
-        last = record.matched // self.page_size
-        for node in record.locked_node.path() if self._windows else ():
-            if any(group.in_doubt(record, node, last) for group in self._windows):
-                return True
-            last -= node.length
-        return False
 
     def extend_row(self, record: RowKV, length: int) -> bool:
         """`extend_rows` for one."""
@@ -344,49 +338,7 @@ class KVCache:
             if step is not None:
                 record.repointed = step
         elif record.proven:
-            self._prove(record)
-
-    def prove(self, record: RowKV, step: int) -> bool:
-        """What a row sampled in `step` was finite: all that it read, and what it will still add, is fit to be shared.
-
-        False, and nothing is proven, if the step read copies of the row's own in place of what it depends on now.
-        """
-        if record.repointed >= step:
-            return False
-        record.proven = True
-        self._prove(record)
-        return True
-
-    def _prove(self, record: RowKV) -> None:
-        self.tree.prove(record.locked_node)
-        for group in self._windows:
-            group.prove(record, record.locked_node)
-        if self.states is not None:
-            self.states.prove(record)
-
-    def distrust(self, record: RowKV) -> None:
-        """A row sampled something that is not finite: nothing that it computed, or read unproven, is matched again. Who
-        depends on such KV keeps it until it lets go."""
-        top, last = None, record.cache_protected_len // self.page_size
-        for node in record.locked_node.path():
-            if not node.dead and (
-                node.writer == record.serial
-                or not node.proven
-                or any(group.in_doubt(record, node, last) for group in self._windows)
-                or (self.states is not None and self.states.in_doubt(record, node))
-            ):
-                top = node
-            last -= node.length
-        if top is not None:
-            self.tree.cut(top)
-
-    @staticmethod
-    def borrowed_trouble(record: RowKV) -> bool:
-        """True where a row reads KV that somebody else computed and that was cut off since, or began with window pages
-        or a state that nothing proved and has sampled nothing since."""
-        if record.on_trust and not record.proven:
-            return True
-        return any(node.dead and node.writer != record.serial for node in record.locked_node.path())
+            self.trust.add(record)
 
     def release_kv_cache(self, record: RowKV, tokens: TokenBytes, *, insert: bool) -> None:
         """The one way a request gives its KV up: finish, retract, abort and close all end here.

@@ -70,18 +70,23 @@ class PageTable:
         if runs and self._overlap(runs, spots):
             spots.append(self._places(runs))
             runs = {}
-        rows, columns = spots[0] if len(spots) == 1 else self._each_once(spots)
+        rows, columns, pages = self._values(*(spots[0] if len(spots) == 1 else self._each_once(spots)), runs)
+        if np.count_nonzero(pages) < len(pages):
+            rows, columns, pages = rows[pages > 0], columns[pages > 0], pages[pages > 0]
+        return PageDeltas(rows, columns, pages)
+
+    def _values(self, rows: Index, columns: Index, runs: dict[int, tuple[int, int]]) -> tuple[Int32, Int32, Int32]:
+        """Rows, columns and pages at these places and in runs, each in one array."""
+        if not runs:
+            return rows.astype(np.int32), columns.astype(np.int32), self.pages[rows, columns]
         place = len(rows)
-        deltas = np.empty((3, place + sum([last - first for first, last in runs.values()])), np.int32)
+        values = np.empty((3, place + sum([last - first for first, last in runs.values()])), np.int32)
         if place:
-            deltas[:, :place] = rows, columns, self.pages[rows, columns]
+            values[0, :place], values[1, :place], values[2, :place] = rows, columns, self.pages[rows, columns]
         for row, (first, last) in runs.items():
             run = slice(place, place := place + last - first)
-            deltas[0, run], deltas[1, run], deltas[2, run] = row, self._columns[first:last], self.pages[row, first:last]
-        pages = deltas[2]
-        if np.count_nonzero(pages) < len(pages):
-            deltas = deltas[:, pages > 0]
-        return PageDeltas(deltas[0], deltas[1], deltas[2])
+            values[0, run], values[1, run], values[2, run] = row, self._columns[first:last], self.pages[row, first:last]
+        return values[0], values[1], values[2]
 
     def _overlap(self, runs: dict[int, tuple[int, int]], spots: list[tuple[Index, Index]]) -> bool:
         """Whether a run holds one of the places."""

@@ -12,7 +12,7 @@ from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.mem_cache.lengths import Index
 from sglang_jax.mem_cache.radix_tree import Probe
 from sglang_jax.scheduler.chunking import PrefillWork
-from sglang_jax.scheduler.request import Request, RequestState
+from sglang_jax.scheduler.request import Request
 from sglang_jax.scheduler.reserve import CLIP, NewTokenReserve
 from sglang_jax.scheduler.rows import RECLAIMED_AT_ONCE, Rows
 from sglang_jax.scheduler.sharing import UnderWay
@@ -163,8 +163,7 @@ class Admission:
         oldest = self._queue.oldest()
         self._queue.remove(request)
         self._younger_seats = 0 if request is oldest else self._younger_seats + 1
-        request.kv = self._cache.open_row(probe)
-        request.move_to(RequestState.PREFILL)
+        self._rows.open(request, probe)
         look.add(request, probe)
 
     def _note_refusal(self, request: Request, look: _Look) -> bool:

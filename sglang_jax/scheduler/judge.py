@@ -58,13 +58,13 @@ class Judge:
         if not in_trouble:
             return _NOBODY
         for request in in_trouble:
-            self._cache.distrust(request.record)
+            self._cache.trust.distrust(request.record)
         restarted = [request for request in in_trouble if self._may_restart(request)]
         failed = [request for request in in_trouble if request not in restarted]
         return Verdict(failed, restarted + self._readers(in_trouble))
 
     def _may_restart(self, request: Request) -> bool:
-        return request.restarts < MAX_RESTARTS and self._cache.borrowed_trouble(request.record)
+        return request.restarts < MAX_RESTARTS and self._cache.trust.borrowed_trouble(request.record)
 
     def _in_trouble(self, planned: Planned, result: StepResult, last: Int32) -> list[Request]:
         failed = [
@@ -97,7 +97,9 @@ class Judge:
         self._to_prove = [
             (request, record)
             for request, record in waiting
-            if request.kv is record and self._rows.runs(request) and not self._cache.prove(record, planned.plan.step)
+            if request.kv is record
+            and self._rows.runs(request)
+            and not self._cache.trust.prove(record, planned.plan.step)
         ]
 
 

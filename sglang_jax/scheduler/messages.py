@@ -168,8 +168,8 @@ class SchedulerStats(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
 
     Counters count since the start; three of them tell of guesses: of rows and steps with any, of their tokens, and of
     those that were right. `gen_throughput` is output tokens per second over the last interval.
-    `num_used_tokens` and `max_total_tokens` are those of the first cache group; `groups` tells of each where there are
-    several.
+    `num_used_tokens` and `max_total_tokens` are those of the first cache group; `groups` tells of each, but where there
+    is one alone, of layers that see all tokens.
     """
 
     num_running: int = 0

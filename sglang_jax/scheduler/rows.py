@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.mem_cache.lengths import ONE, Index
+from sglang_jax.mem_cache.radix_tree import Probe
 from sglang_jax.runner.plan import Bool, Int32
 from sglang_jax.sampling.params import MAX_STOP_TOKEN_IDS
 from sglang_jax.scheduler.request import Request, RequestState
@@ -115,8 +116,14 @@ class Rows:
         """Whether it has a row and is not leaving."""
         return request.kv is not None and bool(self.active[request.row])
 
+    def open(self, request: Request, probe: Probe) -> None:
+        """Gives a request a row that starts with the prefix that was just probed; one must be free. It is entered by
+        `seat`, with others that a look at the queue chose."""
+        request.kv = self._cache.open_row(probe)
+        request.move_to(RequestState.PREFILL)
+
     def seat(self, requests: list[Request]) -> None:
-        """Enters requests that were given rows."""
+        """Enters requests whose rows were opened."""
         rows = np.array([request.row for request in requests])
         self.ids[rows] = [request.id for request in requests]
         self.streams[rows] = [request.stream for request in requests]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_jax.architectures import CacheKind
 from sglang_jax.scheduler.messages import GroupUsage, SchedulerStats
 from sglang_jax.scheduler.planner import Planned
 from sglang_jax.scheduler.request import Request
@@ -102,7 +103,7 @@ class StepLog:
             compiles_after_warm_up=compiles_after_warm_up,
             new_token_reserve=scheduler.reserve.ratio,
             steps=self.steps,
-            groups=self._groups() if len(scheduler.cache.groups) > 1 or scheduler.cache.states else [],
+            groups=self._groups() if self._names_groups() else [],
         )
 
     def _measure(self) -> float:
@@ -117,9 +118,14 @@ class StepLog:
     def _usage(self) -> str:
         """Used shares of the pools."""
         groups = self._groups()
-        if len(groups) == 1 and groups[0].unit == "token":
-            return f"token usage: {groups[0].usage:.2f}"
-        return ", ".join([f"{group.usage_name}: {group.usage:.2f}" for group in groups])
+        if self._names_groups():
+            return ", ".join([f"{group.usage_name}: {group.usage:.2f}" for group in groups])
+        return f"token usage: {groups[0].usage:.2f}"
+
+    def _names_groups(self) -> bool:
+        """Whether there is more to tell of than one pool for layers that see all tokens."""
+        groups = self._scheduler.cache.groups
+        return len(groups) > 1 or groups[0].spec.kind is not CacheKind.FULL
 
     def _groups(self) -> list[GroupUsage]:
         return [

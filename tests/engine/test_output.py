@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import time
 import copy
 import dataclasses
 import pickle
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -23,6 +23,7 @@ from sglang_jax.mem_cache.radix_tree import Node, Probe, RadixTree
 from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.mem_cache.state import States
 from sglang_jax.mem_cache.state_group import StateGroup
+from sglang_jax.mem_cache.trust import Trust
 from sglang_jax.mem_cache.window_kv import WindowKV
 from sglang_jax.runner.fake import FakeRunner
 from sglang_jax.runner.plan import PageDeltas, SlotCopies, StepPlan, StepResult
@@ -179,11 +180,11 @@ def forget_to_clear_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def match_what_a_failed_request_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KVCache, "distrust", lambda self, record: None)
+    monkeypatch.setattr(Trust, "distrust", lambda self, record: None)
 
 
 def fail_who_read_bad_kv(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KVCache, "borrowed_trouble", staticmethod(lambda record: False))
+    monkeypatch.setattr(Trust, "borrowed_trouble", staticmethod(lambda record: False))
 
 
 def no_turn_for_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -509,8 +510,8 @@ def prove_what_is_split_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def prove_the_copy_that_was_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first sample of a row that was pointed at somebody else's copy as it was launched proves that copy."""
-    prove = KVCache.prove
-    monkeypatch.setattr(KVCache, "prove", lambda self, record, step: prove(self, record, step + 1))
+    prove = Trust.prove
+    monkeypatch.setattr(Trust, "prove", lambda self, record, step: prove(self, record, step + 1))
 
 
 STATE_FAULTS = [
