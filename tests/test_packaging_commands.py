@@ -79,7 +79,10 @@ def test_an_old_interpreter_is_refused_with_a_remedy(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "target",
-    ["test", "test-fast", "test-cpus", "check", "format", "soak", "soak-server", "lock", "bench", "clean", "help"],
+    [
+        *("test", "test-fast", "test-cpus", "check", "format", "soak", "soak-server", "lock", "bench", "clean", "help"),
+        *("docs", "package-test"),
+    ],
 )
 def test_targets_parse(target: str) -> None:
     assert make("-n", target).returncode == 0

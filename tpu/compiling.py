@@ -95,7 +95,7 @@ def _devices(topology: Topology, count: int) -> list[jax.Device]:
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         raise ConfigError(f"libtpu has no topology {topology}: {_first_line(error)}") from error
     if count > topology.devices:
-        raise ConfigError(f"tp_size {count} needs as many devices, and {topology} has {topology.devices}")
+        raise ConfigError(f"tp_size {count} needs {count} devices; {topology} has {topology.devices}")
     return devices
 
 

@@ -166,13 +166,15 @@ def server_config(batch: BatchConfig, engine: EngineConfig) -> ServerConfig:
 
 
 def _check_files(batch: BatchConfig) -> None:
+    if not batch.input_path.exists():
+        raise BatchError(f"--input: file not found: {batch.input_path}")
     if not batch.input_path.is_file():
-        raise BatchError(f"--input {batch.input_path} is not a file; a run that goes on later has to read it again")
+        raise BatchError(f"--input {batch.input_path} is not a regular file; a resumed run has to read it again")
     if not batch.output_path.parent.is_dir():
         raise BatchError(f"--output {batch.output_path} is in a folder that does not exist")
     for flag, path in (("--output", batch.output_path), ("--error-file", batch.errors)):
         if path.exists() and not path.is_file():
-            raise BatchError(f"{flag} {path} is not a regular file; a run that goes on later has to read it")
+            raise BatchError(f"{flag} {path} is not a regular file; a resumed run has to read it again")
     if len({batch.input_path.resolve(), batch.output_path.resolve(), batch.errors.resolve()}) < 3:
         raise BatchError("--input, --output and --error-file must be three files")
     if FileFormat.of(batch.errors) is FileFormat.PARQUET:

@@ -128,6 +128,17 @@ def information_router(context: ServerContext) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
     config = context.config
 
+    @router.get("/", include_in_schema=False)
+    async def start() -> dict[str, str]:
+        """For people who open the server's address in a browser."""
+        return {
+            "server": f"sglang-jax {version()}",
+            "model": config.model_name,
+            "chat": "POST /v1/chat/completions",
+            "routes": "GET /docs",
+            "ready": "GET /readyz",
+        }
+
     @router.get("/get_model_info")
     @router.get("/model_info")
     async def model_info() -> dict[str, Any]:
