@@ -60,7 +60,7 @@ def weather(city: str, days: int) -> str:
 
 def ask(client: openai.OpenAI, messages: list[Any], *, stream: bool, **fields: Any) -> tuple[dict[str, Any], str]:
     """The assistant's message, as a client would send it back, and why it ended."""
-    fields = {"model": "demo", "temperature": 0, "max_tokens": 80, **fields}
+    fields = {"model": "demo", "temperature": 0, "max_tokens": 60, "parallel_tool_calls": False, **fields}
     if not stream:
         choice = client.chat.completions.create(messages=messages, **fields).choices[0]
         return choice.message.model_dump(exclude_none=True), choice.finish_reason
@@ -93,7 +93,7 @@ def test_the_loop_of_tools_at_once_and_as_a_stream(client: openai.OpenAI) -> Non
             assert call["function"]["name"] == "get_weather"
             said = weather(**json.loads(call["function"]["arguments"]))
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": said})
-        final, reason = ask(client, messages, stream=stream, tools=[WEATHER], tool_choice="none", max_tokens=30)
+        final, reason = ask(client, messages, stream=stream, tools=[WEATHER], tool_choice="none", max_tokens=10)
         assert reason in ("stop", "length")
         assert final["content"]
         assert "tool_calls" not in final
@@ -102,8 +102,9 @@ def test_the_loop_of_tools_at_once_and_as_a_stream(client: openai.OpenAI) -> Non
 
 
 def test_the_clients_own_stream_helper(client: openai.OpenAI) -> None:
-    fields: dict[str, Any] = {"messages": [QUESTION], "tools": [WEATHER], "tool_choice": "required"}
-    with client.chat.completions.stream(model="demo", temperature=0, max_tokens=80, **fields) as stream:
+    fields: dict[str, Any] = {"messages": [QUESTION], "tools": [WEATHER], "parallel_tool_calls": False}
+    fields |= {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}}
+    with client.chat.completions.stream(model="demo", temperature=0, max_tokens=60, **fields) as stream:
         message = stream.get_final_completion().choices[0].message
     assert message.tool_calls
     parsed: Any = message.tool_calls[0].function.parsed_arguments
@@ -113,8 +114,8 @@ def test_the_clients_own_stream_helper(client: openai.OpenAI) -> None:
 def test_sampled_calls_follow_their_schemas(client: openai.OpenAI) -> None:
     """With several outputs, logprobs and stop strings that a call does not hold."""
     answer = client.chat.completions.create(
-        model="demo", messages=[QUESTION], tools=[WEATHER], tool_choice="required", n=4, seed=3, temperature=1.5,  # type: ignore
-        max_tokens=80, logprobs=True, stop=["\n\n\n"], parallel_tool_calls=False,
+        model="demo", messages=[QUESTION], tools=[WEATHER], tool_choice="required", n=2, seed=3, temperature=1.5,  # type: ignore
+        max_tokens=60, logprobs=True, stop=["\n\n\n"], parallel_tool_calls=False,
     )  # fmt: skip
     for choice in answer.choices:
         assert choice.finish_reason == "tool_calls"
@@ -127,7 +128,7 @@ def test_sampled_calls_follow_their_schemas(client: openai.OpenAI) -> None:
 
 def test_a_strict_tool_may_be_called(client: openai.OpenAI) -> None:
     """Free to say something else, it says that or calls it right."""
-    message, _ = ask(client, [QUESTION], stream=False, tools=[WEATHER])
+    message, _ = ask(client, [QUESTION], stream=False, tools=[WEATHER], max_tokens=20)
     for call in message.get("tool_calls", []):
         assert weather(**json.loads(call["function"]["arguments"]))
     assert message.get("content") or message.get("tool_calls")
