@@ -1,4 +1,5 @@
-"""OpenAI's client calls tools on the embedded model, and the page about it says what is so."""
+"""OpenAI's client calls tools on the embedded model; the page about tools says what is so, of a tiny model with random
+weights, which would rather say anything else."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 import openai
 import pytest
 from helpers.echo_server import EchoServer, serve_echo
+from helpers.tiny_models import make_tiny_checkpoint
 
 from sglang_jax.config import Backend
 from sglang_jax.engine.model_core import load_core, load_text_tokenizer
@@ -38,17 +40,37 @@ WEATHER: dict[str, Any] = {
 QUESTION = {"role": "user", "content": "What is the weather in Paris for the next 3 days?"}
 
 
+OPTIONS: dict[str, Any] = {
+    "backend": Backend.TORCH, "device": "cpu", "dtype": "float32", "max_total_tokens": 4096, "max_running_requests": 4,
+    "skip_warmup": True,
+}  # fmt: skip
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{{ '<|im_start|>assistant\n' }}"
+)
+
+
 @pytest.fixture(scope="module")
-def demo() -> Iterator[EchoServer]:
-    options = {"backend": Backend.TORCH, "device": "cpu", "dtype": "float32", "context_length": 640}
-    options |= {"max_total_tokens": 2048, "max_running_requests": 4, "skip_warmup": True}
-    with serve_echo(load_core, load_text_tokenizer, model_path="demo", **options) as server:
+def demo() -> Iterator[openai.OpenAI]:
+    with serve_echo(load_core, load_text_tokenizer, model_path="demo", context_length=640, **OPTIONS) as server:
+        yield from client_of(server)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EchoServer]:
+    folder = make_tiny_checkpoint(tmp_path_factory.mktemp("model"), max_position_embeddings=2048)
+    more = {"model_path": str(folder), "served_model_name": "demo", "chat_template": CHATML}
+    with serve_echo(load_core, load_text_tokenizer, **OPTIONS, **more) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def client(demo: EchoServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{demo.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
+def client(tiny: EchoServer) -> Iterator[openai.OpenAI]:
+    yield from client_of(tiny)
+
+
+def client_of(server: EchoServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
         yield client
 
 
@@ -60,7 +82,7 @@ def weather(city: str, days: int) -> str:
 
 def ask(client: openai.OpenAI, messages: list[Any], *, stream: bool, **fields: Any) -> tuple[dict[str, Any], str]:
     """The assistant's message, as a client would send it back, and why it ended."""
-    fields = {"model": "demo", "temperature": 0, "max_tokens": 60, "parallel_tool_calls": False, **fields}
+    fields = {"model": "demo", "temperature": 0, "max_tokens": 120, "parallel_tool_calls": False, **fields}
     if not stream:
         choice = client.chat.completions.create(messages=messages, **fields).choices[0]
         return choice.message.model_dump(exclude_none=True), choice.finish_reason
@@ -81,11 +103,11 @@ def ask(client: openai.OpenAI, messages: list[Any], *, stream: bool, **fields: A
     return message, reason
 
 
-def test_the_loop_of_tools_at_once_and_as_a_stream(client: openai.OpenAI) -> None:
+def test_the_loop_of_tools_at_once_and_as_a_stream(demo: openai.OpenAI) -> None:
     finals = []
     for stream in (False, True):
         messages: list[Any] = [QUESTION]
-        message, reason = ask(client, messages, stream=stream, tools=[WEATHER], tool_choice="required")
+        message, reason = ask(demo, messages, stream=stream, tools=[WEATHER], tool_choice="required")
         assert reason == "tool_calls"
         messages.append(message)
         assert message["tool_calls"]
@@ -93,7 +115,7 @@ def test_the_loop_of_tools_at_once_and_as_a_stream(client: openai.OpenAI) -> Non
             assert call["function"]["name"] == "get_weather"
             said = weather(**json.loads(call["function"]["arguments"]))
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": said})
-        final, reason = ask(client, messages, stream=stream, tools=[WEATHER], tool_choice="none", max_tokens=10)
+        final, reason = ask(demo, messages, stream=stream, tools=[WEATHER], tool_choice="none", max_tokens=5)
         assert reason in ("stop", "length")
         assert final["content"]
         assert "tool_calls" not in final
@@ -101,21 +123,11 @@ def test_the_loop_of_tools_at_once_and_as_a_stream(client: openai.OpenAI) -> Non
     assert finals[0] == finals[1]
 
 
-def test_the_clients_own_stream_helper(client: openai.OpenAI) -> None:
-    fields: dict[str, Any] = {"messages": [QUESTION], "tools": [WEATHER], "parallel_tool_calls": False}
-    fields |= {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}}
-    with client.chat.completions.stream(model="demo", temperature=0, max_tokens=60, **fields) as stream:
-        message = stream.get_final_completion().choices[0].message
-    assert message.tool_calls
-    parsed: Any = message.tool_calls[0].function.parsed_arguments
-    assert weather(**parsed)
-
-
 def test_sampled_calls_follow_their_schemas(client: openai.OpenAI) -> None:
     """With several outputs, logprobs and stop strings that a call does not hold."""
     answer = client.chat.completions.create(
-        model="demo", messages=[QUESTION], tools=[WEATHER], tool_choice="required", n=2, seed=3, temperature=1.5,  # type: ignore
-        max_tokens=60, logprobs=True, stop=["\n\n\n"], parallel_tool_calls=False,
+        model="demo", messages=[QUESTION], tools=[WEATHER], tool_choice="required", n=4, seed=3, temperature=1.5,  # type: ignore
+        max_tokens=120, logprobs=True, stop=["\n\n\n"], parallel_tool_calls=False,
     )  # fmt: skip
     for choice in answer.choices:
         assert choice.finish_reason == "tool_calls"
@@ -128,33 +140,31 @@ def test_sampled_calls_follow_their_schemas(client: openai.OpenAI) -> None:
 
 def test_a_strict_tool_may_be_called(client: openai.OpenAI) -> None:
     """Free to say something else, it says that or calls it right."""
-    message, _ = ask(client, [QUESTION], stream=False, tools=[WEATHER], max_tokens=20)
+    message, _ = ask(client, [QUESTION], stream=False, tools=[WEATHER], max_tokens=40)
     for call in message.get("tool_calls", []):
         assert weather(**json.loads(call["function"]["arguments"]))
-    assert message.get("content") or message.get("tool_calls")
 
 
-def test_a_schema_that_cannot_be_enforced_is_a_400_that_names_it(demo: EchoServer) -> None:
+def test_a_schema_that_cannot_be_enforced_is_a_400_that_names_it(tiny: EchoServer) -> None:
     bad = {"type": "object", "properties": {"a": {"type": "array", "contains": {"type": "string"}}}}
     tools = [WEATHER, {"type": "function", "function": {"name": "f", "parameters": bad, "strict": True}}]
     body = {"messages": [QUESTION], "tools": tools, "max_tokens": 5}
     for stream in (False, True):
-        response = demo.http.post("/v1/chat/completions", json={**body, "stream": stream})
+        response = tiny.http.post("/v1/chat/completions", json={**body, "stream": stream})
         assert response.status_code == 400, response.text
         error = response.json()["error"]
         assert (error["code"], error["param"]) == ("invalid_grammar", "tools[1].function.parameters")
         assert "/properties/a" in error["message"]
 
 
-def test_the_requests_of_the_page(demo: EchoServer) -> None:
+def test_the_requests_of_the_page(tiny: EchoServer) -> None:
     bodies = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
     called = []
     for body in bodies:
-        response = demo.http.post("/v1/chat/completions", json=json.loads(body))
+        response = tiny.http.post("/v1/chat/completions", json=json.loads(body))
         assert response.status_code == 200, response.text
         message = response.json()["choices"][0]["message"]
         called.append([call["function"]["name"] for call in message.get("tool_calls", [])])
-        assert message["content"] or called[-1]
     assert [names[:1] for names in called] == [["get_weather"], [], ["roll"], []]
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import openai
 import pytest
 from helpers.echo_server import EchoServer, serve_echo
 
@@ -105,6 +106,22 @@ def test_a_stream_says_what_the_whole_answer_says(server: EchoServer, fields: di
         assert said["reasons"] == [choice["finish_reason"]] == ["tool_calls"]
         assert said["logprobs"] == (choice["logprobs"] or {"content": []})["content"]
         assert len({call["id"] for call in said["calls"]}) == 2
+
+
+def test_the_clients_own_stream_helper(server: EchoServer) -> None:
+    strict: Any = {**GET, "function": {**GET["function"], "strict": True}}
+    with (
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+        client.chat.completions.stream(
+            model="default", messages=[{"role": "user", "content": f"so {CALL}"}], tools=[strict]
+        ) as stream,
+    ):
+        events = [event.type for event in stream]
+        message = stream.get_final_completion().choices[0].message
+    assert "tool_calls.function.arguments.done" in events
+    assert message.content == "user: so"
+    [call] = message.tool_calls or []
+    assert call.function.parsed_arguments == {"key": "ä€😀"}
 
 
 def test_usage_counts_what_was_generated(server: EchoServer) -> None:
