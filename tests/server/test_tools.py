@@ -163,6 +163,18 @@ def test_stop_strings_end_a_reply_before_and_within_calls(server: EchoServer) ->
     assert (choice["finish_reason"], choice["matched_stop"]) == ("tool_calls", "two")
 
 
+def test_an_enforced_call_that_is_cut(server: EchoServer) -> None:
+    """What was sent of it stays, at once as in a stream, and the reason is not that it was called."""
+    fields: dict[str, Any] = {"tools": [{**GET, "function": {**GET["function"], "strict": True}}]}
+    for more, reason in (({"stop": ['"}']}, "stop"), ({"max_tokens": 58}, "length")):
+        choice = ask(server, CALL.replace("ä€😀", "abcdef"), **fields, **more)
+        [call] = choice["message"]["tool_calls"]
+        assert call["function"]["arguments"].startswith('{"key": "ab')
+        assert choice["finish_reason"] == reason
+        said = stream(server, CALL.replace("ä€😀", "abcdef"), **fields, **more)[0]
+        assert (said["calls"][0]["arguments"], said["reasons"]) == (call["function"]["arguments"], [reason])
+
+
 def test_one_call_alone_and_tools_that_are_allowed(server: EchoServer) -> None:
     says = CALL + SECOND
     choice = ask(server, says, tools=[GET, NOW], parallel_tool_calls=False)
