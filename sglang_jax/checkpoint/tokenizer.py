@@ -196,7 +196,9 @@ class Tokenizer:
         Sentencepiece takes a space off the front of a text; with `continues_text` the run follows other text and keeps
         it. `markers` are special tokens that are shown all the same.
         """
-        skipped = self._special_ids - markers if skip_special_tokens else frozenset()
+        skipped = self._special_ids if skip_special_tokens else frozenset()
+        if markers:
+            skipped -= markers
         stripped = 0 if continues_text else self._spelling.leading_spaces_stripped
         return TextStream(self.token_bytes, skipped, stripped)
 

@@ -22,6 +22,7 @@ _ERROR_CLASSES: dict[str, type[RequestError]] = {
         errors.RequestError,
         errors.ParameterError,
         errors.GrammarError,
+        errors.GrammarUnavailableError,
         errors.PromptTooLongError,
         errors.QueueFullError,
         errors.CapacityError,

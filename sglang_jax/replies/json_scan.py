@@ -20,7 +20,7 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 class Scan(Enum):
-    """More may follow; it is whole; it is no JSON."""
+    """More may follow; it is whole; it is not JSON."""
 
     MORE = auto()
     DONE = auto()

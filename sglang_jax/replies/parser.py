@@ -103,6 +103,7 @@ class ReplyParser:
         self._readers: list[CallReader] = []
         self._pieces: list[Piece] = []
         self._num_calls = 0
+        self._cut = False
         self._sent: list[int] = []
         self._skip_space = in_reasoning and layout.separate
         self._at_start = True
@@ -118,6 +119,11 @@ class ReplyParser:
     def num_calls(self) -> int:
         """Calls that were found so far."""
         return self._num_calls
+
+    @property
+    def cut(self) -> bool:
+        """The reply ended within a call that was given as it grew."""
+        return self._cut
 
     def push(self, text: str) -> list[Piece]:
         """What more text makes certain."""
@@ -259,6 +265,7 @@ class ReplyParser:
             return False
         if self._sent:  # a call that was cut: what was given of it stays given
             self._num_calls += len(self._sent)
+            self._cut = True
             self._held = ""
         elif going:  # a reply that ends within what may have been a call
             self._add(Text, self._space + self._without_silent(self._held))

@@ -66,6 +66,11 @@ class ReplyReader:
         self._whole_reasoning = plan.whole_reasoning
         self._reasoning = ""
 
+    @property
+    def called(self) -> bool:
+        """The reply has called tools, and was not cut within a call."""
+        return self._parser.num_calls > 0 and not self._parser.cut
+
     def read(self, text: str, *, finished: bool) -> list[Piece]:
         """What is certain once there is more text, or no more."""
         pieces = self._parser.push(text)

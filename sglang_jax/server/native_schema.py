@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
+from pydantic import Field
 from starlette.datastructures import Headers
 
 from sglang_jax.engine.types import GenerateInput
@@ -25,6 +26,9 @@ from sglang_jax.server.fields import (
     tenant_of,
 )
 from sglang_jax.server.sampling import NativeSampling, native_sampling
+
+MAX_MARKERS = 64
+"""Most special tokens that one request may have shown."""
 
 Value = TypeVar("Value")
 
@@ -47,7 +51,7 @@ class GenerateBody(Body):
     extra_key: OneOrMany[ShortText] | None = None
     routing_key: OneOrMany[ShortText] | None = None
     continues_text: bool | None = None
-    marker_token_ids: Many[int] | None = None
+    marker_token_ids: Annotated[Many[int], Field(max_length=MAX_MARKERS)] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,6 @@ class ChatFormat:
     created: int = field(default_factory=lambda: int(time.time()))
     usage: UsageCount = field(default_factory=lambda: UsageCount(current_caller()))
     _begun: dict[int, ReplyReader | None] = field(default_factory=dict)
-    _calling: set[int] = field(default_factory=set)
 
     def input(self, token_ids: list[int], sampling: SamplingParams, headers: Headers) -> GenerateInput:
         """What the engine is asked."""
@@ -153,13 +152,13 @@ class ChatFormat:
         for output in outputs:
             self.usage.add(0, output)
             assert output.finish is not None
-            message = self._message(output)
+            reader = self.plan.reader()
             choices.append(
                 ChatChoice(
                     index=output.index,
-                    message=message,
+                    message=self._message(output, reader),
                     logprobs=chat_logprobs(self.tokenizer, output.logprobs) if self.body.logprobs else None,
-                    finish_reason=_reason(output.finish, calls=bool(message.tool_calls)),
+                    finish_reason=_reason(output.finish, reader),
                     matched_stop=output.finish.matched,
                 )
             )
@@ -171,8 +170,7 @@ class ChatFormat:
             usage=self.usage.total(),
         )
 
-    def _message(self, output: OutputDelta) -> AnswerMessage:
-        reader = self.plan.reader()
+    def _message(self, output: OutputDelta, reader: ReplyReader | None) -> AnswerMessage:
         if reader is None:
             return AnswerMessage(content=output.text)
         content, reasoning = "", ""
@@ -204,7 +202,7 @@ class ChatFormat:
         said = len(deltas)
         reader = self._begun[index]
         if reader is not None:
-            deltas += self._pieces(index, reader.read(delta.text, finished=finish is not None))
+            deltas += self._pieces(reader.read(delta.text, finished=finish is not None))
         elif delta.text:
             deltas.append(Delta(content=delta.text))
         changes = []
@@ -217,11 +215,11 @@ class ChatFormat:
         else:
             changes = [ChunkChoice(index=index, delta=one) for one in deltas]
         if finish is not None:
-            reason = _reason(finish, calls=index in self._calling)
+            reason = _reason(finish, reader)
             changes.append(ChunkChoice(index=index, delta=Delta(), finish_reason=reason, matched_stop=finish.matched))
         return changes
 
-    def _pieces(self, index: int, pieces: list[Piece]) -> list[Delta]:
+    def _pieces(self, pieces: list[Piece]) -> list[Delta]:
         """Pieces of a reply as deltas: a call's name and the first of its arguments go together."""
         deltas: list[Delta] = []
         call: CallDelta | None = None
@@ -232,7 +230,6 @@ class ChatFormat:
                 case Reasoning():
                     deltas.append(Delta(reasoning_content=piece.text))
                 case CallBegin():
-                    self._calling.add(index)
                     function = CalledFunction(name=piece.name, arguments="")
                     call = CallDelta(index=piece.index, id=self.plan.call_id(), type="function", function=function)
                     deltas.append(Delta(tool_calls=[call]))
@@ -247,9 +244,10 @@ class ChatFormat:
         return ChatChunk(id=self.request_id, created=self.created, model=self.model_name, choices=choices, usage=usage)
 
 
-def _reason(finish: FinishReason, *, calls: bool) -> str:
-    """OpenAI's word for why an answer ended."""
-    return "tool_calls" if calls and finish.kind is FinishKind.STOP else finish.kind.value
+def _reason(finish: FinishReason, reader: ReplyReader | None) -> str:
+    """OpenAI's word for why an answer ended, once its reader has read all of it."""
+    called = reader is not None and reader.called
+    return "tool_calls" if called and finish.kind is FinishKind.STOP else finish.kind.value
 
 
 def chat_router(context: ServerContext) -> APIRouter:

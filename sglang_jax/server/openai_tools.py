@@ -183,10 +183,7 @@ def _faults(schema: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:
 
 
 def _check_size(tools: Sequence[Mapping[str, Any]]) -> None:
-    try:
-        size = len(msgspec.json.encode(tools))
-    except UnicodeEncodeError as error:
-        raise ParameterError("tools hold a lone half of a surrogate pair", param="tools") from error
+    size = len(msgspec.json.encode(tools))
     if size > MAX_TOOL_BYTES:
         raise ParameterError(f"tools have {size} bytes, the limit is {MAX_TOOL_BYTES}", param="tools")
 

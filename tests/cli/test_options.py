@@ -85,6 +85,9 @@ OTHER_VALUES: dict[str, Any] = {
     "client_timeout": 5.0,
     "allowed_hosts": "a.example,b.example",
     "chat_template": "template.jinja",
+    "tool_call_parser": "mistral",
+    "reasoning_parser": "qwen3",
+    "max_tools_per_request": 5,
     "log_level": "debug",
     "log_format": "json",
 }
