@@ -183,7 +183,7 @@ def json_value(text: str) -> object:
 
 
 def _refuse(name: str) -> object:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _escaped(found: re.Match[str]) -> str:
