@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
+from sglang_jax.runner.page_tables import pack_copies
 from sglang_jax.runner.plan import Int32, PageDeltas, StepPlan
 
 
@@ -21,6 +22,8 @@ class StepInputs:
     - `sampled`: `[S]`, the sequences that sample a token.
     - `delta_rows`, `delta_columns`, `delta_pages`: `[D]`; padding writes page 0 into the dump row.
     - `tokens`: `[T]`, as in the plan; empty in a step of decode rows alone, each of which has its last token.
+    - `copy_sources`, `copy_targets`: `[R]`, slots that sequences begin with, and those of their own in whose place
+      they do; targets are -1 where there is none. Empty for a model that keeps no states.
     """
 
     num_decode: int
@@ -32,20 +35,24 @@ class StepInputs:
     delta_columns: torch.Tensor
     delta_pages: torch.Tensor
     tokens: torch.Tensor
+    copy_sources: torch.Tensor
+    copy_targets: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Sizes of the fields of a packed step. An eager step has those of its plan, a captured one those of its bucket."""
+    """Sizes of the fields of a packed step. An eager step has those of its plan, a captured one those of its bucket.
+    `states`: the model keeps some."""
 
     rows: int
     sampled: int
     deltas: int
     tokens: int
     num_decode: int
+    states: bool = False
 
     @classmethod
-    def exact(cls, plan: StepPlan, deltas: PageDeltas) -> StepLayout:
+    def exact(cls, plan: StepPlan, deltas: PageDeltas, *, states: bool = False) -> StepLayout:
         """Without any padding; `deltas`: those of the plan, of all groups."""
         return cls(
             rows=len(plan.rows),
@@ -53,12 +60,13 @@ class StepLayout:
             deltas=len(deltas.rows),
             tokens=0 if plan.num_decode == len(plan.rows) else plan.num_tokens,
             num_decode=plan.num_decode,
+            states=states,
         )
 
     @classmethod
-    def decode(cls, rows: int, deltas: int) -> StepLayout:
+    def decode(cls, rows: int, deltas: int, *, states: bool = False) -> StepLayout:
         """Of decode rows alone, which all sample."""
-        return cls(rows=rows, sampled=rows, deltas=deltas, tokens=0, num_decode=rows)
+        return cls(rows=rows, sampled=rows, deltas=deltas, tokens=0, num_decode=rows, states=states)
 
     @property
     def size(self) -> int:
@@ -72,7 +80,7 @@ class StepLayout:
     def pack(self, plan: StepPlan, deltas: PageDeltas, dump_row: int, packed: Int32) -> None:
         """Writes a plan that fits into `packed`, `[size]`; `deltas` are those of its page deltas that go along."""
         fields = [packed[start:end] for start, end in pairwise(self._ends())]
-        rows, kv_lens, query_starts, sampled, delta_rows, delta_columns, delta_pages, tokens = fields
+        rows, kv_lens, query_starts, sampled, delta_rows, delta_columns, delta_pages, tokens, *copied = fields
         sequences, entries = len(plan.rows), len(deltas.rows)
         rows[:sequences] = plan.rows
         rows[sequences:] = dump_row
@@ -91,8 +99,10 @@ class StepLayout:
         delta_pages[:entries] = deltas.pages
         delta_pages[entries:] = 0
         tokens[:] = plan.tokens[: len(tokens)]
+        pack_copies(plan.copies, *copied)
 
     def _ends(self) -> list[int]:
         rows, deltas = self.rows, self.deltas
-        lengths = (rows, rows, rows + 1, self.sampled, deltas, deltas, deltas, self.tokens)
+        copies = rows if self.states else 0
+        lengths = (rows, rows, rows + 1, self.sampled, deltas, deltas, deltas, self.tokens, copies, copies)
         return list(accumulate(lengths, initial=0))

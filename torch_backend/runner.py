@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from sglang_jax.runner.page_tables import side_by_side
+from sglang_jax.runner.page_tables import TableLayout, side_by_side
 from sglang_jax.runner.plan import (
     INVALID_TOKEN,
     LOGPROB_BUCKETS,
@@ -149,6 +149,7 @@ class TorchRunner:
         self._stream = stream or CpuThread()
         self._sampler = sampler or NativeSampler()
         self._page_size = spec.pools[0].page_size
+        self._table = TableLayout.of(spec)
         rows = spec.max_rows + 1
         self._dump_row = spec.max_rows
         self._rows = RowTensors.zeros(rows, spec.table_columns, device)
@@ -157,7 +158,7 @@ class TorchRunner:
         self._graphs: DecodeGraphs | None = None
         if capture is not None and graph_buckets:
             self._graphs = DecodeGraphs(
-                graph_buckets, capture, self._forward, self._stream, self._dump_row, device, len(spec.pools)
+                graph_buckets, capture, self._forward, self._stream, self._dump_row, device, self._table
             )
         self._warm_graphs = 0
         self._waiting: TorchStep | None = None
@@ -174,8 +175,8 @@ class TorchRunner:
         """Runs a step of each kind on padding, so that kernels are built, and captures the decode steps."""
         longest = min(self._spec.token_budget, self._spec.max_context)
         kinds = {
-            "a decode step": StepLayout.decode(self._spec.max_rows, 0),
-            "a prefill step": StepLayout(1, 1, 0, longest, 0),
+            "a decode step": StepLayout.decode(self._spec.max_rows, 0, states=self._table.states),
+            "a prefill step": StepLayout(1, 1, 0, longest, 0, self._table.states),
         }
         graphs = self._graphs
         total = len(kinds) + (0 if graphs is None else len(graphs.layouts))
@@ -196,7 +197,8 @@ class TorchRunner:
         **Raises:** `ValueError`, before anything has changed, for a plan beyond the spec.
         """
         refuse_drafts(plan)
-        refuse_states(plan)
+        if not self._table.states:
+            refuse_states(plan)
         if plan.num_tokens > self._spec.token_budget or len(plan.rows) > self._spec.max_rows:
             raise ValueError(
                 f"a step of {plan.num_tokens} tokens in {len(plan.rows)} rows is beyond the runner's "
@@ -270,14 +272,14 @@ class TorchRunner:
                 self._apply_deltas(deltas)
                 deltas = PageDeltas(deltas.rows[:0], deltas.columns[:0], deltas.pages[:0])
             return self._graphs.run(bucket, plan, deltas)
-        layout = StepLayout.exact(plan, deltas)
+        layout = StepLayout.exact(plan, deltas, states=self._table.states)
         host = self._stream.host_buffer(layout.size)
         layout.pack(plan, deltas, self._dump_row, host.numpy())
         inputs = layout.unpack(self._stream.to_device(host))
         return inputs, self._forward(inputs)
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
-        return self._model.forward(build_batch(inputs, self._rows, self._page_size, len(self._spec.pools)))
+        return self._model.forward(build_batch(inputs, self._rows, self._page_size, self._table))
 
     def _logits(self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
         """Of the sequences that sample."""

@@ -56,6 +56,20 @@ _ARCHITECTURE_CONFIG: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen2": {},
     "qwen3": {"head_dim": 32},
+    "lfm2": {
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_hidden_layers": 3,
+        "block_multiple_of": 32,
+    },
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_hidden_layers": 3,
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 8,
+    },
     "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 16},
 }
 
@@ -104,7 +118,8 @@ def make_tiny_model(architecture: str, *, seed: int = 0, **config_overrides: Any
         for name, parameter in model.named_parameters():
             noise = generator.standard_normal(tuple(parameter.shape), dtype=np.float32)
             scaled = _scaled(name, noise)
-            if architecture in ("gemma2", "gemma3_text") and name.endswith("norm.weight"):
+            zero_centred = architecture in ("gemma2", "gemma3_text", "qwen3_5_text")
+            if zero_centred and name.endswith("norm.weight") and "linear_attn" not in name:
                 scaled -= 1.0  # they multiply by 1 + w
             parameter.copy_(torch.from_numpy(scaled))
         for name, buffer in model.named_buffers():
@@ -137,10 +152,12 @@ def make_tiny_checkpoint(
 
 def _scaled(name: str, noise: np.ndarray) -> np.ndarray:
     """Unit noise to a parameter of the scale that its role asks for, keeping activations near 1."""
-    if name.endswith(("norm.weight", "layer_scalar")):
+    if name.endswith(("norm.weight", "layer_scalar", "mixer.D", "mamba.D")):
         return 1.0 + 0.2 * noise
-    if name.endswith("sinks"):
+    if name.endswith(("sinks", "dt_bias", "A_log")):
         return noise
+    if "conv" in name and noise.ndim == 3:
+        return noise / np.sqrt(noise.shape[-1], dtype=np.float32)
     if name.endswith(".bias"):
         return 0.2 * noise
     if "embed_tokens" in name or "lm_head" in name:
