@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from sglang_jax.runner.page_tables import TableLayout
+from sglang_jax.runner.page_tables import ONE_GROUP, TableLayout
 from sglang_jax.runner.plan import PageDeltas, StepPlan
 from torch_backend.packing import StepInputs, StepLayout
 from torch_backend.streams import Stream
@@ -107,7 +107,7 @@ class DecodeGraphs:
         stream: Stream,
         dump_row: int,
         device: torch.device,
-        table: TableLayout = TableLayout(),
+        table: TableLayout = ONE_GROUP,
     ) -> None:
         self.layouts = {
             rows: StepLayout.decode(rows, deltas=table.pools * rows, states=table.states) for rows in buckets

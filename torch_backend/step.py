@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from sglang_jax.runner.page_tables import TableLayout
+from sglang_jax.runner.page_tables import ONE_GROUP, TableLayout
 from sglang_jax.runner.plan import LAST_TOKEN
 from torch_backend.batch import ForwardBatch, GroupPages
 from torch_backend.packing import StepInputs
@@ -51,7 +51,7 @@ def build_batch(
     inputs: StepInputs,
     state: RowTensors,
     page_size: int,
-    table: TableLayout = TableLayout(),
+    table: TableLayout = ONE_GROUP,
 ) -> ForwardBatch:
     """Applies the page-table deltas, and says where each token stands and which slots its KV goes to."""
     state.page_table.index_put_((inputs.delta_rows.long(), inputs.delta_columns.long()), inputs.delta_pages)

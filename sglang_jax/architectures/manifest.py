@@ -31,6 +31,9 @@ Axes = tuple[tuple[Axis, ...], ...]
 Sizes = tuple[tuple[int, ...], ...]
 """Of `Axes`, in the same form, how far each runs."""
 
+Factors = tuple[tuple[int, float], ...]
+"""Numbers of rows, one run behind the other, and what each run is multiplied by."""
+
 
 @dataclass(frozen=True, slots=True)
 class ParameterName:
@@ -52,6 +55,8 @@ class ParameterSpec:
     - `interleaved`: each head's rows are stored as rotary pairs of neighbours; the model has them in halves.
     - `rotated`: of each head so many rows at its beginning rotate, stored in halves; the model has pairs half a head
       apart, as where all rows rotate. 0 where all do, or none.
+    - `factors`: runs of rows, and what each is multiplied by when it is read: the multipliers of a model are part of
+      its loaded weights. Empty where all are 1.
     - `block`, `blocks`: the tensor has so many blocks of rows for each head, of which this parameter is that one.
     """
 
@@ -66,6 +71,7 @@ class ParameterSpec:
     rotated: int = 0
     block: int = 0
     blocks: int = 1
+    factors: Factors = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -159,6 +165,7 @@ class _Shaped:
     rotated: int = 0
     block: int = 0
     blocks: int = 1
+    factors: Factors = ()
 
 
 def _specs(config: ModelConfig) -> Iterator[ParameterSpec]:
@@ -204,6 +211,7 @@ def _named(config: ModelConfig, parameters: list[_Shaped], layer: int | None) ->
             parameter.rotated,
             parameter.block,
             parameter.blocks,
+            parameter.factors if any(factor != 1.0 for _, factor in parameter.factors) else (),
         )
 
 
@@ -233,15 +241,20 @@ def _attention(attention: AttentionConfig, hidden: int) -> Iterator[_Shaped]:
     partly = 0 if rope is None or rope.rotated == 1.0 else rope.rotated_numbers(attention.head_dim)
     order = _Order(attention.interleaved_rope, partly)
     blocks = 2 if attention.output_gate else 1
-    query = _linear(Part.QUERY, (queries, (hidden,)), (_HEADS, _HIDDEN), attention.bias, order=order)
+    taken = attention.input_multiplier
+    query = _linear(Part.QUERY, (queries, (hidden,)), (_HEADS, _HIDDEN), attention.bias, order=order, taken=taken)
     yield from (replace(parameter, blocks=blocks) for parameter in query)
     if attention.output_gate:
-        gate = _linear(Part.OUTPUT_GATE, (queries, (hidden,)), (_HEADS, _HIDDEN), attention.bias, stored_as=Part.QUERY)
+        gate = _linear(
+            Part.OUTPUT_GATE, (queries, (hidden,)), (_HEADS, _HIDDEN), attention.bias, stored_as=Part.QUERY, taken=taken
+        )
         yield from (replace(parameter, block=1, blocks=blocks) for parameter in gate)
-    yield from _linear(Part.KEY, (keys, (hidden,)), (_KV_HEADS, _HIDDEN), attention.bias, order=order)
+    key, given = attention.key_multiplier, attention.output_multiplier
+    key_sizes, key_axes = (keys, (hidden,)), (_KV_HEADS, _HIDDEN)
+    yield from _linear(Part.KEY, key_sizes, key_axes, attention.bias, order=order, taken=taken, given=key)
     stored_as = Part.KEY if attention.values_are_keys else None
-    yield from _linear(Part.VALUE, (keys, (hidden,)), (_KV_HEADS, _HIDDEN), attention.bias, stored_as=stored_as)
-    yield from _linear(Part.OUTPUT, ((hidden,), queries), (_HIDDEN, _HEADS), attention.out_bias)
+    yield from _linear(Part.VALUE, key_sizes, key_axes, attention.bias, stored_as=stored_as, taken=taken)
+    yield from _linear(Part.OUTPUT, ((hidden,), queries), (_HIDDEN, _HEADS), attention.out_bias, given=given)
     qk_norm = attention.qk_norm
     if qk_norm is not None:
         sides = ((Part.QUERY_NORM, queries, _HEADS), (Part.KEY_NORM, keys, _KV_HEADS))
@@ -256,10 +269,10 @@ def _attention(attention: AttentionConfig, hidden: int) -> Iterator[_Shaped]:
 def _recurrent(mixer: RecurrentConfig, hidden: int) -> Iterator[_Shaped]:
     match mixer:
         case ShortConvConfig():
-            inner, bias, conv_bias = mixer.channels, mixer.bias, mixer.bias
-            yield from _linear(Part.STATE_INPUT, ((3 * inner,), (hidden,)), (_CHANNELS, _HIDDEN), bias)
+            inner, out_bias, conv_bias, given = mixer.channels, mixer.bias, mixer.bias, 1.0
+            yield from _linear(Part.STATE_INPUT, ((3 * inner,), (hidden,)), (_CHANNELS, _HIDDEN), mixer.bias)
         case GatedDeltaNetConfig():
-            inner, bias, conv_bias = mixer.num_value_heads * mixer.value_dim, False, False
+            inner, out_bias, conv_bias, given = mixer.num_value_heads * mixer.value_dim, False, False, 1.0
             yield from _linear(Part.STATE_INPUT, ((mixer.channels,), (hidden,)), (_CHANNELS, _HIDDEN), False)
             yield from _linear(Part.STATE_GATE, ((inner,), (hidden,)), (_CHANNELS, _HIDDEN), False)
             for part in (Part.UPDATE_RATE, Part.DECAY_INPUT):
@@ -267,9 +280,13 @@ def _recurrent(mixer: RecurrentConfig, hidden: int) -> Iterator[_Shaped]:
             yield from (_of_state_heads(part, mixer.num_value_heads) for part in (Part.DECAY_BIAS, Part.DECAY_LOG))
             yield _Shaped(Part.STATE_NORM, Kind.WEIGHT, (_CHANNELS,), ((mixer.value_dim,),), mixer.norm.offset)
         case Mamba2Config():
-            inner, bias, conv_bias = mixer.inner, mixer.bias, mixer.conv_bias
-            rows = mixer.inner + mixer.channels + mixer.num_heads
-            yield from _linear(Part.STATE_INPUT, ((rows,), (hidden,)), (_CHANNELS, _HIDDEN), bias)
+            inner, out_bias, conv_bias = mixer.inner, mixer.out_bias, mixer.conv_bias
+            given = mixer.output_multiplier
+            sizes, taken = ((sum(mixer.parts),), (hidden,)), mixer.input_multiplier
+            for linear in _linear(Part.STATE_INPUT, sizes, (_CHANNELS, _HIDDEN), mixer.bias):
+                by = taken if linear.kind is Kind.WEIGHT else 1.0
+                factors = zip(mixer.parts, mixer.part_multipliers, strict=True)
+                yield replace(linear, factors=tuple((rows, factor * by) for rows, factor in factors))
             for part in (Part.DECAY_BIAS, Part.DECAY_LOG, Part.SKIP):
                 yield _of_state_heads(part, mixer.num_heads)
             if mixer.norm is not None:
@@ -278,7 +295,7 @@ def _recurrent(mixer: RecurrentConfig, hidden: int) -> Iterator[_Shaped]:
     yield _Shaped(Part.CONVOLUTION, Kind.WEIGHT, (_CHANNELS, (Axis.ONE,), (Axis.TAPS,)), taps)
     if conv_bias:
         yield _Shaped(Part.CONVOLUTION, Kind.BIAS, (_CHANNELS,), ((mixer.channels,),))
-    yield from _linear(Part.STATE_OUTPUT, ((hidden,), (inner,)), (_HIDDEN, _CHANNELS), bias)
+    yield from _linear(Part.STATE_OUTPUT, ((hidden,), (inner,)), (_HIDDEN, _CHANNELS), out_bias, given=given)
 
 
 def _of_state_heads(part: Part, heads: int) -> _Shaped:
@@ -287,9 +304,10 @@ def _of_state_heads(part: Part, heads: int) -> _Shaped:
 
 def _feed_forward(feed_forward: FeedForwardConfig, hidden: int) -> Iterator[_Shaped]:
     inner, outer = (feed_forward.size,), (hidden,)
-    for part in (Part.GATE, Part.UP):
-        yield from _linear(part, (inner, outer), (_INTERMEDIATE, _HIDDEN), feed_forward.bias)
-    yield from _linear(Part.DOWN, (outer, inner), (_HIDDEN, _INTERMEDIATE), feed_forward.bias)
+    for part, given in ((Part.GATE, feed_forward.gate_multiplier), (Part.UP, 1.0)):
+        yield from _linear(part, (inner, outer), (_INTERMEDIATE, _HIDDEN), feed_forward.bias, given=given)
+    given = feed_forward.output_multiplier
+    yield from _linear(Part.DOWN, (outer, inner), (_HIDDEN, _INTERMEDIATE), feed_forward.bias, given=given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,19 +318,26 @@ class _Order:
     rotated: int = 0
 
 
+_AS_STORED = _Order()
+
+
 def _linear(
     part: Part,
     sizes: Sizes,
     axes: Axes,
     bias: bool,
     *,
-    order: _Order = _Order(),
+    order: _Order = _AS_STORED,
     stored_as: Part | None = None,
+    taken: float = 1.0,
+    given: float = 1.0,
 ) -> Iterator[_Shaped]:
+    """A matrix, and its bias if it has one. `taken`, `given`: what its input and its output are multiplied by."""
+    rows = math.prod(sizes[0])
     own = _Shaped(part, Kind.WEIGHT, axes, sizes, 0.0, order.interleaved, stored_as, order.rotated)
-    yield own
+    yield replace(own, factors=((rows, taken * given),))
     if bias:
-        yield replace(own, kind=Kind.BIAS, axes=axes[:1], sizes=sizes[:1])
+        yield replace(own, kind=Kind.BIAS, axes=axes[:1], sizes=sizes[:1], factors=((rows, given),))
 
 
 def _norm(part: Part, size: int, offset: float) -> _Shaped:

@@ -97,6 +97,7 @@ class AttentionConfig:
     - `value_norm`: each head's value is divided by its root mean square; the norm has no weight.
     - `output_gate`: what each head gives is multiplied by the sigmoid of a projection of the input, whose rows a
       checkpoint keeps behind those of the head's query.
+    - `input_multiplier`, `key_multiplier`, `output_multiplier`: of what attention takes, of keys, of what it gives.
     - `values_are_keys`: values have no projection of their own, they are keys before norm and rotation.
     """
 
@@ -115,6 +116,9 @@ class AttentionConfig:
     output_gate: bool = False
     bias: bool = False
     out_bias: bool = False
+    input_multiplier: float = 1.0
+    key_multiplier: float = 1.0
+    output_multiplier: float = 1.0
 
 
 class StateDtype(StrEnum):
@@ -194,7 +198,9 @@ class Mamba2Config:
     - `norm`: over each of `norm_groups` parts of the output; None where there is none. `norm_before_gate`: the norm is
       taken before the output is multiplied by the SiLU of the gate.
     - `least_step`, `most_step`: bounds of step sizes.
-    - `bias`: of both projections. `conv_bias`: of the convolution.
+    - `bias`: of the projection of the input; `out_bias`: of that of the output; `conv_bias`: of the convolution.
+    - `input_multiplier`, `output_multiplier`: of what the layer takes and gives; `part_multipliers`: of the parts of
+      the projection, which are gate, input, directions written and read, step sizes.
     """
 
     num_heads: int
@@ -208,12 +214,22 @@ class Mamba2Config:
     least_step: float = 0.0
     most_step: float = math.inf
     bias: bool = False
+    out_bias: bool = False
     conv_bias: bool = True
+    input_multiplier: float = 1.0
+    part_multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    output_multiplier: float = 1.0
 
     @property
     def inner(self) -> int:
         """Numbers of all heads."""
         return self.num_heads * self.head_dim
+
+    @property
+    def parts(self) -> tuple[int, int, int, int, int]:
+        """Rows of the parts of the projection."""
+        directions = self.num_groups * self.state_size
+        return (self.inner, self.inner, directions, directions, self.num_heads)
 
     @property
     def channels(self) -> int:
@@ -253,11 +269,14 @@ class Activation(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedForwardConfig:
-    """`down(activation(gate(x)) * up(x))` (Shazeer 2020)."""
+    """`down(activation(gate(x)) * up(x))` (Shazeer 2020). `gate_multiplier`: of `gate(x)`; `output_multiplier`: of the
+    result."""
 
     size: int
     activation: Activation = Activation.SILU
     bias: bool = False
+    gate_multiplier: float = 1.0
+    output_multiplier: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,11 +53,13 @@ class TensorName:
     """A tensor's name without layer and kind, in Hugging Face folders and, where that is known, in GGUF files.
 
     - `bare`: its Hugging Face name does not end with the kind.
+    - `layers`: what its Hugging Face name begins with, before the number of a layer.
     """
 
     hf: str
     gguf: str | None = None
     bare: bool = False
+    layers: str = "model.layers"
 
 
 TensorNames = Mapping[Part, TensorName]
@@ -94,7 +96,7 @@ POST_NORM_NAMES: TensorNames = {
 
 def hf_name(name: TensorName, kind: Kind, layer: int | None) -> str:
     """The whole name in a Hugging Face folder; `layer` is None for a tensor of the whole model."""
-    stem = name.hf if layer is None else f"model.layers.{layer}.{name.hf}"
+    stem = name.hf if layer is None else f"{name.layers}.{layer}.{name.hf}"
     return stem if name.bare else f"{stem}.{kind}"
 
 

@@ -38,6 +38,10 @@ class ParameterReader:
             found = self._halves(found, name)
         if spec.rotated:
             found = _pairs_half_a_head_apart(found, spec.lengths[Axis.HEAD_DIM], spec.rotated)
+        if spec.factors:
+            rows_of_runs, factors = zip(*spec.factors, strict=True)
+            by = np.repeat(np.array(factors, np.float32), rows_of_runs)[first:last]
+            found = found.astype(np.float32) * by.reshape(-1, *[1] * (found.ndim - 1))
         if spec.offset:
             found = found.astype(np.float32) + np.float32(spec.offset)
         return found

@@ -29,7 +29,7 @@ from sglang_jax.jax_runner.step import (
     make_sample,
     make_step,
 )
-from sglang_jax.runner.page_tables import TableLayout
+from sglang_jax.runner.page_tables import ONE_GROUP, TableLayout
 from sglang_jax.runner.plan import Int32, PageDeltas, mask_words
 from sglang_jax.runner.pulse import Building
 from sglang_jax.runner.row_updates import PACKED_ROW
@@ -60,7 +60,7 @@ class Programs:
         buckets: Buckets,
         page_size: int,
         mesh: Mesh | None = None,
-        table: TableLayout = TableLayout(),
+        table: TableLayout = ONE_GROUP,
     ) -> None:
         self._model = model
         self._weights = weights

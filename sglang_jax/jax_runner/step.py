@@ -18,7 +18,7 @@ from sglang_jax.jax_runner.readers import LogitsReader, Masks, reader_over
 from sglang_jax.jax_runner.sampling_state import SamplingState
 from sglang_jax.kernels.state_rows import StateRows
 from sglang_jax.layers.batch import ForwardBatch, GroupPages
-from sglang_jax.runner.page_tables import TableLayout
+from sglang_jax.runner.page_tables import ONE_GROUP, TableLayout
 from sglang_jax.runner.plan import INVALID_TOKEN, LAST_TOKEN, NO_LOGPROBS
 
 Weights = list[jax.Array]
@@ -83,7 +83,7 @@ def build_batch(
     last_tokens: jax.Array,
     page_size: int,
     num_slots: int,
-    table: TableLayout = TableLayout(),
+    table: TableLayout = ONE_GROUP,
 ) -> ForwardBatch:
     """The forward batch of `num_slots` (T) tokens: where each token stands, and the slots its KV goes to."""
     places = jnp.arange(num_slots, dtype=jnp.int32)
@@ -149,7 +149,7 @@ def make_step(
     layout: StepLayout,
     page_size: int,
     mesh: Mesh | None = None,
-    table: TableLayout = TableLayout(),
+    table: TableLayout = ONE_GROUP,
 ) -> Callable[[Weights, DeviceState, jax.Array], tuple[DeviceState, StepOutputs]]:
     """The step of one bucket as a function of (weights, state, packed plan); state is to be donated.
 

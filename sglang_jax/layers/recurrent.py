@@ -126,15 +126,16 @@ class Mamba2(nnx.Module):
     def __init__(self, config: Mamba2Config, hidden_size: int, *, dtype: jnp.dtype) -> None:
         hidden, inner = [(Axis.HIDDEN, hidden_size)], (Axis.CHANNELS, config.inner)
         heads = (Axis.STATE_HEADS, config.num_heads)
-        rows = config.inner + config.channels + config.num_heads
         self.config = config
-        self.input = _linear(hidden, (Axis.CHANNELS, rows), Part.STATE_INPUT, bias=config.bias, dtype=dtype)
+        self.input = _linear(
+            hidden, (Axis.CHANNELS, sum(config.parts)), Part.STATE_INPUT, bias=config.bias, dtype=dtype
+        )
         self.decay_bias = parameter([heads], _FLOAT32, Part.DECAY_BIAS)
         self.decay_log = parameter([heads], _FLOAT32, Part.DECAY_LOG)
         self.skip = parameter([heads], _FLOAT32, Part.SKIP)
         self.convolution = Convolution(config.channels, config.width, bias=config.conv_bias, dtype=dtype)
         self.norm = None if config.norm is None else parameter([inner], _FLOAT32, Part.STATE_NORM)
-        self.output = _linear([inner], hidden[0], Part.STATE_OUTPUT, bias=config.bias, dtype=dtype)
+        self.output = _linear([inner], hidden[0], Part.STATE_OUTPUT, bias=config.out_bias, dtype=dtype)
 
     def __call__(self, x: jax.Array, rows: StateRows, states: States) -> tuple[jax.Array, States]:
         """`[T, hidden]` → `[T, hidden]`, and the layer's pools after the step."""

@@ -35,6 +35,10 @@ class TableLayout:
         return self.groups + self.states
 
 
+ONE_GROUP = TableLayout()
+"""Of models whose layers share pages of one kind."""
+
+
 def pack_copies(copies: tuple[SlotCopies, ...], sources: Int32, targets: Int32) -> None:
     """Writes which slots are begun with in the place of others into `sources`, `targets` `[rows]`. No slot has the
     number of an unused target."""

@@ -141,6 +141,9 @@ FAMILIES: dict[str, FamilyCase] = {
 HYBRIDS: dict[str, FamilyCase] = {
     "lfm2": FamilyCase("lfm2", 4, {"conv_bias": True}),
     "qwen3_5": FamilyCase("qwen3_5_text", 16),
+    "mamba2": FamilyCase("mamba2", 4),
+    "falcon_h1": FamilyCase("falcon_h1", 16),
+    "granite_hybrid": FamilyCase("granitemoehybrid", 1),
 }
 """Families with layers that keep a recurrent state."""
 

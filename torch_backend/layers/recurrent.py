@@ -129,7 +129,7 @@ class Mamba2(Loadable):
         self.norm = None
         if config.norm is not None:
             self.norm = self.declare("norm", (config.inner,), torch.float32, Part.STATE_NORM)
-        self.output = Linear(config.inner, hidden_size, (Part.STATE_OUTPUT,), bias=config.bias, dtype=dtype)
+        self.output = Linear(config.inner, hidden_size, (Part.STATE_OUTPUT,), bias=config.out_bias, dtype=dtype)
         self.config = config
 
     def forward(self, x: torch.Tensor, rows: StateRows, states: States) -> torch.Tensor:

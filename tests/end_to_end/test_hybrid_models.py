@@ -1,0 +1,97 @@
+"""A model with layers that keep a recurrent state, on both backends: scheduler, cache and runner together give what
+transformers gives, whatever was cached, however prompts were cut, and whoever had to begin again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.scheduling import RecordingChannel
+from helpers.tiny_models import TINY_VOCAB_SIZE, make_tiny_checkpoint, make_tiny_model
+
+from sglang_jax.checkpoint import open_checkpoint
+from sglang_jax.config import Backend, EngineConfig
+from sglang_jax.mem_cache.invariants import check_everything
+from sglang_jax.runner.backends import load_backend
+from sglang_jax.runner.protocol import Runner
+from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler.messages import NewRequest
+from sglang_jax.scheduler.scheduler import Scheduler
+
+PAGE_SIZE = 4
+OUTPUT = 22
+FAMILY = "qwen3_5_text"
+LAYERS = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
+
+
+def prompts() -> list[list[int]]:
+    """Some begin alike; the fourth goes on where the first ends."""
+    rng = np.random.default_rng(3)
+    shared, *tails = (rng.integers(3, TINY_VOCAB_SIZE, length).tolist() for length in (37, 5, 17, 2, 40))
+    return [shared + tail for tail in tails] + [tails[3][:9], shared[:21]]
+
+
+@pytest.fixture(scope="module", params=[Backend.JAX, Backend.TORCH])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
+    folder: Path = tmp_path_factory.mktemp("hybrid")
+    make_tiny_checkpoint(folder, FAMILY, **LAYERS)
+    config = EngineConfig(
+        model_path=str(folder),
+        backend=request.param,
+        device="cpu",
+        dtype="float32",
+        page_size=PAGE_SIZE,
+        chunked_prefill_size=16,
+        max_running_requests=4,
+        max_mamba_cache_size=10,
+        max_total_tokens=40 * PAGE_SIZE,
+        context_length=128,
+        skip_warmup=True,
+        debug_memory=True,
+    )
+    runner = load_backend(config)(config, open_checkpoint(str(folder)))
+    yield make_tiny_model(FAMILY, **LAYERS), config, runner
+    runner.close()
+
+
+def most_likely(model: torch.nn.Module, prompt: list[int], output: list[int]) -> list[int]:
+    """After the prompt and each token of an output but the last, the most likely token by transformers."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + output[:-1]]), use_cache=False).logits[0]
+    return logits[len(prompt) - 1 :].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("chunk", [16, 7])
+@pytest.mark.parametrize("cached", [True, False], ids=["cached", "not cached"])
+def test_outputs_are_those_of_transformers(
+    served: tuple[torch.nn.Module, EngineConfig, Runner], cached: bool, chunk: int
+) -> None:
+    model, config, runner = served
+    options = {"disable_radix_cache": not cached, "chunked_prefill_size": chunk}
+    channel = RecordingChannel()
+    scheduler = Scheduler(runner, (), config.model_copy(update=options), channel)
+    sampling = SamplingParams(max_new_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
+    asked: dict[int, list[int]] = {}
+    for _ in range(2):
+        for prompt in prompts():
+            number = len(asked) + 1
+            asked[number] = prompt
+            tokens = np.array(prompt, np.int32).tobytes()
+            scheduler.add(NewRequest(id=number, token_ids=tokens, sampling=sampling, stream=True))
+        steps = 0
+        while not scheduler.idle:
+            scheduler.step()
+            check_everything(scheduler.cache)
+            steps += 1
+            if steps % 13 == 0:
+                scheduler.retract_newest()
+    for number, prompt in asked.items():
+        output = channel.output(number)
+        assert len(output) == OUTPUT
+        assert output == most_likely(model, prompt, output)
+    begins = [number for number in asked if channel.cached[number] >= 32]
+    assert (len(begins) >= 8) == cached, "prefixes are found where there is a state, from the second request on"
+    assert scheduler.log.counts.retractions > 2
