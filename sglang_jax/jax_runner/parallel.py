@@ -46,8 +46,8 @@ class TensorParallel:
             )
 
         def copied(layer: LayerConfig) -> LayerConfig:
-            if (attention := layer.attention) is None:
-                return layer
+            if (attention := layer.attention) is None or layer.recurrent is not None:
+                return layer  # layers that keep a state are on one device
             kv_heads = attention.num_kv_heads
             return replace(layer, mixer=replace(attention, num_kv_heads=kv_heads * max(size // kv_heads, 1)))
 

@@ -86,12 +86,12 @@ def test_outputs_are_those_of_transformers(
             scheduler.step()
             check_everything(scheduler.cache)
             steps += 1
-            if steps % 13 == 0:
+            if steps % 13 == 0 and scheduler.num_running > 1:
                 scheduler.retract_newest()
     for number, prompt in asked.items():
         output = channel.output(number)
         assert len(output) == OUTPUT
         assert output == most_likely(model, prompt, output)
     begins = [number for number in asked if channel.cached[number] >= 32]
-    assert (len(begins) >= 8) == cached, "prefixes are found where there is a state, from the second request on"
+    assert begins == ([2, 3, 4, 7, 8, 9, 10] if cached else []), "from the second request of those that begin alike on"
     assert scheduler.log.counts.retractions > 2
