@@ -93,7 +93,7 @@ class GatedDeltaNet(Loadable):
         found, gate, rates, steps = torch.split(self.input(x), self._sizes, dim=-1)
         found = functional.silu(self.convolution(found, states[0], rows), inplace=True)
         all_keys = config.num_key_heads * config.key_dim
-        queries, keys, values = found.split([all_keys, all_keys, self._sizes[1]], dim=-1)
+        queries, keys, values = torch.split(found, [all_keys, all_keys, self._sizes[1]], dim=-1)
         inputs = ScanInputs(
             _unit(queries.view(tokens, -1, config.key_dim)) * config.key_dim**-0.5,
             _unit(keys.view(tokens, -1, config.key_dim)),
@@ -138,7 +138,7 @@ class Mamba2(Loadable):
         gate, found, steps = torch.split(self.input(x), self._sizes, dim=-1)
         found = functional.silu(self.convolution(found, states[0], rows), inplace=True)
         all_directions = config.num_groups * config.state_size
-        values, written, read = found.split([config.inner, all_directions, all_directions], dim=-1)
+        values, written, read = torch.split(found, [config.inner, all_directions, all_directions], dim=-1)
         values = values.view(tokens, -1, config.head_dim)
         steps = functional.softplus(steps.float() + self.decay_bias).clamp(config.least_step, config.most_step)
         inputs = ScanInputs(
