@@ -13,7 +13,8 @@ from helpers.scheduling import RecordingChannel
 from helpers.tiny_models import TINY_VOCAB_SIZE, make_tiny_checkpoint, make_tiny_model
 
 from sglang_jax.checkpoint import open_checkpoint
-from sglang_jax.config import Backend, EngineConfig
+from sglang_jax.config import Backend, EngineConfig, KVCacheDtype, MambaDtype
+from sglang_jax.errors import ConfigError
 from sglang_jax.mem_cache.invariants import check_everything
 from sglang_jax.runner.backends import load_backend
 from sglang_jax.runner.protocol import Runner
@@ -24,7 +25,6 @@ from sglang_jax.scheduler.scheduler import Scheduler
 PAGE_SIZE = 4
 OUTPUT = 22
 FAMILY = "qwen3_5_text"
-LAYERS = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
 
 
 def prompts() -> list[list[int]]:
@@ -34,10 +34,13 @@ def prompts() -> list[list[int]]:
     return [shared + tail for tail in tails] + [tails[3][:9], shared[:21]]
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("hybrid"), FAMILY)
+
+
 @pytest.fixture(scope="module", params=[Backend.JAX, Backend.TORCH])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
-    folder: Path = tmp_path_factory.mktemp("hybrid")
-    make_tiny_checkpoint(folder, FAMILY, **LAYERS)
+def served(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple]:
     config = EngineConfig(
         model_path=str(folder),
         backend=request.param,
@@ -53,7 +56,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         debug_memory=True,
     )
     runner = load_backend(config)(config, open_checkpoint(str(folder)))
-    yield make_tiny_model(FAMILY, **LAYERS), config, runner
+    yield make_tiny_model(FAMILY), config, runner
     runner.close()
 
 
@@ -95,3 +98,46 @@ def test_outputs_are_those_of_transformers(
     begins = [number for number in asked if channel.cached[number] >= 32]
     assert begins == ([2, 3, 4, 7, 8, 9, 10] if cached else []), "from the second request of those that begin alike on"
     assert scheduler.log.counts.retractions > 2
+
+
+@pytest.mark.parametrize("backend", [Backend.JAX, Backend.TORCH])
+def test_states_of_half_the_size_on_request(backend: Backend, folder: Path) -> None:
+    def bytes_of(dtype: MambaDtype) -> int:
+        config = EngineConfig(
+            model_path=str(folder),
+            backend=backend,
+            device="cpu",
+            dtype="float32",
+            skip_warmup=True,
+            mamba_ssm_dtype=dtype,
+            max_total_tokens=160,
+            max_running_requests=4,
+            max_mamba_cache_size=10,
+        )
+        runner = load_backend(config)(config, open_checkpoint(str(folder)))
+        report = runner.report()
+        runner.close()
+        assert report.details["mamba_ssm_dtype"] == dtype.value
+        return report.kv_bytes
+
+    matrices = (1 + 10) * 4 * 16 * 8
+    assert bytes_of(MambaDtype.FLOAT32) - bytes_of(MambaDtype.BFLOAT16) == 2 * matrices
+
+
+@pytest.mark.parametrize("backend", [Backend.JAX, Backend.TORCH])
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"tp_size": 2}, "tp_size 2: layers of the model keep a recurrent state.*choose tp_size 1, and --dp-size"),
+        (
+            {"kv_cache_dtype": KVCacheDtype.FLOAT8_E4M3},
+            "kv_cache_dtype fp8_e4m3: layers of the model keep.*choose auto",
+        ),
+    ],
+)
+def test_what_states_do_not_go_with_is_refused(
+    backend: Backend, option: dict[str, object], message: str, folder: Path
+) -> None:
+    config = EngineConfig(model_path=str(folder), backend=backend, device="cpu", **option)
+    with pytest.raises(ConfigError, match=message):
+        load_backend(config)(config, open_checkpoint(str(folder)))

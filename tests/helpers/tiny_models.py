@@ -57,13 +57,11 @@ _ARCHITECTURE_CONFIG: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 32},
     "lfm2": {
-        "layer_types": ["conv", "full_attention", "conv"],
-        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention"],
         "block_multiple_of": 32,
     },
     "qwen3_5_text": {
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention"],
         "head_dim": 32,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
@@ -71,7 +69,6 @@ _ARCHITECTURE_CONFIG: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 8,
     },
     "mamba2": {
-        "num_hidden_layers": 2,
         "num_heads": 8,
         "head_dim": 16,
         "state_size": 16,
