@@ -30,7 +30,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -105,13 +105,19 @@ class WordTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
-    def stream_decoder(self, skip_special_tokens: bool = True, *, continues_text: bool = False) -> TextStream:
+    chat_template = ""
+    response_template = None
+    special_tokens: Mapping[str, int] = {}
+
+    def stream_decoder(
+        self, skip_special_tokens: bool = True, *, continues_text: bool = False, markers: Set[int] = frozenset()
+    ) -> TextStream:
         return TextStream(VOCAB.__getitem__, frozenset({0}), 0)
 
     def check_roles(self, roles: Sequence[object]) -> None:
         """All are known."""
 
-    def render_chat(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    def render_chat(self, messages: Sequence[dict[str, Any]], **more: Any) -> str:
         return "".join(f"{message['role']}: {message['content']}\n" for message in messages)
 
 

@@ -61,7 +61,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint, parallel: TensorPara
     """
     if checkpoint.reader is None:
         raise CheckpointError(
-            f"{checkpoint.source.path} is an Orbax checkpoint, which the JAX backend alone restores: "
+            f"{checkpoint.source.path} is an Orbax checkpoint, which only the JAX backend restores: "
             "choose --backend jax, or give the checkpoint that it was converted from"
         )
     device = select_device(config.device, parallel.rank)
@@ -108,6 +108,8 @@ def _load_on(
         token_budget=sizes.token_budget,
         max_context=sizes.max_context,
         vocab_size=checkpoint.config.vocab_size,
+        max_samples=config.max_samples,
+        drafts_beside_prompts=False,
     )
     most = min(config.cuda_graph_max_bs or _MOST_CAPTURED_ROWS, spec.max_rows)
     return TorchRunner(

@@ -95,7 +95,7 @@ def _devices(topology: Topology, count: int) -> list[jax.Device]:
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         raise ConfigError(f"libtpu has no topology {topology}: {_first_line(error)}") from error
     if count > topology.devices:
-        raise ConfigError(f"tp_size {count} needs as many devices, and {topology} has {topology.devices}")
+        raise ConfigError(f"tp_size {count} needs {count} devices; {topology} has {topology.devices}")
     return devices
 
 
@@ -110,7 +110,7 @@ def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Bui
     hbm = topology.chip.hbm * topology.devices // devices
     memory = memory_of_one_device(parallel, model, kv_dtype, options.page_size, _PLATFORM, hbm)
     sizes = choose_sizes(options, parallel.config.max_position, memory)
-    spec = runner_spec(memory, sizes, options.page_size, parallel)
+    spec = runner_spec(options, memory, sizes, parallel)
     model.arrange(parallel.size)
     functions, weights = split_model(model)
     placed = [
@@ -122,7 +122,16 @@ def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Bui
         kv_cache_spec(parallel.config, kv_dtype, sizes.num_pages, options.page_size, platform=_PLATFORM), mesh
     )
     buckets = Buckets.ladder(spec.max_rows, spec.token_budget, options.page_size, len(spec.pools))
-    programs = Programs(functions, placed, DeviceState(kv, *rows), buckets, options.page_size, mesh, len(spec.pools))
+    programs = Programs(
+        functions,
+        placed,
+        DeviceState(kv, *rows),
+        buckets,
+        options.page_size,
+        mesh,
+        len(spec.pools),
+        spec.max_samples - 1,
+    )
     builders = programs.builders()
     if options.kv_cache_dtype is KVCacheDtype.INT8:
         builders[CALIBRATION] = partial(_build_calibration, model, parallel, mesh, dtype, options.page_size)

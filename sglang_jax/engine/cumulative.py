@@ -41,6 +41,7 @@ class CumulativeOutputs:
         output.finish = delta.finish
         output.delta_logprobs = delta.logprobs
         output.prompt_logprobs = self._prompt_logprobs[index]
+        output.drafts = delta.drafts
         return output
 
     def add_good(self, delta: OutputDelta) -> GenerateOutput:

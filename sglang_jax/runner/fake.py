@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sglang_jax.architectures import CacheKind
 from sglang_jax.runner import fake_model
@@ -99,6 +100,7 @@ class FakeRunner:
         self._last_token: Int32 = np.full(spec.max_rows, -7, np.int32)
         self._kv_lens: Int32 = np.zeros(spec.max_rows, np.int32)
         self._rows: dict[int, SamplingUpdate] = {}
+        self._texts: set[int] = set()
         self._next_step = 0
         self._handle: FakeHandle | None = None
         self.plans: list[StepPlan] = []
@@ -159,6 +161,7 @@ class FakeRunner:
         drafts = np.flatnonzero(plan.tokens == DRAFT)
         assert (plan.tokens[drafts - 1] < 0).all(), "a draft behind a token of the plan"
         assert self._spec.max_samples > 1 or not len(drafts), "the runner was not asked to draft"
+        self._check_texts(plan, drafts)
         if plan.masked is not None:
             assert plan.masked.any(), "a step in two parts for nobody"
             assert plan.samples[plan.masked].all(), "a mask for a sequence that does not sample"
@@ -178,6 +181,14 @@ class FakeRunner:
             targets = set(copies.targets.tolist())
             assert len(targets) == len(copies.targets) == len(copies.sources), "a slot is copied to twice"
             assert not targets & set(copies.sources.tolist()), "a slot is copied from and to"
+
+    def _check_texts(self, plan: StepPlan, drafts: NDArray[np.intp]) -> None:
+        """Guesses are made of a row's text: the one who has it now must have brought its own."""
+        for update in plan.row_updates.sampling:
+            self._texts.discard(update.row)
+        self._texts.update(update.row for update in plan.row_updates.texts)
+        drafting = np.searchsorted(np.cumsum(plan.query_lens), drafts, side="right")
+        assert self._texts.issuperset(plan.rows[drafting].tolist()), "a row drafts without a text"
 
     def _run(self, plan: StepPlan, begin: list[int], masks: TokenMasks | None) -> StepResult:
         choices = self._choices(plan, masks)

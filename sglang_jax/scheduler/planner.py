@@ -21,8 +21,10 @@ from sglang_jax.runner.plan import (
     RunnerSpec,
     SamplingUpdate,
     StepPlan,
+    TextUpdate,
 )
 from sglang_jax.scheduler.chunking import ChunkBudget, ChunkSharing
+from sglang_jax.scheduler.drafting import AllThatFit, Drafting
 from sglang_jax.scheduler.request import Request
 from sglang_jax.scheduler.rows import Rows
 
@@ -77,9 +79,13 @@ class Planned(msgspec.Struct, frozen=True):
 class Planner:
     """Builds plans. A plan's arrays are never written to after it was built."""
 
-    def __init__(self, spec: RunnerSpec, budget: ChunkBudget, cache: KVCache, rows: Rows) -> None:
+    def __init__(
+        self, spec: RunnerSpec, budget: ChunkBudget, cache: KVCache, rows: Rows, drafting: Drafting | None = None
+    ) -> None:
         self._token_budget = spec.token_budget
         self._max_samples = spec.max_samples
+        self._drafting = drafting or AllThatFit()
+        self._most_queries = None if spec.drafts_beside_prompts else spec.max_rows
         self._budget = budget
         self._cache = cache
         self._rows = rows
@@ -106,8 +112,7 @@ class Planner:
             # The others are at their limit, or may be once the step in flight has finished.
             rows, left = rows[open_ended], left[open_ended]
         if self._max_samples > 1 and len(rows):
-            reserved = self._budget.size if prompts_wait or self._rows.prefilling else 0
-            part = self._extend_with_drafts(rows, left, self._token_budget - reserved)
+            part = self._extend_with_drafts(rows, left, self._room(prompts_wait or bool(self._rows.prefilling)))
             if part is not None:
                 return part
         widths = None if self._max_samples == 1 else self._ones[: len(rows)]
@@ -116,11 +121,17 @@ class Planner:
             raise OutOfPages
         return DecodePart(rows, kv_lens.astype(np.int32), None)
 
-    def _extend_with_drafts(self, rows: Index, left: Index, tokens: int) -> DecodePart | None:
-        """As many drafts as `tokens` and free pages allow; None where there is no room for any."""
-        widths = np.minimum(left - 1, min(self._max_samples, max(tokens // len(rows), 1))).astype(np.int32)
-        if self._rows.num_masked:  # a mask tells of one token
-            widths[self._rows.masked[rows]] = 1
+    def _room(self, prompts: bool) -> int:
+        """Queries that decode rows may have in a step, beside which there may be `prompts`."""
+        if self._most_queries is None:
+            return self._token_budget - (self._budget.size if prompts else 0)
+        return 0 if prompts else min(self._most_queries, self._token_budget)
+
+    def _extend_with_drafts(self, rows: Index, left: Index, room: int) -> DecodePart | None:
+        """Drafts for rows that are likely to pay, as far as `room` and free pages go; None for none."""
+        most = np.minimum(left - 1, self._max_samples).astype(np.int32)
+        most[self._rows.one_by_one[rows]] = 1
+        widths = self._drafting.choose(rows, most, room)
         drafting = widths > 1
         if not drafting.any():
             return None
@@ -279,7 +290,7 @@ class Planner:
             copies=self._cache.take_copies(rows, step),
             learnt=self._learnt_beside(decode.rows, len(chunks)),
             masked=masked,
-            row_updates=RowUpdates(tuple([_sampling_update(request) for request in newcomers])),
+            row_updates=self._row_updates(newcomers),
             top_logprobs=self._top_logprobs(rows[picks]),
             prompt_logprobs=tuple(entry for _, entry in wanted),
             prompt_top_logprobs=_bucket(max((request.top_logprobs for request, _ in wanted), default=0)),
@@ -287,6 +298,13 @@ class Planner:
         requests = tuple(request for request, _ in wanted)
         self._rows.last_step[rows] = step
         return Planned(plan, rows[picks], picks, decode, under_masks, tuple(chunks), newcomers, requests)
+
+    def _row_updates(self, newcomers: tuple[Request, ...]) -> RowUpdates:
+        sampling = tuple([_sampling_update(request) for request in newcomers])
+        if self._max_samples == 1:
+            return RowUpdates(sampling)
+        texts = [TextUpdate(one.row, one.token_slice(0, one.prefill_len)) for one in newcomers if one.samples]
+        return RowUpdates(sampling, tuple(texts))
 
     def _learnt_beside(self, decode_rows: Index, chunks: int) -> Bool | None:
         """As `_learnt`, with chunks behind the decode rows, whose starts are known."""

@@ -9,7 +9,7 @@ from sglang_jax.errors import RequestError
 from sglang_jax.mem_cache.lengths import Index
 from sglang_jax.runner.plan import Int32, StepResult, TopLogprobs
 from sglang_jax.scheduler.channel import Channel
-from sglang_jax.scheduler.messages import Finished, Started, StepOutputs, WireError, WireLogprob
+from sglang_jax.scheduler.messages import DraftCounts, Finished, Started, StepOutputs, WireError, WireLogprob
 from sglang_jax.scheduler.planner import Planned
 from sglang_jax.scheduler.request import Request, RequestState
 from sglang_jax.scheduler.rows import Rows
@@ -24,10 +24,12 @@ def wire_error(error: RequestError) -> WireError:
 
 
 class Publisher:
-    """One `StepOutputs` for each step that has something to say."""
+    """One `StepOutputs` for each step that has something to say. `drafts`: whether tokens are guessed, so that what
+    came of it is told of each request."""
 
-    def __init__(self, channel: Channel, rows: Rows) -> None:
+    def __init__(self, channel: Channel, rows: Rows, drafts: bool = False) -> None:
         self._channel = channel
+        self._drafts = drafts
         self._rows = rows
         self._ids = _NO_IDS
         self._tokens = _NO_TOKENS
@@ -51,14 +53,23 @@ class Publisher:
             ids, tokens = np.concatenate((self._ids, ids)), np.concatenate((self._tokens, tokens))
         self._ids, self._tokens = ids, tokens
 
-    def started(self, request: Request) -> None:
+    def started(self, request: Request, now: float) -> None:
         """A request got its row for the first time."""
-        self._started.append(Started(request.id, request.cached_tokens or 0))
+        self._started.append(Started(request.id, request.cached_tokens or 0, max(now - request.arrival, 0.0)))
 
     def finished(
-        self, request: Request, kind: str, *, matched_token: int | None = None, error: RequestError | None = None
+        self,
+        request: Request,
+        kind: str,
+        *,
+        last_step: float,
+        matched_token: int | None = None,
+        error: RequestError | None = None,
     ) -> None:
-        """A request ended. While it has a row its output is there, otherwise it was kept with the request."""
+        """A request ended. While it has a row its output is there, otherwise it was kept with the request.
+
+        `last_step`: when the newest step ended of those that are done; its last token is from it.
+        """
         if request.kv is not None:
             count = int(self._rows.num_tokens[request.row])
             output = self._rows.token_bytes(request.row, request.prompt_len, count)
@@ -73,6 +84,8 @@ class Publisher:
                 b"" if request.stream else output,
                 request.cached_tokens or 0,
                 None if error is None else wire_error(error),
+                None if request.first_token is None or not output else (request.first_token, last_step),
+                DraftCounts(*self._rows.drafts_of(request)) if self._drafts else None,
             )
         )
 

@@ -59,6 +59,9 @@ class Rows:
     - `tokens`: `[rows, max_context + 1]` prompt and output.
     - `last_step`: the last launched step that has the row.
     - `masked`: the row samples under the mask of a grammar.
+    - `one_by_one`: it samples one token a step, whatever could be guessed: a mask tells of one token, and penalties
+      depend on the token before.
+    - `drafts`: `[rows, 3]`, see `DraftCounts`.
     - `active`: the row's request is not leaving, and what it samples counts.
 
     And who takes part in the next step: `decode_rows`, `[decoding]`, replaced and never written to, and `prefilling`,
@@ -80,7 +83,9 @@ class Rows:
         self.last_step: NDArray[np.int64] = np.full(rows, -1, np.int64)
         self.active: Bool = np.zeros(rows, np.bool_)
         self.masked: Bool = np.zeros(rows, np.bool_)
+        self.one_by_one: Bool = np.zeros(rows, np.bool_)
         self.num_masked = 0
+        self.drafts: NDArray[np.int64] = np.zeros((rows, 3), np.int64)
         self.requests: list[Request | None] = [None] * rows
         self.num_with_logprobs = 0
         self.decode_rows: Index = np.zeros(0, np.intp)
@@ -128,7 +133,9 @@ class Rows:
         self.total_len[rows] = [request.total_len for request in requests]
         self.stop_ids[rows] = NO_TOKEN
         self.active[rows] = True
+        self.drafts[rows] = 0
         self.masked[rows] = [request.matcher is not None for request in requests]
+        self.one_by_one[rows] = [request.matcher is not None or request.sampling.counts_tokens for request in requests]
         self.num_masked += int(np.count_nonzero(self.masked[rows]))
         for row, request in zip(rows.tolist(), requests, strict=True):
             self.requests[row] = request
@@ -192,6 +199,12 @@ class Rows:
     def token_bytes(self, row: int, first: int, last: int) -> bytes:
         """Tokens `[first, last)` of a row as int32 bytes."""
         return self.tokens[row, first:last].tobytes()
+
+    def drafts_of(self, request: Request) -> tuple[int, int, int]:
+        """As `DraftCounts`, with those of rows that it had before."""
+        own = self.drafts[request.row].tolist() if request.kv is not None else (0, 0, 0)
+        steps, drafts, right = (before + now for before, now in zip(request.drafts, own, strict=True))
+        return steps, drafts, right
 
     def _append(self, rows: Index, tokens: Int32) -> tuple[Index, Bool, Bool]:
         """One token for each of `rows`: how many they have now, who was stopped by it, and who is full."""

@@ -7,6 +7,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sglang_jax.architectures import CacheKind
 from sglang_jax.scheduler.messages import GroupUsage, SchedulerStats
 from sglang_jax.scheduler.planner import Planned
@@ -32,6 +35,9 @@ class Counts:
     aborted: int = 0
     retractions: int = 0
     memory_faults: int = 0
+    draft_steps: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class StepLog:
@@ -57,6 +63,13 @@ class StepLog:
         self.steps += 1
         if planned.chunks and logger.isEnabledFor(logging.INFO):
             self._write_prefill_line(planned)
+
+    def drafted(self, counts: NDArray[np.int64]) -> None:
+        """What came of drafts, `[rows, 3]` (see `DraftCounts`)."""
+        steps, drafts, right = counts.sum(axis=0).tolist()
+        self.counts.draft_steps += steps
+        self.counts.draft_tokens += drafts
+        self.counts.accepted_tokens += right
 
     def finished(self, num_tokens: int) -> None:
         """A step finished; `num_tokens` requests sampled a token."""
@@ -84,6 +97,9 @@ class StepLog:
             num_retractions=counts.retractions,
             num_evicted_pages=scheduler.cache.num_evicted,
             num_memory_faults=counts.memory_faults,
+            num_draft_steps=counts.draft_steps,
+            num_draft_tokens=counts.draft_tokens,
+            num_accepted_tokens=counts.accepted_tokens,
             compiles_after_warm_up=compiles_after_warm_up,
             new_token_reserve=scheduler.reserve.ratio,
             steps=self.steps,

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import pickle
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -108,6 +109,22 @@ def test_outputs_put_together_earlier_stay_as_they_were() -> None:
     second = outputs.add(each.take())
     assert (first.request_id, first.index, first.text, first.output_ids) == ("r", 5, "a", [97])
     assert (second.text, second.delta_text, second.output_ids, second.delta_ids) == ("ab", "b", [97, 98], [98])
+
+
+def test_the_end_tells_when_the_first_and_the_last_token_came() -> None:
+    """By the core, or here where a stop string ends the output and the core says no more of it."""
+    stopped, before = completion(stop=("b",)), time.monotonic()
+    stopped.push(97)
+    assert stopped.take().sampled is None
+    stopped.push(98)
+    first, last = stopped.take().sampled or (0.0, 0.0)
+    assert before <= first <= last <= time.monotonic()
+    ended = completion()
+    ended.queue_seconds = 0.25
+    ended.push(97)
+    assert (ended.take().queue_seconds, ended.take().queue_seconds) == (0.25, None)
+    ended.end(Finished(1, "length", None, 1, b"", 0, sampled=(1.5, 2.5)))
+    assert ended.take().sampled == (1.5, 2.5)
 
 
 def grown(tokens: int = 6) -> tuple[CumulativeOutputs, list[GenerateOutput]]:

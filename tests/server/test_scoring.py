@@ -144,6 +144,7 @@ def test_such_answers_are_timed_to_their_end_alone(server: EchoServer) -> None:
     server.events("/generate", {"text": "AB", **SCORE})
     new = {name: count - before[name] for name, count in counts().items()}
     assert new == {
+        "sglang:queue_time_seconds_count": 1,
         "sglang:time_to_first_token_seconds_count": 0,
         "sglang:inter_token_latency_seconds_count": 0,
         "sglang:e2e_request_latency_seconds_count": 1,

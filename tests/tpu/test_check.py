@@ -228,7 +228,7 @@ def test_options_that_cannot_be(model: Path, arguments: tuple[str, ...], message
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--topology", "v6e-1", "--tp", "2"), "tp_size 2 needs as many devices, and v6e:1x1 has 1"),
+        (("--topology", "v6e-1", "--tp", "2"), "tp_size 2 needs 2 devices; v6e:1x1 has 1"),
         (("--topology", "v6e:2x2", "--tp", "3"), "cannot be spread over 3 devices"),
         (("--topology", "v6e:3x3"), "libtpu has no topology v6e:3x3"),
         (("--topology", "v6e-1", "--context-length", "2048"), "context_length 2048 is beyond the 1024 positions"),
