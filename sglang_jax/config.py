@@ -97,6 +97,11 @@ class KVCacheDtype(Choice):
     INT8 = "int8"
 
 
+class MambaDtype(Choice):
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
 class SamplingDefaults(Choice):
     """Where a sampling field that a request leaves out gets its value."""
 
@@ -270,6 +275,11 @@ class EngineConfig(BaseModel):
         gt=0.0,
         allow_inf_nan=False,
         description="memory for recurrent states, as a share of that for KV pages",
+    )
+    mamba_ssm_dtype: MambaDtype = Field(
+        MambaDtype.FLOAT32,
+        description="dtype in which recurrent states are kept between steps; bfloat16 takes half the memory and rounds "
+        "at every step (convolutions keep their last inputs in the dtype of activations)",
     )
     mamba_track_interval: int = Field(
         64,

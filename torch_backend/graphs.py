@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from sglang_jax.runner.page_tables import ONE_GROUP, TableLayout
 from sglang_jax.runner.plan import Int32, PageDeltas, StepPlan
 from torch_backend.packing import StepInputs, StepLayout
 from torch_backend.streams import Stream
@@ -95,7 +96,7 @@ class DecodeGraphs:
     """The captured decode steps of a runner.
 
     **Arguments:** `buckets`: numbers of rows, ascending; `forward`: what a captured step does, from the inputs on;
-    `num_groups`: of the cache, in each of which a row may take a page; `drafts`: of a runner that drafts.
+    `table`: of the cache groups, in each of which a row may take a page; `drafts`: of a runner that drafts.
     """
 
     def __init__(
@@ -106,10 +107,13 @@ class DecodeGraphs:
         stream: Stream,
         dump_row: int,
         device: torch.device,
-        num_groups: int = 1,
+        table: TableLayout = ONE_GROUP,
         drafts: bool = False,
     ) -> None:
-        self.layouts = {rows: StepLayout.decode(rows, num_groups * rows, drafts) for rows in buckets}
+        self.layouts = {
+            rows: StepLayout.decode(rows, deltas=table.pools * rows, drafts=drafts, states=table.states)
+            for rows in buckets
+        }
         self._capture = capture
         self._forward = forward
         self._stream = stream

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
+from sglang_jax.runner.page_tables import pack_copies
 from sglang_jax.runner.plan import Int32, PageDeltas, StepPlan
 
 LEARNT, GUESS = 1, 2
@@ -27,6 +28,8 @@ class StepInputs:
     - `flags`: `[R]` for a runner that drafts, else empty; see `LEARNT`, `GUESS`. `own`: likewise; the device writes the
       token there that each sequence that decodes computes, and the lengths that it learns into `kv_lens`.
     - `guessing`: known to the host; whether some sequence may stand for a draft.
+    - `copy_sources`, `copy_targets`: `[R]`, slots that sequences begin with, and those of their own in whose place
+      they do; targets are -1 where there is none. Empty for a model that keeps no states.
     """
 
     num_decode: int
@@ -41,12 +44,14 @@ class StepInputs:
     tokens: torch.Tensor
     flags: torch.Tensor
     own: torch.Tensor
+    copy_sources: torch.Tensor
+    copy_targets: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
     """Sizes of the fields of a packed step. An eager step has those of its plan, a captured one those of its bucket.
-    `drafts`: of a runner that drafts; `guessing`: in this step."""
+    `drafts`: of a runner that drafts; `guessing`: in this step; `states`: the model keeps some."""
 
     rows: int
     sampled: int
@@ -55,9 +60,12 @@ class StepLayout:
     num_decode: int
     drafts: bool = False
     guessing: bool = False
+    states: bool = False
 
     @classmethod
-    def exact(cls, plan: StepPlan, deltas: PageDeltas, *, drafts: bool = False, guessing: bool = False) -> StepLayout:
+    def exact(
+        cls, plan: StepPlan, deltas: PageDeltas, *, drafts: bool = False, guessing: bool = False, states: bool = False
+    ) -> StepLayout:
         """Without any padding; `deltas`: those of the plan, of all groups."""
         return cls(
             rows=len(plan.rows),
@@ -67,12 +75,22 @@ class StepLayout:
             num_decode=plan.num_decode,
             drafts=drafts,
             guessing=guessing,
+            states=states,
         )
 
     @classmethod
-    def decode(cls, rows: int, deltas: int, drafts: bool = False) -> StepLayout:
+    def decode(cls, rows: int, deltas: int, *, drafts: bool = False, states: bool = False) -> StepLayout:
         """Of decode rows alone, which all sample."""
-        return cls(rows=rows, sampled=rows, deltas=deltas, tokens=0, num_decode=rows, drafts=drafts, guessing=drafts)
+        return cls(
+            rows=rows,
+            sampled=rows,
+            deltas=deltas,
+            tokens=0,
+            num_decode=rows,
+            drafts=drafts,
+            guessing=drafts,
+            states=states,
+        )
 
     @property
     def size(self) -> int:
@@ -89,7 +107,7 @@ class StepLayout:
         """Writes a plan that fits into `packed`, `[size]`; `deltas` are those of its page deltas that go along;
         `guesses` as `Unfolded` has them."""
         fields = [packed[start:end] for start, end in pairwise(self._ends())]
-        rows, kv_lens, query_starts, sampled, delta_rows, delta_columns, delta_pages, tokens, flags, _ = fields
+        rows, kv_lens, query_starts, sampled, delta_rows, delta_columns, delta_pages, tokens, flags, _, *copied = fields
         sequences, entries = len(plan.rows), len(deltas.rows)
         rows[:sequences] = plan.rows
         rows[sequences:] = dump_row
@@ -114,9 +132,11 @@ class StepLayout:
                 flags[:sequences] = LEARNT * plan.learnt
             if guesses is not None:
                 flags[:sequences] += GUESS * guesses
+        pack_copies(plan.copies, *copied)
 
     def _ends(self) -> list[int]:
         rows, deltas = self.rows, self.deltas
-        of_drafts = rows if self.drafts else 0
-        lengths = (rows, rows, rows + 1, self.sampled, deltas, deltas, deltas, self.tokens, of_drafts, of_drafts)
+        guessed, copies = rows if self.drafts else 0, rows if self.states else 0
+        of_step = (rows, rows, rows + 1, self.sampled, deltas, deltas, deltas, self.tokens)
+        lengths = (*of_step, guessed, guessed, copies, copies)
         return list(accumulate(lengths, initial=0))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from sglang_jax.runner.drafts import REFUSED, Unfolded, fold, pack_texts, unfold
-from sglang_jax.runner.page_tables import side_by_side
+from sglang_jax.runner.page_tables import TableLayout, side_by_side
 from sglang_jax.runner.plan import (
     INVALID_TOKEN,
     LOGPROB_BUCKETS,
@@ -152,6 +152,7 @@ class TorchRunner:
         self._stream = stream or CpuThread()
         self._sampler = sampler or NativeSampler()
         self._page_size = spec.pools[0].page_size
+        self._table = TableLayout.of(spec)
         rows = spec.max_rows + 1
         self._dump_row = spec.max_rows
         self._drafts = spec.max_samples > 1
@@ -168,7 +169,7 @@ class TorchRunner:
                 self._stream,
                 self._dump_row,
                 device,
-                len(spec.pools),
+                self._table,
                 self._drafts,
             )
         self._warm_graphs = 0
@@ -186,8 +187,8 @@ class TorchRunner:
         """Runs a step of each kind on padding, so that kernels are built, and captures the decode steps."""
         longest = min(self._spec.token_budget, self._spec.max_context)
         kinds = {
-            "a decode step": StepLayout.decode(self._spec.max_rows, 0, self._drafts),
-            "a prefill step": StepLayout(1, 1, 0, longest, 0, self._drafts),
+            "a decode step": StepLayout.decode(self._spec.max_rows, 0, drafts=self._drafts, states=self._table.states),
+            "a prefill step": StepLayout(1, 1, 0, longest, 0, drafts=self._drafts, states=self._table.states),
         }
         graphs = self._graphs
         total = len(kinds) + (0 if graphs is None else len(graphs.layouts))
@@ -209,7 +210,8 @@ class TorchRunner:
         """
         if not self._drafts:
             refuse_drafts(plan)
-        refuse_states(plan)
+        if not self._table.states:
+            refuse_states(plan)
         unfolded = unfold(plan)
         plan = unfolded.plan
         if plan.num_tokens > self._spec.token_budget or len(plan.rows) > self._spec.max_rows:
@@ -292,14 +294,16 @@ class TorchRunner:
                 self._apply_deltas(deltas)
                 deltas = PageDeltas(deltas.rows[:0], deltas.columns[:0], deltas.pages[:0])
             return self._graphs.run(bucket, plan, deltas, guesses)
-        layout = StepLayout.exact(plan, deltas, drafts=self._drafts, guessing=bool(guesses.any()))
+        layout = StepLayout.exact(
+            plan, deltas, drafts=self._drafts, guessing=bool(guesses.any()), states=self._table.states
+        )
         host = self._stream.host_buffer(layout.size)
         layout.pack(plan, deltas, self._dump_row, host.numpy(), guesses)
         inputs = layout.unpack(self._stream.to_device(host))
         return inputs, self._forward(inputs)
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
-        return self._model.forward(build_batch(inputs, self._rows, self._page_size, len(self._spec.pools)))
+        return self._model.forward(build_batch(inputs, self._rows, self._page_size, self._table))
 
     def _logits(self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
         """Of the sequences that sample."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sglang_jax.jax_runner.buckets import Bucket
+from sglang_jax.runner.page_tables import pack_copies
 from sglang_jax.runner.plan import MASK_WORD, NO_LOGPROBS, Bool, Int32, PageDeltas, StepPlan, TokenMasks
 
 NO_TARGET = -1
@@ -30,6 +31,8 @@ class StepInputs:
     - `delta_rows`, `delta_columns`, `delta_pages`: `[D]`; padding writes page 0 into the dump row.
     - `tokens`: `[T]`, as in the plan, 0 at places of padding; empty for a decode bucket, whose rows all have their
       last token, as is `prompt_targets`: `[T]`, the token whose logprob is wanted, or `NO_TARGET`.
+    - `copy_sources`, `copy_targets`: `[R]`, slots that sequences begin with, and those of their own in whose place
+      they do; targets are -1 where there is none. Empty for a model that keeps no states.
     """
 
     num_decode: jax.Array
@@ -45,18 +48,22 @@ class StepInputs:
     delta_pages: jax.Array
     tokens: jax.Array
     prompt_targets: jax.Array
+    copy_sources: jax.Array
+    copy_targets: jax.Array
 
 
 _SCALARS = 4
 
 
 class StepLayout:
-    """Where each field of `StepInputs` lies in the packed array, int32 `[size]`, of a bucket."""
+    """Where each field of `StepInputs` lies in the packed array, int32 `[size]`, of a bucket. `states`: the model keeps
+    some."""
 
-    def __init__(self, bucket: Bucket, dump_row: int) -> None:
+    def __init__(self, bucket: Bucket, dump_row: int, *, states: bool = False) -> None:
         rows, deltas = bucket.rows, bucket.deltas
         tokens = 0 if bucket.decode_only else bucket.tokens
-        lengths = (rows, rows, rows, rows + 1, deltas, deltas, deltas, tokens, tokens)
+        copies = rows if states else 0
+        lengths = (rows, rows, rows, rows + 1, deltas, deltas, deltas, tokens, tokens, copies, copies)
         ends = list(accumulate(lengths, initial=_SCALARS))
         self.bucket = bucket
         self.dump_row = dump_row
@@ -77,7 +84,7 @@ class StepLayout:
         one_part = plan.masked is None
         top_logprobs = plan.top_logprobs if one_part else NO_LOGPROBS
         packed[:_SCALARS] = (plan.num_decode, plan.num_tokens, top_logprobs, plan.prompt_top_logprobs)
-        rows, kv_lens, flags, query_starts, delta_rows, delta_columns, delta_pages, tokens, targets = (
+        rows, kv_lens, flags, query_starts, delta_rows, delta_columns, delta_pages, tokens, targets, *copied = (
             packed[part] for part in self._slices
         )
         sequences = len(plan.rows)
@@ -97,6 +104,7 @@ class StepLayout:
             for wanted in plan.prompt_logprobs:
                 start = query_starts[wanted.sequence] + wanted.first
                 targets[start : start + len(wanted.targets)] = wanted.targets
+        pack_copies(plan.copies, *copied)
         return packed
 
 

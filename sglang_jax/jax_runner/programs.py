@@ -30,6 +30,7 @@ from sglang_jax.jax_runner.step import (
     make_sample,
     make_step,
 )
+from sglang_jax.runner.page_tables import ONE_GROUP, TableLayout
 from sglang_jax.runner.plan import Int32, PageDeltas, mask_words
 from sglang_jax.runner.pulse import Building
 from sglang_jax.runner.row_updates import PACKED_ROW
@@ -60,7 +61,7 @@ class Programs:
         buckets: Buckets,
         page_size: int,
         mesh: Mesh | None = None,
-        num_groups: int = 1,
+        table: TableLayout = ONE_GROUP,
         most_guesses: int = 0,
     ) -> None:
         self._model = model
@@ -71,12 +72,12 @@ class Programs:
         self._placement = jax.tree.map(lambda array: array.sharding, state)
         self._page_size = page_size
         self._mesh = mesh
-        self._num_groups = num_groups
+        self._table = table
         self._most_guesses = most_guesses
         self._buckets = buckets
         self.dump_row = state.last_tokens.shape[0] - 1
         self.vocab_size = state.sampling.vocab_size
-        self.layouts = {bucket: StepLayout(bucket, self.dump_row) for bucket in buckets}
+        self.layouts = {bucket: StepLayout(bucket, self.dump_row, states=table.states) for bucket in buckets}
         words = mask_words(self.vocab_size)
         self.sample_layouts = {rows: SampleLayout(rows, words, self.dump_row) for rows in {one.rows for one in buckets}}
         self.row_update_sizes = tuple(sorted({1, min(8, self.dump_row), self.dump_row}))
@@ -165,7 +166,7 @@ class Programs:
     def _build_step(self, bucket: Bucket) -> Executable:
         layout = self.layouts[bucket]
         step = jax.jit(
-            make_step(self._model, layout, self._page_size, self._mesh, self._num_groups, self._most_guesses),
+            make_step(self._model, layout, self._page_size, self._mesh, self._table, self._most_guesses),
             donate_argnums=1,
             out_shardings=(self._placement, self._outputs_placement()),
         )

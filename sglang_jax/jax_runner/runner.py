@@ -20,7 +20,7 @@ from sglang_jax.jax_runner.sampling_state import SamplingState
 from sglang_jax.jax_runner.step import DeviceState, KVCaches, ModelFunctions, StepOutputs, Weights
 from sglang_jax.jax_runner.warmup import warmup_plan
 from sglang_jax.runner.drafts import Unfolded, fold, pack_texts, unfold
-from sglang_jax.runner.page_tables import side_by_side
+from sglang_jax.runner.page_tables import TableLayout, side_by_side
 from sglang_jax.runner.plan import (
     NO_LOGPROBS,
     PageDeltas,
@@ -123,8 +123,9 @@ class JaxRunner:
         self._kv_bytes = _nbytes(kv)
         self._device = next(iter(self._state.last_tokens.devices()))
         self._buckets = Buckets.ladder(spec.max_rows, spec.token_budget, page_size, len(spec.pools))
+        self._table = TableLayout.of(spec)
         self._programs = Programs(
-            model, weights, self._state, self._buckets, page_size, mesh, len(spec.pools), spec.max_samples - 1
+            model, weights, self._state, self._buckets, page_size, mesh, self._table, spec.max_samples - 1
         )
         self._counter = CompileCounter()
         self._compiles_in_warm_up = 0
@@ -171,7 +172,8 @@ class JaxRunner:
         """
         if self._spec.max_samples == 1:
             refuse_drafts(plan)
-        refuse_states(plan)
+        if not self._table.states:
+            refuse_states(plan)
         if self._waiting is not None and self._waiting.second is not None:
             raise RuntimeError(
                 f"step {plan.step} was launched while step {self._waiting.plan.step} waits for its masks"

@@ -17,8 +17,10 @@ from sglang_jax.jax_runner.logprobs import Logprobs, prompt_logprobs
 from sglang_jax.jax_runner.packing import SampleLayout, StepInputs, StepLayout
 from sglang_jax.jax_runner.readers import LogitsReader, Masks, reader_over
 from sglang_jax.jax_runner.sampling_state import SamplingState
+from sglang_jax.kernels.state_rows import StateRows
 from sglang_jax.layers.batch import ForwardBatch, GroupPages
 from sglang_jax.runner.drafts import REFUSED
+from sglang_jax.runner.page_tables import ONE_GROUP, TableLayout
 from sglang_jax.runner.plan import INVALID_TOKEN, NO_LOGPROBS
 
 Weights = list[jax.Array]
@@ -45,9 +47,9 @@ class DeviceState:
 
     One row more than the runner offers, the dump row, takes what padding writes.
 
-    - `kv`: KV pages of every layer.
-    - `page_table`: int32 `[rows + 1, groups * pages]`, those of all cache groups side by side; the dump row holds page
-      0 alone.
+    - `kv`: KV pages or states of every layer.
+    - `page_table`: int32 `[rows + 1, columns]`, those of all cache groups side by side (see `TableLayout`); the dump
+      row holds page 0 alone.
     - `last_tokens`: int32 `[rows + 1]`, what each row sampled last.
     - `known`: the rows' texts, where steps have drafts.
     """
@@ -126,7 +128,7 @@ def build_batch(
     own: jax.Array,
     page_size: int,
     num_slots: int,
-    num_groups: int = 1,
+    table: TableLayout = ONE_GROUP,
 ) -> ForwardBatch:
     """The forward batch of `num_slots` (T) tokens: where each token stands, and the slots its KV goes to. `own` `[R]`:
     the token of each sequence that decodes."""
@@ -147,7 +149,14 @@ def build_batch(
         pages = own_pages[sequences, positions // page_size]
         return GroupPages(jnp.where(real, pages * page_size + positions % page_size, 0), own_pages)
 
-    first, *further = map(pages_of, jnp.split(page_table[inputs.rows], num_groups, axis=1))
+    own_table = page_table[inputs.rows]
+    states = None
+    if table.states:
+        own_table, slots = own_table[:, :-1], own_table[:, -1]
+        states = _state_rows(inputs, slots, sequences, places)
+    # Where layers keep states alone there are no pages, and nobody looks at any.
+    tables = jnp.split(own_table, table.groups, axis=1) if table.groups else [jnp.zeros_like(inputs.rows)[:, None]]
+    first, *further = map(pages_of, tables)
     # A row whose logits were not finite holds no token; its request ends once the host has seen it. Nor has a draft
     # one for which there is nothing to guess by.
     tokens = jnp.where(real & (tokens >= 0), tokens, 0)
@@ -160,6 +169,24 @@ def build_batch(
         query_starts=inputs.query_starts,
         num_decode=inputs.num_decode,
         further=tuple(further),
+        states=states,
+    )
+
+
+def _state_rows(inputs: StepInputs, slots: jax.Array, sequences: jax.Array, places: jax.Array) -> StateRows:
+    """Where the sequences have their states; `slots` `[R]` are their own."""
+    # Targets are slots of the sequences' own. To begin with the source costs nothing, in the place of a copy.
+    copied = slots[:, None] == inputs.copy_targets
+    begin = jnp.where(copied.any(1), jnp.where(copied, inputs.copy_sources, 0).sum(1), slots)
+    return StateRows(
+        begin=begin,
+        fresh=inputs.kv_lens <= jnp.diff(inputs.query_starts),
+        own=slots,
+        sequences=sequences,
+        offsets=places - inputs.query_starts[sequences],
+        query_starts=inputs.query_starts,
+        num_decode=inputs.num_decode,
+        decode_only=inputs.tokens.shape[0] == 0,
     )
 
 
@@ -168,12 +195,12 @@ def make_step(
     layout: StepLayout,
     page_size: int,
     mesh: Mesh | None = None,
-    num_groups: int = 1,
+    table: TableLayout = ONE_GROUP,
     most_guesses: int = 0,
 ) -> Callable[[Weights, DeviceState, jax.Array], tuple[DeviceState, StepOutputs]]:
     """The step of one bucket as a function of (weights, state, packed plan); state is to be donated.
 
-    `mesh`: over which weights and KV are spread; None for one device. `num_groups`: of the model's cache.
+    `mesh`: over which weights and KV are spread; None for one device. `table`: of the model's cache groups.
     `most_guesses`: drafts of a row, above 0 where the state knows the rows' texts.
 
     The logits are a result for the steps that wait for masks. It costs the others nothing but the memory: what samples
@@ -194,7 +221,7 @@ def make_step(
         before = SampledState.of(state)
         sequences = before.inputs_of(inputs.flags, inputs.rows, inputs.kv_lens)
         inputs = replace(inputs, kv_lens=sequences.kv_lens)
-        batch = whole(build_batch(inputs, page_table, sequences.own, page_size, bucket.tokens, num_groups))
+        batch = whole(build_batch(inputs, page_table, sequences.own, page_size, bucket.tokens, table))
         hidden, kv = model.forward(weights, batch, state.kv)
         last_hidden = hidden if bucket.decode_only else hidden[jnp.maximum(inputs.query_starts[1:] - 1, 0)]
         logits = model.logits(weights, last_hidden)

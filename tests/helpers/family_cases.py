@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from helpers.parity_cases import STEPS, TOLERANCE, logits_of, prompts
+from helpers.parity_cases import STEPS, TOLERANCE, logits_of, prompts, transformers_logits
 from helpers.tiny_models import make_tiny_checkpoint, make_tiny_model
 
 
@@ -138,12 +138,24 @@ FAMILIES: dict[str, FamilyCase] = {
 }
 
 
+HYBRIDS: dict[str, FamilyCase] = {
+    "lfm2": FamilyCase("lfm2", 4, {"conv_bias": True}),
+    "qwen3_5": FamilyCase("qwen3_5_text", 16),
+    "mamba2": FamilyCase("mamba2", 4),
+    "falcon_h1": FamilyCase("falcon_h1", 16),
+    "granite_hybrid": FamilyCase("granitemoehybrid", 1),
+}
+"""Families with layers that keep a recurrent state."""
+
+
 class Paged(Protocol):
     """Either backend's paged model."""
 
     def run(
         self, sequences: Sequence[Any], steps: Sequence[dict[int, int]], cached: Sequence[int] | None = None
     ) -> list[np.ndarray]: ...
+
+    def share(self, row: int, other: int) -> None: ...
 
 
 def check_family(
@@ -171,3 +183,27 @@ def _check_logits(model: Paged, sequences: list[np.ndarray], expected: list[np.n
     steps = ({0: 8, 1: 6, 2: 4, 3: 1}, {1: 1}, {1: 3})
     for again, logits, start in zip(model.run(sequences, steps, cached), found, cached, strict=True):
         assert np.abs(again - logits[start:]).max() < 2e-5
+
+
+def check_hybrid(case: FamilyCase, folder: Path, load: Callable[[Path, int, int], Paged]) -> None:
+    """Logits of whole prompts, chunks and decode rows are transformers'; and so are those of a request that goes on
+    from the pages and the state of another, however these came about.
+
+    `load` as for `check_family`.
+    """
+    columns = -(-64 // case.page_size)
+    model = load(make_tiny_checkpoint(folder, case.architecture, **case.changes), case.page_size, columns)
+    sequences = prompts()
+    for tokens, logits in zip(sequences, model.run(sequences, STEPS), strict=True):
+        assert len(logits) == len(tokens)
+        expected = transformers_logits(case.architecture, tokens, **case.changes)
+        assert np.abs(logits - expected).max() < TOLERANCE
+    longest = sequences[1]
+    expected = transformers_logits(case.architecture, longest, **case.changes)
+    for chunks in ((33,), (1, 1, 31), (5, 11, 16, 1), (2, 1, 30)):
+        start = sum(chunks)
+        first = [sequences[0], longest, longest, longest]
+        model.run(first, [{0: 1, 1: count} if done else {1: count} for done, count in enumerate(chunks)])
+        model.share(1, 2)
+        _, found = model.run(first, ({2: 3, 0: 2}, {2: 1}, {2: len(longest) - start - 4}), (0, 0, start, 0))
+        assert np.abs(found - expected[start:]).max() < TOLERANCE

@@ -6,10 +6,10 @@ import logging
 
 import pytest
 
-from sglang_jax.architectures import CacheGroup, CacheKind
+from sglang_jax.architectures import CacheKind
 from sglang_jax.config import EngineConfig
 from sglang_jax.errors import ConfigError
-from sglang_jax.runner.sizing import GroupMemory, Memory, choose_sizes, describe_pools, pool_specs, refuse_states
+from sglang_jax.runner.sizing import GroupMemory, Memory, choose_sizes, describe_pools, pool_specs
 
 GIB = 2**30
 CPU = Memory("cpu", available=16 * GIB, weights=GIB, groups=(GroupMemory(2**20),))
@@ -166,10 +166,3 @@ def test_a_model_of_states_alone_has_slots_and_any_context() -> None:
     assert sizes.num_pages == (7 * 1024 // 40,)
     assert (sizes.max_context, sizes.max_rows) == (32768, (7 * 1024 // 40 - 1) // 2)
     assert describe_pools(alone, sizes, 16) == "178 recurrent states in 7,160 MiB"
-
-
-def test_backends_refuse_states_by_name() -> None:
-    groups = (CacheGroup(CacheKind.FULL, (3, 7)), CacheGroup(CacheKind.STATE, (0, 1, 2)))
-    refuse_states(groups[:1], "JAX")
-    with pytest.raises(ConfigError, match=r"layers \[0, 1, 2\] of the model keep a recurrent state.*the JAX backend"):
-        refuse_states(groups, "JAX")

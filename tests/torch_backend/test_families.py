@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers.family_cases import FAMILIES, check_family
+from helpers.family_cases import FAMILIES, HYBRIDS, check_family, check_hybrid
 from helpers.torch_paged_model import TorchPagedModel
 
 
@@ -27,3 +27,11 @@ def test_layers_with_other_heads_in_large_pages(tmp_path: Path) -> None:
         return TorchPagedModel(folder, page_size=page_size, columns=columns)
 
     check_family(FAMILIES["gemma4"], tmp_path, load, (64,))
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_logits_of_models_that_keep_states_equal_transformers(name: str, tmp_path: Path) -> None:
+    def load(folder: Path, page_size: int, columns: int) -> TorchPagedModel:
+        return TorchPagedModel(folder, page_size=page_size, columns=columns)
+
+    check_hybrid(HYBRIDS[name], tmp_path, load)
