@@ -35,11 +35,13 @@ _WORKER = Path(__file__).with_name("template_worker.py")
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """One conversation for a template. `variables`: names of the template beside the messages, the special tokens."""
+    """One conversation for a template. `variables`: names of the template beside the messages: the special tokens, and
+    what a client sets. `tools`: None where there are none."""
 
     template: str
     messages: Sequence[Mapping[str, object]]
     variables: Mapping[str, object]
+    tools: Sequence[Mapping[str, object]] | None = None
     add_generation_prompt: bool = True
     seconds: float = TEMPLATE_SECONDS
 
@@ -120,6 +122,7 @@ def _written(rendering: Rendering) -> bytes:
     request = {
         "template": rendering.template,
         "messages": rendering.messages,
+        "tools": rendering.tools,
         "variables": rendering.variables,
         "add_generation_prompt": rendering.add_generation_prompt,
         "seconds": rendering.seconds,

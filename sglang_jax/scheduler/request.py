@@ -76,6 +76,7 @@ class Request:
     - `next_prompt_logprob`: prompt position whose logprob is to be computed next; `prompt_len` when none is.
       `told_prompt_logprob`: the one to be published next.
     - `kv`: the ownership record while it has a row.
+    - `drafts`: as `DraftCounts`, of rows that it has lost.
     - `cached_tokens`: prompt tokens found in the prefix cache at its first admission, None before.
     - `announced`: the runner was told who has the row now.
     - `matcher`: where its output is in its grammar, once that is compiled; it goes on where the kept output ends.
@@ -105,6 +106,7 @@ class Request:
     state: RequestState = RequestState.WAITING
     kv: RowKV | None = None
     cached_tokens: int | None = None
+    drafts: tuple[int, int, int] = (0, 0, 0)
     announced: bool = False
     matcher: Matcher | None = None
     restarts: int = 0

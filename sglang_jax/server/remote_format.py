@@ -14,6 +14,7 @@ from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, Out
 from sglang_jax.logs import REQUEST_ID, REQUEST_ID_HEADER
 from sglang_jax.sampling.grammar import Grammar, GrammarKind
 from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler.messages import DraftCounts
 from sglang_jax.server.fields import TENANT_HEADER
 
 
@@ -43,6 +44,8 @@ def request_body(request: GenerateInput, name: str, context_length: int) -> dict
     }
     if request.return_logprob:
         body |= {"logprob_start_len": request.logprob_start_len, "top_logprobs_num": request.top_logprobs_num}
+    if request.markers:
+        body["marker_token_ids"] = sorted(request.markers)
     if request.extra_key:
         body["extra_key"] = request.extra_key
     if request.routing_key:
@@ -103,10 +106,17 @@ def add_answer(outputs: RequestOutputs, answer: Mapping[str, Any], *, first: boo
         finish=_finish(meta["finish_reason"]),
         logprobs=_logprobs(meta.get("output_token_logprobs"), meta.get("output_top_logprobs")),
         prompt_logprobs=prompt_logprobs,
+        drafts=_drafts(meta),
     )
     outputs.started = True
     outputs.completions[delta.index].add(delta)
     return delta.index
+
+
+def _drafts(meta: Mapping[str, Any]) -> DraftCounts | None:
+    if "spec_verify_ct" not in meta:
+        return None
+    return DraftCounts(meta["spec_verify_ct"], meta["spec_draft_token_num"], meta["spec_accept_token_num"])
 
 
 def _finish(reason: Mapping[str, Any] | None) -> FinishReason | None:

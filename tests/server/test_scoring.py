@@ -9,7 +9,7 @@ import pytest
 from helpers.echo_server import EchoServer, serve_echo
 from helpers.engine_fakes import CACHED_TOKENS, CONTEXT_LENGTH, FAKE_VOCAB_SIZE, load_fake_model
 
-from sglang_jax.runner.fake import Oracle
+from sglang_jax.runner.fake_model import Oracle
 
 NO_TOKENS = {"max_new_tokens": 0}
 SCORE = {"sampling_params": NO_TOKENS, "return_logprob": True, "logprob_start_len": 0}
