@@ -62,7 +62,9 @@ class InstantTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
-    def render_chat(self, messages: Any, *, add_generation_prompt: bool = True) -> str:
+    chat_template = ""
+
+    def render_chat(self, messages: Any, **more: Any) -> str:
         return "".join(f"{message['role']}: {message['content']}\n" for message in messages)
 
 

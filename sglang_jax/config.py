@@ -116,11 +116,46 @@ class GrammarLibrary(Choice):
     NONE = "none"
 
 
+class ToolCallParser(Choice):
+    """How a model writes calls of tools."""
+
+    AUTO = "auto"
+    HERMES = "hermes"
+    QWEN3_CODER = "qwen3_coder"
+    LLAMA3 = "llama3"
+    MISTRAL = "mistral"
+    DEEPSEEK = "deepseek"
+    GPT_OSS = "gpt_oss"
+    NONE = "none"
+
+
+class ReasoningParser(Choice):
+    """How a model writes its reasoning."""
+
+    NONE = "none"
+    AUTO = "auto"
+    DEEPSEEK_R1 = "deepseek_r1"
+    QWEN3 = "qwen3"
+    GPT_OSS = "gpt_oss"
+
+
+class SpeculativeAlgorithm(Choice):
+    """What guesses the tokens that a request samples next. `NGRAM` looks where the end of its text stood before."""
+
+    NONE = "none"
+    NGRAM = "ngram"
+
+
 class LogLevel(Choice):
     DEBUG = "debug"
     INFO = "info"
     WARNING = "warning"
     ERROR = "error"
+
+
+class LogFormat(Choice):
+    TEXT = "text"
+    JSON = "json"
 
 
 class Environment(BaseSettings):
@@ -239,7 +274,7 @@ class EngineConfig(BaseModel):
         0.9,
         gt=0.0,
         allow_inf_nan=False,
-        description="memory for recurrent states, as a share of that for the KV pages beside them",
+        description="memory for recurrent states, as a share of that for KV pages",
     )
     mamba_ssm_dtype: MambaDtype = Field(
         MambaDtype.FLOAT32,
@@ -295,6 +330,14 @@ class EngineConfig(BaseModel):
         description="what keeps outputs to a JSON schema, a regular expression or a grammar; none: requests with one "
         "are refused",
     )
+    speculative_algorithm: SpeculativeAlgorithm = Field(
+        SpeculativeAlgorithm.NONE,
+        description="what guesses next tokens, to compute several of a request in one step with the same output; "
+        "ngram: earlier occurrences, in its own text, of the last tokens",
+    )
+    speculative_num_draft_tokens: int = Field(
+        7, ge=1, le=31, description="maximum guesses per request and step; fewer are made where they do not pay"
+    )
     skip_warmup: bool = Field(False, description="compile each program at first use instead of at startup")
     watchdog_timeout: float = Field(
         300.0,
@@ -334,6 +377,13 @@ class EngineConfig(BaseModel):
                 f"max_total_tokens ({self.max_total_tokens}) must hold at least one page of {self.page_size} tokens"
             )
         return self
+
+    @property
+    def max_samples(self) -> int:
+        """Most tokens that a request samples in one step."""
+        if self.speculative_algorithm is SpeculativeAlgorithm.NONE:
+            return 1
+        return 1 + self.speculative_num_draft_tokens
 
     def group_secret(self) -> bytes:
         """What the nodes of a group know each other by; empty if they have nothing.
@@ -444,7 +494,19 @@ class ServerConfig(EngineConfig):
         "* for all",
     )
     chat_template: str | None = Field(None, description="a Jinja file, or the template; default: the tokenizer's")
+    tool_call_parser: ToolCallParser = Field(
+        ToolCallParser.AUTO,
+        description="how the model writes calls of tools; auto: as its chat template does; none: requests with tools "
+        "are refused",
+    )
+    reasoning_parser: ReasoningParser = Field(
+        ReasoningParser.NONE,
+        description="how the model writes its reasoning, which then is told from its answers; auto: as its chat "
+        "template does; none: reasoning is part of the text",
+    )
+    max_tools_per_request: PositiveInt = Field(128, description="maximum tools of a request; more are refused with 400")
     log_level: LogLevel = Field(LogLevel.INFO, description="minimum log level")
+    log_format: LogFormat = Field(LogFormat.TEXT, description="how log lines are written; json: one object per line")
 
     def client_key(self) -> str | None:
         """The key that clients send, if there is one. Raises `ConfigError` for one that is empty or cannot be read."""

@@ -55,6 +55,13 @@ class GrammarError(RequestError):
     code = "invalid_grammar"
 
 
+class GrammarUnavailableError(RequestError):
+    """No grammar can be compiled now; that says nothing of this one."""
+
+    status = 503
+    code = "grammar_unavailable"
+
+
 class PromptTooLongError(RequestError):
     """The prompt does not fit, or leaves no room for an output token where one is wanted."""
 

@@ -37,6 +37,19 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "Device": {"gpu": "cuda"},
     "LogLevel": {"warn": "warning"},
     "AttentionBackend": {"torch_native": "native"},
+    "ToolCallParser": {
+        "qwen": "hermes",
+        "qwen25": "hermes",
+        "qwen2.5": "hermes",
+        "qwen3_xml": "qwen3_coder",
+        "llama3_json": "llama3",
+        "deepseekv3": "deepseek",
+        "deepseek_v3": "deepseek",
+        "deepseekv31": "deepseek",
+        "deepseek_v31": "deepseek",
+        "openai": "gpt_oss",
+    },
+    "ReasoningParser": {"qwen3_thinking": "deepseek_r1", "openai_gptoss": "gpt_oss"},
 }
 """Enum of `config` to further spellings of its values, in lower case."""
 
@@ -55,6 +68,7 @@ class OtherFlag:
 
 NEEDLESS: Mapping[str, OtherFlag] = {
     "disable_log_requests": OtherFlag("requests are not logged"),
+    "enable_auto_tool_choice": OtherFlag("the model may call the tools of any request that has some"),
     "enable_chunked_prefill": OtherFlag("prompts are always computed in chunks, of --chunked-prefill-size"),
     "enable_metrics": OtherFlag("/metrics is always on"),
     "enable_mixed_chunk": OtherFlag("chunks and decode rows always share steps"),
@@ -64,17 +78,16 @@ NEEDLESS: Mapping[str, OtherFlag] = {
 """Options for what is so anyway: accepted, with a line that says so."""
 
 _ONE_MACHINE = "not implemented: layers are spread by --tp-size, over several machines with --nnodes"
-_SPECULATION = "not implemented: there is no speculative decoding yet"
+_SPECULATION = "not implemented: --speculative-algorithm ngram guesses without a second model"
 _LORA = "not implemented: merge the adapter into the model's weights"
 _TLS = "not implemented: let a proxy in front of the server end TLS, see docs/security.md"
-_MEMORY = "not implemented: the KV cache lives in the memory of the device alone"
-_MEDIA = "not implemented: models take text alone"
+_MEMORY = "not implemented: the KV cache lives in device memory only"
+_MEDIA = "not implemented: models only take text"
 
 REFUSED: Mapping[str, OtherFlag] = {
     "cpu_offload_gb": OtherFlag(_MEMORY, takes_value=True),
     "disaggregation_mode": OtherFlag("not implemented: one engine computes prompts and outputs", takes_value=True),
     "download_dir": OtherFlag("not implemented: set HF_HOME, the hub's own variable", takes_value=True),
-    "enable_auto_tool_choice": OtherFlag("not implemented: there are no tool calls yet"),
     "enable_dp_attention": OtherFlag("not implemented: see --dp-size for replicas"),
     "enable_expert_parallel": OtherFlag("not implemented: there are no models of experts yet"),
     "enable_hierarchical_cache": OtherFlag(_MEMORY),
@@ -87,7 +100,7 @@ REFUSED: Mapping[str, OtherFlag] = {
         "activations take; a value 0.05 lower is a good start",
         takes_value=True,
     ),
-    "is_embedding": OtherFlag("not implemented: models generate text alone"),
+    "is_embedding": OtherFlag("not implemented: models only generate text"),
     "kv_transfer_config": OtherFlag("not implemented: one engine computes prompts and outputs", takes_value=True),
     "limit_mm_per_prompt": OtherFlag(_MEDIA, takes_value=True),
     "lora_modules": OtherFlag(_LORA, takes_value=True),
@@ -99,16 +112,14 @@ REFUSED: Mapping[str, OtherFlag] = {
         "not implemented: weights are held in --dtype; GGUF files of every block type are read, and widened",
         takes_value=True,
     ),
-    "reasoning_parser": OtherFlag("not implemented: reasoning is part of the answer's text", takes_value=True),
-    "speculative_algorithm": OtherFlag(_SPECULATION, takes_value=True),
-    "speculative_config": OtherFlag(_SPECULATION, takes_value=True),
+    "speculative_config": OtherFlag(
+        "given by options of their own: --speculative-algorithm ngram, --speculative-num-draft-tokens", takes_value=True
+    ),
     "speculative_draft_model_path": OtherFlag(_SPECULATION, takes_value=True),
-    "speculative_num_draft_tokens": OtherFlag(_SPECULATION, takes_value=True),
     "ssl_ca_certs": OtherFlag(_TLS, takes_value=True),
     "ssl_certfile": OtherFlag(_TLS, takes_value=True),
     "ssl_keyfile": OtherFlag(_TLS, takes_value=True),
     "swap_space": OtherFlag(_MEMORY, takes_value=True),
-    "tool_call_parser": OtherFlag("not implemented: there are no tool calls yet", takes_value=True),
 }
 """Options for what this engine has not got."""
 

@@ -24,7 +24,7 @@ from sglang_jax.runner.sizing import (
     choose_sizes,
     describe_pools,
     pool_specs,
-    refuse_8_bit_keys_beside_states,
+    refuse_beside_states,
 )
 from torch_backend.batch import ForwardBatch
 from torch_backend.cpu_trial import CpuForm
@@ -70,7 +70,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint, parallel: TensorPara
     """
     if checkpoint.reader is None:
         raise CheckpointError(
-            f"{checkpoint.source.path} is an Orbax checkpoint, which the JAX backend alone restores: "
+            f"{checkpoint.source.path} is an Orbax checkpoint, which only the JAX backend restores: "
             "choose --backend jax, or give the checkpoint that it was converted from"
         )
     device = select_device(config.device, parallel.rank)
@@ -95,7 +95,7 @@ def _load_on(
     assert checkpoint.reader is not None
     dtype = select_dtype(config.dtype, device)
     kv_dtype = dtype if config.kv_cache_dtype is KVCacheDtype.AUTO else torch.float8_e4m3fn
-    refuse_8_bit_keys_beside_states(config, checkpoint.config)
+    refuse_beside_states(config, checkpoint.config)
     state_dtypes = StateDtypes(dtype, _STATE_DTYPES[config.mamba_ssm_dtype])
     shard = ModelShard.of(checkpoint.config, parallel.rank, parallel.size)
     form = CpuForm(dtype, kv_dtype, shard.head_forms(checkpoint.config))
@@ -121,6 +121,8 @@ def _load_on(
         token_budget=sizes.token_budget,
         max_context=sizes.max_context,
         vocab_size=checkpoint.config.vocab_size,
+        max_samples=config.max_samples,
+        drafts_beside_prompts=False,
     )
     details = {
         "dtype": _name(dtype),

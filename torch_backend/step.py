@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 
 from sglang_jax.runner.page_tables import ONE_GROUP, TableLayout
-from sglang_jax.runner.plan import LAST_TOKEN
 from torch_backend.batch import ForwardBatch, GroupPages
-from torch_backend.packing import StepInputs
+from torch_backend.drafts import KnownTokens
+from torch_backend.packing import GUESS, LEARNT, StepInputs
 from torch_backend.recurrent.rows import StateRows
 
 
@@ -33,18 +33,37 @@ class RowTensors:
     - `page_table`: int32 `[rows + 1, columns]`, those of all cache groups side by side (see `TableLayout`); the dump
       row holds page 0 alone.
     - `last_tokens`: int32 `[rows + 1]`, what each row sampled last.
+    - `known`: the rows' texts, where steps have drafts.
     """
 
     page_table: torch.Tensor
     last_tokens: torch.Tensor
+    known: KnownTokens | None = None
 
     @classmethod
-    def zeros(cls, rows: int, pages: int, device: torch.device) -> RowTensors:
+    def zeros(cls, rows: int, pages: int, device: torch.device, known: KnownTokens | None = None) -> RowTensors:
         """For `rows` rows, the dump row included."""
         return cls(
             torch.zeros((rows, pages), dtype=torch.int32, device=device),
             torch.zeros(rows, dtype=torch.int32, device=device),
+            known,
         )
+
+
+def own_tokens(inputs: StepInputs, state: RowTensors) -> torch.Tensor:
+    """The token of each sequence that decodes, int32 `[R]`: what its row sampled last, or a guess. Where steps have
+    drafts, these and the lengths that only the device knows are written to `inputs`."""
+    rows, known = inputs.rows.long(), state.known
+    own = state.last_tokens[rows]
+    if known is None:
+        return own
+    guesses = inputs.flags // GUESS
+    learnt = inputs.flags % GUESS == LEARNT
+    inputs.kv_lens.copy_(torch.where(learnt, known.lengths[rows] + guesses, inputs.kv_lens))
+    if inputs.guessing:
+        own = torch.where(guesses > 0, known.guess(rows, guesses), own)
+    inputs.own.copy_(own)
+    return own
 
 
 def build_batch(
@@ -60,9 +79,9 @@ def build_batch(
     # Where layers keep states alone there are no pages, and nobody looks at any.
     tables = [own[rows] for own in paged.chunk(table.groups, 1)] if table.groups else [torch.zeros_like(rows)[:, None]]
     sequences = places = rows[:0]
-    last_tokens = state.last_tokens[rows]
+    own_token = own_tokens(inputs, state)
     if inputs.num_decode == len(rows):
-        tokens = last_tokens
+        tokens = own_token
         positions = (inputs.kv_lens - 1).clamp(min=0)
         columns = (positions // page_size).long()[:, None]
         pages = [own.gather(1, columns if table.groups else columns * 0)[:, 0] for own in tables]
@@ -71,7 +90,7 @@ def build_batch(
         ends = inputs.query_starts[1:]
         places = torch.arange(count, dtype=torch.int32, device=rows.device)
         sequences = torch.repeat_interleave(ends - inputs.query_starts[:-1], output_size=count)
-        tokens = torch.where(inputs.tokens == LAST_TOKEN, last_tokens[sequences], inputs.tokens)
+        tokens = torch.where(inputs.tokens < 0, own_token[sequences], inputs.tokens)
         positions = (inputs.kv_lens - ends)[sequences] + places
         columns = (positions // page_size).long()
         pages = [own[sequences, columns if table.groups else columns * 0] for own in tables]
@@ -83,7 +102,8 @@ def build_batch(
     if table.states:
         states = _state_rows(inputs, state.page_table[rows, -1], sequences, places)
     return ForwardBatch(
-        # A row whose logits were not finite holds no token; its request ends once the host has seen it.
+        # A row whose logits were not finite holds no token; its request ends once the host has seen it. Nor has a
+        # draft one for which there is nothing to guess by.
         tokens=tokens.clamp(min=0),
         positions=positions,
         write_slots=first.write_slots,

@@ -96,7 +96,7 @@ def _devices(topology: Topology, count: int) -> list[jax.Device]:
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         raise ConfigError(f"libtpu has no topology {topology}: {_first_line(error)}") from error
     if count > topology.devices:
-        raise ConfigError(f"tp_size {count} needs as many devices, and {topology} has {topology.devices}")
+        raise ConfigError(f"tp_size {count} needs {count} devices; {topology} has {topology.devices}")
     return devices
 
 
@@ -118,7 +118,7 @@ def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Bui
         parallel, model, kv_dtype, options.page_size, _PLATFORM, hbm, state_dtypes=state_dtypes_of(options, dtype)
     )
     sizes = choose_sizes(options, parallel.config.max_position, memory)
-    spec = runner_spec(memory, sizes, options.page_size, parallel)
+    spec = runner_spec(options, memory, sizes, parallel)
     model.arrange(parallel.size)
     functions, weights = split_model(model)
     placed = [
@@ -130,7 +130,14 @@ def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Bui
     kv = cache.memory(mesh)
     buckets = Buckets.ladder(spec.max_rows, spec.token_budget, options.page_size, len(spec.pools))
     programs = Programs(
-        functions, placed, DeviceState(kv, *rows), buckets, options.page_size, mesh, TableLayout.of(spec)
+        functions,
+        placed,
+        DeviceState(kv, *rows),
+        buckets,
+        options.page_size,
+        mesh,
+        TableLayout.of(spec),
+        spec.max_samples - 1,
     )
     builders = programs.builders()
     if options.kv_cache_dtype is KVCacheDtype.INT8:

@@ -4,7 +4,7 @@ points."""
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +78,13 @@ class NoText:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return ""
 
-    def stream_decoder(self, skip_special_tokens: bool = True, *, continues_text: bool = False) -> NoText:
+    chat_template = ""
+    response_template = None
+    special_tokens: Mapping[str, int] = {}
+
+    def stream_decoder(
+        self, skip_special_tokens: bool = True, *, continues_text: bool = False, markers: Set[int] = frozenset()
+    ) -> NoText:
         """Itself: it remembers nothing."""
         return self
 
@@ -94,7 +100,7 @@ class NoText:
     def token_bytes(self, token_id: int) -> bytes:
         return b""
 
-    def render_chat(self, messages: Sequence[dict[str, object]], *, add_generation_prompt: bool = True) -> str:
+    def render_chat(self, messages: Sequence[dict[str, object]], **more: object) -> str:
         raise ValueError("this benchmark has no chat")
 
 

@@ -35,11 +35,13 @@ _WORKER = Path(__file__).with_name("template_worker.py")
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """One conversation for a template. `variables`: names of the template beside the messages, the special tokens."""
+    """One conversation for a template. `variables`: names of the template beside the messages: the special tokens, and
+    what a client sets. `tools`: None where there are none."""
 
     template: str
     messages: Sequence[Mapping[str, object]]
     variables: Mapping[str, object]
+    tools: Sequence[Mapping[str, object]] | None = None
     add_generation_prompt: bool = True
     seconds: float = TEMPLATE_SECONDS
 
@@ -120,6 +122,7 @@ def _written(rendering: Rendering) -> bytes:
     request = {
         "template": rendering.template,
         "messages": rendering.messages,
+        "tools": rendering.tools,
         "variables": rendering.variables,
         "add_generation_prompt": rendering.add_generation_prompt,
         "seconds": rendering.seconds,
@@ -128,7 +131,9 @@ def _written(rendering: Rendering) -> bytes:
     try:
         return json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")
     except (TypeError, ValueError) as error:
-        raise RequestError(f"messages hold what is no JSON: {cut(str(error))}", param="messages") from error
+        raise RequestError(
+            f"messages hold a value that JSON cannot express: {cut(str(error))}", param="messages"
+        ) from error
 
 
 def _too_much(what: str, rendering: Rendering) -> RequestError:

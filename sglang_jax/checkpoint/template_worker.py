@@ -1,9 +1,9 @@
 """The process in which chat templates run: see `template_process`. It is started as a file and imports nothing of this
 project, so that it is there soon.
 
-A request is 8 bytes of length (little endian) and JSON: `template`, `messages`, `variables`, `add_generation_prompt`,
-`seconds` of processor time, and `most` characters of the text. An answer is a byte that says of what kind it is, 8
-bytes of length, and UTF-8 that may hold halves of surrogate pairs.
+A request is 8 bytes of length (little endian) and JSON: `template`, `messages`, `tools`, `variables`,
+`add_generation_prompt`, `seconds` of processor time, and `most` characters of the text. An answer is a byte that says
+of what kind it is, 8 bytes of length, and UTF-8 that may hold halves of surrogate pairs.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def _answer(request: dict[str, Any]) -> tuple[bytes, str]:
     try:
         rendered: Any = render_jinja_template(
             conversations=[request["messages"]],
+            tools=request["tools"],
             chat_template=request["template"],
             add_generation_prompt=request["add_generation_prompt"],
             **request["variables"],

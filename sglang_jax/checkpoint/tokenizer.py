@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
@@ -18,6 +19,7 @@ from transformers.utils.hub import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_FILE
 
 from sglang_jax.architectures.files import check_regular, read_file
 from sglang_jax.checkpoint.chat_roles import ChatRoles, learn_roles
+from sglang_jax.checkpoint.chat_tools import ToolSupport, learn_tools
 from sglang_jax.checkpoint.control_tokens import ControlTokens
 from sglang_jax.checkpoint.gguf_file import open_gguf
 from sglang_jax.checkpoint.gguf_tokenizer import gguf_tokenizer
@@ -43,7 +45,8 @@ LARGE_TEXT = 32_768
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer. Thread-safe: nothing changes after construction but a cache of token bytes."""
+    """A checkpoint's tokenizer. Thread-safe: nothing changes after construction but a cache of token bytes, and of what
+    the chat template does with tools."""
 
     def __init__(
         self, hugging_face: PreTrainedTokenizerFast, source: str, *, special_tokens_in_content: bool = False
@@ -58,11 +61,13 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._special_tokens = {token.content: token_id for token_id, token in added.items() if token.special}
         self._longest_token = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
         self._control = ControlTokens(
             token.content for token in added.values() if token.special and not special_tokens_in_content
         )
         self._roles = self._learn_roles()
+        self._tool_support: ToolSupport | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -89,6 +94,24 @@ class Tokenizer:
     def special_token_ids(self) -> frozenset[int]:
         """Tokens that `skip_special_tokens` leaves out."""
         return self._special_ids
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The tokens that `skip_special_tokens` leaves out, by their spellings."""
+        return self._special_tokens
+
+    @property
+    def chat_template(self) -> str:
+        """The text of the chat template; empty if there is none."""
+        if self._hugging_face.chat_template is None:
+            return ""
+        return self._template(tools=True)
+
+    @property
+    def response_template(self) -> Mapping[str, Any] | None:
+        """How replies are written, in transformers' words, where the checkpoint says so."""
+        found = self._hugging_face.response_template
+        return found if isinstance(found, Mapping) else None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids; special tokens that the text spells out are recognised, but where `render_chat` has marked them as
@@ -161,13 +184,21 @@ class Tokenizer:
             self._bytes[token_id] = known
         return known
 
-    def stream_decoder(self, skip_special_tokens: bool = True, *, continues_text: bool = False) -> TextStream:
+    def stream_decoder(
+        self,
+        skip_special_tokens: bool = True,
+        *,
+        continues_text: bool = False,
+        markers: Set[int] = frozenset(),
+    ) -> TextStream:
         """Decodes a run of tokens as it grows.
 
         Sentencepiece takes a space off the front of a text; with `continues_text` the run follows other text and keeps
-        it.
+        it. `markers` are special tokens that are shown all the same.
         """
         skipped = self._special_ids if skip_special_tokens else frozenset()
+        if markers:
+            skipped -= markers
         stripped = 0 if continues_text else self._spelling.leading_spaces_stripped
         return TextStream(self.token_bytes, skipped, stripped)
 
@@ -177,10 +208,21 @@ class Tokenizer:
         if self._roles is not None:
             self._roles.check(roles)
 
-    def render_chat(self, messages: Sequence[dict[str, object]], *, add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] = (),
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
         """The chat template's text for a conversation, as transformers' `apply_chat_template` renders it, for `encode`:
-        control tokens that messages spell out are marked (see `ControlTokens`). Where the template does not name the
-        role `developer`, such messages are rendered as the system's.
+        control tokens that messages, tools and variables spell out are marked (see `ControlTokens`). Where the template
+        does not name the role `developer`, such messages are rendered as the system's.
+
+        **Arguments:** `tools`: in OpenAI's form; a template that shows none gets them in the system's words. Calls in
+        `messages` have their arguments as objects or as JSON text; the template gets them as it takes them.
+        `variables`: what else the template is given, by names that `is_variable` lets pass.
 
         **Raises:** `RequestError` if there is no template, or it refuses the messages; `ParameterError` for a role
         that it does not know.
@@ -191,11 +233,23 @@ class Tokenizer:
                 param="messages",
             )
         self._roles.check([message.get("role") for message in messages])
-        conversation = [
+        conversation: list[dict[str, Any]] = [
             {**self._control.mark(dict(message)), "role": self._roles.rendered_as(message["role"])}
             for message in messages
         ]
-        return self._render(conversation, add_generation_prompt=add_generation_prompt)
+        offered: Sequence[Mapping[str, object]] = [self._control.mark(dict(tool)) for tool in tools]
+        if offered or any(message.get("tool_calls") for message in conversation):
+            if self._tool_support is None:
+                self._tool_support = learn_tools(self._render)
+            conversation, offered = self._tool_support.prepared(
+                conversation, offered, has_system="system" in self._roles.known
+            )
+        return self._render(
+            conversation,
+            offered,
+            add_generation_prompt=add_generation_prompt,
+            variables=self._control.mark(dict(variables or {})),
+        )
 
     def marked(self, text: str) -> str:
         """A message's text as `render_chat` gives it to the template."""
@@ -206,24 +260,37 @@ class Tokenizer:
         if self._hugging_face.chat_template is None:
             return None
         try:
-            template: str = self._hugging_face.get_chat_template()
-        except ValueError:  # several templates and none for chats: whoever sends one is told so
+            template = self._template()
+        except RequestError:  # whoever sends a chat is told so
             template = ""
         others = self._special_ids - {self.bos_token_id, self.eos_token_id, self._hugging_face.pad_token_id}
         tokens = [str(self._backend.id_to_token(token_id)) for token_id in sorted(others)]
         return learn_roles(template, self._render, tokens)
 
-    def _render(self, messages: Sequence[dict[str, object]], *, add_generation_prompt: bool = True) -> str:
+    def _template(self, *, tools: bool = False) -> str:
+        """The template of chats, or the one of chats with tools where there are two. Raises `RequestError`."""
         try:
-            template: str = self._hugging_face.get_chat_template()
+            # Of `tools` it looks only whether there are any.
+            template: str = self._hugging_face.get_chat_template(tools=[{}] if tools else None)
         except ValueError as error:  # several templates and none for chats
             raise RequestError(f"the chat template refused the messages: {error}", param="messages") from error
+        return template
+
+    def _render(
+        self,
+        messages: Sequence[dict[str, object]],
+        tools: Sequence[Mapping[str, object]] = (),
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
+        template = self._template(tools=bool(tools))
         if not messages:
             raise RequestError("the chat template refused the messages: there are none, it is empty", param="messages")
         # transformers leaves out what is None, which templates would write as it is.
         given = [{name: value for name, value in message.items() if value is not None} for message in messages]
-        variables: dict[str, object] = dict(self._hugging_face.special_tokens_map)
-        return TEMPLATES.render(Rendering(template, given, variables, add_generation_prompt))
+        names: dict[str, object] = {**(variables or {}), **self._hugging_face.special_tokens_map}
+        return TEMPLATES.render(Rendering(template, given, names, list(tools) or None, add_generation_prompt))
 
     def save(self, folder: Path) -> None:
         """Writes tokenizer.json, its config and the chat template, as `load_tokenizer` reads them."""

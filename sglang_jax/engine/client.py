@@ -162,10 +162,13 @@ class AsyncEngineClient:
         request = outputs.request
         sampling = request.sampling
         text = OutputText(
-            self._tokenizer.stream_decoder(sampling.skip_special_tokens, continues_text=request.continues_text),
+            self._tokenizer.stream_decoder(
+                sampling.skip_special_tokens, continues_text=request.continues_text, markers=request.markers
+            ),
             sampling.stop,
             validation.stop_token_ids(sampling, self.model_info),
             include_stop=sampling.include_stop,
+            markers=request.markers,
         )
         return Completion(outputs, index=index, prompt_tokens=len(request.prompt), text=text)
 

@@ -52,15 +52,23 @@ class OutputText:
     - `stop`: strings that end the text; where several end at the same character, the longest counts.
     - `stop_token_ids`: tokens that end the output; they are no part of its text.
     - `include_stop`: the text keeps the stop string or token that ended it.
+    - `markers`: tokens in whose text no stop string is looked for; what was held back before one is shown.
     """
 
     def __init__(
-        self, decoder: StreamDecoder, stop: Sequence[str], stop_token_ids: Set[int], *, include_stop: bool = False
+        self,
+        decoder: StreamDecoder,
+        stop: Sequence[str],
+        stop_token_ids: Set[int],
+        *,
+        include_stop: bool = False,
+        markers: Set[int] = frozenset(),
     ) -> None:
         self._decoder = decoder
         self._stop = StopStrings(stop) if stop else None
         self._stop_token_ids = frozenset() if include_stop else stop_token_ids
         self._include_stop = include_stop
+        self._markers = markers
         self._held = ""
         self.matched: str | None = None
 
@@ -69,7 +77,12 @@ class OutputText:
         if token_id in self._stop_token_ids:
             return ""
         piece = self._decoder.push(token_id)
-        return piece if self._stop is None else self._release(self._stop, piece)
+        if self._stop is None:
+            return piece
+        if token_id in self._markers:
+            piece, self._held = self._held + piece, ""
+            return piece
+        return self._release(self._stop, piece)
 
     def flush(self) -> str:
         """What was held back, at the end of an output that no stop string ended; may still set `matched`."""

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_jax.engine.so_far import PutTogether
 from sglang_jax.errors import RequestError
 from sglang_jax.sampling.defaults import GenerationDefaults
 from sglang_jax.sampling.params import SamplingParams
-from sglang_jax.scheduler.messages import SchedulerStats
+from sglang_jax.scheduler.messages import DraftCounts, SchedulerStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,8 @@ class GenerateInput:
     - `priority`: higher goes first under the priority policy.
     - `tenant`: whose it is; those of several tenants that wait have turns.
     - `routing_key`: requests with the same one go to the same replica, as long as that serves.
+    - `markers`: special tokens that are in the output's text though it leaves out special tokens: for who takes replies
+      apart. No stop string is looked for in them.
     - `continues_text`: the output goes on where the prompt's text ends, so that a space at its front is kept. False
       where it is a text of its own, as the answer in a chat is: sentencepiece begins each text with a space.
     """
@@ -45,6 +48,7 @@ class GenerateInput:
     priority: int = 0
     tenant: str = ""
     routing_key: str | None = None
+    markers: frozenset[int] = frozenset()
     continues_text: bool = True
 
 
@@ -82,6 +86,10 @@ class OutputDelta(msgspec.Struct, kw_only=True):
 
     - `completion_tokens`: output tokens so far, these included.
     - `prompt_logprobs`: in the completion's first delta alone, if they were asked for.
+    - `queue_seconds`: in the first delta alone: how long it waited for a row. None from a server elsewhere.
+    - `sampled`: when its first and its last token were sampled, by `time.monotonic()`; in the last delta alone, where
+      the engine tells.
+    - `drafts`: in the last delta of one that the engine ended, if it guesses tokens.
     """
 
     index: int
@@ -90,17 +98,21 @@ class OutputDelta(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    queue_seconds: float | None = None
+    sampled: tuple[float, float] | None = None
     finish: FinishReason | None = None
     logprobs: list[TokenLogprob] = []
     prompt_logprobs: list[TokenLogprob] | None = None
+    drafts: DraftCounts | None = None
 
 
 @dataclass(slots=True, kw_only=True)
-class GenerateOutput:
+class GenerateOutput(PutTogether):
     """State of one completion, for callers in Python. In a stream each has all that was generated so far, and what is
     new since the last.
 
-    `delta_*` concatenated over a stream equal the final `text`, `output_ids`, `logprobs`.
+    `delta_*` concatenated over a stream equal the final `text`, `output_ids`, `logprobs`. In a stream these three are
+    put together when one of them is first read, which costs what there is; what is new costs nothing.
     """
 
     request_id: str
@@ -116,6 +128,7 @@ class GenerateOutput:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     delta_logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] | None = None
+    drafts: DraftCounts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,9 +205,31 @@ class TextTokenizer(Protocol):
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
-    def stream_decoder(self, skip_special_tokens: bool = True, *, continues_text: bool = False) -> StreamDecoder:
-        """A decoder for one output; cheap to make, and not to be shared between threads. `continues_text`: see
-        `GenerateInput`."""
+    def stream_decoder(
+        self,
+        skip_special_tokens: bool = True,
+        *,
+        continues_text: bool = False,
+        markers: Set[int] = frozenset(),
+    ) -> StreamDecoder:
+        """A decoder for one output; cheap to make, and not to be shared between threads. `continues_text`, `markers`:
+        see `GenerateInput`."""
+        ...
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The tokens that `skip_special_tokens` leaves out, by their spellings."""
+        ...
+
+    @property
+    def chat_template(self) -> str:
+        """The text of the chat template; empty if there is none. Raises `RequestError` if there are several, and none
+        for chats."""
+        ...
+
+    @property
+    def response_template(self) -> Mapping[str, Any] | None:
+        """How replies are written, in transformers' words, where the checkpoint says so."""
         ...
 
     def token_text(self, token_id: int) -> str:
@@ -214,10 +249,17 @@ class TextTokenizer(Protocol):
         """A message's text as `render_chat` gives it to the template."""
         ...
 
-    def render_chat(self, messages: Sequence[dict[str, object]], *, add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] = (),
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
         """The chat template's text for a conversation, for `encode`: control tokens that messages spell out are marked
-        as text. Raises `RequestError` if the template refuses it or
-        there is none, and as `check_roles` does."""
+        as text. `tools` are in OpenAI's form; `variables` are what else the template is given. Raises `RequestError`
+        if the template refuses it or there is none, and as `check_roles` does."""
         ...
 
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from sglang_jax.errors import GrammarError
+from sglang_jax.errors import GrammarError, GrammarUnavailableError
 from sglang_jax.grammar.interface import CompiledGrammar, GrammarBackend
-from sglang_jax.grammar.sandbox import STACK_BYTES, Sandbox
+from sglang_jax.grammar.sandbox import PATIENCE_SECONDS, STACK_BYTES, Sandbox
 from sglang_jax.sampling.grammar import Grammar, GrammarKind
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 COMPILE_THREADS = 2
 
 COMPILE_SECONDS = 10.0
-"""Longest that a grammar may take in the sandbox, and again in the engine."""
+"""Most processor time that a grammar may take in the sandbox."""
 
 MOST_CACHED = 128
 MOST_CACHED_CHARACTERS = 4 << 20
@@ -49,7 +49,7 @@ class Compilation:
     source: Grammar
     begun: float | None = None
     grammar: CompiledGrammar | None = None
-    error: GrammarError | None = None
+    error: GrammarError | GrammarUnavailableError | None = None
     failed: bool = False
 
     @property
@@ -101,12 +101,11 @@ class GrammarCompiler:
 
     def settled(self, compilation: Compilation) -> bool:
         """Whether it is over, be it that it took too long."""
-        begun = compilation.begun
-        if not compilation.done and begun is not None and self._clock() - begun > 2 * self._seconds:
+        begun, most = compilation.begun, 2 * PATIENCE_SECONDS
+        if not compilation.done and begun is not None and self._clock() - begun > most:
             field = compilation.source.field
-            compilation.error = GrammarError(
-                f"{field} takes more than {2 * self._seconds:g} s to compile; make it smaller", param=field
-            )
+            compilation.failed = True
+            compilation.error = GrammarUnavailableError(f"{field} was not compiled within {most:g} s", param=field)
         return compilation.done
 
     def wait(self, seconds: float) -> None:
@@ -140,7 +139,7 @@ class GrammarCompiler:
                 field = compilation.source.field
                 logger.exception("compiling the grammar of %s failed", field)
                 compilation.failed = True
-                compilation.error = compilation.error or GrammarError(
+                compilation.error = compilation.error or GrammarUnavailableError(
                     f"{field} could not be compiled; the engine's log says why", param=field
                 )
             self._news.set()
@@ -149,13 +148,11 @@ class GrammarCompiler:
     def _compile(self, trier: Trier, compilation: Compilation) -> None:
         try:
             trier.prepare()
-        except GrammarError as error:
-            compilation.failed, compilation.error = True, error
-            return
-        compilation.begun = self._clock()
-        source = compilation.source
-        try:
+            compilation.begun = self._clock()
+            source = compilation.source
             compilation.grammar = self.backend.build(source, trier.try_out(source))
+        except GrammarUnavailableError as error:
+            compilation.failed, compilation.error = True, compilation.error or error
         except GrammarError as error:
             compilation.error = compilation.error or error
 

@@ -41,10 +41,14 @@ def to_lark(grammar: Grammar, specials: Mapping[str, int]) -> str:
             choices = " | ".join(json.dumps(one, ensure_ascii=False) for one in json.loads(grammar.text))
             return f"{NO_FORCING}\nstart: {choices}\n"
         case GrammarKind.EBNF:
-            return _without_forcing(_ebnf(grammar))
+            return _without_forcing(_ebnf(grammar.text, grammar.field))
         case GrammarKind.STRUCTURAL_TAG:
-            writer = TagWriter(grammar.field, specials, json_rule, regex_rule)
-            return f"{NO_FORCING}\n{writer.write(json.loads(grammar.text))}"
+            return f"{NO_FORCING}\n{tag_writer(grammar, specials).write(json.loads(grammar.text))}"
+
+
+def tag_writer(grammar: Grammar, specials: Mapping[str, int]) -> TagWriter:
+    """What writes a grammar of structural tags."""
+    return TagWriter(grammar.field, specials, json_rule, regex_rule, lambda text: _ebnf(text, grammar.field))
 
 
 def json_rule(schema: Any) -> str:
@@ -68,11 +72,11 @@ def regex_rule(pattern: str) -> str:
     return found.replace("\n", "\\n")
 
 
-def _ebnf(grammar: Grammar) -> str:
+def _ebnf(grammar: str, field: str) -> str:
     try:
-        text: str = any_to_lark(grammar.text)
+        text: str = any_to_lark(grammar)
     except GbnfToLarkError as error:
-        raise GrammarError(f"{grammar.field} is no grammar: {error}", param=grammar.field) from error
+        raise GrammarError(f"{field} is not a valid grammar: {error}", param=field) from error
     return text
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +12,8 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from sglang_jax.errors import GrammarError
-from sglang_jax.grammar.lark import HEADER_LINES, json_rule, to_lark
-from sglang_jax.grammar.places import find_fault
+from sglang_jax.grammar.lark import HEADER_LINES, json_rule, tag_writer, to_lark
+from sglang_jax.grammar.places import MOST_SECONDS, find_fault
 from sglang_jax.sampling.grammar import Grammar, GrammarKind
 
 LIMITS = LLParserLimits(
@@ -47,8 +48,27 @@ class Trial:
         # Of tokens with names a vocabulary of bytes has none.
         names_tokens = "<[" in lark or "<|" in lark
         if error := _fault(text) if names_tokens else self._begin(text):
-            raise GrammarError(_explain(grammar, error), param=grammar.field)
+            raise self._explain(grammar, error)
         return lark
+
+    def _explain(self, grammar: Grammar, error: str) -> GrammarError:
+        """What is wrong, and where, in the client's words."""
+        message = brief(error)
+        match grammar.kind:
+            case GrammarKind.JSON_SCHEMA:
+                return _of_schema(grammar.field, json.loads(grammar.text), message)
+            case GrammarKind.STRUCTURAL_TAG:
+                writer = tag_writer(grammar, self._specials)
+                writer.write(json.loads(grammar.text))
+                until = time.monotonic() + MOST_SECONDS
+                for field, schema in writer.schemas:
+                    if time.monotonic() > until:
+                        break
+                    if _schema_fault(schema):
+                        return _of_schema(field, schema, message)
+            case GrammarKind.EBNF:
+                message = _own_lines(error)
+        return GrammarError(f"{grammar.field}: {message}", param=grammar.field)
 
     def _begin(self, text: str) -> str:
         """Computes a mask, on a thread of the library, whose stack is smaller than this one's; what went wrong."""
@@ -66,15 +86,10 @@ def brief(error: str) -> str:
     return _LEAD.sub("", _EXCERPT.split(error)[0].split("\n<state>")[0]).strip()
 
 
-def _explain(grammar: Grammar, error: str) -> str:
-    """What is wrong, and where, in the client's words."""
-    if grammar.kind is GrammarKind.JSON_SCHEMA:
-        place, fault = find_fault(json.loads(grammar.text), _schema_fault)
-        where = f" at {place}" if place else ""
-        return f"{grammar.field}{where}: {fault or brief(error)}"
-    if grammar.kind is GrammarKind.EBNF:
-        return f"{grammar.field}: {_own_lines(error)}"
-    return f"{grammar.field}: {brief(error)}"
+def _of_schema(field: str, schema: Any, message: str) -> GrammarError:
+    place, fault = find_fault(schema, _schema_fault)
+    where = f" at {place}" if place else ""
+    return GrammarError(f"{field}{where}: {fault or message}", param=field)
 
 
 def _schema_fault(schema: Any) -> str:

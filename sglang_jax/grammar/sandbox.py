@@ -8,6 +8,7 @@ that the engine's threads spend next to nothing on it in Python.
 from __future__ import annotations
 
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from multiprocessing.connection import Connection
 
 import msgspec
 
-from sglang_jax.errors import GrammarError
+from sglang_jax.errors import GrammarError, GrammarUnavailableError
 from sglang_jax.runner.processes import die_with_parent
 from sglang_jax.sampling.grammar import Grammar
 
@@ -27,6 +28,9 @@ MOST_BYTES = 2 << 30
 
 START_SECONDS = 60.0
 """How long the process may take to start, on a machine that is busy; what a grammar may take counts from then."""
+
+PATIENCE_SECONDS = 60.0
+"""How long a grammar may take by the clock, on a machine that is busy with others."""
 
 STACK_BYTES = 8 << 20
 """Its stack. Whoever builds the same grammar elsewhere has more, so that what went well here goes well there."""
@@ -48,7 +52,8 @@ class Sandbox:
     """A process that tries grammars, one at a time; started at the first, and again after one that it did not survive.
     For one thread.
 
-    **Arguments:** `specials`: tokens that are not text, which grammars may name; `seconds`: what a grammar may take.
+    **Arguments:** `specials`: tokens that are not text, which grammars may name; `seconds`: what processor time a
+    grammar may take. The kernel ends the process that takes more: so a verdict does not depend on what else runs.
     """
 
     def __init__(self, specials: Mapping[str, int], seconds: float) -> None:
@@ -58,7 +63,7 @@ class Sandbox:
         self._connection: Connection | None = None
 
     def prepare(self) -> None:
-        """Starts the process where there is none. Raises `GrammarError` if it does not start."""
+        """Starts the process where there is none. Raises `GrammarUnavailableError` if it does not start."""
         if self._connection is not None:
             return
         try:
@@ -68,24 +73,31 @@ class Sandbox:
             started = False
         if not started:
             self.close()
-            raise GrammarError("grammars cannot be compiled now: the process that tries them first does not start")
+            raise GrammarUnavailableError(
+                "grammars cannot be compiled now: the process that tries them first does not start"
+            )
 
     def try_out(self, grammar: Grammar) -> str:
-        """The grammar in Lark. Raises `GrammarError`."""
+        """The grammar in Lark. Raises `GrammarError`, and `GrammarUnavailableError` where nothing can be said of it."""
         self.prepare()
         connection = self._connection
         assert connection is not None
         try:
             connection.send_bytes(msgspec.msgpack.encode(grammar))
-            if not connection.poll(self._seconds):
+            if not connection.poll(PATIENCE_SECONDS):
                 self.close()
-                raise GrammarError(
-                    f"{grammar.field} takes more than {self._seconds:g} s to compile; make it smaller",
+                raise GrammarUnavailableError(
+                    f"{grammar.field} was not compiled within {PATIENCE_SECONDS:g} s, as the machine is busy",
                     param=grammar.field,
                 )
             verdict = msgspec.msgpack.decode(connection.recv_bytes(), type=Verdict)
         except (EOFError, OSError) as error:
-            self.close()
+            if self._ended() == -signal.SIGPROF:
+                raise GrammarError(
+                    f"{grammar.field} takes more than {self._seconds:g} s of processor time to compile; make it "
+                    "smaller",
+                    param=grammar.field,
+                ) from error
             raise GrammarError(
                 f"{grammar.field} takes more memory, or is nested deeper, than a grammar may; make it smaller",
                 param=grammar.field,
@@ -93,6 +105,17 @@ class Sandbox:
         if verdict.error:
             raise GrammarError(verdict.error, param=verdict.param)
         return verdict.lark
+
+    def _ended(self) -> int | None:
+        """Ends what is left of the process; how it ended."""
+        process = self._process
+        assert process is not None
+        try:
+            status: int | None = process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            status = None
+        self.close()
+        return status
 
     def close(self) -> None:
         """Ends the process."""
@@ -109,7 +132,7 @@ class Sandbox:
         command = [sys.executable, "-m", "sglang_jax.grammar.sandbox", str(theirs.fileno())]
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
-        mine.send_bytes(msgspec.msgpack.encode(self._specials))
+        mine.send_bytes(msgspec.msgpack.encode((self._specials, self._seconds)))
         self._connection = mine
         return mine
 
@@ -118,16 +141,19 @@ def main(connection: Connection) -> None:
     """Answers until the connection closes."""
     from sglang_jax.grammar.llguidance_trial import Trial  # after the limits are set
 
-    specials = msgspec.msgpack.decode(connection.recv_bytes(), type=dict[str, int])
+    specials, seconds = msgspec.msgpack.decode(connection.recv_bytes(), type=tuple[dict[str, int], float])
     trial = Trial(specials)
     connection.send_bytes(_READY)
     with suppress(EOFError):
         while True:
             grammar = msgspec.msgpack.decode(connection.recv_bytes(), type=Grammar)
+            signal.setitimer(signal.ITIMER_PROF, seconds)
             try:
                 verdict = Verdict(lark=trial.lark(grammar))
             except GrammarError as error:
                 verdict = Verdict(error=error.message, param=error.param)
+            finally:
+                signal.setitimer(signal.ITIMER_PROF, 0)
             connection.send_bytes(msgspec.msgpack.encode(verdict))
 
 

@@ -21,7 +21,9 @@ class TagWriter:
     """Writes Lark rules for structural tags.
 
     **Arguments:** `field`: what the client calls them; `specials`: tokens that are not text; `json_rule`,
-    `regex_rule`: how schemas and regular expressions are written.
+    `regex_rule`, `lark`: how schemas, regular expressions and grammars are written.
+
+    `schemas`: those that were met, each with what its client calls it.
     """
 
     def __init__(
@@ -30,13 +32,16 @@ class TagWriter:
         specials: Mapping[str, int],
         json_rule: Callable[[Any], str],
         regex_rule: Callable[[str], str],
+        lark: Callable[[str], str],
     ) -> None:
+        self.schemas: list[tuple[str, Any]] = []
         self._field = field
         self._specials = specials
         names = sorted(specials, key=len, reverse=True)
         self._any_special = re.compile("|".join(map(re.escape, names))) if names else None
         self._json = json_rule
         self._regex = regex_rule
+        self._lark = lark
         self._rules: list[str] = []
 
     def write(self, tags: Mapping[str, Any]) -> str:
@@ -44,12 +49,21 @@ class TagWriter:
         if "format" in tags:
             start = self._format(tags["format"], f"{self._field}.format", 0)
         else:
-            structures = self._list(tags, "structures", self._field)
-            triggers = self._list(tags, "triggers", self._field)
-            places = [f"{self._field}.structures[{number}]" for number in range(len(structures))]
-            parts = [self._old_tag(one, place) for one, place in zip(structures, places, strict=True)]
-            start = self._triggered(triggers, parts, self._field, at_least_one=False, stop_after_first=False)
+            start = self._older(tags, self._field)
         return "\n".join([f"start: {start}", *self._rules, ""])
+
+    def _older(self, tags: Mapping[str, Any], place: str) -> str:
+        structures = self._list(tags, "structures", place)
+        triggers = self._list(tags, "triggers", place)
+        places = [f"{place}.structures[{number}]" for number in range(len(structures))]
+        parts = [self._old_tag(one, own) for one, own in zip(structures, places, strict=True)]
+        return self._triggered(triggers, parts, place, at_least_one=False, stop_after_first=False)
+
+    def _schema(self, schema: Any, field: str) -> str:
+        if not isinstance(schema, (dict, bool)):
+            raise self._error(field, f"must be a JSON schema, got {shown(schema)}")
+        self.schemas.append((field, schema))
+        return self._json(schema)
 
     def _format(self, value: Any, place: str, depth: int) -> str:
         if not isinstance(value, Mapping):
@@ -60,7 +74,12 @@ class TagWriter:
             case "const_string":
                 return self._literal(self._text(value, "value", place)) or '""'
             case "json_schema":
-                return self._json(value.get("json_schema"))
+                field = str(value.get("field") or f"{place}.json_schema")
+                return self._schema(value.get("json_schema"), field)
+            case "grammar":
+                return f"%lark {{\n{self._lark(self._text(value, 'grammar', place))}\n}}"
+            case "structural_tag":
+                return self._older(value, place)
             case "regex":
                 return f"/{self._regex(self._text(value, 'pattern', place))}/"
             case "any_text":
@@ -79,8 +98,8 @@ class TagWriter:
             case other:
                 raise self._error(
                     f"{place}.type",
-                    "must be const_string, json_schema, regex, any_text, sequence, or, tag, triggered_tags or "
-                    f"tags_with_separator, got {shown(other)}",
+                    "must be const_string, json_schema, regex, grammar, any_text, sequence, or, tag, triggered_tags "
+                    f"or tags_with_separator, got {shown(other)}",
                 )
 
     def _elements(self, value: Mapping[str, Any], place: str, depth: int) -> list[str]:
@@ -100,11 +119,9 @@ class TagWriter:
     def _old_tag(self, value: Any, place: str) -> tuple[str, str]:
         if not isinstance(value, Mapping):
             raise self._error(place, f"must be an object, got {shown(value)}")
-        schema = value.get("schema", {})
-        if not isinstance(schema, (dict, bool)):
-            raise self._error(f"{place}.schema", f"must be a JSON schema, got {shown(schema)}")
+        schema = self._schema(value.get("schema", {}), f"{place}.schema")
         end = self._literal(self._text(value, "end", place))
-        return self._text(value, "begin", place), f"{self._json(schema)} {end}"
+        return self._text(value, "begin", place), f"{schema} {end}"
 
     def _tags(self, value: Mapping[str, Any], place: str, depth: int) -> list[tuple[str, str]]:
         tags = self._list(value, "tags", place)

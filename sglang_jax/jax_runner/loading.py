@@ -49,7 +49,7 @@ from sglang_jax.runner.sizing import (
     choose_sizes,
     describe_pools,
     pool_specs,
-    refuse_8_bit_keys_beside_states,
+    refuse_beside_states,
 )
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     the model cannot take.
     """
     use_compilation_cache(config.cache_folder())
-    refuse_8_bit_keys_beside_states(config, checkpoint.config)
+    refuse_beside_states(config, checkpoint.config)
     parallel = TensorParallel.of(checkpoint.config, config.tp_size)
     devices = select_devices(config.device, parallel.size)
     device = devices[0]
@@ -107,7 +107,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     }
     if checkpoint.config.keeps_states:
         details["mamba_ssm_dtype"] = config.mamba_ssm_dtype.value
-    return JaxRunner(functions, weights, kv, runner_spec(memory, sizes, config.page_size, parallel), details, mesh)
+    return JaxRunner(functions, weights, kv, runner_spec(config, memory, sizes, parallel), details, mesh)
 
 
 def choose_attention(config: EngineConfig, device: jax.Device) -> AttentionImplementation:
@@ -210,16 +210,18 @@ def memory_of_one_device(
     )
 
 
-def runner_spec(memory: Memory, sizes: Sizes, page_size: int, parallel: TensorParallel) -> RunnerSpec:
+def runner_spec(config: EngineConfig, memory: Memory, sizes: Sizes, parallel: TensorParallel) -> RunnerSpec:
     """What a runner of these sizes offers."""
-    buckets = Buckets.ladder(sizes.max_rows, sizes.token_budget, page_size)
+    buckets = Buckets.ladder(sizes.max_rows, sizes.token_budget, config.page_size)
     return RunnerSpec(
-        pools=pool_specs(memory, sizes, page_size),
+        pools=pool_specs(memory, sizes, config.page_size),
         max_rows=sizes.max_rows,
         token_budget=sizes.token_budget,
         max_context=sizes.max_context,
         vocab_size=parallel.vocab_size,
         mixed_shapes=tuple((bucket.tokens, bucket.rows) for bucket in buckets.mixed),
+        max_samples=config.max_samples,
+        drafts_beside_prompts=False,
     )
 
 

@@ -152,8 +152,4 @@ class Transformer(nnx.Module):
     def _products(self, hidden: jax.Array) -> jax.Array:
         table = self.embedding.table[...]
         hidden = hidden.astype(table.dtype)
-        if self.head is not None:
-            return self.head(hidden)
-        # Embeddings have their outputs first.
-        outputs_first = isinstance(self.format, OutputsFirst)
-        return self.format.multiply(hidden, table if outputs_first else table.T)
+        return self.format.multiply_by_table(hidden, table) if self.head is None else self.head(hidden)

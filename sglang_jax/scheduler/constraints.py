@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_jax.errors import GrammarError
+from sglang_jax.errors import GrammarError, GrammarUnavailableError
 from sglang_jax.grammar.compiler import Compilation, GrammarCompiler
 from sglang_jax.grammar.interface import Matcher, Progress
 from sglang_jax.runner.plan import MASK_WORD, Int32, TokenMasks, mask_words
@@ -24,7 +24,7 @@ class Closed:
     """A request whose grammar lets nothing more come, or has failed (`error`)."""
 
     request: Request
-    error: GrammarError | None = None
+    error: GrammarError | GrammarUnavailableError | None = None
 
 
 class Constraints:
@@ -150,7 +150,7 @@ class Constraints:
         return Closed(request, GrammarError(f"{field} cannot be followed further: {reason}", param=field))
 
     @staticmethod
-    def _own_error(request: Request, compilation: Compilation) -> GrammarError:
+    def _own_error(request: Request, compilation: Compilation) -> GrammarError | GrammarUnavailableError:
         """In the words of this request, which may call the same grammar something else."""
         assert compilation.error is not None
         assert request.sampling.grammar is not None
@@ -158,7 +158,7 @@ class Constraints:
         if theirs == own:
             return error
         param = None if error.param is None else error.param.replace(theirs, own, 1)
-        return GrammarError(error.message.replace(theirs, own, 1), param=param)
+        return type(error)(error.message.replace(theirs, own, 1), param=param)
 
 
 def _matcher(request: Request) -> Matcher:

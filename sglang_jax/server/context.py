@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.batch import FLIGHTS_PER_ROW
@@ -19,6 +19,8 @@ from sglang_jax.server.callers import Caller, Callers, Usage, current_caller
 from sglang_jax.server.errors import ShuttingDownError
 from sglang_jax.server.metrics import ServerMetrics
 from sglang_jax.server.sampling import rename_field
+
+Rendered = TypeVar("Rendered")
 
 ANY_MODEL = "default"
 """The model name of clients that do not care."""
@@ -64,7 +66,7 @@ class ServerContext:
                 param="model",
             )
 
-    async def render(self, work: Callable[[], str]) -> str:
+    async def render(self, work: Callable[[], Rendered]) -> Rendered:
         """What `work` gives, which runs a chat template: in a thread, one at a time, as one process runs them all."""
         return await asyncio.get_running_loop().run_in_executor(self._templates, work)
 
@@ -209,7 +211,7 @@ class PromptStream:
         finish = delta.finish
         if finish is not None and finish.error is not None:
             raise finish.error
-        self._timing.output(delta.index, len(delta.token_ids), ended=finish is not None)
+        self._timing.output(delta)
         return delta
 
     async def close(self) -> None:

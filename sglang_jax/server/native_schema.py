@@ -5,16 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
+from pydantic import Field
 from starlette.datastructures import Headers
 
 from sglang_jax.engine.types import GenerateInput
 from sglang_jax.errors import ParameterError
 from sglang_jax.sampling import GenerationDefaults
 from sglang_jax.server.context import new_id, prompt_ids
-from sglang_jax.server.fields import Body, OneOrMany, Priority, ShortText, TokenIds, as_list, routing_key, tenant_of
+from sglang_jax.server.fields import (
+    Body,
+    Many,
+    OneOrMany,
+    Priority,
+    ShortText,
+    TokenIds,
+    as_list,
+    routing_key,
+    tenant_of,
+)
 from sglang_jax.server.sampling import NativeSampling, native_sampling
+
+MAX_MARKERS = 64
+"""Most special tokens that one request may have shown."""
 
 Value = TypeVar("Value")
 
@@ -37,6 +51,7 @@ class GenerateBody(Body):
     extra_key: OneOrMany[ShortText] | None = None
     routing_key: OneOrMany[ShortText] | None = None
     continues_text: bool | None = None
+    marker_token_ids: Annotated[Many[int], Field(max_length=MAX_MARKERS)] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +107,7 @@ def native_request(
             priority=body.priority or 0,
             routing_key=routing_key(routing_keys[number], headers),
             continues_text=body.continues_text is not False,
+            markers=frozenset(body.marker_token_ids or ()),
             tenant=tenant_of(headers),
         )
         for number in range(count)

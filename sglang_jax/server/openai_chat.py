@@ -12,15 +12,18 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 from starlette.datastructures import Headers
 
-from sglang_jax.engine.types import GenerateInput, OutputDelta, TextTokenizer
+from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, OutputDelta, TextTokenizer
 from sglang_jax.engine.validation import check_characters
-from sglang_jax.sampling import GenerationDefaults
+from sglang_jax.replies.parser import CallArguments, CallBegin, Piece, Reasoning, Text
+from sglang_jax.sampling import SamplingParams
 from sglang_jax.server.callers import current_caller
+from sglang_jax.server.chat_replies import ReplyFormats, ReplyPlan, ReplyReader, with_grammar
 from sglang_jax.server.context import ENGINE_NAMES, ServerContext, new_id
 from sglang_jax.server.fields import routing_key
 from sglang_jax.server.json_body import JsonRoute
 from sglang_jax.server.logprobs import ChatLogprobs, chat_logprobs
-from sglang_jax.server.openai_schema import ChatBody, chat_text
+from sglang_jax.server.openai_schema import ChatBody, ChatText, chat_text
+from sglang_jax.server.openai_tools import ToolRequest
 from sglang_jax.server.openai_usage import Usage, UsageCount
 from sglang_jax.server.sampling import OPENAI_NAMES, openai_sampling
 from sglang_jax.server.streaming import event, json_response, open_event_stream, until_disconnect, written
@@ -28,12 +31,38 @@ from sglang_jax.server.streaming import event, json_response, open_event_stream,
 FIELD_NAMES = {**ENGINE_NAMES, **OPENAI_NAMES, "prompt": "messages", "top_logprobs_num": "top_logprobs"}
 
 
+class CalledFunction(msgspec.Struct, kw_only=True):
+    """The function of a call. `arguments`: the text of a JSON object; in a stream, what is new of it."""
+
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class CallDelta(msgspec.Struct, kw_only=True):
+    """What is new of a call: at first what is called, then its arguments."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: CalledFunction
+
+
+class Call(msgspec.Struct, kw_only=True):
+    """A call of a tool."""
+
+    id: str
+    type: str = "function"
+    function: CalledFunction
+
+
 class AnswerMessage(msgspec.Struct, kw_only=True):
-    """What the model said."""
+    """What the model said. `content` is null where it only called tools."""
 
     role: str = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[Call] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -62,6 +91,8 @@ class Delta(msgspec.Struct, kw_only=True):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct, kw_only=True):
@@ -87,22 +118,23 @@ class ChatChunk(msgspec.Struct, kw_only=True):
 
 @dataclass(slots=True)
 class ChatFormat:
-    """How one call's outputs are written, and which choices were begun."""
+    """How one request's outputs are written, and how far each choice is."""
 
     body: ChatBody
+    plan: ReplyPlan
     tokenizer: TextTokenizer
     model_name: str
     request_id: str
     created: int = field(default_factory=lambda: int(time.time()))
     usage: UsageCount = field(default_factory=lambda: UsageCount(current_caller()))
-    _begun: set[int] = field(default_factory=set)
+    _begun: dict[int, ReplyReader | None] = field(default_factory=dict)
 
-    def input(self, token_ids: list[int], defaults: GenerationDefaults, headers: Headers) -> GenerateInput:
-        """What the engine is asked. Raises `ParameterError`."""
+    def input(self, token_ids: list[int], sampling: SamplingParams, headers: Headers) -> GenerateInput:
+        """What the engine is asked."""
         body = self.body
         return GenerateInput(
             prompt=token_ids,
-            sampling=openai_sampling(body, body.token_limit(), defaults),
+            sampling=with_grammar(sampling, self.plan),
             request_id=self.request_id,
             stream=bool(body.stream),
             return_logprob=bool(body.logprobs),
@@ -110,6 +142,7 @@ class ChatFormat:
             extra_key=body.cache_namespace,
             priority=body.priority or 0,
             routing_key=routing_key(body.routing_key, headers),
+            markers=self.plan.markers,
             continues_text=bool(body.continue_final_message),
         )
 
@@ -119,12 +152,13 @@ class ChatFormat:
         for output in outputs:
             self.usage.add(0, output)
             assert output.finish is not None
+            reader = self.plan.reader()
             choices.append(
                 ChatChoice(
                     index=output.index,
-                    message=AnswerMessage(content=output.text),
+                    message=self._message(output, reader),
                     logprobs=chat_logprobs(self.tokenizer, output.logprobs) if self.body.logprobs else None,
-                    finish_reason=output.finish.kind.value,
+                    finish_reason=_reason(output.finish, reader),
                     matched_stop=output.finish.matched,
                 )
             )
@@ -136,39 +170,115 @@ class ChatFormat:
             usage=self.usage.total(),
         )
 
+    def _message(self, output: OutputDelta, reader: ReplyReader | None) -> AnswerMessage:
+        if reader is None:
+            return AnswerMessage(content=output.text)
+        content, reasoning = "", ""
+        calls: list[Call] = []
+        for piece in reader.read(output.text, finished=True):
+            match piece:
+                case Text():
+                    content += piece.text
+                case Reasoning():
+                    reasoning += piece.text
+                case CallBegin():
+                    calls.append(Call(id=self.plan.call_id(), function=CalledFunction(name=piece.name, arguments="")))
+                case CallArguments():
+                    calls[piece.index].function.arguments += piece.text
+        return AnswerMessage(
+            content=None if calls and not content else content,
+            reasoning_content=reasoning or UNSET,
+            tool_calls=calls or UNSET,
+        )
+
     def changes(self, delta: OutputDelta) -> list[ChunkChoice]:
-        """What a delta says: the role once, text, and at last why the answer ended."""
+        """What a delta says: the role once, text, reasoning and calls, and at last why the answer ended."""
         self.usage.add(0, delta)
-        changes: list[ChunkChoice] = []
-        if delta.index not in self._begun:
-            self._begun.add(delta.index)
-            changes.append(ChunkChoice(index=delta.index, delta=Delta(role="assistant", content="")))
-        logprobs = None
+        index, finish = delta.index, delta.finish
+        deltas: list[Delta] = []
+        if index not in self._begun:
+            self._begun[index] = self.plan.reader()
+            deltas.append(Delta(role="assistant", content=""))
+        said = len(deltas)
+        reader = self._begun[index]
+        if reader is not None:
+            deltas += self._pieces(reader.read(delta.text, finished=finish is not None))
+        elif delta.text:
+            deltas.append(Delta(content=delta.text))
+        changes = []
         if self.body.logprobs and delta.logprobs:
+            if said == len(deltas):
+                deltas.append(Delta(content=""))
             logprobs = chat_logprobs(self.tokenizer, delta.logprobs)
-        if delta.text or logprobs is not None:
-            changes.append(ChunkChoice(index=delta.index, delta=Delta(content=delta.text), logprobs=logprobs))
-        if delta.finish is not None:
-            reason, matched = delta.finish.kind.value, delta.finish.matched
-            changes.append(ChunkChoice(index=delta.index, delta=Delta(), finish_reason=reason, matched_stop=matched))
+            changes = [ChunkChoice(index=index, delta=one) for one in deltas]
+            changes[said].logprobs = logprobs
+        else:
+            changes = [ChunkChoice(index=index, delta=one) for one in deltas]
+        if finish is not None:
+            reason = _reason(finish, reader)
+            changes.append(ChunkChoice(index=index, delta=Delta(), finish_reason=reason, matched_stop=finish.matched))
         return changes
+
+    def _pieces(self, pieces: list[Piece]) -> list[Delta]:
+        """Pieces of a reply as deltas: a call's name and the first of its arguments go together."""
+        deltas: list[Delta] = []
+        call: CallDelta | None = None
+        for piece in pieces:
+            match piece:
+                case Text():
+                    deltas.append(Delta(content=piece.text))
+                case Reasoning():
+                    deltas.append(Delta(reasoning_content=piece.text))
+                case CallBegin():
+                    function = CalledFunction(name=piece.name, arguments="")
+                    call = CallDelta(index=piece.index, id=self.plan.call_id(), type="function", function=function)
+                    deltas.append(Delta(tool_calls=[call]))
+                case CallArguments():
+                    if call is None or call.index != piece.index:
+                        call = CallDelta(index=piece.index, function=CalledFunction(arguments=""))
+                        deltas.append(Delta(tool_calls=[call]))
+                    call.function.arguments += piece.text
+        return deltas
 
     def chunk(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> ChatChunk:
         return ChatChunk(id=self.request_id, created=self.created, model=self.model_name, choices=choices, usage=usage)
 
 
+def _reason(finish: FinishReason, reader: ReplyReader | None) -> str:
+    """OpenAI's word for why an answer ended, once its reader has read all of it."""
+    called = reader is not None and reader.called
+    return "tool_calls" if called and finish.kind is FinishKind.STOP else finish.kind.value
+
+
 def chat_router(context: ServerContext) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
+    client, config = context.client, context.config
+    formats: list[ReplyFormats] = []
 
     @router.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Answers a conversation."""
         context.check_model(body.model)
         body.check_logprobs()
-        tokenizer = context.client.tokenizer
-        token_ids = await _token_ids(context, body)
-        form = ChatFormat(body, tokenizer, context.config.model_name, body.rid or new_id("chatcmpl"))
-        prompt = form.input(token_ids, context.generation_defaults, request.headers)
+        tokenizer = client.tokenizer
+        if not formats:
+            formats.append(ReplyFormats(config, tokenizer))
+        tools = body.tool_request(config.max_tools_per_request)
+        formats[0].check(tools)
+        sampling = openai_sampling(body, body.token_limit(), context.generation_defaults)
+        said = await _said(context, body, tools, formats[0])
+        plan = formats[0].plan(
+            said.text,
+            sampling,
+            tools,
+            continued=said.continued,
+            separate=body.separate_reasoning is not False,
+            stream_reasoning=body.stream_reasoning is not False,
+        )
+        most = client.model_info.context_length
+        token_ids = await client.encode(said.text, add_special_tokens=False, most_tokens=most, param="messages")
+        form = ChatFormat(body, plan, tokenizer, config.model_name, body.rid or new_id("chatcmpl"))
+        prompt = form.input(token_ids, sampling, request.headers)
         if body.stream:
             return await open_event_stream(request, _events(context, form, prompt))
         [outputs] = await until_disconnect(request.receive, context.collect(form.request_id, [prompt], FIELD_NAMES))
@@ -177,17 +287,19 @@ def chat_router(context: ServerContext) -> APIRouter:
     return router
 
 
-async def _token_ids(context: ServerContext, body: ChatBody) -> list[int]:
-    """The tokens of a conversation. Others are served meanwhile.
+async def _said(context: ServerContext, body: ChatBody, tools: ToolRequest | None, formats: ReplyFormats) -> ChatText:
+    """A conversation, rendered. Others are served meanwhile.
 
     **Raises:** as `chat_text` does; `PromptTooLongError` for what no context of the model's holds, in the messages or
     once they are rendered.
     """
     tokenizer, most = context.client.tokenizer, context.client.model_info.context_length
     check_characters(body.num_characters(), tokenizer, most, "messages")
-    text = await context.render(partial(chat_text, tokenizer, body))
-    check_characters(len(text), tokenizer, most, "messages")
-    return await context.client.encode(text, add_special_tokens=False, most_tokens=most, param="messages")
+    calls = any(message.tool_calls or message.role == "tool" for message in body.messages)
+    short_ids = calls and formats.family is not None and formats.family.short_ids
+    said = await context.render(partial(chat_text, tokenizer, body, tools, short_ids=short_ids))
+    check_characters(len(said.text), tokenizer, most, "messages")
+    return said
 
 
 async def _events(context: ServerContext, form: ChatFormat, prompt: GenerateInput) -> AsyncGenerator[bytes, None]:

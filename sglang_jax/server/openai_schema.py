@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Discriminator, Tag
 
+from sglang_jax.checkpoint.chat_tools import is_variable
 from sglang_jax.engine.types import TextTokenizer
 from sglang_jax.errors import ParameterError, shown
+from sglang_jax.server.errors import UnsupportedParameterError
 from sglang_jax.server.fields import Body, Many, Priority, Prompt, ShortText, cache_namespace
+from sglang_jax.server.openai_tools import CallBody, ToolBody, ToolRequest, read_tools, with_short_ids
 from sglang_jax.server.sampling import OpenAISampling, one_of
 
 COMPLETION_DEFAULT_MAX_TOKENS = 16
 """What `/v1/completions` generates if `max_tokens` is not given, as OpenAI documents."""
+
+MAX_TEMPLATE_VARIABLES = 32
+"""Most variables of `chat_template_kwargs`."""
 
 
 class StreamOptions(Body):
@@ -95,6 +102,7 @@ class ChatMessage(Body):
 
     role: str
     content: Content | None = None
+    tool_calls: Many[CallBody] | None = None
 
 
 class ChatBody(OpenAIBody):
@@ -105,6 +113,43 @@ class ChatBody(OpenAIBody):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     continue_final_message: bool | None = None
+    tools: Many[ToolBody] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
+    reasoning_effort: ShortText | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def tool_request(self, most_tools: int) -> ToolRequest | None:
+        """What is said of tools; None where none may be called. Raises `ParameterError`."""
+        return read_tools(self.tools, self.tool_choice, self.parallel_tool_calls, most_tools)
+
+    def template_variables(self, tokenizer: TextTokenizer) -> dict[str, Any]:
+        """What the chat template is given beside messages and tools. Raises `ParameterError`; and
+        `UnsupportedParameterError` for `reasoning_effort` where it has no variable of this name.
+        """
+        given = dict(self.chat_template_kwargs or {})
+        if len(given) > MAX_TEMPLATE_VARIABLES:
+            raise ParameterError(
+                f"chat_template_kwargs may hold at most {MAX_TEMPLATE_VARIABLES} variables, got {len(given)}",
+                param="chat_template_kwargs",
+            )
+        for name in given:
+            if not is_variable(name):
+                raise ParameterError(
+                    f"chat_template_kwargs has {shown(name)}, which clients cannot set",
+                    param="chat_template_kwargs",
+                )
+        if self.reasoning_effort not in (None, "none"):
+            if "reasoning_effort" not in tokenizer.chat_template:
+                raise UnsupportedParameterError(
+                    "reasoning_effort is not supported by this model's chat template; leave it out (got "
+                    f"{shown(self.reasoning_effort)})",
+                    param="reasoning_effort",
+                )
+            given.setdefault("reasoning_effort", self.reasoning_effort)
+        return given
 
     def token_limit(self) -> int | None:
         """Most tokens of the answer; None for the rest of the context. Raises `ParameterError`.
@@ -115,7 +160,8 @@ class ChatBody(OpenAIBody):
         if limit is not None and limit < 1:
             name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
             raise ParameterError(
-                f"{name} must be at least 1 in a chat, got {limit}; completions and /generate compute a prompt alone",
+                f"{name} must be at least 1 in a chat, got {limit}; to only compute a prompt, use completions or "
+                "/generate",
                 param=name,
             )
         return limit
@@ -144,12 +190,23 @@ class ChatBody(OpenAIBody):
 def _for_template(number: int, message: ChatMessage) -> dict[str, object]:
     path = f"messages[{number}].content"
     content = message.content
+    if message.tool_calls and message.role != "assistant":
+        place = f"messages[{number}].tool_calls"
+        raise ParameterError(
+            f"{place} belong only to messages of the role `assistant`, got the role {shown(message.role)}", param=place
+        )
     if content is None and message.role != "assistant":
         raise ParameterError(f"{path} is required for the role {shown(message.role)}", param=path)
     if isinstance(content, list):
         content = "\n".join(_part_text(f"{path}[{place}]", part) for place, part in enumerate(content))
     extras = {name: value for name, value in (message.model_extra or {}).items() if value is not None}
-    return {**extras, "role": message.role, "content": content or ""}
+    for_template: dict[str, object] = {**extras, "role": message.role, "content": content or ""}
+    if message.tool_calls:
+        for_template["tool_calls"] = [
+            call.for_template(f"messages[{number}].tool_calls[{place}]")
+            for place, call in enumerate(message.tool_calls)
+        ]
+    return for_template
 
 
 def _part_text(path: str, part: ContentPart) -> str:
@@ -160,27 +217,45 @@ def _part_text(path: str, part: ContentPart) -> str:
     return part.text
 
 
-def chat_text(tokenizer: TextTokenizer, body: ChatBody) -> str:
+@dataclass(frozen=True, slots=True)
+class ChatText:
+    """A conversation as the model reads it. `continued`: what the assistant has said already, where its message goes
+    on."""
+
+    text: str
+    continued: str | None = None
+
+
+def chat_text(
+    tokenizer: TextTokenizer, body: ChatBody, tools: ToolRequest | None = None, *, short_ids: bool = False
+) -> ChatText:
     """The conversation as the model reads it, up to where its answer starts or goes on.
+
+    **Arguments:** `short_ids`: the template demands ids of calls of nine letters and digits.
 
     **Raises:** `ParameterError`; `RequestError` if the chat template refuses the messages.
     """
     # Before what the messages hold is looked at: what a message must have depends on its role.
     tokenizer.check_roles([message.role for message in body.messages])
     conversation = body.conversation()
+    if short_ids:
+        conversation = [with_short_ids(message) for message in conversation]
+    offered = () if tools is None else tools.shown
+    variables = body.template_variables(tokenizer)
     if not body.continue_final_message:
-        return tokenizer.render_chat(conversation)
-    begun = tokenizer.marked(str(conversation[-1]["content"]).strip())
-    if conversation[-1]["role"] != "assistant" or not begun:
+        return ChatText(tokenizer.render_chat(conversation, tools=offered, variables=variables))
+    said = str(conversation[-1]["content"]).strip()
+    begun = tokenizer.marked(said)
+    if conversation[-1]["role"] != "assistant" or not begun or "tool_calls" in conversation[-1]:
         raise ParameterError(
-            "continue_final_message needs a last message of the assistant that holds text",
+            "continue_final_message needs a last message of the assistant that holds text, and calls no tools",
             param="continue_final_message",
         )
-    text = tokenizer.render_chat(conversation, add_generation_prompt=False)
+    text = tokenizer.render_chat(conversation, add_generation_prompt=False, tools=offered, variables=variables)
     end = text.rfind(begun) + len(begun)
     if end < len(begun):
         raise ParameterError(
             "the chat template does not repeat the last message as it is, so it cannot be continued",
             param="continue_final_message",
         )
-    return text[:end]
+    return ChatText(text[:end], said)

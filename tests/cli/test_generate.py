@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 import pytest
@@ -47,7 +47,9 @@ def test_a_raw_prompt_is_continued_and_a_chat_answered(
     """Where each text begins with a space, as sentencepiece has it, an answer begins without."""
     continued: list[bool] = []
 
-    def stream_decoder(self: ByteTokenizer, skip_special_tokens: bool, *, continues_text: bool) -> ByteDecoder:
+    def stream_decoder(
+        self: ByteTokenizer, skip_special_tokens: bool, *, continues_text: bool, markers: Set[int]
+    ) -> ByteDecoder:
         continued.append(continues_text)
         return ByteDecoder(skip_special_tokens)
 

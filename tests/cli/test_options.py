@@ -61,6 +61,8 @@ OTHER_VALUES: dict[str, Any] = {
     "random_seed": 42,
     "sampling_defaults": "openai",
     "grammar_backend": "none",
+    "speculative_algorithm": "ngram",
+    "speculative_num_draft_tokens": 3,
     "skip_warmup": True,
     "watchdog_timeout": 30.0,
     "engine_start_timeout": 60.0,
@@ -84,7 +86,11 @@ OTHER_VALUES: dict[str, Any] = {
     "client_timeout": 5.0,
     "allowed_hosts": "a.example,b.example",
     "chat_template": "template.jinja",
+    "tool_call_parser": "mistral",
+    "reasoning_parser": "qwen3",
+    "max_tools_per_request": 5,
     "log_level": "debug",
+    "log_format": "json",
 }
 
 

@@ -7,8 +7,9 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -58,13 +59,14 @@ MODEL_INFO = ModelInfo(
 class ByteDecoder:
     """UTF-8, one byte at a time; ids from 256 on are special tokens `<256>`, `<257>`..."""
 
-    def __init__(self, skip_special_tokens: bool = True) -> None:
+    def __init__(self, skip_special_tokens: bool = True, markers: Set[int] = frozenset()) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._skip = skip_special_tokens
+        self._markers = markers
 
     def push(self, token_id: int) -> str:
         if token_id >= 256:
-            return "" if self._skip else f"<{token_id}>"
+            return "" if self._skip and token_id not in self._markers else f"<{token_id}>"
         return self._decoder.decode(bytes([token_id]))
 
     def flush(self) -> str:
@@ -84,8 +86,14 @@ class ByteTokenizer:
         decoder = ByteDecoder(skip_special_tokens)
         return "".join([decoder.push(token) for token in ids]) + decoder.flush()
 
-    def stream_decoder(self, skip_special_tokens: bool = True, *, continues_text: bool = False) -> ByteDecoder:
-        return ByteDecoder(skip_special_tokens)
+    special_tokens: ClassVar[Mapping[str, int]] = {f"<{token}>": token for token in range(256, VOCAB_SIZE)}
+    chat_template = "<tool_call> {{ tools }} {{ mood }}"
+    response_template = None
+
+    def stream_decoder(
+        self, skip_special_tokens: bool = True, *, continues_text: bool = False, markers: Set[int] = frozenset()
+    ) -> ByteDecoder:
+        return ByteDecoder(skip_special_tokens, markers)
 
     def token_text(self, token_id: int) -> str:
         return self.decode([token_id], skip_special_tokens=False)
@@ -99,9 +107,18 @@ class ByteTokenizer:
     def marked(self, text: str) -> str:
         return text
 
-    def render_chat(self, messages: Sequence[dict[str, object]], *, add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] = (),
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
+        """A line for each message, behind the variables. Tools are not shown: what is echoed stays readable."""
         self.check_roles([message.get("role") for message in messages])
-        return "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+        given = "".join(f"{name}={value}\n" for name, value in (variables or {}).items())
+        return given + "".join(f"{message['role']}: {message['content']}\n" for message in messages)
 
 
 def load_tokenizer(config: EngineConfig) -> ByteTokenizer:

@@ -98,6 +98,22 @@ def test_where_all_layers_have_windows_the_context_may_be_longer_than_the_pool()
     assert (pool.kind, pool.num_pages, pool.window) == (CacheKind.WINDOW, 501, 4096)
 
 
+@pytest.mark.parametrize(
+    ("memory", "why"),
+    [
+        (Memory("tpu", 16 * GIB, GIB, (GroupMemory(2**20, CacheKind.WINDOW, 4096),)), "no layer sees all tokens"),
+        (TPU, "no layer of the model has a sliding window"),
+        (Memory("tpu", 16 * GIB, GIB, (GroupMemory(2**20, CacheKind.STATE),)), "no layer of the model has a sliding"),
+    ],
+)
+def test_a_ratio_that_does_nothing_is_told(memory: Memory, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    choose_sizes(EngineConfig(), 8192, memory)
+    choose_sizes(EngineConfig(swa_full_tokens_ratio=0.5), 8192, GEMMA)
+    assert "swa_full_tokens_ratio" not in caplog.text
+    choose_sizes(EngineConfig(swa_full_tokens_ratio=0.5), 8192, memory)
+    assert f"swa_full_tokens_ratio 0.5 does nothing: {why}" in caplog.text
+
+
 def test_all_pools_count_against_memory() -> None:
     config = EngineConfig(max_total_tokens=16 * 3000, swa_full_tokens_ratio=1.0)
     with pytest.raises(ConfigError, match=r"max_total_tokens 48000 needs 19,030 MiB for weights and KV, 16,384 MiB"):

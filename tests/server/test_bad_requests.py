@@ -142,7 +142,8 @@ CASES = [
     ("chat", {"messages": MESSAGES, "max_tokens": 0}, "max_tokens", "max_tokens must be at least 1 in a chat, got 0"),
     ("chat", {"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens", "in a chat, got 0"),
     ("chat", {"messages": MESSAGES, "max_completion_tokens": -1}, "max_completion_tokens", "in a chat, got -1"),
-    ("chat", {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", "not supported"),
+    ("chat", {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools[0].function", "is required"),
+    ("completion", {"prompt": "a", "tools": [{"type": "function"}]}, "tools", "not supported"),
     ("chat", {"messages": MESSAGES, "response_format": {"type": "xml"}}, "response_format.type", "got 'xml'"),
     (
         "chat",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -29,8 +30,8 @@ class TemplateTokenizer(ByteTokenizer):
     def check_roles(self, roles: Sequence[object]) -> None:
         """All are known."""
 
-    def render_chat(self, messages: Sequence[dict[str, object]], *, add_generation_prompt: bool = True) -> str:
-        return self._real.render_chat(messages, add_generation_prompt=add_generation_prompt)
+    def render_chat(self, messages: Sequence[dict[str, object]], **more: Any) -> str:
+        return self._real.render_chat(messages, **more)
 
 
 @pytest.mark.parametrize(

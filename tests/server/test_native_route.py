@@ -11,6 +11,9 @@ from helpers.echo_server import EchoServer, serve_echo
 from helpers.engine_fakes import CACHED_TOKENS, EOS
 from helpers.stepped_core import Steps, load_stepped
 
+from sglang_jax.engine.types import GenerateInput
+from sglang_jax.server.remote_format import request_body
+
 
 def generate(server: EchoServer, **body: Any) -> Any:
     response = server.http.post("/generate", json=body)
@@ -173,3 +176,13 @@ def test_one_prompt_with_several_completions_is_a_list(server: EchoServer) -> No
 @pytest.mark.parametrize("extra", [{"lora_path": None}, {"return_hidden_states": False}, {"image_data": []}])
 def test_what_load_generators_send_is_accepted(server: EchoServer, extra: dict[str, Any]) -> None:
     assert generate(server, text="a", **extra)["text"] == "a"
+
+
+def test_special_tokens_that_mark_something_are_shown(server: EchoServer) -> None:
+    """That is how a server behind another one lets it take replies apart."""
+    body = {"input_ids": [65, 258, 66, 259, 67], "sampling_params": {"stop": ["<25", "C"]}}
+    assert server.http.post("/generate", json=body).json()["text"] == "AB"
+    asked = request_body(GenerateInput(prompt=[65], markers=frozenset({258})), "name", 99)
+    assert asked["marker_token_ids"] == [258]
+    shown = server.http.post("/generate", json={**body, "marker_token_ids": asked["marker_token_ids"]}).json()
+    assert (shown["text"], shown["meta_info"]["finish_reason"]["matched"]) == ("A<258>B", "C")

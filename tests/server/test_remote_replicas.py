@@ -416,6 +416,7 @@ def test_a_request_arrives_as_it_was_sent(sampling: SamplingParams) -> None:
         extra_key="salt",
         priority=-3,
         routing_key="key",
+        markers=frozenset({7, 9}),
         continues_text=False,
         tenant="Ärger & Söhne",
     )

@@ -1,0 +1,171 @@
+"""What a chat template does with tools. Templates do not say it, so it is found out as roles are (`chat_roles.py`): by
+rendering conversations that have tools, calls and results.
+
+A template that shows no tools gets them told in the system's words, and calls in the assistant's, as Hermes' models
+write them: the form that most others have learnt too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from sglang_jax.errors import RequestError
+
+Message = dict[str, Any]
+Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], str]
+"""The text of a conversation and tools. Raises `RequestError` where the template refuses it."""
+
+_TOOL, _KEY, _VALUE, _ID = "qz7tool", "qz7key", "qz7value", "callprobe"
+_PROBE = {
+    "type": "function",
+    "function": {"name": _TOOL, "description": "d", "parameters": {"type": "object", "properties": {}}},
+}
+
+_TOLD = """You may call functions. Each line between <tools> and </tools> describes one in JSON:
+<tools>
+{tools}
+</tools>
+
+To call a function, write its name and its arguments as JSON between these tags, once for each call:
+<tool_call>
+{{"name": "...", "arguments": {{...}}}}
+</tool_call>"""
+
+
+class ArgumentForm(Enum):
+    """As what a template takes the arguments of a call: an object, its JSON text, or not at all."""
+
+    OBJECT = auto()
+    TEXT = auto()
+    NONE = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSupport:
+    """What a template does with tools. `shown`: it tells the model of them."""
+
+    shown: bool
+    arguments: ArgumentForm
+
+    def prepared(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, has_system: bool
+    ) -> tuple[list[Message], Sequence[Mapping[str, Any]]]:
+        """Messages and tools as the template takes them, whether calls have their arguments as objects or as text.
+
+        **Arguments:** `has_system`: the template knows the role.
+        """
+        given = [self._with_calls(message) for message in messages]
+        if not tools or self.shown:
+            return given, tools
+        lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        told = _TOLD.format(tools=lines)
+        if not has_system:
+            place = next((number for number, message in enumerate(given) if message["role"] == "user"), 0)
+            given[place] = {**given[place], "content": f"{told}\n\n{given[place]['content']}"}
+        elif given and given[0]["role"] == "system":
+            given[0] = {**given[0], "content": f"{given[0]['content']}\n\n{told}"}
+        else:
+            given.insert(0, {"role": "system", "content": told})
+        return given, ()
+
+    def _with_calls(self, message: Message) -> Message:
+        calls = message.get("tool_calls")
+        if not calls:
+            return message
+        if self.arguments is not ArgumentForm.NONE:
+            form = _as_object if self.arguments is ArgumentForm.OBJECT else _as_text
+            written = [
+                {**call, "function": {**call["function"], "arguments": form(call["function"]["arguments"])}}
+                for call in calls
+            ]
+            return {**message, "tool_calls": written}
+        lines = [f"<tool_call>\n{_call_text(call['function'])}\n</tool_call>" for call in calls]
+        said = message.get("content")
+        others = {name: value for name, value in message.items() if name != "tool_calls"}
+        return {**others, "content": "\n".join([*([str(said)] if said else []), *lines])}
+
+
+def _as_object(arguments: Any) -> Any:
+    """Text that is no JSON object stays what it is; the template says what it makes of it."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _as_text(arguments: Any) -> str:
+    """As the client wrote it: that is what the model wrote, and what is cached."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _call_text(function: Mapping[str, Any]) -> str:
+    name = json.dumps(function["name"], ensure_ascii=False)
+    return f'{{"name": {name}, "arguments": {_as_text(function["arguments"])}}}'
+
+
+def learn_tools(render: Render) -> ToolSupport:
+    """Tries what a template makes of tools and of calls."""
+    user: Message = {"role": "user", "content": "a"}
+    shown = any(
+        _TOOL in _rendered(render, conversation, [_PROBE])
+        for conversation in ([user], [{"role": "system", "content": "c"}, user])
+    )
+    return ToolSupport(shown, _argument_form(render, user))
+
+
+def _argument_form(render: Render, user: Message) -> ArgumentForm:
+    as_text = json.dumps({_KEY: _VALUE})
+    if any(
+        _KEY in text and _VALUE in text and f"'{_KEY}'" not in text for text in _calls(render, user, {_KEY: _VALUE})
+    ):
+        return ArgumentForm.OBJECT
+    if any(as_text in text for text in _calls(render, user, as_text)):
+        return ArgumentForm.TEXT
+    return ArgumentForm.NONE
+
+
+def _calls(render: Render, user: Message, arguments: object) -> list[str]:
+    """The texts of conversations in which somebody has called a tool and was answered."""
+    call = {"id": _ID, "type": "function", "function": {"name": _TOOL, "arguments": arguments}}
+    called: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result: Message = {"role": "tool", "content": "b", "name": _TOOL, "tool_call_id": _ID}
+    system: Message = {"role": "system", "content": "c"}
+    conversations = ([user, called, result], [system, user, called, result], [user, called])
+    return [_rendered(render, conversation, [_PROBE]) for conversation in conversations]
+
+
+def _rendered(render: Render, conversation: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+    try:
+        return render(conversation, tools)
+    except RequestError:
+        return ""
+
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+RESERVED = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "conversations",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "return_assistant_tokens_mask",
+    }
+)
+"""Names of a template that are not for clients to set; the special tokens are not either."""
+
+
+def is_variable(name: str) -> bool:
+    """Whether a client may give a variable of a template this name."""
+    return _VARIABLE.fullmatch(name) is not None and name not in RESERVED and not name.endswith("_token")

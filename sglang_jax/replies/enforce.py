@@ -1,0 +1,203 @@
+"""Calls of tools, and answers behind reasoning, as structural tags: so that what the model writes is what its parser
+reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from enum import Enum, auto
+from typing import Any
+
+from sglang_jax.errors import ParameterError
+from sglang_jax.replies.call_reader import schema_types
+from sglang_jax.replies.forms import CallFamily, CallForm, Parameters, ReasoningForm, Tool, Written
+from sglang_jax.sampling.grammar import Grammar, GrammarKind, tag_grammar
+
+Format = dict[str, Any]
+"""A `format` of XGrammar's structural tags. `field`, of a schema, is what its client calls it, for errors."""
+
+_BLANK = " "
+"""What may stand between the parts of arguments, once: that is how models write them."""
+
+_ANY_TEXT: Format = {"type": "any_text"}
+
+
+class Begun(Enum):
+    """Where a reply is in its reasoning when it begins: it has begun, is over, or the prompt does not say."""
+
+    OPEN = auto()
+    CLOSED = auto()
+    UNSAID = auto()
+
+
+def calls_format(
+    family: CallFamily,
+    form: CallForm,
+    tools: Sequence[Tool],
+    *,
+    required: bool,
+    parallel: bool,
+    answer: Format | None = None,
+    text_begin: str = "",
+) -> Format:
+    """The format of a reply that calls tools.
+
+    **Arguments:** `form`: one of the family's, that is written; `required`: there is a call at least, and nothing but
+    calls; `parallel`: there may be several; `answer`: what a reply without a call is; None for any text; `text_begin`:
+    what an answer begins with.
+
+    **Raises:** `ParameterError` for an answer that could be taken for a call.
+    """
+    written = form.written
+    assert written is not None
+    if answer is not None and not form.opening:
+        raise ParameterError(
+            "tools and a format of the answer cannot both be given to this model: it writes calls as JSON without a "
+            "mark, and its answer could be taken for one",
+            param="tools",
+        )
+    several = parallel and not written.single
+    tags = [_call(form, written, tool, by_schema=required or tool.strict) for tool in tools]
+    listed = {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": written.separator,
+        "at_least_one": True,
+        "stop_after_first": not several,
+    }
+    calls: Format = listed
+    if written.before or written.after:
+        calls = _sequence(_text(written.before), listed, _text(written.after))
+    if required:
+        return calls
+    if answer is None and not family.starts_reply:
+        trigger = form.opening if not written.before or written.before.startswith(form.opening) else written.before
+        around = {"type": "tag", "begin": written.before, "content": listed, "end": written.after}
+        return {
+            "type": "triggered_tags",
+            "triggers": [trigger],
+            "tags": [around] if written.before else tags,
+            "stop_after_first": not several,
+        }
+    # A reply that begins as a call does is one.
+    text = {"type": "regex", "pattern": r"([^{\[\s](.|\n)*)?"} if not form.opening else _ANY_TEXT
+    return {"type": "or", "elements": [calls, _sequence(_text(text_begin), text if answer is None else answer)]}
+
+
+def after_reasoning(answer: Format, form: ReasoningForm, begun: Begun, *, text: bool) -> Format:
+    """The format of a reply that reasons first, if it is not over. `text`: the answer is text for the client, before
+    which some models write a marker."""
+    if text:
+        answer = _sequence(_text(form.answer), answer)
+    if begun is Begun.CLOSED:
+        return answer
+    gap: Format = _text(form.then) if form.then else {"type": "regex", "pattern": r"\s{0,4}"}
+    begin = "" if begun is Begun.OPEN else form.begin
+    reasoning = _sequence({"type": "tag", "begin": begin, "content": _ANY_TEXT, "end": form.end}, gap, answer)
+    return reasoning if begun is Begun.OPEN else {"type": "or", "elements": [reasoning, answer]}
+
+
+def grammar_format(grammar: Grammar) -> Format:
+    """What a grammar means, as a format."""
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            return {"type": "json_schema", "json_schema": json.loads(grammar.text), "field": grammar.field}
+        case GrammarKind.REGEX:
+            return {"type": "regex", "pattern": grammar.text}
+        case GrammarKind.CHOICE:
+            return {"type": "or", "elements": [_text(one) for one in json.loads(grammar.text)]}
+        case GrammarKind.EBNF:
+            return {"type": "grammar", "grammar": grammar.text}
+        case GrammarKind.STRUCTURAL_TAG:
+            tags = json.loads(grammar.text)
+            if "format" in tags:
+                found: Format = tags["format"]
+                return found
+            return {"type": "structural_tag", **{name: tags.get(name) for name in ("structures", "triggers")}}
+
+
+def grammar_of_format(found: Format, field: str) -> Grammar:
+    """The grammar of a format. Raises `ParameterError` if it is too long."""
+    return tag_grammar({"type": "structural_tag", "format": found}, field)
+
+
+def _call(form: CallForm, written: Written, tool: Tool, *, by_schema: bool) -> Format:
+    parameters = next((part for part in form.parts if isinstance(part, Parameters)), None)
+    schema = _schema(tool, by_schema=by_schema)
+    content = _json(schema, tool.field) if parameters is None else _parameters(parameters, schema, tool.field)
+    return {
+        "type": "tag",
+        "begin": written.begin.replace("{name}", tool.name),
+        "content": content,
+        "end": written.end,
+    }
+
+
+def _schema(tool: Tool, *, by_schema: bool) -> Format:
+    """The schema of a tool's arguments, that are an object in any case. Where it does not say whether there may be
+    others, there are none: a tool knows what to do with those alone that it has."""
+    if tool.parameters is None or not by_schema:
+        return {"type": "object", "x-guidance": {"whitespace_pattern": _BLANK}}
+    schema = _closed({"type": "object", **tool.parameters})
+    own = schema.get("x-guidance")
+    options = {"whitespace_pattern": _BLANK, "lenient": not tool.strict, **(own if isinstance(own, dict) else {})}
+    return {**schema, "x-guidance": options}
+
+
+def _closed(schema: Mapping[str, Any]) -> Format:
+    closed = dict(schema)
+    properties = schema.get("properties")
+    if isinstance(properties, dict):
+        closed["properties"] = {
+            name: _closed(one) if isinstance(one, dict) else one for name, one in properties.items()
+        }
+        if not {"patternProperties", "allOf", "anyOf", "oneOf", "$ref"} & set(schema):
+            closed.setdefault("additionalProperties", False)
+    if isinstance(schema.get("items"), dict):
+        closed["items"] = _closed(schema["items"])
+    return closed
+
+
+def _parameters(part: Parameters, schema: Format, field: str) -> Format:
+    """Arguments one by one, in the order of their schema."""
+    properties = schema.get("properties")
+    required = schema.get("required") or ()
+    shared = {name: schema[name] for name in ("$defs", "definitions", "x-guidance") if name in schema}
+    elements = []
+    for name, own in (properties or {}).items():
+        if any(mark in name for mark in ("<", ">", "\n")):
+            raise ParameterError(
+                f"{field} has an argument {name!r}, which this model's calls cannot name", param=f"{field}.properties"
+            )
+        begin, end = f"{part.begin}{name}{part.named}\n", f"\n{part.end}\n"
+        content = _value({**shared, **own} if isinstance(own, dict) else own, f"{field}.properties.{name}")
+        one = {"type": "tag", "begin": begin, "content": content, "end": end}
+        elements.append(one if name in required else {"type": "or", "elements": [one, _text("")]})
+    return _sequence(*elements) if elements else _text("")
+
+
+def _value(schema: Any, field: str) -> Format:
+    """The bare value of an argument: a text stands without quotes."""
+    if schema_types(schema) != {"string"}:
+        return _json(schema, field)
+    choices = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(choices, list) and choices:
+        return {"type": "or", "elements": [_text(str(one)) for one in choices]}
+    if isinstance(schema.get("pattern"), str):
+        return {"type": "regex", "pattern": schema["pattern"]}
+    return _ANY_TEXT
+
+
+def _json(schema: Any, field: str) -> Format:
+    return {"type": "json_schema", "json_schema": schema, "field": field}
+
+
+def _text(value: str) -> Format:
+    return {"type": "const_string", "value": value}
+
+
+def _sequence(*elements: Format) -> Format:
+    present = [one for one in elements if one != _text("")]
+    if len(present) == 1:
+        return present[0]
+    return {"type": "sequence", "elements": present} if present else _text("")

@@ -1,0 +1,89 @@
+"""A checkpoint's own words on how its replies are written: the `response_template` of transformers, as far as the table
+of families has words for it.
+
+Its regular expressions are not run: they are the checkpoint's, and the text is whatever the model says. Those that are
+a literal, a name and a literal are read; for others the family is known by its markers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_jax.replies.forms import (
+    Arguments,
+    CallFamily,
+    CallForm,
+    Calls,
+    Literal,
+    Name,
+    Part,
+    ReasoningForm,
+    Space,
+    Written,
+)
+
+_NAMED = re.compile(r"(?:\\s\*)?(?P<before>[^()]*?)(?:\(\?P<name>[^()]*\)(?P<after>[^()]*))?")
+_ESCAPED = re.compile(r"\\([^\w\s])")
+_OPERATORS = re.compile(r"[\\.^$*+?{}()|\[]")
+
+
+def call_family(template: Mapping[str, Any]) -> CallFamily | None:
+    """How calls are written; None if that cannot be said in the words of the table."""
+    field = _field(template, "tool_calls")
+    if field is None or field.get("content") != "json" or field.get("content_args"):
+        return None
+    end = field.get("close")
+    opening = _opening(field)
+    if opening is None or not isinstance(end, str):
+        return None
+    begin, after = opening
+    if after is None:
+        written = Written(begin + '{"name": "{name}", "arguments": ', "}" + end)
+        return CallFamily((CallForm(begin, (Space(), Calls(), Space(), Literal(end)), written),))
+    between: tuple[Part, ...] = (Literal(after),) if after else ()
+    parts = (Name(), *between, Space(), Arguments(), Space(), Literal(end))
+    return CallFamily((CallForm(begin, parts, Written(f"{begin}{{name}}{after}", end)),))
+
+
+def reasoning_form(template: Mapping[str, Any]) -> ReasoningForm | None:
+    """How reasoning is written, likewise."""
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        field = _field(template, name)
+        if field is not None and isinstance(field.get("open"), str) and isinstance(field.get("close"), str):
+            return ReasoningForm(field["open"].rstrip(), field["close"].strip())
+    return None
+
+
+def signs(template: Mapping[str, Any]) -> str:
+    """All texts of a template, in which the markers of a family may stand."""
+    return _ESCAPED.sub(r"\1", json.dumps(template, ensure_ascii=False).replace("\\\\", "\\"))
+
+
+def _field(template: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    fields = template.get("fields")
+    field = fields.get(name) if isinstance(fields, Mapping) else None
+    return field if isinstance(field, Mapping) else None
+
+
+def _opening(field: Mapping[str, Any]) -> tuple[str, str | None] | None:
+    """What stands before a call, and between its name and its arguments: None where the name is among these."""
+    if isinstance(field.get("open"), str):
+        return field["open"], None
+    pattern = field.get("open_pattern")
+    found = _NAMED.fullmatch(pattern) if isinstance(pattern, str) else None
+    if found is None:
+        return None
+    before, after = _literal(found["before"]), _literal(found["after"] or "")
+    if not before or after is None:
+        return None
+    return before, None if found["after"] is None else after
+
+
+def _literal(pattern: str) -> str | None:
+    """The text that a regular expression stands for; None if it stands for several."""
+    if _OPERATORS.search(_ESCAPED.sub("", pattern)):
+        return None
+    return _ESCAPED.sub(r"\1", pattern)

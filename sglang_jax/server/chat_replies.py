@@ -1,0 +1,253 @@
+"""How the served model writes its replies, and what one request makes of it: what is enforced, and what takes the reply
+apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import uuid
+from dataclasses import dataclass
+from functools import cached_property
+
+from sglang_jax.config import ReasoningParser, ServerConfig, ToolCallParser
+from sglang_jax.engine.types import TextTokenizer
+from sglang_jax.errors import ParameterError
+from sglang_jax.replies import response_template
+from sglang_jax.replies.enforce import (
+    Begun,
+    Format,
+    after_reasoning,
+    calls_format,
+    grammar_format,
+    grammar_of_format,
+)
+from sglang_jax.replies.families import CALLS, REASONING, family_of_template, markers, reasoning_of_template
+from sglang_jax.replies.forms import CallFamily, CallForm, ReasoningForm, ReplyLayout
+from sglang_jax.replies.parser import Piece, Reasoning, ReplyParser
+from sglang_jax.sampling import SamplingParams
+from sglang_jax.sampling.grammar import Grammar
+from sglang_jax.server.errors import UnsupportedParameterError
+from sglang_jax.server.openai_tools import ToolRequest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyPlan:
+    """What one request makes of its replies.
+
+    - `layout`: what they may be made of; None where they are text, as it comes.
+    - `markers`: special tokens that whoever takes them apart needs to see.
+    - `grammar`: what the sampler enforces.
+    """
+
+    layout: ReplyLayout | None = None
+    in_reasoning: bool = False
+    live: bool = False
+    markers: frozenset[int] = frozenset()
+    grammar: Grammar | None = None
+    short_ids: bool = False
+    whole_reasoning: bool = False
+
+    def reader(self) -> ReplyReader | None:
+        """What takes one reply apart."""
+        return None if self.layout is None else ReplyReader(self, self.layout)
+
+    def call_id(self) -> str:
+        """A new id of a call."""
+        return uuid.uuid4().hex[:9] if self.short_ids else f"call_{uuid.uuid4().hex[:24]}"
+
+
+class ReplyReader:
+    """Takes one reply apart as it comes."""
+
+    def __init__(self, plan: ReplyPlan, layout: ReplyLayout) -> None:
+        self._parser = ReplyParser(layout, in_reasoning=plan.in_reasoning, live=plan.live)
+        self._whole_reasoning = plan.whole_reasoning
+        self._reasoning = ""
+
+    @property
+    def called(self) -> bool:
+        """The reply has called tools, and was not cut within a call."""
+        return self._parser.num_calls > 0 and not self._parser.cut
+
+    def read(self, text: str, *, finished: bool) -> list[Piece]:
+        """What is certain once there is more text, or no more."""
+        pieces = self._parser.push(text)
+        if finished:
+            pieces = pieces + self._parser.finish()
+        return self._gathered(pieces, finished=finished) if self._whole_reasoning else pieces
+
+    def _gathered(self, pieces: list[Piece], *, finished: bool) -> list[Piece]:
+        """With the reasoning in one piece, before what follows it."""
+        gathered: list[Piece] = []
+        for piece in pieces:
+            if isinstance(piece, Reasoning):
+                self._reasoning += piece.text
+                continue
+            gathered += self._said()
+            gathered.append(piece)
+        return gathered + self._said() if finished else gathered
+
+    def _said(self) -> list[Piece]:
+        said, self._reasoning = self._reasoning, ""
+        return [Reasoning(said)] if said else []
+
+
+class ReplyFormats:
+    """How the served model writes its replies: as the options say, or as its templates tell. Found out with the first
+    chat that needs it."""
+
+    def __init__(self, config: ServerConfig, tokenizer: TextTokenizer) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def family(self) -> CallFamily | None:
+        """How it writes calls; None if it writes none, or nobody knows how."""
+        chosen = self._config.tool_call_parser
+        if chosen is ToolCallParser.NONE:
+            return None
+        if chosen is not ToolCallParser.AUTO:
+            return CALLS[chosen]
+        own = self._tokenizer.response_template
+        found = response_template.call_family(own) if own is not None else None
+        if found is not None:
+            logger.info("Calls of tools are written as the checkpoint's response template says")
+            return found
+        template = self._tokenizer.chat_template
+        known = (own is not None and family_of_template(response_template.signs(own))) or family_of_template(template)
+        if not known and "tools" not in template:
+            known = ToolCallParser.HERMES  # the model is told how
+        logger.info("Calls of tools are written as by %s, by the chat template", known or "nobody known")
+        return CALLS[known] if known else None
+
+    @cached_property
+    def reasoning(self) -> ReasoningForm | None:
+        """How it writes its reasoning, if that is told from its answers."""
+        chosen = self._config.reasoning_parser
+        if chosen is ReasoningParser.NONE:
+            return None
+        if chosen is not ReasoningParser.AUTO:
+            return REASONING[chosen]
+        own = self._tokenizer.response_template
+        known = reasoning_of_template(self._tokenizer.chat_template)
+        found = REASONING[known] if known else None
+        if found is None and own is not None:
+            found = response_template.reasoning_form(own)
+        logger.info("Reasoning is written as by %s, by the chat template", known or "nobody known")
+        return found
+
+    def check(self, tools: ToolRequest | None) -> None:
+        """Raises `UnsupportedParameterError` for tools where nobody knows how the model calls them."""
+        if tools is None or self.family is not None:
+            return
+        how = self._config.tool_call_parser
+        reason = (
+            "this server was started without them (--tool-call-parser none)"
+            if how is ToolCallParser.NONE
+            else "the chat template does not tell how the model writes calls; start the server with --tool-call-parser"
+        )
+        raise UnsupportedParameterError(f"tools cannot be called: {reason}", param="tools")
+
+    def plan(
+        self,
+        prompt: str,
+        sampling: SamplingParams,
+        tools: ToolRequest | None,
+        *,
+        continued: str | None,
+        separate: bool,
+        stream_reasoning: bool,
+    ) -> ReplyPlan:
+        """What a request makes of its replies. Raises `ParameterError`.
+
+        **Arguments:** `prompt`: the rendered conversation; `continued`: what the assistant has said already, where
+        its message is continued; `separate`, `stream_reasoning`: see `ReplyLayout`, `ReplyPlan`.
+        """
+        family = None if tools is None else self.family
+        reasoning = self.reasoning or (None if family is None else family.reasoning)
+        if family is None and reasoning is None:
+            return ReplyPlan(grammar=sampling.grammar)
+        begun = Begun.CLOSED if reasoning is None else _begun(reasoning, prompt, continued)
+        forms: tuple[CallForm, ...] = () if family is None else family.forms
+        grammar, live = sampling.grammar, False
+        if family is not None and tools is not None and (tools.enforced or grammar is not None):
+            enforced = family.enforced(self._signs)
+            forms, live = (enforced,), True
+            grammar = _with_calls(family, enforced, tools, grammar, reasoning, begun)
+        elif grammar is not None and reasoning is not None and begun is not Begun.CLOSED:
+            found = after_reasoning(grammar_format(grammar), reasoning, begun, text=True)
+            grammar = grammar_of_format(found, grammar.field)
+        silent = (*(() if family is None else family.silent), *(() if reasoning is None else reasoning.silent))
+        seen: frozenset[str] = frozenset()
+        if sampling.skip_special_tokens:
+            seen = markers(forms, reasoning, silent) & self._tokenizer.special_tokens.keys()
+        layout = ReplyLayout(
+            reasoning=reasoning,
+            forms=forms,
+            separator="" if family is None else family.separator,
+            tools={} if tools is None else {tool.name: tool for tool in tools.callable},
+            silent=(*silent, *sorted(seen)),
+            separate=separate,
+            most_calls=None if tools is None or tools.parallel else 1,
+        )
+        return ReplyPlan(
+            layout=layout,
+            in_reasoning=begun is Begun.OPEN,
+            live=live,
+            markers=frozenset(self._tokenizer.special_tokens[token] for token in seen),
+            grammar=grammar,
+            short_ids=family is not None and family.short_ids,
+            whole_reasoning=not stream_reasoning,
+        )
+
+    @cached_property
+    def _signs(self) -> str:
+        return " ".join([self._tokenizer.chat_template, *self._tokenizer.special_tokens])
+
+
+def _begun(reasoning: ReasoningForm, prompt: str, continued: str | None) -> Begun:
+    if continued is not None:
+        inside = continued.rfind(reasoning.begin) > continued.rfind(reasoning.end)
+        return Begun.OPEN if inside else Begun.CLOSED
+    end = prompt.rstrip()
+    if end.endswith(reasoning.begin):
+        return Begun.OPEN
+    if end.endswith(reasoning.end) and not reasoning.anywhere:
+        return Begun.CLOSED
+    return Begun.OPEN if reasoning.first else Begun.UNSAID
+
+
+def _with_calls(
+    family: CallFamily,
+    form: CallForm,
+    tools: ToolRequest,
+    grammar: Grammar | None,
+    reasoning: ReasoningForm | None,
+    begun: Begun,
+) -> Grammar:
+    """The grammar of a reply that calls tools, or else is what the request's own grammar says."""
+    if tools.required and grammar is not None:
+        raise ParameterError(
+            f"tool_choice asks for a call, and {grammar.field} for something else: they cannot both be given",
+            param=grammar.field,
+        )
+    answer: Format | None = None if grammar is None else grammar_format(grammar)
+    found = calls_format(
+        family,
+        form,
+        tools.callable,
+        required=tools.required,
+        parallel=tools.parallel,
+        answer=answer,
+        text_begin="" if reasoning is None else reasoning.answer,
+    )
+    if reasoning is not None:
+        found = after_reasoning(found, reasoning, begun, text=False)
+    return grammar_of_format(found, "tools")
+
+
+def with_grammar(sampling: SamplingParams, plan: ReplyPlan) -> SamplingParams:
+    """What is sampled under a plan."""
+    return sampling if plan.grammar is sampling.grammar else dataclasses.replace(sampling, grammar=plan.grammar)

@@ -1,0 +1,245 @@
+"""What a chat says of tools: those that it offers, which may or must be called, and the calls of earlier turns."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import msgspec
+
+from sglang_jax.errors import ParameterError, shown
+from sglang_jax.replies.call_reader import MOST_NAME_CHARACTERS, NAME
+from sglang_jax.replies.forms import Tool
+from sglang_jax.replies.json_scan import json_value
+from sglang_jax.sampling.grammar import MAX_GRAMMAR_CHARACTERS
+from sglang_jax.server.fields import Body
+
+MAX_TOOL_BYTES = MAX_GRAMMAR_CHARACTERS
+"""Most bytes of a request's tools as JSON: as much as any grammar may have."""
+
+MAX_SCHEMA_DEPTH = 32
+
+_TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+
+
+class FunctionBody(Body):
+    """A function that the model may call."""
+
+    passes_unknown_fields: ClassVar[bool] = True
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolBody(Body):
+    """One of `tools`."""
+
+    passes_unknown_fields: ClassVar[bool] = True
+
+    type: str
+    function: FunctionBody
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates take it. How strictly it is followed is no business of the model's."""
+        return {
+            **self.model_dump(exclude={"function"}, exclude_none=True),
+            "function": self.function.model_dump(exclude={"strict"}, exclude_none=True),
+        }
+
+
+class CalledBody(Body):
+    """The function of an earlier call."""
+
+    passes_unknown_fields: ClassVar[bool] = True
+
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class CallBody(Body):
+    """One of an assistant's `tool_calls`."""
+
+    passes_unknown_fields: ClassVar[bool] = True
+
+    id: str | None = None
+    type: str | None = None
+    function: CalledBody
+
+    def for_template(self, path: str) -> dict[str, Any]:
+        """As chat templates take it. Raises `ParameterError` for arguments that are no JSON object."""
+        arguments = self.function.arguments or "{}"
+        if isinstance(arguments, str) and not isinstance(json_value(arguments), dict):
+            place = f"{path}.function.arguments"
+            raise ParameterError(f"{place} must be the text of a JSON object, got {shown(arguments)}", param=place)
+        function = {**self.function.model_dump(exclude_none=True), "arguments": arguments}
+        return {**self.model_dump(exclude_none=True), "type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolRequest:
+    """What a request says of tools, checked.
+
+    - `shown`: all, as the chat template gets them; `callable`: those that may be called.
+    - `required`: one is called at least; `parallel`: there may be several calls.
+    """
+
+    shown: tuple[dict[str, Any], ...]
+    callable: tuple[Tool, ...]
+    required: bool = False
+    parallel: bool = True
+
+    @property
+    def enforced(self) -> bool:
+        """A grammar is needed."""
+        return self.required or any(tool.strict for tool in self.callable)
+
+
+def read_tools(tools: Sequence[ToolBody] | None, choice: Any, parallel: bool | None, most: int) -> ToolRequest | None:
+    """None where nothing is to be called. Raises `ParameterError` naming the place of what is wrong.
+
+    **Arguments:** `choice`: `tool_choice`; `parallel`: `parallel_tool_calls`; `most`: tools that a request may have.
+    """
+    offered = tools or ()
+    if len(offered) > most:
+        raise ParameterError(
+            f"tools may hold at most {most} tools (--max-tools-per-request), got {len(offered)}", param="tools"
+        )
+    known: dict[str, Tool] = {}
+    for number, tool in enumerate(offered):
+        checked = _checked(tool, f"tools[{number}]")
+        if checked.name in known:
+            raise ParameterError(
+                f"tools[{number}].function.name is {shown(checked.name)}, as another tool's is",
+                param=f"tools[{number}].function.name",
+            )
+        known[checked.name] = checked
+    shown_tools = tuple(tool.for_template() for tool in offered)
+    _check_size(shown_tools)
+    required, names = _read_choice(choice, known)
+    if not names:
+        return None
+    return ToolRequest(shown_tools, tuple(known[name] for name in names), required, parallel is not False)
+
+
+def _checked(tool: ToolBody, path: str) -> Tool:
+    if tool.type != "function":
+        raise ParameterError(f"{path}.type must be function, got {shown(tool.type)}", param=f"{path}.type")
+    name, place = tool.function.name, f"{path}.function.name"
+    if not NAME.fullmatch(name) or len(name) > MOST_NAME_CHARACTERS:
+        raise ParameterError(
+            f"{place} must be 1 to {MOST_NAME_CHARACTERS} of letters, digits, '_', '-' and '.', got {shown(name)}",
+            param=place,
+        )
+    field = f"{path}.function.parameters"
+    parameters = tool.function.parameters
+    if parameters is not None:
+        if parameters.get("type", "object") != "object":
+            raise ParameterError(f"{field}.type must be object, got {shown(parameters['type'])}", param=f"{field}.type")
+        for where, what in _faults(parameters, field, 0):
+            raise ParameterError(f"{where} {what}", param=where)
+    return Tool(name, parameters, bool(tool.function.strict), field)
+
+
+def _faults(schema: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:
+    """What is wrong with a schema whoever reads it, and where. More is found where it is enforced."""
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, Mapping):
+        yield path, f"must be a JSON schema, got {shown(schema)}"
+        return
+    if depth == MAX_SCHEMA_DEPTH:
+        yield path, f"is nested more than {MAX_SCHEMA_DEPTH} deep"
+        return
+    kinds = schema.get("type")
+    for kind in kinds if isinstance(kinds, list) else [] if kinds is None else [kinds]:
+        if kind not in _TYPES:
+            yield f"{path}.type", f"must be one of {', '.join(_TYPES)}, got {shown(kind)}"
+    required = schema.get("required")
+    if required is not None and not (isinstance(required, list) and all(isinstance(one, str) for one in required)):
+        yield f"{path}.required", f"must be a list of names, got {shown(required)}"
+    if not isinstance(schema.get("enum", []), list):
+        yield f"{path}.enum", f"must be a list, got {shown(schema['enum'])}"
+    for name in ("properties", "$defs", "definitions", "patternProperties"):
+        inner = schema.get(name)
+        if inner is not None and not isinstance(inner, Mapping):
+            yield f"{path}.{name}", f"must be an object, got {shown(inner)}"
+        for key, child in (inner or {}).items() if isinstance(inner, Mapping) else ():
+            yield from _faults(child, f"{path}.{name}.{key}", depth + 1)
+    for name in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        several = schema.get(name)
+        if several is not None and not isinstance(several, list):
+            yield f"{path}.{name}", f"must be a list of schemas, got {shown(several)}"
+        for number, child in enumerate(several if isinstance(several, list) else ()):
+            yield from _faults(child, f"{path}.{name}[{number}]", depth + 1)
+    for name in ("items", "additionalProperties", "not"):
+        if schema.get(name) is not None and not (name == "items" and isinstance(schema[name], list)):
+            yield from _faults(schema[name], f"{path}.{name}", depth + 1)
+
+
+def _check_size(tools: Sequence[Mapping[str, Any]]) -> None:
+    size = len(msgspec.json.encode(tools))
+    if size > MAX_TOOL_BYTES:
+        raise ParameterError(f"tools have {size} bytes, the limit is {MAX_TOOL_BYTES}", param="tools")
+
+
+def _read_choice(choice: Any, known: Mapping[str, Tool]) -> tuple[bool, Sequence[str]]:
+    """Whether a tool must be called, and the names of those that may be."""
+    match choice:
+        case None | "auto":
+            return False, tuple(known)
+        case "none":
+            return False, ()
+        case "required":
+            if not known:
+                raise ParameterError("tool_choice is required, and there are no tools", param="tool_choice")
+            return True, tuple(known)
+        case {"type": "function", "function": {"name": str(name)}}:
+            return True, (_offered(name, "tool_choice.function.name", known),)
+        case {"type": "allowed_tools", "allowed_tools": {"mode": ("auto" | "required") as mode, "tools": list(tools)}}:
+            names = []
+            for number, one in enumerate(tools):
+                place = f"tool_choice.allowed_tools.tools[{number}]"
+                match one:
+                    case {"type": "function", "function": {"name": str(name)}}:
+                        names.append(_offered(name, f"{place}.function.name", known))
+                    case _:
+                        raise ParameterError(f"{place} must name a function, got {shown(one)}", param=place)
+            if mode == "required" and not names:
+                raise ParameterError("tool_choice requires a tool and allows none", param="tool_choice")
+            return mode == "required", tuple(dict.fromkeys(names))
+    raise ParameterError(
+        'tool_choice must be "auto", "none", "required", {"type": "function", "function": {"name": ...}} or '
+        f'{{"type": "allowed_tools", ...}}, got {shown(choice)}',
+        param="tool_choice",
+    )
+
+
+def _offered(name: str, place: str, known: Mapping[str, Tool]) -> str:
+    if name not in known:
+        raise ParameterError(
+            f"{place} is {shown(name)}, which is none of the tools: {', '.join(known) or 'there are none'}", param=place
+        )
+    return name
+
+
+def with_short_ids(message: dict[str, object]) -> dict[str, object]:
+    """The message with ids of calls as Mistral's templates demand them, whoever made them: nine letters and digits."""
+    changed = dict(message)
+    if isinstance(message.get("tool_call_id"), str):
+        changed["tool_call_id"] = _short_id(str(message["tool_call_id"]))
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        changed["tool_calls"] = [{**call, "id": _short_id(str(call.get("id", "")))} for call in calls]
+    return changed
+
+
+def _short_id(call_id: str) -> str:
+    if _SHORT_ID.fullmatch(call_id):
+        return call_id
+    return hashlib.sha256(call_id.encode(errors="replace")).hexdigest()[:9]

@@ -1,0 +1,320 @@
+"""What is enforced is what is read: random walks through the grammar of each family's calls, taken apart by its parser.
+
+The oracle of what the arguments may be is the schema, by an own small check.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang_jax.checkpoint.token_table import TokenTable
+from sglang_jax.config import ReasoningParser, ToolCallParser
+from sglang_jax.errors import GrammarError, ParameterError
+from sglang_jax.grammar.interface import Progress
+from sglang_jax.grammar.llguidance_backend import LlguidanceBackend
+from sglang_jax.grammar.llguidance_trial import Trial
+from sglang_jax.replies.enforce import Begun, after_reasoning, calls_format, grammar_format, grammar_of_format
+from sglang_jax.replies.families import CALLS, REASONING, markers
+from sglang_jax.replies.forms import CallFamily, ReasoningForm, ReplyLayout, Tool
+from sglang_jax.replies.parser import CallArguments, CallBegin, Reasoning, ReplyParser, Text
+from sglang_jax.runner.plan import allowed_tokens, mask_words
+from sglang_jax.sampling.grammar import Grammar, GrammarKind, choice_grammar, json_grammar, tag_grammar
+
+SPECIAL = (b"<eos>", *(token.encode() for token in ("[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|end|>")))
+SPECIAL += tuple(token.encode() for token in ("<|start|>", "<|constrain|>", "<|call|>", "<|python_tag|>"))
+WORDS = (b"<tool_call>", b"</tool_call>", b"<think>", b"</think>", b'"city"', b"Paris", b"commentary", b"analysis")
+EOS = 256
+ENDS = frozenset(b'"}\n<')
+TABLE = TokenTable(
+    (*(bytes([byte]) for byte in range(256)), *SPECIAL, *WORDS), frozenset(range(EOS, EOS + len(SPECIAL)))
+)
+NAMES = {spelt.decode(): EOS + number for number, spelt in enumerate(SPECIAL)}
+VOCAB = len(TABLE.tokens)
+
+CITY = Tool(
+    "get_weather",
+    {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "enum": ["Paris", "Köln", 'a "b"']},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            "deep": {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"]},
+        },
+        "required": ["city", "deep"],
+    },
+    field="tools[0].function.parameters",
+)
+NOTE = Tool("note", {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}, strict=True)
+NOW = Tool("now")
+TOOLS = (CITY, NOTE, NOW)
+FAMILIES = [(family, sign) for family in CALLS for sign in ("", "[ARGS] ```json")]
+FAMILIES = [
+    (family, sign)
+    for family, sign in FAMILIES
+    if not sign or family in (ToolCallParser.MISTRAL, ToolCallParser.DEEPSEEK)
+]
+
+
+@pytest.fixture(scope="module")
+def backend() -> LlguidanceBackend:
+    return LlguidanceBackend(TABLE, VOCAB, (EOS,))
+
+
+@pytest.fixture(scope="module")
+def trial(backend: LlguidanceBackend) -> Trial:
+    return Trial(backend.specials)
+
+
+class Walker:
+    """Walks through a grammar at random; gives texts, and whether they have ended."""
+
+    def __init__(self, backend: LlguidanceBackend, trial: Trial, grammar: Grammar) -> None:
+        self._backend = backend
+        self._compiled = backend.build(grammar, trial.lark(grammar))
+
+    def walk(self, seed: int, most: int = 400, begin: str = "") -> tuple[str, bool]:
+        draw = random.Random(seed)
+        matcher, output = self._compiled.matcher(), list(_spelt(begin))
+        for token in output:
+            assert self._backend.accept([matcher], [token]) == [Progress.GOES_ON], (begin, token)
+        words = np.zeros((1, mask_words(VOCAB)), np.int32)
+        for _ in range(most):
+            (progress,) = self._backend.fill([matcher], words)
+            assert progress is not Progress.FAILED
+            choice = allowed_tokens(words[0]).tolist()
+            # What ends a string or a value comes too seldom otherwise.
+            ends = [token for token in choice if token in ENDS or token >= EOS]
+            token = draw.choice(ends) if ends and draw.random() < 0.5 else draw.choice(choice)
+            if token == EOS:
+                return _text(output), True
+            output.append(token)
+            if self._backend.accept([matcher], [token]) == [Progress.COMPLETE]:
+                return _text(output), True
+        return _text(output), False
+
+    def takes(self, text: str) -> bool:
+        """Whether the grammar allows this text as a whole."""
+        matcher = self._compiled.matcher()
+        words = np.zeros((1, mask_words(VOCAB)), np.int32)
+        for token in _spelt(text):
+            self._backend.fill([matcher], words)
+            if token not in allowed_tokens(words[0]):
+                return False
+            if self._backend.accept([matcher], [token]) == [Progress.COMPLETE]:
+                return True
+        self._backend.fill([matcher], words)
+        return EOS in allowed_tokens(words[0])
+
+
+def _spelt(text: str) -> list[int]:
+    tokens: list[int] = []
+    pattern = "|".join(map(re.escape, NAMES))
+    for part in re.split(f"({pattern})", text):
+        tokens += [NAMES[part]] if part in NAMES else list(part.encode())
+    return tokens
+
+
+def _text(output: Sequence[int]) -> str:
+    return b"".join(TABLE.tokens[token] for token in output).decode(errors="ignore")
+
+
+def read(
+    family: CallFamily, raw: str, *, live: bool, sign: str = "", reasoning: ReasoningForm | None = None,
+    in_reasoning: bool = False,
+) -> tuple[str, str, list[list[str]]]:  # fmt: skip
+    forms = (family.enforced(sign),) if live else family.forms
+    layout = ReplyLayout(
+        reasoning=reasoning,
+        forms=forms,
+        separator=family.separator,
+        tools={tool.name: tool for tool in TOOLS},
+        silent=(*family.silent, *markers(forms, reasoning, family.silent) & NAMES.keys()),
+    )
+    reader = ReplyParser(layout, in_reasoning=in_reasoning, live=live)
+    text, thought = "", ""
+    calls: list[list[str]] = []
+    for piece in [piece for char in raw for piece in reader.push(char)] + reader.finish():
+        match piece:
+            case Text():
+                text += piece.text
+            case Reasoning():
+                thought += piece.text
+            case CallBegin():
+                calls.append([piece.name, ""])
+            case CallArguments():
+                calls[piece.index][1] += piece.text
+    return text, thought, calls
+
+
+def fits(name: str, arguments: Any) -> bool:
+    if name == "get_weather":
+        deep = arguments.get("deep")
+        return (
+            set(arguments) <= {"city", "days", "deep"}
+            and arguments.get("city") in ("Paris", "Köln", 'a "b"')
+            and arguments.get("days", 1) in range(1, 10)
+            and isinstance(deep, dict)
+            and list(deep) == ["x"]
+            and isinstance(deep["x"], bool)
+        )
+    if name == "note":
+        return list(arguments) == ["text"] and isinstance(arguments["text"], str)
+    return name == "now" and isinstance(arguments, dict)
+
+
+@pytest.mark.parametrize(("name", "sign"), FAMILIES)
+def test_what_is_enforced_is_what_is_read(
+    backend: LlguidanceBackend, trial: Trial, name: ToolCallParser, sign: str
+) -> None:
+    family = CALLS[name]
+    found = calls_format(family, family.enforced(sign), TOOLS, required=True, parallel=True)
+    walker = Walker(backend, trial, grammar_of_format(found, "tools"))
+    ended, most = 0, 0
+    for seed in range(12):
+        raw, finished = walker.walk(seed)
+        live = read(family, raw, live=True, sign=sign)
+        assert live[0].strip() == "" or not finished
+        if finished:
+            ended += 1
+            most = max(most, len(live[2]))
+            assert live[2], raw
+            assert read(family, raw, live=False)[2] == live[2]
+            for called, arguments in live[2]:
+                assert fits(called, json.loads(arguments)), (called, arguments)
+    assert ended > 2
+    one = calls_format(family, family.enforced(sign), (CITY,), required=True, parallel=False)
+    walker = Walker(backend, trial, grammar_of_format(one, "tools"))
+    raws = [walker.walk(seed) for seed in range(3)]
+    for raw, finished in raws:
+        assert not finished or [called for called, _ in read(family, raw, live=True, sign=sign)[2]] == ["get_weather"]
+    assert any(finished for _, finished in raws)
+
+
+@pytest.mark.parametrize(("name", "sign"), FAMILIES)
+def test_strict_tools_beside_free_text(
+    backend: LlguidanceBackend, trial: Trial, name: ToolCallParser, sign: str
+) -> None:
+    """A reply may be text. Once a call has begun, it is one."""
+    family = CALLS[name]
+    form = family.enforced(sign)
+    assert form.written is not None
+    found = calls_format(family, form, TOOLS, required=False, parallel=True)
+    walker = Walker(backend, trial, grammar_of_format(found, "tools"))
+    assert walker.takes("It is so.")
+    raw, finished = walker.walk(3, begin=form.written.before + form.written.begin.split("{name}")[0])
+    calls = read(family, raw, live=True, sign=sign)[2]
+    assert not finished or calls
+    assert not walker.takes(form.written.before + form.written.begin.replace("{name}", "rm") + "{}" + form.written.end)
+
+
+def test_a_format_beside_tools(backend: LlguidanceBackend, trial: Trial) -> None:
+    """A reply is a call, or what `response_format` says."""
+    answer = grammar_format(json_grammar({"type": "object", "required": ["ok"], "properties": {"ok": {"const": 1}},
+                                          "additionalProperties": False}))  # fmt: skip
+    for name in (ToolCallParser.HERMES, ToolCallParser.MISTRAL):
+        family = CALLS[name]
+        form = family.enforced("[ARGS]")
+        found = calls_format(family, form, (NOW,), required=False, parallel=True, answer=answer)
+        walker = Walker(backend, trial, grammar_of_format(found, "tools"))
+        assert form.written is not None
+        assert walker.takes('{"ok":1}')
+        assert walker.takes(form.written.begin.replace("{name}", "now") + "{}" + form.written.end)
+        assert not walker.takes("ok")
+    llama = CALLS[ToolCallParser.LLAMA3]
+    with pytest.raises(ParameterError, match="could be taken for one"):
+        calls_format(llama, llama.enforced(""), (NOW,), required=False, parallel=True, answer=answer)
+
+
+GRAMMARS = [
+    json_grammar({"enum": ["ab"]}),
+    Grammar(GrammarKind.REGEX, '"ab"'),
+    choice_grammar(['"ab"', "c"]),
+    Grammar(GrammarKind.EBNF, 'start: "\\"a" b\nb: "b\\""'),
+    Grammar(GrammarKind.EBNF, 'root ::= "\\"ab" [\\x22]'),
+    tag_grammar({"format": {"type": "const_string", "value": '"ab"'}}),
+    tag_grammar({"structures": [{"begin": '"', "schema": {"const": "x"}, "end": ""}], "triggers": ['"']}),
+]
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.kind)
+def test_a_grammar_begins_where_reasoning_ends(backend: LlguidanceBackend, trial: Trial, grammar: Grammar) -> None:
+    older = grammar.kind is GrammarKind.STRUCTURAL_TAG and "structures" in grammar.text
+    said = 'free "' + '"x"' if older else '"ab"'
+    qwen3 = REASONING[ReasoningParser.QWEN3]
+    for begun, texts in (
+        (Begun.OPEN, ['Hm "x\n</think>\n\n' + said, "</think>" + said]),
+        (Begun.UNSAID, [said, "<think>\nHm <thi</think>\n" + said]),
+        (Begun.CLOSED, [said]),
+    ):
+        found = after_reasoning(grammar_format(grammar), qwen3, begun, text=True)
+        walker = Walker(backend, trial, grammar_of_format(found, "field"))
+        for text in texts:
+            assert walker.takes(text), (begun, text)
+        assert walker.takes("Hm </think> no") is older
+        if begun is Begun.OPEN:
+            assert not walker.takes(said)
+
+
+def test_harmonys_answers_and_calls_begin_behind_its_reasoning(backend: LlguidanceBackend, trial: Trial) -> None:
+    harmony, family = REASONING[ReasoningParser.GPT_OSS], CALLS[ToolCallParser.GPT_OSS]
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    answer = after_reasoning(grammar_format(json_grammar({"const": 1})), harmony, Begun.UNSAID, text=True)
+    walker = Walker(backend, trial, grammar_of_format(answer, "field"))
+    assert walker.takes("<|channel|>final<|message|>1")
+    assert walker.takes(thought + "<|channel|>final<|message|>1")
+    assert not walker.takes(thought + "1")
+    calls = calls_format(
+        family, family.enforced(""), (NOW, NOTE), required=False, parallel=True, text_begin=harmony.answer
+    )
+    walker = Walker(
+        backend, trial, grammar_of_format(after_reasoning(calls, harmony, Begun.UNSAID, text=False), "tools")
+    )
+    call = '<|channel|>commentary to=functions.note <|constrain|>json<|message|>{"text": "a"}'
+    for raw in (call, thought + call, thought + "<|channel|>final<|message|>It is."):
+        assert walker.takes(raw), raw
+    assert not walker.takes(thought + call.replace("text", "txt"))
+    assert read(family, thought + call, live=True, reasoning=harmony) == ("", "Hm.", [["note", '{"text": "a"}']])
+
+
+@pytest.mark.parametrize("name", [ToolCallParser.HERMES, ToolCallParser.QWEN3_CODER])
+def test_a_schema_that_cannot_be_enforced_is_named(
+    backend: LlguidanceBackend, trial: Trial, name: ToolCallParser
+) -> None:
+    family = CALLS[name]
+    schema = {"type": "object", "properties": {"ok": {"type": "string"}, "bad": {"type": "array", "contains": {}}}}
+    field = "tools[1].function.parameters"
+    for strict in (True, False):
+        bad = Tool("bad", schema, strict, field)
+        found = calls_format(family, family.enforced(""), (NOW, bad), required=True, parallel=True)
+        grammar = grammar_of_format(found, "tools")
+        if not strict:  # then what cannot be enforced is not
+            assert trial.lark(grammar)
+            continue
+        with pytest.raises(GrammarError) as caught:
+            trial.lark(grammar)
+        assert (caught.value.param or "").startswith(field)
+        assert caught.value.message.startswith(field)
+        assert "Unimplemented keys" in caught.value.message
+        assert "bad" in caught.value.message
+
+
+def test_what_a_familys_calls_cannot_name() -> None:
+    family = CALLS[ToolCallParser.QWEN3_CODER]
+    odd = Tool("odd", {"type": "object", "properties": {"a>b": {"type": "string"}}})
+    with pytest.raises(ParameterError, match="'a>b'"):
+        calls_format(family, family.enforced(""), (odd,), required=True, parallel=True)
+
+
+def test_too_many_tools_for_a_grammar() -> None:
+    family = CALLS[ToolCallParser.HERMES]
+    large = [replace(CITY, name=f"t{i}", parameters={"description": "x" * 2000}) for i in range(100)]
+    with pytest.raises(ParameterError, match="the limit is 131072"):
+        grammar_of_format(calls_format(family, family.enforced(""), large, required=True, parallel=True), "tools")

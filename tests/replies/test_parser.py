@@ -1,0 +1,480 @@
+"""Replies of each family, cut at every place: what a stream says, joined, is what the whole says; and what that is."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_jax.config import ReasoningParser, ToolCallParser
+from sglang_jax.replies import call_reader, parser
+from sglang_jax.replies.families import CALLS, REASONING
+from sglang_jax.replies.forms import CallFamily, CallForm, Calls, Literal, ReasoningForm, ReplyLayout, Space, Tool
+from sglang_jax.replies.parser import CallArguments, CallBegin, Piece, Reasoning, ReplyParser, Text
+
+WEATHER = Tool(
+    "get_weather",
+    {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "where": {"type": "object"},
+            "tags": {"type": "array"},
+            "exact": {"type": ["boolean", "null"]},
+            "any": {},
+        },
+    },
+)
+TOOLS = {tool.name: tool for tool in (WEATHER, Tool("now", {"type": "object"}), Tool("a.b-c_1"))}
+
+HERMES, CODER, LLAMA, MISTRAL, DEEPSEEK, GPT_OSS = (
+    CALLS[one]
+    for one in (
+        ToolCallParser.HERMES,
+        ToolCallParser.QWEN3_CODER,
+        ToolCallParser.LLAMA3,
+        ToolCallParser.MISTRAL,
+        ToolCallParser.DEEPSEEK,
+        ToolCallParser.GPT_OSS,
+    )
+)
+R1, QWEN3, HARMONY = (
+    REASONING[one] for one in (ReasoningParser.DEEPSEEK_R1, ReasoningParser.QWEN3, ReasoningParser.GPT_OSS)
+)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A reply, and what it is: its text, reasoning, and calls as (name, arguments)."""
+
+    raw: str
+    text: str = ""
+    calls: tuple[tuple[str, Any], ...] = ()
+    reasoning: str = ""
+
+
+@dataclass
+class Found:
+    """Pieces, joined by their kinds."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[list[str]] = field(default_factory=list)
+
+    def add(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            match piece:
+                case Text():
+                    self.text += piece.text
+                case Reasoning():
+                    self.reasoning += piece.text
+                case CallBegin():
+                    assert piece.index == len(self.calls)
+                    self.calls.append([piece.name, ""])
+                case CallArguments():
+                    assert piece.index == len(self.calls) - 1
+                    self.calls[-1][1] += piece.text
+
+
+@dataclass(frozen=True)
+class Way:
+    """How replies are read."""
+
+    family: CallFamily | None = None
+    reasoning: ReasoningForm | None = None
+    in_reasoning: bool = False
+    live: bool = False
+    separate: bool = True
+    hidden: tuple[str, ...] = ()
+
+    def parser(self) -> ReplyParser:
+        family = self.family
+        layout = ReplyLayout(
+            reasoning=self.reasoning,
+            forms=() if family is None else (family.enforced("```json"),) if self.live else family.forms,
+            separator="" if family is None else family.separator,
+            tools=TOOLS,
+            silent=(
+                *(() if family is None else family.silent),
+                *(() if self.reasoning is None else self.reasoning.silent),
+                *self.hidden,
+            ),
+            separate=self.separate,
+        )
+        return ReplyParser(layout, in_reasoning=self.in_reasoning, live=self.live)
+
+
+def found_in(way: Way, parts: Sequence[str]) -> Found:
+    reader, found = way.parser(), Found()
+    for part in parts:
+        found.add(reader.push(part))
+    found.add(reader.finish())
+    return found
+
+
+def cuts(raw: str) -> Iterable[list[str]]:
+    """A text in characters, in two at every place, and in pieces of three: each boundary of a token or a byte is one
+    of these, since no part of a character ever comes out of the detokenizer."""
+    yield list(raw)
+    for place in range(1, len(raw)):
+        yield [raw[:place], raw[place:]]
+    yield [raw[place : place + 3] for place in range(0, len(raw), 3)]
+
+
+def check(way: Way, reply: Reply) -> None:
+    whole = found_in(way, [reply.raw])
+    assert whole.text == reply.text
+    assert whole.reasoning == reply.reasoning
+    assert [(name, json.loads(arguments)) for name, arguments in whole.calls] == list(reply.calls)
+    for parts in cuts(reply.raw):
+        assert found_in(way, parts) == whole, parts
+
+
+PARIS = ("get_weather", {"city": "Paris"})
+NESTED = {
+    "city": 'Zürich "北" \\ 😀\n',
+    "days": -3,
+    "where": {"a": [1, {"b": None}], "}": "]"},
+    "tags": ["</tool_call>"],
+}
+NESTED_TEXT = json.dumps(NESTED, ensure_ascii=False)
+
+
+def hermes(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+ONE = hermes("get_weather", '{"city": "Paris"}')
+
+HERMES_REPLIES = {
+    "text": Reply("Hello  there \n", "Hello  there \n"),
+    "good": Reply(ONE, calls=(PARIS,)),
+    "two": Reply(f"{ONE}\n{hermes('now', '{}')}", calls=(PARIS, ("now", {}))),
+    "around": Reply(f"Let me look.\n\n{ONE}\nDone. ", "Let me look.\nDone.", (PARIS,)),
+    "nested": Reply(hermes("get_weather", NESTED_TEXT), calls=(("get_weather", NESTED),)),
+    "escapes": Reply(
+        hermes("get_weather", '{"city": "\\u00fc\\ud83d\\ude00\\n\\"<tool_call>\\\\"}'),
+        calls=(("get_weather", {"city": 'ü😀\n"<tool_call>\\'}),),
+    ),
+    "half a pair": Reply(hermes("now", '{"a": "\\ud800"}'), calls=(("now", {"a": "\ud800"}),)),
+    "a line end in a string": Reply(hermes("now", '{"a": "b\nc"}'), calls=(("now", {"a": "b\nc"}),)),
+    "other order": Reply(
+        '<tool_call>{"arguments":{"city":"Paris"},"id":7,"name":"get_weather"}</tool_call>', calls=(PARIS,)
+    ),
+    "arguments in a text": Reply(hermes("now", '"{\\"a\\": 1}"'), calls=(("now", {"a": 1}),)),
+    "no arguments": Reply('<tool_call>{"name": "now"}</tool_call>', calls=(("now", {}),)),
+    "a list": Reply(
+        '<tool_call>[{"name": "now", "arguments": {}}, {"name": "now", "parameters": {"a": 2}}]</tool_call>',
+        calls=(("now", {}), ("now", {"a": 2})),
+    ),
+    "of no tool": Reply(hermes("rm", "{}"), hermes("rm", "{}")),
+    "a list with another": Reply(
+        '<tool_call>[{"name": "now"}, {"name": "rm"}]</tool_call>',
+        '<tool_call>[{"name": "now"}, {"name": "rm"}]</tool_call>',
+    ),
+    "not JSON": Reply("<tool_call>\nget_weather(Paris)\n</tool_call>", "<tool_call>\nget_weather(Paris)\n</tool_call>"),
+    "a comma too many": Reply(hermes("now", '{"a": 1,}'), hermes("now", '{"a": 1,}')),
+    "a brace too few": Reply(
+        '<tool_call>\n{"name": "now", "arguments": {}\n</tool_call>',
+        '<tool_call>\n{"name": "now", "arguments": {}\n</tool_call>',
+    ),
+    "no number": Reply(hermes("now", '{"a": 01}'), hermes("now", '{"a": 01}')),
+    "not a number": Reply(hermes("now", '{"a": NaN}'), hermes("now", '{"a": NaN}')),
+    "arguments of a list": Reply(hermes("now", "[1]"), hermes("now", "[1]")),
+    "an open string, then a good one": Reply(
+        hermes("now", '{"a": "b}') + "\n" + ONE, hermes("now", '{"a": "b}'), (PARIS,)
+    ),
+    "an opening twice": Reply(f"<tool_call>\n{ONE}", "<tool_call>", (PARIS,)),
+    "cut in its name": Reply(ONE[:22], ONE[:22]),
+    "cut in its arguments": Reply("Hm. " + ONE[:-20], "Hm. " + ONE[:-20]),
+    "cut before its end": Reply(ONE[:-4], ONE[:-4]),
+    "cut in its opening": Reply("a < b <tool", "a < b <tool"),
+    "white space alone": Reply(" \n", " \n"),
+    "nothing": Reply(""),
+    "a good one, then a cut one": Reply(f"{ONE}\n{ONE[:30]}", f"\n{ONE[:30]}", (PARIS,)),
+}
+
+
+def coder(name: str, *parameters: tuple[str, str]) -> str:
+    inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in parameters)
+    return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
+
+
+CODER_REPLIES = {
+    "good": Reply(coder("get_weather", ("city", "Paris")), calls=(PARIS,)),
+    "two": Reply(
+        "I look.\n" + coder("get_weather", ("city", "Paris")) + "\n" + coder("now"), "I look.", (PARIS, ("now", {}))
+    ),
+    "types": Reply(
+        coder(
+            "get_weather", ("city", "12"), ("days", "12"), ("where", '{"a": [1, "b"]}'), ("tags", '["x"]'),
+            ("exact", "True"), ("any", "7"),
+        ),
+        calls=(
+            (
+                "get_weather",
+                {"city": "12", "days": 12, "where": {"a": [1, "b"]}, "tags": ["x"], "exact": True, "any": "7"},
+            ),
+        ),
+    ),
+    "null": Reply(coder("get_weather", ("exact", "null")), calls=(("get_weather", {"exact": None}),)),
+    "not what its schema says": Reply(
+        coder("get_weather", ("days", "a few"), ("exact", "maybe")),
+        calls=(("get_weather", {"days": "a few", "exact": "maybe"}),),
+    ),
+    "lines, quotes, tags": Reply(
+        coder("get_weather", ("city", 'a\n  "b" <b>\\n</b>\n名😀\n')),
+        calls=(("get_weather", {"city": 'a\n  "b" <b>\\n</b>\n名😀\n'}),),
+    ),
+    "without the outer tag": Reply(
+        "<function=now>\n<parameter=a>\n1\n</parameter>\n</function>", calls=(("now", {"a": "1"}),)
+    ),
+    "of no tool": Reply(coder("rm", ("a", "b")), coder("rm", ("a", "b"))),
+    "no name": Reply(
+        "<tool_call>\n<function=>\n</function>\n</tool_call>", "<tool_call>\n<function=>\n</function>\n</tool_call>"
+    ),
+    "a key without its end": Reply(
+        "<tool_call>\n<function=now>\n<parameter=a\n1</parameter></function></tool_call>",
+        "<tool_call>\n<function=now>\n<parameter=a\n1</parameter></function></tool_call>",
+    ),
+    "cut in a value": Reply("Well. " + coder("now", ("a", "b"))[:50], "Well. " + coder("now", ("a", "b"))[:50]),
+}  # fmt: skip
+
+LLAMA_REPLIES = {
+    "text": Reply("Hello {there}", "Hello {there}"),
+    "good": Reply('{"name": "get_weather", "parameters": {"city": "Paris"}}', calls=(PARIS,)),
+    "two": Reply(
+        '{"name": "now", "parameters": {}}; {"name": "get_weather", "parameters": {"city": "Paris"}}',
+        calls=(("now", {}), PARIS),
+    ),
+    "with its tag": Reply('<|python_tag|>{"name": "now", "arguments": {"a": [1]}}', calls=(("now", {"a": [1]}),)),
+    "JSON that is no call": Reply('\n{"city": "Paris", "name": "x"} is it', '\n{"city": "Paris", "name": "x"} is it'),
+    "JSON behind text": Reply('See {"name": "now"}', 'See {"name": "now"}'),
+    "text behind": Reply('{"name": "now"}\nSo it is.', "\nSo it is.", (("now", {}),)),
+    "code": Reply("<|python_tag|>print(1)", "print(1)"),
+    "a list that is none": Reply("[1] says so", "[1] says so"),
+    "cut": Reply('{"name": "now", "parameters": {"a"', '{"name": "now", "parameters": {"a"'),
+    "nested": Reply(f'{{"name": "get_weather", "parameters": {NESTED_TEXT}}}', calls=(("get_weather", NESTED),)),
+}
+
+MISTRAL_REPLIES = {
+    "good": Reply('[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris"}}]', calls=(PARIS,)),
+    "two": Reply(
+        'So.[TOOL_CALLS] [{"name": "now", "arguments": {}}, {"name": "get_weather", "arguments": {"city": "Paris"}}]',
+        "So.",
+        (("now", {}), PARIS),
+    ),
+    "newer": Reply('[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}', calls=(PARIS,)),
+    "newer, two": Reply(
+        'So.[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]get_weather[CALL_ID]abc123def[ARGS]{"city": "Paris"}',
+        "So.",
+        (("now", {}), PARIS),
+    ),
+    "nested": Reply(f"[TOOL_CALLS]get_weather[ARGS]{NESTED_TEXT}", calls=(("get_weather", NESTED),)),
+    "of no tool": Reply("[TOOL_CALLS]rm[ARGS]{}", "rm{}"),
+    "not JSON": Reply("[TOOL_CALLS]now[ARGS]{a}", "now{a}"),
+    "cut": Reply('[TOOL_CALLS]now[ARGS]{"a": ', 'now{"a": '),
+    "text": Reply("[1] and [TOOL", "[1] and [TOOL"),
+}
+
+BEGIN, SEP, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+
+
+def deepseek(name: str, arguments: str) -> str:
+    return f"{BEGIN}function{SEP}{name}\n```json\n{arguments}\n```{END}"
+
+
+DEEPSEEK_REPLIES = {
+    "good": Reply(CALLS_BEGIN + deepseek("get_weather", '{"city": "Paris"}') + CALLS_END, calls=(PARIS,)),
+    "two": Reply(
+        "I look.\n" + CALLS_BEGIN + deepseek("now", "{}") + "\n" + deepseek("get_weather", NESTED_TEXT) + CALLS_END,
+        "I look.",
+        (("now", {}), ("get_weather", NESTED)),
+    ),
+    "newer": Reply(
+        f'{CALLS_BEGIN}{BEGIN}get_weather{SEP}{{"city": "Paris"}}{END}{BEGIN}now{SEP}{{}}{END}{CALLS_END}',
+        calls=(PARIS, ("now", {})),
+    ),
+    "of no tool": Reply(f"{CALLS_BEGIN}{BEGIN}rm{SEP}{{}}{END}{CALLS_END}", f"{BEGIN}rm{SEP}{{}}{END}"),
+    "malformed": Reply(CALLS_BEGIN + deepseek("now", "{a}") + CALLS_END, deepseek("now", "{a}")),
+    "cut": Reply(CALLS_BEGIN + deepseek("now", '{"a": 1}')[:-20], deepseek("now", '{"a": 1}')[:-20]),
+}
+
+COMMENTARY = "<|channel|>commentary to=functions."
+GPT_OSS_REPLIES = {
+    "final": Reply(
+        "<|channel|>analysis<|message|>Hm, well. <|end|><|start|>assistant<|channel|>final<|message|>Hi there.",
+        "Hi there.",
+        reasoning="Hm, well.",
+    ),
+    "good": Reply(
+        f"<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant{COMMENTARY}get_weather "
+        '<|constrain|>json<|message|>{"city":"Paris"}',
+        calls=(PARIS,),
+        reasoning="Look it up.",
+    ),
+    "with its end": Reply(f"{COMMENTARY}now <|constrain|>json<|message|>{{}}<|call|>", calls=(("now", {}),)),
+    "two, and words before": Reply(
+        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.now<|channel|>commentary json"
+        f"<|message|>{{}}<|call|><|start|>assistant{COMMENTARY}get_weather<|message|>{NESTED_TEXT}<|call|>",
+        "I look.",
+        (("now", {}), ("get_weather", NESTED)),
+    ),
+    "of no tool": Reply(f"{COMMENTARY}rm<|message|>{{}}", "commentary to=functions.rm{}"),
+    "malformed": Reply(f"{COMMENTARY}now <|constrain|>json<|message|>{{a}}", "commentary to=functions.nowjson{a}"),
+    "cut in a header": Reply("<|channel|>ana", "ana"),
+    "cut in a call": Reply(f'{COMMENTARY}now<|message|>{{"a"', 'commentary to=functions.now{"a"'),
+    "cut in its thoughts": Reply("<|channel|>analysis<|message|>Well", reasoning="Well"),
+}
+
+THINK_REPLIES = {
+    "good": Reply(f"<think>\nHm.\n\nYes.\n</think>\n\nIt is.\n{ONE}", "It is.", (PARIS,), "Hm.\n\nYes."),
+    "a call in its thoughts": Reply(f"<think>{ONE}</think>No.", "No.", reasoning=ONE),
+    "none": Reply("It is so </think> now", "It is so </think> now"),
+    "empty": Reply("<think>\n\n</think>\n\nHi", "Hi"),
+    "cut": Reply("<think>\nHm, a </th", reasoning="Hm, a </th"),
+    "later": Reply("The tag <think> begins it", "The tag <think> begins it"),
+    "white space before": Reply("\n <think>a</think>b", "b", reasoning="a"),
+}
+BEGUN_REPLIES = {
+    "good": Reply(f"\nHm.\n</think>\n\n{ONE}", "", (PARIS,), "Hm."),
+    "said again": Reply("<think>\nHm.</think> Yes <think>", "Yes <think>", reasoning="Hm."),
+    "never over": Reply(f"Hm {ONE} ", reasoning=f"Hm {ONE}"),
+}
+SAID_REPLIES = {
+    "good": Reply(f"<think>\nHm.\n</think>\n\nSo. {ONE}", "<think>\nHm.\n</think>\n\nSo.", (PARIS,)),
+    "a call in its thoughts": Reply(f"<think>{ONE}</think>", f"<think>{ONE}</think>"),
+}
+
+MISTRAL_TOKENS = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+OSS_TOKENS = ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>")
+CORPUS: dict[str, tuple[Way, dict[str, Reply]]] = {
+    "hermes": (Way(HERMES), HERMES_REPLIES),
+    "qwen3_coder": (Way(CODER), CODER_REPLIES),
+    "llama3": (Way(LLAMA, hidden=("<|python_tag|>",)), LLAMA_REPLIES),
+    "mistral": (Way(MISTRAL, hidden=MISTRAL_TOKENS), MISTRAL_REPLIES),
+    "deepseek": (Way(DEEPSEEK), DEEPSEEK_REPLIES),
+    "gpt_oss": (Way(GPT_OSS, HARMONY, hidden=OSS_TOKENS), GPT_OSS_REPLIES),
+    "qwen3": (Way(HERMES, QWEN3), THINK_REPLIES),
+    "deepseek_r1": (Way(HERMES, R1, in_reasoning=True), BEGUN_REPLIES),
+    "reasoning in the text": (Way(HERMES, QWEN3, separate=False), SAID_REPLIES),
+}
+CASES = [
+    pytest.param(way, reply, id=f"{family}: {name}")
+    for family, (way, replies) in CORPUS.items()
+    for name, reply in replies.items()
+]
+
+
+@pytest.mark.parametrize(("way", "reply"), CASES)
+def test_replies_cut_at_every_place(way: Way, reply: Reply) -> None:
+    check(way, reply)
+
+
+GOOD = [
+    pytest.param(way, reply, id=f"{family}: {name}")
+    for family, (way, replies) in CORPUS.items()
+    for name, reply in replies.items()
+    if name in ("good", "two", "text") or (family, name) == ("hermes", "nested")
+]
+
+
+@pytest.mark.parametrize(("way", "reply"), GOOD)
+def test_calls_that_are_enforced_are_given_as_they_grow(way: Way, reply: Reply) -> None:
+    check(replace(way, live=True), reply)
+
+
+def test_enforced_calls_come_piece_by_piece_and_a_cut_one_stays() -> None:
+    reader, found, seen = Way(HERMES, live=True).parser(), Found(), []
+    for char in ONE[:-15]:
+        found.add(reader.push(char))
+        seen.append(found.calls[0][1] if found.calls else None)
+    assert {None, "", "{", '{"', '{"city": "Pa'} <= set(seen)
+    found.add(reader.finish())
+    assert found == Found(calls=[["get_weather", '{"city": "Paris"']])
+
+
+def test_no_more_calls_than_asked_for() -> None:
+    layout = ReplyLayout(forms=HERMES.forms, tools=TOOLS, most_calls=1)
+    reader, found = ReplyParser(layout), Found()
+    found.add([*reader.push(f"{ONE}{hermes('now', '{}')} so"), *reader.finish()])
+    assert (len(found.calls), found.text, reader.num_calls) == (1, " so", 2)
+
+
+PIECES = [
+    "<tool_call>", "</tool_call>", "<function=now>", "<parameter=a>", "</parameter>", "</function>", '{"name": "now"',
+    ', "arguments": {', "}", "[", "]", '"', "\\", "{", ",", ": 1", " ", "\n", "x", "é", "😀", "<think>", "</think>",
+    "[TOOL_CALLS]", "[ARGS]", "now", "<|python_tag|>", ";", BEGIN, SEP, END, CALLS_BEGIN, "function", "```json", "```",
+    "<|channel|>", "commentary", " to=functions.", "<|message|>", "analysis", "final", "<|end|>", "<|start|>assistant",
+    "<|call|>", "<", "<|",
+]  # fmt: skip
+WAYS = [way for way, _ in CORPUS.values()] + [Way(LLAMA, QWEN3), Way(MISTRAL, R1, in_reasoning=True)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(WAYS), st.lists(st.sampled_from(PIECES), max_size=14), st.data())
+def test_any_text_in_any_pieces(way: Way, words: list[str], data: st.DataObject) -> None:
+    """Never an error, whatever the model says; the same in whatever pieces; and every call is a tool's, with an object
+    for its arguments."""
+    raw = "".join(words)
+    whole = found_in(way, [raw])
+    assert found_in(way, list(raw)) == whole
+    places = sorted(data.draw(st.lists(st.integers(0, len(raw)), max_size=4)))
+    assert found_in(way, [raw[a:b] for a, b in itertools.pairwise([0, *places, len(raw)])]) == whole
+    for name, arguments in whole.calls:
+        assert name in TOOLS
+        assert isinstance(json.loads(arguments), dict)
+
+
+def test_a_long_reply_costs_what_its_length_is() -> None:
+    """Thousands of characters, a few at a time, of what looks like calls all the time. With a step for each character
+    and each one before it, this would take minutes."""
+    for raw in ("<tool_call>" * 2000, ONE[:40] + "x" * 20_000, " \n" * 10_000, "<function=now><parameter=a>" * 800):
+        for way in (Way(HERMES), Way(CODER)):
+            reader = way.parser()
+            for place in range(0, len(raw), 8):
+                reader.push(raw[place : place + 8])
+            reader.finish()
+
+
+def test_planted_faults_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these makes some reply of the corpus another one when it is cut."""
+
+    def fails() -> bool:
+        for way, replies in CORPUS.values():
+            for reply in replies.values():
+                try:
+                    check(way, reply)
+                except (AssertionError, IndexError, ValueError):
+                    return True
+        return False
+
+    def planted(target: Any, name: str, value: Any) -> bool:
+        with monkeypatch.context() as patch:
+            patch.setattr(target, name, value)
+            return fails()
+
+    def forget(reader: Any) -> None:
+        reader._region, reader._held = parser._Region.TEXT, ""
+
+    assert not fails()
+    assert planted(parser._Markers, "_certain", lambda self, text: len(text))  # shows the beginning of a marker
+    assert planted(parser.ReplyParser, "_without_silent", lambda self, text: text)  # shows markers to the user
+    assert planted(parser.ReplyParser, "_give_up", forget)  # loses what was no call
+    assert planted(call_reader, "json_object", lambda text: text)  # takes what is no JSON
+    assert planted(call_reader, "_without_ends", lambda value: value)
+    assert planted(call_reader, "_typed", lambda value, schema: json.dumps(value))
+
+
+def test_a_family_is_a_row_and_nothing_else() -> None:
+    """A format that no code knows is read by its row."""
+    row = CallFamily((CallForm("«call»", (Space(), Calls(), Literal("«end»"))),))
+    check(Way(row), Reply('Hm. «call» {"name": "now", "arguments": {"a": 1}}«end»', "Hm.", (("now", {"a": 1}),)))
