@@ -140,11 +140,7 @@ _MEANINGS = {
     "vision_config": "images",
     "type_vocab_size": "an encoder",
     "kv_lora_rank": "keys and values in a compressed form",
-    "state_size": "a recurrent state",
     "ssm_state_size": "a recurrent state",
-    "mamba_d_state": "a recurrent state",
-    "linear_conv_kernel_dim": "a recurrent state",
-    "conv_L_cache": "a recurrent state",
     "norm_epsilon": "norms of another kind",
     "layer_norm_epsilon": "norms of another kind",
     "num_attention_heads_per_layer": "layers with heads of their own",
@@ -163,6 +159,10 @@ _COMMON_VALUES = {
     "head_dim": 16,
     "vocab_size": 64,
     "hidden_size_per_layer_input": 0,
+    "num_local_experts": 0,
+    "num_heads": 8,
+    "n_groups": 1,
+    "mamba_n_heads": 8,
 }
 
 

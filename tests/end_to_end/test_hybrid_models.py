@@ -39,11 +39,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_checkpoint(tmp_path_factory.mktemp("hybrid"), FAMILY)
 
 
-@pytest.fixture(scope="module", params=[Backend.JAX, Backend.TORCH])
-def served(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple]:
+@pytest.fixture(
+    scope="module", params=[(FAMILY, Backend.JAX), (FAMILY, Backend.TORCH), ("mamba2", Backend.TORCH)], ids=str
+)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
+    """States beside pages, and states alone."""
+    family, backend = request.param
+    folder = make_tiny_checkpoint(tmp_path_factory.mktemp(family), family)
     config = EngineConfig(
         model_path=str(folder),
-        backend=request.param,
+        backend=backend,
         device="cpu",
         dtype="float32",
         page_size=PAGE_SIZE,
@@ -56,7 +61,7 @@ def served(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple]:
         debug_memory=True,
     )
     runner = load_backend(config)(config, open_checkpoint(str(folder)))
-    yield make_tiny_model(FAMILY), config, runner
+    yield make_tiny_model(family), config, runner
     runner.close()
 
 

@@ -15,11 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.family_cases import HYBRIDS
 from helpers.small_configs import small_config
+from helpers.tiny_models import make_tiny_checkpoint
 
 from sglang_jax.architectures.manifest import Manifest
 from sglang_jax.checkpoint import ModelConfig, RopeConfig, RopeKind
 from sglang_jax.checkpoint.dummy_reader import DummyReader
+from sglang_jax.checkpoint.hf_config import load_hf_config
 from sglang_jax.errors import CheckpointError
 from sglang_jax.jax_runner.orbax_checkpoint import restore_orbax, save_orbax
 from sglang_jax.jax_runner.weights import load_weights
@@ -212,3 +215,15 @@ def test_shapes_are_those_of_the_manifest(monkeypatch: pytest.MonkeyPatch) -> No
     unbiased = CONFIG.with_layers(lambda each: replace(each, mixer=replace(each.mixer, bias=False)))
     with pytest.raises(ValueError, match=r"the model is built without ParameterName\(part=<Part.QUERY"):
         build(unbiased, "float32")
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1"])
+def test_layers_that_keep_a_state_are_restored_bit_exact(name: str, tmp_path: Path) -> None:
+    config = load_hf_config(make_tiny_checkpoint(tmp_path / "hf", HYBRIDS[name].architecture))
+    model, restored = loaded(config, "float32"), build(config, "float32")
+    save_orbax(tmp_path / "saved", config, model)
+    restore_orbax(tmp_path / "saved", restored, config, make_mesh(jax.devices()[:1]))
+    before, after = values(model), values(restored)
+    assert before.keys() == after.keys()
+    for path, expected in before.items():
+        np.testing.assert_array_equal(after[path], expected, err_msg=path)

@@ -29,7 +29,7 @@ class CpuAttention:
             for form in forms
         }
         floats = (launcher.slots * scratch_floats(form.head_dim, form.group) for form, launcher in self._decode.items())
-        self._scratch = torch.empty(max(floats), dtype=torch.float32)
+        self._scratch = torch.empty(max(floats, default=0), dtype=torch.float32)
 
     def prepare(self, batch: ForwardBatch) -> CpuStep:
         """Counts keys, and finds the prompts to compute together."""
