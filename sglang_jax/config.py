@@ -97,6 +97,11 @@ class KVCacheDtype(Choice):
     INT8 = "int8"
 
 
+class MambaDtype(Choice):
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
 class SamplingDefaults(Choice):
     """Where a sampling field that a request leaves out gets its value."""
 
@@ -134,11 +139,23 @@ class ReasoningParser(Choice):
     GPT_OSS = "gpt_oss"
 
 
+class SpeculativeAlgorithm(Choice):
+    """What guesses the tokens that a request samples next. `NGRAM` looks where the end of its text stood before."""
+
+    NONE = "none"
+    NGRAM = "ngram"
+
+
 class LogLevel(Choice):
     DEBUG = "debug"
     INFO = "info"
     WARNING = "warning"
     ERROR = "error"
+
+
+class LogFormat(Choice):
+    TEXT = "text"
+    JSON = "json"
 
 
 class Environment(BaseSettings):
@@ -257,7 +274,12 @@ class EngineConfig(BaseModel):
         0.9,
         gt=0.0,
         allow_inf_nan=False,
-        description="memory for recurrent states, as a share of that for the KV pages beside them",
+        description="memory for recurrent states, as a share of that for KV pages",
+    )
+    mamba_ssm_dtype: MambaDtype = Field(
+        MambaDtype.FLOAT32,
+        description="dtype in which recurrent states are kept between steps; bfloat16 takes half the memory and rounds "
+        "at every step (convolutions keep their last inputs in the dtype of activations)",
     )
     mamba_track_interval: int = Field(
         64,
@@ -308,6 +330,14 @@ class EngineConfig(BaseModel):
         description="what keeps outputs to a JSON schema, a regular expression or a grammar; none: requests with one "
         "are refused",
     )
+    speculative_algorithm: SpeculativeAlgorithm = Field(
+        SpeculativeAlgorithm.NONE,
+        description="what guesses next tokens, to compute several of a request in one step with the same output; "
+        "ngram: earlier occurrences, in its own text, of the last tokens",
+    )
+    speculative_num_draft_tokens: int = Field(
+        7, ge=1, le=31, description="maximum guesses per request and step; fewer are made where they do not pay"
+    )
     skip_warmup: bool = Field(False, description="compile each program at first use instead of at startup")
     watchdog_timeout: float = Field(
         300.0,
@@ -347,6 +377,13 @@ class EngineConfig(BaseModel):
                 f"max_total_tokens ({self.max_total_tokens}) must hold at least one page of {self.page_size} tokens"
             )
         return self
+
+    @property
+    def max_samples(self) -> int:
+        """Most tokens that a request samples in one step."""
+        if self.speculative_algorithm is SpeculativeAlgorithm.NONE:
+            return 1
+        return 1 + self.speculative_num_draft_tokens
 
     def group_secret(self) -> bytes:
         """What the nodes of a group know each other by; empty if they have nothing.
@@ -469,6 +506,7 @@ class ServerConfig(EngineConfig):
     )
     max_tools_per_request: PositiveInt = Field(128, description="maximum tools of a request; more are refused with 400")
     log_level: LogLevel = Field(LogLevel.INFO, description="minimum log level")
+    log_format: LogFormat = Field(LogFormat.TEXT, description="how log lines are written; json: one object per line")
 
     def client_key(self) -> str | None:
         """The key that clients send, if there is one. Raises `ConfigError` for one that is empty or cannot be read."""

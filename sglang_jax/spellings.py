@@ -33,6 +33,7 @@ SHORT_FLAGS: Mapping[str, str] = {"tp_size": "-tp", "dp_size": "-dp"}
 VALUES: Mapping[str, Mapping[str, str]] = {
     "Dtype": {"bf16": "bfloat16", "half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32"},
     "KVCacheDtype": {"fp8": "fp8_e4m3", "float8_e4m3": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3"},
+    "MambaDtype": {"bf16": "bfloat16", "float": "float32", "fp32": "float32"},
     "Device": {"gpu": "cuda"},
     "LogLevel": {"warn": "warning"},
     "AttentionBackend": {"torch_native": "native"},
@@ -77,11 +78,11 @@ NEEDLESS: Mapping[str, OtherFlag] = {
 """Options for what is so anyway: accepted, with a line that says so."""
 
 _ONE_MACHINE = "not implemented: layers are spread by --tp-size, over several machines with --nnodes"
-_SPECULATION = "not implemented: there is no speculative decoding yet"
+_SPECULATION = "not implemented: --speculative-algorithm ngram guesses without a second model"
 _LORA = "not implemented: merge the adapter into the model's weights"
 _TLS = "not implemented: let a proxy in front of the server end TLS, see docs/security.md"
-_MEMORY = "not implemented: the KV cache lives in the memory of the device alone"
-_MEDIA = "not implemented: models take text alone"
+_MEMORY = "not implemented: the KV cache lives in device memory only"
+_MEDIA = "not implemented: models only take text"
 
 REFUSED: Mapping[str, OtherFlag] = {
     "cpu_offload_gb": OtherFlag(_MEMORY, takes_value=True),
@@ -99,7 +100,7 @@ REFUSED: Mapping[str, OtherFlag] = {
         "activations take; a value 0.05 lower is a good start",
         takes_value=True,
     ),
-    "is_embedding": OtherFlag("not implemented: models generate text alone"),
+    "is_embedding": OtherFlag("not implemented: models only generate text"),
     "kv_transfer_config": OtherFlag("not implemented: one engine computes prompts and outputs", takes_value=True),
     "limit_mm_per_prompt": OtherFlag(_MEDIA, takes_value=True),
     "lora_modules": OtherFlag(_LORA, takes_value=True),
@@ -111,10 +112,10 @@ REFUSED: Mapping[str, OtherFlag] = {
         "not implemented: weights are held in --dtype; GGUF files of every block type are read, and widened",
         takes_value=True,
     ),
-    "speculative_algorithm": OtherFlag(_SPECULATION, takes_value=True),
-    "speculative_config": OtherFlag(_SPECULATION, takes_value=True),
+    "speculative_config": OtherFlag(
+        "given by options of their own: --speculative-algorithm ngram, --speculative-num-draft-tokens", takes_value=True
+    ),
     "speculative_draft_model_path": OtherFlag(_SPECULATION, takes_value=True),
-    "speculative_num_draft_tokens": OtherFlag(_SPECULATION, takes_value=True),
     "ssl_ca_certs": OtherFlag(_TLS, takes_value=True),
     "ssl_certfile": OtherFlag(_TLS, takes_value=True),
     "ssl_keyfile": OtherFlag(_TLS, takes_value=True),

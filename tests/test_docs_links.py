@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +54,29 @@ def test_scripts_and_modules_in_commands_exist(page: Path) -> None:
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
     for target in re.findall(r"(?:^|`)make ([a-z-]+)\b", text, re.MULTILINE):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
+
+
+def test_the_site_has_every_page() -> None:
+    """`make docs` builds it, in an environment of its own, and checks its links."""
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    listed = re.findall(r": (\S+\.md)$", nav, re.MULTILINE)
+    assert sorted(listed) == sorted(
+        {"readme.md", "changelog.md", *(page.name for page in (ROOT / "docs").glob("*.md"))}
+    )
+
+
+def test_the_plot_shows_what_the_page_of_figures_says() -> None:
+    figures = json.loads((ROOT / "docs/images/decode_cpu.json").read_text())
+    page, drawn = (ROOT / "docs/benchmarks.md").read_text(), (ROOT / "docs/images/decode_cpu.svg").read_text()
+    for name in ("JAX backend", "Torch backend"):
+        values = figures["output tokens per second"][name]
+        assert " / ".join(f"{value:g}" for value in values) in page
+        assert all(f">{value:g}</text>" in drawn for value in values)
+    torch, reference = (
+        figures["output tokens per second"][name] for name in ("Torch backend", "transformers generate")
+    )
+    ratios = [f"{ours / theirs:.2f}" for ours, theirs in zip(torch, reference, strict=True)]
+    assert f"{' / '.join(ratios)} times transformers" in page
 
 
 def test_the_layout_names_every_room() -> None:

@@ -46,11 +46,13 @@ def test_the_router_knows_every_replica_by_its_name(parts) -> None:
 
 
 def test_services_select_what_is_there(parts) -> None:
-    pods = {spec["template"]["metadata"]["labels"]["app"] for (kind, _), spec in parts.items() if kind != "Service"}
+    workloads = {key: spec for key, spec in parts.items() if "template" in spec}
+    pods = {spec["template"]["metadata"]["labels"]["app"] for spec in workloads.values()}
     services = {name: spec for (kind, name), spec in parts.items() if kind == "Service"}
     assert {spec["selector"]["app"] for spec in services.values()} == pods
     assert parts["StatefulSet", "replica"]["serviceName"] in services
-    for (kind, _), spec in parts.items():
-        if kind != "Service":
-            assert spec["selector"]["matchLabels"] == spec["template"]["metadata"]["labels"]
-            assert {port["containerPort"] for port in container(spec)["ports"]} == {int(flags(spec)["--port"])}
+    for spec in workloads.values():
+        assert spec["selector"]["matchLabels"] == spec["template"]["metadata"]["labels"]
+        assert {port["containerPort"] for port in container(spec)["ports"]} == {int(flags(spec)["--port"])}
+    budget = parts["PodDisruptionBudget", "replica"]
+    assert budget["selector"] == parts["StatefulSet", "replica"]["selector"]

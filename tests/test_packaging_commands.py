@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from sglang_jax.about import distribution, version
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -77,7 +79,10 @@ def test_an_old_interpreter_is_refused_with_a_remedy(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "target",
-    ["test", "test-fast", "test-cpus", "check", "format", "soak", "soak-server", "lock", "bench", "clean", "help"],
+    [
+        *("test", "test-fast", "test-cpus", "check", "format", "soak", "soak-server", "lock", "bench", "clean", "help"),
+        *("docs", "package-test"),
+    ],
 )
 def test_targets_parse(target: str) -> None:
     assert make("-n", target).returncode == 0
@@ -85,7 +90,14 @@ def test_targets_parse(target: str) -> None:
 
 def test_tests_include_the_checks(tmp_path: Path) -> None:
     commands = make("-n", "test", f"VENV={tmp_path}/venv").stdout
-    for command in ("ruff check .", "ruff format --check .", "bin/mypy", "bin/lint-imports", "-m pytest"):
+    for command in (
+        "ruff check .",
+        "ruff format --check .",
+        "bin/mypy",
+        "bin/lint-imports",
+        "tests/prose/check.py",
+        "-m pytest",
+    ):
         assert command in commands
 
 
@@ -115,7 +127,27 @@ def test_backends_are_entry_points(project: dict[str, Any]) -> None:
         "torch": "torch_backend:create_runner",
     }
     assert project["entry-points"]["sglang_jax.followers"] == {"jax": "sglang_jax.jax_runner:follow"}
-    assert project["scripts"] == {"sglang-jax": "sglang_jax.cli.main:main"}
+    assert project["scripts"] == dict.fromkeys(("sglang-jax", project["name"]), "sglang_jax.cli.main:main")
+
+
+def test_no_text_tells_to_install_what_is_another_project(project: dict[str, Any]) -> None:
+    """PyPI's `sglang-jax`; and this project is on no index, so that its own name alone would fetch whatever has it by
+    then."""
+    names = f"(?:sglang-jax|{project['name']})"
+    command = re.compile(rf"\binstall(?: -\S+)* ['\"]?{names}\b(?!(?:\[[a-z,]+\])? @ git\+)")
+    texts = [ROOT / "README.md", *(ROOT / "docs").rglob("*.*"), ROOT / "Dockerfile", ROOT / "Makefile"]
+    for folder in ("sglang_jax", "torch_backend", "tpu", "examples"):
+        texts += (ROOT / folder).rglob("*.py")
+    found = {path.name: hits for path in texts if (hits := command.findall(path.read_text()))}
+    assert not found
+    for line in ("pip install 'sglang-jax[tpu]'", "pip install sglang-jax", f"pip install {project['name']}"):
+        assert command.search(line)
+    assert not command.search(f"pip install '{project['name']}[tpu] @ git+REPOSITORY'")
+
+
+def test_the_version_is_that_of_the_distribution(project: dict[str, Any]) -> None:
+    assert distribution().name == project["name"]
+    assert version() == project["version"]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from torch_backend.recurrent.rows import StateRows
+
 
 @dataclass(frozen=True, slots=True)
 class GroupPages:
@@ -31,7 +33,9 @@ class ForwardBatch:
     - `kv_lens`: int32 `[R]`, length after this step's writes; 0 for padding.
     - `query_starts`: int32 `[R + 1]`.
     - `num_decode`: known to the host, fixed in a captured step.
-    - `further`: pages of the cache groups after the first, whose are `write_slots` and `page_table`.
+    - `further`: pages of the cache groups after the first, whose are `write_slots` and `page_table`. Groups that keep
+      states are not among them.
+    - `states`: of a model that keeps states, where its sequences have them.
     """
 
     tokens: torch.Tensor
@@ -42,6 +46,7 @@ class ForwardBatch:
     query_starts: torch.Tensor
     num_decode: int
     further: tuple[GroupPages, ...] = ()
+    states: StateRows | None = None
 
     def of_group(self, group: int) -> ForwardBatch:
         """The batch as layers of one cache group see it."""

@@ -16,6 +16,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from sglang_jax import logs
 from sglang_jax.checkpoint import open_checkpoint
 from sglang_jax.runner.group import ORDERS, GiveUp, Leave, Order, follow
 from sglang_jax.runner.processes import die_with_parent, write_stacks_on_signal
@@ -39,9 +40,7 @@ def main(orders: Connection) -> None:
     assignment = ASSIGNMENTS.decode(orders.recv_bytes())
     inbox: queue.SimpleQueue[Order] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(orders, inbox), name="orders", daemon=True).start()
-    logging.basicConfig(
-        level=assignment.log_level, format=f"[%(asctime)s] %(levelname)s rank {assignment.rank}: %(message)s"
-    )
+    logs.configure(assignment.log_level, as_json=assignment.json_logs, process=f"rank {assignment.rank}")
     config = assignment.engine_config()
     checkpoint = open_checkpoint(
         config.model_path, config.load_format, seed=config.random_seed, revision=config.revision

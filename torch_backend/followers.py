@@ -13,6 +13,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from sglang_jax import logs
 from sglang_jax.config import EngineConfig
 from sglang_jax.runner.group import ORDERS, Leave, Order
 from sglang_jax.runner.rank_beats import NoteBeat, steps_in
@@ -30,6 +31,7 @@ class Assignment:
     size: int
     meeting_point: str
     log_level: int
+    json_logs: bool
 
     def engine_config(self) -> EngineConfig:
         """The options of the whole engine."""
@@ -65,7 +67,9 @@ class LocalFollowers:
         self._followers = [self._start(rank) for rank in range(1, config.tp_size)]
         options = config.model_dump_json(include=set(EngineConfig.model_fields))
         for follower in self._followers:
-            assignment = Assignment(options, follower.rank, config.tp_size, str(self.meeting_point), log_level)
+            assignment = Assignment(
+                options, follower.rank, config.tp_size, str(self.meeting_point), log_level, logs.writes_json()
+            )
             follower.orders.send_bytes(ASSIGNMENTS.encode(assignment))
             watch = threading.Thread(target=self._watch, args=(follower,), name="follower-watch", daemon=True)
             watch.start()

@@ -17,7 +17,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from sglang_jax.runner.plan import PageDeltas, StepPlan
+from sglang_jax.runner.page_tables import ONE_GROUP, TableLayout
+from sglang_jax.runner.plan import Int32, PageDeltas, StepPlan
 from torch_backend.packing import StepInputs, StepLayout
 from torch_backend.streams import Stream
 
@@ -95,7 +96,7 @@ class DecodeGraphs:
     """The captured decode steps of a runner.
 
     **Arguments:** `buckets`: numbers of rows, ascending; `forward`: what a captured step does, from the inputs on;
-    `num_groups`: of the cache, in each of which a row may take a page.
+    `table`: of the cache groups, in each of which a row may take a page; `drafts`: of a runner that drafts.
     """
 
     def __init__(
@@ -106,9 +107,13 @@ class DecodeGraphs:
         stream: Stream,
         dump_row: int,
         device: torch.device,
-        num_groups: int = 1,
+        table: TableLayout = ONE_GROUP,
+        drafts: bool = False,
     ) -> None:
-        self.layouts = {rows: StepLayout.decode(rows, deltas=num_groups * rows) for rows in buckets}
+        self.layouts = {
+            rows: StepLayout.decode(rows, deltas=table.pools * rows, drafts=drafts, states=table.states)
+            for rows in buckets
+        }
         self._capture = capture
         self._forward = forward
         self._stream = stream
@@ -141,14 +146,16 @@ class DecodeGraphs:
             self._capture.memory() / 2**20,
         )
 
-    def run(self, bucket: int, plan: StepPlan, deltas: PageDeltas) -> tuple[StepInputs, torch.Tensor]:
+    def run(
+        self, bucket: int, plan: StepPlan, deltas: PageDeltas, guesses: Int32 | None = None
+    ) -> tuple[StepInputs, torch.Tensor]:
         """Replays a bucket on a plan: its inputs, and hidden states `[bucket, hidden]` that the next replay overwrites.
 
-        `deltas` are at most as many as the bucket's layout has.
+        `deltas` are at most as many as the bucket's layout has; `guesses` as `Unfolded` has them.
         """
         captured, layout = self._get(bucket), self.layouts[bucket]
         host = self._stream.host_buffer(layout.size)
-        layout.pack(plan, deltas, self._dump_row, host.numpy())
+        layout.pack(plan, deltas, self._dump_row, host.numpy(), guesses)
         self._stream.to_device(host, into=captured.inputs)
         return layout.unpack(captured.inputs), captured.replay()
 

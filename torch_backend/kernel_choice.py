@@ -75,7 +75,7 @@ def _on_cpu(name: AttentionBackend, wanted: AttentionBackend, form: CpuForm, cac
         except CpuKernelsError as error:
             if wanted is AttentionBackend.NUMBA:
                 raise ConfigError(f"attention_backend numba has no kernels: {error}") from error
-            logger.info("Torch operations in the place of CPU kernels: %s", error)
+            logger.info("Torch operations instead of CPU kernels: %s", error)
             name = AttentionBackend.NATIVE
         else:
             return Kernels(compiled.attention, name, compiled.operations, NativeSampler())

@@ -1,10 +1,15 @@
-"""The KV pages of a model: layout, size, allocation."""
+"""What the layers of a model keep of sequences, KV pages and recurrent states: layout, size, allocation."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+
+from sglang_jax.architectures.model_config import StateArray, StateDtype
+from torch_backend.recurrent.rows import States
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +58,31 @@ class KVPages:
 def kv_bytes_per_token(num_layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
     """Bytes that one token takes over all layers of one rank."""
     return 2 * num_layers * kv_heads * head_dim * dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMemory:
+    """What a layer keeps: pages, where it has attention, and the pools of its state, where it has one."""
+
+    pages: KVPages | None = None
+    states: States = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StateDtypes:
+    """Types of the arrays of states: see `architectures.StateDtype`."""
+
+    activations: torch.dtype
+    recurrent: torch.dtype
+
+    def of(self, kind: StateDtype) -> torch.dtype:
+        """The type of an array of that kind."""
+        return self.activations if kind is StateDtype.ACTIVATIONS else self.recurrent
+
+    def allocate(self, slots: int, arrays: Iterable[StateArray], device: torch.device) -> States:
+        """Zeroed pools of a layer's state."""
+        return tuple(torch.zeros((slots, *array.shape), dtype=self.of(array.dtype), device=device) for array in arrays)
+
+    def bytes_of_slot(self, arrays: Iterable[StateArray]) -> int:
+        """Bytes of one slot of a layer."""
+        return sum(math.prod(array.shape) * self.of(array.dtype).itemsize for array in arrays)

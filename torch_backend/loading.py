@@ -10,20 +10,28 @@ from typing import cast
 
 import torch
 
-from sglang_jax.architectures.model_config import cache_groups, group_of_layers
+from sglang_jax.architectures.model_config import CacheGroup, CacheKind, cache_groups, group_of_layers
 from sglang_jax.checkpoint import Checkpoint, ModelConfig
 from sglang_jax.checkpoint.kv_scales import ScalesOfLayers
-from sglang_jax.config import EngineConfig, KVCacheDtype
+from sglang_jax.config import EngineConfig, KVCacheDtype, MambaDtype
 from sglang_jax.errors import CheckpointError
 from sglang_jax.runner.kv_scales import scales_of_checkpoint
 from sglang_jax.runner.plan import RunnerSpec
-from sglang_jax.runner.sizing import GroupMemory, Memory, Sizes, choose_sizes, describe_pools, pool_specs, refuse_states
+from sglang_jax.runner.sizing import (
+    GroupMemory,
+    Memory,
+    Sizes,
+    choose_sizes,
+    describe_pools,
+    pool_specs,
+    refuse_beside_states,
+)
 from torch_backend.batch import ForwardBatch
 from torch_backend.cpu_trial import CpuForm
 from torch_backend.devices import available_memory, select_device, select_dtype
 from torch_backend.graphs import CudaCapture, row_buckets
 from torch_backend.kernel_choice import Kernels, choose_kernels
-from torch_backend.kv_pages import KVPages, kv_bytes_per_token
+from torch_backend.kv_pages import KVPages, LayerMemory, StateDtypes, kv_bytes_per_token
 from torch_backend.layers.shard import ModelShard
 from torch_backend.models import Transformer, build_model
 from torch_backend.parallel import SINGLE, TensorParallel
@@ -34,14 +42,15 @@ from torch_backend.weights import load_weights, weight_bytes
 logger = logging.getLogger(__name__)
 
 _MOST_CAPTURED_ROWS = 256
+_STATE_DTYPES = {MambaDtype.FLOAT32: torch.float32, MambaDtype.BFLOAT16: torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
 class PagedTransformer:
-    """A loaded model with its KV pages: the runner's `Model`."""
+    """A loaded model with its KV pages and states: the runner's `Model`."""
 
     transformer: Transformer
-    kv: Sequence[KVPages]
+    kv: Sequence[LayerMemory]
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states `[T, hidden]`."""
@@ -61,7 +70,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint, parallel: TensorPara
     """
     if checkpoint.reader is None:
         raise CheckpointError(
-            f"{checkpoint.source.path} is an Orbax checkpoint, which the JAX backend alone restores: "
+            f"{checkpoint.source.path} is an Orbax checkpoint, which only the JAX backend restores: "
             "choose --backend jax, or give the checkpoint that it was converted from"
         )
     device = select_device(config.device, parallel.rank)
@@ -86,6 +95,8 @@ def _load_on(
     assert checkpoint.reader is not None
     dtype = select_dtype(config.dtype, device)
     kv_dtype = dtype if config.kv_cache_dtype is KVCacheDtype.AUTO else torch.float8_e4m3fn
+    refuse_beside_states(config, checkpoint.config)
+    state_dtypes = StateDtypes(dtype, _STATE_DTYPES[config.mamba_ssm_dtype])
     shard = ModelShard.of(checkpoint.config, parallel.rank, parallel.size)
     form = CpuForm(dtype, kv_dtype, shard.head_forms(checkpoint.config))
     kernels = choose_kernels(config.attention_backend, device, form, config.cache_folder())
@@ -98,17 +109,29 @@ def _load_on(
         parallel=parallel,
     )
     bytes_of_weights = weight_bytes(model)
-    memory, sizes = _sizes(config, checkpoint.config, model, device, kv_dtype, bytes_of_weights, parallel)
+    memory, sizes = _sizes(config, checkpoint.config, model, device, kv_dtype, state_dtypes, bytes_of_weights, parallel)
     kv_scales = scales_of_checkpoint(checkpoint, config.kv_cache_dtype)
     load_weights(model, checkpoint.reader, checkpoint.config)
-    kv = _allocate(checkpoint.config, model, sizes.num_pages, config.page_size, kv_dtype, device, kv_scales)
+    kv = _allocate(
+        checkpoint.config, model, sizes.num_pages, config.page_size, kv_dtype, device, kv_scales, state_dtypes
+    )
     spec = RunnerSpec(
         pools=pool_specs(memory, sizes, config.page_size),
         max_rows=sizes.max_rows,
         token_budget=sizes.token_budget,
         max_context=sizes.max_context,
         vocab_size=checkpoint.config.vocab_size,
+        max_samples=config.max_samples,
+        drafts_beside_prompts=False,
     )
+    details = {
+        "dtype": _name(dtype),
+        "kv_cache_dtype": _name(kv_dtype),
+        "attention": kernels.attention_name.value,
+        "tp_size": str(parallel.size),
+    }
+    if checkpoint.config.keeps_states:
+        details["mamba_ssm_dtype"] = config.mamba_ssm_dtype.value
     most = min(config.cuda_graph_max_bs or _MOST_CAPTURED_ROWS, spec.max_rows)
     return TorchRunner(
         PagedTransformer(model, kv),
@@ -120,12 +143,7 @@ def _load_on(
         graph_buckets=row_buckets(most),
         weight_bytes=bytes_of_weights,
         kv_bytes=sum(group.page * pages for group, pages in zip(memory.groups, sizes.num_pages, strict=True)),
-        details={
-            "dtype": _name(dtype),
-            "kv_cache_dtype": _name(kv_dtype),
-            "attention": kernels.attention_name.value,
-            "tp_size": str(parallel.size),
-        },
+        details=details,
     )
 
 
@@ -144,20 +162,23 @@ def _sizes(
     model: Transformer,
     device: torch.device,
     kv_dtype: torch.dtype,
+    state_dtypes: StateDtypes,
     weight_bytes: int,
     parallel: TensorParallel,
 ) -> tuple[Memory, Sizes]:
-    """Sizes that every rank agrees on, and what follows from them on this one.
+    """Sizes that every rank agrees on, and what follows from them on this one."""
 
-    **Raises:** `ConfigError` for a model with layers that keep a recurrent state.
-    """
-    refuse_states(cache_groups(model_config), "Torch")
-    groups = []
-    for group in cache_groups(model_config):
-        mixer = model_config.layers[group.layers[0]].mixer
-        kv_heads = len(model.shard.kv_heads(mixer.num_kv_heads))
-        per_token = kv_bytes_per_token(len(group.layers), kv_heads, mixer.head_dim, kv_dtype)
-        groups.append(GroupMemory(config.page_size * per_token, group.kind, group.window))
+    def bytes_of_one(group: CacheGroup) -> int:
+        """Of a page, or of a slot."""
+        layers = [model_config.layers[number] for number in group.layers]
+        if group.kind is CacheKind.STATE:
+            return sum(state_dtypes.bytes_of_slot(layer.recurrent.state) for layer in layers if layer.recurrent)
+        attention = layers[0].attention
+        assert attention is not None
+        kv_heads = len(model.shard.kv_heads(attention.num_kv_heads))
+        return config.page_size * kv_bytes_per_token(len(layers), kv_heads, attention.head_dim, kv_dtype)
+
+    groups = [GroupMemory(bytes_of_one(group), group.kind, group.window) for group in cache_groups(model_config)]
     # Processes on one CPU share its memory, and all of them must agree on the sizes.
     available = parallel.least(available_memory(device)) // (parallel.size if device.type == "cpu" else 1)
     memory = Memory(
@@ -184,15 +205,21 @@ def _allocate(
     dtype: torch.dtype,
     device: torch.device,
     scales: ScalesOfLayers | None,
-) -> list[KVPages]:
-    """Pages of every layer: of each group `num_pages`; `scales` are of all kv heads."""
-    pages = []
+    state_dtypes: StateDtypes,
+) -> list[LayerMemory]:
+    """Pages, or slots, of every layer: of each group `num_pages`; `scales` are of all kv heads."""
+    memory: list[LayerMemory] = []
     for number, (layer, group) in enumerate(zip(config.layers, group_of_layers(config), strict=True)):
-        heads, head_dim = model.shard.kv_heads(layer.mixer.num_kv_heads), layer.mixer.head_dim
-        mine = None if scales is None else torch.from_numpy(scales[number][heads.start : heads.stop]).to(device)
-        own = num_pages[group]
-        pages.append(KVPages.allocate(own, len(heads), page_size, head_dim, dtype, device, scales=mine))
-    return pages
+        arrays = () if layer.recurrent is None else layer.recurrent.state
+        states = state_dtypes.allocate(num_pages[-1], arrays, device)
+        pages = None
+        if layer.attention is not None and group is not None:
+            heads, head_dim = model.shard.kv_heads(layer.attention.num_kv_heads), layer.attention.head_dim
+            mine = None if scales is None else torch.from_numpy(scales[number][heads.start : heads.stop]).to(device)
+            own = num_pages[group]
+            pages = KVPages.allocate(own, len(heads), page_size, head_dim, dtype, device, scales=mine)
+        memory.append(LayerMemory(pages, states))
+    return memory
 
 
 def _name(dtype: torch.dtype) -> str:

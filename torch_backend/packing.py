@@ -8,7 +8,11 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
+from sglang_jax.runner.page_tables import pack_copies
 from sglang_jax.runner.plan import Int32, PageDeltas, StepPlan
+
+LEARNT, GUESS = 1, 2
+"""What the flags of a sequence are made of: a bit, and from `GUESS` on the number of the draft that it stands for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +24,16 @@ class StepInputs:
     - `query_starts`: `[R + 1]`.
     - `sampled`: `[S]`, the sequences that sample a token.
     - `delta_rows`, `delta_columns`, `delta_pages`: `[D]`; padding writes page 0 into the dump row.
-    - `tokens`: `[T]`, as in the plan; empty in a step of decode rows alone, each of which has its last token.
+    - `tokens`: `[T]`, as in the plan; empty in a step of decode rows alone, each of which has its own token.
+    - `flags`: `[R]` for a runner that drafts, else empty; see `LEARNT`, `GUESS`. `own`: likewise; the device writes the
+      token there that each sequence that decodes computes, and the lengths that it learns into `kv_lens`.
+    - `guessing`: known to the host; whether some sequence may stand for a draft.
+    - `copy_sources`, `copy_targets`: `[R]`, slots that sequences begin with, and those of their own in whose place
+      they do; targets are -1 where there is none. Empty for a model that keeps no states.
     """
 
     num_decode: int
+    guessing: bool
     rows: torch.Tensor
     kv_lens: torch.Tensor
     query_starts: torch.Tensor
@@ -32,20 +42,30 @@ class StepInputs:
     delta_columns: torch.Tensor
     delta_pages: torch.Tensor
     tokens: torch.Tensor
+    flags: torch.Tensor
+    own: torch.Tensor
+    copy_sources: torch.Tensor
+    copy_targets: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Sizes of the fields of a packed step. An eager step has those of its plan, a captured one those of its bucket."""
+    """Sizes of the fields of a packed step. An eager step has those of its plan, a captured one those of its bucket.
+    `drafts`: of a runner that drafts; `guessing`: in this step; `states`: the model keeps some."""
 
     rows: int
     sampled: int
     deltas: int
     tokens: int
     num_decode: int
+    drafts: bool = False
+    guessing: bool = False
+    states: bool = False
 
     @classmethod
-    def exact(cls, plan: StepPlan, deltas: PageDeltas) -> StepLayout:
+    def exact(
+        cls, plan: StepPlan, deltas: PageDeltas, *, drafts: bool = False, guessing: bool = False, states: bool = False
+    ) -> StepLayout:
         """Without any padding; `deltas`: those of the plan, of all groups."""
         return cls(
             rows=len(plan.rows),
@@ -53,12 +73,24 @@ class StepLayout:
             deltas=len(deltas.rows),
             tokens=0 if plan.num_decode == len(plan.rows) else plan.num_tokens,
             num_decode=plan.num_decode,
+            drafts=drafts,
+            guessing=guessing,
+            states=states,
         )
 
     @classmethod
-    def decode(cls, rows: int, deltas: int) -> StepLayout:
+    def decode(cls, rows: int, deltas: int, *, drafts: bool = False, states: bool = False) -> StepLayout:
         """Of decode rows alone, which all sample."""
-        return cls(rows=rows, sampled=rows, deltas=deltas, tokens=0, num_decode=rows)
+        return cls(
+            rows=rows,
+            sampled=rows,
+            deltas=deltas,
+            tokens=0,
+            num_decode=rows,
+            drafts=drafts,
+            guessing=drafts,
+            states=states,
+        )
 
     @property
     def size(self) -> int:
@@ -67,12 +99,15 @@ class StepLayout:
 
     def unpack(self, packed: torch.Tensor) -> StepInputs:
         """Views of a packed step on the device."""
-        return StepInputs(self.num_decode, *(packed[start:end] for start, end in pairwise(self._ends())))
+        return StepInputs(self.num_decode, self.guessing, *(packed[start:end] for start, end in pairwise(self._ends())))
 
-    def pack(self, plan: StepPlan, deltas: PageDeltas, dump_row: int, packed: Int32) -> None:
-        """Writes a plan that fits into `packed`, `[size]`; `deltas` are those of its page deltas that go along."""
+    def pack(
+        self, plan: StepPlan, deltas: PageDeltas, dump_row: int, packed: Int32, guesses: Int32 | None = None
+    ) -> None:
+        """Writes a plan that fits into `packed`, `[size]`; `deltas` are those of its page deltas that go along;
+        `guesses` as `Unfolded` has them."""
         fields = [packed[start:end] for start, end in pairwise(self._ends())]
-        rows, kv_lens, query_starts, sampled, delta_rows, delta_columns, delta_pages, tokens = fields
+        rows, kv_lens, query_starts, sampled, delta_rows, delta_columns, delta_pages, tokens, flags, _, *copied = fields
         sequences, entries = len(plan.rows), len(deltas.rows)
         rows[:sequences] = plan.rows
         rows[sequences:] = dump_row
@@ -91,8 +126,17 @@ class StepLayout:
         delta_pages[:entries] = deltas.pages
         delta_pages[entries:] = 0
         tokens[:] = plan.tokens[: len(tokens)]
+        if self.drafts:
+            flags[:] = 0
+            if plan.learnt is not None:
+                flags[:sequences] = LEARNT * plan.learnt
+            if guesses is not None:
+                flags[:sequences] += GUESS * guesses
+        pack_copies(plan.copies, *copied)
 
     def _ends(self) -> list[int]:
         rows, deltas = self.rows, self.deltas
-        lengths = (rows, rows, rows + 1, self.sampled, deltas, deltas, deltas, self.tokens)
+        guessed, copies = rows if self.drafts else 0, rows if self.states else 0
+        of_step = (rows, rows, rows + 1, self.sampled, deltas, deltas, deltas, self.tokens)
+        lengths = (*of_step, guessed, guessed, copies, copies)
         return list(accumulate(lengths, initial=0))

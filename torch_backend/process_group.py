@@ -27,7 +27,7 @@ def join(rank: int, size: int, meeting_point: Path, device: torch.device) -> Dis
     if torch.distributed.is_initialized():
         raise ConfigError(
             "tp_size above 1 needs torch.distributed, which this process uses already: start the engine in "
-            "a process of its own"
+            "a separate process"
         )
     share_cores(size, device)
     with _over_loopback():

@@ -9,7 +9,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from sglang_jax.runner.page_tables import side_by_side
+from sglang_jax.runner.drafts import REFUSED, Unfolded, fold, pack_texts, unfold
+from sglang_jax.runner.page_tables import TableLayout, side_by_side
 from sglang_jax.runner.plan import (
     INVALID_TOKEN,
     LOGPROB_BUCKETS,
@@ -31,10 +32,11 @@ from sglang_jax.runner.pulse import Building
 from sglang_jax.runner.row_updates import count_history, pack_row_updates
 from torch_backend.batch import ForwardBatch
 from torch_backend.devices import device_name
+from torch_backend.drafts import KnownTokens, kept_samples
 from torch_backend.graphs import Capture, DecodeGraphs
 from torch_backend.logprobs import Logprobs, prompt_logprobs, token_logprobs
 from torch_backend.native_sampler import NativeSampler
-from torch_backend.packing import StepInputs, StepLayout
+from torch_backend.packing import GUESS, StepInputs, StepLayout
 from torch_backend.sampler import MaskedLines, TokenSampler, sample
 from torch_backend.sampling_state import Needs, RowNeeds, SamplingState
 from torch_backend.step import Model, RowTensors, build_batch
@@ -64,31 +66,32 @@ class _Forwarded:
 @dataclass(slots=True)
 class TorchStep:
     """A step on its way; `pending` once all of it has been submitted. `second`: submits its second part, None where
-    there is none to submit."""
+    there is none to submit. `max_samples`: the runner's."""
 
-    plan: StepPlan
+    unfolded: Unfolded
+    max_samples: int
     pending: Pending[StepOutputs] | None
     second: Callable[[TokenMasks], Pending[StepOutputs]] | None = None
 
     def sample(self, masks: TokenMasks) -> None:
         """See `StepHandle`. Raises `RuntimeError` for a step that waits for no masks."""
         if self.second is None:
-            raise RuntimeError(f"step {self.plan.step} waits for no masks")
+            raise RuntimeError(f"step {self.unfolded.plan.step} waits for no masks")
         self.pending, self.second = self.second(masks), None
 
     def result(self) -> StepResult:
         """Blocks until the step has run. Raises what the device raised."""
-        assert self.pending is not None, f"step {self.plan.step} waits for its masks"
-        outputs, plan = self.pending.wait(), self.plan
+        plan = self.unfolded.plan
+        assert self.pending is not None, f"step {plan.step} waits for its masks"
+        outputs = self.pending.wait()
         tokens = np.full(len(plan.rows), INVALID_TOKEN, np.int32)
         if outputs.tokens is not None:
             tokens[plan.samples] = outputs.tokens.numpy()
         logprobs = None
         if plan.top_logprobs != NO_LOGPROBS:
             logprobs = _of_all_sequences(outputs.logprobs, plan)
-        return StepResult(
-            *one_each(tokens, plan.samples), logprobs, tuple(_on_host(found) for found in outputs.prompt_logprobs)
-        )
+        of_prompts = tuple(_on_host(found) for found in outputs.prompt_logprobs)
+        return fold(self.unfolded, StepResult(*one_each(tokens, plan.samples), logprobs, of_prompts), self.max_samples)
 
 
 def _on_host(found: Logprobs) -> TopLogprobs:
@@ -149,15 +152,25 @@ class TorchRunner:
         self._stream = stream or CpuThread()
         self._sampler = sampler or NativeSampler()
         self._page_size = spec.pools[0].page_size
+        self._table = TableLayout.of(spec)
         rows = spec.max_rows + 1
         self._dump_row = spec.max_rows
-        self._rows = RowTensors.zeros(rows, spec.table_columns, device)
+        self._drafts = spec.max_samples > 1
+        known = KnownTokens.zeros(rows, spec.max_context, device) if self._drafts else None
+        self._rows = RowTensors.zeros(rows, spec.table_columns, device, known)
         self._sampling = SamplingState.empty(rows, spec.vocab_size, device)
         self._needs = RowNeeds(rows)
         self._graphs: DecodeGraphs | None = None
         if capture is not None and graph_buckets:
             self._graphs = DecodeGraphs(
-                graph_buckets, capture, self._forward, self._stream, self._dump_row, device, len(spec.pools)
+                graph_buckets,
+                capture,
+                self._forward,
+                self._stream,
+                self._dump_row,
+                device,
+                self._table,
+                self._drafts,
             )
         self._warm_graphs = 0
         self._waiting: TorchStep | None = None
@@ -174,8 +187,8 @@ class TorchRunner:
         """Runs a step of each kind on padding, so that kernels are built, and captures the decode steps."""
         longest = min(self._spec.token_budget, self._spec.max_context)
         kinds = {
-            "a decode step": StepLayout.decode(self._spec.max_rows, 0),
-            "a prefill step": StepLayout(1, 1, 0, longest, 0),
+            "a decode step": StepLayout.decode(self._spec.max_rows, 0, drafts=self._drafts, states=self._table.states),
+            "a prefill step": StepLayout(1, 1, 0, longest, 0, drafts=self._drafts, states=self._table.states),
         }
         graphs = self._graphs
         total = len(kinds) + (0 if graphs is None else len(graphs.layouts))
@@ -195,8 +208,12 @@ class TorchRunner:
 
         **Raises:** `ValueError`, before anything has changed, for a plan beyond the spec.
         """
-        refuse_drafts(plan)
-        refuse_states(plan)
+        if not self._drafts:
+            refuse_drafts(plan)
+        if not self._table.states:
+            refuse_states(plan)
+        unfolded = unfold(plan)
+        plan = unfolded.plan
         if plan.num_tokens > self._spec.token_budget or len(plan.rows) > self._spec.max_rows:
             raise ValueError(
                 f"a step of {plan.num_tokens} tokens in {len(plan.rows)} rows is beyond the runner's "
@@ -204,18 +221,19 @@ class TorchRunner:
             )
         if self._waiting is not None and self._waiting.second is not None:
             raise RuntimeError(
-                f"step {plan.step} was launched while step {self._waiting.plan.step} waits for its masks"
+                f"step {plan.step} was launched while step {self._waiting.unfolded.plan.step} waits for its masks"
             )
         self._needs.replace(plan.row_updates.sampling)
-        needs = self._needs.of_step(plan)
+        needs = self._needs.of_step(plan, self._spec.max_samples)
         if plan.masked is None:
-            return TorchStep(plan, self._stream.submit(partial(self._run, plan, needs)))
-        forwarded = self._stream.submit(partial(self._forward_part, plan))
+            pending = self._stream.submit(partial(self._run, unfolded, needs))
+            return TorchStep(unfolded, self._spec.max_samples, pending)
+        forwarded = self._stream.submit(partial(self._forward_part, unfolded))
 
         def second(masks: TokenMasks) -> Pending[StepOutputs]:
             return self._stream.submit(lambda: self._sample_part(plan, forwarded.submitted(), needs, masks))
 
-        self._waiting = TorchStep(plan, None, second)
+        self._waiting = TorchStep(unfolded, self._spec.max_samples, None, second)
         return self._waiting
 
     def report(self) -> RunnerReport:
@@ -235,15 +253,20 @@ class TorchRunner:
         self._stream.close()
         self._model, self._graphs, self._warm_graphs = _Closed(), None, 0
 
-    def _run(self, plan: StepPlan, needs: Needs) -> StepOutputs:
+    def _run(self, unfolded: Unfolded, needs: Needs) -> StepOutputs:
         """The whole step, on the stream."""
-        return self._sample_part(plan, self._forward_part(plan), needs, None)
+        return self._sample_part(unfolded.plan, self._forward_part(unfolded), needs, None)
 
-    def _forward_part(self, plan: StepPlan) -> _Forwarded:
+    def _forward_part(self, unfolded: Unfolded) -> _Forwarded:
         """A step up to its logits, on the stream."""
+        plan = unfolded.plan
         if plan.row_updates.sampling:
             self._replace_rows(plan.row_updates.sampling)
-        inputs, hidden = self._hidden(plan)
+        if plan.row_updates.texts and self._rows.known is not None:
+            texts = plan.row_updates.texts
+            packed = pack_texts(texts, len(texts), self._dump_row, self._spec.max_context)
+            self._rows.known.replace(integers_to_device(self._stream, packed))
+        inputs, hidden = self._hidden(unfolded)
         logits = self._logits(plan, inputs, hidden) if plan.samples.any() else None
         found = tuple(self._prompt_logprobs(plan, wanted, hidden) for wanted in plan.prompt_logprobs)
         return _Forwarded(inputs, logits, tuple(self._logprobs_to_host(part) for part in found))
@@ -261,23 +284,26 @@ class TorchRunner:
             forwarded.prompt_logprobs,
         )
 
-    def _hidden(self, plan: StepPlan) -> tuple[StepInputs, torch.Tensor]:
+    def _hidden(self, unfolded: Unfolded) -> tuple[StepInputs, torch.Tensor]:
         """The step's inputs on the device, and hidden states of its tokens."""
+        plan, guesses = unfolded.plan, unfolded.guesses
         deltas = side_by_side(plan.page_deltas, self._spec.max_pages_per_row)
         bucket = None if self._graphs is None else self._graphs.bucket(plan)
         if self._graphs is not None and bucket is not None:
             if len(deltas.rows) > self._graphs.layouts[bucket].deltas:
                 self._apply_deltas(deltas)
                 deltas = PageDeltas(deltas.rows[:0], deltas.columns[:0], deltas.pages[:0])
-            return self._graphs.run(bucket, plan, deltas)
-        layout = StepLayout.exact(plan, deltas)
+            return self._graphs.run(bucket, plan, deltas, guesses)
+        layout = StepLayout.exact(
+            plan, deltas, drafts=self._drafts, guessing=bool(guesses.any()), states=self._table.states
+        )
         host = self._stream.host_buffer(layout.size)
-        layout.pack(plan, deltas, self._dump_row, host.numpy())
+        layout.pack(plan, deltas, self._dump_row, host.numpy(), guesses)
         inputs = layout.unpack(self._stream.to_device(host))
         return inputs, self._forward(inputs)
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
-        return self._model.forward(build_batch(inputs, self._rows, self._page_size, len(self._spec.pools)))
+        return self._model.forward(build_batch(inputs, self._rows, self._page_size, self._table))
 
     def _logits(self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
         """Of the sequences that sample."""
@@ -297,12 +323,27 @@ class TorchRunner:
         masked = None if masks is None else self._masked_lines(plan, masks)
         rows, kv_lens = inputs.rows[sampled].long(), inputs.kv_lens[sampled]
         tokens = sample(logits, self._sampling, rows, kv_lens, needs, self._sampler, masked)
-        self._rows.last_tokens.index_copy_(0, rows, tokens)
+        told = self._remember(inputs, sampled, rows, kv_lens, tokens)
         if needs & Needs.PENALTIES:
-            self._sampling.count(rows, tokens)
+            self._sampling.count(rows, told)
         if plan.top_logprobs == NO_LOGPROBS:
-            return tokens, None
-        return tokens, token_logprobs(logits, tokens, plan.top_logprobs)
+            return told, None
+        return told, token_logprobs(logits, tokens, plan.top_logprobs)
+
+    def _remember(
+        self, inputs: StepInputs, sampled: torch.Tensor, rows: torch.Tensor, kv_lens: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Keeps in their `rows` the `tokens` that the sequences `sampled` have sampled, all `[n]`; and what the host is
+        told of them."""
+        known = self._rows.known
+        if known is None:
+            self._rows.last_tokens.index_copy_(0, rows, tokens)
+            return tokens
+        guesses = inputs.flags[sampled] // GUESS
+        kept, last = kept_samples(guesses, inputs.own[sampled], tokens, self._spec.max_samples - 1)
+        self._rows.last_tokens.index_copy_(0, torch.where(last, rows, self._dump_row), tokens)
+        known.append(rows, kv_lens, tokens, kept, last)
+        return torch.where(kept, tokens, REFUSED)
 
     def _masked_lines(self, plan: StepPlan, masks: TokenMasks) -> MaskedLines:
         assert plan.masked is not None

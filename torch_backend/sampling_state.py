@@ -125,9 +125,11 @@ class RowNeeds:
             masks = sampling.min_new_tokens > 0 and len(update.stop_ids) > 0
             self._masked_until[update.row] = update.prompt_len + sampling.min_new_tokens if masks else 0
 
-    def of_step(self, plan: StepPlan) -> Needs:
-        """What the rows of a step that sample a token ask for together."""
+    def of_step(self, plan: StepPlan, max_samples: int = 1) -> Needs:
+        """What the rows of a step that sample a token ask for together; `max_samples`: the runner's."""
         rows, kv_lens = plan.rows, plan.kv_lens
+        if plan.learnt is not None:  # the plan has the most that they may be
+            kv_lens = kv_lens - plan.learnt * (max_samples - 1)
         if not plan.samples.all():
             rows, kv_lens = rows[plan.samples], kv_lens[plan.samples]
         needs = Needs(int(np.bitwise_or.reduce(self._flags[rows], initial=0)))

@@ -7,9 +7,11 @@ from typing import Protocol
 
 import torch
 
-from sglang_jax.runner.plan import LAST_TOKEN
+from sglang_jax.runner.page_tables import ONE_GROUP, TableLayout
 from torch_backend.batch import ForwardBatch, GroupPages
-from torch_backend.packing import StepInputs
+from torch_backend.drafts import KnownTokens
+from torch_backend.packing import GUESS, LEARNT, StepInputs
+from torch_backend.recurrent.rows import StateRows
 
 
 class Model(Protocol):
@@ -28,49 +30,80 @@ class Model(Protocol):
 class RowTensors:
     """What steps keep for each row. One row more than the runner offers, the dump row, takes what padding writes.
 
-    - `page_table`: int32 `[rows + 1, groups * pages]`, those of all cache groups side by side; the dump row holds page
-      0 alone.
+    - `page_table`: int32 `[rows + 1, columns]`, those of all cache groups side by side (see `TableLayout`); the dump
+      row holds page 0 alone.
     - `last_tokens`: int32 `[rows + 1]`, what each row sampled last.
+    - `known`: the rows' texts, where steps have drafts.
     """
 
     page_table: torch.Tensor
     last_tokens: torch.Tensor
+    known: KnownTokens | None = None
 
     @classmethod
-    def zeros(cls, rows: int, pages: int, device: torch.device) -> RowTensors:
+    def zeros(cls, rows: int, pages: int, device: torch.device, known: KnownTokens | None = None) -> RowTensors:
         """For `rows` rows, the dump row included."""
         return cls(
             torch.zeros((rows, pages), dtype=torch.int32, device=device),
             torch.zeros(rows, dtype=torch.int32, device=device),
+            known,
         )
 
 
-def build_batch(inputs: StepInputs, state: RowTensors, page_size: int, num_groups: int = 1) -> ForwardBatch:
+def own_tokens(inputs: StepInputs, state: RowTensors) -> torch.Tensor:
+    """The token of each sequence that decodes, int32 `[R]`: what its row sampled last, or a guess. Where steps have
+    drafts, these and the lengths that only the device knows are written to `inputs`."""
+    rows, known = inputs.rows.long(), state.known
+    own = state.last_tokens[rows]
+    if known is None:
+        return own
+    guesses = inputs.flags // GUESS
+    learnt = inputs.flags % GUESS == LEARNT
+    inputs.kv_lens.copy_(torch.where(learnt, known.lengths[rows] + guesses, inputs.kv_lens))
+    if inputs.guessing:
+        own = torch.where(guesses > 0, known.guess(rows, guesses), own)
+    inputs.own.copy_(own)
+    return own
+
+
+def build_batch(
+    inputs: StepInputs,
+    state: RowTensors,
+    page_size: int,
+    table: TableLayout = ONE_GROUP,
+) -> ForwardBatch:
     """Applies the page-table deltas, and says where each token stands and which slots its KV goes to."""
     state.page_table.index_put_((inputs.delta_rows.long(), inputs.delta_columns.long()), inputs.delta_pages)
     rows = inputs.rows.long()
-    tables = [table[rows] for table in state.page_table.chunk(num_groups, 1)]
-    last_tokens = state.last_tokens[rows]
+    paged = state.page_table[:, :-1] if table.states else state.page_table
+    # Where layers keep states alone there are no pages, and nobody looks at any.
+    tables = [own[rows] for own in paged.chunk(table.groups, 1)] if table.groups else [torch.zeros_like(rows)[:, None]]
+    sequences = places = rows[:0]
+    own_token = own_tokens(inputs, state)
     if inputs.num_decode == len(rows):
-        tokens = last_tokens
+        tokens = own_token
         positions = (inputs.kv_lens - 1).clamp(min=0)
         columns = (positions // page_size).long()[:, None]
-        pages = [table.gather(1, columns)[:, 0] for table in tables]
+        pages = [own.gather(1, columns if table.groups else columns * 0)[:, 0] for own in tables]
     else:
         count = len(inputs.tokens)
         ends = inputs.query_starts[1:]
         places = torch.arange(count, dtype=torch.int32, device=rows.device)
         sequences = torch.repeat_interleave(ends - inputs.query_starts[:-1], output_size=count)
-        tokens = torch.where(inputs.tokens == LAST_TOKEN, last_tokens[sequences], inputs.tokens)
+        tokens = torch.where(inputs.tokens < 0, own_token[sequences], inputs.tokens)
         positions = (inputs.kv_lens - ends)[sequences] + places
         columns = (positions // page_size).long()
-        pages = [table[sequences, columns] for table in tables]
+        pages = [own[sequences, columns if table.groups else columns * 0] for own in tables]
     first, *further = [
-        GroupPages(own.long() * page_size + positions % page_size, table)
-        for own, table in zip(pages, tables, strict=True)
+        GroupPages(page.long() * page_size + positions % page_size, own)
+        for page, own in zip(pages, tables, strict=True)
     ]
+    states = None
+    if table.states:
+        states = _state_rows(inputs, state.page_table[rows, -1], sequences, places)
     return ForwardBatch(
-        # A row whose logits were not finite holds no token; its request ends once the host has seen it.
+        # A row whose logits were not finite holds no token; its request ends once the host has seen it. Nor has a
+        # draft one for which there is nothing to guess by.
         tokens=tokens.clamp(min=0),
         positions=positions,
         write_slots=first.write_slots,
@@ -79,4 +112,22 @@ def build_batch(inputs: StepInputs, state: RowTensors, page_size: int, num_group
         query_starts=inputs.query_starts,
         num_decode=inputs.num_decode,
         further=tuple(further),
+        states=states,
+    )
+
+
+def _state_rows(inputs: StepInputs, slots: torch.Tensor, sequences: torch.Tensor, places: torch.Tensor) -> StateRows:
+    """Where the sequences have their states; `slots` `[R]` are their own."""
+    # Targets are slots of the sequences' own. To begin with the source costs nothing, in the place of a copy.
+    copied = slots[:, None] == inputs.copy_targets
+    begin = torch.where(copied.any(1), (copied * inputs.copy_sources).sum(1), slots)
+    starts = inputs.query_starts
+    return StateRows(
+        begin=begin.long(),
+        fresh=inputs.kv_lens <= starts.diff(),
+        own=slots.long(),
+        sequences=sequences,
+        offsets=places - starts[sequences].long(),
+        query_starts=starts,
+        num_decode=inputs.num_decode,
     )

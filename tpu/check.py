@@ -34,12 +34,14 @@ DOES_NOT_FIT = 1
 )
 @click.option("--topology", required=True, help="the slice: v6e:2x2, v6e-4, v5litepod-16, v5p-8, tpu7x:2x2x1")
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="devices of a replica")
-@click.option("--context-length", type=click.IntRange(min=1), help="most tokens of a request; default: the model's")
+@click.option("--context-length", type=click.IntRange(min=1), help="maximum tokens of a request; default: the model's")
 @click.option(
     "--page-size", default=PAGE_SIZE, show_default=True, type=click.IntRange(min=1), help="tokens of a KV page"
 )
-@click.option("--max-running-requests", type=click.IntRange(min=1), help="most requests at once  [default: 256]")
-@click.option("--chunked-prefill-size", type=click.IntRange(min=1), help="most prompt tokens of a step  [default: 512]")
+@click.option("--max-running-requests", type=click.IntRange(min=1), help="maximum requests at once  [default: 256]")
+@click.option(
+    "--chunked-prefill-size", type=click.IntRange(min=1), help="maximum prompt tokens per step  [default: 512]"
+)
 @click.option(
     "--dtype", default="auto", show_default=True, type=click.Choice(["auto", "bfloat16", "float32"]), help="of weights"
 )
@@ -66,7 +68,7 @@ DOES_NOT_FIT = 1
     type=click.IntRange(min=1),
     help="tokens that each decode row holds in the least time; default: what the pages have for each",
 )
-@click.option("--quick", is_flag=True, help="compile the largest decode and the largest mixed step alone")
+@click.option("--quick", is_flag=True, help="compile only the largest decode and the largest mixed step")
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="write the figures to a file"
 )

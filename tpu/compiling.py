@@ -30,15 +30,16 @@ from sglang_jax.jax_runner.loading import (
     parameters,
     runner_spec,
     split_model,
+    state_dtypes_of,
 )
 from sglang_jax.jax_runner.parallel import TensorParallel
 from sglang_jax.jax_runner.programs import Executable, Programs
 from sglang_jax.jax_runner.runner import empty_rows
-from sglang_jax.jax_runner.step import DeviceState, KVCaches
+from sglang_jax.jax_runner.step import DeviceState
 from sglang_jax.layers.parameter import Parameter
-from sglang_jax.layers.sharding import KV_AXES, make_mesh, named_sharding
+from sglang_jax.layers.sharding import make_mesh, named_sharding
 from sglang_jax.models import Transformer, build_model, kv_cache_spec
-from sglang_jax.models.kv_cache import KVCacheSpec
+from sglang_jax.runner.page_tables import TableLayout
 from sglang_jax.runner.sizing import choose_sizes, describe_pools
 from tpu.collectives import collectives_of
 from tpu.estimate import Estimate
@@ -95,12 +96,17 @@ def _devices(topology: Topology, count: int) -> list[jax.Device]:
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         raise ConfigError(f"libtpu has no topology {topology}: {_first_line(error)}") from error
     if count > topology.devices:
-        raise ConfigError(f"tp_size {count} needs as many devices, and {topology} has {topology.devices}")
+        raise ConfigError(f"tp_size {count} needs {count} devices; {topology} has {topology.devices}")
     return devices
 
 
 def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Builders, Buckets, Names]:
     options, topology = request.options, request.topology
+    if request.model.keeps_states:
+        raise ConfigError(
+            f"layers of a {request.model.architecture} keep a recurrent state: tpu.check cannot tell yet what they "
+            "take and cost; check a model whose layers are all attention"
+        )
     parallel = TensorParallel.of(request.model, options.tp_size)
     dtype = jnp.dtype(jnp.bfloat16 if options.dtype is Dtype.AUTO else options.dtype.value)
     attention = choose_attention(options, mesh.devices.flat[0])
@@ -108,9 +114,11 @@ def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Bui
     model = build_model(parallel.config, dtype=dtype, attention=attention, platform=_PLATFORM, kv_dtype=kv_dtype)
     # libtpu as a compiler alone has the cores of a v4 chip apart, each with half of the memory.
     hbm = topology.chip.hbm * topology.devices // devices
-    memory = memory_of_one_device(parallel, model, kv_dtype, options.page_size, _PLATFORM, hbm)
+    memory = memory_of_one_device(
+        parallel, model, kv_dtype, options.page_size, _PLATFORM, hbm, state_dtypes=state_dtypes_of(options, dtype)
+    )
     sizes = choose_sizes(options, parallel.config.max_position, memory)
-    spec = runner_spec(memory, sizes, options.page_size, parallel)
+    spec = runner_spec(options, memory, sizes, parallel)
     model.arrange(parallel.size)
     functions, weights = split_model(model)
     placed = [
@@ -118,11 +126,19 @@ def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Bui
         for weight, parameter in zip(weights, parameters(model), strict=True)
     ]
     rows = _whole(jax.eval_shape(lambda: empty_rows(spec, None)), mesh)
-    kv = _abstract_kv(
-        kv_cache_spec(parallel.config, kv_dtype, sizes.num_pages, options.page_size, platform=_PLATFORM), mesh
-    )
+    cache = kv_cache_spec(parallel.config, kv_dtype, sizes.num_pages, options.page_size, platform=_PLATFORM)
+    kv = cache.memory(mesh)
     buckets = Buckets.ladder(spec.max_rows, spec.token_budget, options.page_size, len(spec.pools))
-    programs = Programs(functions, placed, DeviceState(kv, *rows), buckets, options.page_size, mesh, len(spec.pools))
+    programs = Programs(
+        functions,
+        placed,
+        DeviceState(kv, *rows),
+        buckets,
+        options.page_size,
+        mesh,
+        TableLayout.of(spec),
+        spec.max_samples - 1,
+    )
     builders = programs.builders()
     if options.kv_cache_dtype is KVCacheDtype.INT8:
         builders[CALIBRATION] = partial(_build_calibration, model, parallel, mesh, dtype, options.page_size)
@@ -165,7 +181,7 @@ def _build_calibration(
     spec, batch = calibration_inputs(parallel, dtype, page_size, _PLATFORM)
     # Kernels ask for the mesh.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        compiled: Executable = program.lower(placed, _abstract_kv(spec, mesh), _whole(batch, mesh)).compile()
+        compiled: Executable = program.lower(placed, spec.memory(mesh), _whole(batch, mesh)).compile()
     return compiled
 
 
@@ -174,11 +190,6 @@ def _whole(arrays: T, mesh: Mesh) -> T:
     everywhere = NamedSharding(mesh, PartitionSpec())
     shape = partial(jax.ShapeDtypeStruct, sharding=everywhere)
     return cast(T, jax.tree.map(lambda array: shape(array.shape, array.dtype), arrays))
-
-
-def _abstract_kv(spec: KVCacheSpec, mesh: Mesh) -> KVCaches:
-    sharding = named_sharding(mesh, KV_AXES)
-    return tuple(jax.ShapeDtypeStruct(shape, spec.storage, sharding=sharding) for shape in spec.shapes)
 
 
 def _selected(names: list[str], buckets: Buckets, selection: Selection) -> list[str]:

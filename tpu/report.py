@@ -197,8 +197,7 @@ def heading(model: str, topology: Topology, tp: int, deployment: Deployment, com
 
 def _heads(config: ModelConfig) -> str:
     """The heads of the layers, each kind once."""
-    mixers = [layer.mixer for layer in config.layers]
-    kinds = dict.fromkeys((mixer.num_heads, mixer.num_kv_heads, mixer.head_dim) for mixer in mixers)
+    kinds = dict.fromkeys((mixer.num_heads, mixer.num_kv_heads, mixer.head_dim) for mixer in config.attention)
     return " or ".join(f"{heads} heads and {kv_heads} kv heads of {size}" for heads, kv_heads, size in kinds)
 
 

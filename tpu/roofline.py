@@ -120,8 +120,8 @@ def roofline(
 def step_flops(config: ModelConfig, work: Work) -> float:
     """Of the whole group: two for each weight and token, four for each key, query head and lane of it."""
     attention = 4.0 * sum(
-        layer.mixer.num_heads * layer.mixer.head_dim * work.within(layer.mixer.window).keys_seen
-        for layer in config.layers
+        attention.num_heads * attention.head_dim * work.within(attention.window).keys_seen
+        for attention in config.attention
     )
     head = 2.0 * _table_weights(config) * work.rows
     return 2.0 * matrix_weights_of_layers(config) * work.tokens + attention + head
@@ -144,8 +144,8 @@ def _hbm_bytes(config: ModelConfig, work: Work, tp: int, weight_bytes: int, kv_b
     table = 0.0
     if not config.tie_word_embeddings:
         table = _bytes_per_weight(config, weight_bytes, tp) * _table_weights(config) / tp
-    sizes = [layer.mixer.num_kv_heads * layer.mixer.head_dim for layer in config.layers]
-    keys = [work.within(layer.mixer.window).keys_read for layer in config.layers]
+    sizes = [attention.num_kv_heads * attention.head_dim for attention in config.attention]
+    keys = [work.within(attention.window).keys_read for attention in config.attention]
     read = sum(size * count for size, count in zip(sizes, keys, strict=True)) / sum(sizes)
     kv = kv_bytes_per_token * (read + work.tokens)
     logits = 2 * _LOGIT_BYTES * work.rows * config.vocab_size / tp

@@ -126,8 +126,7 @@ class DummyEngine:
     def kv_bytes(self, tokens: int) -> int:
         """Keys and values of so many tokens."""
         itemsize = 2 if self.model.dtype == "bfloat16" else 4
-        mixers = [layer.mixer for layer in self.model.layers]
-        return 2 * tokens * itemsize * sum(mixer.num_kv_heads * mixer.head_dim for mixer in mixers)
+        return 2 * tokens * itemsize * sum(each.num_kv_heads * each.head_dim for each in self.model.attention)
 
 
 @contextmanager

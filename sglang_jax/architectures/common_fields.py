@@ -139,22 +139,41 @@ class CommonFields:
 
     def sliding_layers(self, every: int | None) -> list[bool]:
         """Which layers have a window: by `layer_types`, or else all but each `every`-th; None: none of them."""
-        types = self.fields.strings("layer_types")
+        types = self.kinds_of_layers("sliding_attention", "full_attention")
         if types is None:
             return [every is not None and bool((number + 1) % every) for number in range(self.num_layers)]
-        unknown = sorted({kind for kind in types if kind not in ("sliding_attention", "full_attention")})
+        return [kind == "sliding_attention" for kind in types]
+
+    def kinds_of_layers(self, *known: str) -> tuple[str, ...] | None:
+        """`layer_types`, one of `known` for each layer; None where the file is silent.
+
+        **Raises:** `CheckpointError` for other kinds, and for too few or too many.
+        """
+        types = self.fields.strings("layer_types")
+        if types is None:
+            return None
+        unknown = sorted(set(types) - set(known))
         if unknown or len(types) != self.num_layers:
             seen = ", ".join(unknown) or f"{len(types)} entries for {self.num_layers} layers"
             raise CheckpointError(
-                f"{self.fields.file}: layer_types has {seen}; supported: sliding_attention or full_attention for each "
-                "layer"
+                f"{self.fields.file}: layer_types has {seen}; supported: {' or '.join(known)} for each layer"
             )
-        return [kind == "sliding_attention" for kind in types]
+        return types
 
-    def model(self, family: str, layers: Iterable[LayerConfig], final_norm: NormConfig | None = None) -> ModelConfig:
-        """The model of these layers; multipliers and caps are for families to add."""
+    def model(
+        self,
+        family: str,
+        layers: Iterable[LayerConfig],
+        final_norm: NormConfig | None = None,
+        *,
+        tied: str = "tie_word_embeddings",
+    ) -> ModelConfig:
+        """The model of these layers; multipliers and caps are for families to add. `tied`: the field that says whether
+        the head is the embeddings, where a file has it in the place of the usual one."""
         fields, defaults = self.fields, self.defaults
-        tied = fields.boolean("tie_word_embeddings")
+        is_tied = fields.boolean(tied)
+        if is_tied is None:
+            is_tied = fields.boolean("tie_word_embeddings")
         ends = fields.integers("eos_token_id")
         if "eos_token_id" not in fields.values and defaults.eos_token_id is not None:
             ends = (defaults.eos_token_id,)
@@ -166,7 +185,7 @@ class CommonFields:
             layers=tuple(layers),
             final_norm=final_norm or self.norm(),
             max_position=self.max_position,
-            tie_word_embeddings=defaults.tie_word_embeddings if tied is None else tied,
+            tie_word_embeddings=defaults.tie_word_embeddings if is_tied is None else is_tied,
             eos_token_ids=ends,
             bos_token_id=begin if "bos_token_id" in fields.values else defaults.bos_token_id,
             dtype=fields.string("dtype") or fields.string("torch_dtype") or "float32",

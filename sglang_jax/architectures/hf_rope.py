@@ -6,6 +6,7 @@ writes everything into `rope_parameters`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from sglang_jax.architectures.json_fields import JsonFields
@@ -13,6 +14,30 @@ from sglang_jax.architectures.model_config import RopeConfig, RopeKind
 from sglang_jax.errors import CheckpointError, cut
 
 DEFAULT_THETA = 10000.0
+
+
+_ROTATE_IN_PART = (RopeKind.DEFAULT, RopeKind.LINEAR, RopeKind.LLAMA3)
+"""Kinds that a part of a head may rotate by: the others multiply what rotates by a factor, or are of whole heads."""
+
+
+def partial_rope_from_hf(
+    fields: JsonFields, max_position: int, default_theta: float, default_share: float
+) -> RopeConfig:
+    """As `rope_from_hf`, for families whose heads may rotate in part: by `default_share` where the file is silent.
+
+    **Raises:** `CheckpointError` for a share that is none, or of a kind that rotates whole heads.
+    """
+    scaling = fields.nested("rope_parameters") or fields.nested("rope_scaling") or JsonFields({}, fields.file)
+    share = scaling.number("partial_rotary_factor") or fields.number("partial_rotary_factor") or default_share
+    whole = JsonFields({**scaling.values, "partial_rotary_factor": None}, fields.file, scaling.within)
+    rest = JsonFields({**fields.values, "partial_rotary_factor": None}, fields.file, fields.within, fields.asked)
+    rope = rope_from_hf(rest, max_position, default_theta, whole)
+    if not 0.0 < share <= 1.0 or (share < 1.0 and rope.kind not in _ROTATE_IN_PART):
+        raise CheckpointError(
+            f"{fields.file}: partial_rotary_factor {share} of rope scaling {rope.kind} is not supported: a share in "
+            f"(0, 1], with {', '.join(_ROTATE_IN_PART)}"
+        )
+    return replace(rope, rotated=share)
 
 
 def rope_from_hf(

@@ -11,25 +11,29 @@ from sglang_jax.architectures.model_config import ModelConfig, RopeConfig
 def dense_to_hf(config: ModelConfig) -> dict[str, Any]:
     """The common fields of a pre-norm decoder; what they cannot express is left to a comparison."""
     layer = config.layers[0]
-    rope = layer.mixer.rope or RopeConfig()
+    attention = layer.attention
+    inner = layer.feed_forward
+    assert attention is not None
+    assert inner is not None
+    rope = attention.rope or RopeConfig()
     return {
         "model_type": config.architecture,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": layer.feed_forward.size,
+        "intermediate_size": inner.size,
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": layer.mixer.num_heads,
-        "num_key_value_heads": layer.mixer.num_kv_heads,
-        "head_dim": layer.mixer.head_dim,
-        "hidden_act": str(layer.feed_forward.activation),
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "hidden_act": str(inner.activation),
         "rms_norm_eps": config.final_norm.eps,
         "rope_parameters": rope_to_hf(rope),
         "max_position_embeddings": config.max_position,
         "tie_word_embeddings": config.tie_word_embeddings,
-        "attention_bias": layer.mixer.bias,
-        "mlp_bias": layer.feed_forward.bias,
-        "sliding_window": layer.mixer.window,
-        "use_sliding_window": layer.mixer.window is not None,
+        "attention_bias": attention.bias,
+        "mlp_bias": inner.bias,
+        "sliding_window": attention.window,
+        "use_sliding_window": attention.window is not None,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": list(config.eos_token_ids),
         "dtype": config.dtype,

@@ -12,7 +12,16 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from sglang_jax.architectures.axes import Axis
-from sglang_jax.architectures.model_config import AttentionConfig, FeedForwardConfig, LayerConfig, ModelConfig
+from sglang_jax.architectures.model_config import (
+    AttentionConfig,
+    FeedForwardConfig,
+    GatedDeltaNetConfig,
+    LayerConfig,
+    Mamba2Config,
+    ModelConfig,
+    RecurrentConfig,
+    ShortConvConfig,
+)
 from sglang_jax.architectures.registry import family_named
 from sglang_jax.architectures.tensor_names import WHOLE_MODEL, Kind, Part, gguf_name, hf_name
 
@@ -21,6 +30,9 @@ Axes = tuple[tuple[Axis, ...], ...]
 
 Sizes = tuple[tuple[int, ...], ...]
 """Of `Axes`, in the same form, how far each runs."""
+
+Factors = tuple[tuple[int, float], ...]
+"""Numbers of rows, one run behind the other, and what each run is multiplied by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +53,11 @@ class ParameterSpec:
       in a GGUF file.
     - `offset`: added to the stored values.
     - `interleaved`: each head's rows are stored as rotary pairs of neighbours; the model has them in halves.
+    - `rotated`: of each head so many rows at its beginning rotate, stored in halves; the model has pairs half a head
+      apart, as where all rows rotate. 0 where all do, or none.
+    - `factors`: runs of rows, and what each is multiplied by when it is read: the multipliers of a model are part of
+      its loaded weights. Empty where all are 1.
+    - `block`, `blocks`: the tensor has so many blocks of rows for each head, of which this parameter is that one.
     """
 
     name: ParameterName
@@ -51,6 +68,10 @@ class ParameterSpec:
     first_row: int = 0
     offset: float = 0.0
     interleaved: bool = False
+    rotated: int = 0
+    block: int = 0
+    blocks: int = 1
+    factors: Factors = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -79,7 +100,7 @@ class Manifest:
         """Hugging Face name and shape of every tensor that a checkpoint must have."""
         shapes: dict[str, tuple[int, ...]] = {}
         for spec in self.specs.values():
-            rows = max(shapes.get(spec.tensor, (0,))[0], spec.first_row + spec.shape[0])
+            rows = max(shapes.get(spec.tensor, (0,))[0], spec.first_row + spec.blocks * spec.shape[0])
             shapes[spec.tensor] = (rows, *spec.shape[1:])
         return shapes
 
@@ -120,10 +141,12 @@ _SCALES = frozenset(
         Part.QUERY_NORM,
         Part.KEY_NORM,
         Part.LAYER_SCALE,
+        Part.STATE_NORM,
     }
 )
 
 _VOCABULARY, _HIDDEN, _INTERMEDIATE = (Axis.VOCABULARY,), (Axis.HIDDEN,), (Axis.INTERMEDIATE,)
+_CHANNELS, _STATE_HEADS = (Axis.CHANNELS,), (Axis.STATE_HEADS,)
 _HEADS, _KV_HEADS = (Axis.HEADS, Axis.HEAD_DIM), (Axis.KV_HEADS, Axis.HEAD_DIM)
 
 
@@ -139,6 +162,10 @@ class _Shaped:
     interleaved: bool = False
     stored_as: Part | None = None
     """The part whose tensor this is as well."""
+    rotated: int = 0
+    block: int = 0
+    blocks: int = 1
+    factors: Factors = ()
 
 
 def _specs(config: ModelConfig) -> Iterator[ParameterSpec]:
@@ -169,7 +196,7 @@ def _named(config: ModelConfig, parameters: list[_Shaped], layer: int | None) ->
         tensor = hf_name(name, parameter.kind, layer)
         if parameter.stored_as is None:
             first = starts[parameter.part, parameter.kind] = rows.get(tensor, 0)
-            rows[tensor] = first + math.prod(parameter.sizes[0])
+            rows[tensor] = first + parameter.blocks * math.prod(parameter.sizes[0])
         else:
             first = starts[parameter.stored_as, parameter.kind]
         yield ParameterSpec(
@@ -181,6 +208,10 @@ def _named(config: ModelConfig, parameters: list[_Shaped], layer: int | None) ->
             first,
             parameter.offset,
             parameter.interleaved,
+            parameter.rotated,
+            parameter.block,
+            parameter.blocks,
+            parameter.factors if any(factor != 1.0 for _, factor in parameter.factors) else (),
         )
 
 
@@ -194,43 +225,119 @@ def _layer(layer: LayerConfig, hidden: int) -> Iterator[_Shaped]:
     for part, norm in norms:
         if norm is not None:
             yield _norm(part, hidden, norm.offset)
-    yield from _attention(layer.mixer, hidden)
-    yield from _feed_forward(layer.feed_forward, hidden)
+    if layer.attention is not None:
+        yield from _attention(layer.attention, hidden)
+    if layer.recurrent is not None:
+        yield from _recurrent(layer.recurrent, hidden)
+    if layer.feed_forward is not None:
+        yield from _feed_forward(layer.feed_forward, hidden)
     if layer.learnt_scale:
         yield _Shaped(Part.LAYER_SCALE, Kind.WEIGHT, ((Axis.ONE,),), ((1,),))
 
 
 def _attention(attention: AttentionConfig, hidden: int) -> Iterator[_Shaped]:
     queries, keys = (attention.num_heads, attention.head_dim), (attention.num_kv_heads, attention.head_dim)
-    turned = attention.interleaved_rope
-    yield from _linear(Part.QUERY, (queries, (hidden,)), (_HEADS, _HIDDEN), attention.bias, interleaved=turned)
-    yield from _linear(Part.KEY, (keys, (hidden,)), (_KV_HEADS, _HIDDEN), attention.bias, interleaved=turned)
+    rope = attention.rope
+    partly = 0 if rope is None or rope.rotated == 1.0 else rope.rotated_numbers(attention.head_dim)
+    order = _Order(attention.interleaved_rope, partly)
+    blocks = 2 if attention.output_gate else 1
+    taken = attention.input_multiplier
+    query = _linear(Part.QUERY, (queries, (hidden,)), (_HEADS, _HIDDEN), attention.bias, order=order, taken=taken)
+    yield from (replace(parameter, blocks=blocks) for parameter in query)
+    if attention.output_gate:
+        gate = _linear(
+            Part.OUTPUT_GATE, (queries, (hidden,)), (_HEADS, _HIDDEN), attention.bias, stored_as=Part.QUERY, taken=taken
+        )
+        yield from (replace(parameter, block=1, blocks=blocks) for parameter in gate)
+    key, given = attention.key_multiplier, attention.output_multiplier
+    key_sizes, key_axes = (keys, (hidden,)), (_KV_HEADS, _HIDDEN)
+    yield from _linear(Part.KEY, key_sizes, key_axes, attention.bias, order=order, taken=taken, given=key)
     stored_as = Part.KEY if attention.values_are_keys else None
-    yield from _linear(Part.VALUE, (keys, (hidden,)), (_KV_HEADS, _HIDDEN), attention.bias, stored_as=stored_as)
-    yield from _linear(Part.OUTPUT, ((hidden,), queries), (_HIDDEN, _HEADS), attention.out_bias)
+    yield from _linear(Part.VALUE, key_sizes, key_axes, attention.bias, stored_as=stored_as, taken=taken)
+    yield from _linear(Part.OUTPUT, ((hidden,), queries), (_HIDDEN, _HEADS), attention.out_bias, given=given)
     qk_norm = attention.qk_norm
     if qk_norm is not None:
         sides = ((Part.QUERY_NORM, queries, _HEADS), (Part.KEY_NORM, keys, _KV_HEADS))
         for part, sizes, axes in sides:
             first = 0 if qk_norm.whole else 1
-            yield _Shaped(part, Kind.WEIGHT, (axes[first:],), (sizes[first:],), qk_norm.norm.offset, turned)
+            norm = _Shaped(part, Kind.WEIGHT, (axes[first:],), (sizes[first:],), qk_norm.norm.offset)
+            yield replace(norm, interleaved=order.interleaved, rotated=order.rotated)
     if attention.sinks:
         yield _Shaped(Part.SINKS, Kind.WEIGHT, ((Axis.HEADS,),), ((attention.num_heads,),))
 
 
+def _recurrent(mixer: RecurrentConfig, hidden: int) -> Iterator[_Shaped]:
+    match mixer:
+        case ShortConvConfig():
+            inner, out_bias, conv_bias, given = mixer.channels, mixer.bias, mixer.bias, 1.0
+            yield from _linear(Part.STATE_INPUT, ((3 * inner,), (hidden,)), (_CHANNELS, _HIDDEN), mixer.bias)
+        case GatedDeltaNetConfig():
+            inner, out_bias, conv_bias, given = mixer.num_value_heads * mixer.value_dim, False, False, 1.0
+            yield from _linear(Part.STATE_INPUT, ((mixer.channels,), (hidden,)), (_CHANNELS, _HIDDEN), False)
+            yield from _linear(Part.STATE_GATE, ((inner,), (hidden,)), (_CHANNELS, _HIDDEN), False)
+            for part in (Part.UPDATE_RATE, Part.DECAY_INPUT):
+                yield from _linear(part, ((mixer.num_value_heads,), (hidden,)), (_STATE_HEADS, _HIDDEN), False)
+            yield from (_of_state_heads(part, mixer.num_value_heads) for part in (Part.DECAY_BIAS, Part.DECAY_LOG))
+            yield _Shaped(Part.STATE_NORM, Kind.WEIGHT, (_CHANNELS,), ((mixer.value_dim,),), mixer.norm.offset)
+        case Mamba2Config():
+            inner, out_bias, conv_bias = mixer.inner, mixer.out_bias, mixer.conv_bias
+            given = mixer.output_multiplier
+            sizes, taken = ((sum(mixer.parts),), (hidden,)), mixer.input_multiplier
+            for linear in _linear(Part.STATE_INPUT, sizes, (_CHANNELS, _HIDDEN), mixer.bias):
+                by = taken if linear.kind is Kind.WEIGHT else 1.0
+                factors = zip(mixer.parts, mixer.part_multipliers, strict=True)
+                yield replace(linear, factors=tuple((rows, factor * by) for rows, factor in factors))
+            for part in (Part.DECAY_BIAS, Part.DECAY_LOG, Part.SKIP):
+                yield _of_state_heads(part, mixer.num_heads)
+            if mixer.norm is not None:
+                yield _Shaped(Part.STATE_NORM, Kind.WEIGHT, (_CHANNELS,), ((inner,),), mixer.norm.offset)
+    taps = ((mixer.channels,), (1,), (mixer.width,))
+    yield _Shaped(Part.CONVOLUTION, Kind.WEIGHT, (_CHANNELS, (Axis.ONE,), (Axis.TAPS,)), taps)
+    if conv_bias:
+        yield _Shaped(Part.CONVOLUTION, Kind.BIAS, (_CHANNELS,), ((mixer.channels,),))
+    yield from _linear(Part.STATE_OUTPUT, ((hidden,), (inner,)), (_HIDDEN, _CHANNELS), out_bias, given=given)
+
+
+def _of_state_heads(part: Part, heads: int) -> _Shaped:
+    return _Shaped(part, Kind.WEIGHT, (_STATE_HEADS,), ((heads,),))
+
+
 def _feed_forward(feed_forward: FeedForwardConfig, hidden: int) -> Iterator[_Shaped]:
     inner, outer = (feed_forward.size,), (hidden,)
-    for part in (Part.GATE, Part.UP):
-        yield from _linear(part, (inner, outer), (_INTERMEDIATE, _HIDDEN), feed_forward.bias)
-    yield from _linear(Part.DOWN, (outer, inner), (_HIDDEN, _INTERMEDIATE), feed_forward.bias)
+    for part, given in ((Part.GATE, feed_forward.gate_multiplier), (Part.UP, 1.0)):
+        yield from _linear(part, (inner, outer), (_INTERMEDIATE, _HIDDEN), feed_forward.bias, given=given)
+    given = feed_forward.output_multiplier
+    yield from _linear(Part.DOWN, (outer, inner), (_HIDDEN, _INTERMEDIATE), feed_forward.bias, given=given)
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """How the rows of each head are stored: see `ParameterSpec`."""
+
+    interleaved: bool = False
+    rotated: int = 0
+
+
+_AS_STORED = _Order()
 
 
 def _linear(
-    part: Part, sizes: Sizes, axes: Axes, bias: bool, *, interleaved: bool = False, stored_as: Part | None = None
+    part: Part,
+    sizes: Sizes,
+    axes: Axes,
+    bias: bool,
+    *,
+    order: _Order = _AS_STORED,
+    stored_as: Part | None = None,
+    taken: float = 1.0,
+    given: float = 1.0,
 ) -> Iterator[_Shaped]:
-    yield _Shaped(part, Kind.WEIGHT, axes, sizes, interleaved=interleaved, stored_as=stored_as)
+    """A matrix, and its bias if it has one. `taken`, `given`: what its input and its output are multiplied by."""
+    rows = math.prod(sizes[0])
+    own = _Shaped(part, Kind.WEIGHT, axes, sizes, 0.0, order.interleaved, stored_as, order.rotated)
+    yield replace(own, factors=((rows, taken * given),))
     if bias:
-        yield _Shaped(part, Kind.BIAS, axes[:1], sizes[:1], interleaved=interleaved, stored_as=stored_as)
+        yield replace(own, kind=Kind.BIAS, axes=axes[:1], sizes=sizes[:1], factors=((rows, given),))
 
 
 def _norm(part: Part, size: int, offset: float) -> _Shaped:

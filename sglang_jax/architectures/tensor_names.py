@@ -24,6 +24,17 @@ class Part(StrEnum):
     QUERY_NORM = "query_norm"
     KEY_NORM = "key_norm"
     SINKS = "sinks"
+    OUTPUT_GATE = "output_gate"
+    STATE_INPUT = "state_input"
+    STATE_OUTPUT = "state_output"
+    STATE_GATE = "state_gate"
+    STATE_NORM = "state_norm"
+    CONVOLUTION = "convolution"
+    UPDATE_RATE = "update_rate"
+    DECAY_INPUT = "decay_input"
+    DECAY_BIAS = "decay_bias"
+    DECAY_LOG = "decay_log"
+    SKIP = "skip"
     GATE = "gate"
     UP = "up"
     DOWN = "down"
@@ -42,11 +53,13 @@ class TensorName:
     """A tensor's name without layer and kind, in Hugging Face folders and, where that is known, in GGUF files.
 
     - `bare`: its Hugging Face name does not end with the kind.
+    - `layers`: what its Hugging Face name begins with, before the number of a layer.
     """
 
     hf: str
     gguf: str | None = None
     bare: bool = False
+    layers: str = "model.layers"
 
 
 TensorNames = Mapping[Part, TensorName]
@@ -83,7 +96,7 @@ POST_NORM_NAMES: TensorNames = {
 
 def hf_name(name: TensorName, kind: Kind, layer: int | None) -> str:
     """The whole name in a Hugging Face folder; `layer` is None for a tensor of the whole model."""
-    stem = name.hf if layer is None else f"model.layers.{layer}.{name.hf}"
+    stem = name.hf if layer is None else f"{name.layers}.{layer}.{name.hf}"
     return stem if name.bare else f"{stem}.{kind}"
 
 

@@ -33,16 +33,16 @@ class BatchConfig(BaseModel):
     )
     ordered: bool = Field(False, description="write answers in the order of the input, not as they come")
     no_reorder: bool = Field(
-        False, description="ask in the order of the input; default: lines that begin alike together"
+        False, description="ask in the order of the input; default: lines that share a prefix together"
     )
-    lookahead: PositiveInt = Field(4096, description="lines among which those that begin alike are looked for")
+    lookahead: PositiveInt = Field(4096, description="lines among which those that share a prefix are looked for")
     defaults: str | None = Field(
         None, description="JSON object of body fields for lines that leave them out, such as '{\"max_tokens\": 64}'"
     )
     max_retries: int = Field(3, ge=0, description="how often a line is asked again after its engine was lost")
     served_model_name: str | None = Field(None, description="name that lines may give as model; default: model_path")
     chat_template: str | None = Field(None, description="a Jinja file, or the template; default: the tokenizer's")
-    log_level: LogLevel = Field(LogLevel.WARNING, description="least severe level logged")
+    log_level: LogLevel = Field(LogLevel.WARNING, description="minimum log level")
 
     @property
     def input_path(self) -> Path:

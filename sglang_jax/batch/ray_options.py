@@ -22,10 +22,11 @@ class RayOptions(BaseModel):
     )
     min_replicas: PositiveInt = Field(1, description="with --engine ray: engines that are kept running")
     max_replicas: PositiveInt | None = Field(
-        None, description="with --engine ray: most engines at once; default: as many as the cluster has room for"
+        None, description="with --engine ray: maximum engines at once; default: as many as the cluster has room for"
     )
     cpus_per_replica: PositiveFloat = Field(
-        1.0, description="with --engine ray: CPU cores that each engine reserves, beside tp_size GPUs or TPU chips"
+        1.0,
+        description="with --engine ray: CPU cores that each engine reserves, in addition to tp_size GPUs or TPU chips",
     )
     tpu_slice: str | None = Field(
         None,
@@ -39,7 +40,7 @@ class RayOptions(BaseModel):
         16, description="with --engine ray: batches that an engine works on at once, so that none of its rows is idle"
     )
     rows_per_file: PositiveInt = Field(
-        256, description="with --engine ray: least lines of a file of answers, but for the last"
+        256, description="with --engine ray: minimum lines of an output file, except for the last"
     )
 
     @model_validator(mode="after")

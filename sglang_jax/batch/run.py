@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -16,6 +15,7 @@ import click
 from msgspec import Raw
 from uvicorn.loops.auto import auto_loop_factory
 
+from sglang_jax import logs
 from sglang_jax.batch.driver import READ_LINES, Driver
 from sglang_jax.batch.journal import Journal, Sink
 from sglang_jax.batch.line_set import LineSet
@@ -29,7 +29,6 @@ from sglang_jax.batch.work_queue import WorkQueue
 from sglang_jax.config import EngineConfig, ServerConfig
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.lookahead import Lookahead
-from sglang_jax.engine.process import LOG_FORMAT
 from sglang_jax.engine.replica import Replica, close_replicas, launch_replicas
 from sglang_jax.errors import BatchError, ConfigError, EngineDeadError
 from sglang_jax.runner.backends import load_follower
@@ -81,7 +80,7 @@ def run_batch(batch: BatchConfig, engine: EngineConfig, launch: Launch = launch_
 
     **Raises:** `BatchError` for a run that cannot begin or go on, and what `launch` raises.
     """
-    logging.basicConfig(level=batch.log_level.upper(), format=LOG_FORMAT)
+    logs.configure(batch.log_level.upper())
     config = server_config(batch, engine)
     if config.node_rank > 0:
         load_follower(config)(config)
@@ -167,13 +166,15 @@ def server_config(batch: BatchConfig, engine: EngineConfig) -> ServerConfig:
 
 
 def _check_files(batch: BatchConfig) -> None:
+    if not batch.input_path.exists():
+        raise BatchError(f"--input: file not found: {batch.input_path}")
     if not batch.input_path.is_file():
-        raise BatchError(f"--input {batch.input_path} is not a file; a run that goes on later has to read it again")
+        raise BatchError(f"--input {batch.input_path} is not a regular file; a resumed run has to read it again")
     if not batch.output_path.parent.is_dir():
         raise BatchError(f"--output {batch.output_path} is in a folder that does not exist")
     for flag, path in (("--output", batch.output_path), ("--error-file", batch.errors)):
         if path.exists() and not path.is_file():
-            raise BatchError(f"{flag} {path} is not a regular file; a run that goes on later has to read it")
+            raise BatchError(f"{flag} {path} is not a regular file; a resumed run has to read it again")
     if len({batch.input_path.resolve(), batch.output_path.resolve(), batch.errors.resolve()}) < 3:
         raise BatchError("--input, --output and --error-file must be three files")
     if FileFormat.of(batch.errors) is FileFormat.PARQUET:

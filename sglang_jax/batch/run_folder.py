@@ -116,16 +116,16 @@ def check_same(begun: Manifest, now: Manifest, output: Path | str, folder: Path 
     """Raises `BatchError` if a run is not about the same as the one that was begun."""
     remedy = f"to begin anew choose another --output, or remove what was written and {folder}"
     if begun.version != now.version:
-        raise BatchError(f"{output} was begun by another version of this program; {remedy}")
+        raise BatchError(f"{output} was started by another version of this program; {remedy}")
     if begun.input != now.input:
         sizes = f"{begun.input.size} bytes then, {now.input.size} now"
-        raise BatchError(f"the input is not the one that {output} was begun with ({sizes}); {remedy}")
+        raise BatchError(f"the input is not the one that {output} was started with ({sizes}); {remedy}")
     for name in [*begun.options, *(set(now.options) - set(begun.options))]:
         then, value = begun.options.get(name), now.options.get(name)
         if then != value:
             flag = f"--{name.replace('_', '-')}"
             raise BatchError(
-                f"{output} was begun with {flag} {_shown(then)}, now it is {_shown(value)}; "
+                f"{output} was started with {flag} {_shown(then)}, now it is {_shown(value)}; "
                 f"give it the value it had; {remedy}"
             )
 

@@ -116,9 +116,11 @@ def _with_biases(layer: LayerConfig, number: int, family: Family, file: GgufFile
     def has(part: Part) -> bool:
         return _tensor(family, part, Kind.BIAS, number) in file.tensors
 
+    assert layer.attention is not None, "no family with other layers has a form of GGUF files"
+    assert layer.feed_forward is not None
     return replace(
         layer,
-        mixer=replace(layer.mixer, bias=has(Part.QUERY), out_bias=has(Part.OUTPUT)),
+        mixer=replace(layer.attention, bias=has(Part.QUERY), out_bias=has(Part.OUTPUT)),
         feed_forward=replace(layer.feed_forward, bias=has(Part.UP)),
     )
 
@@ -130,7 +132,9 @@ def _without_offsets(layer: LayerConfig) -> LayerConfig:
         pre, post = (None if norm is None else replace(norm, offset=0.0) for norm in (norms.pre, norms.post))
         return SublayerNorms(pre=pre, post=post)
 
-    attention, qk_norm = layer.mixer, layer.mixer.qk_norm
+    attention = layer.attention
+    assert attention is not None, "no family with other layers has a form of GGUF files"
+    qk_norm = attention.qk_norm
     if qk_norm is not None:
         attention = replace(attention, qk_norm=replace(qk_norm, norm=replace(qk_norm.norm, offset=0.0)))
     return replace(

@@ -80,7 +80,8 @@ class KVScaleNames:
         if not self.of:
             return []
         faults = []
-        for place in ((layer, side) for layer in range(config.num_layers) for side in Side):
+        with_attention = [number for number, layer in enumerate(config.layers) if layer.attention is not None]
+        for place in ((layer, side) for layer in with_attention for side in Side):
             names = self.of.get(place, ())
             if not names:
                 faults.append(f"missing: {self._expected(*place)} (other scales of keys and values are there)")
@@ -88,7 +89,11 @@ class KVScaleNames:
                 faults.append(f"extra: {' and '.join(names)} are scales of the same {place[1].name.lower()}")
         layers = {name: layer for (layer, _), names in self.of.items() for name in names}
         for name, layer in sorted(layers.items()):
-            kv_heads = config.layers[layer].mixer.num_kv_heads
+            attention = config.layers[layer].attention
+            if attention is None:
+                faults.append(f"extra: {name} is a scale of keys or values, of a layer without attention")
+                continue
+            kv_heads = attention.num_kv_heads
             if not is_scale_shape(reader.shape(name), kv_heads):
                 faults.append(
                     f"misshapen: {name} is {reader.shape(name)}, it must be one number, or one for each of "

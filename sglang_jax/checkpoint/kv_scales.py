@@ -19,7 +19,7 @@ LARGEST_STORED = {KVCacheDtype.FLOAT8_E4M3: 448.0, KVCacheDtype.INT8: 127.0}
 
 
 ScalesOfLayers = tuple[NDArray[np.float32], ...]
-"""Of each layer float32 `[kv_heads, 2]`, for keys (0) and values (1)."""
+"""Of each layer float32 `[kv_heads, 2]`, for keys (0) and values (1); no heads for a layer without attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class KVScales:
         numbers = tuple(np.array(layer, np.float32) for layer in fields["numbers"])
         shapes = [layer.shape for layer in numbers]
         usable = all(_usable(layer).all() for layer in numbers)
-        if not usable or shapes != [(layer.mixer.num_kv_heads, 2) for layer in config.layers]:
+        if not usable or shapes != [(kv_heads, 2) for kv_heads in _kv_heads(config)]:
             raise ValueError(f"scales of keys and values of shapes {shapes}, or ones that are not positive")
         return cls(numbers, made_for)
 
@@ -65,7 +65,7 @@ def read_kv_scales(
 
     **Raises:** `CheckpointError` naming every tensor with a number that is not positive and finite.
     """
-    numbers = tuple(np.empty((layer.mixer.num_kv_heads, 2), np.float32) for layer in config.layers)
+    numbers = tuple(np.empty((kv_heads, 2), np.float32) for kv_heads in _kv_heads(config))
     faults: dict[str, str] = {}
     for (layer, side), (name, *_) in names.of.items():
         found = np.asarray(reader.read(name), np.float32).reshape(-1)
@@ -77,6 +77,11 @@ def read_kv_scales(
             "scales of keys and values must be positive and finite; these are not:\n  " + "\n  ".join(faults.values())
         )
     return KVScales(numbers, made_for)
+
+
+def _kv_heads(config: ModelConfig) -> list[int]:
+    """Of each layer; 0 without attention."""
+    return [0 if layer.attention is None else layer.attention.num_kv_heads for layer in config.layers]
 
 
 def _usable(numbers: NDArray[np.float32]) -> NDArray[np.bool_]:

@@ -29,9 +29,19 @@ class ParameterReader:
         spec = self._specs[name]
         rows, *rest = whole_index(spec.shape, index)
         first, last, _ = rows.indices(spec.shape[0])
-        found = self._reader.read(spec.tensor, (slice(spec.first_row + first, spec.first_row + last), *rest))
+        stored = slice(spec.first_row + spec.blocks * first, spec.first_row + spec.blocks * last)
+        found = self._reader.read(spec.tensor, (stored, *rest))
+        if spec.blocks > 1:
+            heads = found.reshape(-1, spec.blocks, spec.lengths[Axis.HEAD_DIM], *found.shape[1:])
+            found = heads[:, spec.block].reshape(last - first, *found.shape[1:])
         if spec.interleaved:
             found = self._halves(found, name)
+        if spec.rotated:
+            found = _pairs_half_a_head_apart(found, spec.lengths[Axis.HEAD_DIM], spec.rotated)
+        if spec.factors:
+            rows_of_runs, factors = zip(*spec.factors, strict=True)
+            by = np.repeat(np.array(factors, np.float32), rows_of_runs)[first:last]
+            found = found.astype(np.float32) * by.reshape(-1, *[1] * (found.ndim - 1))
         if spec.offset:
             found = found.astype(np.float32) + np.float32(spec.offset)
         return found
@@ -40,3 +50,11 @@ class ParameterReader:
         """Each head's row `2 * i + half` as row `half * head_dim / 2 + i`."""
         pairs = rows.reshape(-1, self._specs[name].lengths[Axis.HEAD_DIM] // 2, 2, *rows.shape[1:])
         return pairs.swapaxes(1, 2).reshape(rows.shape)
+
+
+def _pairs_half_a_head_apart(rows: Array, head_dim: int, rotated: int) -> Array:
+    """Of each head, whose first `rotated` rows are two halves of pairs: the first half, half of the rows that do not
+    rotate, the second half, the other rows."""
+    first, second, rest = np.split(np.arange(head_dim), (rotated // 2, rotated))
+    order = np.concatenate((first, rest[: len(rest) // 2], second, rest[len(rest) // 2 :]))
+    return rows.reshape(-1, head_dim, *rows.shape[1:])[:, order].reshape(rows.shape)

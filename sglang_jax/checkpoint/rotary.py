@@ -48,9 +48,16 @@ class RotaryScaling:
     max_position: int
 
     def frequencies(self) -> Frequencies:
-        """Radians per position, `[head_dim / 2]`; those of the original context for `dynamic`."""
+        """Radians per position, `[head_dim / 2]`; those of the original context for `dynamic`. 0 for pairs that stand
+        still, which are the last where a part of a head rotates."""
         rope = self.config
-        base = rope.theta ** (-np.arange(0, self.head_dim, 2, dtype=np.float64) / self.head_dim)
+        rotated = rope.rotated_numbers(self.head_dim)
+        turning = self._of_rotated(rope.theta ** (-np.arange(0, rotated, 2, dtype=np.float64) / rotated))
+        return np.concatenate((turning, np.zeros((self.head_dim - rotated) // 2)))
+
+    def _of_rotated(self, base: Frequencies) -> Frequencies:
+        """Frequencies of the pairs that rotate, from those of the plain kind."""
+        rope = self.config
         match rope.kind:
             case RopeKind.DEFAULT | RopeKind.DYNAMIC:
                 return base

@@ -131,7 +131,9 @@ def _written(rendering: Rendering) -> bytes:
     try:
         return json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")
     except (TypeError, ValueError) as error:
-        raise RequestError(f"messages hold what is no JSON: {cut(str(error))}", param="messages") from error
+        raise RequestError(
+            f"messages hold a value that JSON cannot express: {cut(str(error))}", param="messages"
+        ) from error
 
 
 def _too_much(what: str, rendering: Rendering) -> RequestError:

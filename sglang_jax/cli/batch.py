@@ -27,7 +27,7 @@ def batch(batch: BatchConfig, ray: RayOptions, engine: EngineConfig, runner: str
     """Answer every line of a file of requests; the same command resumes an interrupted run.
 
     A line is in OpenAI's batch format (custom_id, method, url, body) or plain: {"prompt": ...} or {"messages": ...}
-    with further fields of the route beside it. The exit status is 0, or 1 if some lines are in the error file.
+    and further fields of the route. The exit status is 0, or 1 if some lines are in the error file.
     """
     if runner == Runner.RAY:
         return _run_on_ray(batch, ray, engine)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import click
 
+from sglang_jax.about import version
 from sglang_jax.cli.batch import batch
 from sglang_jax.cli.bench.commands import bench_offline, bench_serving
 from sglang_jax.cli.chat import chat
@@ -22,9 +23,22 @@ INTERRUPTED = 130
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="sglang-jax", prog_name="sglang-jax")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=lambda context, _, given: _tell_version(context) if given else None,
+    help="Show the version and exit.",
+)
 def cli() -> None:
     """Serve, query and benchmark large language models."""
+
+
+def _tell_version(context: click.Context) -> None:
+    """Not click's own option: it wants the distribution's name."""
+    click.echo(f"sglang-jax, version {version()}")
+    context.exit()
 
 
 @cli.group()
@@ -79,5 +93,5 @@ def _fail(message: str, status: int) -> int:
 
 
 def main() -> None:
-    """Entry point of the script `sglang-jax`."""
+    """Entry point of the scripts `sglang-jax` and that with the distribution's name."""
     sys.exit(run(cli, "sglang-jax"))

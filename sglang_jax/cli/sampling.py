@@ -66,7 +66,10 @@ def chosen_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def for_one_request(config: EngineConfig) -> EngineConfig:
-    """The options, of which those left out fit one request at a time: fewer programs are compiled."""
-    if "max_running_requests" in config.model_fields_set:
-        return config
-    return config.model_copy(update={"max_running_requests": 1})
+    """The options, of which those left out fit one request at a time.
+
+    Programs are made when they are first needed: an answer needs one for its prompt and one for a token, and warming up
+    the others, for prompts of other lengths and for grammars, would take longer than the answer.
+    """
+    fitting = {"max_running_requests": 1, "skip_warmup": True}
+    return config.model_copy(update={name: it for name, it in fitting.items() if name not in config.model_fields_set})

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 
-from sglang_jax.engine.cumulative import cumulative_outputs
+from sglang_jax.engine.cumulative import CumulativeOutputs, finished_outputs, named
 from sglang_jax.engine.types import EngineClient, GenerateInput, GenerateOutput
 
 FLIGHTS_PER_ROW = 4
@@ -30,52 +30,14 @@ class Batch:
         results: list[list[GenerateOutput]] = [[] for _ in self.requests]
 
         async def run_one(position: int, offset: int) -> None:
-            outputs = [output async for output in cumulative_outputs(self.client, self.requests[position], offset)]
-            results[position] = sorted(outputs, key=lambda output: output.index)
+            results[position] = await finished_outputs(self.client, self.requests[position], offset)
 
-        await self._run_all(run_one)
+        await self.run_all(run_one)
         return [output for outputs in results for output in outputs]
 
-    async def stream(self) -> AsyncGenerator[list[GenerateOutput], None]:
-        """Outputs of all requests as they grow: each time all that are ready, of which there is at least one.
-
-        An output's `index` is the place that its completion has in what `run` returns.
-        """
-        # A place for each worker: whoever cannot put its output here lets its request gather more.
-        ready: asyncio.Queue[GenerateOutput | Exception | None] = asyncio.Queue(maxsize=self._num_workers())
-
-        async def run_one(position: int, offset: int) -> None:
-            async with aclosing(cumulative_outputs(self.client, self.requests[position], offset)) as outputs:
-                async for output in outputs:
-                    await ready.put(output)
-
-        async def produce() -> None:
-            try:
-                await self._run_all(run_one)
-            except Exception as error:  # raised where the stream is read
-                await ready.put(error)
-            else:
-                await ready.put(None)
-
-        producer = asyncio.create_task(produce())
-        try:
-            while True:
-                items = [await ready.get()]
-                while not ready.empty():
-                    items.append(ready.get_nowait())
-                outputs = [item for item in items if isinstance(item, GenerateOutput)]
-                if outputs:
-                    yield outputs
-                match items[-1]:
-                    case None:
-                        return
-                    case Exception() as error:
-                        raise error
-        finally:
-            producer.cancel()
-            await asyncio.wait({producer})
-
-    async def _run_all(self, run_one: Callable[[int, int], Awaitable[None]]) -> None:
+    async def run_all(self, run_one: Callable[[int, int], Awaitable[None]]) -> None:
+        """Calls `run_one` for each request, with its place among the requests and that of its first completion among
+        the outputs. Raises what the first call raises; the others are cancelled."""
         todo = self._positions()
 
         async def work() -> None:
@@ -84,18 +46,78 @@ class Batch:
 
         try:
             async with asyncio.TaskGroup() as workers:
-                for _ in range(self._num_workers()):
+                for _ in range(self.num_workers()):
                     workers.create_task(work())
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
 
+    def num_workers(self) -> int:
+        """Requests that run at once."""
+        most_completions = max((request.sampling.n for request in self.requests), default=1)
+        return min(len(self.requests), max(1, self.max_in_flight // most_completions))
+
     def _positions(self) -> Iterator[tuple[int, int]]:
-        """Each request's place among the requests, and its first completion's place among the outputs."""
         offset = 0
         for position, request in enumerate(self.requests):
             yield position, offset
             offset += request.sampling.n
 
-    def _num_workers(self) -> int:
-        most_completions = max((request.sampling.n for request in self.requests), default=1)
-        return min(len(self.requests), max(1, self.max_in_flight // most_completions))
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _End:
+    """There will be no more outputs, because of an error if there is one."""
+
+    error: Exception | None = None
+
+
+class BatchStream:
+    """The outputs of all requests of a batch as they grow: `Groups` for a `LoopThread`.
+
+    An output's `index` is the place that its completion has in what `Batch.run` returns.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+        # A place for each worker: whoever cannot put its output here lets its request gather more.
+        self._ready: asyncio.Queue[GenerateOutput | _End] = asyncio.Queue(maxsize=batch.num_workers())
+        self._producer: asyncio.Task[None] | None = None
+        self._end: _End | None = None
+
+    async def next(self) -> list[GenerateOutput] | None:
+        """All that are ready, of which there is at least one; None once all have ended.
+
+        **Raises:** the first request's `RequestError`; the others are aborted.
+        """
+        if self._producer is None:
+            self._producer = asyncio.create_task(self._produce())
+        outputs: list[GenerateOutput] = []
+        while self._end is None and not (outputs and self._ready.empty()):
+            item = await self._ready.get()
+            if isinstance(item, _End):
+                self._end = item
+            else:
+                outputs.append(item)
+        if not outputs and self._end is not None and self._end.error is not None:
+            raise self._end.error
+        return outputs or None
+
+    async def close(self) -> None:
+        """Aborts what still runs."""
+        if self._producer is not None:
+            self._producer.cancel()
+            await asyncio.wait({self._producer})
+
+    async def _produce(self) -> None:
+        try:
+            await self._batch.run_all(self._run_one)
+        except Exception as error:  # raised where the stream is read
+            await self._ready.put(_End(error))
+        else:
+            await self._ready.put(_End())
+
+    async def _run_one(self, position: int, offset: int) -> None:
+        request, request_id = named(self._batch.requests[position])
+        outputs = CumulativeOutputs(request_id, offset)
+        async with aclosing(self._batch.client.generate(request)) as deltas:
+            async for delta in deltas:
+                await self._ready.put(outputs.add_good(delta))

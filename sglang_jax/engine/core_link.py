@@ -213,7 +213,7 @@ class CoreLink:
         try:
             await asyncio.wait_for(asyncio.shield(self._core.ended), None if drain else STOP_SECONDS)
         except TimeoutError:
-            logger.warning("The engine has not stopped within %g s; a process of its own is now killed", STOP_SECONDS)
+            logger.warning("The engine has not stopped within %g s; a separate process is now killed", STOP_SECONDS)
             self._core.kill()
             await self._core.ended
         await self._over.wait()
@@ -294,6 +294,7 @@ class CoreLink:
         for started in step.started:
             if started.id in completions:
                 completions[started.id].cached_tokens = started.cached_tokens
+                completions[started.id].queue_seconds = started.queue_seconds
                 completions[started.id].outputs.started = True
         for wire_id, entries in step.prompt_logprobs:
             if wire_id in completions:

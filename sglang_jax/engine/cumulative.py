@@ -6,11 +6,11 @@ The engine gives deltas. Who wants the whole puts it together here, at the edge,
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 
-from sglang_jax.engine.types import EngineClient, GenerateInput, GenerateOutput, OutputDelta
+from sglang_jax.engine.so_far import SoFar
+from sglang_jax.engine.types import EngineClient, GenerateInput, GenerateOutput, OutputDelta, TokenLogprob
 
 
 class CumulativeOutputs:
@@ -19,38 +19,53 @@ class CumulativeOutputs:
     def __init__(self, request_id: str, first_index: int = 0) -> None:
         self._request_id = request_id
         self._first_index = first_index
-        self._latest: dict[int, GenerateOutput] = {}
+        self._so_far: dict[int, SoFar] = {}
+        self._prompt_logprobs: dict[int, list[TokenLogprob] | None] = {}
 
     def add(self, delta: OutputDelta) -> GenerateOutput:
         """The output that the delta belongs to. Outputs given earlier stay as they were."""
-        before = self._latest.get(delta.index)
-        output = self._latest[delta.index] = GenerateOutput(
-            request_id=self._request_id,
-            index=self._first_index + delta.index,
-            text=before.text + delta.text if before else delta.text,
-            delta_text=delta.text,
-            output_ids=before.output_ids + delta.token_ids if before else delta.token_ids,
-            delta_ids=delta.token_ids,
-            prompt_tokens=delta.prompt_tokens,
-            completion_tokens=delta.completion_tokens,
-            cached_tokens=delta.cached_tokens,
-            finish=delta.finish,
-            logprobs=before.logprobs + delta.logprobs if before else delta.logprobs,
-            delta_logprobs=delta.logprobs,
-            prompt_logprobs=before.prompt_logprobs if before else delta.prompt_logprobs,
-        )
+        index = delta.index
+        so_far = self._so_far.get(index)
+        if so_far is None:
+            so_far = self._so_far[index] = SoFar()
+            self._prompt_logprobs[index] = delta.prompt_logprobs
+        output = GenerateOutput.__new__(GenerateOutput)
+        output.part_of(so_far.add(delta))
+        output.request_id = self._request_id
+        output.index = self._first_index + index
+        output.delta_text = delta.text
+        output.delta_ids = delta.token_ids
+        output.prompt_tokens = delta.prompt_tokens
+        output.completion_tokens = delta.completion_tokens
+        output.cached_tokens = delta.cached_tokens
+        output.finish = delta.finish
+        output.delta_logprobs = delta.logprobs
+        output.prompt_logprobs = self._prompt_logprobs[index]
+        output.drafts = delta.drafts
         return output
 
+    def add_good(self, delta: OutputDelta) -> GenerateOutput:
+        """`add`; raises the error of an output that failed."""
+        if delta.finish is not None and delta.finish.error is not None:
+            raise delta.finish.error
+        return self.add(delta)
 
-async def cumulative_outputs(
-    client: EngineClient, request: GenerateInput, first_index: int = 0
-) -> AsyncGenerator[GenerateOutput, None]:
-    """What `client.generate` gives, put together. Raises what that raises, and the error of an output that failed."""
-    if request.request_id is None:
-        request = replace(request, request_id=uuid.uuid4().hex)
-    outputs = CumulativeOutputs(request.request_id or "", first_index)
+
+def named(request: GenerateInput) -> tuple[GenerateInput, str]:
+    """A request with an id, made up if it has none."""
+    if request.request_id is not None:
+        return request, request.request_id
+    request_id = uuid.uuid4().hex
+    return replace(request, request_id=request_id), request_id
+
+
+async def finished_outputs(client: EngineClient, request: GenerateInput, first_index: int = 0) -> list[GenerateOutput]:
+    """The outputs of a request that does not stream, in their order.
+
+    **Raises:** what `client.generate` raises, and the error of an output that failed.
+    """
+    request, request_id = named(request)
+    outputs = CumulativeOutputs(request_id, first_index)
     async with aclosing(client.generate(request)) as deltas:
-        async for delta in deltas:
-            if delta.finish is not None and delta.finish.error is not None:
-                raise delta.finish.error
-            yield outputs.add(delta)
+        finished = [outputs.add_good(delta) async for delta in deltas]
+    return sorted(finished, key=lambda output: output.index)

@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from sglang_jax.config import EngineConfig
-from sglang_jax.engine.batch import FLIGHTS_PER_ROW, Batch
+from sglang_jax.engine.batch import FLIGHTS_PER_ROW, Batch, BatchStream
 from sglang_jax.engine.item_stream import BatchResult, Item, ItemStream, StreamLimits
 from sglang_jax.engine.items import ItemConverter, RequestOptions, Sampling, complete_sampling
 from sglang_jax.engine.launch import launch_engine
@@ -139,7 +139,7 @@ class Engine:
         """
         single, batch = self._batch(prompts, sampling_params, GenerateInput(prompt="", stream=stream, **request))
         if stream:
-            return self._loop.iterate(batch.stream())
+            return self._loop.iterate(BatchStream(batch))
         outputs = self._loop.run(batch.run())
         return outputs[0] if single else outputs
 
@@ -177,7 +177,7 @@ class Engine:
         """
         single, batch = self._batch(prompts, sampling_params, GenerateInput(prompt="", stream=stream, **request))
         if stream:
-            return self._loop.iterate_async(batch.stream())
+            return self._loop.iterate_async(BatchStream(batch))
         return self._wait_for(batch, single)
 
     def batch(

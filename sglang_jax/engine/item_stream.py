@@ -7,13 +7,12 @@ import concurrent.futures
 import queue
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from sglang_jax.engine.cumulative import cumulative_outputs
+from sglang_jax.engine.cumulative import finished_outputs
 from sglang_jax.engine.lookahead import Lookahead
 from sglang_jax.engine.loop_thread import LoopThread
 from sglang_jax.engine.types import EngineClient, GenerateInput, GenerateOutput
@@ -180,15 +179,12 @@ class ItemStream:
             self._ready.put(await self._answer(pending))
 
     async def _answer(self, pending: _Pending) -> BatchResult:
-        outputs: list[GenerateOutput] = []
         try:
-            async with aclosing(cumulative_outputs(self._client, pending.request)) as finished:
-                outputs += [output async for output in finished]
+            outputs = await finished_outputs(self._client, pending.request)
         except EngineDeadError:
             raise
         except RequestError as error:
             return BatchResult(pending.index, pending.item, error=error)
-        outputs.sort(key=lambda output: output.index)
         return BatchResult(pending.index, pending.item, outputs)
 
 

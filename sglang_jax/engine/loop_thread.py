@@ -7,11 +7,24 @@ import concurrent.futures
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from sglang_jax.errors import EngineDeadError
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Groups(Protocol[T_co]):
+    """Items by the group, on one event loop. Not an asynchronous generator, of which each would cost its own turn."""
+
+    async def next(self) -> Sequence[T_co] | None:
+        """The next group; None once there are no more."""
+        ...
+
+    async def close(self) -> None:
+        """No more are wanted."""
+        ...
 
 
 class LoopThread:
@@ -44,8 +57,8 @@ class LoopThread:
         """Like `run`, for a caller on another event loop."""
         return await asyncio.wrap_future(self.submit(coroutine))
 
-    def iterate(self, groups: AsyncGenerator[Sequence[T], None]) -> Iterator[T]:
-        """The items of the groups that an asynchronous generator yields. Leaving the iteration early closes it.
+    def iterate(self, groups: Groups[T]) -> Iterator[T]:
+        """The items of groups. Leaving the iteration early closes them.
 
         Groups, since threads take turns for each of them.
         """
@@ -57,7 +70,7 @@ class LoopThread:
             with suppress(EngineDeadError):  # then the loop closed it
                 self.run(iteration.close())
 
-    async def iterate_async(self, groups: AsyncGenerator[Sequence[T], None]) -> AsyncGenerator[T, None]:
+    async def iterate_async(self, groups: Groups[T]) -> AsyncGenerator[T, None]:
         """Like `iterate`, for a caller on another event loop."""
         iteration = _Iteration(groups)
         try:
@@ -85,19 +98,19 @@ class LoopThread:
 
 
 class _Iteration(Generic[T]):
-    """Steps of an asynchronous generator, one after the other: closing waits for a step that was cancelled to end."""
+    """Steps through groups, one after the other: closing waits for a step that was cancelled to end."""
 
-    def __init__(self, items: AsyncGenerator[T, None]) -> None:
-        self._items = items
+    def __init__(self, groups: Groups[T]) -> None:
+        self._groups = groups
         self._lock = asyncio.Lock()
 
-    async def next(self) -> T | None:
+    async def next(self) -> Sequence[T] | None:
         async with self._lock:
-            return await anext(self._items, None)
+            return await self._groups.next()
 
     async def close(self) -> None:
         async with self._lock:
-            await self._items.aclose()
+            await self._groups.close()
 
 
 async def _cancel_others() -> None:

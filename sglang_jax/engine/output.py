@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import time
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -13,7 +14,7 @@ from sglang_jax import errors
 from sglang_jax.engine.detokenizer import OutputText
 from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, OutputDelta, TokenLogprob
 from sglang_jax.errors import RequestError
-from sglang_jax.scheduler.messages import Finished, WireError, WireLogprob
+from sglang_jax.scheduler.messages import DraftCounts, Finished, WireError, WireLogprob
 
 _ERROR_CLASSES: dict[str, type[RequestError]] = {
     error.__name__: error
@@ -80,9 +81,13 @@ class Completion:
         self.outputs = outputs
         self.prompt_tokens = prompt_tokens
         self.cached_tokens = 0
+        self.queue_seconds: float | None = None
+        self.drafts: DraftCounts | None = None
         self.finish: FinishReason | None = None
         self.delivered = False
         self._begun = False
+        self._first_token = 0.0
+        self._sampled: tuple[float, float] | None = None
         self._index = index
         self._text = text
         self._num_tokens = 0
@@ -104,9 +109,12 @@ class Completion:
         """Adds a token; True if its text completed a stop string, which ends the output."""
         self._new_tokens.append(token_id)
         self._num_tokens += 1
+        if self._num_tokens == 1:
+            self._first_token = time.monotonic()
         self._new_text.append(self._text.push(token_id))
         if self._text.matched is None:
             return False
+        self._sampled = (self._first_token, time.monotonic())  # the core is told to say no more of it
         self._finish(FinishReason(FinishKind.STOP, self._text.matched))
         return True
 
@@ -118,6 +126,7 @@ class Completion:
         self._new_logprobs += delta.logprobs
         self._num_logprobs += len(delta.logprobs)
         self.prompt_tokens, self.cached_tokens = delta.prompt_tokens, delta.cached_tokens
+        self.drafts = delta.drafts
         if delta.prompt_logprobs is not None and not self.outputs.prompt_logprobs:
             self.outputs.add_prompt_logprobs(delta.prompt_logprobs)
         if delta.finish is not None:
@@ -127,7 +136,8 @@ class Completion:
 
     def end(self, message: Finished) -> None:
         """The scheduler's last word on this output."""
-        self.cached_tokens = message.cached_tokens
+        self.cached_tokens, self.drafts = message.cached_tokens, message.drafts
+        self._sampled = message.sampled
         for token_id in np.frombuffer(message.tokens, "<i4").tolist():
             self._new_tokens.append(token_id)
             self._num_tokens += 1
@@ -165,9 +175,12 @@ class Completion:
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self._num_tokens,
             cached_tokens=self.cached_tokens,
+            queue_seconds=None if self._begun else self.queue_seconds,
+            sampled=None if self.finish is None else self._sampled,
             finish=self.finish,
             logprobs=[one.unpacked() if isinstance(one, PackedLogprob) else one for one in self._new_logprobs],
             prompt_logprobs=None if self._begun else self.outputs.prompt_logprobs,
+            drafts=self.drafts,
         )
         self._begun = True
         self._new_text, self._new_tokens, self._new_logprobs = [], [], []

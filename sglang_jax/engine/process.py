@@ -16,6 +16,7 @@ from pathlib import Path
 
 import zmq
 
+from sglang_jax import logs
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.channel import CoreChannel
 from sglang_jax.engine.core import Core, CoreLoader, run_core
@@ -24,9 +25,6 @@ from sglang_jax.runner.processes import STACKS_SIGNAL, die_with_parent, write_st
 from sglang_jax.runner.pulse import Pulse, Words, shared_words
 
 logger = logging.getLogger(__name__)
-
-LOG_FORMAT = "[%(asctime)s] %(levelname)s %(message)s"
-"""How a core's process writes its log lines, to its standard error."""
 
 
 class CoreThread:
@@ -92,7 +90,7 @@ class CoreProcess:
         self._pulse = Pulse(words)
         self._process = multiprocessing.get_context("spawn").Process(
             target=_process_main,
-            args=(config, address, load, log_level, placement, words),
+            args=(config, address, load, log_level, logs.writes_json(), placement, words),
             name="sglang-jax-core",
             daemon=True,
         )
@@ -162,18 +160,22 @@ def _state(pid: int) -> str:
 
 
 def _process_main(
-    config: EngineConfig, address: str, load: CoreLoader, log_level: int, placement: Placement | None, words: Words
+    config: EngineConfig,
+    address: str,
+    load: CoreLoader,
+    log_level: int,
+    json_logs: bool,
+    placement: Placement | None,
+    words: Words,
 ) -> None:
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
     write_stacks_on_signal()
-    log_format = LOG_FORMAT
     if placement is not None:
         placement.apply()
-        log_format = LOG_FORMAT.replace("%(message)s", f"{placement.name}: %(message)s")
-    logging.basicConfig(level=log_level, format=log_format)
+    logs.configure(log_level, as_json=json_logs, process="" if placement is None else placement.name)
     threading.Thread(target=_follow_parent, args=(address,), name="parent-watch", daemon=True).start()
 
     def load_and_cling(config: EngineConfig, channel: CoreChannel) -> Core:

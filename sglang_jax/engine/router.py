@@ -143,7 +143,7 @@ class Router:
         routed.lost += 1
         if begun or error.started or routed.lost > (MAX_REROUTES if error.started is False else 1):
             raise self._as_told(routed, error) from error
-        logger.info("A request that replica %d had not begun is run again", routed.index)
+        logger.info("A request that replica %d had not started is run again", routed.index)
 
     def _as_told(self, routed: RoutedRequest, error: EngineDeadError) -> EngineDeadError:
         """What the client of a request is told that was lost. Where there are others, it may be sent again at once."""

@@ -11,10 +11,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_jax.engine.so_far import PutTogether
 from sglang_jax.errors import RequestError
 from sglang_jax.sampling.defaults import GenerationDefaults
 from sglang_jax.sampling.params import SamplingParams
-from sglang_jax.scheduler.messages import SchedulerStats
+from sglang_jax.scheduler.messages import DraftCounts, SchedulerStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +86,10 @@ class OutputDelta(msgspec.Struct, kw_only=True):
 
     - `completion_tokens`: output tokens so far, these included.
     - `prompt_logprobs`: in the completion's first delta alone, if they were asked for.
+    - `queue_seconds`: in the first delta alone: how long it waited for a row. None from a server elsewhere.
+    - `sampled`: when its first and its last token were sampled, by `time.monotonic()`; in the last delta alone, where
+      the engine tells.
+    - `drafts`: in the last delta of one that the engine ended, if it guesses tokens.
     """
 
     index: int
@@ -93,17 +98,21 @@ class OutputDelta(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    queue_seconds: float | None = None
+    sampled: tuple[float, float] | None = None
     finish: FinishReason | None = None
     logprobs: list[TokenLogprob] = []
     prompt_logprobs: list[TokenLogprob] | None = None
+    drafts: DraftCounts | None = None
 
 
 @dataclass(slots=True, kw_only=True)
-class GenerateOutput:
+class GenerateOutput(PutTogether):
     """State of one completion, for callers in Python. In a stream each has all that was generated so far, and what is
     new since the last.
 
-    `delta_*` concatenated over a stream equal the final `text`, `output_ids`, `logprobs`.
+    `delta_*` concatenated over a stream equal the final `text`, `output_ids`, `logprobs`. In a stream these three are
+    put together when one of them is first read, which costs what there is; what is new costs nothing.
     """
 
     request_id: str
@@ -119,6 +128,7 @@ class GenerateOutput:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     delta_logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] | None = None
+    drafts: DraftCounts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,7 +76,7 @@ def _ebnf(grammar: str, field: str) -> str:
     try:
         text: str = any_to_lark(grammar)
     except GbnfToLarkError as error:
-        raise GrammarError(f"{field} is no grammar: {error}", param=field) from error
+        raise GrammarError(f"{field} is not a valid grammar: {error}", param=field) from error
     return text
 
 

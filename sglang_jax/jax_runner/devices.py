@@ -33,7 +33,7 @@ def select_devices(wanted: Device, count: int) -> list[jax.Device]:
         ) from error
     if count > len(devices):
         raise ConfigError(
-            f"tp_size {count} needs as many devices, and JAX sees {len(devices)} of the platform {devices[0].platform}"
+            f"tp_size {count} needs {count} devices; found {len(devices)} of the platform {devices[0].platform}"
         )
     own = [device for device in devices[:count] if device.process_index == jax.process_index()]
     if not own:

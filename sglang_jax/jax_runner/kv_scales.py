@@ -21,7 +21,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from sglang_jax.architectures.model_config import cache_groups
+from sglang_jax.architectures.model_config import num_paged_groups
 from sglang_jax.checkpoint.kv_scales import ScalesOfLayers
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.parallel import TensorParallel
@@ -48,7 +48,8 @@ _SEED = 0
 def set_kv_scales(model: Transformer, mesh: Mesh, numbers: ScalesOfLayers | None = None) -> None:
     """Gives every layer of a model with a cache of 8 bits its scales: `numbers` of the checkpoint's kv heads, of which
     the model may have copies, or 1."""
-    for layer, parameter in enumerate(_parameters(model)):
+    attention = [number for number, layer in enumerate(model.layers) if layer.attention is not None]
+    for layer, parameter in zip(attention, _parameters(model), strict=False):
         if numbers is None:
             whole = np.ones(parameter.shape, np.float32)
         else:
@@ -93,16 +94,17 @@ def calibration_program(model: Transformer, mesh: Mesh, largest_stored: float) -
     """A jitted function of a model's state, of empty pages and of a batch, and that state: gives the scales of each
     layer, `[kv_heads, 2]` where its heads lie, and on every device whether what each layer saw was finite."""
     layers = _parameters(model)
-    for layer in model.layers:
-        layer.attention.kv_scales = None
+    attention = [layer.attention for layer in model.layers if layer.attention is not None]
+    for layer in attention:
+        layer.kv_scales = None
     graph, state = nnx.split(model)
-    for layer, parameter in zip(model.layers, layers, strict=True):
-        layer.attention.kv_scales = parameter
+    for layer, parameter in zip(attention, layers, strict=True):
+        layer.kv_scales = parameter
 
     def run(state: nnx.State, kv_caches: KVCaches, batch: ForwardBatch) -> tuple[list[jax.Array], jax.Array]:
         calibrated: Transformer = nnx.merge(graph, state)
         _, kv_caches = calibrated(batch, kv_caches)
-        head_dims = [layer.mixer.head_dim for layer in model.config.layers]
+        head_dims = [attention.head_dim for attention in model.config.attention]
         largest = [
             _largest(cache, batch.page_table, head_dim) for cache, head_dim in zip(kv_caches, head_dims, strict=True)
         ]
@@ -121,7 +123,7 @@ def calibration_inputs(
     length = min(LENGTH, parallel.config.max_position)
     pages = 1 + ROWS * -(-length // page_size)
     spec = kv_cache_spec(parallel.config, dtype, pages, page_size, platform=platform)
-    num_groups = len(cache_groups(parallel.config))
+    num_groups = num_paged_groups(parallel.config)
     return spec, calibration_batch(parallel.vocab_size, length, page_size, num_groups)
 
 
@@ -155,7 +157,8 @@ def _largest(kv_pages: jax.Array, page_table: jax.Array, head_dim: int) -> jax.A
 
 def _parameters(model: Transformer) -> list[Parameter]:
     """The scales of every layer; none of a model whose cache is not of 8 bits."""
-    return [layer.attention.kv_scales for layer in model.layers if layer.attention.kv_scales is not None]
+    attention = [layer.attention for layer in model.layers if layer.attention is not None]
+    return [layer.kv_scales for layer in attention if layer.kv_scales is not None]
 
 
 def _part(whole: NDArray[np.float32], index: tuple[slice, ...]) -> NDArray[np.float32]:

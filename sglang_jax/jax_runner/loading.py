@@ -33,15 +33,24 @@ from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import make_mesh, partition_spec
 from sglang_jax.models import (
     AttentionImplementation,
+    StateDtypes,
     Transformer,
     allocate,
     build_model,
-    kv_bytes_per_token,
+    bytes_of_groups,
     kv_cache_spec,
 )
 from sglang_jax.runner.kv_scales import scales_of_checkpoint
 from sglang_jax.runner.plan import RunnerSpec
-from sglang_jax.runner.sizing import GroupMemory, Memory, Sizes, choose_sizes, describe_pools, pool_specs, refuse_states
+from sglang_jax.runner.sizing import (
+    GroupMemory,
+    Memory,
+    Sizes,
+    choose_sizes,
+    describe_pools,
+    pool_specs,
+    refuse_beside_states,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +72,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     the model cannot take.
     """
     use_compilation_cache(config.cache_folder())
+    refuse_beside_states(config, checkpoint.config)
     parallel = TensorParallel.of(checkpoint.config, config.tp_size)
     devices = select_devices(config.device, parallel.size)
     device = devices[0]
@@ -72,12 +82,22 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     kv_dtype = kv_dtype_of(config, dtype)
     platform = device.platform
     model = build_model(parallel.config, dtype=dtype, attention=attention, platform=platform, kv_dtype=kv_dtype)
-    memory, sizes = _sizes(config, parallel, model, devices, kv_dtype)
+    memory, sizes = _sizes(config, parallel, model, devices, kv_dtype, state_dtypes_of(config, dtype))
     kv_scales = scales_of_checkpoint(checkpoint, config.kv_cache_dtype)
     _load(model, checkpoint, parallel, mesh)
     _give_kv_scales(config, model, kv_scales, parallel, mesh, dtype)
     functions, weights = split_model(model)
-    kv = allocate(kv_cache_spec(parallel.config, kv_dtype, sizes.num_pages, config.page_size, platform=platform), mesh)
+    kv = allocate(
+        kv_cache_spec(
+            parallel.config,
+            kv_dtype,
+            sizes.num_pages,
+            config.page_size,
+            platform=platform,
+            state_dtypes=state_dtypes_of(config, dtype),
+        ),
+        mesh,
+    )
     details = {
         "dtype": dtype.name,
         "kv_cache_dtype": kv_dtype.name,
@@ -85,7 +105,9 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
         "compilation_cache": str(config.cache_folder()),
         "tp_size": str(parallel.size),
     }
-    return JaxRunner(functions, weights, kv, runner_spec(memory, sizes, config.page_size, parallel), details, mesh)
+    if checkpoint.config.keeps_states:
+        details["mamba_ssm_dtype"] = config.mamba_ssm_dtype.value
+    return JaxRunner(functions, weights, kv, runner_spec(config, memory, sizes, parallel), details, mesh)
 
 
 def choose_attention(config: EngineConfig, device: jax.Device) -> AttentionImplementation:
@@ -115,6 +137,11 @@ def kv_dtype_of(config: EngineConfig, dtype: jnp.dtype) -> jnp.dtype:
     return _KV_DTYPES.get(config.kv_cache_dtype, dtype)
 
 
+def state_dtypes_of(config: EngineConfig, dtype: jnp.dtype) -> StateDtypes:
+    """The types of recurrent states; `dtype` is that of activations."""
+    return StateDtypes(activations=dtype, recurrent=jnp.dtype(config.mamba_ssm_dtype.value))
+
+
 def split_model(model: Transformer) -> tuple[ModelFunctions, Weights]:
     """A loaded model as functions of a flat list of its weights, which is quick to hand over at every step."""
     graph, state = nnx.split(model)
@@ -138,13 +165,16 @@ def _sizes(
     model: Transformer,
     devices: Sequence[jax.Device],
     kv_dtype: jnp.dtype,
+    state_dtypes: StateDtypes,
 ) -> tuple[Memory, Sizes]:
     """By what each device holds of weights and pages, and the device with the least memory."""
     device, count = devices[0], parallel.size
     own = [other for other in devices if other.process_index == jax.process_index()]
     # Devices that are one CPU share its memory.
     available = _least_of_hosts(min(map(available_memory, own)) // (len(own) if device.platform == "cpu" else 1))
-    memory = memory_of_one_device(parallel, model, kv_dtype, config.page_size, device.platform, available)
+    memory = memory_of_one_device(
+        parallel, model, kv_dtype, config.page_size, device.platform, available, state_dtypes=state_dtypes
+    )
     sizes = choose_sizes(config, parallel.config.max_position, memory)
     logger.info(
         "%d x %s: %.0f MiB of weights, %s (%s), %d rows, %d tokens a step",
@@ -160,35 +190,38 @@ def _sizes(
 
 
 def memory_of_one_device(
-    parallel: TensorParallel, model: Transformer, kv_dtype: jnp.dtype, page_size: int, platform: str, available: int
+    parallel: TensorParallel,
+    model: Transformer,
+    kv_dtype: jnp.dtype,
+    page_size: int,
+    platform: str,
+    available: int,
+    *,
+    state_dtypes: StateDtypes,
 ) -> Memory:
-    """What a device has, and what it holds of the weights and of each page.
-
-    **Raises:** `ConfigError` for a model with layers that keep a recurrent state.
-    """
-    refuse_states(cache_groups(parallel.config), "JAX")
-    per_token = kv_bytes_per_token(parallel.config, kv_dtype, platform=platform)
-    groups = zip(per_token, cache_groups(parallel.config), strict=True)
+    """What a device has, and what it holds of the weights, of each page and of each slot."""
+    sizes = bytes_of_groups(parallel.config, kv_dtype, page_size, platform=platform, state_dtypes=state_dtypes)
+    groups = zip(sizes, cache_groups(parallel.config), strict=True)
     return Memory(
         platform=platform,
         available=available,
         weights=sum(_bytes_on_one_device(parameter, parallel.size) for parameter in parameters(model)),
-        groups=tuple(
-            GroupMemory(size * page_size // parallel.size, group.kind, group.window) for size, group in groups
-        ),
+        groups=tuple(GroupMemory(size // parallel.size, group.kind, group.window) for size, group in groups),
     )
 
 
-def runner_spec(memory: Memory, sizes: Sizes, page_size: int, parallel: TensorParallel) -> RunnerSpec:
+def runner_spec(config: EngineConfig, memory: Memory, sizes: Sizes, parallel: TensorParallel) -> RunnerSpec:
     """What a runner of these sizes offers."""
-    buckets = Buckets.ladder(sizes.max_rows, sizes.token_budget, page_size)
+    buckets = Buckets.ladder(sizes.max_rows, sizes.token_budget, config.page_size)
     return RunnerSpec(
-        pools=pool_specs(memory, sizes, page_size),
+        pools=pool_specs(memory, sizes, config.page_size),
         max_rows=sizes.max_rows,
         token_budget=sizes.token_budget,
         max_context=sizes.max_context,
         vocab_size=parallel.vocab_size,
         mixed_shapes=tuple((bucket.tokens, bucket.rows) for bucket in buckets.mixed),
+        max_samples=config.max_samples,
+        drafts_beside_prompts=False,
     )
 
 

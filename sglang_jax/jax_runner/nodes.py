@@ -50,8 +50,8 @@ def launch_nodes(config: EngineConfig, checkpoint: Checkpoint) -> NodeGroupRunne
     secret = config.group_secret()
     if not secret:
         logger.warning(
-            "The nodes have no secret: whoever reaches this one may take the place of another. Give each the same "
-            "group_secret_file, unless nobody else is on their network"
+            "The nodes have no secret: any machine that reaches this one may take the place of another. Give each the "
+            "same group_secret_file, unless nobody else is on their network"
         )
     listener = FollowerListener(_plain(config.dist_bind_host or _address(config)[0]), secret, ORDERS.form)
     meet(config, listener.host)

@@ -10,9 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from sglang_jax.jax_runner.buckets import Bucket
-from sglang_jax.runner.plan import MASK_WORD, NO_LOGPROBS, Int32, PageDeltas, StepPlan, TokenMasks
+from sglang_jax.runner.page_tables import pack_copies
+from sglang_jax.runner.plan import MASK_WORD, NO_LOGPROBS, Bool, Int32, PageDeltas, StepPlan, TokenMasks
 
 NO_TARGET = -1
+
+SAMPLES, LEARNT, GUESS = 1, 2, 4
+"""What the flags of a sequence are made of: bits, and from `GUESS` on the number of the draft that it stands for."""
 
 
 @jax.tree_util.register_dataclass
@@ -22,11 +26,13 @@ class StepInputs:
 
     - `num_decode`, `num_tokens`: scalars, padding left out.
     - `top_logprobs`, `prompt_top_logprobs`: scalars, as in the plan.
-    - `rows`, `kv_lens`, `samples` (0 or 1): `[R]`; padding is in the dump row, with length 0, and samples nothing.
+    - `rows`, `kv_lens`, `flags`: `[R]`; padding is in the dump row, with length 0, and without a flag.
     - `query_starts`: `[R + 1]`; padding repeats the number of tokens.
     - `delta_rows`, `delta_columns`, `delta_pages`: `[D]`; padding writes page 0 into the dump row.
     - `tokens`: `[T]`, as in the plan, 0 at places of padding; empty for a decode bucket, whose rows all have their
       last token, as is `prompt_targets`: `[T]`, the token whose logprob is wanted, or `NO_TARGET`.
+    - `copy_sources`, `copy_targets`: `[R]`, slots that sequences begin with, and those of their own in whose place
+      they do; targets are -1 where there is none. Empty for a model that keeps no states.
     """
 
     num_decode: jax.Array
@@ -35,25 +41,29 @@ class StepInputs:
     prompt_top_logprobs: jax.Array
     rows: jax.Array
     kv_lens: jax.Array
-    samples: jax.Array
+    flags: jax.Array
     query_starts: jax.Array
     delta_rows: jax.Array
     delta_columns: jax.Array
     delta_pages: jax.Array
     tokens: jax.Array
     prompt_targets: jax.Array
+    copy_sources: jax.Array
+    copy_targets: jax.Array
 
 
 _SCALARS = 4
 
 
 class StepLayout:
-    """Where each field of `StepInputs` lies in the packed array, int32 `[size]`, of a bucket."""
+    """Where each field of `StepInputs` lies in the packed array, int32 `[size]`, of a bucket. `states`: the model keeps
+    some."""
 
-    def __init__(self, bucket: Bucket, dump_row: int) -> None:
+    def __init__(self, bucket: Bucket, dump_row: int, *, states: bool = False) -> None:
         rows, deltas = bucket.rows, bucket.deltas
         tokens = 0 if bucket.decode_only else bucket.tokens
-        lengths = (rows, rows, rows, rows + 1, deltas, deltas, deltas, tokens, tokens)
+        copies = rows if states else 0
+        lengths = (rows, rows, rows, rows + 1, deltas, deltas, deltas, tokens, tokens, copies, copies)
         ends = list(accumulate(lengths, initial=_SCALARS))
         self.bucket = bucket
         self.dump_row = dump_row
@@ -64,8 +74,9 @@ class StepLayout:
         """The fields of a packed array, on the device."""
         return StepInputs(packed[0], packed[1], packed[2], packed[3], *(packed[part] for part in self._slices))
 
-    def pack(self, plan: StepPlan, deltas: PageDeltas) -> Int32:
-        """Packs a plan that fits the bucket; `deltas` are those of its page deltas that the program applies.
+    def pack(self, plan: StepPlan, deltas: PageDeltas, guesses: Int32 | None = None) -> Int32:
+        """Packs a plan that fits the bucket; `deltas` are those of its page deltas that the program applies; `guesses`
+        as `Unfolded` has them.
 
         Of a plan with masked sequences the program samples nothing: that is for its second part.
         """
@@ -73,15 +84,14 @@ class StepLayout:
         one_part = plan.masked is None
         top_logprobs = plan.top_logprobs if one_part else NO_LOGPROBS
         packed[:_SCALARS] = (plan.num_decode, plan.num_tokens, top_logprobs, plan.prompt_top_logprobs)
-        rows, kv_lens, samples, query_starts, delta_rows, delta_columns, delta_pages, tokens, targets = (
+        rows, kv_lens, flags, query_starts, delta_rows, delta_columns, delta_pages, tokens, targets, *copied = (
             packed[part] for part in self._slices
         )
         sequences = len(plan.rows)
         rows[:sequences] = plan.rows
         rows[sequences:] = self.dump_row
         kv_lens[:sequences] = plan.kv_lens
-        if one_part:
-            samples[:sequences] = plan.samples
+        flags[:sequences] = _flags(plan, plan.samples if one_part else None, guesses)
         np.cumsum(plan.query_lens, out=query_starts[1 : sequences + 1])
         query_starts[sequences + 1 :] = plan.num_tokens
         delta_rows[: len(deltas.rows)] = deltas.rows
@@ -94,6 +104,7 @@ class StepLayout:
             for wanted in plan.prompt_logprobs:
                 start = query_starts[wanted.sequence] + wanted.first
                 targets[start : start + len(wanted.targets)] = wanted.targets
+        pack_copies(plan.copies, *copied)
         return packed
 
 
@@ -102,14 +113,14 @@ class StepLayout:
 class SampleInputs:
     """What the second part of a step reads of its plan and of its masks, on the device.
 
-    - `top_logprobs`: scalar, as in the plan; `rows`, `kv_lens`, `samples`: as in `StepInputs`.
+    - `top_logprobs`: scalar, as in the plan; `rows`, `kv_lens`, `flags`: as in `StepInputs`.
     - `masks`: int32 `[R, words]`, see `TokenMasks`; sequences that are not masked may sample anything.
     """
 
     top_logprobs: jax.Array
     rows: jax.Array
     kv_lens: jax.Array
-    samples: jax.Array
+    flags: jax.Array
     masks: jax.Array
 
 
@@ -124,22 +135,35 @@ class SampleLayout:
 
     def unpack(self, packed: jax.Array) -> SampleInputs:
         """The fields of a packed array, on the device."""
-        rows, kv_lens, samples = packed[1 : 1 + 3 * self._rows].reshape(3, self._rows)
-        return SampleInputs(packed[0], rows, kv_lens, samples, packed[1 + 3 * self._rows :].reshape(-1, self._words))
+        rows, kv_lens, flags = packed[1 : 1 + 3 * self._rows].reshape(3, self._rows)
+        return SampleInputs(packed[0], rows, kv_lens, flags, packed[1 + 3 * self._rows :].reshape(-1, self._words))
 
-    def pack(self, plan: StepPlan, masks: TokenMasks) -> Int32:
-        """Packs a plan of at most so many rows, and the masks of its masked sequences."""
+    def pack(self, plan: StepPlan, masks: TokenMasks, guesses: Int32 | None = None) -> Int32:
+        """Packs a plan of at most so many rows, and the masks of its masked sequences; `guesses` as `Unfolded` has
+        them."""
         packed = np.zeros(self.size, np.int32)
         packed[0] = plan.top_logprobs
         count = len(plan.rows)
         fields = packed[1 : 1 + 3 * self._rows].reshape(3, self._rows)
         fields[0, count:] = self._dump_row
-        fields[:, :count] = (plan.rows, plan.kv_lens, plan.samples)
+        fields[:, :count] = (plan.rows, plan.kv_lens, _flags(plan, plan.samples, guesses))
         words = packed[1 + 3 * self._rows :].reshape(-1, self._words)
         words[:] = -1
         assert plan.masked is not None
         words[np.flatnonzero(plan.masked)] = masks.words
         return packed
+
+
+def _flags(plan: StepPlan, samples: Bool | None, guesses: Int32 | None) -> Int32:
+    """Flags of a plan's sequences, of which `samples` sample (None: nobody does)."""
+    flags = np.zeros(len(plan.rows), np.int32)
+    if samples is not None:
+        flags += SAMPLES * samples
+    if plan.learnt is not None:
+        flags += LEARNT * plan.learnt
+    if guesses is not None:
+        flags += GUESS * guesses
+    return flags
 
 
 def unpack_masks(words: jax.Array, columns: jax.Array) -> jax.Array:

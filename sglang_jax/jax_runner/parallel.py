@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from sglang_jax.architectures.model_config import LayerConfig, ModelConfig
 from sglang_jax.errors import ConfigError
+from sglang_jax.runner.sizing import refuse_spread_states
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +29,16 @@ class TensorParallel:
 
         **Raises:** `ConfigError` if it cannot be divided so.
         """
-        for mixer in (layer.mixer for layer in config.layers):
+        if size > 1:
+            refuse_spread_states(config, size)
+        for mixer in config.attention:
             heads, kv_heads = mixer.num_heads, mixer.num_kv_heads
             if heads % size or (kv_heads % size and size % kv_heads):
                 raise ConfigError(
                     f"{heads} heads and {kv_heads} kv heads cannot be spread over {size} devices: choose a tp_size "
                     "that divides the heads, and that divides or is a multiple of the kv heads"
                 )
-        indivisible = [layer.feed_forward.size for layer in config.layers if layer.feed_forward.size % size]
+        indivisible = [part.size for part in config.feed_forward if part.size % size]
         if indivisible:
             raise ConfigError(
                 f"the intermediate size {indivisible[0]} cannot be spread over {size} devices: choose a "
@@ -43,8 +46,10 @@ class TensorParallel:
             )
 
         def copied(layer: LayerConfig) -> LayerConfig:
-            kv_heads = layer.mixer.num_kv_heads
-            return replace(layer, mixer=replace(layer.mixer, num_kv_heads=kv_heads * max(size // kv_heads, 1)))
+            if (attention := layer.attention) is None or layer.recurrent is not None:
+                return layer  # layers that keep a state are on one device
+            kv_heads = attention.num_kv_heads
+            return replace(layer, mixer=replace(attention, num_kv_heads=kv_heads * max(size // kv_heads, 1)))
 
         built = replace(config.with_layers(copied), vocab_size=-(-config.vocab_size // size) * size)
         return cls(built, size, config.vocab_size)

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
+from sglang_jax.jax_runner.drafts import KnownTokens, set_known_tokens
 from sglang_jax.jax_runner.logprobs import Logprobs
 from sglang_jax.jax_runner.packing import SampleLayout, StepLayout
 from sglang_jax.jax_runner.readers import logits_sharding
@@ -29,6 +30,7 @@ from sglang_jax.jax_runner.step import (
     make_sample,
     make_step,
 )
+from sglang_jax.runner.page_tables import ONE_GROUP, TableLayout
 from sglang_jax.runner.plan import Int32, PageDeltas, mask_words
 from sglang_jax.runner.pulse import Building
 from sglang_jax.runner.row_updates import PACKED_ROW
@@ -48,7 +50,7 @@ class Programs:
     for good (donated: KV pages are written in place) and returns it. Arguments that are numpy arrays are read while the
     program runs, so they must not be written to again.
 
-    `building` is entered around each build.
+    `building` is entered around each build. `most_guesses`: drafts of a row in a step.
     """
 
     def __init__(
@@ -59,7 +61,8 @@ class Programs:
         buckets: Buckets,
         page_size: int,
         mesh: Mesh | None = None,
-        num_groups: int = 1,
+        table: TableLayout = ONE_GROUP,
+        most_guesses: int = 0,
     ) -> None:
         self._model = model
         self._weights = weights
@@ -69,11 +72,12 @@ class Programs:
         self._placement = jax.tree.map(lambda array: array.sharding, state)
         self._page_size = page_size
         self._mesh = mesh
-        self._num_groups = num_groups
+        self._table = table
+        self._most_guesses = most_guesses
         self._buckets = buckets
         self.dump_row = state.last_tokens.shape[0] - 1
         self.vocab_size = state.sampling.vocab_size
-        self.layouts = {bucket: StepLayout(bucket, self.dump_row) for bucket in buckets}
+        self.layouts = {bucket: StepLayout(bucket, self.dump_row, states=table.states) for bucket in buckets}
         words = mask_words(self.vocab_size)
         self.sample_layouts = {rows: SampleLayout(rows, words, self.dump_row) for rows in {one.rows for one in buckets}}
         self.row_update_sizes = tuple(sorted({1, min(8, self.dump_row), self.dump_row}))
@@ -95,9 +99,8 @@ class Programs:
         many rows as that has. Gives its tokens and logprobs."""
         rows = len(found.logits)
         program = self._get(f"sample {rows} rows", lambda: self._build_sample(rows))
-        changed = SampledState(state.last_tokens, state.sampling)
-        sampled, outputs = program(changed, found.logits, found.tokens, packed)
-        return replace(state, last_tokens=sampled.last_tokens, sampling=sampled.sampling), outputs
+        sampled, outputs = program(SampledState.of(state), found.logits, found.tokens, packed)
+        return replace(state, last_tokens=sampled.last_tokens, sampling=sampled.sampling, known=sampled.known), outputs
 
     def update_rows(self, sampling: SamplingState, packed: Int32) -> SamplingState:
         """Replaces the parameters of as many rows as one of `row_update_sizes`."""
@@ -107,6 +110,11 @@ class Programs:
     def set_occurrences(self, sampling: SamplingState, row: int, occurrences: Int32) -> SamplingState:
         """Replaces what a row has counted; `occurrences` int32 `[vocab]`."""
         return self._get("set occurrences", self._build_occurrences)(sampling, np.int32(row), occurrences)
+
+    def set_known_tokens(self, known: KnownTokens, packed: Int32) -> KnownTokens:
+        """Replaces the texts of as many rows as one of `row_update_sizes`; see `drafts.set_known_tokens`."""
+        size = len(packed)
+        return self._get(f"texts of {size} rows", lambda: self._build_known_tokens(size))(known, packed)
 
     def apply_deltas(self, page_table: jax.Array, deltas: PageDeltas) -> jax.Array:
         """Overwrites at most `DELTA_BLOCK` entries of the page table."""
@@ -139,6 +147,11 @@ class Programs:
             **{str(bucket): partial(self._build_step, bucket) for bucket in steps},
             **{f"sample {rows} rows": partial(self._build_sample, rows) for rows in sorted(self.sample_layouts)},
             **{f"update {size} rows": partial(self._build_row_updates, size) for size in self.row_update_sizes},
+            **{
+                f"texts of {size} rows": partial(self._build_known_tokens, size)
+                for size in self.row_update_sizes
+                if self._state_shapes.known is not None
+            },
             "set occurrences": self._build_occurrences,
             "page deltas": self._build_deltas,
         }
@@ -153,7 +166,7 @@ class Programs:
     def _build_step(self, bucket: Bucket) -> Executable:
         layout = self.layouts[bucket]
         step = jax.jit(
-            make_step(self._model, layout, self._page_size, self._mesh, self._num_groups),
+            make_step(self._model, layout, self._page_size, self._mesh, self._table, self._most_guesses),
             donate_argnums=1,
             out_shardings=(self._placement, self._outputs_placement()),
         )
@@ -175,9 +188,12 @@ class Programs:
 
     def _build_sample(self, rows: int) -> Executable:
         layout = self.sample_layouts[rows]
-        changed = SampledState(self._placement.last_tokens, self._placement.sampling)
-        sample = jax.jit(make_sample(layout, self._mesh), donate_argnums=0, out_shardings=(changed, self._whole()))
-        shapes = SampledState(self._state_shapes.last_tokens, self._state_shapes.sampling)
+        sample = jax.jit(
+            make_sample(layout, self._mesh, self._most_guesses),
+            donate_argnums=0,
+            out_shardings=(SampledState.of(self._placement), self._whole()),
+        )
+        shapes = SampledState.of(self._state_shapes)
         with nullcontext() if self._mesh is None else jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
             tokens = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=self._whole())
             return sample.lower(shapes, self._logits_shape(rows), tokens, _integers(layout.size)).compile()
@@ -193,6 +209,12 @@ class Programs:
     def _build_row_updates(self, size: int) -> Executable:
         update = jax.jit(apply_row_updates, donate_argnums=0, out_shardings=self._placement.sampling)
         return update.lower(self._state_shapes.sampling, _integers(size, PACKED_ROW)).compile()
+
+    def _build_known_tokens(self, size: int) -> Executable:
+        known = self._state_shapes.known
+        assert known is not None, "a runner that drafts"
+        update = jax.jit(set_known_tokens, donate_argnums=0, out_shardings=self._placement.known)
+        return update.lower(known, _integers(size, 2 + known.tokens.shape[1])).compile()
 
     def _build_occurrences(self) -> Executable:
         update = jax.jit(set_occurrences, donate_argnums=0, out_shardings=self._placement.sampling)

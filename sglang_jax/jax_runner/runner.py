@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +13,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
 from sglang_jax.jax_runner.compiles import CompileCounter
+from sglang_jax.jax_runner.drafts import KnownTokens
 from sglang_jax.jax_runner.logprobs import Logprobs
 from sglang_jax.jax_runner.programs import DELTA_BLOCK, Programs
 from sglang_jax.jax_runner.sampling_state import SamplingState
 from sglang_jax.jax_runner.step import DeviceState, KVCaches, ModelFunctions, StepOutputs, Weights
 from sglang_jax.jax_runner.warmup import warmup_plan
-from sglang_jax.runner.page_tables import side_by_side
+from sglang_jax.runner.drafts import Unfolded, fold, pack_texts, unfold
+from sglang_jax.runner.page_tables import TableLayout, side_by_side
 from sglang_jax.runner.plan import (
     NO_LOGPROBS,
     PageDeltas,
+    RowUpdates,
     RunnerSpec,
-    SamplingUpdate,
     StepPlan,
     StepResult,
     TokenMasks,
@@ -36,21 +39,29 @@ from sglang_jax.runner.protocol import RunnerReport
 from sglang_jax.runner.pulse import Building
 from sglang_jax.runner.row_updates import count_history, pack_row_updates
 
+Update = TypeVar("Update")
+
 
 @dataclass(slots=True)
 class JaxStep:
     """A step on its way: JAX dispatches asynchronously, and reading an output waits for it. `second`: starts its second
-    part, which gives the rest of `outputs`; None where there is none to start."""
+    part, which gives the rest of `outputs`; None where there is none to start. `max_samples`: the runner's."""
 
-    plan: StepPlan
+    unfolded: Unfolded
     outputs: StepOutputs
-    second: Callable[[StepPlan, StepOutputs, TokenMasks], StepOutputs] | None = None
+    max_samples: int
+    second: Callable[[Unfolded, StepOutputs, TokenMasks], StepOutputs] | None = None
+
+    @property
+    def plan(self) -> StepPlan:
+        """With every query that samples as a sequence."""
+        return self.unfolded.plan
 
     def sample(self, masks: TokenMasks) -> None:
         """See `StepHandle`. Raises `RuntimeError` for a step that waits for no masks."""
         if self.second is None:
             raise RuntimeError(f"step {self.plan.step} waits for no masks")
-        self.outputs, self.second = self.second(self.plan, self.outputs, masks), None
+        self.outputs, self.second = self.second(self.unfolded, self.outputs, masks), None
 
     def result(self) -> StepResult:
         """Blocks until the step has run, and copies to the host what the plan asks for and no more."""
@@ -60,7 +71,8 @@ class JaxStep:
         logprobs = None
         if plan.top_logprobs != NO_LOGPROBS:
             logprobs = _on_host(outputs.logprobs, 0, len(plan.rows), plan.top_logprobs)
-        return StepResult(*one_each(tokens, plan.samples), logprobs, self._prompt_logprobs())
+        found = StepResult(*one_each(tokens, plan.samples), logprobs, self._prompt_logprobs())
+        return fold(self.unfolded, found, self.max_samples)
 
     def _prompt_logprobs(self) -> tuple[TopLogprobs, ...]:
         plan, found = self.plan, self.outputs.prompt_logprobs
@@ -111,7 +123,10 @@ class JaxRunner:
         self._kv_bytes = _nbytes(kv)
         self._device = next(iter(self._state.last_tokens.devices()))
         self._buckets = Buckets.ladder(spec.max_rows, spec.token_budget, page_size, len(spec.pools))
-        self._programs = Programs(model, weights, self._state, self._buckets, page_size, mesh, len(spec.pools))
+        self._table = TableLayout.of(spec)
+        self._programs = Programs(
+            model, weights, self._state, self._buckets, page_size, mesh, self._table, spec.max_samples - 1
+        )
         self._counter = CompileCounter()
         self._compiles_in_warm_up = 0
         self._waiting: JaxStep | None = None
@@ -155,27 +170,32 @@ class JaxRunner:
 
         **Raises:** `ValueError`, before anything has changed, for a plan beyond the spec.
         """
-        refuse_drafts(plan)
-        refuse_states(plan)
+        if self._spec.max_samples == 1:
+            refuse_drafts(plan)
+        if not self._table.states:
+            refuse_states(plan)
         if self._waiting is not None and self._waiting.second is not None:
             raise RuntimeError(
                 f"step {plan.step} was launched while step {self._waiting.plan.step} waits for its masks"
             )
+        unfolded = unfold(plan)
+        plan = unfolded.plan
         bucket = self._buckets.pick(plan.num_tokens, len(plan.rows), plan.num_decode)
-        self._replace_rows(plan.row_updates.sampling)
+        self._replace_rows(plan.row_updates)
         deltas = side_by_side(plan.page_deltas, self._spec.max_pages_per_row)
         deltas = self._apply_excess(deltas, bucket)
-        packed = self._programs.layouts[bucket].pack(plan, deltas)
+        packed = self._programs.layouts[bucket].pack(plan, deltas, unfolded.guesses)
         self._state, outputs = self._programs.step(bucket, self._state, packed)
         if plan.masked is None:
             outputs.tokens.copy_to_host_async()
-            return JaxStep(plan, replace(outputs, logits=outputs.tokens))  # logits are not kept until somebody asks
-        self._waiting = JaxStep(plan, outputs, self._sample)
+            outputs = replace(outputs, logits=outputs.tokens)  # logits are not kept until somebody asks
+            return JaxStep(unfolded, outputs, self._spec.max_samples)
+        self._waiting = JaxStep(unfolded, outputs, self._spec.max_samples, self._sample)
         return self._waiting
 
-    def _sample(self, plan: StepPlan, outputs: StepOutputs, masks: TokenMasks) -> StepOutputs:
+    def _sample(self, unfolded: Unfolded, outputs: StepOutputs, masks: TokenMasks) -> StepOutputs:
         """The second part of a step."""
-        packed = self._programs.sample_layouts[len(outputs.logits)].pack(plan, masks)
+        packed = self._programs.sample_layouts[len(outputs.logits)].pack(unfolded.plan, masks, unfolded.guesses)
         self._state, (tokens, logprobs) = self._programs.sample(self._state, outputs, packed)
         tokens.copy_to_host_async()
         return StepOutputs(tokens, logprobs, outputs.prompt_logprobs, tokens)
@@ -198,21 +218,29 @@ class JaxRunner:
         for array in jax.tree.leaves((self._state, self._weights)):
             array.delete()
 
-    def _replace_rows(self, updates: Sequence[SamplingUpdate]) -> None:
-        """Sets the sampling state of rows, in as few runs of the fixed sizes as it takes."""
-        sampling = self._state.sampling
-        remaining = list(updates)
-        while remaining:
-            sizes = self._programs.row_update_sizes
-            size = next((size for size in sizes if size >= len(remaining)), sizes[-1])
-            batch, remaining = remaining[:size], remaining[size:]
+    def _replace_rows(self, updates: RowUpdates) -> None:
+        """Sets the sampling state of rows, and their texts, in as few runs of the fixed sizes as it takes."""
+        sampling, known = self._state.sampling, self._state.known
+        for size, batch in self._in_batches(updates.sampling):
             packed = pack_row_updates(batch, size, self._programs.dump_row, self._spec.vocab_size)
             sampling = self._programs.update_rows(sampling, packed)
-        for update in updates:
+        for update in updates.sampling:
             if update.history is not None:
                 occurrences = count_history(update, self._spec.vocab_size)
                 sampling = self._programs.set_occurrences(sampling, update.row, occurrences)
-        self._state = replace(self._state, sampling=sampling)
+        if known is not None:
+            for size, texts in self._in_batches(updates.texts):
+                packed = pack_texts(texts, size, self._programs.dump_row, self._spec.max_context)
+                known = self._programs.set_known_tokens(known, packed)
+        self._state = replace(self._state, sampling=sampling, known=known)
+
+    def _in_batches(self, updates: Sequence[Update]) -> Iterator[tuple[int, Sequence[Update]]]:
+        """Parts of `updates`, each with the size of the program that takes it."""
+        sizes = self._programs.row_update_sizes
+        while updates:
+            size = next((size for size in sizes if size >= len(updates)), sizes[-1])
+            yield size, updates[:size]
+            updates = updates[size:]
 
     def _apply_excess(self, deltas: PageDeltas, bucket: Bucket) -> PageDeltas:
         """Applies all deltas where they are more than the bucket takes; what is left goes with the step."""
@@ -226,13 +254,18 @@ class JaxRunner:
         return _part(deltas, count, count)
 
 
-def empty_rows(spec: RunnerSpec, placement: NamedSharding | None) -> tuple[jax.Array, jax.Array, SamplingState]:
-    """Page table, last tokens and sampling state, the dump row included, whole on every device (of every node)."""
+EmptyRows = tuple[jax.Array, jax.Array, SamplingState, KnownTokens | None]
 
-    def make() -> tuple[jax.Array, jax.Array, SamplingState]:
+
+def empty_rows(spec: RunnerSpec, placement: NamedSharding | None) -> EmptyRows:
+    """Page table, last tokens, sampling state and texts (if steps have drafts), the dump row included, whole on every
+    device (of every node)."""
+
+    def make() -> EmptyRows:
         rows = spec.max_rows + 1
         page_table = jnp.zeros((rows, spec.table_columns), jnp.int32)
-        return page_table, jnp.zeros(rows, jnp.int32), SamplingState.empty(rows, spec.vocab_size)
+        known = KnownTokens.empty(rows, spec.max_context) if spec.max_samples > 1 else None
+        return page_table, jnp.zeros(rows, jnp.int32), SamplingState.empty(rows, spec.vocab_size), known
 
     return jax.jit(make, out_shardings=placement)()
 

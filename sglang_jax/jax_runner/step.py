@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -12,12 +12,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from sglang_jax.jax_runner.drafts import KnownTokens, Sequences, kept_samples
 from sglang_jax.jax_runner.logprobs import Logprobs, prompt_logprobs
 from sglang_jax.jax_runner.packing import SampleLayout, StepInputs, StepLayout
 from sglang_jax.jax_runner.readers import LogitsReader, Masks, reader_over
 from sglang_jax.jax_runner.sampling_state import SamplingState
+from sglang_jax.kernels.state_rows import StateRows
 from sglang_jax.layers.batch import ForwardBatch, GroupPages
-from sglang_jax.runner.plan import INVALID_TOKEN, LAST_TOKEN, NO_LOGPROBS
+from sglang_jax.runner.drafts import REFUSED
+from sglang_jax.runner.page_tables import ONE_GROUP, TableLayout
+from sglang_jax.runner.plan import INVALID_TOKEN, NO_LOGPROBS
 
 Weights = list[jax.Array]
 KVCaches = Any
@@ -43,16 +47,58 @@ class DeviceState:
 
     One row more than the runner offers, the dump row, takes what padding writes.
 
-    - `kv`: KV pages of every layer.
-    - `page_table`: int32 `[rows + 1, groups * pages]`, those of all cache groups side by side; the dump row holds page
-      0 alone.
+    - `kv`: KV pages or states of every layer.
+    - `page_table`: int32 `[rows + 1, columns]`, those of all cache groups side by side (see `TableLayout`); the dump
+      row holds page 0 alone.
     - `last_tokens`: int32 `[rows + 1]`, what each row sampled last.
+    - `known`: the rows' texts, where steps have drafts.
     """
 
     kv: KVCaches
     page_table: jax.Array
     last_tokens: jax.Array
     sampling: SamplingState
+    known: KnownTokens | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SampledState:
+    """The part of `DeviceState` that sampling changes."""
+
+    last_tokens: jax.Array
+    sampling: SamplingState
+    known: KnownTokens | None = None
+
+    @classmethod
+    def of(cls, state: DeviceState) -> SampledState:
+        return cls(state.last_tokens, state.sampling, state.known)
+
+    def inputs_of(self, flags: jax.Array, rows: jax.Array, kv_lens: jax.Array) -> Sequences:
+        """What a step's sequences `[R]` compute, and how long they are."""
+        last_tokens = self.last_tokens[rows]
+        if self.known is None:
+            return Sequences(flags > 0, kv_lens, last_tokens, None)
+        return Sequences.with_drafts(flags, rows, kv_lens, last_tokens, self.known)
+
+    def after(
+        self, sequences: Sequences, rows: jax.Array, tokens: jax.Array, most_guesses: int
+    ) -> tuple[SampledState, jax.Array]:
+        """Once the sequences of a step have sampled `tokens` `[R]`; and these, as the host is told."""
+        samples, told, last = sequences.samples, tokens, sequences.samples
+        known = self.known
+        if known is not None and sequences.guesses is not None:
+            kept, last = kept_samples(sequences.guesses, sequences.own, tokens, most_guesses)
+            told = jnp.where(kept | ~samples, tokens, REFUSED)
+            samples, last = samples & kept, samples & last
+            known = known.append(rows, sequences.kv_lens, tokens, samples)
+        sampled = samples & (tokens != INVALID_TOKEN) & self.sampling.penalised[rows]
+        state = SampledState(
+            last_tokens=_remember(self.last_tokens, rows, tokens, last, known is not None),
+            sampling=self.sampling.count(rows, tokens, sampled),
+            known=known,
+        )
+        return state, told
 
 
 @jax.tree_util.register_dataclass
@@ -60,8 +106,9 @@ class DeviceState:
 class StepOutputs:
     """What the host may ask for: `tokens` int32 `[R]`, logprobs of them and of prompt tokens (`[R]` and `[T]`).
 
-    Zeros where the plan asks for no logprobs; `prompt_logprobs` is None in a decode program. `logits`: `[R, columns]`,
-    after the last query of each sequence; a step that waits for masks samples from them once these are there.
+    A token that was sampled behind a wrong draft is `REFUSED`. Logprobs are zeros where the plan asks for none;
+    `prompt_logprobs` is None in a decode program. `logits`: `[R, columns]`, after the last query of each sequence; a
+    step that waits for masks samples from them once these are there.
     """
 
     tokens: jax.Array
@@ -78,23 +125,23 @@ def apply_deltas(page_table: jax.Array, rows: jax.Array, columns: jax.Array, pag
 def build_batch(
     inputs: StepInputs,
     page_table: jax.Array,
-    last_tokens: jax.Array,
+    own: jax.Array,
     page_size: int,
     num_slots: int,
-    num_groups: int = 1,
+    table: TableLayout = ONE_GROUP,
 ) -> ForwardBatch:
-    """The forward batch of `num_slots` (T) tokens: where each token stands, and the slots its KV goes to."""
+    """The forward batch of `num_slots` (T) tokens: where each token stands, and the slots its KV goes to. `own` `[R]`:
+    the token of each sequence that decodes."""
     places = jnp.arange(num_slots, dtype=jnp.int32)
     if inputs.tokens.shape[0] == 0:
-        sequences, tokens = places, last_tokens[inputs.rows]
+        sequences, tokens = places, own
         positions = inputs.kv_lens - 1
     else:
         ends = inputs.query_starts[1:]
         sequences = jnp.searchsorted(ends, places, side="right", method="compare_all").astype(jnp.int32)
         sequences = jnp.minimum(sequences, inputs.rows.shape[0] - 1)
         positions = inputs.kv_lens[sequences] - (ends[sequences] - places)
-        last = last_tokens[inputs.rows[sequences]]
-        tokens = jnp.where(inputs.tokens == LAST_TOKEN, last, inputs.tokens)
+        tokens = jnp.where(inputs.tokens < 0, own[sequences], inputs.tokens)
     real = places < inputs.num_tokens
     positions = jnp.where(real, positions, 0)
 
@@ -102,9 +149,17 @@ def build_batch(
         pages = own_pages[sequences, positions // page_size]
         return GroupPages(jnp.where(real, pages * page_size + positions % page_size, 0), own_pages)
 
-    first, *further = map(pages_of, jnp.split(page_table[inputs.rows], num_groups, axis=1))
-    # A row whose logits were not finite holds no token; its request ends once the host has seen it.
-    tokens = jnp.where(real & (tokens != INVALID_TOKEN), tokens, 0)
+    own_table = page_table[inputs.rows]
+    states = None
+    if table.states:
+        own_table, slots = own_table[:, :-1], own_table[:, -1]
+        states = _state_rows(inputs, slots, sequences, places)
+    # Where layers keep states alone there are no pages, and nobody looks at any.
+    tables = jnp.split(own_table, table.groups, axis=1) if table.groups else [jnp.zeros_like(inputs.rows)[:, None]]
+    first, *further = map(pages_of, tables)
+    # A row whose logits were not finite holds no token; its request ends once the host has seen it. Nor has a draft
+    # one for which there is nothing to guess by.
+    tokens = jnp.where(real & (tokens >= 0), tokens, 0)
     return ForwardBatch(
         tokens=tokens,
         positions=positions,
@@ -114,15 +169,39 @@ def build_batch(
         query_starts=inputs.query_starts,
         num_decode=inputs.num_decode,
         further=tuple(further),
+        states=states,
+    )
+
+
+def _state_rows(inputs: StepInputs, slots: jax.Array, sequences: jax.Array, places: jax.Array) -> StateRows:
+    """Where the sequences have their states; `slots` `[R]` are their own."""
+    # Targets are slots of the sequences' own. To begin with the source costs nothing, in the place of a copy.
+    copied = slots[:, None] == inputs.copy_targets
+    begin = jnp.where(copied.any(1), jnp.where(copied, inputs.copy_sources, 0).sum(1), slots)
+    return StateRows(
+        begin=begin,
+        fresh=inputs.kv_lens <= jnp.diff(inputs.query_starts),
+        own=slots,
+        sequences=sequences,
+        offsets=places - inputs.query_starts[sequences],
+        query_starts=inputs.query_starts,
+        num_decode=inputs.num_decode,
+        decode_only=inputs.tokens.shape[0] == 0,
     )
 
 
 def make_step(
-    model: ModelFunctions, layout: StepLayout, page_size: int, mesh: Mesh | None = None, num_groups: int = 1
+    model: ModelFunctions,
+    layout: StepLayout,
+    page_size: int,
+    mesh: Mesh | None = None,
+    table: TableLayout = ONE_GROUP,
+    most_guesses: int = 0,
 ) -> Callable[[Weights, DeviceState, jax.Array], tuple[DeviceState, StepOutputs]]:
     """The step of one bucket as a function of (weights, state, packed plan); state is to be donated.
 
-    `mesh`: over which weights and KV are spread; None for one device. `num_groups`: of the model's cache.
+    `mesh`: over which weights and KV are spread; None for one device. `table`: of the model's cache groups.
+    `most_guesses`: drafts of a row, above 0 where the state knows the rows' texts.
 
     The logits are a result for the steps that wait for masks. It costs the others nothing but the memory: what samples
     reads them from there anyway.
@@ -139,40 +218,28 @@ def make_step(
 
         inputs = whole(layout.unpack(packed))
         page_table = apply_deltas(state.page_table, inputs.delta_rows, inputs.delta_columns, inputs.delta_pages)
-        batch = whole(build_batch(inputs, page_table, state.last_tokens, page_size, bucket.tokens, num_groups))
+        before = SampledState.of(state)
+        sequences = before.inputs_of(inputs.flags, inputs.rows, inputs.kv_lens)
+        inputs = replace(inputs, kv_lens=sequences.kv_lens)
+        batch = whole(build_batch(inputs, page_table, sequences.own, page_size, bucket.tokens, table))
         hidden, kv = model.forward(weights, batch, state.kv)
         last_hidden = hidden if bucket.decode_only else hidden[jnp.maximum(inputs.query_starts[1:] - 1, 0)]
         logits = model.logits(weights, last_hidden)
-        samples = inputs.samples > 0
-        tokens = reader.sample(logits, state.sampling, inputs.rows, inputs.kv_lens, samples)
-        sampled = samples & (tokens != INVALID_TOKEN)
-        new_state = DeviceState(
-            kv=kv,
-            page_table=page_table,
-            last_tokens=_remember(state.last_tokens, inputs.rows, tokens, samples),
-            sampling=state.sampling.count(inputs.rows, tokens, sampled & state.sampling.penalised[inputs.rows]),
-        )
+        tokens = reader.sample(logits, state.sampling, inputs.rows, inputs.kv_lens, sequences.samples)
+        sampled, told = before.after(sequences, inputs.rows, tokens, most_guesses)
+        new_state = DeviceState(kv, page_table, sampled.last_tokens, sampled.sampling, sampled.known)
         logprobs = _logprobs_of(reader, logits, tokens, inputs.top_logprobs, vocab_size)
         of_prompts = None
         if not bucket.decode_only:
             targets, alternatives = inputs.prompt_targets, inputs.prompt_top_logprobs
             of_prompts = prompt_logprobs(hidden, targets, alternatives, inputs.num_tokens, to_logprobs, vocab_size)
-        return new_state, StepOutputs(tokens, logprobs, of_prompts, logits)
+        return new_state, StepOutputs(told, logprobs, of_prompts, logits)
 
     return step
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class SampledState:
-    """The part of `DeviceState` that sampling changes."""
-
-    last_tokens: jax.Array
-    sampling: SamplingState
-
-
 def make_sample(
-    layout: SampleLayout, mesh: Mesh | None = None
+    layout: SampleLayout, mesh: Mesh | None = None, most_guesses: int = 0
 ) -> Callable[[SampledState, jax.Array, jax.Array, jax.Array], tuple[SampledState, tuple[jax.Array, Logprobs]]]:
     """The second part of a step with masks, as a function of (state, logits `[R, columns]`, the first part's tokens
     `[R]`, packed plan and masks); state is to be donated. Gives tokens and logprobs as `StepOutputs` has them.
@@ -186,16 +253,12 @@ def make_sample(
         state: SampledState, logits: jax.Array, first: jax.Array, packed: jax.Array
     ) -> tuple[SampledState, tuple[jax.Array, Logprobs]]:
         inputs = whole(layout.unpack(packed))
-        samples = inputs.samples > 0
+        sequences = state.inputs_of(inputs.flags, inputs.rows, inputs.kv_lens)
         masks = Masks(inputs.masks, first != INVALID_TOKEN)
-        tokens = reader.sample(logits, state.sampling, inputs.rows, inputs.kv_lens, samples, masks)
-        sampled = samples & (tokens != INVALID_TOKEN)
-        new_state = SampledState(
-            last_tokens=_remember(state.last_tokens, inputs.rows, tokens, samples),
-            sampling=state.sampling.count(inputs.rows, tokens, sampled & state.sampling.penalised[inputs.rows]),
-        )
+        tokens = reader.sample(logits, state.sampling, inputs.rows, sequences.kv_lens, sequences.samples, masks)
+        new_state, told = state.after(sequences, inputs.rows, tokens, most_guesses)
         logprobs = _logprobs_of(reader, logits, tokens, inputs.top_logprobs, state.sampling.vocab_size)
-        return new_state, (tokens, logprobs)
+        return new_state, (told, logprobs)
 
     return sample
 
@@ -220,6 +283,11 @@ def _on_every_device(mesh: Mesh | None) -> Callable[[T], T]:
     return partial(lax.with_sharding_constraint, shardings=sharding)
 
 
-def _remember(last_tokens: jax.Array, rows: jax.Array, tokens: jax.Array, samples: jax.Array) -> jax.Array:
-    """Rows that sampled hold their new token; the others keep theirs (the dump row takes the writes of padding)."""
+def _remember(
+    last_tokens: jax.Array, rows: jax.Array, tokens: jax.Array, samples: jax.Array, repeated: bool
+) -> jax.Array:
+    """Rows that sampled hold their new token; the others keep theirs (the dump row takes the writes of padding).
+    `repeated`: a row may stand in `rows` more than once, of which no more than one samples."""
+    if repeated:
+        return last_tokens.at[jnp.where(samples, rows, last_tokens.shape[0] - 1)].set(tokens)
     return last_tokens.at[rows].set(jnp.where(samples, tokens, last_tokens[rows]))

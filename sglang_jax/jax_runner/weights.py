@@ -160,7 +160,7 @@ class _Source:
     def _kv_copies(self, name: ParameterName) -> int:
         """How often the model has each kv head of the checkpoint in a parameter's layer."""
         assert name.layer is not None
-        return (
-            self._built.layers[name.layer].mixer.num_kv_heads
-            // self._reader.config.layers[name.layer].mixer.num_kv_heads
-        )
+        built, stored = (config.layers[name.layer].attention for config in (self._built, self._reader.config))
+        assert built is not None
+        assert stored is not None
+        return built.num_kv_heads // stored.num_kv_heads

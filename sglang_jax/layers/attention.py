@@ -57,6 +57,8 @@ class Attention(nnx.Module):
         fused = [(Axis.KV_HEADS, config.num_kv_heads), (Axis.HEAD_PART, self.group + 2), head]
         heads = [(Axis.HEADS, config.num_heads), head]
         self.qkv = Linear(hidden, fused, (Part.QUERY, Part.KEY, Part.VALUE), bias=config.bias, dtype=dtype)
+        gated = config.output_gate
+        self.gate = Linear(hidden, heads, (Part.OUTPUT_GATE,), bias=config.bias, dtype=dtype) if gated else None
         self.output = Linear(heads, hidden, (Part.OUTPUT,), bias=config.out_bias, dtype=dtype)
         kv_heads = [(Axis.KV_HEADS, config.num_kv_heads), head]
         self.query_norm = _norm_of(config.qk_norm, heads, dtype, Part.QUERY_NORM)
@@ -93,11 +95,16 @@ class Attention(nnx.Module):
             scale=self.config.scale,
             options=self._options(),
         )
+        if self.gate is not None:
+            gate = jax.nn.sigmoid(self.gate(x).astype(jnp.float32))
+            attended = (attended.astype(jnp.float32) * gate).astype(x.dtype)
         return self.output(attended), kv_pages
 
     def arrange(self, wanted: WeightFormat) -> None:
         """Every matrix, once loaded, in another format."""
         self.qkv.arrange(wanted)
+        if self.gate is not None:
+            self.gate.arrange(wanted)
         self.output.arrange(wanted)
 
     def _options(self) -> AttentionOptions:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import jax
 
+from sglang_jax.kernels.state_rows import StateRows
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -34,7 +36,9 @@ class ForwardBatch:
     - `query_starts`: int32 `[R + 1]`; padding repeats the number of tokens, so that its sequences are empty.
     - `num_decode`: int32 scalar.
     - `write_plan`: what layers of one cache group have in common as they write (see `plan_writes`), if it was made.
-    - `further`: pages of the cache groups after the first, whose are `write_slots` and `page_table`.
+    - `further`: pages of the cache groups after the first, whose are `write_slots` and `page_table`. Groups that keep
+      states are not among them.
+    - `states`: of a model that keeps states, where its sequences have them.
     """
 
     tokens: jax.Array
@@ -46,6 +50,7 @@ class ForwardBatch:
     num_decode: jax.Array
     write_plan: jax.Array | None = None
     further: tuple[GroupPages, ...] = ()
+    states: StateRows | None = None
 
     def of_group(self, group: int) -> ForwardBatch:
         """The batch as layers of one cache group see it."""

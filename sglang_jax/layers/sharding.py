@@ -30,6 +30,9 @@ MESH_AXIS: dict[Axis, str | None] = {
     Axis.PAGES: None,
     Axis.PAGE_OFFSET: None,
     Axis.KEY_OR_VALUE: None,
+    Axis.CHANNELS: None,
+    Axis.STATE_HEADS: None,
+    Axis.TAPS: None,
     Axis.ONE: None,
 }
 """Tensor parallelism after Megatron-LM (Shoeybi et al. 2019): each device computes whole heads and a part of the

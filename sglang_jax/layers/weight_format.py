@@ -30,6 +30,10 @@ class WeightFormat(Protocol):
         `of_outputs`: see `matmul_outputs_first`."""
         ...
 
+    def multiply_by_table(self, x: jax.Array, table: jax.Array) -> jax.Array:
+        """`x [T, in]` by embeddings `[out, in]`, which lie so whatever the format of kernels → float32 `[T, out]`."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class InputsFirst:
@@ -41,6 +45,9 @@ class InputsFirst:
     def multiply(self, x: jax.Array, kernel: jax.Array, *, of_outputs: bool = False) -> jax.Array:
         """See `matmul`."""
         return matmul(x, kernel)
+
+    def multiply_by_table(self, x: jax.Array, table: jax.Array) -> jax.Array:
+        return self.multiply(x, table.T)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,9 @@ class OutputsFirst:
     def multiply(self, x: jax.Array, kernel: jax.Array, *, of_outputs: bool = False) -> jax.Array:
         """See `matmul_outputs_first`."""
         return matmul_outputs_first(x, kernel, of_outputs=of_outputs)
+
+    def multiply_by_table(self, x: jax.Array, table: jax.Array) -> jax.Array:
+        return self.multiply(x, table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +89,9 @@ class Matrices:
     def multiply(self, x: jax.Array, kernel: jax.Array, *, of_outputs: bool = False) -> jax.Array:
         """See `matmul`."""
         return matmul(x.reshape(x.shape[0], -1), jnp.moveaxis(kernel, -2, 0))
+
+    def multiply_by_table(self, x: jax.Array, table: jax.Array) -> jax.Array:
+        return self.multiply(x, table.T)
 
 
 def _rewrite(kernel: Parameter, order: tuple[int, ...], groups: Sequence[tuple[int, ...]]) -> None:

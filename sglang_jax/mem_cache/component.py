@@ -98,7 +98,7 @@ class Component(ABC):
 
     @abstractmethod
     def touch(self, node: Node) -> None:
-        """The node is new, or it got or lost a child."""
+        """The node is new, or got its first child, or lost its last one."""
 
     def candidate(self) -> Node | None:
         """The node to evict from next, None if there is none."""

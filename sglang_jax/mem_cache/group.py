@@ -12,17 +12,16 @@ from collections import deque
 from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sglang_jax.architectures import CacheKind
 from sglang_jax.mem_cache.component import PooledComponent
-from sglang_jax.mem_cache.ledger import RETIRED, Pages, request_owner, request_owners
-from sglang_jax.mem_cache.lengths import RowLengths
+from sglang_jax.mem_cache.ledger import RETIRED, Owners, Pages, request_owner, request_owners
+from sglang_jax.mem_cache.lengths import Index, RowLengths
 from sglang_jax.mem_cache.page_table import PageTable
 from sglang_jax.mem_cache.radix_tree import Insertion, Node, Probe
 from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.mem_cache.window_kv import WindowKV
-from sglang_jax.runner.plan import Int32, PoolSpec
+from sglang_jax.runner.plan import PoolSpec
 
 _SLACK = 8
 """The share of a window that a row may keep in vain while pages are not short: giving up each page by itself costs the
@@ -128,7 +127,7 @@ class Group(ABC):
         """Pages that a prompt of `tokens`, under way in a row, still takes."""
 
     @abstractmethod
-    def output_need(self, known: Int32 | int, left: Int32 | int) -> int:
+    def output_need(self, known: Index | int, left: Index | int) -> int:
         """Tokens of this group that requests with `known` `[n]` tokens add to what they hold by sampling `left` `[n]`
         more, in all; or one request."""
 
@@ -153,7 +152,7 @@ class Group(ABC):
     def release(self, record: RowKV, allocated: int) -> None:
         """A request gives up what it holds of its first `allocated` columns."""
 
-    def take(self, count: int, owner: int | NDArray[np.int64]) -> Pages:
+    def take(self, count: int, owner: int | Owners) -> Pages:
         """Free pages for a request; the caller has made room."""
         pages = self.pool.alloc(count, owner)
         assert pages is not None, f"{count} pages are wanted of the {self.pool.num_free} free ones"
@@ -175,8 +174,7 @@ class Group(ABC):
         if end - begin == len(differ):
             self.table.write_run(row, first + begin, theirs[begin:end])
         else:
-            columns = (first + differ).astype(np.int32)
-            self.table.write(np.full(len(columns), row, np.int32), columns, theirs[differ])
+            self.table.write(np.full(len(differ), row), first + differ, theirs[differ])
         self._retire(mine[differ], request_owner(row), step)
         return True
 
@@ -194,7 +192,11 @@ class Group(ABC):
             self.pool.free(self.table.run(row, first, allocated), request_owner(row))
         self.table.clear(row, allocated)
 
-    def free_columns(self, rows: Int32, first: Int32, last: Int32) -> None:
+    def owners(self, rows: Index) -> int | Owners:
+        """Owner codes of the requests in `rows`, for the pool, which looks at none without a ledger."""
+        return 0 if self.pool.ledger is None else request_owners(rows)
+
+    def free_columns(self, rows: Index, first: Index, last: Index) -> None:
         """Frees pages of requests, columns `[first, last)` of `rows`, all `[rows]`."""
         counts = np.maximum(last - first, 0)
         total = int(counts.sum())
@@ -204,8 +206,8 @@ class Group(ABC):
         if total != len(rows) or counts.max() > 1:
             rows = np.repeat(rows, counts)
             starts = np.cumsum(counts) - counts
-            columns = np.arange(total, dtype=np.int32) + np.repeat(first - starts, counts).astype(np.int32)
-        self.pool.free(self.table.take_out(rows, columns), request_owners(rows))
+            columns = np.arange(total) + np.repeat(first - starts, counts)
+        self.pool.free(self.table.take_out(rows, columns), self.owners(rows))
 
 
 class FullGroup(Group):
@@ -226,7 +228,7 @@ class FullGroup(Group):
     def rest_need(self, tokens: int, row: int) -> int:
         return self.pages_for(tokens) - self.pages_for(int(self.lengths.kv_allocated[row]))
 
-    def output_need(self, known: Int32 | int, left: Int32 | int) -> int:
+    def output_need(self, known: Index | int, left: Index | int) -> int:
         return left if isinstance(left, int) else int(left.sum())
 
     def open(self, record: RowKV, node: Node, pages: int) -> None:
@@ -259,7 +261,7 @@ class WindowGroup(Group):
         self.window = component.window
         self.reach = component.reach
         self.slack = max(self.reach // _SLACK, 1)
-        self._held_from: Int32 = np.zeros(len(lengths.kv_allocated), np.int32)
+        self._held_from: Index = np.zeros(len(lengths.kv_allocated), np.intp)
         self._most = min(self.reach + 2 * (self.pages_for(step_tokens) + 1), self.pool.total)
 
     @property
@@ -284,7 +286,7 @@ class WindowGroup(Group):
         allocated = self.pages_for(int(self.lengths.kv_allocated[row]))
         return min(self.pages_for(tokens) - allocated, max(self._most - allocated + self.held_from(row), 0))
 
-    def output_need(self, known: Int32 | int, left: Int32 | int) -> int:
+    def output_need(self, known: Index | int, left: Index | int) -> int:
         return int(np.minimum(left, np.maximum((self.reach + 1) * self.page_size - known, 0)).sum())
 
     def open(self, record: RowKV, node: Node, pages: int) -> None:
@@ -305,18 +307,18 @@ class WindowGroup(Group):
         self._uncover(record, self.held_from(record.row))
         self._held_from[record.row] = 0
 
-    def let_go(self, rows: Int32, reading: Int32, records: Mapping[int, RowKV], tight: bool) -> None:
+    def let_go(self, rows: Index, reading: Index, records: Mapping[int, RowKV], tight: bool) -> None:
         """Gives up what no query of `rows` `[rows]` from position `reading` `[rows]` on will see.
 
         Not `tight`: only of rows that have an eighth of a window to give.
         """
-        needed = reading // np.int32(self.page_size) - np.int32(self.reach)
+        needed = reading // self.page_size - self.reach
         held = self._held_from[rows]
         behind = needed - held >= (1 if tight else self.slack)
         if not behind.any():
             return
         rows, needed, held = rows[behind], needed[behind], held[behind]
-        protected = self.lengths.cache_protected[rows] // np.int32(self.page_size)
+        protected = self.lengths.cache_protected[rows] // self.page_size
         covering = held < protected
         if covering.any():
             for row, column in zip(rows[covering].tolist(), needed[covering].tolist(), strict=True):

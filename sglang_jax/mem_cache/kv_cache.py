@@ -14,12 +14,16 @@ import numpy as np
 from sglang_jax.config import EvictionPolicy
 from sglang_jax.mem_cache.build import build_group
 from sglang_jax.mem_cache.group import Group, WindowGroup
-from sglang_jax.mem_cache.ledger import request_owner, request_owners
-from sglang_jax.mem_cache.lengths import RowLengths
+from sglang_jax.mem_cache.ledger import request_owner
+from sglang_jax.mem_cache.lengths import ONE, Index, RowLengths
 from sglang_jax.mem_cache.radix_tree import TOKEN_BYTES, Namespace, Probe, RadixTree
 from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.mem_cache.state_group import MOST_BRANCHES, StateGroup
+from sglang_jax.mem_cache.trust import Trust
 from sglang_jax.runner.plan import Int32, PageDeltas, PoolSpec, SlotCopies
+
+TokenBytes = bytes | memoryview
+"""Token ids as the bytes of int32."""
 
 _UNBOUNDED = 2**31 - 1
 """Pages of a model whose layers all keep states."""
@@ -84,11 +88,13 @@ class KVCache:
         self.tree = RadixTree(self.page_size, tuple(group.component for group in self.groups))
         self.open_rows: dict[int, RowKV] = {}
         self._windows = [group for group in self.groups if isinstance(group, WindowGroup)]
+        self.trust = Trust(self.tree, self._windows, self.states)
         self._steps_between = min([_MOST_BETWEEN, *(group.slack for group in self._windows)])
         self._steps_since_let_go = 0
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._max_rows = max_rows
         self._serial = 0
+        self._within_page: Index = np.array(self.page_size - 1, np.intp)
         self.launched_step = self.finished_step = -1
 
     @property
@@ -144,7 +150,10 @@ class KVCache:
 
     def too_small_for(self, tokens: int) -> Group | None:
         """A group whose pool cannot hold what one request of so many tokens needs, if there is one."""
-        return next((group for group in self.groups if group.least(tokens) > group.pool.total), None)
+        for group in self.groups:
+            if group.least(tokens) > group.pool.total:
+                return group
+        return None
 
     def probe(self, tokens: bytes, limit: int, namespace: Namespace) -> Probe:
         """Where the cached prefix of a prompt (int32 bytes) ends. Changes nothing.
@@ -168,7 +177,7 @@ class KVCache:
             self.lengths.start(record.row, probe.length)
             for group in self._paged:
                 group.open(record, node, probe.length // self.page_size)
-            record.on_trust = self._reads_unproven_windows(record)
+            record.on_trust = self.trust.reads_unproven_windows(record)
         if self.states is not None:
             self.states.open(record, node, probe.length // self.page_size)
             record.on_trust |= record.origin is not None and not record.origin.proven
@@ -196,22 +205,14 @@ class KVCache:
             return end
         return self.states.chunk_end(record, start, end, total)
 
-    def _reads_unproven_windows(self, record: RowKV) -> bool:
-        last = record.matched // self.page_size
-        for node in record.locked_node.path() if self._windows else ():
-            if any(group.in_doubt(record, node, last) for group in self._windows):
-                return True
-            last -= node.length
-        return False
-
     def extend_row(self, record: RowKV, length: int) -> bool:
         """`extend_rows` for one."""
-        return self.extend_rows(np.array([record.row], np.int32), np.array([length], np.int32))
+        return self.extend_rows(np.array([record.row]), np.array([length]))
 
-    def extend_rows(self, rows: Int32, lengths: Int32, *, evict: bool = True) -> bool:
+    def extend_rows(self, rows: Index, lengths: Index, *, evict: bool = True) -> bool:
         """Allocates up to `lengths` `[rows]` tokens for `rows` `[rows]`, each named once; False, and nothing is taken,
         if some group's pages are short. Without `evict` nothing that is cached goes for it."""
-        size = np.int32(self.page_size)
+        size = self.page_size
         before, held = self.lengths.kv_planned[rows], self.lengths.kv_allocated[rows]
         first = -(-held // size)
         counts = np.maximum(-(-lengths // size) - first, 0)
@@ -225,16 +226,15 @@ class KVCache:
                 self._give_runs(rows, first, counts)
             else:
                 starts = np.cumsum(counts) - counts
-                columns = np.arange(total, dtype=np.int32) + np.repeat(first - starts, counts).astype(np.int32)
-                self._give(np.repeat(rows, counts), columns)
+                self._give(np.repeat(rows, counts), np.arange(total) + np.repeat(first - starts, counts))
         self.lengths.first_query[rows] = np.minimum(before, self.lengths.kv_committed[rows])
         self.lengths.kv_allocated[rows] = np.maximum(held, lengths)
         self.lengths.kv_planned[rows] = lengths
         return True
 
     def extend_decode(
-        self, rows: Int32, widths: Int32 | None = None, *, evict: bool = True, prompts_wait: bool = False
-    ) -> Int32 | None:
+        self, rows: Index, widths: Int32 | None = None, *, evict: bool = True, prompts_wait: bool = False
+    ) -> Index | None:
         """Allocates one more token, or `widths` `[rows]` more where steps have drafts, for each of `rows` `[rows]`, or
         for none of them: then None. `evict`: see `extend_rows`; `prompts_wait`: for rows, and for all that they take.
 
@@ -244,23 +244,24 @@ class KVCache:
             return self._extend_by(rows, widths, evict)
         assert self.lengths.kv_planned is self.lengths.kv_allocated, "with drafts every row has a width"
         lengths = self.lengths.kv_allocated[rows]
-        crossing = (lengths & (self.page_size - 1)) == 0
-        if crossing.any():
-            needy = rows[crossing]
+        crossing = np.bitwise_and(lengths, self._within_page) == 0
+        needy = rows[crossing]
+        if len(needy):
+            held = lengths[crossing]
             if self._windows:
                 self._let_go_now_and_then(len(needy) > self.available_pages)
-            if not self._grow(needy, lengths[crossing] // np.int32(self.page_size)):
+            if not self._grow(needy, held // self.page_size):
                 return None
+            if self.states is not None:
+                wanted = prompts_wait and bool(self._free_rows)
+                self.states.change_slots(needy, held, self.launched_step + 1, wanted)
         if self._windows:
             self.lengths.first_query[rows] = lengths
-        if self.states is not None:
-            wanted = prompts_wait and bool(self._free_rows)
-            self.states.change_slots(rows, lengths, self.launched_step + 1, wanted)
-        lengths += 1
+        lengths += ONE
         self.lengths.kv_allocated[rows] = lengths
         return lengths
 
-    def _extend_by(self, rows: Int32, widths: Int32, evict: bool) -> Int32 | None:
+    def _extend_by(self, rows: Index, widths: Int32, evict: bool) -> Index | None:
         lengths = self.lengths.kv_planned[rows] + widths
         if self._windows:
             self._let_go_now_and_then(False)
@@ -272,15 +273,15 @@ class KVCache:
                 return lengths
         return None
 
-    def shorten(self, rows: Int32, tokens: Int32) -> None:
+    def shorten(self, rows: Index, tokens: Int32) -> None:
         """Steps that have finished wrote so many tokens less, `[rows]`, than was planned for `rows` `[rows]`."""
         self.lengths.kv_planned[rows] -= tokens
 
     def give_up_drafts(self) -> bool:
         """Frees the pages that rows hold for drafts that were wrong; False if there are none. No step is in flight."""
         rows = self._all_rows()
-        first = -(-self.lengths.kv_planned[rows] // np.int32(self.page_size))
-        last = -(-self.lengths.kv_allocated[rows] // np.int32(self.page_size))
+        first = -(-self.lengths.kv_planned[rows] // self.page_size)
+        last = -(-self.lengths.kv_allocated[rows] // self.page_size)
         held = first < last
         if not held.any():
             return False
@@ -298,7 +299,7 @@ class KVCache:
             self._steps_since_let_go = 0
             self.let_go(self._all_rows(), tight=short)
 
-    def let_go(self, rows: Int32, *, tight: bool = False) -> None:
+    def let_go(self, rows: Index, *, tight: bool = False) -> None:
         """Gives up what no step in flight and none to come will read of `rows` `[rows]`, which the next step does not
         have yet. `tight`: to the page; else windows may keep a little of the tree's."""
         if self._windows:
@@ -308,7 +309,7 @@ class KVCache:
             for group in self._windows:
                 group.let_go(rows, reading, self.open_rows, tight)
 
-    def cache_prefix(self, record: RowKV, tokens: bytes, length: int, step: int | None) -> None:
+    def cache_prefix(self, record: RowKV, tokens: TokenBytes, length: int, step: int | None) -> None:
         """Puts the first `length` of a request's tokens (int32 bytes), which it has computed, in the tree up to the
         page floor, and a state if the row has the one at that very length.
 
@@ -324,7 +325,7 @@ class KVCache:
         row = record.row
         first, last = protected // self.page_size, length // self.page_size
         runs = tuple([group.run(record, first, last, step is not None) for group in self.groups])
-        run = tokens[protected * TOKEN_BYTES : length * TOKEN_BYTES]
+        run = bytes(tokens[protected * TOKEN_BYTES : length * TOKEN_BYTES])
         added = self.tree.insert(locked, run, runs, request_owner(row), record.serial)
         if locked.parent is None:
             self.tree.lock(added.node)
@@ -337,51 +338,9 @@ class KVCache:
             if step is not None:
                 record.repointed = step
         elif record.proven:
-            self._prove(record)
+            self.trust.add(record)
 
-    def prove(self, record: RowKV, step: int) -> bool:
-        """What a row sampled in `step` was finite: all that it read, and what it will still add, is fit to be shared.
-
-        False, and nothing is proven, if the step read copies of the row's own in place of what it depends on now.
-        """
-        if record.repointed >= step:
-            return False
-        record.proven = True
-        self._prove(record)
-        return True
-
-    def _prove(self, record: RowKV) -> None:
-        self.tree.prove(record.locked_node)
-        for group in self._windows:
-            group.prove(record, record.locked_node)
-        if self.states is not None:
-            self.states.prove(record)
-
-    def distrust(self, record: RowKV) -> None:
-        """A row sampled something that is not finite: nothing that it computed, or read unproven, is matched again. Who
-        depends on such KV keeps it until it lets go."""
-        top, last = None, record.cache_protected_len // self.page_size
-        for node in record.locked_node.path():
-            if not node.dead and (
-                node.writer == record.serial
-                or not node.proven
-                or any(group.in_doubt(record, node, last) for group in self._windows)
-                or (self.states is not None and self.states.in_doubt(record, node))
-            ):
-                top = node
-            last -= node.length
-        if top is not None:
-            self.tree.cut(top)
-
-    @staticmethod
-    def borrowed_trouble(record: RowKV) -> bool:
-        """True where a row reads KV that somebody else computed and that was cut off since, or began with window pages
-        or a state that nothing proved and has sampled nothing since."""
-        if record.on_trust and not record.proven:
-            return True
-        return any(node.dead and node.writer != record.serial for node in record.locked_node.path())
-
-    def release_kv_cache(self, record: RowKV, tokens: bytes, *, insert: bool) -> None:
+    def release_kv_cache(self, record: RowKV, tokens: TokenBytes, *, insert: bool) -> None:
         """The one way a request gives its KV up: finish, retract, abort and close all end here.
 
         `tokens`: int32 bytes of at least the committed tokens; with `insert` their whole pages are kept in the tree,
@@ -397,7 +356,7 @@ class KVCache:
         self.tree.unlock(record.locked_node)
         self._free_row(record.row)
 
-    def _keep_last_state(self, states: StateGroup, record: RowKV, tokens: bytes) -> None:
+    def _keep_last_state(self, states: StateGroup, record: RowKV, tokens: TokenBytes) -> None:
         length = states.last_state(record)
         if length <= record.state_len:
             return
@@ -425,7 +384,7 @@ class KVCache:
         """Page-table entries that changed since the last call, of each group."""
         return tuple([group.table.take_deltas() for group in self.groups])
 
-    def take_copies(self, rows: Int32, step: int) -> tuple[SlotCopies, ...]:
+    def take_copies(self, rows: Index, step: int) -> tuple[SlotCopies, ...]:
         """What sequences of `step`, those of `rows` `[rows]`, begin with that do not go on in their own slot."""
         return () if self.states is None else self.states.take_copies(rows, step)
 
@@ -442,10 +401,10 @@ class KVCache:
         del self.open_rows[row]
         self._free_rows.append(row)
 
-    def _all_rows(self) -> Int32:
-        return np.fromiter(self.open_rows, np.int32, len(self.open_rows))
+    def _all_rows(self) -> Index:
+        return np.fromiter(self.open_rows, np.intp, len(self.open_rows))
 
-    def _grow(self, rows: Int32, columns: Int32) -> bool:
+    def _grow(self, rows: Index, columns: Index) -> bool:
         """Gives rows pages at `(rows[i], columns[i])`, of every group or of none."""
         if not self._make_room(len(columns)):
             return False
@@ -454,6 +413,11 @@ class KVCache:
 
     def _make_room(self, count: int) -> bool:
         """Evicts until every group has so many free pages; False, with nothing changed, where one cannot."""
+        for group in self._paged:
+            if count > group.pool.num_free:
+                break
+        else:
+            return True
         if count > self.available_pages:
             return False
         for group in self._paged:
@@ -462,12 +426,11 @@ class KVCache:
                 group.num_evicted += self.tree.evict(group.component, shortfall)
         return True
 
-    def _give(self, rows: Int32, columns: Int32) -> None:
-        owners = request_owners(rows)
+    def _give(self, rows: Index, columns: Index) -> None:
         for group in self._paged:
-            group.table.write(rows, columns, group.take(len(columns), owners))
+            group.table.write(rows, columns, group.take(len(rows), group.owners(rows)))
 
-    def _give_runs(self, rows: Int32, first: Int32, counts: Int32) -> None:
+    def _give_runs(self, rows: Index, first: Index, counts: Index) -> None:
         """Gives each row `counts` pages from column `first` on, `[rows]` each."""
         for row, column, count in zip(rows.tolist(), first.tolist(), counts.tolist(), strict=True):
             if count:

@@ -22,6 +22,7 @@ class OwnerKind(IntEnum):
 
 
 _NODE = int(OwnerKind.NODE)
+_REQUEST = int(OwnerKind.REQUEST)
 FREE = int(OwnerKind.FREE)
 PAD = int(OwnerKind.PAD)
 RETIRED = int(OwnerKind.RETIRED)
@@ -34,12 +35,12 @@ class OwnershipError(RuntimeError):
 
 def request_owner(row: int) -> int:
     """Owner code of the request in a row."""
-    return (row << _KIND_BITS) | OwnerKind.REQUEST
+    return (row << _KIND_BITS) | _REQUEST
 
 
-def request_owners(rows: NDArray[np.int32]) -> Owners:
+def request_owners(rows: NDArray[np.intp]) -> Owners:
     """Owner codes of the requests in `rows`, `[rows]`."""
-    return (rows.astype(np.int64) << _KIND_BITS) | int(OwnerKind.REQUEST)
+    return (rows << _KIND_BITS) | _REQUEST
 
 
 def node_owner(node_id: int) -> int:

@@ -5,6 +5,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+Index = NDArray[np.intp]
+"""Numbers of rows, columns and tokens on the host: arrays that are indexed by numbers of another type convert them at
+each use, which costs more than the use."""
+
+ONE: Index = np.array(1, np.intp)
+"""To be added to arrays: a Python number is converted at each use as well."""
+
 
 class RowLengths:
     """The lengths of every row's ownership record, as arrays `[rows]`, in tokens.
@@ -18,14 +25,10 @@ class RowLengths:
     """
 
     def __init__(self, rows: int, drafts: bool = False) -> None:
-        self.cache_protected: NDArray[np.int32] = np.zeros(rows, np.int32)
-        self.kv_committed: NDArray[np.int32] = np.zeros(rows, np.int32)
-        self.kv_allocated: NDArray[np.int32] = np.zeros(rows, np.int32)
-        self.kv_planned: NDArray[np.int32] = np.zeros(rows, np.int32) if drafts else self.kv_allocated
-        self.first_query: NDArray[np.int32] = np.zeros(rows, np.int32)
+        self._all: Index = np.zeros((5, rows), np.intp)
+        self.cache_protected, self.kv_committed, self.kv_allocated, planned, self.first_query = self._all
+        self.kv_planned: Index = planned if drafts else self.kv_allocated
 
     def start(self, row: int, length: int) -> None:
         """A row begins with a cached prefix of `length` tokens."""
-        for column in (self.cache_protected, self.kv_committed, self.kv_allocated, self.kv_planned):
-            column[row] = length
-        self.first_query[row] = length
+        self._all[:, row] = length

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sglang_jax.mem_cache.ledger import FREE, Owners, OwnershipError, PageLedger, Pages
 
-_TAKEN = -1
+_PAD = np.zeros(1, np.int32)
 
 
 class PagePool:
     """Free pages of one kind. Page 0 is the pad page and is never handed out.
 
     `alloc` and `free` are O(pages moved): no sort, no scan. A page that is freed twice is always noticed; who owned it
-    is known with a ledger.
+    is known with a ledger. Each page remembers where in the stack it was last: it is free if the stack is that high,
+    and has the page there (the sparse sets of Briggs and Torczon 1993), so that taking pages marks none of them.
 
     **Arguments:** `num_pages` counts the pad page; `page_size` in tokens; `ledger` records owners in debug mode.
     """
@@ -25,19 +25,18 @@ class PagePool:
         self.page_size = page_size
         self.total = num_pages - 1
         self.ledger = ledger
-        self._stack: Pages = np.arange(num_pages - 1, 0, -1, dtype=np.int32)
         self.num_free = self.total
-        # Each free page's place in the stack, `_TAKEN` of the others. The pad page is never taken, so never freed.
-        self._places: NDArray[np.int32] = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
+        # The pad page lies below all others, so that it is free for ever.
+        self._stack: Pages = np.concatenate((_PAD, np.arange(self.total, 0, -1, dtype=np.int32)))
+        self._places: Pages = self._stack.copy()  # page p lies at num_pages - p, and the pad page at 0
 
     def alloc(self, count: int, owner: int | Owners) -> Pages | None:
         """Takes `count` pages for `owner` (one code or `[count]`), or none of them: then None."""
         if count > self.num_free:
             return None
-        top = self.num_free
+        top = self.num_free + 1
         pages: Pages = self._stack[top - count : top].copy()
-        self.num_free = top - count
-        self._places[pages.astype(np.intp)] = _TAKEN
+        self.num_free -= count
         if self.ledger is not None:
             self.ledger.move(pages, FREE, owner)
         return pages
@@ -49,21 +48,22 @@ class PagePool:
         """
         if self.ledger is not None:
             self.ledger.move(pages, owner, FREE)
-        first, last = self.num_free, self.num_free + len(pages)
+        first, last = self.num_free + 1, self.num_free + 1 + len(pages)
         index = pages.astype(np.intp)  # or numpy does so at each use
-        if np.count_nonzero(self._places[index] != _TAKEN):
+        before = self._places[index]
+        low = before < first
+        if np.count_nonzero(low) and np.count_nonzero(self._stack[before[low]] == pages[low]):
             raise _double_free(pages)
         places = np.arange(first, last, dtype=np.int32)
         self._places[index] = places
         if last - first > 1 and np.count_nonzero(self._places[index] != places):
-            self._places[index] = _TAKEN
             raise _double_free(pages)
         self._stack[first:last] = pages
-        self.num_free = last
+        self.num_free = last - 1
 
     def free_pages(self) -> Pages:
         """The free pages `[free]`, for checks."""
-        return self._stack[: self.num_free]
+        return self._stack[1 : self.num_free + 1]
 
 
 def _double_free(pages: Pages) -> OwnershipError:

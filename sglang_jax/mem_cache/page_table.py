@@ -6,9 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_jax.mem_cache.ledger import Pages
+from sglang_jax.mem_cache.lengths import Index
 from sglang_jax.runner.plan import Int32, PageDeltas
 
 _NOTHING = np.zeros(0, np.int32)
+_NOWHERE: Index = np.zeros(0, np.intp)
 NO_DELTAS = PageDeltas(_NOTHING, _NOTHING, _NOTHING)
 
 
@@ -22,12 +24,12 @@ class PageTable:
     def __init__(self, rows: int, max_pages: int) -> None:
         self.pages: NDArray[np.int32] = np.zeros((rows, max_pages), np.int32)
         self._runs: dict[int, tuple[int, int]] = {}
-        self._spots: list[tuple[Int32, Int32]] = []
+        self._spots: list[tuple[Index, Index]] = []
         self._stamps: Int32 = np.zeros(rows * max_pages, np.int32)
         self._columns: Int32 = np.arange(max_pages, dtype=np.int32)
         self._columns.setflags(write=False)
 
-    def write(self, rows: Int32, columns: Int32, pages: Pages) -> None:
+    def write(self, rows: Index, columns: Index, pages: Pages) -> None:
         """Sets `pages[i]` at `(rows[i], columns[i])`, each place once. The arrays of places are kept, and must stay as
         they are."""
         self.pages[rows, columns] = pages
@@ -47,7 +49,7 @@ class PageTable:
         """Pages of columns `[first, last)` of a row, a copy."""
         return self.pages[row, first:last].copy()
 
-    def take_out(self, rows: Int32, columns: Int32) -> Pages:
+    def take_out(self, rows: Index, columns: Index) -> Pages:
         """Pages at `(rows[i], columns[i])`, which are forgotten, as by `clear`."""
         pages: Pages = self.pages[rows, columns]
         self.pages[rows, columns] = 0
@@ -68,42 +70,50 @@ class PageTable:
         if runs and self._overlap(runs, spots):
             spots.append(self._places(runs))
             runs = {}
-        rows, columns = spots[0] if len(spots) == 1 else self._each_once(spots)
-        pages = self.pages[rows, columns]
-        if runs:
-            lengths = [last - first for first, last in runs.values()]
-            rows = np.concatenate((rows, np.array(list(runs), np.int32).repeat(lengths)))
-            columns = np.concatenate([columns, *[self._columns[first:last] for first, last in runs.values()]])
-            pages = np.concatenate([pages, *[self.pages[row, first:last] for row, (first, last) in runs.items()]])
-        if not pages.all():
+        rows, columns, pages = self._values(*(spots[0] if len(spots) == 1 else self._each_once(spots)), runs)
+        if np.count_nonzero(pages) < len(pages):
             rows, columns, pages = rows[pages > 0], columns[pages > 0], pages[pages > 0]
         return PageDeltas(rows, columns, pages)
 
-    def _overlap(self, runs: dict[int, tuple[int, int]], spots: list[tuple[Int32, Int32]]) -> bool:
+    def _values(self, rows: Index, columns: Index, runs: dict[int, tuple[int, int]]) -> tuple[Int32, Int32, Int32]:
+        """Rows, columns and pages at these places and in runs, each in one array."""
+        if not runs:
+            return rows.astype(np.int32), columns.astype(np.int32), self.pages[rows, columns]
+        place = len(rows)
+        values = np.empty((3, place + sum([last - first for first, last in runs.values()])), np.int32)
+        if place:
+            values[0, :place], values[1, :place], values[2, :place] = rows, columns, self.pages[rows, columns]
+        for row, (first, last) in runs.items():
+            run = slice(place, place := place + last - first)
+            values[0, run], values[1, run], values[2, run] = row, self._columns[first:last], self.pages[row, first:last]
+        return values[0], values[1], values[2]
+
+    def _overlap(self, runs: dict[int, tuple[int, int]], spots: list[tuple[Index, Index]]) -> bool:
         """Whether a run holds one of the places."""
         if all(runs.keys().isdisjoint(rows.tolist()) for rows, _ in spots):
             return False
-        first, last = np.zeros((2, len(self.pages)), np.int32)
+        first, last = np.zeros((2, len(self.pages)), np.intp)
         rows = list(runs)
-        first[rows], last[rows] = np.array(list(runs.values()), np.int32).T
+        first[rows], last[rows] = np.array(list(runs.values())).T
         return any(((first[rows] <= columns) & (columns < last[rows])).any() for rows, columns in spots)
 
-    def _each_once(self, spots: list[tuple[Int32, Int32]]) -> tuple[Int32, Int32]:
+    def _each_once(self, spots: list[tuple[Index, Index]]) -> tuple[Index, Index]:
         """Places without repetitions, in time that follows their number alone: no sort."""
         if not spots:
-            return _NOTHING, _NOTHING
+            return _NOWHERE, _NOWHERE
         rows, columns = _join(spots)
-        flat = rows * np.int32(self.pages.shape[1]) + columns
+        flat = rows * self.pages.shape[1] + columns
         order = np.arange(len(flat), dtype=np.int32)
         self._stamps[flat] = order
         newest = self._stamps[flat] == order
         return rows[newest], columns[newest]
 
-    def _places(self, runs: dict[int, tuple[int, int]]) -> tuple[Int32, Int32]:
+    def _places(self, runs: dict[int, tuple[int, int]]) -> tuple[Index, Index]:
         """Rows and columns of runs, place by place."""
-        rows = np.array(list(runs), np.int32).repeat([last - first for first, last in runs.values()])
-        return rows, np.concatenate([self._columns[first:last] for first, last in runs.values()])
+        rows = np.array(list(runs)).repeat([last - first for first, last in runs.values()])
+        columns = np.concatenate([self._columns[first:last] for first, last in runs.values()])
+        return rows, columns.astype(np.intp)
 
 
-def _join(places: list[tuple[Int32, Int32]]) -> tuple[Int32, Int32]:
+def _join(places: list[tuple[Index, Index]]) -> tuple[Index, Index]:
     return np.concatenate([rows for rows, _ in places]), np.concatenate([columns for _, columns in places])

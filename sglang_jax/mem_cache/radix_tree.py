@@ -6,7 +6,6 @@ RadixAttention (Zheng et al. 2023) over pages; what a node holds is its componen
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -135,10 +134,10 @@ class RadixTree:
         size = len(tokens) if limit is None else max(limit, 0) // self.page_size * self.page_bytes
         if self._partial:
             return self._probe_partial(root, tokens, size)
-        last = deque(self._walk(root, tokens, size), maxlen=1)
-        if not last:
-            return Probe(root, 0, True, 0)
-        node, start, end, whole = last[0]
+        last = (root, 0, 0, True)
+        for reached in self._walk(root, tokens, size):
+            last = reached
+        node, start, end, whole = last
         return Probe(node, (end - start) // self.page_bytes, whole, end // TOKEN_BYTES)
 
     def _probe_partial(self, root: Node, tokens: bytes, size: int) -> Probe:
@@ -301,8 +300,9 @@ class RadixTree:
             component.remove(node)
         del parent.children[node.key[: self.page_bytes]]
         self.num_nodes -= 1
-        self._touch(parent)
-        self._drop_empty_root(parent)
+        if not parent.children:
+            self._touch(parent)
+            self._drop_empty_root(parent)
         return parent
 
     def _trim_leaf(self, node: Node, pages: int) -> None:
@@ -381,8 +381,10 @@ class RadixTree:
 
     def _add_leaf(self, parent: Node, key: bytes, writer: int) -> Node:
         leaf = self._new_node(key, parent, parent.namespace, writer)
+        was_leaf = not parent.children
         parent.children[key[: self.page_bytes]] = leaf
-        self._touch(parent)
+        if was_leaf:
+            self._touch(parent)
         return leaf
 
     def _new_node(self, key: bytes, parent: Node, namespace: Namespace, writer: int) -> Node:

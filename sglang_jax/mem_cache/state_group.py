@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from sglang_jax.mem_cache.group import Group
 from sglang_jax.mem_cache.ledger import Pages, request_owner
-from sglang_jax.mem_cache.lengths import RowLengths
+from sglang_jax.mem_cache.lengths import Index, RowLengths
 from sglang_jax.mem_cache.radix_tree import Insertion, Node
 from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.mem_cache.state import States
@@ -44,12 +44,15 @@ class StateGroup(Group):
         self.number = number
         rows = len(lengths.kv_allocated)
         self.interval = self.pages_for(interval) * self.page_size
+        self._slots: Int32 = self.table.pages[:, 0]  # a view of the one column
+        self._column: Index = np.zeros(rows, np.intp)
+        self._column.setflags(write=False)
         self._sources: Int32 = np.zeros(rows, np.int32)
         self._pending = 0  # rows with a source
         self._pinned: dict[int, Node] = {}
         self._beginning: deque[tuple[int, Node]] = deque()
         self._second: Int32 = np.zeros(rows, np.int32)
-        self._second_len: Int32 = np.zeros(rows, np.int32)
+        self._second_len: Index = np.zeros(rows, np.intp)
         self._second_step: NDArray[np.int64] = np.zeros(rows, np.int64)
         self._finished_step = -1
 
@@ -88,7 +91,7 @@ class StateGroup(Group):
         return 0
 
     def owned(self, record: RowKV, allocated: int) -> Pages:
-        slots = np.array([self.table.pages[record.row, 0], self._second[record.row]], np.int32)
+        slots = np.array([self._slots[record.row], self._second[record.row]], np.int32)
         return slots[slots > 0]
 
     def pins(self) -> Counter[int]:
@@ -104,7 +107,7 @@ class StateGroup(Group):
     def rest_need(self, tokens: int, row: int) -> int:
         return 0
 
-    def output_need(self, known: Int32 | int, left: Int32 | int) -> int:
+    def output_need(self, known: Index | int, left: Index | int) -> int:
         return 0
 
     def open(self, record: RowKV, node: Node, pages: int) -> None:
@@ -141,7 +144,7 @@ class StateGroup(Group):
         slots = np.zeros(last - first, np.int32)
         if going_on:
             if self._worth_a_slot(record, last * self.page_size) and self._has_room(record, last * self.page_size):
-                slots[-1] = self.table.pages[record.row, 0]
+                slots[-1] = self._slots[record.row]
         elif self.last_state(record) == last * self.page_size:
             slots[-1] = self._slot_of_last_state(record)
         return slots
@@ -183,7 +186,7 @@ class StateGroup(Group):
 
     def _slot_of_last_state(self, record: RowKV) -> int:
         own = self._ends_on_boundary(record)
-        return int(self.table.pages[record.row, 0] if own else self._second[record.row])
+        return int(self._slots[record.row] if own else self._second[record.row])
 
     def leave_last_state(self, record: RowKV) -> None:
         """A request ends whose last state is that at the end of the prefix it depends on: the node gets it, if it has
@@ -208,27 +211,33 @@ class StateGroup(Group):
         self.table.clear(row, 1)
         self._second[row] = 0
 
-    def change_slots(self, rows: Int32, lengths: Int32, step: int, wanted: bool) -> None:
-        """Decode rows `rows` `[rows]` go on after `lengths` `[rows]` tokens in `step`, which is planned now: those on a
-        boundary do so in their second slot, and what they began with stays. Where slots are `wanted` by others, who
-        come first, rows leave them one, or stay where they are so that second slots can be taken back."""
+    def change_slots(self, rows: Index, lengths: Index, step: int, wanted: bool) -> None:
+        """Decode rows `rows` `[rows]` go on after `lengths` `[rows]` tokens, whole pages, in `step`, which is planned
+        now: those on a boundary do so in their second slot, and what they began with stays. Where slots are `wanted` by
+        others, who come first, rows leave them one, or stay where they are so that second slots can be taken back."""
         if not self.interval or (wanted and not self._unclaimed):
             return
-        (at,) = np.nonzero(lengths % np.int32(self.interval) == 0)
-        if not len(at):
+        at = lengths % self.interval == 0
+        moving, reached = rows[at], lengths[at]
+        if np.count_nonzero(self._sources[moving]):  # there is a copy to come already
+            begun = self._sources[moving] == 0
+            moving, reached = moving[begun], reached[begun]
+        if not len(moving):
             return
-        at = at[self._sources[rows[at]] == 0]
-        moving, second = rows[at], self._second[rows[at]]
-        for place in np.flatnonzero(second == 0).tolist():
-            second[place] = self._spare(int(moving[place]), wanted)
-        at, moving, second = at[second > 0], moving[second > 0], second[second > 0]
-        own = self.table.pages[moving, 0]
-        self._sources[moving] = self._second[moving] = own
+        second = self._second[moving]
+        if np.count_nonzero(second) < len(second):
+            for place in np.flatnonzero(second == 0).tolist():
+                second[place] = self._spare(int(moving[place]), wanted)
+            moving, reached, second = moving[second > 0], reached[second > 0], second[second > 0]
+        own = self._slots[moving]
+        self._sources[moving] = own
+        self._second[moving] = own
         self._pending += len(moving)
-        self._second_len[moving], self._second_step[moving] = lengths[at], step
-        self.table.write(moving, np.zeros(len(moving), np.int32), second)
+        self._second_len[moving] = reached
+        self._second_step[moving] = step
+        self.table.write(moving, self._column[: len(moving)], second)
 
-    def take_copies(self, rows: Int32, step: int) -> tuple[SlotCopies, ...]:
+    def take_copies(self, rows: Index, step: int) -> tuple[SlotCopies, ...]:
         """What those of `rows` `[rows]`, all of the sequences of `step`, begin with that do not begin with their own
         slot."""
         if not self._pending:
@@ -243,7 +252,7 @@ class StateGroup(Group):
         for row in rows.tolist() if self._pinned else ():
             if (node := self._pinned.pop(row, None)) is not None:
                 self._beginning.append((step, node))
-        return (SlotCopies(self.number, sources, self.table.pages[rows, 0]),)
+        return (SlotCopies(self.number, sources, self._slots[rows]),)
 
     def settle(self, step: int) -> None:
         self._finished_step = step

@@ -234,6 +234,8 @@ class WindowKV(PooledComponent):
     def evict_at(self, node: Node, wanted: int) -> int:
         value = self.held(node)
         count = min(wanted, len(value.pages) - value.covered)
+        if not (node.children or node.locks) and len(value.pages) - count < self.reach:
+            return 0  # a leaf that nobody depends on, and at whose end no match would end: it goes with all that it has
         self._drop_head(node, value, count)
         self.evictable -= count
         if len(value.pages) == value.covered:

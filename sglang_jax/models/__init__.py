@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.layers.platform import PlatformForm
-from sglang_jax.models.kv_cache import KVCaches, KVCacheSpec, allocate, kv_bytes_per_token, kv_cache_spec
+from sglang_jax.models.kv_cache import KVCaches, KVCacheSpec, StateDtypes, allocate, bytes_of_groups, kv_cache_spec
 from sglang_jax.models.parameters import check_shapes
 from sglang_jax.models.transformer import Transformer
 
@@ -25,10 +25,11 @@ __all__ = [
     "AttentionImplementation",
     "KVCacheSpec",
     "KVCaches",
+    "StateDtypes",
     "Transformer",
     "allocate",
     "build_model",
-    "kv_bytes_per_token",
+    "bytes_of_groups",
     "kv_cache_spec",
 ]
 

@@ -15,11 +15,13 @@ from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.feed_forward import FeedForward
 from sglang_jax.layers.norm import Norm
 from sglang_jax.layers.parameter import parameter
+from sglang_jax.layers.recurrent import recurrent_layer
 from sglang_jax.layers.weight_format import WeightFormat
+from sglang_jax.models.kv_cache import LayerMemory
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and feed-forward, each added to the residual stream, with norms where the config has them."""
+    """What mixes tokens and feed-forward, each added to the residual stream, with norms where the config has them."""
 
     def __init__(
         self,
@@ -35,20 +37,30 @@ class DecoderLayer(nnx.Module):
 
         self.config = config
         self.attention_norm = norm(config.mixer_norms.pre, Part.ATTENTION_NORM)
-        self.attention = Attention(config.mixer, hidden_size, dtype=dtype, kv_dtype=kv_dtype, implementation=attention)
+        self.attention = (
+            None
+            if config.attention is None
+            else Attention(config.attention, hidden_size, dtype=dtype, kv_dtype=kv_dtype, implementation=attention)
+        )
+        self.recurrent = (
+            None if config.recurrent is None else recurrent_layer(config.recurrent, hidden_size, dtype=dtype)
+        )
         self.attention_post_norm = norm(config.mixer_norms.post, Part.ATTENTION_POST_NORM)
         self.feed_forward_norm = norm(config.feed_forward_norms.pre, Part.FEED_FORWARD_NORM)
-        self.feed_forward = FeedForward(config.feed_forward, hidden_size, dtype=dtype)
+        inner = config.feed_forward
+        self.feed_forward = None if inner is None else FeedForward(inner, hidden_size, dtype=dtype)
         self.feed_forward_post_norm = norm(config.feed_forward_norms.post, Part.FEED_FORWARD_POST_NORM)
         self.scale = parameter([(Axis.ONE, 1)], dtype, Part.LAYER_SCALE) if config.learnt_scale else None
 
     def __call__(
-        self, x: jax.Array, residual: jax.Array, batch: ForwardBatch, rotary: RotaryTables | None, kv_pages: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        self, x: jax.Array, residual: jax.Array, batch: ForwardBatch, rotary: RotaryTables | None, memory: LayerMemory
+    ) -> tuple[jax.Array, jax.Array, LayerMemory]:
         """x `[T, hidden]` is what the layer below has yet to add to the residual stream `[T, hidden]`."""
         x, residual = _add(self.attention_norm, x, residual)
-        attended, kv_pages = self.attention(x, batch, rotary, kv_pages)
-        if self.config.parallel:
+        attended, memory = self._mixed(x, batch, rotary, memory)
+        if self.feed_forward is None:
+            x = self._given(self.attention_post_norm, attended)
+        elif self.config.parallel:
             x = self._scaled(attended + self.feed_forward(x))
         else:
             x, residual = _add(self.feed_forward_norm, self._given(self.attention_post_norm, attended), residual)
@@ -56,12 +68,30 @@ class DecoderLayer(nnx.Module):
         if self.scale is not None:
             scale = self.scale[...].astype(x.dtype)
             x, residual = x * scale, residual * scale
-        return x, residual, kv_pages
+        return x, residual, memory
+
+    def _mixed(
+        self, x: jax.Array, batch: ForwardBatch, rotary: RotaryTables | None, memory: LayerMemory
+    ) -> tuple[jax.Array, LayerMemory]:
+        """The output of what mixes tokens, and what it keeps."""
+        if self.attention is None:
+            assert self.recurrent is not None
+            return self.recurrent(x, batch.states, memory)
+        if self.recurrent is None:
+            return self.attention(x, batch, rotary, memory)
+        pages, states = memory
+        attended, pages = self.attention(x, batch, rotary, pages)
+        found, states = self.recurrent(x, batch.states, states)
+        return attended + found, (pages, states)
 
     def arrange(self, wanted: WeightFormat) -> None:
         """Every matrix, once loaded, in another format."""
-        self.attention.arrange(wanted)
-        self.feed_forward.arrange(wanted)
+        if self.attention is not None:
+            self.attention.arrange(wanted)
+        if self.recurrent is not None:
+            self.recurrent.arrange(wanted)
+        if self.feed_forward is not None:
+            self.feed_forward.arrange(wanted)
 
     def _given(self, norm: Norm | None, output: jax.Array) -> jax.Array:
         """What a block gives to the residual stream."""

@@ -1,4 +1,4 @@
-"""The KV pages of a model: shape, type, placement, size."""
+"""What the layers of a model keep of sequences, KV pages and recurrent states: shape, type, placement, size."""
 
 from __future__ import annotations
 
@@ -7,23 +7,62 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sglang_jax.architectures.model_config import ModelConfig, cache_groups, group_of_layers
+from sglang_jax.architectures.model_config import (
+    CacheGroup,
+    CacheKind,
+    LayerConfig,
+    ModelConfig,
+    StateDtype,
+    cache_groups,
+    group_of_layers,
+)
 from sglang_jax.kernels.kv_storage import page_shape
 from sglang_jax.layers.platform import PlatformForm
+from sglang_jax.layers.recurrent import States
 from sglang_jax.layers.sharding import KV_AXES, named_sharding
 
-KVCaches = tuple[jax.Array, ...]
-"""Pages of each layer, as `kernels.kv_storage` lays them out."""
+_FLOAT32 = jnp.dtype(jnp.float32)
+
+LayerMemory = jax.Array | States | tuple[jax.Array, States]
+"""A layer's KV pages, as `kernels.kv_storage` lays them out, or the pools of its state, or both."""
+
+KVCaches = tuple[LayerMemory, ...]
+"""What each layer keeps."""
+
+
+def pages_of(memory: LayerMemory) -> jax.Array:
+    """The pages of a layer that has attention, whatever it has beside them."""
+    return memory[0] if isinstance(memory, tuple) else memory
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """`shapes` of each layer's pages, `[num_pages, kv_heads, parts, page_size, lanes]`, and the `storage` type."""
+    """`shapes` of each layer's pages, `[num_pages, kv_heads, parts, page_size, lanes]`, and the `storage` type; `()`
+    for a layer without pages. `states`: shapes and types of each layer's pools for its state, none for attention."""
 
     shapes: tuple[tuple[int, ...], ...]
     storage: jnp.dtype
+    states: tuple[tuple[jax.ShapeDtypeStruct, ...], ...]
+
+    def memory(self, mesh: Mesh) -> KVCaches:
+        """Shapes that stand for what each layer keeps, kv heads spread over the mesh's tensor axis."""
+        pages, whole = named_sharding(mesh, KV_AXES), NamedSharding(mesh, PartitionSpec())
+
+        def of(shape: tuple[int, ...], states: tuple[jax.ShapeDtypeStruct, ...]) -> LayerMemory:
+            pools = tuple(jax.ShapeDtypeStruct(state.shape, state.dtype, sharding=whole) for state in states)
+            if not shape:
+                return pools
+            paged = jax.ShapeDtypeStruct(shape, self.storage, sharding=pages)
+            return (paged, pools) if pools else paged
+
+        return tuple(of(shape, states) for shape, states in zip(self.shapes, self.states, strict=True))
+
+    def bytes(self, layer: int) -> int:
+        """What a layer keeps takes."""
+        pages = math.prod(self.shapes[layer]) * self.storage.itemsize if self.shapes[layer] else 0
+        return pages + sum(math.prod(state.shape) * state.dtype.itemsize for state in self.states[layer])
 
 
 def kv_cache_spec(
@@ -33,35 +72,66 @@ def kv_cache_spec(
     page_size: int,
     *,
     platform: str | None = None,
+    state_dtypes: StateDtypes | None = None,
 ) -> KVCacheSpec:
-    """Pages that hold keys and values of `dtype`; `platform` is JAX's default unless given.
+    """Pages that hold keys and values of `dtype`, and slots for states; `platform` is JAX's default unless given.
 
-    `num_pages`: of each of the model's cache groups, or one number for all of them.
+    `num_pages`: of each of the model's cache groups, or one number for all of them. `state_dtypes`: float32 unless
+    given.
     """
     form = PlatformForm.of(platform or jax.default_backend())
     groups = group_of_layers(config)
     counts = num_pages if isinstance(num_pages, tuple) else (num_pages,) * len(cache_groups(config))
-    shapes = tuple(
-        page_shape(
-            counts[group],
-            layer.mixer.num_kv_heads,
-            page_size,
-            layer.mixer.head_dim,
-            tiled=form.tiled_kv_pages,
+    slots = counts[-1]
+
+    def pages(layer: LayerConfig, group: int | None) -> tuple[int, ...]:
+        attention = layer.attention
+        if attention is None or group is None:
+            return ()
+        return page_shape(
+            counts[group], attention.num_kv_heads, page_size, attention.head_dim, tiled=form.tiled_kv_pages
         )
-        for group, layer in zip(groups, config.layers, strict=True)
-    )
-    return KVCacheSpec(shapes, form.kv_storage(dtype))
+
+    shapes = tuple(pages(layer, group) for group, layer in zip(groups, config.layers, strict=True))
+    states = tuple(_pools(layer, slots, state_dtypes or StateDtypes()) for layer in config.layers)
+    return KVCacheSpec(shapes, form.kv_storage(dtype), states)
+
+
+@dataclass(frozen=True, slots=True)
+class StateDtypes:
+    """Types of the arrays of states: see `architectures.StateDtype`."""
+
+    activations: jnp.dtype = _FLOAT32
+    recurrent: jnp.dtype = _FLOAT32
+
+    def of(self, kind: StateDtype) -> jnp.dtype:
+        """The type of an array of that kind."""
+        return self.activations if kind is StateDtype.ACTIVATIONS else self.recurrent
+
+
+def _pools(layer: LayerConfig, slots: int, dtypes: StateDtypes) -> tuple[jax.ShapeDtypeStruct, ...]:
+    arrays = () if layer.recurrent is None else layer.recurrent.state
+    return tuple(jax.ShapeDtypeStruct((slots, *array.shape), dtypes.of(array.dtype)) for array in arrays)
 
 
 def allocate(spec: KVCacheSpec, mesh: Mesh) -> KVCaches:
-    """Zeroed pages, kv heads spread over the mesh's tensor axis."""
-    sharding = named_sharding(mesh, KV_AXES)
-    return tuple(jnp.zeros(shape, spec.storage, device=sharding) for shape in spec.shapes)
+    """Zeroed pages, kv heads spread over the mesh's tensor axis, and zeroed slots."""
+    return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype, device=array.sharding), spec.memory(mesh))
 
 
-def kv_bytes_per_token(config: ModelConfig, dtype: jnp.dtype, *, platform: str | None = None) -> tuple[int, ...]:
-    """Bytes that one token takes in each of the cache groups, over its layers and all devices, padding included."""
-    spec = kv_cache_spec(config, dtype, 1, 1, platform=platform)
-    sizes = [math.prod(shape) * spec.storage.itemsize for shape in spec.shapes]
-    return tuple(sum(sizes[layer] for layer in group.layers) for group in cache_groups(config))
+def bytes_of_groups(
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    page_size: int,
+    *,
+    platform: str | None = None,
+    state_dtypes: StateDtypes | None = None,
+) -> tuple[int, ...]:
+    """Bytes of one page of each of the cache groups, or of one slot, over its layers and all devices, padding
+    included."""
+    per_token = kv_cache_spec(config, dtype, 1, 1, platform=platform, state_dtypes=state_dtypes)
+
+    def of_one(group: CacheGroup) -> int:
+        return sum(per_token.bytes(layer) for layer in group.layers)
+
+    return tuple(of_one(group) * (1 if group.kind is CacheKind.STATE else page_size) for group in cache_groups(config))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sglang_jax.architectures.axes import Axis
-from sglang_jax.architectures.model_config import ModelConfig, RopeConfig, cache_groups, group_of_layers
+from sglang_jax.architectures.model_config import ModelConfig, RopeConfig, group_of_layers, num_paged_groups
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.rotary import RotaryScaling
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
@@ -21,7 +22,7 @@ from sglang_jax.layers.platform import PlatformForm
 from sglang_jax.layers.rotary import rotary_tables, rotary_tables_once
 from sglang_jax.layers.weight_format import InputsFirst, Matrices, OutputsFirst, WeightFormat
 from sglang_jax.models.decoder_layer import DecoderLayer
-from sglang_jax.models.kv_cache import KVCaches
+from sglang_jax.models.kv_cache import KVCaches, LayerMemory, pages_of
 
 
 @partial(jax.jit, static_argnums=0)
@@ -32,12 +33,12 @@ def _run_layer(
     residual: jax.Array,
     batch: ForwardBatch,
     rotary: RotaryTables | None,
-    kv_pages: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    memory: LayerMemory,
+) -> tuple[jax.Array, jax.Array, LayerMemory]:
     """One layer as a function of its weights. Of layers that are alike a program traces and lowers only one; the
     compiler inlines every call."""
     layer: DecoderLayer = nnx.merge(graph, state)
-    return layer(x, residual, batch, rotary, kv_pages)
+    return layer(x, residual, batch, rotary, memory)
 
 
 class Transformer(nnx.Module):
@@ -67,7 +68,7 @@ class Transformer(nnx.Module):
         self.final_norm = Norm([(Axis.HIDDEN, config.hidden_size)], config.final_norm, dtype, Part.FINAL_NORM)
         own_head = form.own_head_for_tied_embeddings or not config.tie_word_embeddings
         self.head = Head(config.hidden_size, config.vocab_size, dtype) if own_head else None
-        self.num_groups = len(cache_groups(config))
+        self.num_groups = num_paged_groups(config)
         self.group_of_layer = group_of_layers(config)
         self.form = form
         self.format: WeightFormat = InputsFirst()
@@ -107,14 +108,15 @@ class Transformer(nnx.Module):
         rotary = self._rotary_tables(batch.positions)
         written = list(kv_caches)
         batches = [
-            with_write_plan(self.attention, batch.of_group(group), written[self.group_of_layer.index(group)])
+            with_write_plan(self.attention, batch.of_group(group), pages_of(written[self.group_of_layer.index(group)]))
             for group in range(self.num_groups)
         ]
+        states = replace(batch, further=())
         for number, layer in enumerate(self.layers):
-            own, kv_pages = batches[self.group_of_layer[number]], written[number]
-            mixer = layer.config.mixer
-            tables = rotary[mixer.rope, mixer.head_dim]
-            x, residual, written[number] = _run_layer(*nnx.split(layer), x, residual, own, tables, kv_pages)
+            group, attention = self.group_of_layer[number], layer.config.attention
+            own = states if group is None else batches[group]
+            tables = None if attention is None else rotary[attention.rope, attention.head_dim]
+            x, residual, written[number] = _run_layer(*nnx.split(layer), x, residual, own, tables, written[number])
         hidden, _ = self.final_norm.add(x, residual)
         return hidden, tuple(written)
 
@@ -130,7 +132,7 @@ class Transformer(nnx.Module):
     def _rotary_tables(self, positions: jax.Array) -> dict[tuple[RopeConfig | None, int], RotaryTables | None]:
         """By rope and size of heads, each computed once."""
         tables = rotary_tables_once if self.form.computes_again_for_each_reader else rotary_tables
-        kinds = dict.fromkeys((layer.mixer.rope, layer.mixer.head_dim) for layer in self.config.layers)
+        kinds = dict.fromkeys((attention.rope, attention.head_dim) for attention in self.config.attention)
         return {
             (rope, head_dim): None
             if rope is None
@@ -150,8 +152,4 @@ class Transformer(nnx.Module):
     def _products(self, hidden: jax.Array) -> jax.Array:
         table = self.embedding.table[...]
         hidden = hidden.astype(table.dtype)
-        if self.head is not None:
-            return self.head(hidden)
-        # Embeddings have their outputs first.
-        outputs_first = isinstance(self.format, OutputsFirst)
-        return self.format.multiply(hidden, table if outputs_first else table.T)
+        return self.format.multiply_by_table(hidden, table) if self.head is None else self.head(hidden)

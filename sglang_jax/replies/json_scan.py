@@ -20,7 +20,7 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 class Scan(Enum):
-    """More may follow; it is whole; it is no JSON."""
+    """More may follow; it is whole; it is not JSON."""
 
     MORE = auto()
     DONE = auto()
@@ -183,7 +183,7 @@ def json_value(text: str) -> object:
 
 
 def _refuse(name: str) -> object:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _escaped(found: re.Match[str]) -> str:

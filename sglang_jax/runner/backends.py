@@ -8,6 +8,7 @@ from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from typing import cast
 
+from sglang_jax.about import BACKENDS
 from sglang_jax.checkpoint.opening import Checkpoint
 from sglang_jax.config import Backend, Device, EngineConfig
 from sglang_jax.errors import ConfigError, how_to_install
@@ -22,7 +23,6 @@ BackendFactory = Callable[[EngineConfig, Checkpoint], Runner]
 Follow = Callable[[EngineConfig], None]
 """Runs what node 0 runs, until that ends. Raises `ConfigError`, `CheckpointError`."""
 
-ENTRY_POINT_GROUP = "sglang_jax.backends"
 FOLLOWER_GROUP = "sglang_jax.followers"
 """Entry points of backends that run over several nodes."""
 
@@ -54,7 +54,7 @@ def load_follower(config: EngineConfig) -> Follow:
 
 
 def _find(config: EngineConfig) -> EntryPoint:
-    entries = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    entries = {entry.name: entry for entry in entry_points(group=BACKENDS)}
     backend = config.backend
     if backend is Backend.AUTO:
         backend = _choose(config.device, entries)

@@ -1,12 +1,12 @@
-"""A runner without a model: what a row samples is a hash of everything that the row can see.
+"""A runner without a model: what a row samples is a hash of everything that the row can see (`fake_model.py`).
 
 Each KV slot holds a hash of its token, its position, and all that its query saw when it was written. A page mistake
 anywhere, now or earlier, changes what is sampled. Each group of layers has slots of its own; of one with a window a
 query sees the last ones. `FakeRunner` keeps copies of its own (page tables, last tokens, sampling state), fed by the
 plans alone, so mistakes in what a plan carries show too. A group of recurrent states has slots: each is a hash of all
 that was written, in order, since the row's first token, so that a state that is stale, copied from elsewhere, or of
-another length changes what is sampled as well. KV of one namespace differs from that of
-another, and a step that a device fault spoils writes KV from which nothing finite can be sampled.
+another length changes what is sampled as well. KV of one namespace differs from that of another, and a step that a
+device fault spoils writes KV from which nothing finite can be sampled.
 
 With a `RunnerSpec.max_samples` above 1 it drafts: guesses of its own, some of them right, whose KV it writes like any
 other. What a row samples does not depend on them, how much of it in one step does.
@@ -14,13 +14,13 @@ other. What a row samples does not depend on them, how much of it in one step do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sglang_jax.architectures import CacheKind
+from sglang_jax.runner import fake_model
 from sglang_jax.runner.plan import (
     DRAFT,
     INVALID_TOKEN,
@@ -39,147 +39,6 @@ from sglang_jax.runner.plan import (
 )
 from sglang_jax.runner.protocol import RunnerReport
 from sglang_jax.runner.pulse import Building
-
-_MASK = 2**64 - 1
-_MULTIPLIER = 0x9E3779B97F4A7C15
-
-
-def _mix(*values: int) -> int:
-    state = 0x243F6A8885A308D3
-    for value in values:
-        state = (state ^ (value & _MASK)) * _MULTIPLIER & _MASK
-        state ^= state >> 29
-    return state
-
-
-_NOT_FINITE = -1
-"""What a spoilt step writes, and what every query knows that sees it."""
-
-
-def _begin(namespace: str | None) -> int:
-    """What a query knows before it has seen anything."""
-    return 0 if namespace is None else _mix(*namespace.encode(), 0xA11CE)
-
-
-def _see(seen: int, value: int) -> int:
-    """What a query knows after it has seen one more slot."""
-    if seen == _NOT_FINITE or value == _NOT_FINITE:
-        return _NOT_FINITE
-    return (seen * 0x100000001B3 + value) & _MASK
-
-
-def _write(seen: int, token: int, position: int) -> int:
-    """Content of the slot that a token's query writes."""
-    return _NOT_FINITE if seen == _NOT_FINITE else _mix(seen, token, position)
-
-
-def _sample(seen: int, seed: int, prompt_len: int, tokens: Sequence[int]) -> int:
-    """One of `tokens`, those that may be sampled."""
-    return tokens[_mix(seen, seed, prompt_len) % len(tokens)]
-
-
-def _logprob(seen: int, token: int) -> float:
-    if seen == _NOT_FINITE:
-        return float("nan")
-    return -float(_mix(seen, token) % 10007) / 1000.0
-
-
-class _Sight:
-    """What queries of one row know, which go on from position to position: of each group the slots that they see.
-
-    **Arguments:** `windows`: of each group, None where it sees all; `begin`: what is known before anything was seen;
-    `read(group, position)`: content of a slot; `states`: of groups that keep a state, by their number: what it is after
-    the first `start` positions, which nobody reads again.
-    """
-
-    def __init__(
-        self,
-        windows: tuple[int | None, ...],
-        begin: int,
-        read: Callable[[int, int], int],
-        start: int = 0,
-        states: Mapping[int, int] = MappingProxyType({}),
-    ) -> None:
-        self._windows = windows
-        self._begin = begin
-        self._read = read
-        self._known = [states.get(group, begin) for group in range(len(windows))]
-        self._seen = [start if group in states else 0 for group in range(len(windows))]
-
-    def state(self, group: int) -> int:
-        """All that was seen of a group."""
-        return self._known[group]
-
-    def of(self, position: int, end: int) -> int:
-        """What the query at `position` knows of the slots before `end`."""
-        for group, window in enumerate(self._windows):
-            if window is not None:
-                self._known[group] = self._begin
-                self._seen[group] = max(position - window + 1, 0)
-            for place in range(self._seen[group], end):
-                self._known[group] = _see(self._known[group], self._read(group, place))
-            self._seen[group] = end
-        if len(self._known) == 1:
-            return self._known[0]
-        return _NOT_FINITE if _NOT_FINITE in self._known else _mix(*self._known)
-
-
-def _content(value: int, group: int) -> int:
-    """A group's part of what a query writes: no two groups have the same."""
-    return _mix(value, group) if group and value != _NOT_FINITE else value
-
-
-@dataclass(frozen=True, slots=True)
-class Oracle:
-    """What `FakeRunner` must sample, computed from the tokens alone. `windows`: of each group, None for all, which a
-    state is as well: it has seen them one after the other."""
-
-    vocab_size: int
-    windows: tuple[int | None, ...] = (None,)
-
-    def output(
-        self,
-        prompt: Sequence[int],
-        seed: int,
-        max_new_tokens: int,
-        stop_ids: Iterable[int] = (),
-        namespace: str | None = None,
-        allowed: Callable[[Sequence[int]], Sequence[int]] | None = None,
-    ) -> list[int]:
-        """Output tokens of a request, the stop token included. `allowed`: which tokens may come behind an output, none
-        where it is over; without it all may."""
-        stops = set(stop_ids)
-        tokens, output = list(prompt), list[int]()
-        queries = self._queries(tokens, namespace)
-        seen = [next(queries) for _ in prompt][-1]
-        while len(output) < max_new_tokens:
-            choice = range(self.vocab_size) if allowed is None else allowed(output)
-            if not choice:
-                break
-            token = _sample(seen, seed, len(prompt), choice)
-            output.append(token)
-            if token in stops:
-                break
-            tokens.append(token)
-            seen = next(queries)
-        return output
-
-    def prompt_logprobs(self, prompt: Sequence[int], namespace: str | None = None) -> list[float]:
-        """Logprob of each prompt token but the first, float32."""
-        queries = self._queries(prompt, namespace)
-        return [float(np.float32(_logprob(next(queries), token))) for token in prompt[1:]]
-
-    def _queries(self, tokens: Sequence[int], namespace: str | None) -> Iterator[int]:
-        """What the query of each token knows; tokens may be appended while it is asked."""
-        written: list[list[int]] = [[] for _ in self.windows]
-        sight = _Sight(self.windows, _begin(namespace), lambda group, place: written[group][place])
-        position = 0
-        while True:
-            value = _write(sight.of(position, position), tokens[position], position)
-            for group, slots in enumerate(written):
-                slots.append(_content(value, group))
-            yield sight.of(position, position + 1)
-            position += 1
 
 
 class FakeHandle:
@@ -241,6 +100,7 @@ class FakeRunner:
         self._last_token: Int32 = np.full(spec.max_rows, -7, np.int32)
         self._kv_lens: Int32 = np.zeros(spec.max_rows, np.int32)
         self._rows: dict[int, SamplingUpdate] = {}
+        self._texts: set[int] = set()
         self._next_step = 0
         self._handle: FakeHandle | None = None
         self.plans: list[StepPlan] = []
@@ -266,9 +126,9 @@ class FakeRunner:
         self._check(plan)
         if self.keep_plans:
             self.plans.append(plan)
-        begin = [_begin(self.namespace_of(row)) for row in plan.rows.tolist()]
+        begin = [fake_model.begin(self.namespace_of(row)) for row in plan.rows.tolist()]
         if self.spoil_next:
-            begin = [_NOT_FINITE] * len(begin)
+            begin = [fake_model.NOT_FINITE] * len(begin)
             self.spoil_next = False
         assert self._handle is None or not self._handle.waits, "launched while the step before waits for its masks"
         masked = 0 if plan.masked is None else int(np.count_nonzero(plan.masked))
@@ -280,10 +140,10 @@ class FakeRunner:
         """Overwrites pages, or slots, with noise: what may happen to one as soon as it is free."""
         for page in pages.tolist():
             if group in self._states:
-                self._states[group][page] = _mix(page, 0xDEAD)
+                self._states[group][page] = fake_model.mix(page, 0xDEAD)
                 continue
             first = page * self._page_size
-            self._slots[group][first : first + self._page_size] = [_mix(page, 0xDEAD)] * self._page_size
+            self._slots[group][first : first + self._page_size] = [fake_model.mix(page, 0xDEAD)] * self._page_size
 
     def _check(self, plan: StepPlan) -> None:
         """Everything that the plan promises of itself."""
@@ -301,6 +161,7 @@ class FakeRunner:
         drafts = np.flatnonzero(plan.tokens == DRAFT)
         assert (plan.tokens[drafts - 1] < 0).all(), "a draft behind a token of the plan"
         assert self._spec.max_samples > 1 or not len(drafts), "the runner was not asked to draft"
+        self._check_texts(plan, drafts)
         if plan.masked is not None:
             assert plan.masked.any(), "a step in two parts for nobody"
             assert plan.samples[plan.masked].all(), "a mask for a sequence that does not sample"
@@ -320,6 +181,14 @@ class FakeRunner:
             targets = set(copies.targets.tolist())
             assert len(targets) == len(copies.targets) == len(copies.sources), "a slot is copied to twice"
             assert not targets & set(copies.sources.tolist()), "a slot is copied from and to"
+
+    def _check_texts(self, plan: StepPlan, drafts: NDArray[np.intp]) -> None:
+        """Guesses are made of a row's text: the one who has it now must have brought its own."""
+        for update in plan.row_updates.sampling:
+            self._texts.discard(update.row)
+        self._texts.update(update.row for update in plan.row_updates.texts)
+        drafting = np.searchsorted(np.cumsum(plan.query_lens), drafts, side="right")
+        assert self._texts.issuperset(plan.rows[drafting].tolist()), "a row drafts without a text"
 
     def _run(self, plan: StepPlan, begin: list[int], masks: TokenMasks | None) -> StepResult:
         choices = self._choices(plan, masks)
@@ -390,7 +259,7 @@ class FakeRunner:
                 return written[group][place - start]
             return self._slots[group][self._slot(group, row, place)]
 
-        sight = _Sight(self._windows, begin, read, start, self._begin_states(row, start, begin))
+        sight = fake_model.Sight(self._windows, begin, read, start, self._begin_states(row, start, begin))
         seen: list[int] = []
         sampled: list[int] = []
         committed = start + len(tokens) - tokens.count(DRAFT)
@@ -402,12 +271,12 @@ class FakeRunner:
             elif token == DRAFT:
                 token = self._guess(seen[-1], sampled[-1])
                 wrong = wrong or token != sampled[-1]
-            value = _write(sight.of(position, position), token, position)
+            value = fake_model.write(sight.of(position, position), token, position)
             for group, slots in enumerate(self._slots):
                 if group in written:
-                    written[group].append(_content(value, group))
+                    written[group].append(fake_model.content(value, group))
                 else:
-                    slots[self._slot(group, row, position)] = _content(value, group)
+                    slots[self._slot(group, row, position)] = fake_model.content(value, group)
             seen.append(sight.of(position, position + 1))
             if position >= committed - 1 and not wrong:
                 sampled.append(self._sample(row, seen[-1], token, choice))
@@ -419,22 +288,22 @@ class FakeRunner:
     def _begin_states(self, row: int, start: int, begin: int) -> dict[int, int]:
         """What the states of a row are before position `start`, of each group that has states."""
         return {
-            group: begin if start == 0 or begin == _NOT_FINITE else states[self._tables[group][row, 0]]
+            group: begin if start == 0 or begin == fake_model.NOT_FINITE else states[self._tables[group][row, 0]]
             for group, states in self._states.items()
         }
 
     def _sample(self, row: int, seen: int, token: int, choice: Sequence[int]) -> int:
         """What a row samples of `choice` after `token`."""
         state = self._rows.get(row)
-        if state is None or seen == _NOT_FINITE or token == self._invalid_token:
+        if state is None or seen == fake_model.NOT_FINITE or token == self._invalid_token:
             return INVALID_TOKEN
-        return _sample(seen, state.seed, state.prompt_len, choice)
+        return fake_model.sample(seen, state.seed, state.prompt_len, choice)
 
     def _guess(self, seen: int, sampled: int) -> int:
         """A draft of what was sampled: right as often as not, never after logits that were not finite."""
-        return (
-            sampled if sampled != INVALID_TOKEN and _mix(seen, 0xD4AF7) & 64 else (sampled + 1) % self._spec.vocab_size
-        )
+        if sampled != INVALID_TOKEN and fake_model.mix(seen, 0xD4AF7) & 64:
+            return sampled
+        return (sampled + 1) % self._spec.vocab_size
 
     def _logprobs(self, plan: StepPlan, tokens: Int32, seen_after: list[list[int]]) -> TopLogprobs:
         """Of every place in `tokens` `[n, width]`; where nothing was sampled they mean nothing."""
@@ -451,7 +320,7 @@ class FakeRunner:
 
 
 def _report(seen: list[int], tokens: Int32, count: int) -> TopLogprobs:
-    logprobs = [_logprob(each, token) for each, token in zip(seen, tokens.tolist(), strict=True)]
+    logprobs = [fake_model.logprob(each, token) for each, token in zip(seen, tokens.tolist(), strict=True)]
     return TopLogprobs(
         np.array(logprobs, np.float32),
         np.tile(np.arange(count, dtype=np.int32), (len(seen), 1)),

@@ -73,6 +73,8 @@ class RunnerSpec:
     - `mixed_shapes`: (tokens, rows) of the programs that run steps with chunks, smallest first: a step costs what the
       first costs that it fits in. Empty for a runner that pads nothing.
     - `max_samples`: most tokens that a row samples in one step; above 1 for a runner that drafts.
+    - `drafts_beside_prompts`: a step may have drafts and chunks. Where it may not, decode rows and drafts together are
+      at most `max_rows` of a step.
     """
 
     pools: tuple[PoolSpec, ...]
@@ -82,6 +84,7 @@ class RunnerSpec:
     vocab_size: int
     mixed_shapes: tuple[tuple[int, int], ...] = ()
     max_samples: int = 1
+    drafts_beside_prompts: bool = True
 
     @property
     def max_pages_per_row(self) -> int:
@@ -148,10 +151,21 @@ class SamplingUpdate:
 
 
 @dataclass(frozen=True, slots=True)
+class TextUpdate:
+    """The text of a row, from which drafts are guessed: `tokens` `[tokens]`, prompt and kept output, of the request
+    that took it. What it samples later the runner adds itself."""
+
+    row: int
+    tokens: Int32
+
+
+@dataclass(frozen=True, slots=True)
 class RowUpdates:
-    """What changes of rows before a step runs, one field for each facet of a row. A facet knows nothing of others."""
+    """What changes of rows before a step runs, one field for each facet of a row. A facet knows nothing of others.
+    `texts`: only for runners whose `RunnerSpec.max_samples` is above 1."""
 
     sampling: tuple[SamplingUpdate, ...] = ()
+    texts: tuple[TextUpdate, ...] = ()
 
 
 NO_UPDATES = RowUpdates()

@@ -6,8 +6,8 @@ import logging
 import math
 from dataclasses import dataclass
 
-from sglang_jax.architectures import CacheGroup, CacheKind
-from sglang_jax.config import EngineConfig
+from sglang_jax.architectures import CacheKind, ModelConfig
+from sglang_jax.config import EngineConfig, KVCacheDtype, SpeculativeAlgorithm
 from sglang_jax.errors import ConfigError, NoRoomError
 from sglang_jax.runner.plan import PoolSpec
 
@@ -74,6 +74,14 @@ def choose_sizes(config: EngineConfig, model_context: int, memory: Memory) -> Si
     default_rows = _MAX_RUNNING_ON_CPU if memory.platform == "cpu" else _MAX_RUNNING
     max_rows = config.max_running_requests or default_rows
     pools = _Pools(config, memory, context, max_rows)
+    if config.swa_full_tokens_ratio is not None and (pools.all_windows or not pools.has_windows):
+        logger.warning(
+            "swa_full_tokens_ratio %g does nothing: %s",
+            config.swa_full_tokens_ratio,
+            "no layer sees all tokens, so that no pool is a share of another"
+            if pools.has_windows
+            else "no layer of the model has a sliding window",
+        )
     pages = _pages_asked_for(config, memory, pools) or _pages_that_fit(config, memory, pools, max_rows, context)
     max_rows = _rows_with_slots(config, pools.slots(pages), max_rows)
     tokens = pages * config.page_size
@@ -112,6 +120,7 @@ class _Pools:
         self._page_bytes = sum(group.page for group in memory.groups if group.kind is not CacheKind.STATE)
         self.has_pages = self._page_bytes > 0
         self.all_windows = all(group.kind is not CacheKind.FULL for group in memory.groups)
+        self.has_windows = any(group.kind is CacheKind.WINDOW for group in memory.groups)
 
     def pages(self, full: int) -> tuple[int, ...]:
         """Pages (slots) of each pool, without the pad page, where one without a window has `full`."""
@@ -218,16 +227,32 @@ def _contents(group: GroupMemory, pages: int, page_size: int) -> str:
     return f"{pages * page_size} KV tokens{f' with a window of {group.window}' if group.window else ''}"
 
 
-def refuse_states(groups: tuple[CacheGroup, ...], backend: str) -> None:
-    """For backends whose layers keep no state.
+def refuse_spread_states(config: ModelConfig, size: int) -> None:
+    """For a model that is to be spread over `size` devices.
 
-    **Raises:** `ConfigError` for a model with layers that do.
+    **Raises:** `ConfigError` for one with layers that keep a recurrent state.
     """
-    layers = [layer for group in groups if group.kind is CacheKind.STATE for layer in group.layers]
-    if layers:
+    if config.keeps_states:
         raise ConfigError(
-            f"layers {layers} of the model keep a recurrent state, which the {backend} backend does not compute yet: "
-            "choose a model whose layers are all attention"
+            f"tp_size {size}: layers of the model keep a recurrent state, which cannot be spread over devices yet: "
+            "choose tp_size 1, and --dp-size for several devices"
+        )
+
+
+def refuse_beside_states(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises `ConfigError` for what does not go with layers that keep a recurrent state yet: a cache of 8 bits, and
+    guessed tokens, of which wrong ones would stay in the states."""
+    if not model.keeps_states:
+        return
+    if config.kv_cache_dtype is not KVCacheDtype.AUTO:
+        raise ConfigError(
+            f"kv_cache_dtype {config.kv_cache_dtype.value}: layers of the model keep a recurrent state, next to which "
+            "keys and values of 8 bits are not supported yet: choose auto"
+        )
+    if config.speculative_algorithm is not SpeculativeAlgorithm.NONE:
+        raise ConfigError(
+            f"speculative_algorithm {config.speculative_algorithm.value}: layers of the model keep a recurrent state, "
+            "with which tokens cannot be guessed yet: choose none"
         )
 
 

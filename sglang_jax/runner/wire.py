@@ -53,7 +53,7 @@ class Codec(Generic[Message]):
             return self._decoders[name].decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise FrameError(
-                f"{len(data)} bytes that are no message of {', '.join(self._decoders)}: {error}"
+                f"{len(data)} bytes that are not a message of {', '.join(self._decoders)}: {error}"
             ) from error
 
 

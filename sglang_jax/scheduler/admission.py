@@ -9,10 +9,10 @@ import numpy as np
 
 from sglang_jax.mem_cache.group import Group
 from sglang_jax.mem_cache.kv_cache import KVCache
+from sglang_jax.mem_cache.lengths import Index
 from sglang_jax.mem_cache.radix_tree import Probe
-from sglang_jax.runner.plan import Int32
 from sglang_jax.scheduler.chunking import PrefillWork
-from sglang_jax.scheduler.request import Request, RequestState
+from sglang_jax.scheduler.request import Request
 from sglang_jax.scheduler.reserve import CLIP, NewTokenReserve
 from sglang_jax.scheduler.rows import RECLAIMED_AT_ONCE, Rows
 from sglang_jax.scheduler.sharing import UnderWay
@@ -163,8 +163,7 @@ class Admission:
         oldest = self._queue.oldest()
         self._queue.remove(request)
         self._younger_seats = 0 if request is oldest else self._younger_seats + 1
-        request.kv = self._cache.open_row(probe)
-        request.move_to(RequestState.PREFILL)
+        self._rows.open(request, probe)
         look.add(request, probe)
 
     def _note_refusal(self, request: Request, look: _Look) -> bool:
@@ -256,25 +255,25 @@ class _Room:
         self._pages = 0
         self._output = 0
 
-    def count(self, known: Int32, left: Int32, under_way: list[Request]) -> None:
+    def count(self, known: Index, left: Index, under_way: list[Request]) -> None:
         """Adds rows with `known` tokens that may sample `left` more, `[rows]` each, and the rest of prompts."""
         self._output += self._group.output_need(known, left)
         self._pages += sum([self._group.rest_need(request.prefill_len, request.row) for request in under_way])
 
     def add(self, request: Request) -> None:
         """Adds a request that was given a row."""
-        self._pages += self._group.rest_need(request.prefill_len, request.row)
-        self._output += self._output_of(request)
+        length = request.prefill_len
+        self._pages += self._group.rest_need(length, request.row)
+        self._output += self._output_of(request, length)
 
     def fits(self, request: Request, probe: Probe, ratio: float) -> bool:
         """Whether there is room for one more, where `ratio` of what may be sampled is kept free; 0 where nobody
         runs."""
-        group = self._group
-        needed = group.prompt_need(request.prefill_len, probe.length) + self._pages
+        group, length = self._group, request.prefill_len
+        needed = group.prompt_need(length, probe.length) + self._pages
         if ratio:
-            needed += group.pages_for(int((self._output + self._output_of(request)) * ratio))
+            needed += group.pages_for(int((self._output + self._output_of(request, length)) * ratio))
         return needed <= group.available_beside(probe)
 
-    def _output_of(self, request: Request) -> int:
-        length = request.prefill_len
+    def _output_of(self, request: Request, length: int) -> int:
         return self._group.output_need(length, min(request.total_len - length, CLIP))

@@ -61,6 +61,7 @@ class Arrivals:
             namespace=message.extra_key,
             priority=message.priority,
             tenant=message.tenant,
+            arrival=message.arrival,
             state=RequestState.WAITING if message.sampling.grammar is None else RequestState.COMPILING,
         )
 

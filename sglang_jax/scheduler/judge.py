@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_jax.mem_cache.kv_cache import KVCache
+from sglang_jax.mem_cache.lengths import Index
 from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.runner.plan import INVALID_TOKEN, Int32, StepResult
 from sglang_jax.scheduler.planner import Planned
@@ -27,6 +28,7 @@ class Verdict:
 
 
 _NOBODY = Verdict([], [])
+_INVALID: Int32 = np.array(INVALID_TOKEN, np.int32)
 
 
 class Judge:
@@ -50,19 +52,19 @@ class Judge:
     def judge(self, planned: Planned, result: StepResult) -> Verdict:
         """Looks at what a step gave, before anything of it is published. Once the verdict is carried out, `prove`."""
         last = _sampled_last(result, planned.picks)
-        if not planned.logprob_requests and not (len(last) and last.min() <= INVALID_TOKEN):
+        if not planned.logprob_requests and not np.count_nonzero(last <= _INVALID):
             return _NOBODY
         in_trouble = [request for request in self._in_trouble(planned, result, last) if self._rows.runs(request)]
         if not in_trouble:
             return _NOBODY
         for request in in_trouble:
-            self._cache.distrust(request.record)
+            self._cache.trust.distrust(request.record)
         restarted = [request for request in in_trouble if self._may_restart(request)]
         failed = [request for request in in_trouble if request not in restarted]
         return Verdict(failed, restarted + self._readers(in_trouble))
 
     def _may_restart(self, request: Request) -> bool:
-        return request.restarts < MAX_RESTARTS and self._cache.borrowed_trouble(request.record)
+        return request.restarts < MAX_RESTARTS and self._cache.trust.borrowed_trouble(request.record)
 
     def _in_trouble(self, planned: Planned, result: StepResult, last: Int32) -> list[Request]:
         failed = [
@@ -95,11 +97,13 @@ class Judge:
         self._to_prove = [
             (request, record)
             for request, record in waiting
-            if request.kv is record and self._rows.runs(request) and not self._cache.prove(record, planned.plan.step)
+            if request.kv is record
+            and self._rows.runs(request)
+            and not self._cache.trust.prove(record, planned.plan.step)
         ]
 
 
-def _sampled_last(result: StepResult, picks: Int32 | None) -> Int32:
+def _sampled_last(result: StepResult, picks: Index | None) -> Int32:
     """The last token that each sequence sampled, or each of `picks`: the one that may be `INVALID_TOKEN`."""
     if result.tokens.shape[1] == 1:
         last = result.tokens[:, 0]

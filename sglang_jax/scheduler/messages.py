@@ -87,10 +87,20 @@ class WireError(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True):
-    """A request got its row for the first time. `cached_tokens` of its prompt were found in the prefix cache."""
+    """A request got its row for the first time, `queue_seconds` after its arrival. `cached_tokens` of its prompt were
+    found in the prefix cache."""
 
     id: int
     cached_tokens: int
+    queue_seconds: float = 0.0
+
+
+class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
+    """What came of guessing a request's tokens: `steps` with drafts, `drafts` in them, and how many were `right`."""
+
+    steps: int
+    drafts: int
+    right: int
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True):
@@ -99,6 +109,8 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
     - `kind`: stop, length, abort or error; `matched_token` is the id that ended it, if one did.
     - `num_tokens`: output tokens in all.
     - `tokens`: int32 bytes of all output tokens for a request that did not stream, else empty.
+    - `sampled`: when its first and its last token were sampled, by the client's `time.monotonic()`; None if none was.
+    - `drafts`: None where the engine does not guess.
     """
 
     id: int
@@ -108,6 +120,8 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
     tokens: bytes
     cached_tokens: int
     error: WireError | None = None
+    sampled: tuple[float, float] | None = None
+    drafts: DraftCounts | None = None
 
 
 class StepOutputs(msgspec.Struct, tag="step", frozen=True, kw_only=True):
@@ -152,9 +166,10 @@ class GroupUsage(msgspec.Struct, frozen=True):
 class SchedulerStats(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
     """A snapshot, published when it changed and at most a few times a second, and whenever the scheduler goes idle.
 
-    Counters count since the start; `gen_throughput` is output tokens per second over the last interval.
-    `num_used_tokens` and `max_total_tokens` are those of the first cache group; `groups` tells of each where there are
-    several.
+    Counters count since the start; three of them tell of guesses: of rows and steps with any, of their tokens, and of
+    those that were right. `gen_throughput` is output tokens per second over the last interval.
+    `num_used_tokens` and `max_total_tokens` are those of the first cache group; `groups` tells of each, but where there
+    is one alone, of layers that see all tokens.
     """
 
     num_running: int = 0
@@ -170,6 +185,9 @@ class SchedulerStats(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
     num_retractions: int = 0
     num_evicted_pages: int = 0
     num_memory_faults: int = 0
+    num_draft_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     compiles_after_warm_up: int = 0
     new_token_reserve: float = 0.0
     steps: int = 0
@@ -181,6 +199,16 @@ class SchedulerStats(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
         if self.groups:
             return max(group.usage for group in self.groups)
         return self.num_used_tokens / self.max_total_tokens if self.max_total_tokens else 0.0
+
+    @property
+    def accept_rate(self) -> float:
+        """Share of drafts that were right."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def accept_length(self) -> float:
+        """Mean tokens of a row in a step with drafts."""
+        return 1.0 + self.num_accepted_tokens / self.num_draft_steps if self.num_draft_steps else 0.0
 
     @property
     def cache_hit_rate(self) -> float:

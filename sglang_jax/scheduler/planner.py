@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 
 from sglang_jax.mem_cache.kv_cache import KVCache
+from sglang_jax.mem_cache.lengths import ONE, Index
 from sglang_jax.runner.plan import (
     DRAFT,
     LAST_TOKEN,
@@ -19,37 +21,32 @@ from sglang_jax.runner.plan import (
     RunnerSpec,
     SamplingUpdate,
     StepPlan,
+    TextUpdate,
 )
 from sglang_jax.scheduler.chunking import ChunkBudget, ChunkSharing
+from sglang_jax.scheduler.drafting import AllThatFit, Drafting
 from sglang_jax.scheduler.request import Request
 from sglang_jax.scheduler.rows import Rows
 
-_NO_TOKENS: Int32 = np.zeros(0, np.int32)
 
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens `[start, start + length)` of a request, computed in one step; the last chunk samples a token."""
+class Chunk(msgspec.Struct, frozen=True):
+    """Tokens `[start, start + length)` of a request, computed in one step; `last`: those at its end are among them."""
 
     request: Request
     start: int
     length: int
-
-    @property
-    def last(self) -> bool:
-        return self.start + self.length == self.request.prefill_len
+    last: bool
 
 
 class OutOfPages(Exception):
     """No step can be planned because pages are short. Nothing was changed."""
 
 
-@dataclass(frozen=True, slots=True)
-class DecodePart:
+class DecodePart(msgspec.Struct, frozen=True):
     """The decode rows of a step, `[rows]`, those with one query first: their lengths once it has run, and how many
     queries each has, None where all have one."""
 
-    rows: Int32
+    rows: Index
     kv_lens: Int32
     widths: Int32 | None
 
@@ -59,8 +56,7 @@ class DecodePart:
         return len(self.rows) if self.widths is None else int(self.widths.sum())
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
+class Planned(msgspec.Struct, frozen=True):
     """A plan, and what the scheduler must remember of it until it has run.
 
     - `sampling_rows`: rows that sample `[samples]`; `picks`: their indices in `plan.rows`, None where all do.
@@ -71,8 +67,8 @@ class Planned:
     """
 
     plan: StepPlan
-    sampling_rows: Int32
-    picks: Int32 | None
+    sampling_rows: Index
+    picks: Index | None
     decode: DecodePart
     masked: tuple[Request, ...] = ()
     chunks: tuple[Chunk, ...] = ()
@@ -83,13 +79,19 @@ class Planned:
 class Planner:
     """Builds plans. A plan's arrays are never written to after it was built."""
 
-    def __init__(self, spec: RunnerSpec, budget: ChunkBudget, cache: KVCache, rows: Rows) -> None:
+    def __init__(
+        self, spec: RunnerSpec, budget: ChunkBudget, cache: KVCache, rows: Rows, drafting: Drafting | None = None
+    ) -> None:
         self._token_budget = spec.token_budget
         self._max_samples = spec.max_samples
+        self._drafting = drafting or AllThatFit()
+        self._most_queries = None if spec.drafts_beside_prompts else spec.max_rows
         self._budget = budget
         self._cache = cache
         self._rows = rows
         self._sharing = ChunkSharing()
+        self._known_rows: Index = np.zeros(0, np.intp)
+        self._known_numbers: Int32 = np.zeros(0, np.int32)
         self._ones: Int32 = np.ones(spec.max_rows, np.int32)
         self._yes: Bool = np.ones(spec.max_rows, np.bool_)
         self._last_tokens: Int32 = np.full(spec.max_rows, LAST_TOKEN, np.int32)
@@ -105,32 +107,38 @@ class Planner:
         self._rows.sweep()
         rows = self._rows.decode_rows
         left = self._rows.total_len[rows] - self._cache.lengths.kv_planned[rows]
-        open_ended = left > 1  # the token sampled last is not computed
-        if not open_ended.all():  # the others are at their limit, or may be once the step in flight has finished
+        open_ended = left > ONE  # the token sampled last is not computed
+        if np.count_nonzero(open_ended) < len(rows):
+            # The others are at their limit, or may be once the step in flight has finished.
             rows, left = rows[open_ended], left[open_ended]
         if self._max_samples > 1 and len(rows):
-            reserved = self._budget.size if prompts_wait or self._rows.prefilling else 0
-            part = self._extend_with_drafts(rows, left, self._token_budget - reserved)
+            part = self._extend_with_drafts(rows, left, self._room(prompts_wait or bool(self._rows.prefilling)))
             if part is not None:
                 return part
         widths = None if self._max_samples == 1 else self._ones[: len(rows)]
         kv_lens = self._cache.extend_decode(rows, widths, prompts_wait=prompts_wait)
         if kv_lens is None:
             raise OutOfPages
-        return DecodePart(rows, kv_lens, None)
+        return DecodePart(rows, kv_lens.astype(np.int32), None)
 
-    def _extend_with_drafts(self, rows: Int32, left: Int32, tokens: int) -> DecodePart | None:
-        """As many drafts as `tokens` and free pages allow; None where there is no room for any."""
-        widths = np.minimum(left - 1, min(self._max_samples, max(tokens // len(rows), 1)))
-        if self._rows.num_masked:  # a mask tells of one token
-            widths[self._rows.masked[rows]] = 1
+    def _room(self, prompts: bool) -> int:
+        """Queries that decode rows may have in a step, beside which there may be `prompts`."""
+        if self._most_queries is None:
+            return self._token_budget - (self._budget.size if prompts else 0)
+        return 0 if prompts else min(self._most_queries, self._token_budget)
+
+    def _extend_with_drafts(self, rows: Index, left: Index, room: int) -> DecodePart | None:
+        """Drafts for rows that are likely to pay, as far as `room` and free pages go; None for none."""
+        most = np.minimum(left - 1, self._max_samples).astype(np.int32)
+        most[self._rows.one_by_one[rows]] = 1
+        widths = self._drafting.choose(rows, most, room)
         drafting = widths > 1
         if not drafting.any():
             return None
         order = np.argsort(drafting, kind="stable")
         rows, widths = rows[order], widths[order]
         kv_lens = self._cache.extend_decode(rows, widths, evict=False)
-        return None if kv_lens is None else DecodePart(rows, kv_lens, widths)
+        return None if kv_lens is None else DecodePart(rows, kv_lens.astype(np.int32), widths)
 
     def plan(self, step: int, decode: DecodePart) -> Planned | None:
         """The step of these decode rows and chunks of prompts under way, or None if there is nothing to do.
@@ -152,7 +160,7 @@ class Planner:
         masked, under_masks = self._masked(rows, self._yes[:count])
         plan = StepPlan(
             step=step,
-            rows=rows,
+            rows=self._numbers(rows),
             num_decode=num_decode,
             query_lens=query_lens,
             kv_lens=decode.kv_lens,
@@ -167,7 +175,13 @@ class Planner:
         self._rows.last_step[rows] = step
         return Planned(plan, rows, None, decode, under_masks)
 
-    def _masked(self, rows: Int32, samples: Bool) -> tuple[Bool | None, tuple[Request, ...]]:
+    def _numbers(self, rows: Index) -> Int32:
+        """Decode rows as a plan has them: the same array as long as nobody comes or goes."""
+        if rows is not self._known_rows:
+            self._known_rows, self._known_numbers = rows, rows.astype(np.int32)
+        return self._known_numbers
+
+    def _masked(self, rows: Index, samples: Bool) -> tuple[Bool | None, tuple[Request, ...]]:
         """Which of a step's `rows`, all `[sequences]`, sample under a mask, None for none; and whose they are."""
         if not self._rows.num_masked:
             return None, ()
@@ -185,7 +199,7 @@ class Planner:
         tokens[np.cumsum(widths) - widths] = LAST_TOKEN
         return int(np.count_nonzero(widths == 1)), widths, tokens
 
-    def _learnt(self, rows: Int32) -> Bool | None:
+    def _learnt(self, rows: Index) -> Bool | None:
         """Which rows go on where a step in flight ends."""
         if self._max_samples == 1:
             return None
@@ -211,31 +225,42 @@ class Planner:
     def _choose_chunks(self, decode: DecodePart) -> list[Chunk]:
         """Gives prompts under way their parts of what the step has for them, as far as pages go."""
         prompts = self._rows.prefilling
-        cache, work = self._cache, self._work()
-        if not prompts or (allowance := self._allowance(decode, work)) <= 0:
+        if not prompts:
             return []
-        starts = [request.prefill_len - left for request, left in zip(prompts, work, strict=True)]
-        most = [
-            cache.chunk_end(request.record, start, request.prefill_len, request.prefill_len) - start
-            for request, start in zip(prompts, starts, strict=True)
-        ]
-        parts = self._sharing.share(prompts, work, allowance, most)
-        cache.let_go(np.array([request.row for request in prompts], np.int32), tight=True)
-        pages = cache.available_pages
+        cache, work = self._cache, self._work()
+        if (allowance := self._allowance(decode, work)) <= 0:
+            return []
+        parts = self._sharing.share(prompts, work, allowance, self._longest_chunks(work))
+        cache.let_go(np.array([request.row for request in prompts]), tight=True)
+        size, pages = cache.page_size, cache.available_pages
         chunks: list[Chunk] = []
-        for request, start, length in zip(prompts, starts, parts, strict=True):
-            slack = -start % cache.page_size
-            end = start + min(length, slack + pages * cache.page_size)
-            length = cache.chunk_end(request.record, start, end, request.prefill_len) - start
+        rows: list[int] = []
+        ends: list[int] = []
+        for request, left, length in zip(prompts, work, parts, strict=True):
+            total, record = request.prefill_len, request.record
+            start = total - left
+            slack = -start % size
+            end = cache.chunk_end(record, start, start + min(length, slack + pages * size), total)
+            length = end - start
             if length > 0:
                 pages -= cache.pages_for(length - slack) if length > slack else 0
-                chunks.append(Chunk(request, start, length))
+                chunks.append(Chunk(request, start, length, end == total))
+                rows.append(record.row)
+                ends.append(end)
         if chunks:
-            rows = np.array([chunk.request.row for chunk in chunks], np.int32)
-            ends = np.array([chunk.start + chunk.length for chunk in chunks], np.int32)
-            granted = cache.extend_rows(rows, ends)
+            granted = cache.extend_rows(np.array(rows), np.array(ends))
             assert granted, "chunks were cut to the pages that there are"
         return chunks
+
+    def _longest_chunks(self, work: list[int]) -> list[int]:
+        """Tokens of each of the prompts under way up to where its next chunk is to end at the latest."""
+        if self._cache.states is None:
+            return work
+        most = []
+        for request, left in zip(self._rows.prefilling, work, strict=True):
+            total = request.prefill_len
+            most.append(self._cache.chunk_end(request.record, total - left, total, total) - total + left)
+        return most
 
     def _mixed(self, step: int, decode: DecodePart, chunks: list[Chunk]) -> Planned:
         newcomers = tuple(chunk.request for chunk in chunks if not chunk.request.announced)
@@ -243,31 +268,29 @@ class Planner:
             request.announced = True
         count = len(decode.rows)
         num_decode, query_lens, sources = self._queries(decode)
-        prefill_rows = np.array([chunk.request.row for chunk in chunks], np.int32)
+        prefill_rows = np.array([chunk.request.row for chunk in chunks])
         rows = np.concatenate((decode.rows, prefill_rows))
         samples = np.array([chunk.last and chunk.request.samples for chunk in chunks], np.bool_)
         samples = np.concatenate((self._yes[:count], samples))
-        picks = np.nonzero(samples)[0].astype(np.int32)
+        (picks,) = samples.nonzero()
         masked, under_masks = self._masked(rows, samples)
         wanted = self._prompt_logprobs(chunks, count)
-        tokens = b"".join(
-            [chunk.request.tokens[chunk.start * 4 : (chunk.start + chunk.length) * 4] for chunk in chunks]
-        )
+        tokens = [chunk.request.token_slice(chunk.start, chunk.start + chunk.length) for chunk in chunks]
         lengths = np.array([chunk.length for chunk in chunks], np.int32)
         starts = np.array([chunk.start for chunk in chunks], np.int32)
         plan = StepPlan(
             step=step,
-            rows=rows,
+            rows=rows.astype(np.int32),
             num_decode=num_decode,
             query_lens=np.concatenate((query_lens, lengths)),
             kv_lens=np.concatenate((decode.kv_lens, starts + lengths)),
-            tokens=np.concatenate((sources, np.frombuffer(tokens, np.int32))),
+            tokens=np.concatenate((sources, *tokens)),
             samples=samples,
             page_deltas=self._cache.take_deltas(),
             copies=self._cache.take_copies(rows, step),
             learnt=self._learnt_beside(decode.rows, len(chunks)),
             masked=masked,
-            row_updates=RowUpdates(tuple([_sampling_update(request) for request in newcomers])),
+            row_updates=self._row_updates(newcomers),
             top_logprobs=self._top_logprobs(rows[picks]),
             prompt_logprobs=tuple(entry for _, entry in wanted),
             prompt_top_logprobs=_bucket(max((request.top_logprobs for request, _ in wanted), default=0)),
@@ -276,12 +299,19 @@ class Planner:
         self._rows.last_step[rows] = step
         return Planned(plan, rows[picks], picks, decode, under_masks, tuple(chunks), newcomers, requests)
 
-    def _learnt_beside(self, decode_rows: Int32, chunks: int) -> Bool | None:
+    def _row_updates(self, newcomers: tuple[Request, ...]) -> RowUpdates:
+        sampling = tuple([_sampling_update(request) for request in newcomers])
+        if self._max_samples == 1:
+            return RowUpdates(sampling)
+        texts = [TextUpdate(one.row, one.token_slice(0, one.prefill_len)) for one in newcomers if one.samples]
+        return RowUpdates(sampling, tuple(texts))
+
+    def _learnt_beside(self, decode_rows: Index, chunks: int) -> Bool | None:
         """As `_learnt`, with chunks behind the decode rows, whose starts are known."""
         learnt = self._learnt(decode_rows)
         return None if learnt is None else np.concatenate((learnt, np.zeros(chunks, np.bool_)))
 
-    def _top_logprobs(self, rows: Int32) -> int:
+    def _top_logprobs(self, rows: Index) -> int:
         if not self._rows.num_with_logprobs or not len(rows):
             return NO_LOGPROBS
         most = int(self._rows.top_logprobs[rows].max())
@@ -292,6 +322,8 @@ class Planner:
         wanted = []
         for index, chunk in enumerate(chunks, first_sequence):
             request = chunk.request
+            if request.next_prompt_logprob >= request.prompt_len:
+                continue
             target = max(request.next_prompt_logprob, 1)
             end = min(chunk.start + chunk.length + 1, request.prompt_len)
             if target < end:

@@ -6,9 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_jax.errors import RequestError
+from sglang_jax.mem_cache.lengths import Index
 from sglang_jax.runner.plan import Int32, StepResult, TopLogprobs
 from sglang_jax.scheduler.channel import Channel
-from sglang_jax.scheduler.messages import Finished, Started, StepOutputs, WireError, WireLogprob
+from sglang_jax.scheduler.messages import DraftCounts, Finished, Started, StepOutputs, WireError, WireLogprob
 from sglang_jax.scheduler.planner import Planned
 from sglang_jax.scheduler.request import Request, RequestState
 from sglang_jax.scheduler.rows import Rows
@@ -23,10 +24,12 @@ def wire_error(error: RequestError) -> WireError:
 
 
 class Publisher:
-    """One `StepOutputs` for each step that has something to say."""
+    """One `StepOutputs` for each step that has something to say. `drafts`: whether tokens are guessed, so that what
+    came of it is told of each request."""
 
-    def __init__(self, channel: Channel, rows: Rows) -> None:
+    def __init__(self, channel: Channel, rows: Rows, drafts: bool = False) -> None:
         self._channel = channel
+        self._drafts = drafts
         self._rows = rows
         self._ids = _NO_IDS
         self._tokens = _NO_TOKENS
@@ -35,31 +38,38 @@ class Publisher:
         self._logprobs: list[tuple[int, WireLogprob]] = []
         self._prompt_logprobs: list[tuple[int, list[WireLogprob]]] = []
 
-    def tokens(self, rows: Int32, tokens: Int32, counts: Int32) -> None:
+    def tokens(self, rows: Index, tokens: Int32, counts: Int32) -> None:
         """Rows `[rows]` sampled the first `counts` `[rows]` of `tokens` `[rows, width]`; tells the streaming ones."""
         streams = self._rows.streams[rows]
         ids = self._rows.ids[rows]
-        if not streams.all():
+        if np.count_nonzero(streams) < len(rows):
             ids, tokens, counts = ids[streams], tokens[streams], counts[streams]
         if tokens.shape[1] == 1:
             tokens = tokens[:, 0]
         else:
             ids = np.repeat(ids, counts)
             tokens = tokens[np.arange(tokens.shape[1]) < counts[:, None]]
-        self._ids, self._tokens = (
-            (ids, tokens)
-            if not len(self._ids)
-            else (np.concatenate((self._ids, ids)), np.concatenate((self._tokens, tokens)))
-        )
+        if len(self._ids):
+            ids, tokens = np.concatenate((self._ids, ids)), np.concatenate((self._tokens, tokens))
+        self._ids, self._tokens = ids, tokens
 
-    def started(self, request: Request) -> None:
+    def started(self, request: Request, now: float) -> None:
         """A request got its row for the first time."""
-        self._started.append(Started(request.id, request.cached_tokens or 0))
+        self._started.append(Started(request.id, request.cached_tokens or 0, max(now - request.arrival, 0.0)))
 
     def finished(
-        self, request: Request, kind: str, *, matched_token: int | None = None, error: RequestError | None = None
+        self,
+        request: Request,
+        kind: str,
+        *,
+        last_step: float,
+        matched_token: int | None = None,
+        error: RequestError | None = None,
     ) -> None:
-        """A request ended. While it has a row its output is there, otherwise it was kept with the request."""
+        """A request ended. While it has a row its output is there, otherwise it was kept with the request.
+
+        `last_step`: when the newest step ended of those that are done; its last token is from it.
+        """
         if request.kv is not None:
             count = int(self._rows.num_tokens[request.row])
             output = self._rows.token_bytes(request.row, request.prompt_len, count)
@@ -74,6 +84,8 @@ class Publisher:
                 b"" if request.stream else output,
                 request.cached_tokens or 0,
                 None if error is None else wire_error(error),
+                None if request.first_token is None or not output else (request.first_token, last_step),
+                DraftCounts(*self._rows.drafts_of(request)) if self._drafts else None,
             )
         )
 
@@ -81,7 +93,7 @@ class Publisher:
         """A message that never became a request."""
         self._finished.append(Finished(request_id, "error", None, 0, b"", 0, wire_error(error)))
 
-    def logprobs(self, result: StepResult, rows: Int32, picks: Int32, counts: Int32) -> None:
+    def logprobs(self, result: StepResult, rows: Index, picks: Index, counts: Int32) -> None:
         """Logprobs of the first `counts` tokens that each of `rows` `[rows]` sampled; `picks` are their indices in the
         plan."""
         reported, width = result.logprobs, result.tokens.shape[1]
@@ -112,8 +124,7 @@ class Publisher:
 
     def flush(self) -> None:
         """Sends what was collected, if anything was."""
-        lists = (self._started, self._finished, self._logprobs, self._prompt_logprobs)
-        if not len(self._ids) and not any(lists):
+        if not (len(self._ids) or self._started or self._finished or self._logprobs or self._prompt_logprobs):
             return
         self._channel.send(
             StepOutputs(

@@ -76,12 +76,14 @@ class Request:
     - `next_prompt_logprob`: prompt position whose logprob is to be computed next; `prompt_len` when none is.
       `told_prompt_logprob`: the one to be published next.
     - `kv`: the ownership record while it has a row.
+    - `drafts`: as `DraftCounts`, of rows that it has lost.
     - `cached_tokens`: prompt tokens found in the prefix cache at its first admission, None before.
     - `announced`: the runner was told who has the row now.
     - `matcher`: where its output is in its grammar, once that is compiled; it goes on where the kept output ends.
     - `restarts`: how often it was computed anew because KV that it shared turned out bad.
     - `retractions`: how often it lost its row.
     - `waiting`: what admission remembers of it while it is in the queue.
+    - `arrival`: when its client sent it; `first_token`: when its first token was there, None before.
     """
 
     id: int
@@ -99,9 +101,12 @@ class Request:
     namespace: Namespace
     priority: int
     tenant: str = ""
+    arrival: float = 0.0
+    first_token: float | None = None
     state: RequestState = RequestState.WAITING
     kv: RowKV | None = None
     cached_tokens: int | None = None
+    drafts: tuple[int, int, int] = (0, 0, 0)
     announced: bool = False
     matcher: Matcher | None = None
     restarts: int = 0

@@ -6,6 +6,7 @@ INITIAL = 0.7
 FLOOR = 0.1
 DECAY_STEPS = 600
 RAISE = 0.2
+_DECAY = (INITIAL - FLOOR) / DECAY_STEPS
 CLIP = 4096
 """Most tokens that one request is expected to sample still; few sample all that they may."""
 
@@ -29,7 +30,8 @@ class NewTokenReserve:
 
     def decay(self) -> None:
         """A step went well."""
-        self._share = max(FLOOR, self._share - (INITIAL - FLOOR) / DECAY_STEPS)
+        share = self._share - _DECAY
+        self._share = share if share > FLOOR else FLOOR
 
     def raise_ratio(self) -> None:
         """A request had to be retracted."""

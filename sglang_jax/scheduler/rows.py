@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from sglang_jax.mem_cache.kv_cache import KVCache
+from sglang_jax.mem_cache.lengths import ONE, Index
+from sglang_jax.mem_cache.radix_tree import Probe
 from sglang_jax.runner.plan import Bool, Int32
 from sglang_jax.sampling.params import MAX_STOP_TOKEN_IDS
 from sglang_jax.scheduler.request import Request, RequestState
@@ -27,13 +30,12 @@ RECLAIMED_AT_ONCE = 32
 """Rows released when somebody needs a row or pages."""
 
 
-@dataclass(frozen=True, slots=True)
-class Advance:
+class Advance(msgspec.Struct, frozen=True):
     """What sampling did to some rows, each `[rows]`: how many of the tokens count, as those behind a stop token and
     beyond the limit do not; how many the row has now; ended by a stop token; reached its last token."""
 
     kept: Int32
-    num_tokens: Int32
+    num_tokens: Index
     stopped: Bool
     full: Bool
 
@@ -57,6 +59,9 @@ class Rows:
     - `tokens`: `[rows, max_context + 1]` prompt and output.
     - `last_step`: the last launched step that has the row.
     - `masked`: the row samples under the mask of a grammar.
+    - `one_by_one`: it samples one token a step, whatever could be guessed: a mask tells of one token, and penalties
+      depend on the token before.
+    - `drafts`: `[rows, 3]`, see `DraftCounts`.
     - `active`: the row's request is not leaving, and what it samples counts.
 
     And who takes part in the next step: `decode_rows`, `[decoding]`, replaced and never written to, and `prefilling`,
@@ -69,19 +74,21 @@ class Rows:
         self.ids: NDArray[np.int64] = np.zeros(rows, np.int64)
         self.streams: NDArray[np.bool_] = np.zeros(rows, np.bool_)
         self.top_logprobs: NDArray[np.int8] = np.full(rows, -1, np.int8)
-        self.prompt_len: Int32 = np.zeros(rows, np.int32)
-        self.num_tokens: Int32 = np.zeros(rows, np.int32)
-        self.total_len: Int32 = np.zeros(rows, np.int32)
+        self.prompt_len: Index = np.zeros(rows, np.intp)
+        self.num_tokens: Index = np.zeros(rows, np.intp)
+        self.total_len: Index = np.zeros(rows, np.intp)
         self.stop_ids: Int32 = np.full((rows, MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int32)
         self.stop_width = 1
         self.tokens: Int32 = np.zeros((rows, max_context + 1), np.int32)
         self.last_step: NDArray[np.int64] = np.full(rows, -1, np.int64)
         self.active: Bool = np.zeros(rows, np.bool_)
         self.masked: Bool = np.zeros(rows, np.bool_)
+        self.one_by_one: Bool = np.zeros(rows, np.bool_)
         self.num_masked = 0
+        self.drafts: NDArray[np.int64] = np.zeros((rows, 3), np.int64)
         self.requests: list[Request | None] = [None] * rows
         self.num_with_logprobs = 0
-        self.decode_rows: Int32 = np.zeros(0, np.int32)
+        self.decode_rows: Index = np.zeros(0, np.intp)
         self.prefilling: list[Request] = []
         self._cache = cache
         self._queue = queue
@@ -109,9 +116,15 @@ class Rows:
         """Whether it has a row and is not leaving."""
         return request.kv is not None and bool(self.active[request.row])
 
+    def open(self, request: Request, probe: Probe) -> None:
+        """Gives a request a row that starts with the prefix that was just probed; one must be free. It is entered by
+        `seat`, with others that a look at the queue chose."""
+        request.kv = self._cache.open_row(probe)
+        request.move_to(RequestState.PREFILL)
+
     def seat(self, requests: list[Request]) -> None:
-        """Enters requests that were given rows."""
-        rows = np.array([request.row for request in requests], np.int32)
+        """Enters requests whose rows were opened."""
+        rows = np.array([request.row for request in requests])
         self.ids[rows] = [request.id for request in requests]
         self.streams[rows] = [request.stream for request in requests]
         self.top_logprobs[rows] = [request.top_logprobs for request in requests]
@@ -120,7 +133,9 @@ class Rows:
         self.total_len[rows] = [request.total_len for request in requests]
         self.stop_ids[rows] = NO_TOKEN
         self.active[rows] = True
+        self.drafts[rows] = 0
         self.masked[rows] = [request.matcher is not None for request in requests]
+        self.one_by_one[rows] = [request.matcher is not None or request.sampling.counts_tokens for request in requests]
         self.num_masked += int(np.count_nonzero(self.masked[rows]))
         for row, request in zip(rows.tolist(), requests, strict=True):
             self.requests[row] = request
@@ -128,7 +143,8 @@ class Rows:
             width = len(request.stop_ids)
             self._widths[width] += 1
             self.stop_ids[row, :width] = request.stop_ids
-            self.tokens[row, : request.prefill_len] = np.frombuffer(request.tokens, np.int32)
+            tokens = np.frombuffer(request.tokens, np.int32)
+            self.tokens[row, : len(tokens)] = tokens
         self._set_stop_width()
         self.prefilling += requests
 
@@ -138,7 +154,7 @@ class Rows:
             request.move_to(RequestState.DECODE)
         joining = [request.row for request in requests if request.samples]
         self._stale = True
-        self.decode_rows = np.concatenate((self.decode_rows, np.array(joining, np.int32)))
+        self.decode_rows = np.concatenate((self.decode_rows, np.array(joining, np.intp)))
 
     def leave(self, request: Request, *, insert: bool, requeue: bool = False) -> None:
         """A request takes no part in further steps. Its row is given back by a `release` once no step in flight has it.
@@ -166,12 +182,12 @@ class Rows:
             self._give_back(self._leaving.pop(row))
         return len(done)
 
-    def advance(self, rows: Int32, tokens: Int32, counts: Int32) -> Advance:
+    def advance(self, rows: Index, tokens: Int32, counts: Int32) -> Advance:
         """Appends to each of `rows` `[rows]` the first `counts`, `[rows]` >= 1, of its `tokens`, `[rows, width]`."""
         if tokens.shape[1] == 1:
             known, stopped, full = self._append(rows, tokens[:, 0])
             return Advance(counts, known, stopped, full)
-        kept, known = np.zeros(len(rows), np.int32), np.zeros(len(rows), np.int32)
+        kept, known = np.zeros(len(rows), np.int32), np.zeros(len(rows), np.intp)
         stopped = np.zeros(len(rows), np.bool_)
         full = np.zeros(len(rows), np.bool_)
         for place in range(tokens.shape[1]):
@@ -184,14 +200,20 @@ class Rows:
         """Tokens `[first, last)` of a row as int32 bytes."""
         return self.tokens[row, first:last].tobytes()
 
-    def _append(self, rows: Int32, tokens: Int32) -> tuple[Int32, Bool, Bool]:
+    def drafts_of(self, request: Request) -> tuple[int, int, int]:
+        """As `DraftCounts`, with those of rows that it had before."""
+        own = self.drafts[request.row].tolist() if request.kv is not None else (0, 0, 0)
+        steps, drafts, right = (before + now for before, now in zip(request.drafts, own, strict=True))
+        return steps, drafts, right
+
+    def _append(self, rows: Index, tokens: Int32) -> tuple[Index, Bool, Bool]:
         """One token for each of `rows`: how many they have now, who was stopped by it, and who is full."""
         counts = self.num_tokens[rows]
         self.tokens[rows, counts] = tokens
-        counts += 1
+        counts += ONE
         self.num_tokens[rows] = counts
         if self.stop_width == 1:
-            stopped = self.stop_ids[rows, 0] == tokens
+            stopped = self.stop_ids[:, 0][rows] == tokens
         else:
             stopped = (self.stop_ids[rows, : self.stop_width] == tokens[:, None]).any(axis=1)
         return counts, stopped, counts >= self.total_len[rows]
@@ -202,7 +224,7 @@ class Rows:
     def _give_back(self, departure: Departure) -> None:
         request = departure.request
         record = request.record
-        tokens = self.token_bytes(record.row, 0, record.kv_committed_len) if departure.insert else b""
+        tokens = self.tokens[record.row].data.cast("B") if departure.insert else b""
         self._vacate(request)
         self._cache.release_kv_cache(record, tokens, insert=departure.insert)
         request.kv = None

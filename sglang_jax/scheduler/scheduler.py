@@ -10,15 +10,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
-from sglang_jax.config import EngineConfig
+from sglang_jax.config import EngineConfig, SpeculativeAlgorithm
 from sglang_jax.errors import CapacityError, NumericalError, RequestError
 from sglang_jax.grammar.compiler import GrammarCompiler
 from sglang_jax.mem_cache.invariants import check_conservation, idle_fault
 from sglang_jax.mem_cache.kv_cache import KVCache
+from sglang_jax.mem_cache.lengths import ONE, Index
 from sglang_jax.runner.plan import INVALID_TOKEN, Int32, RunnerSpec, StepPlan, StepResult
 from sglang_jax.runner.protocol import Runner, StepHandle
 from sglang_jax.scheduler.admission import Admission
@@ -26,6 +27,7 @@ from sglang_jax.scheduler.arrivals import Arrivals
 from sglang_jax.scheduler.channel import Channel
 from sglang_jax.scheduler.chunking import ChunkBudget, FixedChunk, TimedChunk
 from sglang_jax.scheduler.constraints import Closed, Constraints
+from sglang_jax.scheduler.drafting import AllThatFit, Drafting, WhatPays
 from sglang_jax.scheduler.judge import Judge
 from sglang_jax.scheduler.messages import NewRequest
 from sglang_jax.scheduler.planner import OutOfPages, Planned, Planner
@@ -43,8 +45,7 @@ RETRACTIONS_IN_TURN = 4
 """Who was retracted so often more than another is not retracted before it, whatever their priorities."""
 
 
-@dataclass(frozen=True, slots=True)
-class Launched:
+class Launched(msgspec.Struct, frozen=True):
     """A step that the runner has since `at` (seconds of the scheduler's clock), and what to do with its result."""
 
     planned: Planned
@@ -89,15 +90,16 @@ class Scheduler:
         self.budget = _chunk_budget(config, spec)
         self._arrivals = Arrivals(spec, eos_ids, config.random_seed, config.max_queued_requests)
         self._admission = Admission(self.cache, self.rows, self.queue, self.reserve)
-        self._planner = Planner(spec, self.budget, self.cache, self.rows)
+        self._drafting = _drafting(config, spec)
+        self._planner = Planner(spec, self.budget, self.cache, self.rows, self._drafting)
         self._judge = Judge(self.cache, self.rows)
         self.constraints = Constraints(grammars, self.rows, spec.vocab_size, eos_ids)
-        self._publisher = Publisher(channel, self.rows)
+        self._publisher = Publisher(channel, self.rows, drafts=spec.max_samples > 1)
         self.log = StepLog(self, config.decode_log_interval)
         self._clock = clock
         self._finished_at = clock()
         self._books_checked = True
-        self._all_picks: Int32 = np.arange(spec.max_rows, dtype=np.int32)
+        self._all_picks: Index = np.arange(spec.max_rows)
         self._in_flight: Launched | None = None
 
     @property
@@ -251,12 +253,15 @@ class Scheduler:
 
     def _plan(self, step: int) -> Planned | None:
         """**Raises:** `OutOfPages` if there is something to do but pages are short."""
-        decode = self._planner.extend_decode(len(self.queue) > 0)
-        decisions = self._admission.admit(self._planner.allowance(decode), step)
-        if decisions.seated:
-            self.rows.seat(decisions.seated)
-        for request in decisions.too_large:
-            self._refuse_too_large(request)
+        prompts_wait = len(self.queue) > 0
+        decode = self._planner.extend_decode(prompts_wait)
+        if prompts_wait:
+            decisions = self._admission.admit(self._planner.allowance(decode), step)
+            if decisions.seated:
+                self.rows.seat(decisions.seated)
+                self._drafting.seated(np.array([request.row for request in decisions.seated], np.intp))
+            for request in decisions.too_large:
+                self._refuse_too_large(request)
         return self._planner.plan(step, decode)
 
     def _make_room(self) -> None:
@@ -285,7 +290,7 @@ class Scheduler:
         first_time = [request for request in planned.newcomers if request.cached_tokens is None]
         for request in first_time:
             request.cached_tokens = request.record.kv_committed_len
-            self._publisher.started(request)
+            self._publisher.started(request, self._clock())
             self.log.started(request)
         if first_time:
             self._publisher.flush()
@@ -311,12 +316,17 @@ class Scheduler:
         planned = launched.planned
         result = launched.handle.result()
         self._note_time(launched)
+        for chunk in planned.chunks:
+            if chunk.last and chunk.request.first_token is None:
+                chunk.request.first_token = self._finished_at
         self.cache.settle(planned.plan.step)
         if planned.plan.copies:
             self.queue.look_again()  # what was copied from may go now
         widths, sampled = planned.decode.widths, 0
         if widths is not None:
-            self.cache.shorten(planned.decode.rows, widths - result.counts[: len(widths)])
+            counts = result.counts[: len(widths)]
+            self.cache.shorten(planned.decode.rows, widths - counts)
+            self._note_drafts(planned.decode.rows, widths, counts)
             sampled = self._advance_before_trouble(planned, result)
         self._judge_step(planned, result)
         if planned.logprob_requests:
@@ -328,6 +338,12 @@ class Scheduler:
                 self._end(chunk.request, "length", insert=True)
         self.log.finished(sampled)
         self.reserve.decay()
+
+    def _note_drafts(self, rows: Index, widths: Int32, counts: Int32) -> None:
+        self._drafting.observe(rows, widths, counts)
+        drafted = np.stack((widths > 1, widths - 1, counts - 1), axis=1).astype(np.int64)
+        self.rows.drafts[rows] += drafted
+        self.log.drafted(drafted)
 
     def _judge_step(self, planned: Planned, result: StepResult) -> None:
         verdict = self._judge.judge(planned, result)
@@ -341,17 +357,19 @@ class Scheduler:
         """The device ran the step since it had it and was done with the one before."""
         begun, self._finished_at = max(launched.at, self._finished_at), self._clock()
         self.budget.observe(launched.planned.plan, self._finished_at - begun)
+        if not launched.planned.chunks:
+            self._drafting.took(launched.planned.plan.num_tokens, self._finished_at - begun)
 
     def _advance_before_trouble(self, planned: Planned, result: StepResult) -> int:
         """Rows with drafts may have sampled something, and ended by it, before logits that are not finite."""
         counts = result.counts[: len(planned.decode.rows)]
         last = result.tokens[self._all_picks[: len(counts)], counts - 1]
-        picks = np.nonzero((last <= INVALID_TOKEN) & (counts > 1))[0].astype(np.int32)
+        (picks,) = ((last <= INVALID_TOKEN) & (counts > 1)).nonzero()
         if not len(picks):
             return 0
         return self._advance(planned.plan, result, planned.decode.rows[picks], picks, result.counts - 1)
 
-    def _advance(self, plan: StepPlan, result: StepResult, rows: Int32, picks: Int32 | None, counts: Int32) -> int:
+    def _advance(self, plan: StepPlan, result: StepResult, rows: Index, picks: Index | None, counts: Int32) -> int:
         """Records the first `counts` `[sequences]` tokens that `rows` `[rows]` sampled, tells the clients, ends what
         has ended; how many tokens there were. `picks`: indices of the rows in the plan, None where it has no others."""
         if self.rows.num_leaving and not (staying := self.rows.active[rows]).all():
@@ -361,16 +379,16 @@ class Scheduler:
         if picks is not None:
             tokens, counts = tokens[picks], counts[picks]
         advance = self.rows.advance(rows, tokens, counts)
-        self.cache.lengths.kv_committed[rows] = advance.num_tokens - 1
+        self.cache.lengths.kv_committed[rows] = advance.num_tokens - ONE
         if plan.top_logprobs >= 0:
             picks = self._all_picks[: len(rows)] if picks is None else picks
             self._publisher.logprobs(result, rows, picks, advance.kept)
         self._publisher.tokens(rows, tokens, advance.kept)
         if self.rows.num_masked:
             self._follow(rows, tokens, advance)
-        over = (advance.stopped | advance.full) & self.rows.active[rows]
-        if over.any():
-            ended = np.nonzero(over)[0]
+        over = advance.stopped | advance.full
+        if np.count_nonzero(over):
+            (ended,) = (over & self.rows.active[rows]).nonzero()
             last = self.rows.tokens[rows[ended], advance.num_tokens[ended] - 1].tolist()
             for row, by_token, token in zip(rows[ended].tolist(), advance.stopped[ended].tolist(), last, strict=True):
                 request = self.rows.at(row)
@@ -380,7 +398,7 @@ class Scheduler:
                     self._end(request, "length", insert=True)
         return len(rows) if tokens.shape[1] == 1 else int(advance.kept.sum())
 
-    def _follow(self, rows: Int32, tokens: Int32, advance: Advance) -> None:
+    def _follow(self, rows: Index, tokens: Int32, advance: Advance) -> None:
         """Tells matchers what their rows sampled, one token each. A token that ends a request need not be followed."""
         picks = np.flatnonzero(self.rows.masked[rows] & ~advance.stopped)
         if len(picks):
@@ -398,7 +416,9 @@ class Scheduler:
     ) -> None:
         """Ends a request in any state. Its row is given back once no step in flight has it, see `Rows`."""
         if kind is not None:
-            self._publisher.finished(request, kind, matched_token=matched_token, error=error)
+            self._publisher.finished(
+                request, kind, last_step=self._finished_at, matched_token=matched_token, error=error
+            )
         if request.waiting.queued:
             self.queue.remove(request)
         self.constraints.forget(request)
@@ -433,6 +453,8 @@ class Scheduler:
 
     def _back_to_queue(self, request: Request) -> None:
         request.tokens = self.rows.token_bytes(request.row, 0, int(self.rows.num_tokens[request.row]))
+        request.drafts = self.rows.drafts_of(request)
+        self.rows.drafts[request.row] = 0
         request.next_prompt_logprob = request.told_prompt_logprob
         request.announced = False
         request.move_to(RequestState.RETRACTED)
@@ -465,6 +487,12 @@ def _chunk_budget(config: EngineConfig, spec: RunnerSpec) -> ChunkBudget:
     if config.target_itl_ms is None:
         return FixedChunk(size)
     return TimedChunk(config.target_itl_ms / 1000.0, size, Padding(spec.mixed_shapes))
+
+
+def _drafting(config: EngineConfig, spec: RunnerSpec) -> Drafting:
+    if config.speculative_algorithm is SpeculativeAlgorithm.NONE:
+        return AllThatFit()
+    return WhatPays(spec.max_rows, spec.max_samples)
 
 
 def _retraction_key(request: Request) -> tuple[int, int, int]:

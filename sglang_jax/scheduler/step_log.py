@@ -7,6 +7,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_jax.architectures import CacheKind
 from sglang_jax.scheduler.messages import GroupUsage, SchedulerStats
 from sglang_jax.scheduler.planner import Planned
 from sglang_jax.scheduler.request import Request
@@ -31,6 +35,9 @@ class Counts:
     aborted: int = 0
     retractions: int = 0
     memory_faults: int = 0
+    draft_steps: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class StepLog:
@@ -56,6 +63,13 @@ class StepLog:
         self.steps += 1
         if planned.chunks and logger.isEnabledFor(logging.INFO):
             self._write_prefill_line(planned)
+
+    def drafted(self, counts: NDArray[np.int64]) -> None:
+        """What came of drafts, `[rows, 3]` (see `DraftCounts`)."""
+        steps, drafts, right = counts.sum(axis=0).tolist()
+        self.counts.draft_steps += steps
+        self.counts.draft_tokens += drafts
+        self.counts.accepted_tokens += right
 
     def finished(self, num_tokens: int) -> None:
         """A step finished; `num_tokens` requests sampled a token."""
@@ -83,10 +97,13 @@ class StepLog:
             num_retractions=counts.retractions,
             num_evicted_pages=scheduler.cache.num_evicted,
             num_memory_faults=counts.memory_faults,
+            num_draft_steps=counts.draft_steps,
+            num_draft_tokens=counts.draft_tokens,
+            num_accepted_tokens=counts.accepted_tokens,
             compiles_after_warm_up=compiles_after_warm_up,
             new_token_reserve=scheduler.reserve.ratio,
             steps=self.steps,
-            groups=self._groups() if len(scheduler.cache.groups) > 1 or scheduler.cache.states else [],
+            groups=self._groups() if self._names_groups() else [],
         )
 
     def _measure(self) -> float:
@@ -101,9 +118,14 @@ class StepLog:
     def _usage(self) -> str:
         """Used shares of the pools."""
         groups = self._groups()
-        if len(groups) == 1 and groups[0].unit == "token":
-            return f"token usage: {groups[0].usage:.2f}"
-        return ", ".join([f"{group.usage_name}: {group.usage:.2f}" for group in groups])
+        if self._names_groups():
+            return ", ".join([f"{group.usage_name}: {group.usage:.2f}" for group in groups])
+        return f"token usage: {groups[0].usage:.2f}"
+
+    def _names_groups(self) -> bool:
+        """Whether there is more to tell of than one pool for layers that see all tokens."""
+        groups = self._scheduler.cache.groups
+        return len(groups) > 1 or groups[0].spec.kind is not CacheKind.FULL
 
     def _groups(self) -> list[GroupUsage]:
         return [

@@ -6,6 +6,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from operator import itemgetter
+from typing import Any
 
 from sglang_jax.config import SchedulePolicy
 from sglang_jax.scheduler.request import Request, RequestState, Waiting
@@ -14,6 +15,9 @@ from sglang_jax.scheduler.reserve import CLIP
 Key = tuple[int, int, int, int]
 
 _REQUEST = itemgetter(1)
+
+_EMPTY: Any = None
+"""In the place of an entry that was taken out."""
 
 LONGEST_PREFIX_WINDOW = 128
 """Requests whose cached prefix is looked up when the longest goes first; a match of the whole queue each step would
@@ -46,23 +50,41 @@ class Turns:
 
 
 class Order:
-    """Requests by a key, lowest first; no two have the same, so that requests are never compared."""
+    """Requests by a key, lowest first; no two have the same, so that requests are never compared.
+
+    Most that are taken out are the first: their places stay, empty, until they are more than the others.
+    """
 
     def __init__(self) -> None:
-        self.entries: list[tuple[Key, Request]] = []
+        self._entries: list[tuple[Key, Request]] = []
+        self._begin = 0
+
+    def __len__(self) -> int:
+        return len(self._entries) - self._begin
 
     def add(self, key: Key, request: Request) -> None:
-        insort(self.entries, (key, request))
+        if not len(self) or self._entries[-1][0] < key:
+            self._entries.append((key, request))
+        else:
+            insort(self._entries, (key, request), self._begin)
 
     def remove(self, key: Key, request: Request) -> None:
         """Takes out a request that was added with this key."""
-        place = bisect_left(self.entries, (key,))
-        assert self.entries[place][1] is request
-        del self.entries[place]
+        entries, begin = self._entries, self._begin
+        place = begin if entries[begin][1] is request else bisect_left(entries, (key,), begin)
+        assert entries[place][1] is request
+        if place > begin:
+            del entries[place]
+            return
+        entries[begin] = _EMPTY
+        self._begin += 1
+        if 2 * self._begin > len(entries):
+            del entries[: self._begin]
+            self._begin = 0
 
     def first(self, count: int) -> Iterator[Request]:
         """The first `count`, as they are now."""
-        return map(_REQUEST, self.entries[:count])
+        return map(_REQUEST, self._entries[self._begin : self._begin + count])
 
 
 class WaitingQueue:
@@ -91,7 +113,7 @@ class WaitingQueue:
         self._turns = Turns()
 
     def __len__(self) -> int:
-        return len(self._by_policy.entries)
+        return len(self._by_policy)
 
     def look_again(self) -> None:
         """Something was released, cached or queued: who does not fit may fit now."""
@@ -106,7 +128,7 @@ class WaitingQueue:
         if self._pause > 0:
             self._pause -= 1
             return False
-        return bool(self._by_policy.entries)
+        return len(self._by_policy) > 0
 
     def add(self, request: Request) -> None:
         """Enters a request at its place; a retracted one before its equals."""
@@ -129,7 +151,7 @@ class WaitingQueue:
         """Takes a request out; it must be in, in the state in which it came."""
         self.look_again()
         request.waiting.queued = False
-        self._turns.pass_to(min(request.waiting.turn, self._by_policy.entries[0][1].waiting.turn))
+        self._turns.pass_to(min(request.waiting.turn, next(self.front(1)).waiting.turn))
         self._by_policy.remove(self._key(request), request)
         self._by_work.remove(_work_key(request), request)
         if not len(self):

@@ -211,7 +211,7 @@ class PromptStream:
         finish = delta.finish
         if finish is not None and finish.error is not None:
             raise finish.error
-        self._timing.output(delta.index, len(delta.token_ids), ended=finish is not None)
+        self._timing.output(delta)
         return delta
 
     async def close(self) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Self
 
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.launch import launch_engine
 from sglang_jax.errors import EngineDeadError
 from sglang_jax.server.app import create_app, create_context
+from sglang_jax.server.requests_seen import RequestsSeen
 
 
 class EmbeddedServer:
@@ -24,7 +25,7 @@ class EmbeddedServer:
     whoever has the socket; so is draining.
     """
 
-    def __init__(self, client: AsyncEngineClient, app: FastAPI) -> None:
+    def __init__(self, client: AsyncEngineClient, app: ASGIApp) -> None:
         self._client = client
         self.app = app
 
@@ -38,7 +39,8 @@ class EmbeddedServer:
         """
         config = config or ServerConfig.model_validate(options)
         client = await launch_engine(config)
-        return cls(client, create_app(create_context(client, config)))
+        context = create_context(client, config)
+        return cls(client, RequestsSeen(create_app(context), context.metrics))
 
     def check(self) -> None:
         """Raises `EngineDeadError` if the engine is gone; it does not come back, so the whole is to be started anew."""

@@ -75,8 +75,8 @@ class Body(BaseModel):
             if any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL_VALUES.get(name, ())):
                 continue
             raise UnsupportedParameterError(
-                f"{cut(name)} is not supported by this server and ignoring it could change the output; "
-                f"leave it out (got {shown(value)})",
+                f"{cut(name)} is not supported, and ignoring it could change the output; "
+                f"remove it (got {shown(value)})",
                 param=cut(name),
             )
         return self

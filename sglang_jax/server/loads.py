@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
 
 import msgspec
 from fastapi import APIRouter, Depends, Response
 
+from sglang_jax.about import version
 from sglang_jax.engine.types import EngineClient, ReplicaLoad
 from sglang_jax.server.callers import require_admin
 from sglang_jax.server.streaming import json_response
@@ -67,9 +67,7 @@ def loads_router(client: EngineClient) -> APIRouter:
         """Running and waiting requests, memory and state of each replica."""
         now = datetime.now(UTC).isoformat()
         each = [_load(one, now) for one in client.loads()]
-        answer = Loads(
-            timestamp=now, version=version("sglang-jax"), dp_rank_count=len(each), loads=each, aggregate=_all(each)
-        )
+        answer = Loads(timestamp=now, version=version(), dp_rank_count=len(each), loads=each, aggregate=_all(each))
         return json_response(answer)
 
     return router

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
-from importlib.metadata import version
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Depends, Response
 
+from sglang_jax.about import version
 from sglang_jax.engine.types import GenerateInput, ReplicaLoad, ReplicaState
 from sglang_jax.engine.validation import check_characters
 from sglang_jax.errors import ParameterError, PromptTooLongError, RequestError
@@ -128,6 +128,17 @@ def information_router(context: ServerContext) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
     config = context.config
 
+    @router.get("/", include_in_schema=False)
+    async def start() -> dict[str, str]:
+        """For people who open the server's address in a browser."""
+        return {
+            "server": f"sglang-jax {version()}",
+            "model": config.model_name,
+            "chat": "POST /v1/chat/completions",
+            "routes": "GET /docs",
+            "ready": "GET /readyz",
+        }
+
     @router.get("/get_model_info")
     @router.get("/model_info")
     async def model_info() -> dict[str, Any]:
@@ -146,7 +157,7 @@ def information_router(context: ServerContext) -> APIRouter:
         """Every option but the API keys, and the figures of the scheduler and the runner."""
         states = await context.client.states()
         options = config.model_dump(mode="json", exclude={"api_key", "admin_api_key"})
-        return {**options, "version": version("sglang-jax"), "internal_states": states}
+        return {**options, "version": version(), "internal_states": states}
 
     return router
 

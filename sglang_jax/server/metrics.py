@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 from fastapi import APIRouter, Depends, Request, Response
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from sglang_jax.engine.types import EngineClient, ReplicaLoad, ReplicaState
+from sglang_jax.engine.types import EngineClient, OutputDelta, ReplicaLoad, ReplicaState
 from sglang_jax.scheduler.messages import SchedulerStats
 from sglang_jax.server.callers import require_admin
 
@@ -67,6 +67,8 @@ class SchedulerCollector(Collector):
             "token_usage": (stats.token_usage, "Used share of the KV pool, of several that of the fullest."),
             "gen_throughput": (stats.gen_throughput, "Output tokens per second."),
             "cache_hit_rate": (stats.cache_hit_rate, "Share of prompt tokens found in the prefix cache."),
+            "spec_accept_rate": (stats.accept_rate, "Share of guesses that were right."),
+            "spec_accept_length": (stats.accept_length, "Mean tokens of a request in a step with guesses."),
             "engine_silent_seconds": (
                 load.silent_seconds,
                 "Without a step though there is work; see --watchdog-timeout.",
@@ -82,6 +84,9 @@ class SchedulerCollector(Collector):
             "num_aborted_requests": (stats.num_aborted, "Requests aborted, by their clients or by /abort_request."),
             "num_retractions": (stats.num_retractions, "Times that a running request gave back its KV."),
             "num_evicted_pages": (stats.num_evicted_pages, "Pages of cached prefixes given up for lack of room."),
+            "spec_verify": (stats.num_draft_steps, "Times that a step had guesses of a request's next tokens."),
+            "spec_draft_tokens": (stats.num_draft_tokens, "Tokens that were guessed."),
+            "spec_accepted_tokens": (stats.num_accepted_tokens, "Guesses that were right."),
             "num_memory_faults": (stats.num_memory_faults, "Times that KV pages did not add up at idle."),
             "compiles_after_warm_up": (stats.compiles_after_warm_up, "Programs compiled while serving."),
         }
@@ -121,14 +126,27 @@ class ServerMetrics:
     def __init__(self, client: EngineClient, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(SchedulerCollector(client, model_name))
+        ProcessCollector(registry=self.registry)
+        self.http_requests = Counter(
+            "sglang:http_requests",
+            "HTTP requests, by the status that they were answered with.",
+            ["route", "method", "status"],
+            registry=self.registry,
+        )
         self.num_requests = self._counter(
             "num_requests", "Prompts answered: each prompt of a batch counts, all its completions are one.", model_name
         )
+        self.queue_time = self._histogram(
+            "queue_time_seconds", "From a completion's arrival at an engine to its row.", LATENCY_BUCKETS, model_name
+        )
         self.first_token = self._histogram(
-            "time_to_first_token_seconds", "Of streamed completions.", LATENCY_BUCKETS, model_name
+            "time_to_first_token_seconds",
+            "From the request to a completion's first token.",
+            LATENCY_BUCKETS,
+            model_name,
         )
         self.inter_token = self._histogram(
-            "inter_token_latency_seconds", "Between tokens of streamed completions.", TOKEN_LATENCY_BUCKETS, model_name
+            "inter_token_latency_seconds", "Between two tokens of a completion.", TOKEN_LATENCY_BUCKETS, model_name
         )
         self.end_to_end = self._histogram(
             "e2e_request_latency_seconds", "From the request to the end of a completion.", LATENCY_BUCKETS, model_name
@@ -150,27 +168,37 @@ class ServerMetrics:
 class RequestTiming:
     """The clock of one prompt's completions.
 
-    When the tokens of a completion that is not streamed were sampled is not known here: only its end is timed.
+    Tokens of a stream are timed as they come. Those of a completion that comes whole are timed by the engine, which
+    tells when it sampled the first and the last: the time between them counts for each of the others alike. A server
+    behind this one (`--connect`) does not tell.
     """
 
     def __init__(self, metrics: ServerMetrics, *, stream: bool) -> None:
         self._metrics = metrics
         self._stream = stream
-        self._begin = time.perf_counter()
+        self._begin = time.monotonic()
         self._last: dict[int, float] = {}
 
-    def output(self, index: int, num_tokens: int, *, ended: bool) -> None:
-        """Completion `index` gave `num_tokens` tokens, or ended, or both."""
-        now = time.perf_counter()
-        if self._stream and num_tokens:
-            last = self._last.get(index)
-            if last is None:
-                self._metrics.first_token.observe(now - self._begin)
+    def output(self, delta: OutputDelta) -> None:
+        """What a completion gave: tokens, its end, or both."""
+        now, metrics = time.monotonic(), self._metrics
+        if delta.queue_seconds is not None:
+            metrics.queue_time.observe(delta.queue_seconds)
+        if not self._stream:
+            if delta.sampled is not None:
+                first, last = delta.sampled
+                metrics.first_token.observe(max(first - self._begin, 0.0))
+                if (others := delta.completion_tokens - 1) > 0:
+                    metrics.inter_token.observe((last - first) / others, others)
+        elif num_tokens := len(delta.token_ids):
+            before = self._last.get(delta.index)
+            if before is None:
+                metrics.first_token.observe(now - self._begin)
             else:
-                self._metrics.inter_token.observe((now - last) / num_tokens, num_tokens)
-            self._last[index] = now
-        if ended:
-            self._metrics.end_to_end.observe(now - self._begin)
+                metrics.inter_token.observe((now - before) / num_tokens, num_tokens)
+            self._last[delta.index] = now
+        if delta.finish is not None:
+            metrics.end_to_end.observe(now - self._begin)
 
     def answered(self) -> None:
         """The prompt counts as answered. One that fails, or whose client leaves, does not."""

@@ -54,6 +54,10 @@ class NativeFormat:
             "cached_tokens": None if self.hide_cached_tokens else delta.cached_tokens,
             "e2e_latency": time.perf_counter() - self.begin,
         }
+        if delta.drafts is not None:
+            meta["spec_verify_ct"] = delta.drafts.steps
+            meta["spec_draft_token_num"] = delta.drafts.drafts
+            meta["spec_accept_token_num"] = delta.drafts.right
         if prompt.return_logprob:
             positions = delta.prompt_logprobs or []
             meta["input_token_logprobs"] = [self._entry(one) for one in positions]

@@ -138,7 +138,7 @@ class ChatBody(OpenAIBody):
         for name in given:
             if not is_variable(name):
                 raise ParameterError(
-                    f"chat_template_kwargs has {shown(name)}, which is no variable for clients to set",
+                    f"chat_template_kwargs has {shown(name)}, which clients cannot set",
                     param="chat_template_kwargs",
                 )
         if self.reasoning_effort not in (None, "none"):
@@ -160,7 +160,8 @@ class ChatBody(OpenAIBody):
         if limit is not None and limit < 1:
             name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
             raise ParameterError(
-                f"{name} must be at least 1 in a chat, got {limit}; completions and /generate compute a prompt alone",
+                f"{name} must be at least 1 in a chat, got {limit}; to only compute a prompt, use completions or "
+                "/generate",
                 param=name,
             )
         return limit
@@ -191,7 +192,9 @@ def _for_template(number: int, message: ChatMessage) -> dict[str, object]:
     content = message.content
     if message.tool_calls and message.role != "assistant":
         place = f"messages[{number}].tool_calls"
-        raise ParameterError(f"{place} are the assistant's alone, got the role {shown(message.role)}", param=place)
+        raise ParameterError(
+            f"{place} belong only to messages of the role `assistant`, got the role {shown(message.role)}", param=place
+        )
     if content is None and message.role != "assistant":
         raise ParameterError(f"{path} is required for the role {shown(message.role)}", param=path)
     if isinstance(content, list):

@@ -11,16 +11,16 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.loops.auto import auto_loop_factory
 
-from sglang_jax.config import LogLevel, ServerConfig
+from sglang_jax import logs
+from sglang_jax.about import version
+from sglang_jax.config import LogFormat, LogLevel, ServerConfig
 from sglang_jax.engine.launch_replicated import launch_engines
-from sglang_jax.engine.process import LOG_FORMAT
 from sglang_jax.engine.types import EngineClient
 from sglang_jax.errors import ConfigError
 from sglang_jax.runner.backends import load_follower
@@ -35,6 +35,7 @@ from sglang_jax.server.connections import (
 from sglang_jax.server.context import ServerContext
 from sglang_jax.server.local_hosts import LocalHosts, OwnPagesOnly, is_loopback
 from sglang_jax.server.remote_replicas import connect_engines
+from sglang_jax.server.requests_seen import RequestsSeen
 
 logger = logging.getLogger(__name__)
 
@@ -129,8 +130,8 @@ def run(config: ServerConfig, launch: Launch = launch_or_connect) -> int:
     `launch_or_connect` raises.
     """
     begin = time.perf_counter()
-    logging.basicConfig(level=config.log_level.upper(), format=LOG_FORMAT)
-    logger.info("sglang-jax %s, Python %s", version("sglang-jax"), platform.python_version())
+    logs.configure(config.log_level.upper(), as_json=config.log_format is LogFormat.JSON)
+    logger.info("sglang-jax %s, Python %s", version(), platform.python_version())
     if config.node_rank > 0:
         load_follower(config)(config)
         return 0
@@ -138,7 +139,7 @@ def run(config: ServerConfig, launch: Launch = launch_or_connect) -> int:
     callers = Callers.of(config)
     if not callers.asks_for_a_key and not is_loopback(config.host):
         logger.warning(
-            "Whoever reaches %s may use this server: it has no key. Give it one with --api-key-file, or let it "
+            "Anyone who reaches %s may use this server: it has no key. Give it one with --api-key-file, or let it "
             "listen on 127.0.0.1",
             config.host,
         )
@@ -173,13 +174,13 @@ def http_config(context: ServerContext) -> uvicorn.Config:
     if not context.callers.asks_for_a_key and is_loopback(config.host):
         app = OwnPagesOnly(LocalHosts(app, (config.allowed_hosts or "").split(",")))
     return uvicorn.Config(
-        app,
+        RequestsSeen(app, context.metrics),
         http=bounded_connections(limits),
         ws="none",
         lifespan="off",
         log_config=None,
         log_level="info" if config.log_level is LogLevel.DEBUG else "warning",
-        access_log=config.log_level is LogLevel.DEBUG,
+        access_log=False,  # `RequestsSeen` has one
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
     )

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
-from helpers.family_cases import FAMILIES
+from helpers.family_cases import FAMILIES, HYBRIDS
 from helpers.tiny_models import make_tiny_checkpoint, make_tiny_model
 
 from sglang_jax.architectures import CacheGroup, CacheKind, ModelConfig, cache_groups
@@ -34,9 +35,9 @@ def configured(folder: Path, family: str, **values: Any) -> ModelConfig:
     return load_hf_config(folder)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES | HYBRIDS)
 def test_tensors_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    case = FAMILIES[name]
+    case = (FAMILIES | HYBRIDS)[name]
     folder = make_tiny_checkpoint(tmp_path, case.architecture, **case.changes)
     model = make_tiny_model(case.architecture, **case.changes)
     shapes = {name: tuple(values.shape) for name, values in model.state_dict().items()}
@@ -64,16 +65,18 @@ def test_silent_fields_take_transformers_defaults(family: str, tmp_path: Path) -
     more = {"hidden_size_per_layer_input": 0} if family == "gemma4_text" else {}
     config = configured(tmp_path, family, **more)
     theirs = transformers.AutoConfig.for_model(family, **_SHAPE, **more)
-    attention = config.layers[0].mixer
-    theirs_of_layer = theirs.per_layer_config[0]
+    first = next(number for number, layer in enumerate(config.layers) if layer.attention is not None)
+    attention = config.layers[first].attention
+    theirs_of_layer = theirs.per_layer_config[first]
     assert attention.num_kv_heads == theirs_of_layer.num_key_value_heads
     assert attention.head_dim == (getattr(theirs_of_layer, "head_dim", None) or 128)
     assert config.max_position == theirs.max_position_embeddings
-    assert config.final_norm.eps == (theirs.layer_norm_eps if family == "cohere2" else theirs.rms_norm_eps)
+    eps = {"cohere2": "layer_norm_eps", "lfm2": "norm_eps"}.get(family, "rms_norm_eps")
+    assert config.final_norm.eps == getattr(theirs, eps)
     assert config.tie_word_embeddings is theirs.tie_word_embeddings
     assert config.bos_token_id == theirs.bos_token_id
     assert config.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
-    activation = theirs.hidden_activation if family.startswith("gemma") else theirs.hidden_act
+    activation = theirs.hidden_activation if family.startswith("gemma") else getattr(theirs, "hidden_act", "silu")
     assert config.layers[0].feed_forward.activation == activation
     sliding = [kind == _LOCAL for kind in getattr(theirs, "layer_types", None) or [_WHOLE] * 8]
     window = getattr(theirs, "sliding_window", None)
@@ -81,14 +84,27 @@ def test_silent_fields_take_transformers_defaults(family: str, tmp_path: Path) -
         sliding = [window is not None] * 8
     outgrown = window is not None and window < theirs.max_position_embeddings
     expected = [window if slides and outgrown else None for slides in sliding]
-    assert [layer.mixer.window for layer in config.layers] == expected
+    windows = [None if layer.attention is None else layer.attention.window for layer in config.layers]
+    assert windows == expected
     if "rope_theta" in theirs.rope_parameters:
-        thetas = {layer.mixer.rope.theta for layer in config.layers if layer.mixer.rope is not None}
+        thetas = {attention.rope.theta for attention in config.attention if attention.rope is not None}
         assert thetas == {theirs.rope_parameters["rope_theta"]}
     assert attention.soft_cap == getattr(theirs, "attn_logit_softcapping", None)
     assert config.logit_cap == getattr(theirs, "final_logit_softcapping", None)
     if family in ("gemma2", "gemma3_text"):
         assert attention.scale == theirs.query_pre_attn_scalar**-0.5
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
+def test_silent_fields_of_recurrent_layers_take_transformers_defaults(family: str, tmp_path: Path) -> None:
+    shape = _SHAPE | ({"full_attn_idxs": [2, 5]} if family == "lfm2" else {})
+    theirs = transformers.AutoConfig.for_model(family, **shape)
+    config = configured(tmp_path, family, **shape)
+    assert [layer.attention is None for layer in config.layers] == [kind != _WHOLE for kind in theirs.layer_types]
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(theirs)
+    shapes = {name: tuple(values.shape) for name, values in model.state_dict().items()}
+    assert expected_tensors(config).items() <= shapes.items()
 
 
 def test_gemma3_in_both_spellings(tmp_path: Path) -> None:
@@ -130,6 +146,19 @@ def test_layers_of_exaone4_rotate_unless_they_see_all_beside_others_that_do_not(
         ("smollm3", {"no_rope_layers": [1, 1]}, "no_rope_layers has 2 entries, one for each of 8 layers"),
         ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope scaling 'longrope' is not supported"),
         ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.75}}, "partial_rotary_factor 0.75 is not supported"),
+        (
+            "lfm2",
+            {"layer_types": ["conv", "mamba"] * 4},
+            "layer_types has mamba; supported: conv or full_attention for",
+        ),
+        ("qwen3_5_text", {"partial_rotary_factor": 1.5}, "partial_rotary_factor 1.5 of rope scaling default is not"),
+        (
+            "qwen3_5_text",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            "partial_rotary_factor 0.25 of rope scaling yarn is not supported",
+        ),
+        ("qwen3_5_text", {"linear_num_key_heads": 5}, "linear_num_value_heads .32. must be a multiple of"),
+        ("qwen3_5_text", {"num_experts": 8}, "num_experts is 8, which qwen3_5_text does not have here"),
         ("olmo2", {"residual_multiplier": 0.5}, "residual_multiplier is 0.5, which olmo2 does not have here"),
     ],
 )

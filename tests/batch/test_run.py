@@ -245,8 +245,8 @@ def test_files_that_are_not_ours_are_left_alone(run: Run, tmp_path: Path, capsys
 @pytest.mark.parametrize(
     ("arguments", "options", "words"),
     [
-        ([], {"input": "nowhere.jsonl"}, ["nowhere.jsonl", "not a file"]),
-        ([], {"input": "."}, ["not a file"]),
+        ([], {"input": "nowhere.jsonl"}, ["file not found: ", "nowhere.jsonl"]),
+        ([], {"input": "."}, ["is not a regular file"]),
         ([], {"output": "no/folder/out.jsonl"}, ["no/folder", "does not exist"]),
         ([], {"output": "in.jsonl"}, ["three files"]),
         ([], {"error-file": "out.jsonl"}, ["three files"]),

@@ -284,6 +284,15 @@ def test_a_field_of_another_family_is_refused(tmp_path: Path, name: str, value: 
         load_hf_config(written(tmp_path, LLAMA | {name: value}))
 
 
+def test_the_cap_that_gemma_2_has_is_refused_of_gemma_3(tmp_path: Path) -> None:
+    """It was dropped without a word."""
+    values = transformers.AutoConfig.for_model("gemma3_text", num_hidden_layers=3).to_dict()
+    values["architectures"] = ["Gemma3ForCausalLM"]
+    assert load_hf_config(written(tmp_path, values | {"attn_logit_softcapping": None})).layers[0].mixer.soft_cap is None
+    with pytest.raises(CheckpointError, match=r"attn_logit_softcapping is 50\.0, which gemma3_text does not have here"):
+        load_hf_config(written(tmp_path, values | {"attn_logit_softcapping": 50.0}))
+
+
 def test_rotary_parameters_of_several_kinds_of_layers_are_refused(tmp_path: Path) -> None:
     sets = {"full_attention": {"rope_type": "yarn", "factor": 4.0}, "sliding_attention": {"rope_type": "default"}}
     with pytest.raises(CheckpointError, match="of their own for full_attention, sliding_attention are not supported"):

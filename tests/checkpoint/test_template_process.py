@@ -69,7 +69,7 @@ def test_a_text_of_too_many_characters(templates: TemplateProcess) -> None:
 def test_what_a_template_refuses(templates: TemplateProcess) -> None:
     with pytest.raises(RequestError, match="the chat template refused the messages: no such thing"):
         templates.render(rendering("{{ raise_exception('no such thing') }}"))
-    with pytest.raises(RequestError, match="what is no JSON"):
+    with pytest.raises(RequestError, match="a value that JSON cannot express"):
         templates.render(Rendering("a", [{"role": object()}], {}))
 
 

@@ -45,6 +45,7 @@ OTHER_VALUES: dict[str, Any] = {
     "swa_full_tokens_ratio": 0.5,
     "max_mamba_cache_size": 100,
     "mamba_full_memory_ratio": 0.4,
+    "mamba_ssm_dtype": "bfloat16",
     "mamba_track_interval": 0,
     "max_running_requests": 9,
     "max_queued_requests": 8,
@@ -60,6 +61,8 @@ OTHER_VALUES: dict[str, Any] = {
     "random_seed": 42,
     "sampling_defaults": "openai",
     "grammar_backend": "none",
+    "speculative_algorithm": "ngram",
+    "speculative_num_draft_tokens": 3,
     "skip_warmup": True,
     "watchdog_timeout": 30.0,
     "engine_start_timeout": 60.0,
@@ -87,6 +90,7 @@ OTHER_VALUES: dict[str, Any] = {
     "reasoning_parser": "qwen3",
     "max_tools_per_request": 5,
     "log_level": "debug",
+    "log_format": "json",
 }
 
 

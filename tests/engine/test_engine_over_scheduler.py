@@ -24,7 +24,7 @@ from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.launch import launch_core
 from sglang_jax.engine.types import FinishKind, GenerateInput
 from sglang_jax.errors import NumericalError, QueueFullError
-from sglang_jax.runner.fake import Oracle
+from sglang_jax.runner.fake_model import Oracle
 
 ORACLE = Oracle(FAKE_VOCAB_SIZE)
 LONG = SamplingParams(max_new_tokens=None, ignore_eos=True, seed=1)

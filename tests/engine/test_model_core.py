@@ -22,7 +22,8 @@ from sglang_jax.checkpoint import Checkpoint
 from sglang_jax.config import EngineConfig, ServerConfig
 from sglang_jax.engine import model_core
 from sglang_jax.errors import CheckpointError, ConfigError
-from sglang_jax.runner.fake import FakeRunner, Oracle
+from sglang_jax.runner.fake import FakeRunner
+from sglang_jax.runner.fake_model import Oracle
 from sglang_jax.runner.plan import PoolSpec, RunnerSpec
 
 

@@ -29,7 +29,7 @@ from sglang_jax.engine.launch_replicated import replicated_client
 from sglang_jax.engine.replica import Replica
 from sglang_jax.engine.types import EngineClient, FinishKind, FinishReason, GenerateInput, GenerateOutput
 from sglang_jax.errors import ParameterError, PromptTooLongError
-from sglang_jax.runner.fake import Oracle
+from sglang_jax.runner.fake_model import Oracle
 
 NONE = SamplingParams(max_new_tokens=0)
 LENGTH = FinishReason(FinishKind.LENGTH)

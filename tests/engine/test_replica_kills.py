@@ -22,7 +22,7 @@ from sglang_jax.engine.placement import Placement
 from sglang_jax.engine.replica import Backoff, Replica
 from sglang_jax.engine.types import GenerateInput, ReplicaLoad, ReplicaState
 from sglang_jax.errors import EngineDeadError, ReplicaLostError
-from sglang_jax.runner.fake import Oracle
+from sglang_jax.runner.fake_model import Oracle
 from sglang_jax.sampling.params import SamplingParams
 
 ROWS = 4

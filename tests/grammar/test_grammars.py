@@ -153,7 +153,7 @@ REFUSED: list[tuple[GrammarKind, Any, str]] = [
     (GrammarKind.JSON_SCHEMA, NO_PLACE, "at /properties/a: Pointer '/$defs/no' does not exist"),
     (GrammarKind.REGEX, "(ab[c", "unclosed character class"),
     (GrammarKind.EBNF, "start: foo\nbar: /x/", "line 1, column 8: unknown name"),
-    (GrammarKind.EBNF, 'root ::= "a" [0-9\n', "is no grammar"),
+    (GrammarKind.EBNF, 'root ::= "a" [0-9\n', "is not a valid grammar"),
     (GrammarKind.STRUCTURAL_TAG, NO_TAG, "elements[0].type must be"),
 ]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from helpers.parity_cases import STEPS, TOLERANCE, prompts, transformers_logits
-from helpers.tiny_models import make_tiny_checkpoint
+from helpers.parity_cases import STEPS, TOLERANCE, logits_of, prompts, transformers_logits
+from helpers.tiny_models import make_tiny_checkpoint, make_tiny_model
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,16 @@ FAMILIES: dict[str, FamilyCase] = {
 }
 
 
+HYBRIDS: dict[str, FamilyCase] = {
+    "lfm2": FamilyCase("lfm2", 4, {"conv_bias": True}),
+    "qwen3_5": FamilyCase("qwen3_5_text", 16),
+    "mamba2": FamilyCase("mamba2", 4),
+    "falcon_h1": FamilyCase("falcon_h1", 16),
+    "granite_hybrid": FamilyCase("granitemoehybrid", 1),
+}
+"""Families with layers that keep a recurrent state."""
+
+
 class Paged(Protocol):
     """Either backend's paged model."""
 
@@ -145,23 +155,55 @@ class Paged(Protocol):
         self, sequences: Sequence[Any], steps: Sequence[dict[int, int]], cached: Sequence[int] | None = None
     ) -> list[np.ndarray]: ...
 
+    def share(self, row: int, other: int) -> None: ...
 
-def check_family(case: FamilyCase, folder: Path, load: Callable[[Path, int, int], Paged]) -> None:
+
+def check_family(
+    case: FamilyCase, folder: Path, load: Callable[[Path, int, int], Paged], page_sizes: Sequence[int] = ()
+) -> None:
     """Logits of whole prompts, chunks and decode rows are transformers'; and those of a request whose first tokens lie
-    in pages already are the same, wherever these end.
+    in pages already are the same, wherever these end. In pages of the case's size, or of each of `page_sizes`.
 
     `load` takes a checkpoint, the size of pages, and pages of a row.
     """
-    model = load(
-        make_tiny_checkpoint(folder, case.architecture, **case.changes), case.page_size, -(-64 // case.page_size)
-    )
+    checkpoint = make_tiny_checkpoint(folder, case.architecture, **case.changes)
+    reference = make_tiny_model(case.architecture, **case.changes)
     sequences = prompts()
+    expected = [logits_of(reference, tokens) for tokens in sequences]
+    for page_size in page_sizes or (case.page_size,):
+        _check_logits(load(checkpoint, page_size, -(-64 // page_size)), sequences, expected)
+
+
+def _check_logits(model: Paged, sequences: list[np.ndarray], expected: list[np.ndarray]) -> None:
     found = model.run(sequences, STEPS)
-    for tokens, logits in zip(sequences, found, strict=True):
-        assert len(logits) == len(tokens)
-        expected = transformers_logits(case.architecture, tokens, **case.changes)
-        assert np.abs(logits - expected).max() < TOLERANCE
+    for logits, theirs in zip(found, expected, strict=True):
+        assert logits.shape == theirs.shape
+        assert np.abs(logits - theirs).max() < TOLERANCE
     cached = (16, 33, 5, 29)
     steps = ({0: 8, 1: 6, 2: 4, 3: 1}, {1: 1}, {1: 3})
     for again, logits, start in zip(model.run(sequences, steps, cached), found, cached, strict=True):
         assert np.abs(again - logits[start:]).max() < 2e-5
+
+
+def check_hybrid(case: FamilyCase, folder: Path, load: Callable[[Path, int, int], Paged]) -> None:
+    """Logits of whole prompts, chunks and decode rows are transformers'; and so are those of a request that goes on
+    from the pages and the state of another, however these came about.
+
+    `load` as for `check_family`.
+    """
+    columns = -(-64 // case.page_size)
+    model = load(make_tiny_checkpoint(folder, case.architecture, **case.changes), case.page_size, columns)
+    sequences = prompts()
+    for tokens, logits in zip(sequences, model.run(sequences, STEPS), strict=True):
+        assert len(logits) == len(tokens)
+        expected = transformers_logits(case.architecture, tokens, **case.changes)
+        assert np.abs(logits - expected).max() < TOLERANCE
+    longest = sequences[1]
+    expected = transformers_logits(case.architecture, longest, **case.changes)
+    for chunks in ((33,), (1, 1, 31), (5, 11, 16, 1), (2, 1, 30)):
+        start = sum(chunks)
+        first = [sequences[0], longest, longest, longest]
+        model.run(first, [{0: 1, 1: count} if done else {1: count} for done, count in enumerate(chunks)])
+        model.share(1, 2)
+        _, found = model.run(first, ({2: 3, 0: 2}, {2: 1}, {2: len(longest) - start - 4}), (0, 0, start, 0))
+        assert np.abs(found - expected[start:]).max() < TOLERANCE

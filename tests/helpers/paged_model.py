@@ -12,18 +12,24 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from sglang_jax.architectures.model_config import cache_groups
+from sglang_jax.architectures.model_config import num_paged_groups
 from sglang_jax.checkpoint import open_checkpoint
 from sglang_jax.jax_runner.kv_scales import set_kv_scales
 from sglang_jax.jax_runner.parallel import TensorParallel
 from sglang_jax.jax_runner.weights import load_weights
 from sglang_jax.kernels.kv_storage import to_storage
+from sglang_jax.kernels.state_rows import StateRows
 from sglang_jax.layers.batch import ForwardBatch, GroupPages
 from sglang_jax.layers.sharding import make_mesh
 from sglang_jax.models import AttentionImplementation, KVCaches, allocate, build_model, kv_cache_spec
 
 ROWS = 4
 MIXED_TOKENS = 48
+
+
+def slots_of_rows(rows: int) -> np.ndarray:
+    """A slot for each row, in no order, between others that nobody uses."""
+    return 1 + 2 * np.random.default_rng(2).permutation(rows).astype(np.int32)
 
 
 class PagedModel:
@@ -51,11 +57,16 @@ class PagedModel:
             model.arrange()
         graph, self.state = nnx.split(model)
         spec = kv_cache_spec(parallel.config, stored, 1 + ROWS * columns, page_size)
-        self.num_groups = len(cache_groups(parallel.config))
+        self.num_groups = num_paged_groups(parallel.config)
+        self.keeps_states = parallel.config.keeps_states
         caches = allocate(spec, mesh)
-        self.kv_caches: KVCaches = tuple(
-            jax.device_put(to_storage(jnp.full(cache.shape, jnp.nan), spec.storage), cache.sharding) for cache in caches
-        )
+
+        def poisoned(cache: jax.Array) -> jax.Array:
+            storage = spec.storage if cache.ndim == 5 else cache.dtype
+            return jax.device_put(to_storage(jnp.full(cache.shape, jnp.nan), storage), cache.sharding)
+
+        self.kv_caches: KVCaches = jax.tree.map(poisoned, caches)
+        self.slots, self.begin = slots_of_rows(ROWS), dict[int, int]()
         pages = 1 + np.random.default_rng(1).permutation(ROWS * columns)
         self.all_pages = pages.reshape(ROWS, columns).astype(np.int32)
         self.page_size = page_size
@@ -73,7 +84,8 @@ class PagedModel:
         steps: Sequence[Mapping[int, int]],
         cached: Sequence[int] | None = None,
     ) -> list[np.ndarray]:
-        """Computes `steps[i][row]` further tokens of each row in step i; returns the logits of every token computed.
+        """Computes `steps[i][row]` further tokens of each row in step i; returns the logits of every token computed,
+        of each row that has any.
 
         The first `cached[row]` tokens of a row are in its pages already.
         A step of single tokens alone is a decode step. In others, rows given first with one token are decode rows.
@@ -87,7 +99,7 @@ class PagedModel:
             for (row, count), part in zip(step.items(), rows, strict=False):
                 done[row] += count
                 logits[row].append(part)
-        return [np.concatenate(parts) for parts in logits]
+        return [np.concatenate(parts) for parts in logits if parts]
 
     def temporary_bytes(self) -> int:
         """Of the decode program."""
@@ -118,4 +130,31 @@ class PagedModel:
         batch = ForwardBatch(*(jnp.asarray(array) for array in arrays))
         # A row has pages of the same numbers in all cache groups.
         same = GroupPages(batch.write_slots, batch.page_table)
-        return replace(batch, further=(same,) * (self.num_groups - 1))
+        batch = replace(batch, further=(same,) * (self.num_groups - 1))
+        if not self.keeps_states:
+            return batch
+        own = np.zeros(ROWS, np.int32)
+        own[: len(counts)] = self.slots[list(step)]
+        begin = own.copy()
+        begin[: len(counts)] = [self.begin.pop(row, self.slots[row]) for row in step]
+        sequences = np.minimum(np.searchsorted(starts[1:], np.arange(num_tokens), side="right"), ROWS - 1)
+        decode_only = num_tokens == ROWS
+        if decode_only:
+            sequences = np.arange(ROWS)
+        states = StateRows(
+            begin=jnp.asarray(begin),
+            fresh=jnp.asarray(kv_lens <= np.diff(starts)),
+            own=jnp.asarray(own),
+            sequences=jnp.asarray(sequences),
+            offsets=jnp.asarray(np.arange(num_tokens) - starts[sequences]),
+            query_starts=batch.query_starts,
+            num_decode=batch.num_decode,
+            decode_only=decode_only,
+        )
+        return replace(batch, states=states)
+
+    def share(self, row: int, other: int) -> None:
+        """Row `other` goes on from what `row` has now: with the same pages, and from its state, which stays as it is if
+        `row` computes no more."""
+        self.all_pages[other] = self.all_pages[row]
+        self.begin[other] = int(self.slots[row])

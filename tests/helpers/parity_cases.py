@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from helpers.tiny_models import TINY_VOCAB_SIZE, make_tiny_model
+from transformers import PreTrainedModel
 
 TOLERANCE = 2e-4
 
@@ -81,7 +82,11 @@ def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[np.ndarray]:
 
 def transformers_logits(architecture: str, tokens: np.ndarray, **overrides: Any) -> np.ndarray:
     """float32 logits of every token in one call."""
-    model = make_tiny_model(architecture, **overrides)
+    return logits_of(make_tiny_model(architecture, **overrides), tokens)
+
+
+def logits_of(model: PreTrainedModel, tokens: np.ndarray) -> np.ndarray:
+    """float32 logits of every token in one call."""
     with torch.no_grad():
         return model(torch.tensor(tokens[None], dtype=torch.long)).logits[0].numpy()
 

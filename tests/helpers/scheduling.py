@@ -15,7 +15,8 @@ from sglang_jax.architectures import CacheKind
 from sglang_jax.config import EngineConfig
 from sglang_jax.mem_cache.ledger import OwnershipError
 from sglang_jax.mem_cache.page_pool import PagePool
-from sglang_jax.runner.fake import FakeRunner, Oracle
+from sglang_jax.runner.fake import FakeRunner
+from sglang_jax.runner.fake_model import Oracle
 from sglang_jax.runner.plan import PoolSpec, RunnerSpec
 from sglang_jax.runner.protocol import Runner
 from sglang_jax.sampling.params import SamplingParams

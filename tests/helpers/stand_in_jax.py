@@ -52,9 +52,10 @@ def stand_in_runner(
     page_size: int = 4,
     num_pages: int = 100,
     max_context: int = 64,
+    max_samples: int = 1,
 ) -> JaxRunner:
     """A runner of the stand-in, whose unused pages hold NaN: reading one shows."""
     pool = PoolSpec(CacheKind.FULL, num_pages, page_size)
-    spec = RunnerSpec((pool,), max_rows, token_budget, max_context, len(weights[0]))
+    spec = RunnerSpec((pool,), max_rows, token_budget, max_context, len(weights[0]), max_samples=max_samples)
     kv = [jnp.full((num_pages, page_size, 2, HIDDEN), jnp.nan) for _ in range(LAYERS)]
     return JaxRunner(model, [jnp.array(array) for array in weights], kv, spec, {})

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from helpers.stand_in_model import dense_logits, random_weights
 
-from sglang_jax.runner.plan import RunnerSpec, StepPlan
+from sglang_jax.runner.plan import RunnerSpec, StepPlan, StepResult, TokenMasks
 from sglang_jax.runner.protocol import Runner, RunnerReport, StepHandle
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.sampling.reference import adjusted_logits, reference_sample
@@ -30,17 +30,34 @@ class Undecided(Exception):
 
 
 @dataclass(frozen=True)
+class Watched:
+    """A step whose result somebody else sees too."""
+
+    inner: StepHandle
+    finished: Callable[[StepResult], None]
+
+    def sample(self, masks: TokenMasks) -> None:
+        self.inner.sample(masks)
+
+    def result(self) -> StepResult:
+        result = self.inner.result()
+        self.finished(result)
+        return result
+
+
+@dataclass(frozen=True)
 class Narrowed:
     """A runner that outlives its schedulers, with the smaller sizes of one of them."""
 
     inner: Runner
     spec: RunnerSpec
+    finished: Callable[[StepResult], None]
 
     def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
         self.inner.warm_up(progress)
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        return self.inner.launch(plan)
+        return Watched(self.inner.launch(plan), self.finished)
 
     def report(self) -> RunnerReport:
         return self.inner.report()
@@ -57,20 +74,33 @@ def _only(tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
 
 
 class StandInSubject:
-    """`Subject` of a bench: runners of `make_runner`, one for each page size, built once.
+    """`Subject` of a bench: runners of `make_runner`, one for each page size, built once, which sample up to
+    `max_samples` tokens of a row in a step.
 
     The last token of the vocabulary has an embedding of NaN: what sees it has logits that are not finite.
     """
 
     windows = (None,)
 
-    def __init__(self, make_runner: Callable[..., Runner], vocab: int, page_sizes: Sequence[int]) -> None:
+    def __init__(
+        self, make_runner: Callable[..., Runner], vocab: int, page_sizes: Sequence[int], max_samples: int = 1
+    ) -> None:
         self.page_sizes = tuple(page_sizes)
+        self.max_samples = max_samples
+        self.accepted = 0
         self._weights = random_weights(seed=4, vocab=vocab)
         self._weights[0][vocab - 1] = np.nan
+        if max_samples > 1:  # what is sampled among few tokens is what was sampled before, more often
+            self._weights[-1][:, 4:7] *= 12.0
         self._runners = {
             page_size: make_runner(
-                self._weights, max_rows=6, token_budget=64, page_size=page_size, num_pages=26, max_context=60
+                self._weights,
+                max_rows=6,
+                token_budget=64,
+                page_size=page_size,
+                num_pages=26,
+                max_context=60,
+                max_samples=max_samples,
             )
             for page_size in page_sizes
         }
@@ -79,7 +109,11 @@ class StandInSubject:
 
     def runner(self, spec: RunnerSpec) -> Runner:
         """A runner of at most 6 rows, 64 tokens a step, 26 pages and a context of 60."""
-        return Narrowed(self._runners[spec.pools[0].page_size], spec)
+        spec = replace(spec, max_samples=self.max_samples, drafts_beside_prompts=False)
+        return Narrowed(self._runners[spec.pools[0].page_size], spec, self._count)
+
+    def _count(self, result: StepResult) -> None:
+        self.accepted += int((result.counts - (result.counts > 0)).sum())
 
     def compiles_after_warm_up(self) -> int:
         return sum(runner.report().compiles_after_warm_up for runner in self._runners.values())

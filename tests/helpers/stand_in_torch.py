@@ -54,11 +54,12 @@ def stand_in_runner(
     page_size: int = 4,
     num_pages: int = 100,
     max_context: int = 64,
+    max_samples: int = 1,
     capture: Capture | None = None,
     graph_buckets: tuple[int, ...] = (),
 ) -> TorchRunner:
     """A runner of the stand-in on the CPU."""
     pool = PoolSpec(CacheKind.FULL, num_pages, page_size)
-    spec = RunnerSpec((pool,), max_rows, token_budget, max_context, len(weights[0]))
+    spec = RunnerSpec((pool,), max_rows, token_budget, max_context, len(weights[0]), max_samples=max_samples)
     paged = model(weights, num_pages, page_size)
     return TorchRunner(paged, spec, device=CPU, capture=capture, graph_buckets=graph_buckets)

@@ -56,6 +56,59 @@ _ARCHITECTURE_CONFIG: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen2": {},
     "qwen3": {"head_dim": 32},
+    "lfm2": {
+        "layer_types": ["conv", "full_attention"],
+        "block_multiple_of": 32,
+    },
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 8,
+    },
+    "mamba2": {
+        "num_heads": 8,
+        "head_dim": 16,
+        "state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "use_bias": True,
+        "time_step_limit": (0.2, 2.0),
+    },
+    "falcon_h1": {
+        "mamba_d_ssm": 96,
+        "mamba_n_heads": 6,
+        "mamba_d_state": 16,
+        "mamba_n_groups": 2,
+        "mamba_chunk_size": 16,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+        "lm_head_multiplier": 0.5,
+        "embedding_multiplier": 3.0,
+        "mlp_multipliers": [0.7, 1.3],
+        "key_multiplier": 0.6,
+        "attention_in_multiplier": 1.2,
+        "attention_out_multiplier": 0.8,
+        "ssm_multipliers": [0.9, 1.1, 1.2, 0.7, 0.8],
+        "ssm_in_multiplier": 1.4,
+        "ssm_out_multiplier": 0.6,
+        "projectors_bias": True,
+    },
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_hidden_layers": 3,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 96,
+        "mamba_n_heads": 8,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 16,
+        "embedding_multiplier": 3.5,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.4,
+        "logits_scaling": 1.7,
+    },
     "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 16},
 }
 
@@ -104,7 +157,8 @@ def make_tiny_model(architecture: str, *, seed: int = 0, **config_overrides: Any
         for name, parameter in model.named_parameters():
             noise = generator.standard_normal(tuple(parameter.shape), dtype=np.float32)
             scaled = _scaled(name, noise)
-            if architecture in ("gemma2", "gemma3_text") and name.endswith("norm.weight"):
+            zero_centred = architecture in ("gemma2", "gemma3_text", "qwen3_5_text")
+            if zero_centred and name.endswith("norm.weight") and "linear_attn" not in name:
                 scaled -= 1.0  # they multiply by 1 + w
             parameter.copy_(torch.from_numpy(scaled))
         for name, buffer in model.named_buffers():
@@ -137,12 +191,14 @@ def make_tiny_checkpoint(
 
 def _scaled(name: str, noise: np.ndarray) -> np.ndarray:
     """Unit noise to a parameter of the scale that its role asks for, keeping activations near 1."""
-    if name.endswith(("norm.weight", "layer_scalar")):
+    if name.endswith(("norm.weight", "norm_f.weight", "layer_scalar", "mixer.D", "mamba.D")):
         return 1.0 + 0.2 * noise
-    if name.endswith("sinks"):
+    if name.endswith(("sinks", "dt_bias", "A_log")):
         return noise
+    if "conv" in name and noise.ndim == 3:
+        return noise / np.sqrt(noise.shape[-1], dtype=np.float32)
     if name.endswith(".bias"):
         return 0.2 * noise
-    if "embed_tokens" in name or "lm_head" in name:
+    if "embed" in name or "lm_head" in name:
         return 0.3 * noise
     return noise / np.sqrt(noise.shape[1], dtype=np.float32)

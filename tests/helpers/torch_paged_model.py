@@ -8,18 +8,20 @@ from pathlib import Path
 import numpy as np
 import torch
 from helpers.cpu_kernels import cpu_attention, cpu_operations
+from helpers.paged_model import slots_of_rows
 from numpy.typing import NDArray
 
-from sglang_jax.architectures.model_config import cache_groups
+from sglang_jax.architectures.model_config import num_paged_groups
 from sglang_jax.checkpoint import open_checkpoint
 from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.attention.native import NativeAttention
 from torch_backend.batch import ForwardBatch, GroupPages
-from torch_backend.kv_pages import KVPages
+from torch_backend.kv_pages import KVPages, LayerMemory, StateDtypes
 from torch_backend.layers.shard import ModelShard
 from torch_backend.models import build_model
 from torch_backend.native_operations import NativeOperations
 from torch_backend.parallel import SINGLE, TensorParallel
+from torch_backend.recurrent.rows import StateRows
 from torch_backend.weights import load_weights
 
 ROWS = 4
@@ -46,7 +48,7 @@ class TorchPagedModel:
         shard = ModelShard.of(config, parallel.rank, parallel.size)
         if numba:
             attention = cpu_attention(dtype, *shard.head_forms(config))
-        head_dims = dict.fromkeys(layer.mixer.head_dim for layer in config.layers)
+        head_dims = dict.fromkeys(attention.head_dim for attention in config.attention)
         self.model = build_model(
             config,
             dtype=dtype,
@@ -56,11 +58,18 @@ class TorchPagedModel:
             parallel=parallel,
         )
         load_weights(self.model, checkpoint.reader, config)
-        shapes = [
-            (1 + ROWS * columns, len(shard.kv_heads(mixer.num_kv_heads)), page_size, mixer.head_dim)
-            for mixer in (layer.mixer for layer in config.layers)
-        ]
-        self.kv = [KVPages(*(torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))) for shape in shapes]
+        self.keeps_states = config.keeps_states
+        self.kv: list[LayerMemory] = []
+        for layer in config.layers:
+            arrays = () if layer.recurrent is None else layer.recurrent.state
+            states = StateDtypes(dtype, torch.float32).allocate(2 + 2 * ROWS, arrays, self.model.device)
+            pages = None
+            if layer.attention is not None:
+                kv_heads = len(shard.kv_heads(layer.attention.num_kv_heads))
+                shape = (1 + ROWS * columns, kv_heads, page_size, layer.attention.head_dim)
+                pages = KVPages(*(torch.full(shape, torch.nan, dtype=dtype) for _ in range(2)))
+            self.kv.append(LayerMemory(pages, tuple(pool.fill_(torch.nan) for pool in states)))
+        self.slots, self.begin = slots_of_rows(ROWS), dict[int, int]()
         pages = 1 + np.random.default_rng(1).permutation(ROWS * columns)
         self.all_pages = pages.reshape(ROWS, columns).astype(np.int32)
         self.page_size = page_size
@@ -71,7 +80,8 @@ class TorchPagedModel:
         steps: Sequence[Mapping[int, int]],
         cached: Sequence[int] | None = None,
     ) -> list[np.ndarray]:
-        """Computes `steps[i][row]` further tokens of each row in step i; returns the logits of every token computed.
+        """Computes `steps[i][row]` further tokens of each row in step i; returns the logits of every token computed,
+        of each row that has any.
 
         The first `cached[row]` tokens of a row are in its pages already.
         Rows given first with one token are decode rows. Steps of these alone are padded to 4 rows.
@@ -86,7 +96,7 @@ class TorchPagedModel:
             for (row, count), part in zip(step.items(), parts, strict=False):
                 done[row] += count
                 logits[row].append(part)
-        return [np.concatenate(parts) for parts in logits]
+        return [np.concatenate(parts) for parts in logits if parts]
 
     def greedy(self, prompt: NDArray[np.int32], count: int) -> NDArray[np.int32]:
         """The prompt and `count` further tokens, each the most likely one, decoded in row 0 one by one."""
@@ -129,5 +139,31 @@ class TorchPagedModel:
             kv_lens=torch.from_numpy(kv_lens),
             query_starts=torch.from_numpy(np.cumsum([0, *counts, *[1] * padding]).astype(np.int32)),
             num_decode=num_decode + padding,
-            further=(same,) * (len(cache_groups(self.model.config)) - 1),
+            further=(same,) * (num_paged_groups(self.model.config) - 1),
+            states=self._states(step, counts, kv_lens, num_decode, padding) if self.keeps_states else None,
         )
+
+    def _states(
+        self, step: Mapping[int, int], counts: np.ndarray, kv_lens: np.ndarray, num_decode: int, padding: int
+    ) -> StateRows:
+        own = np.concatenate((self.slots[list(step)], np.zeros(padding, np.int32)))
+        begin = own.copy()
+        begin[: len(counts)] = [self.begin.pop(row, self.slots[row]) for row in step]
+        counts = np.concatenate((counts, np.ones(padding, np.int64)))
+        starts = np.concatenate(([0], np.cumsum(counts)))
+        sequences = np.repeat(np.arange(len(counts)), counts)
+        return StateRows(
+            begin=torch.from_numpy(begin).long(),
+            fresh=torch.from_numpy(kv_lens <= counts),
+            own=torch.from_numpy(own).long(),
+            sequences=torch.from_numpy(sequences),
+            offsets=torch.from_numpy(np.arange(starts[-1]) - starts[sequences]),
+            query_starts=torch.from_numpy(starts.astype(np.int32)),
+            num_decode=num_decode + padding,
+        )
+
+    def share(self, row: int, other: int) -> None:
+        """Row `other` goes on from what `row` has now: with the same pages, and from its state, which stays as it is if
+        `row` computes no more."""
+        self.all_pages[other] = self.all_pages[row]
+        self.begin[other] = int(self.slots[row])

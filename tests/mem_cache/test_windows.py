@@ -175,11 +175,11 @@ def test_what_a_sample_proves_of_a_window_is_what_it_read() -> None:
     cache = cache_of(window=9)
     record = open_row(cache, PROMPT)
     compute(cache, record, PROMPT)
-    assert cache.prove(record, 0)
+    assert cache.trust.prove(record, 0)
     cache.release_kv_cache(record, int32_bytes(PROMPT), insert=True)
     other = open_row(cache, [*PROMPT[:20], 77, 78, 79, 80, 81])
     assert other.cache_protected_len == 20
-    cache.distrust(other)
+    cache.trust.distrust(other)
     assert cached(cache, PROMPT) == 0, "the pages before token 20 are in doubt"
     cache.release_kv_cache(other, b"", insert=False)
     check_everything(cache)
@@ -189,22 +189,22 @@ def test_who_began_on_trust_is_in_borrowed_trouble_until_it_samples() -> None:
     cache = cache_of(window=9)
     finish(cache, PROMPT)
     record = open_row(cache, [*PROMPT[:20], 77, 78])
-    assert cache.borrowed_trouble(record)
+    assert cache.trust.borrowed_trouble(record)
     compute(cache, record, [*PROMPT[:20], 77, 78])
-    assert cache.prove(record, 0)
-    assert not cache.borrowed_trouble(record), "what goes wrong from here on is its own"
+    assert cache.trust.prove(record, 0)
+    assert not cache.trust.borrowed_trouble(record), "what goes wrong from here on is its own"
 
 
 def test_what_was_proven_stays_when_another_fails_behind_it() -> None:
     cache = cache_of(window=9)
     record = open_row(cache, PROMPT)
     compute(cache, record, PROMPT)
-    assert cache.prove(record, 0)
+    assert cache.trust.prove(record, 0)
     cache.release_kv_cache(record, int32_bytes(PROMPT), insert=True)
     tokens = [*PROMPT, 77, 78, 79, 80, 81]
     other = open_row(cache, tokens)
     compute(cache, other, tokens)
-    cache.distrust(other)
+    cache.trust.distrust(other)
     assert cached(cache, tokens) == 40
     cache.release_kv_cache(other, b"", insert=False)
     check_everything(cache)

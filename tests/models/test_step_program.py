@@ -21,7 +21,7 @@ from sglang_jax.layers.batch import ForwardBatch, GroupPages
 from sglang_jax.layers.parameter import matmul, matmul_outputs_first
 from sglang_jax.layers.platform import PlatformForm
 from sglang_jax.layers.sharding import make_mesh
-from sglang_jax.models import AttentionImplementation, allocate, build_model, kv_bytes_per_token, kv_cache_spec
+from sglang_jax.models import AttentionImplementation, allocate, build_model, bytes_of_groups, kv_cache_spec
 from sglang_jax.models.decoder_layer import DecoderLayer
 from sglang_jax.runner import host_machine
 
@@ -110,8 +110,8 @@ def test_bytes_of_a_token_are_those_of_the_caches() -> None:
         for platform in ("cpu", "tpu"):
             spec = kv_cache_spec(CONFIG, jnp.dtype(dtype), 8, PAGE_SIZE, platform=platform)
             caches = allocate(spec, make_mesh(jax.devices()[:1]))
-            per_token = kv_bytes_per_token(CONFIG, jnp.dtype(dtype))
-            assert sum(cache.nbytes for cache in caches) == 8 * PAGE_SIZE * sum(per_token)
+            pages = bytes_of_groups(CONFIG, jnp.dtype(dtype), PAGE_SIZE)
+            assert sum(cache.nbytes for cache in caches) == 8 * sum(pages)
 
 
 def test_one_bfloat16_row_is_multiplied_like_many() -> None:

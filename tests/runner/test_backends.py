@@ -224,7 +224,7 @@ def test_a_named_backend_without_its_framework_says_what_to_install(
 def test_a_backend_that_is_not_installed_is_an_error(machine: Machine, backend: Backend) -> None:
     name = "jax" if backend is Backend.AUTO else backend.value
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backends, "ENTRY_POINT_GROUP", "sglang_jax.no_such_group")
+        patch.setattr(backends, "BACKENDS", "sglang_jax.no_such_group")
         with pytest.raises(ConfigError, match=rf"no backend '{name}' is installed \(installed: none\).*\[{name}\]'"):
             backends.load_backend(EngineConfig(backend=backend))
 

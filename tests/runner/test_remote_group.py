@@ -216,7 +216,7 @@ def test_an_order_that_is_none_is_a_loss(group: Group) -> None:
         link.say(b"cposix\nsystem\n(S'true'\ntR.")  # what pickle would run
     lost = dict(group.lost.get(timeout=TIMEOUT) for _ in range(2))
     assert sorted(lost) == ["node 1", "node 2"]
-    assert all("node 0 is lost: it sent 26 bytes that are no message" in reason for reason in lost.values())
+    assert all("node 0 is lost: it sent 26 bytes that are not a message" in reason for reason in lost.values())
 
 
 def test_a_follower_that_talks_too_much_is_a_loss(group: Group) -> None:

@@ -6,10 +6,10 @@ import logging
 
 import pytest
 
-from sglang_jax.architectures import CacheGroup, CacheKind
+from sglang_jax.architectures import CacheKind
 from sglang_jax.config import EngineConfig
 from sglang_jax.errors import ConfigError
-from sglang_jax.runner.sizing import GroupMemory, Memory, choose_sizes, describe_pools, pool_specs, refuse_states
+from sglang_jax.runner.sizing import GroupMemory, Memory, choose_sizes, describe_pools, pool_specs
 
 GIB = 2**30
 CPU = Memory("cpu", available=16 * GIB, weights=GIB, groups=(GroupMemory(2**20),))
@@ -98,6 +98,22 @@ def test_where_all_layers_have_windows_the_context_may_be_longer_than_the_pool()
     assert (pool.kind, pool.num_pages, pool.window) == (CacheKind.WINDOW, 501, 4096)
 
 
+@pytest.mark.parametrize(
+    ("memory", "why"),
+    [
+        (Memory("tpu", 16 * GIB, GIB, (GroupMemory(2**20, CacheKind.WINDOW, 4096),)), "no layer sees all tokens"),
+        (TPU, "no layer of the model has a sliding window"),
+        (Memory("tpu", 16 * GIB, GIB, (GroupMemory(2**20, CacheKind.STATE),)), "no layer of the model has a sliding"),
+    ],
+)
+def test_a_ratio_that_does_nothing_is_told(memory: Memory, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    choose_sizes(EngineConfig(), 8192, memory)
+    choose_sizes(EngineConfig(swa_full_tokens_ratio=0.5), 8192, GEMMA)
+    assert "swa_full_tokens_ratio" not in caplog.text
+    choose_sizes(EngineConfig(swa_full_tokens_ratio=0.5), 8192, memory)
+    assert f"swa_full_tokens_ratio 0.5 does nothing: {why}" in caplog.text
+
+
 def test_all_pools_count_against_memory() -> None:
     config = EngineConfig(max_total_tokens=16 * 3000, swa_full_tokens_ratio=1.0)
     with pytest.raises(ConfigError, match=r"max_total_tokens 48000 needs 19,030 MiB for weights and KV, 16,384 MiB"):
@@ -150,10 +166,3 @@ def test_a_model_of_states_alone_has_slots_and_any_context() -> None:
     assert sizes.num_pages == (7 * 1024 // 40,)
     assert (sizes.max_context, sizes.max_rows) == (32768, (7 * 1024 // 40 - 1) // 2)
     assert describe_pools(alone, sizes, 16) == "178 recurrent states in 7,160 MiB"
-
-
-def test_backends_refuse_states_by_name() -> None:
-    groups = (CacheGroup(CacheKind.FULL, (3, 7)), CacheGroup(CacheKind.STATE, (0, 1, 2)))
-    refuse_states(groups[:1], "JAX")
-    with pytest.raises(ConfigError, match=r"layers \[0, 1, 2\] of the model keep a recurrent state.*the JAX backend"):
-        refuse_states(groups, "JAX")

@@ -167,7 +167,7 @@ def test_what_no_plan_holds_is_not_sent() -> None:
 def test_a_frame_that_is_cut_off_or_goes_on_is_refused() -> None:
     data = PLANS.encode(full(StepPlan))
     for length in range(len(data)):
-        with pytest.raises(FrameError, match=f"^{length} bytes that are no message of StepPlan: "):
+        with pytest.raises(FrameError, match=f"^{length} bytes that are not a message of StepPlan: "):
             PLANS.decode(data[:length])
     with pytest.raises(FrameError, match="trailing characters"):
         PLANS.decode(data + b"\0")

@@ -9,7 +9,8 @@ import pytest
 from helpers.scheduling import VOCAB, Bench
 
 from sglang_jax.mem_cache.invariants import check_everything
-from sglang_jax.runner.fake import FakeRunner, Oracle
+from sglang_jax.runner.fake import FakeRunner
+from sglang_jax.runner.fake_model import Oracle
 from sglang_jax.runner.plan import DRAFT, INVALID_TOKEN, LAST_TOKEN
 from sglang_jax.sampling.params import SamplingParams
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers.scheduling import VOCAB, Bench
 
-from sglang_jax.runner.fake import Oracle
+from sglang_jax.runner.fake_model import Oracle
 from sglang_jax.runner.plan import DRAFT, LAST_TOKEN, PageDeltas, SlotCopies, StepPlan, refuse_drafts, refuse_states
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.chunking import TimedChunk

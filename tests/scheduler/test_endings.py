@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_jax.mem_cache.invariants import check_everything, page_balance
-from sglang_jax.runner.fake import Oracle
+from sglang_jax.runner.fake_model import Oracle
 from sglang_jax.runner.plan import SamplingUpdate
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.messages import StepOutputs

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
-from helpers.simulation import STATE, WITH_STATES, Strategy, simulate
+from helpers.simulated_doubt import DoubtSimulation
+from helpers.simulation import STATE, WITH_STATES, Simulation, Strategy, simulate
 from hypothesis import strategies as st
 
 from sglang_jax.config import SchedulePolicy
@@ -22,6 +23,7 @@ from sglang_jax.mem_cache.radix_tree import Node, Probe, RadixTree
 from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.mem_cache.state import States
 from sglang_jax.mem_cache.state_group import StateGroup
+from sglang_jax.mem_cache.trust import Trust
 from sglang_jax.mem_cache.window_kv import WindowKV
 from sglang_jax.runner.fake import FakeRunner
 from sglang_jax.runner.plan import PageDeltas, SlotCopies, StepPlan, StepResult
@@ -178,11 +180,11 @@ def forget_to_clear_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def match_what_a_failed_request_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KVCache, "distrust", lambda self, record: None)
+    monkeypatch.setattr(Trust, "distrust", lambda self, record: None)
 
 
 def fail_who_read_bad_kv(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KVCache, "borrowed_trouble", staticmethod(lambda record: False))
+    monkeypatch.setattr(Trust, "borrowed_trouble", staticmethod(lambda record: False))
 
 
 def no_turn_for_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,7 +360,7 @@ def keep_what_is_behind_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     def advance_by_all(self: Rows, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> Advance:
         kept = advance(self, rows, tokens, counts)
         most = np.minimum(counts, self.total_len[rows] - kept.num_tokens + kept.kept)
-        return replace(kept, kept=most.astype(np.int32))
+        return msgspec.structs.replace(kept, kept=most.astype(np.int32))
 
     monkeypatch.setattr(Rows, "advance", advance_by_all)
 
@@ -480,6 +482,38 @@ def doubt_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StateGroup, "in_doubt", lambda self, record, node: False)
 
 
+def keep_a_state_beyond_a_leafs_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leaf that loses its tail keeps the state after it."""
+    monkeypatch.setattr(States, "trim", lambda self, node, pages: None)
+
+
+def prove_what_no_sample_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All pages of a window's layers are proven, not only those of the last window."""
+
+    def prove(self: WindowGroup, record: RowKV, node: Node) -> None:
+        self.component.prove(node, record.cache_protected_len // self.page_size)
+
+    monkeypatch.setattr(WindowGroup, "prove", prove)
+
+
+def prove_what_is_split_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The upper part of a node is proven wherever it has pages."""
+    split = WindowKV.split
+
+    def split_and_prove(self: WindowKV, upper: Node, lower: Node) -> None:
+        split(self, upper, lower)
+        held = self.held(upper)
+        held.proven = len(held.pages)
+
+    monkeypatch.setattr(WindowKV, "split", split_and_prove)
+
+
+def prove_the_copy_that_was_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first sample of a row that was pointed at somebody else's copy as it was launched proves that copy."""
+    prove = Trust.prove
+    monkeypatch.setattr(Trust, "prove", lambda self, record, step: prove(self, record, step + 1))
+
+
 STATE_FAULTS = [
     donate_a_state_of_the_wrong_length,
     copy_after_the_step,
@@ -492,6 +526,7 @@ STATE_FAULTS = [
     split_keeps_the_state,
     let_go_of_a_source_at_the_launch,
     doubt_no_state,
+    keep_a_state_beyond_a_leafs_end,
 ]
 
 DRAFT_FAULTS = [
@@ -514,6 +549,8 @@ WINDOW_FAULTS = [
     give_a_node_what_it_has,
     insert_the_uncommitted_tail,
     retire_in_one_group_alone,
+    prove_what_no_sample_read,
+    prove_what_is_split_off,
 ]
 
 FAULTS = [
@@ -539,6 +576,7 @@ FAULTS = [
     keep_room_for_a_crowd_alone,
     keep_what_was_cut_off,
     miscount_what_does_not_fit,
+    prove_the_copy_that_was_not_read,
     *WINDOW_FAULTS,
     *STATE_FAULTS,
     *DRAFT_FAULTS,
@@ -553,6 +591,14 @@ NO_SHORTAGE: dict[str, Strategy] = {
     "reuse": st.just(True),
 }
 """Most requests run, several at a time, and find each other's prefixes."""
+
+ROOM_FOR_ALL: dict[str, Strategy] = {
+    "page_size": st.just(1),
+    "pages": st.just(64),
+    "siblings": st.just(64),
+    "chunk": st.just(64),
+}
+"""A prompt is computed in one step, and nothing is evicted for it."""
 
 PASSED_BY_SHORT_PROMPTS: dict[str, Strategy] = {
     "aged_turn": st.just(2),
@@ -586,6 +632,9 @@ PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
     },
     keep_what_was_cut_off: NO_SHORTAGE,
     doubt_no_window: NO_SHORTAGE | {"groups": st.sampled_from([(5,), (None, 5)]), "page_size": st.just(4)},
+    prove_what_no_sample_read: NO_SHORTAGE | {"groups": st.sampled_from([(5,), (None, 5)]), "page_size": st.just(4)},
+    prove_what_is_split_off: NO_SHORTAGE | {"groups": st.sampled_from([(5,), (None, 5), (3,)]), **ROOM_FOR_ALL},
+    prove_the_copy_that_was_not_read: NO_SHORTAGE,
     keep_what_is_behind_a_stop: NO_SHORTAGE | {"drafts": st.just(4)},
     reclaim_behind_the_longest_guess: WINDOWS,
     keep_a_state_beyond_the_end: {
@@ -611,8 +660,19 @@ PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
         "slots": st.integers(4, 16),
         "chunk": st.just(64),
     },
+    keep_a_state_beyond_a_leafs_end: {
+        "groups": st.just((None, STATE)),
+        "slots": st.integers(8, 16),
+        "chunk": st.just(64),
+    },
 }
 """Sizes with which a fault shows, where few of those that are drawn else would do."""
+
+KINDS: dict[Callable[[pytest.MonkeyPatch], None], type[Simulation]] = {
+    prove_what_is_split_off: DoubtSimulation,
+    prove_the_copy_that_was_not_read: DoubtSimulation,
+}
+"""Whose schedules meet a fault, where those of `Simulation` do not."""
 
 
 @pytest.mark.parametrize("policy", SchedulePolicy)
@@ -632,4 +692,4 @@ def test_fault_is_caught(plant: Callable[[pytest.MonkeyPatch], None], monkeypatc
     sizes = sizes | (MANY_DRAFTS if plant in DRAFT_FAULTS else NO_DRAFTS)
     sizes = sizes | PLACES.get(plant, {})
     with pytest.raises((OwnershipError, InvariantError, AssertionError, RuntimeError, LookupError)):
-        simulate(SCHEDULES, known_fault=True, sizes=sizes)
+        simulate(SCHEDULES, known_fault=True, sizes=sizes, kind=KINDS.get(plant, Simulation))

@@ -7,6 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import pytest
+from helpers.simulated_doubt import DoubtSimulation
 from helpers.simulated_grammars import GrammarSimulation
 from helpers.simulation import Simulation, simulate
 
@@ -43,8 +44,13 @@ def test_schedules_with_grammars() -> None:
     assert met["under a grammar"] >= 10, met
 
 
+def test_schedules_with_kv_in_doubt() -> None:
+    met = simulate(40, kind=DoubtSimulation)
+    assert met["computed anew"] >= 10, met
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("kind", [Simulation, GrammarSimulation])
+@pytest.mark.parametrize("kind", [Simulation, GrammarSimulation, DoubtSimulation])
 def test_soak(kind: type[Simulation]) -> None:
     simulate(30_000, steps=60, kind=kind)

@@ -131,6 +131,17 @@ def test_each_pool_of_several_is_named(caplog: pytest.LogCaptureFixture) -> None
     assert stats.token_usage == 0.5
 
 
+def test_the_one_pool_of_layers_that_all_have_windows_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    bench = Bench(pages=10, window=8, rows=2, chunk=16, budget=32)
+    bench.add(PREFIX[:16], sampling=endless(3))
+    bench.scheduler.step()
+    (line,) = caplog.messages
+    assert ", swa token usage: 0.40, " in line
+    (group,) = bench.scheduler.log.stats(0).groups
+    assert (group.name, group.used_tokens, group.max_tokens) == ("swa", 16, 40)
+
+
 def test_states_are_counted_in_slots(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     bench = Bench(pages=20, more=((CacheKind.STATE, 8),), rows=2, chunk=16, budget=32)

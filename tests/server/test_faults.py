@@ -16,7 +16,7 @@ from helpers.echo_server import post_bytes, wait_for
 from helpers.engine_fakes import FAKE_VOCAB_SIZE
 from helpers.server_process import Server, server
 
-from sglang_jax.runner.fake import Oracle
+from sglang_jax.runner.fake_model import Oracle
 
 WATCHDOG_SECONDS = 1.5
 PROMPT, SEED, TOKENS = [3, 5, 7], 11, 20

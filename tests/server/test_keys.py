@@ -395,7 +395,7 @@ class TestServersWithoutAKey:
 
         with caplog.at_level(logging.WARNING), pytest.raises(Launched):
             serving.run(ServerConfig(host=host, port=0, **options), launch)
-        assert (f"Whoever reaches {host} may use this server" in caplog.text) == warned
+        assert (f"Anyone who reaches {host} may use this server" in caplog.text) == warned
 
     @pytest.mark.parametrize(
         ("host", "status"),

@@ -45,6 +45,14 @@ def test_model_info(server: EchoServer, path: str) -> None:
     assert (info["vocab_size"], info["context_length"], info["eos_token_ids"]) == (VOCAB_SIZE, CONTEXT_LENGTH, [EOS])
 
 
+def test_the_address_of_the_server_says_what_it_is(server: EchoServer) -> None:
+    told = server.http.get("/").json()
+    assert told["model"] == "echo-model"
+    for name in ("routes", "ready"):
+        method, path = told[name].split()
+        assert server.http.request(method, path).status_code == 200
+
+
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
 def test_server_info(server: EchoServer, path: str) -> None:
     info = server.http.get(path).json()

@@ -9,7 +9,7 @@ import pytest
 from helpers.echo_server import EchoServer, serve_echo
 from helpers.engine_fakes import CACHED_TOKENS, CONTEXT_LENGTH, FAKE_VOCAB_SIZE, load_fake_model
 
-from sglang_jax.runner.fake import Oracle
+from sglang_jax.runner.fake_model import Oracle
 
 NO_TOKENS = {"max_new_tokens": 0}
 SCORE = {"sampling_params": NO_TOKENS, "return_logprob": True, "logprob_start_len": 0}
@@ -144,6 +144,7 @@ def test_such_answers_are_timed_to_their_end_alone(server: EchoServer) -> None:
     server.events("/generate", {"text": "AB", **SCORE})
     new = {name: count - before[name] for name, count in counts().items()}
     assert new == {
+        "sglang:queue_time_seconds_count": 1,
         "sglang:time_to_first_token_seconds_count": 0,
         "sglang:inter_token_latency_seconds_count": 0,
         "sglang:e2e_request_latency_seconds_count": 1,

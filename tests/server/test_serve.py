@@ -20,7 +20,7 @@ from sglang_jax.server.serve import bind, run
 
 pytestmark = pytest.mark.slow
 
-ENDS_THE_PROCESS = EOS + 2
+BREAKS, ENDS_THE_PROCESS = EOS + 1, EOS + 2
 
 
 def refused(response: httpx2.Response) -> tuple[int, str]:
@@ -132,3 +132,18 @@ def test_an_unknown_host() -> None:
 def test_what_stops_the_engine_from_starting_is_raised() -> None:
     with pytest.raises(CheckpointError, match="no-such-folder"):
         run(ServerConfig(model_path="/no-such-folder", port=0))
+
+
+def test_all_processes_write_json_where_that_is_asked_for() -> None:
+    """The front end's lines and the engine's, whose traceback is one line too."""
+    with server(model_path="echo", log_format="json", log_level="debug") as running:
+        running.wait_ready()
+        running.http.get("/health", headers={"X-Request-Id": "mine"})
+        running.http.post("/generate", json={"input_ids": [BREAKS]})
+        assert running.wait() == 1
+        said = [json.loads(line) for line in running.process.communicate()[1].splitlines()]
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT.*[+-]\d\d:\d\d", line["time"]) for line in said)
+    assert [line["route"] for line in said if line.get("request_id") == "mine"] == ["/health"]
+    [traceback] = [line["exception"] for line in said if line["logger"] == "sglang_jax.engine.core"]
+    assert traceback.endswith("RuntimeError: the echo broke")
+    assert "Stopped" in [line["message"] for line in said]

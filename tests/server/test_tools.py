@@ -214,7 +214,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
     ({"tools": [NOW], "tool_choice": "required", "regex": "a"}, "regex", "cannot both be given"),
     ({"tools": "now"}, "tools", "list"),
-    ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "no variable for clients"),
+    ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "clients cannot set"),
     ({"chat_template_kwargs": {"eos_token": "x"}}, "chat_template_kwargs", "'eos_token'"),
     ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs", "'a b'"),
     ({"chat_template_kwargs": {f"v{i}": i for i in range(33)}}, "chat_template_kwargs", "at most 32"),

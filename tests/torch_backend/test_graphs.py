@@ -24,7 +24,7 @@ from torch_backend.attention.native import NativeAttention
 from torch_backend.attention.reference import ReferenceAttention
 from torch_backend.batch import ForwardBatch
 from torch_backend.graphs import DecodeGraphs, Replay, row_buckets
-from torch_backend.kv_pages import KVPages
+from torch_backend.kv_pages import KVPages, LayerMemory
 from torch_backend.loading import PagedTransformer
 from torch_backend.models import build_model
 from torch_backend.native_operations import NativeOperations
@@ -270,7 +270,7 @@ def test_a_real_model_can_be_captured(tmp_path: Path, capture: Recorder) -> None
         load_weights(model, checkpoint.reader, checkpoint.config, pack=False)
         mixer = checkpoint.config.layers[0].mixer
         shape = (40, mixer.num_kv_heads, 4, mixer.head_dim)
-        kv = [KVPages.allocate(*shape, torch.float32, CPU) for _ in range(checkpoint.config.num_layers)]
+        kv = [LayerMemory(KVPages.allocate(*shape, torch.float32, CPU)) for _ in checkpoint.config.layers]
         runner = TorchRunner(
             PagedTransformer(model, kv), spec, device=CPU, capture=recorder, graph_buckets=BUCKETS if recorder else ()
         )

@@ -176,12 +176,19 @@ def test_a_model_on_four_chips(model: Path, tmp_path: Path) -> None:
     assert "WARNING  No tuned blocks of decode on v6e for 2 heads" in answer.text
 
 
-def test_a_model_too_large_for_the_memory() -> None:
-    answer = check("--model", "qwen3-32b", "--topology", "v5e-1", "--quick")
+@pytest.mark.parametrize(
+    ("name", "topology", "available", "weights", "remedy"),
+    [
+        ("qwen3-32b", "v5e-1", "16,128", "62,489", "--tp 8 --topology v5e:2x4 (7.6 GiB of weights on each device)"),
+        ("gemma-3-27b", "v6e-1", "31,990", "51,519", "--tp 2 --topology v6e:2x2 (25.2 GiB of weights on each device)"),
+    ],
+)
+def test_a_model_too_large_for_the_memory(name: str, topology: str, available: str, weights: str, remedy: str) -> None:
+    answer = check("--model", name, "--topology", topology, "--quick")
     assert answer.status == 1
-    assert answer.verdict.startswith("DOES NOT FIT: 16,128 MiB of memory are available")
-    assert "62,489 MiB of weights" in answer.verdict
-    assert answer.verdict.endswith("Would fit: --tp 8 --topology v5e:2x4 (7.6 GiB of weights on each device)")
+    assert answer.verdict.startswith(f"DOES NOT FIT: {available} MiB of memory are available")
+    assert f"{weights} MiB of weights" in answer.verdict
+    assert answer.verdict.endswith(f"Would fit: {remedy}")
 
 
 @pytest.mark.slow
@@ -221,7 +228,7 @@ def test_options_that_cannot_be(model: Path, arguments: tuple[str, ...], message
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--topology", "v6e-1", "--tp", "2"), "tp_size 2 needs as many devices, and v6e:1x1 has 1"),
+        (("--topology", "v6e-1", "--tp", "2"), "tp_size 2 needs 2 devices; v6e:1x1 has 1"),
         (("--topology", "v6e:2x2", "--tp", "3"), "cannot be spread over 3 devices"),
         (("--topology", "v6e:3x3"), "libtpu has no topology v6e:3x3"),
         (("--topology", "v6e-1", "--context-length", "2048"), "context_length 2048 is beyond the 1024 positions"),
@@ -251,10 +258,12 @@ sys.exit(tpu.check.run(tpu.check.check, "check"))
 @pytest.mark.soak
 @pytest.mark.parametrize("topology", ["v6e", "tpu7x"])
 @pytest.mark.parametrize("tp", [1, 4, 8])
-@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-32b"])
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-32b", "gemma-3-27b"])
 def test_steps_of_two_layers_of_well_known_models(name: str, tp: int, topology: str, tmp_path: Path) -> None:
-    """Of the shapes that are served, not only of small ones, which the compiler lays out in other ways."""
-    config = json.loads((ROOT / "tpu" / "shapes" / f"{name}.json").read_text()) | {"num_hidden_layers": 2}
+    """Of the shapes that are served, not only of small ones, which the compiler lays out in other ways. Of Gemma 3 one
+    layer with a window, and one without."""
+    cut = {"num_hidden_layers": 2, "sliding_window_pattern": 2} if name == "gemma-3-27b" else {"num_hidden_layers": 2}
+    config = json.loads((ROOT / "tpu" / "shapes" / f"{name}.json").read_text()) | cut
     (tmp_path / "config.json").write_text(json.dumps(config))
     slices = {("v6e", 1): "v6e:1x1", ("v6e", 4): "v6e:2x2", ("v6e", 8): "v6e:2x4"}
     slice_ = slices.get((topology, tp), "tpu7x:2x2x1")

@@ -35,7 +35,7 @@ def test_pods_ask_for_the_slice_that_they_get(name: str, kind: str) -> None:
     )
     topology = parse_topology(f"{chip.generation}:{selector['cloud.google.com/gke-tpu-topology']}")
     hosts = document["spec"].get("completions", 1)
-    assert container["resources"]["limits"] == container["resources"]["requests"]
+    assert container["resources"]["limits"]["google.com/tpu"] == container["resources"]["requests"]["google.com/tpu"]
     assert container["resources"]["limits"]["google.com/tpu"] * hosts == topology.chips
     assert topology.hosts == hosts
     assert container["command"] == ["python", "-m", "tpu.launch"]
@@ -44,9 +44,9 @@ def test_pods_ask_for_the_slice_that_they_get(name: str, kind: str) -> None:
 
 
 def test_services_find_their_pods() -> None:
-    deployment, service = documents("tpu-v6e-gke.yaml")
+    deployment, service = by_kind("tpu-v6e-gke.yaml", "Deployment"), by_kind("tpu-v6e-gke.yaml", "Service")
     assert service["spec"]["selector"].items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
-    headless, job, _ = documents("tpu-v6e-16-gke.yaml")
+    headless, job = by_kind("tpu-v6e-16-gke.yaml", "Service"), by_kind("tpu-v6e-16-gke.yaml", "Job")
     assert job["spec"]["template"]["spec"]["subdomain"] == headless["metadata"]["name"]
     assert headless["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
     (container,) = job["spec"]["template"]["spec"]["containers"]

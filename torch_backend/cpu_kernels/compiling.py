@@ -34,7 +34,7 @@ class KernelCompiler:
             probe.touch()
             probe.unlink(missing_ok=True)
         except OSError as error:
-            logger.info("CPU kernels are compiled anew at each start: %s", error)
+            logger.info("CPU kernels are compiled again at each start: %s", error)
             return cls(None)
         return cls(below)
 

@@ -50,6 +50,9 @@ class Attention(Loadable):
         fused = self._queries + 2 * self._keys
         parts = (Part.QUERY, Part.KEY, Part.VALUE)
         self.qkv = Linear(hidden_size, fused, parts, bias=config.bias, dtype=dtype)
+        self.gate = None
+        if config.output_gate:
+            self.gate = Linear(hidden_size, self._queries, (Part.OUTPUT_GATE,), bias=config.bias, dtype=dtype)
         # The sum over ranks adds the output's bias once.
         bias = config.out_bias and shard.first
         self.output = Linear(self._queries, hidden_size, (Part.OUTPUT,), bias=bias, dtype=dtype)
@@ -70,9 +73,18 @@ class Attention(Loadable):
         values into `kv`."""
         qkv = self.qkv(x)
         queries = self._operations.rotate_and_write(qkv, step.rotation, self._norms(qkv), kv, step.write_slots)
-        attended = step.attention(queries, kv, self._attention_options())
-        output: torch.Tensor = self.output(attended.view(x.shape[0], -1))
+        attended = step.attention(queries, kv, self._attention_options()).view(x.shape[0], -1)
+        if self.gate is not None:
+            attended = (attended.float() * self.gate(x).float().sigmoid()).to(x.dtype)
+        output: torch.Tensor = self.output(attended)
         return output
+
+    def pack(self) -> None:
+        """See `Transformer.pack`."""
+        self.qkv.pack()
+        self.output.pack()
+        if self.gate is not None:
+            self.gate.pack()
 
     def _attention_options(self) -> AttentionOptions:
         return self._options if self.sinks is None else replace(self._options, sinks=self.sinks)

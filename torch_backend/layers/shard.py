@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.errors import ConfigError
+from sglang_jax.runner.sizing import refuse_spread_states
 from torch_backend.attention.interface import HeadForm
 
 
@@ -45,10 +46,9 @@ class ModelShard:
 
     def head_forms(self, config: ModelConfig) -> tuple[HeadForm, ...]:
         """What its kernels must know of heads: the form of every layer, each once."""
-        mixers = [layer.mixer for layer in config.layers]
         forms = (
             HeadForm(mixer.head_dim, len(self.heads(mixer.num_heads)) // len(self.kv_heads(mixer.num_kv_heads)))
-            for mixer in mixers
+            for mixer in config.attention
         )
         return tuple(dict.fromkeys(forms))
 
@@ -71,14 +71,16 @@ class ModelShard:
 
         **Raises:** `ConfigError` if heads or the feed-forward layer cannot be divided by `size`.
         """
-        for mixer in (layer.mixer for layer in config.layers):
+        if size > 1:
+            refuse_spread_states(config, size)
+        for mixer in config.attention:
             heads, kv_heads = mixer.num_heads, mixer.num_kv_heads
             if heads % size or (kv_heads % size and size % kv_heads):
                 raise ConfigError(
                     f"{heads} heads and {kv_heads} kv heads cannot be spread over {size} processes: choose a tensor "
                     "parallel size that divides the heads and divides, or is a multiple of, the kv heads"
                 )
-        indivisible = [layer.feed_forward.size for layer in config.layers if layer.feed_forward.size % size]
+        indivisible = [part.size for part in config.feed_forward if part.size % size]
         if indivisible:
             raise ConfigError(
                 f"a feed-forward layer of {indivisible[0]} columns cannot be spread over {size} processes: "

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from sglang_jax.architectures.model_config import LayerConfig, NormConfig
 from sglang_jax.architectures.tensor_names import Part
-from torch_backend.kv_pages import KVPages
+from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.attention import Attention, LayerStep
 from torch_backend.layers.feed_forward import FeedForward
 from torch_backend.layers.norm import Norm, add_without_norm
 from torch_backend.layers.parameter import Loadable
+from torch_backend.layers.recurrent import RecurrentLayer, recurrent_layer
 from torch_backend.layers.shard import ModelShard
 from torch_backend.operations import Operations
 from torch_backend.parallel import TensorParallel
+from torch_backend.recurrent.rows import StateRows
+
+
+@dataclass(frozen=True, slots=True)
+class MixerStep:
+    """What a step has computed for the mixers of some layers: for attention, and where sequences have their states."""
+
+    attention: LayerStep | None
+    states: StateRows | None
 
 
 class DecoderLayer(Loadable):
-    """Attention and feed-forward, each added to the residual stream, with norms where the config has them."""
+    """What mixes tokens and feed-forward, each added to the residual stream, with norms where the config has them."""
 
     def __init__(
         self,
@@ -36,23 +48,32 @@ class DecoderLayer(Loadable):
 
         self.config = config
         self.attention_norm = norm(config.mixer_norms.pre, Part.ATTENTION_NORM)
-        self.attention = Attention(
-            config.mixer, hidden_size, shard, dtype=dtype, operations=operations, parallel=parallel
-        )
+        self.attention: Attention | None = None
+        self.recurrent: RecurrentLayer | None = None
+        if config.attention is not None:
+            self.attention = Attention(
+                config.attention, hidden_size, shard, dtype=dtype, operations=operations, parallel=parallel
+            )
+        if config.recurrent is not None:
+            self.recurrent = recurrent_layer(config.recurrent, hidden_size, dtype=dtype)
         self.attention_post_norm = norm(config.mixer_norms.post, Part.ATTENTION_POST_NORM)
         self.feed_forward_norm = norm(config.feed_forward_norms.pre, Part.FEED_FORWARD_NORM)
-        self.feed_forward = FeedForward(config.feed_forward, hidden_size, shard, dtype=dtype, operations=operations)
+        self.feed_forward: FeedForward | None = None
+        if config.feed_forward is not None:
+            self.feed_forward = FeedForward(config.feed_forward, hidden_size, shard, dtype=dtype, operations=operations)
         self.feed_forward_post_norm = norm(config.feed_forward_norms.post, Part.FEED_FORWARD_POST_NORM)
         self.scale = self.declare("scale", (1,), dtype, Part.LAYER_SCALE) if config.learnt_scale else None
         self._parallel = parallel
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, step: LayerStep, kv: KVPages
+        self, x: torch.Tensor, residual: torch.Tensor | None, step: MixerStep, memory: LayerMemory
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x `[T, hidden]` is what the layer below has yet to add to the residual stream, which begins with it."""
         x, residual = _add(self.attention_norm, x, residual)
-        attended = self.attention(x, step, kv)
-        if self.config.parallel:
+        attended = self._mixed(x, step, memory)
+        if self.feed_forward is None:
+            x = self._given(self.attention_post_norm, attended)
+        elif self.config.parallel:
             x = self._given(None, attended + self.feed_forward(x))
         else:
             x, residual = _add(self.feed_forward_norm, self._given(self.attention_post_norm, attended), residual)
@@ -61,9 +82,20 @@ class DecoderLayer(Loadable):
 
     def pack(self) -> None:
         """See `Transformer.pack`."""
-        self.attention.qkv.pack()
-        self.attention.output.pack()
-        self.feed_forward.pack()
+        for part in (self.attention, self.recurrent, self.feed_forward):
+            if part is not None:
+                part.pack()
+
+    def _mixed(self, x: torch.Tensor, step: MixerStep, memory: LayerMemory) -> torch.Tensor:
+        """The output of what mixes tokens; what it keeps is written into `memory`."""
+        found: torch.Tensor | None = None
+        if self.attention is not None:
+            found = self.attention(x, step.attention, memory.pages)
+        if self.recurrent is not None:
+            recurrent: torch.Tensor = self.recurrent(x, step.states, memory.states)
+            found = recurrent if found is None else found + recurrent
+        assert found is not None
+        return found
 
     def _given(self, norm: Norm | None, output: torch.Tensor) -> torch.Tensor:
         """What a block gives to the residual stream, of a rank's part of its output."""

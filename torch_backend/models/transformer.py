@@ -7,17 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from sglang_jax.architectures.model_config import ModelConfig, RopeConfig, cache_groups, group_of_layers
+from sglang_jax.architectures.model_config import ModelConfig, RopeConfig, group_of_layers, num_paged_groups
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.rotary import RotaryScaling
 from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.batch import ForwardBatch
-from torch_backend.kv_pages import KVPages
+from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.attention import LayerStep
 from torch_backend.layers.embedding import Embedding, Head
 from torch_backend.layers.norm import Norm
 from torch_backend.layers.shard import ModelShard
-from torch_backend.models.decoder_layer import DecoderLayer
+from torch_backend.models.decoder_layer import DecoderLayer, MixerStep
 from torch_backend.operations import Operations
 from torch_backend.parallel import SINGLE, TensorParallel
 from torch_backend.rotary import NoRotation, RotaryTables
@@ -53,35 +53,38 @@ class Transformer(nn.Module):
         self.tied = config.tie_word_embeddings
         if self.tied:
             self.head.linear.weight = self.embedding.weight
-        ropes = list(dict.fromkeys((layer.mixer.rope, layer.mixer.head_dim) for layer in config.layers))
+        ropes = list(dict.fromkeys((attention.rope, attention.head_dim) for attention in config.attention))
         self._rotary = tuple(_tables(rope, head_dim, config.max_position, device) for rope, head_dim in ropes)
-        groups = group_of_layers(config)
         kinds = [
-            (ropes.index((layer.mixer.rope, layer.mixer.head_dim)), group)
-            for layer, group in zip(config.layers, groups, strict=True)
+            None if group is None or attention is None else (ropes.index((attention.rope, attention.head_dim)), group)
+            for attention, group in zip(
+                (layer.attention for layer in config.layers), group_of_layers(config), strict=True
+            )
         ]
-        self._steps = list(dict.fromkeys(kinds))
-        self._step_of_layer = tuple(self._steps.index(kind) for kind in kinds)
-        self._num_groups = len(cache_groups(config))
+        self._steps = [kind for kind in dict.fromkeys(kinds) if kind is not None]
+        # Behind the steps of layers with attention comes that of the others.
+        self._step_of_layer = tuple(-1 if kind is None else self._steps.index(kind) for kind in kinds)
+        self._num_groups = num_paged_groups(config)
         self._embedding_multiplier = float(torch.tensor(config.embedding_multiplier, dtype=dtype))
         self._attention = attention
 
-    def forward(self, batch: ForwardBatch, kv: Sequence[KVPages]) -> torch.Tensor:
-        """Hidden states `[T, hidden]` after the final norm. Writes the step's keys and values into `kv`, the pages of
-        each layer."""
+    def forward(self, batch: ForwardBatch, kv: Sequence[LayerMemory]) -> torch.Tensor:
+        """Hidden states `[T, hidden]` after the final norm. Writes the step's keys, values and states into `kv`, the
+        memory of each layer."""
         batches = [batch.of_group(group) for group in range(self._num_groups)]
         attention = [self._attention.prepare(own) for own in batches]
         rotations = [tables(batch.positions) for tables in self._rotary]
         steps = [
-            LayerStep(attention[group], rotations[rope], batches[group].write_slots) for rope, group in self._steps
+            MixerStep(LayerStep(attention[group], rotations[rope], batches[group].write_slots), batch.states)
+            for rope, group in self._steps
         ]
+        steps.append(MixerStep(None, batch.states))
         x: torch.Tensor = self.embedding(batch.tokens)
         if self._embedding_multiplier != 1.0:
             x = x * self._embedding_multiplier
         residual = None
         for number, layer in enumerate(self.decoder_layers):
-            step, pages = steps[self._step_of_layer[number]], kv[number]
-            x, residual = layer(x, residual, step, pages)
+            x, residual = layer(x, residual, steps[self._step_of_layer[number]], kv[number])
         return self.final_norm.add(x, residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from sglang_jax import logs
 from sglang_jax.batch.answers import Answer, failed
 from sglang_jax.batch.journal import Kind
 from sglang_jax.batch.lines import MAX_LINE_BYTES, BadLine, Line, parse_defaults, parse_line
@@ -31,7 +32,6 @@ from sglang_jax.batch.ray.files import ANSWERS, LINE_BITS
 from sglang_jax.batch.ray.nodes import GroupPlacement, MultiNodeEngine
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.launch import launch_engine
-from sglang_jax.engine.process import LOG_FORMAT
 from sglang_jax.errors import EngineDeadError
 
 logger = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ class _InferenceActor:
     """What both actors have: an engine, and a limit to how often a batch may cost an actor its life."""
 
     def __init__(self, answering: Answering, attempts: Attempts) -> None:
-        logging.basicConfig(level=answering.config.log_level.upper(), format=LOG_FORMAT)
+        logs.configure(answering.config.log_level.upper())
         self.defaults: Mapping[str, Raw] = {} if answering.defaults is None else parse_defaults(answering.defaults)
         self._max_retries = answering.asking.max_retries
         self._attempts = attempts
@@ -150,7 +150,7 @@ class _InferenceActor:
         task = ray.get_runtime_context().get_task_id()
         with self._attempts.of(f"{task}-{hashlib.sha256(key).hexdigest()}") as attempt:
             if attempt > 1:
-                logger.warning("A batch of %d rows is begun for the %dth time", len(lines), attempt)
+                logger.warning("A batch of %d rows is started for the %dth time", len(lines), attempt)
             if attempt > self._max_retries + 1:
                 message = f"the actor or its node was lost each of the {attempt - 1} times that this batch was begun"
                 return [failed(line, "replica_lost", message) for line in lines]

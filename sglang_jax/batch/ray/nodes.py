@@ -22,12 +22,12 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 from ray.util.tpu import SlicePlacementGroup
 
+from sglang_jax import logs
 from sglang_jax.batch.answers import Answer
 from sglang_jax.batch.lines import BadLine, Line
 from sglang_jax.batch.ray.engine import Asking, Launch, LocalEngine
 from sglang_jax.config import EngineConfig, ServerConfig
 from sglang_jax.engine.client import AsyncEngineClient
-from sglang_jax.engine.process import LOG_FORMAT
 from sglang_jax.engine.replica import Backoff
 from sglang_jax.errors import EngineDeadError
 from sglang_jax.runner.backends import load_follower
@@ -154,7 +154,7 @@ class GroupKeeper:
     """
 
     def __init__(self, placement: GroupPlacement, user: ActorHandle) -> None:
-        logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+        logs.configure(logging.INFO)
         self._placement = placement
         self._end_after([user.stay.remote()], "whose engine it is has ended")
 

@@ -21,6 +21,7 @@ from ray.data import DataContext, Dataset
 from ray.data.checkpoint import CheckpointConfig
 from ray.exceptions import RayError
 
+from sglang_jax import logs
 from sglang_jax.batch.options import BatchConfig
 from sglang_jax.batch.ray.actors import Answering, SharedAttempts
 from sglang_jax.batch.ray.engine import Asking, Launch
@@ -32,7 +33,6 @@ from sglang_jax.batch.run_folder import VERSION, InputIdentity, Manifest, Option
 from sglang_jax.batch.source import FileFormat
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.launch import launch_engine
-from sglang_jax.engine.process import LOG_FORMAT
 from sglang_jax.errors import BatchError
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def run_ray_batch(batch: BatchConfig, options: RayOptions, engine: EngineConfig,
 
     **Raises:** `BatchError` for a run that cannot begin or go on, `ConfigError` for options that do not go together.
     """
-    logging.basicConfig(level=batch.log_level.upper(), format=LOG_FORMAT)
+    logs.configure(batch.log_level.upper())
     config = server_config(batch, engine)
     _refuse(batch, engine)
     body_defaults(batch)  # here, so that bad ones are told before anything is started

@@ -56,7 +56,7 @@ class WorkloadConfig(BaseModel):
         1.0,
         ge=0.0,
         le=1.0,
-        description="lengths are drawn evenly between this share of the length and the length; 1: all alike",
+        description="lengths are drawn evenly between this share of the length and the length; 1: all equal",
     )
     multi_turn_num_turns: PositiveInt = Field(4, description="turns of each conversation")
     gsp_num_groups: PositiveInt = Field(8, description="system prompts of generated-shared-prefix")

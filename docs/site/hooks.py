@@ -1,0 +1,63 @@
+"""What the site needs beyond the pages of docs/: the files of the repository that they link to."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[2]
+PAGES = {"README.md": "readme.md", "CHANGELOG.md": "changelog.md"}
+"""Pages of the repository's root, and what they are called in the site."""
+
+LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s#]*)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the root's pages, the start page, and every file of the repository that a page links to."""
+    for name, page in PAGES.items():
+        files.append(File.generated(config, page, content=_moved((ROOT / name).read_text(), ROOT)))
+    redirect = '<meta http-equiv="refresh" content="0; url=readme.html">'
+    files.append(File.generated(config, "index.html", content=redirect))
+    for page in [*(ROOT / "docs").glob("*.md"), *(ROOT / name for name in PAGES)]:
+        for _, target, _ in LINK.findall(page.read_text()):
+            path = (page.parent / target).resolve()
+            if target and ":" not in target and path.is_file() and not _is_page(path):
+                place = _place(path)
+                if files.get_file_from_path(place) is None:
+                    files.append(File.generated(config, place, abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links that leave docs/ lead to where `on_files` put what they lead to."""
+    return markdown if page.file.src_uri in PAGES.values() else _moved(markdown, ROOT / "docs")
+
+
+def _moved(markdown: str, folder: Path) -> str:
+    def moved(link: re.Match[str]) -> str:
+        text, target, anchor = link[1], link[2], link[3] or ""
+        path = (folder / target).resolve()
+        if not target or ":" in target or not path.is_relative_to(ROOT) or not path.exists():
+            return link[0]
+        if path.is_dir():
+            return text.strip("![]")
+        return f"{text}({_place(path)}{anchor})"
+
+    return LINK.sub(moved, markdown)
+
+
+def _is_page(path: Path) -> bool:
+    return (path.parent == ROOT / "docs" and path.suffix == ".md") or (path.name in PAGES and path.parent == ROOT)
+
+
+def _place(path: Path) -> str:
+    """Where a file of the repository lies in the site."""
+    if path.parent == ROOT and path.name in PAGES:
+        return PAGES[path.name]
+    if path.is_relative_to(ROOT / "docs"):
+        return path.relative_to(ROOT / "docs").as_posix()
+    return f"files/{path.relative_to(ROOT).as_posix()}"

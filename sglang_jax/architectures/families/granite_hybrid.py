@@ -1,0 +1,75 @@
+"""Granite 4 (2025), hybrid and dense: Mamba-2 or attention in each layer, with Granite's multipliers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sglang_jax.architectures.common_fields import CommonFields, Defaults
+from sglang_jax.architectures.json_fields import JsonFields
+from sglang_jax.architectures.mamba_form import mamba_names, mamba_of_hybrid
+from sglang_jax.architectures.model_config import FeedForwardConfig, LayerConfig, ModelConfig, SublayerNorms
+from sglang_jax.architectures.registry import Family
+from sglang_jax.architectures.tensor_names import LLAMA_NAMES, Part, TensorName
+from sglang_jax.errors import CheckpointError
+
+_NAME = "granitemoehybrid"
+_DEFAULTS = Defaults(max_position=2048, bos_token_id=1, eos_token_id=2)
+_MAMBA, _ATTENTION = ("linear_attention", "mamba"), ("full_attention", "attention")
+
+
+def configure(fields: JsonFields) -> ModelConfig:
+    experts = fields.count_or("num_local_experts", 8)
+    if experts:
+        raise CheckpointError(
+            f"{fields.file}: num_local_experts is {experts}: of hybrid Granite models only dense ones are supported, "
+            "which have none"
+        )
+    common = CommonFields.read(fields, _DEFAULTS)
+    norm = common.norm()
+    mamba = mamba_of_hybrid(fields, common.hidden_size)
+    mamba = replace(mamba, norm=norm, norm_groups=mamba.num_groups)
+    bias = fields.boolean("attention_bias") or False
+    attention = replace(
+        common.attention(),
+        scale=fields.number("attention_multiplier") or 1.0,
+        rope=common.rope if fields.string("position_embedding_type") == "rope" else None,
+        bias=bias,
+        out_bias=bias,
+    )
+    layers = [
+        LayerConfig(
+            mixer=mamba if kind in _MAMBA else attention,
+            feed_forward=_feed_forward(common),
+            mixer_norms=SublayerNorms(pre=norm),
+            feed_forward_norms=SublayerNorms(pre=norm),
+            residual_multiplier=fields.number("residual_multiplier") or 1.0,
+        )
+        for kind in common.kinds_of_layers(*_MAMBA, *_ATTENTION) or _MAMBA[:1] * common.num_layers
+    ]
+    return replace(
+        common.model(_NAME, layers),
+        embedding_multiplier=fields.number("embedding_multiplier") or 1.0,
+        logit_multiplier=1 / (fields.number("logits_scaling") or 1.0),
+    )
+
+
+def _feed_forward(common: CommonFields) -> FeedForwardConfig:
+    """Without experts there is the part that they would share."""
+    size = common.fields.count("shared_intermediate_size")
+    return replace(common.feed_forward(), size=1024 if size is None else size)
+
+
+_GATE_AND_UP = TensorName("shared_mlp.input_linear")
+
+FAMILY = Family(
+    name=_NAME,
+    class_name="GraniteMoeHybridForCausalLM",
+    configure=configure,
+    names={
+        **LLAMA_NAMES,
+        **mamba_names("mamba"),
+        Part.GATE: _GATE_AND_UP,
+        Part.UP: _GATE_AND_UP,
+        Part.DOWN: TensorName("shared_mlp.output_linear"),
+    },
+)

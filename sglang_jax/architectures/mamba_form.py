@@ -1,0 +1,84 @@
+"""What families with Mamba-2 layers read alike: names of tensors, and the fields of `mamba_` that hybrids share."""
+
+from __future__ import annotations
+
+import math
+
+from sglang_jax.architectures.json_fields import JsonFields
+from sglang_jax.architectures.model_config import Mamba2Config
+from sglang_jax.architectures.tensor_names import Part, TensorName, TensorNames
+from sglang_jax.errors import CheckpointError, shown
+
+
+def mamba_names(module: str, layers: str = "model.layers") -> TensorNames:
+    """The tensors of a Mamba-2 layer that is called `module` in each of `layers`."""
+
+    def name(tensor: str, *, bare: bool = False) -> TensorName:
+        return TensorName(f"{module}.{tensor}", bare=bare, layers=layers)
+
+    return {
+        Part.STATE_INPUT: name("in_proj"),
+        Part.STATE_OUTPUT: name("out_proj"),
+        Part.STATE_NORM: name("norm"),
+        Part.CONVOLUTION: name("conv1d"),
+        Part.DECAY_BIAS: name("dt_bias", bare=True),
+        Part.DECAY_LOG: name("A_log", bare=True),
+        Part.SKIP: name("D", bare=True),
+    }
+
+
+def mamba_of_hybrid(fields: JsonFields, hidden_size: int, inner: int | None = None) -> Mamba2Config:
+    """The layer that the fields of `mamba_` describe, without a norm; `inner`: its numbers, by `mamba_expand` unless
+    given.
+
+    **Raises:** `CheckpointError` for what does not fit together.
+    """
+    heads = fields.count("mamba_n_heads") or 128
+    inner = inner or (fields.count("mamba_expand") or 2) * hidden_size
+    declared = fields.value("mamba_d_head")
+    head_dim = inner // heads if declared in (None, "auto") else fields.required_integer("mamba_d_head")
+    mamba = Mamba2Config(
+        num_heads=heads,
+        head_dim=head_dim,
+        state_size=fields.count("mamba_d_state") or 256,
+        num_groups=fields.count("mamba_n_groups") or 1,
+        width=fields.count("mamba_d_conv") or 4,
+        norm=None,
+        conv_bias=is_set(fields, "mamba_conv_bias", default=True),
+        bias=is_set(fields, "mamba_proj_bias", default=False),
+        out_bias=is_set(fields, "mamba_proj_bias", default=False),
+        **step_limits(fields),
+    )
+    check_mamba(fields, mamba, inner)
+    return mamba
+
+
+def check_mamba(fields: JsonFields, mamba: Mamba2Config, inner: int) -> None:
+    """Raises `CheckpointError` for heads that are not so many numbers, or do not share groups."""
+    if mamba.inner != inner or mamba.num_heads % mamba.num_groups:
+        raise CheckpointError(
+            f"{fields.file}: {mamba.num_heads} heads of {mamba.head_dim} in {mamba.num_groups} groups: they must be "
+            f"{inner} numbers, and groups must have as many heads each"
+        )
+    if (activation := fields.string("hidden_act") or "silu") != "silu":
+        raise CheckpointError(
+            f"{fields.file}: hidden_act {activation!r} of a Mamba-2 layer is not supported; supported: silu"
+        )
+
+
+def is_set(fields: JsonFields, name: str, *, default: bool) -> bool:
+    """A field that is true or false, or absent."""
+    found = fields.boolean(name)
+    return default if found is None else found
+
+
+def step_limits(fields: JsonFields) -> dict[str, float]:
+    """`time_step_limit`: the least and the largest step size. Raises `CheckpointError` unless it is two numbers."""
+    limits = fields.value("time_step_limit")
+    if limits is None:
+        return {"least_step": 0.0, "most_step": math.inf}
+    # JSON has no infinity; transformers 5 writes it as an object.
+    found = [math.inf if x == {"__float__": "Infinity"} else x for x in limits] if isinstance(limits, list) else []
+    if len(found) != 2 or not all(isinstance(x, (int, float)) for x in found):
+        raise CheckpointError(f"{fields.file}: time_step_limit is {shown(limits)}, it must be two numbers")
+    return {"least_step": float(found[0]), "most_step": float(found[1])}

@@ -1,0 +1,112 @@
+"""Guessing what rows sample next, on the device: by where the end of a row's text has stood before in it.
+
+This is prompt lookup decoding (Saxena 2023). A guess costs a query of the step, and is right where a text repeats
+itself: code that is edited, passages that are quoted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sglang_jax.jax_runner.packing import GUESS, LEARNT, SAMPLES
+from sglang_jax.runner.drafts import LONGEST_MATCH, SHORTEST_MATCH
+from sglang_jax.runner.plan import DRAFT
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KnownTokens:
+    """The text of every row of a runner that drafts, as the device knows it.
+
+    - `tokens`: int32 `[rows + 1, max_context + 1]`, prompt and output; what stands behind a row's length is anything.
+    - `lengths`: int32 `[rows + 1]`, tokens of each row that has sampled, the last of which is not computed yet.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+
+    @classmethod
+    def empty(cls, rows: int, max_context: int) -> KnownTokens:
+        return cls(jnp.zeros((rows, max_context + 1), jnp.int32), jnp.zeros(rows, jnp.int32))
+
+    def append(self, rows: jax.Array, kv_lens: jax.Array, tokens: jax.Array, kept: jax.Array) -> KnownTokens:
+        """Of all sequences `[R]` those that `kept` what they sampled: `tokens` stand at `kv_lens` of `rows`."""
+        dump_row = self.lengths.shape[0] - 1
+        rows = jnp.where(kept, rows, dump_row)
+        return KnownTokens(
+            self.tokens.at[rows, kv_lens].set(tokens),
+            self.lengths.at[rows].max(jnp.where(kept, kv_lens + 1, 0)),
+        )
+
+
+class Sequences(NamedTuple):
+    """What the sequences of a step do, `[R]` each.
+
+    - `samples`: bool, whether they sample.
+    - `kv_lens`: int32, length once the step has run, of those too that go on where the step before ended.
+    - `own`: int32, what those compute that decode: what their rows sampled last, or a guess; `DRAFT` where there is
+      nothing to guess by.
+    - `guesses`: int32, which of its row's drafts a sequence stands for, 0 for none. None in steps without drafts.
+    """
+
+    samples: jax.Array
+    kv_lens: jax.Array
+    own: jax.Array
+    guesses: jax.Array | None
+
+    @classmethod
+    def with_drafts(
+        cls, flags: jax.Array, rows: jax.Array, kv_lens: jax.Array, last_tokens: jax.Array, known: KnownTokens
+    ) -> Sequences:
+        guesses = flags // GUESS
+        learnt = flags & LEARNT != 0
+        kv_lens = jnp.where(learnt, known.lengths[rows] + guesses, kv_lens)
+        own = lax.cond(
+            jnp.any(guesses > 0),
+            lambda: jnp.where(guesses > 0, _guess(known.tokens[rows], known.lengths[rows], guesses), last_tokens),
+            lambda: last_tokens,
+        )
+        return cls(flags & SAMPLES != 0, kv_lens, own, guesses)
+
+
+def set_known_tokens(known: KnownTokens, packed: jax.Array) -> KnownTokens:
+    """Replaces the texts of rows: `packed` int32 `[n, 2 + max_context + 1]` has row, length and tokens of each."""
+    rows, lengths, tokens = packed[:, 0], packed[:, 1], packed[:, 2:]
+    return KnownTokens(known.tokens.at[rows].set(tokens), known.lengths.at[rows].set(lengths))
+
+
+def _guess(tokens: jax.Array, lengths: jax.Array, guesses: jax.Array) -> jax.Array:
+    """Goes on as texts `[R, columns]` went on behind the latest of the places that look most like their ends. Where
+    that is so near that it runs out, the text is taken to repeat itself."""
+    columns = lax.broadcasted_iota(jnp.int32, tokens.shape, 1)
+    last = (lengths - 1)[:, None]
+    alike = columns < last
+    matched = jnp.zeros(tokens.shape, jnp.int32)
+    for back in range(LONGEST_MATCH):
+        wanted = jnp.take_along_axis(tokens, jnp.maximum(last - back, 0), axis=1)
+        alike &= (jnp.roll(tokens, back, axis=1) == wanted) & (columns >= back)
+        matched += alike
+    score = jnp.where(matched >= SHORTEST_MATCH, matched * tokens.shape[1] + columns, -1)
+    place = jnp.argmax(score, axis=1)[:, None]
+    ahead = (guesses[:, None] - 1) % jnp.maximum(last - place, 1)
+    found = jnp.take_along_axis(tokens, place + 1 + ahead, axis=1)[:, 0]
+    return jnp.where(jnp.max(score, axis=1) >= 0, found, DRAFT)
+
+
+def kept_samples(guesses: jax.Array, computed: jax.Array, sampled: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
+    """Which sequences `[R]` sampled behind nothing wrong, and which of them are their rows' last: bool `[R]` each.
+
+    `computed`: what each computed; `sampled`: what it sampled. `most`: guesses of a row.
+    """
+    first = guesses == 0
+    right = jnp.roll(sampled, 1) == computed
+    kept = first
+    for _ in range(most):
+        kept = first | (right & jnp.roll(kept, 1))
+    goes_on = jnp.roll(kept & ~first, -1)
+    return kept, kept & ~goes_on

@@ -1,0 +1,42 @@
+"""Which states the sequences of a step begin with, and where they leave their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StateRows:
+    """Of a step of T tokens in R sequences, whose tokens are those of its `ForwardBatch`.
+
+    - `begin`: int32 `[R]`, the slot with the state before a sequence's first token; `fresh`: bool `[R]`, there is none,
+      whatever the slot holds.
+    - `own`: int32 `[R]`, the slot that takes the state after its last token; slot 0 for padding. No other sequence of
+      the step begins with it.
+    - `sequences`, `offsets`: int32 `[T]`, the sequence that a token belongs to, and how many tokens of the step it has
+      before that one; those of padding are of no account.
+    - `query_starts`, `num_decode`: as in `ForwardBatch`.
+    - `decode_only`: every sequence has one token: token i belongs to sequence i.
+    """
+
+    begin: jax.Array
+    fresh: jax.Array
+    own: jax.Array
+    sequences: jax.Array
+    offsets: jax.Array
+    query_starts: jax.Array
+    num_decode: jax.Array
+    decode_only: bool = field(metadata={"static": True})
+
+    def read(self, pool: jax.Array) -> jax.Array:
+        """What the sequences begin with, `[R, ...]` of `pool` `[slots, ...]`; zeros where that is nothing."""
+        fresh = self.fresh.reshape(-1, *[1] * (pool.ndim - 1))
+        return jnp.where(fresh, jnp.zeros((), pool.dtype), pool[self.begin])
+
+    def write(self, pool: jax.Array, states: jax.Array) -> jax.Array:
+        """The pool with what the sequences leave."""
+        return pool.at[self.own].set(states.astype(pool.dtype))

@@ -1,0 +1,143 @@
+"""Layers whose state is a matrix for each head, which decays at each token and takes its value in at its key.
+
+At a token with query q, key k, value v, log of the decay g and, for a delta rule, a rate b, a head's state S becomes
+
+    S = exp(g) S;  v = b (v - k S) for a delta rule;  S = S + k v,  and the output is q S.
+
+That is a gated delta net (Yang et al. 2024) with rates, and Mamba-2 (Dao and Gu 2024) without. `scan` is the chunked
+form, `reference_scan` the same token by token: the oracle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sglang_jax.kernels.state_rows import StateRows
+
+BLOCK = 64
+"""Tokens of a sequence that are computed at once: within a block by products of matrices, from block to block by the
+state. Products within a block grow with its length, steps from block to block with its inverse."""
+
+_einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ScanInputs:
+    """Of T tokens, all float32: `queries`, `keys` `[T, groups, key_dim]`, each for `heads / groups` neighbouring heads;
+    `values` `[T, heads, value_dim]`; `decays` `[T, heads]`, logarithms; `rates` `[T, heads]` of a delta rule, or None.
+    """
+
+    queries: jax.Array
+    keys: jax.Array
+    values: jax.Array
+    decays: jax.Array
+    rates: jax.Array | None
+
+    def of_heads(self) -> ScanInputs:
+        """With a query and a key for each head."""
+        times = self.values.shape[1] // self.keys.shape[1]
+        if times == 1:
+            return self
+        queries, keys = (jnp.repeat(x, times, axis=1) for x in (self.queries, self.keys))
+        return ScanInputs(queries, keys, self.values, self.decays, self.rates)
+
+
+def scan(inputs: ScanInputs, states: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
+    """Outputs float32 `[T, heads, value_dim]`, and the states after the step, of `states` float32
+    `[R, heads, key_dim, value_dim]` before it. Outputs of padding are of no account."""
+    if rows.decode_only:
+        return _one_token(inputs, states)
+    outputs = jnp.zeros_like(inputs.values)
+    outputs, states = lax.cond(
+        rows.num_decode > 0, partial(_decode_rows, inputs, rows), lambda *same: same, outputs, states
+    )
+    return _chunks(inputs, outputs, states, rows)
+
+
+def _one_token(inputs: ScanInputs, states: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """One token of each sequence."""
+    inputs = inputs.of_heads()
+    states = states * jnp.exp(inputs.decays)[..., None, None]
+    values = inputs.values
+    if inputs.rates is not None:
+        values = inputs.rates[..., None] * (values - _einsum("rhk,rhkv->rhv", inputs.keys, states))
+    states = states + inputs.keys[..., None] * values[..., None, :]
+    return _einsum("rhk,rhkv->rhv", inputs.queries, states), states
+
+
+def _decode_rows(
+    inputs: ScanInputs, rows: StateRows, outputs: jax.Array, states: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The first `num_decode` sequences, whose tokens come first."""
+    count = len(states)
+    found, after = _one_token(jax.tree.map(lambda x: x[:count], inputs), states)
+    decodes = jnp.arange(count) < rows.num_decode
+    outputs = outputs.at[:count].set(jnp.where(decodes[:, None, None], found, 0.0))
+    return outputs, jnp.where(decodes[:, None, None, None], after, states)
+
+
+def _chunks(inputs: ScanInputs, outputs: jax.Array, states: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
+    """All sequences behind the decode rows, block by block; as many turns as there are blocks."""
+    tokens = inputs.values.shape[0]
+    block = min(BLOCK, tokens)
+    starts = rows.query_starts
+    lengths = jnp.where(jnp.arange(len(states)) < rows.num_decode, 0, jnp.diff(starts))
+    counts = -(-lengths // block)
+    ends = jnp.cumsum(counts)
+    inputs, outputs = jax.tree.map(lambda x: jnp.pad(x, ((0, block), *[(0, 0)] * (x.ndim - 1))), (inputs, outputs))
+
+    def turn(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        outputs, states = carry
+        sequence = jnp.searchsorted(ends, number, side="right", method="compare_all")
+        first = starts[sequence] + (number - ends[sequence] + counts[sequence]) * block
+        own = first + jnp.arange(block) < starts[sequence + 1]
+
+        def part(x: jax.Array) -> jax.Array:
+            """The block's tokens; what lies behind the sequence's end decays nothing and writes nothing."""
+            here = lax.dynamic_slice_in_dim(x, first, block)
+            return jnp.where(own.reshape(-1, *[1] * (x.ndim - 1)), here, 0.0)
+
+        found, state = _block(jax.tree.map(part, inputs).of_heads(), states[sequence])
+        # What is written behind the sequence's end is not its own: those whose it is write later, or nobody reads it.
+        return lax.dynamic_update_slice_in_dim(outputs, found, first, 0), states.at[sequence].set(state)
+
+    outputs, states = lax.fori_loop(0, ends[-1], turn, (outputs, states))
+    return outputs[:tokens], states
+
+
+def _block(inputs: ScanInputs, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """One block of one sequence, with a query and a key for each head: its outputs, and the state after it."""
+    queries, keys, values = (x.swapaxes(0, 1) for x in (inputs.queries, inputs.keys, inputs.values))
+    decays = jnp.cumsum(inputs.decays.T, axis=1)  # [heads, block], from the block's beginning on
+    order = jnp.arange(decays.shape[1])
+    before = order[:, None] >= order
+    between = jnp.exp(jnp.where(before, decays[:, :, None] - decays[:, None, :], -jnp.inf))
+    since = jnp.exp(decays)[..., None]
+    if inputs.rates is not None:
+        # What each token writes depends on what those before it in the block wrote: a triangular system.
+        rates = inputs.rates.T[..., None]
+        system = rates * between * _einsum("hik,hjk->hij", keys, keys)
+        wanted = rates * (values - since * _einsum("hik,hkv->hiv", keys, state))
+        values = lax.linalg.triangular_solve(system, wanted, left_side=True, lower=True, unit_diagonal=True)
+    outputs = since * _einsum("hik,hkv->hiv", queries, state)
+    outputs = outputs + _einsum("hij,hjv->hiv", between * _einsum("hik,hjk->hij", queries, keys), values)
+    left = jnp.exp(decays[:, -1:] - decays)[..., None]
+    state = state * since[:, -1:] + _einsum("hik,hiv->hkv", keys * left, values)
+    return outputs.swapaxes(0, 1), state
+
+
+def reference_scan(inputs: ScanInputs, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The T tokens of one sequence one by one, from the state `[heads, key_dim, value_dim]` on: outputs and state."""
+
+    def token(state: jax.Array, one: ScanInputs) -> tuple[jax.Array, jax.Array]:
+        outputs, states = _one_token(jax.tree.map(lambda x: x[None], one), state[None])
+        return states[0], outputs[0]
+
+    state, outputs = lax.scan(token, state, inputs)
+    return outputs, state

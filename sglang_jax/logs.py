@@ -1,0 +1,82 @@
+"""How log lines are written: as text or as JSON, with the time zone, and with the request that they belong to."""
+
+from __future__ import annotations
+
+import logging
+from contextvars import ContextVar
+from datetime import datetime
+
+import msgspec
+
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+"""What the request at hand is called, where there is one: each has a context of its own."""
+
+
+REQUEST_ID_HEADER = "X-Request-Id"
+"""The header that carries it, from clients, to servers behind this one, and back."""
+
+
+def configure(level: int | str, *, as_json: bool = False, process: str = "") -> None:
+    """Writes log lines of this process to standard error, unless somebody has set logging up already.
+
+    **Arguments:** `level`: the least that is written, by number or name; `process`: what the lines call this process,
+    where there are several of its kind.
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines(process) if as_json else TextLines(process))
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+def writes_json() -> bool:
+    """True if `configure` was told so: processes that this one starts do as it does."""
+    return any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers)
+
+
+class TextLines(logging.Formatter):
+    """`[2026-11-23T14:05:09.123+01:00] INFO replica 1: message [request abc]`."""
+
+    def __init__(self, process: str = "") -> None:
+        super().__init__(f"[%(asctime)s] %(levelname)s {f'{process}: ' if process else ''}%(message)s")
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        """ISO 8601."""
+        return timestamp(record)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line, before the traceback if there is one."""
+        request = REQUEST_ID.get()
+        return super().formatMessage(record) + (f" [request {request}]" if request else "")
+
+
+class JsonLines(logging.Formatter):
+    """An object a line: `time`, `level`, `logger`, `message`, and where there are such `process`, `request_id` and
+    `exception`. What a call of the logger has as `extra={"fields": {...}}` is in the object too."""
+
+    def __init__(self, process: str = "") -> None:
+        super().__init__()
+        self._process = process
+        self._encoder = msgspec.json.Encoder(enc_hook=str)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        line: dict[str, object] = {
+            "time": timestamp(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if self._process:
+            line["process"] = self._process
+        if request := REQUEST_ID.get():
+            line["request_id"] = request
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            line["stack"] = record.stack_info
+        line |= record.__dict__.get("fields", {})
+        return self._encoder.encode(line).decode()
+
+
+def timestamp(record: logging.LogRecord) -> str:
+    """When it was logged, in the machine's zone: `2026-11-23T14:05:09.123+01:00`."""
+    return datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")

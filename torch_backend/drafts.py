@@ -1,0 +1,89 @@
+"""Guessing what rows sample next, on the device: by where the end of a row's text has stood before in it.
+
+This is prompt lookup decoding (Saxena 2023). A guess costs a query of the step, and is right where a text repeats
+itself: code that is edited, passages that are quoted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_jax.runner.drafts import LONGEST_MATCH, SHORTEST_MATCH
+from sglang_jax.runner.plan import DRAFT
+
+
+@dataclass(frozen=True, slots=True)
+class KnownTokens:
+    """The text of every row of a runner that drafts, as the device knows it.
+
+    - `tokens`: int32 `[rows + 1, max_context + 1]`, prompt and output; what stands behind a row's length is anything.
+    - `lengths`: int32 `[rows + 1]`, tokens of each row that has sampled, the last of which is not computed yet.
+    """
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+
+    @classmethod
+    def zeros(cls, rows: int, max_context: int, device: torch.device) -> KnownTokens:
+        return cls(
+            torch.zeros((rows, max_context + 1), dtype=torch.int32, device=device),
+            torch.zeros(rows, dtype=torch.int32, device=device),
+        )
+
+    @property
+    def dump_row(self) -> int:
+        return len(self.lengths) - 1
+
+    def replace(self, packed: torch.Tensor) -> None:
+        """Replaces the texts of rows: `packed` int32 `[n, 2 + max_context + 1]`, see `pack_texts`."""
+        rows = packed[:, 0].long()
+        self.tokens.index_copy_(0, rows, packed[:, 2:])
+        self.lengths.index_copy_(0, rows, packed[:, 1].contiguous())
+
+    def append(
+        self, rows: torch.Tensor, kv_lens: torch.Tensor, tokens: torch.Tensor, kept: torch.Tensor, last: torch.Tensor
+    ) -> None:
+        """`tokens`, which stand at `kv_lens` of `rows` int64, of those lines `[n]` that are `kept`; `last`: of these
+        the last of each row."""
+        columns = kv_lens.clamp(max=self.tokens.shape[1] - 1).long()
+        self.tokens.index_put_((torch.where(kept, rows, self.dump_row), columns), tokens)
+        self.lengths.index_copy_(0, torch.where(last, rows, self.dump_row), kv_lens + 1)
+
+    def guess(self, rows: torch.Tensor, guesses: torch.Tensor) -> torch.Tensor:
+        """What rows `[n]` int64 are likely to sample, the number of `guesses` `[n]` from now: int32 `[n]`, `DRAFT`
+        where there is nothing to guess by.
+
+        Texts go on as they went on behind the latest of the places that look most like their ends. Where that is so
+        near that it runs out, the text is taken to repeat itself.
+        """
+        tokens, last = self.tokens[rows], self.lengths[rows].long()[:, None] - 1
+        columns = torch.arange(tokens.shape[1], device=rows.device)
+        alike = columns < last
+        matched = torch.zeros_like(tokens)
+        for back in range(LONGEST_MATCH):
+            wanted = tokens.gather(1, (last - back).clamp(min=0))
+            alike = alike & (tokens.roll(back, 1) == wanted) & (columns >= back)
+            matched += alike
+        score = torch.where(matched >= SHORTEST_MATCH, matched.long() * tokens.shape[1] + columns, -1)
+        best, place = score.max(dim=1, keepdim=True)
+        ahead = (guesses.long()[:, None] - 1).clamp(min=0) % (last - place).clamp(min=1)
+        found = tokens.gather(1, (place + 1 + ahead).clamp(max=tokens.shape[1] - 1))[:, 0]
+        return torch.where(best[:, 0] >= 0, found, DRAFT)
+
+
+def kept_samples(
+    guesses: torch.Tensor, computed: torch.Tensor, sampled: torch.Tensor, most: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which lines `[n]` sampled behind nothing wrong, and which of them are their rows' last: bool `[n]` each.
+
+    `computed`: what each computed; `sampled`: what it sampled. `most`: guesses of a row.
+    """
+    first = guesses == 0
+    right = sampled.roll(1) == computed
+    kept = first
+    for _ in range(most):
+        kept = first | (right & kept.roll(1))
+    goes_on = (kept & ~first).roll(-1)
+    return kept, kept & ~goes_on

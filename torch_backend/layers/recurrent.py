@@ -1,0 +1,180 @@
+"""Layers that keep a recurrent state of each sequence: short convolutions, gated delta nets, Mamba-2."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from sglang_jax.architectures.model_config import (
+    GatedDeltaNetConfig,
+    Mamba2Config,
+    RecurrentConfig,
+    ShortConvConfig,
+)
+from sglang_jax.architectures.tensor_names import Kind, Part
+from torch_backend.layers.linear import Linear
+from torch_backend.layers.parameter import Loadable
+from torch_backend.native_operations import divide_by_rms
+from torch_backend.recurrent.convolution import convolve
+from torch_backend.recurrent.rows import StateRows, States
+from torch_backend.recurrent.scan import ScanInputs, scan
+
+_NORM_OF_KEYS = 1e-6
+
+
+def recurrent_layer(config: RecurrentConfig, hidden_size: int, *, dtype: torch.dtype) -> RecurrentLayer:
+    """The layer of a config."""
+    match config:
+        case ShortConvConfig():
+            return ShortConv(config, hidden_size, dtype=dtype)
+        case GatedDeltaNetConfig():
+            return GatedDeltaNet(config, hidden_size, dtype=dtype)
+        case Mamba2Config():
+            return Mamba2(config, hidden_size, dtype=dtype)
+
+
+class Convolution(Loadable):
+    """See `recurrent.convolution`. The kernel is stored as `[channels, 1, width]`."""
+
+    def __init__(self, channels: int, width: int, *, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = self.declare("weight", (channels, 1, width), dtype, Part.CONVOLUTION)
+        self.bias = self.declare("bias", (channels,), dtype, Part.CONVOLUTION, kind=Kind.BIAS) if bias else None
+
+    def forward(self, x: torch.Tensor, pool: torch.Tensor, rows: StateRows) -> torch.Tensor:
+        """`[T, channels]` → float32 `[T, channels]`; leaves the last inputs in the pool."""
+        found, tails = convolve(x, self.weight[:, 0], self.bias, rows.read(pool), rows)
+        rows.write(pool, tails)
+        return found
+
+
+class ShortConv(Loadable):
+    """See `ShortConvConfig`."""
+
+    def __init__(self, config: ShortConvConfig, hidden_size: int, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        inner, bias = config.channels, config.bias
+        self.input = Linear(hidden_size, 3 * inner, (Part.STATE_INPUT,), bias=bias, dtype=dtype)
+        self.convolution = Convolution(inner, config.width, bias=bias, dtype=dtype)
+        self.output = Linear(inner, hidden_size, (Part.STATE_OUTPUT,), bias=bias, dtype=dtype)
+
+    def forward(self, x: torch.Tensor, rows: StateRows, states: States) -> torch.Tensor:
+        """`[T, hidden]` → `[T, hidden]`; leaves the sequences' states in their slots."""
+        before, after, inner = self.input(x).chunk(3, dim=-1)
+        found = self.convolution(before * inner, states[0], rows)
+        output: torch.Tensor = self.output((after.float() * found).to(x.dtype))
+        return output
+
+    def pack(self) -> None:
+        """See `Transformer.pack`."""
+        self.input.pack()
+        self.output.pack()
+
+
+class GatedDeltaNet(Loadable):
+    """See `GatedDeltaNetConfig`. One product gives queries, keys and values, the gate, rates and decays."""
+
+    def __init__(self, config: GatedDeltaNetConfig, hidden_size: int, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        heads, inner = config.num_value_heads, config.num_value_heads * config.value_dim
+        self._sizes = [config.channels, inner, heads, heads]
+        parts = (Part.STATE_INPUT, Part.STATE_GATE, Part.UPDATE_RATE, Part.DECAY_INPUT)
+        self.input = Linear(hidden_size, sum(self._sizes), parts, bias=False, dtype=dtype)
+        self.decay_bias = self.declare("decay_bias", (heads,), torch.float32, Part.DECAY_BIAS)
+        self.decay_log = self.declare("decay_log", (heads,), torch.float32, Part.DECAY_LOG)
+        self.convolution = Convolution(config.channels, config.width, bias=False, dtype=dtype)
+        self.norm = self.declare("norm", (config.value_dim,), dtype, Part.STATE_NORM)
+        self.output = Linear(inner, hidden_size, (Part.STATE_OUTPUT,), bias=False, dtype=dtype)
+        self.config = config
+
+    def forward(self, x: torch.Tensor, rows: StateRows, states: States) -> torch.Tensor:
+        """`[T, hidden]` → `[T, hidden]`; leaves the sequences' states in their slots."""
+        config, tokens = self.config, len(x)
+        found, gate, rates, steps = torch.split(self.input(x), self._sizes, dim=-1)
+        found = functional.silu(self.convolution(found, states[0], rows), inplace=True)
+        all_keys = config.num_key_heads * config.key_dim
+        queries, keys, values = torch.split(found, [all_keys, all_keys, self._sizes[1]], dim=-1)
+        inputs = ScanInputs(
+            _unit(queries.view(tokens, -1, config.key_dim)) * config.key_dim**-0.5,
+            _unit(keys.view(tokens, -1, config.key_dim)),
+            values.view(tokens, -1, config.value_dim),
+            -self.decay_log.exp() * functional.softplus(steps.float() + self.decay_bias),
+            rates.float().sigmoid(),
+        )
+        outputs, matrices = scan(inputs, rows.read(states[1]).float(), rows)
+        rows.write(states[1], matrices)
+        normed = divide_by_rms(outputs, config.norm.eps).to(x.dtype) * self.norm
+        gated = normed.float() * functional.silu(gate.float()).view(outputs.shape)
+        output: torch.Tensor = self.output(gated.view(tokens, -1).to(x.dtype))
+        return output
+
+    def pack(self) -> None:
+        """See `Transformer.pack`."""
+        self.input.pack()
+        self.output.pack()
+
+
+class Mamba2(Loadable):
+    """See `Mamba2Config`."""
+
+    def __init__(self, config: Mamba2Config, hidden_size: int, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        heads = (config.num_heads,)
+        self._sizes = [config.inner, config.channels, config.num_heads]
+        self.input = Linear(hidden_size, sum(self._sizes), (Part.STATE_INPUT,), bias=config.bias, dtype=dtype)
+        self.decay_bias = self.declare("decay_bias", heads, torch.float32, Part.DECAY_BIAS)
+        self.decay_log = self.declare("decay_log", heads, torch.float32, Part.DECAY_LOG)
+        self.skip = self.declare("skip", heads, torch.float32, Part.SKIP)
+        self.convolution = Convolution(config.channels, config.width, bias=config.conv_bias, dtype=dtype)
+        self.norm = None
+        if config.norm is not None:
+            self.norm = self.declare("norm", (config.inner,), torch.float32, Part.STATE_NORM)
+        self.output = Linear(config.inner, hidden_size, (Part.STATE_OUTPUT,), bias=config.out_bias, dtype=dtype)
+        self.config = config
+
+    def forward(self, x: torch.Tensor, rows: StateRows, states: States) -> torch.Tensor:
+        """`[T, hidden]` → `[T, hidden]`; leaves the sequences' states in their slots."""
+        config, tokens = self.config, len(x)
+        gate, found, steps = torch.split(self.input(x), self._sizes, dim=-1)
+        found = functional.silu(self.convolution(found, states[0], rows), inplace=True)
+        all_directions = config.num_groups * config.state_size
+        values, written, read = torch.split(found, [config.inner, all_directions, all_directions], dim=-1)
+        values = values.view(tokens, -1, config.head_dim)
+        steps = functional.softplus(steps.float() + self.decay_bias).clamp(config.least_step, config.most_step)
+        inputs = ScanInputs(
+            read.view(tokens, -1, config.state_size),
+            written.view(tokens, -1, config.state_size),
+            values * steps[..., None],
+            -self.decay_log.exp() * steps,
+            None,
+        )
+        outputs, matrices = scan(inputs, rows.read(states[1]).float(), rows)
+        rows.write(states[1], matrices)
+        outputs = outputs.addcmul(values, self.skip[:, None]).view(tokens, -1)
+        gated = self._gated(outputs, functional.silu(gate.float()))
+        output: torch.Tensor = self.output(gated.to(x.dtype))
+        return output
+
+    def _gated(self, outputs: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Outputs float32 `[T, inner]` by their gate, normed where the config has a norm."""
+        config = self.config
+        if config.norm is None or self.norm is None:
+            return outputs * gate
+        if not config.norm_before_gate:
+            outputs = outputs * gate
+        parts = outputs.view(len(outputs), config.norm_groups, -1)
+        outputs = divide_by_rms(parts, config.norm.eps).view(outputs.shape) * self.norm
+        return outputs * gate if config.norm_before_gate else outputs
+
+    def pack(self) -> None:
+        """See `Transformer.pack`."""
+        self.input.pack()
+        self.output.pack()
+
+
+RecurrentLayer = ShortConv | GatedDeltaNet | Mamba2
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    """Each last axis of float32 x over its length."""
+    return x * (x.square().sum(-1, keepdim=True) + _NORM_OF_KEYS).rsqrt()

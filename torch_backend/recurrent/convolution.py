@@ -1,0 +1,52 @@
+"""Convolutions over the last tokens of each channel by itself, whose last inputs are kept from step to step."""
+
+from __future__ import annotations
+
+import torch
+
+from torch_backend.recurrent.rows import StateRows
+
+
+def convolve(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tails: torch.Tensor, rows: StateRows
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token's output from its own input and those of the `width - 1` tokens before it.
+
+    Inputs are rounded to the type of `tails` first, in which they are kept: so a result does not depend on where chunks
+    begin.
+
+    **Arguments:** `x` `[T, channels]`; `weight` `[channels, width]`, the tap of the token itself last; `bias`
+    `[channels]`; `tails` `[R, width - 1, channels]`, the last inputs of each sequence before the step, oldest first.
+
+    **Returns:** float32 `[T, channels]`, and the tails after the step.
+    """
+    width = weight.shape[1]
+    x = x.to(tails.dtype)
+    taps = weight.float().t()
+    total = x.float() * taps[-1]
+    for back in range(1, width):
+        total.addcmul_(_inputs_before(x, tails, rows, back).float(), taps[-1 - back])
+    if bias is not None:
+        total += bias.float()
+    return total, _tails_after(x, tails, rows)
+
+
+def _inputs_before(x: torch.Tensor, tails: torch.Tensor, rows: StateRows, back: int) -> torch.Tensor:
+    """Of each token the input so many tokens before it."""
+    kept = tails.shape[1]
+    if rows.decode_only:
+        return tails[:, kept - back]
+    of_tail = tails[rows.sequences, (kept + rows.offsets - back).clamp(0, kept - 1)]
+    return torch.where((rows.offsets >= back)[:, None], x.roll(back, 0), of_tail)
+
+
+def _tails_after(x: torch.Tensor, tails: torch.Tensor, rows: StateRows) -> torch.Tensor:
+    kept = tails.shape[1]
+    if rows.decode_only:
+        return torch.cat((tails[:, 1:], x[:, None]), dim=1)
+    places = torch.arange(kept, device=x.device)
+    starts = rows.query_starts.long()
+    lengths = starts.diff()[:, None]
+    computed = x[(starts[1:, None] - kept + places).clamp(min=0)]
+    older = tails.gather(1, (lengths + places).clamp(max=kept - 1)[..., None].expand_as(tails))
+    return torch.where((lengths - kept + places >= 0)[..., None], computed, older)

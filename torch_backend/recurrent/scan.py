@@ -1,0 +1,102 @@
+"""Layers whose state is a matrix for each head, which decays at each token and takes its value in at its key.
+
+At a token with query q, key k, value v, log of the decay g and, for a delta rule, a rate b, a head's state S becomes
+
+    S = exp(g) S;  v = b (v - k S) for a delta rule;  S = S + k v,  and the output is q S.
+
+That is a gated delta net (Yang et al. 2024) with rates, and Mamba-2 (Dao and Gu 2024) without. `scan` is the chunked
+form, `reference_scan` the same token by token: the oracle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from torch_backend.recurrent.rows import StateRows
+
+BLOCK = 64
+"""Tokens of a sequence that are computed at once: within a block by products of matrices, from block to block by the
+state. Products within a block grow with its length, steps from block to block with its inverse."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScanInputs:
+    """Of T tokens, all float32: `queries`, `keys` `[T, groups, key_dim]`, each for `heads / groups` neighbouring heads;
+    `values` `[T, heads, value_dim]`; `decays` `[T, heads]`, logarithms; `rates` `[T, heads]` of a delta rule, or None.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    decays: torch.Tensor
+    rates: torch.Tensor | None
+
+    def part(self, first: int, last: int) -> ScanInputs:
+        """Tokens `[first, last)`, with a query and a key for each head."""
+        times = self.values.shape[1] // self.keys.shape[1]
+        queries, keys = (x[first:last].repeat_interleave(times, 1) for x in (self.queries, self.keys))
+        rates = None if self.rates is None else self.rates[first:last]
+        return ScanInputs(queries, keys, self.values[first:last], self.decays[first:last], rates)
+
+
+def scan(inputs: ScanInputs, states: torch.Tensor, rows: StateRows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs float32 `[T, heads, value_dim]`, and the states after the step, of `states` float32
+    `[R, heads, key_dim, value_dim]` before it, which are overwritten."""
+    if rows.decode_only:
+        return _one_token(inputs.part(0, len(states)), states)
+    outputs = torch.empty_like(inputs.values)
+    decodes = rows.num_decode
+    if decodes:
+        outputs[:decodes], states[:decodes] = _one_token(inputs.part(0, decodes), states[:decodes])
+    starts = rows.starts
+    for sequence in range(decodes, len(states)):
+        for first in range(starts[sequence], starts[sequence + 1], BLOCK):
+            last = min(first + BLOCK, starts[sequence + 1])
+            outputs[first:last], states[sequence] = _block(inputs.part(first, last), states[sequence])
+    return outputs, states
+
+
+def _one_token(inputs: ScanInputs, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token of each sequence."""
+    states = states * inputs.decays.exp()[..., None, None]
+    values = inputs.values
+    if inputs.rates is not None:
+        values = inputs.rates[..., None] * (values - _times(inputs.keys, states))
+    states = states.addcmul_(inputs.keys[..., None], values[..., None, :])
+    return _times(inputs.queries, states), states
+
+
+def _times(vectors: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    """`[..., key_dim]` by `[..., key_dim, value_dim]`."""
+    return (vectors[..., None, :] @ matrices)[..., 0, :]
+
+
+def _block(inputs: ScanInputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Some tokens of one sequence: their outputs, and the state after them."""
+    queries, keys, values = (x.transpose(0, 1) for x in (inputs.queries, inputs.keys, inputs.values))
+    decays = inputs.decays.t().cumsum(1)  # [heads, block], from the block's beginning on
+    later = torch.ones(decays.shape[1], decays.shape[1], dtype=torch.bool, device=decays.device).triu_(1)
+    between = (decays[:, :, None] - decays[:, None, :]).masked_fill_(later, -torch.inf).exp_()
+    since = decays.exp()[..., None]
+    if inputs.rates is not None:
+        # What each token writes depends on what those before it in the block wrote: a triangular system.
+        rates = inputs.rates.t()[..., None]
+        system = rates * between * (keys @ keys.transpose(1, 2))
+        wanted = rates * (values - since * (keys @ state))
+        values = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    outputs = since * (queries @ state) + (between * (queries @ keys.transpose(1, 2))) @ values
+    left = (decays[:, -1:] - decays).exp()[..., None]
+    state = state * since[:, -1:] + (keys * left).transpose(1, 2) @ values
+    return outputs.transpose(0, 1), state
+
+
+def reference_scan(inputs: ScanInputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The T tokens of one sequence one by one, from the state `[heads, key_dim, value_dim]` on: outputs and state."""
+    outputs = []
+    for token in range(len(inputs.values)):
+        found, states = _one_token(inputs.part(token, token + 1), state[None])
+        outputs.append(found[0])
+        state = states[0]
+    return torch.stack(outputs), state
