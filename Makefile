@@ -83,7 +83,7 @@ ray-test: $(RAY_READY) ## install Ray, and test what needs it: batches on a clus
 	$(VENV)/ray/bin/python -m pytest tests/on_ray $(ARGS)
 
 docs: $(VENV)/docs/.ready ## build the documentation's site into site/, with the reference from docstrings; broken links fail
-	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --strict
 
 package-test: $(TEST_READY) ## build wheel and sdist, install them in fresh environments, and serve; some Pythons: ARGS="3.11 3.13"
 	$(BIN)/python tests/package_trial.py $(ARGS)

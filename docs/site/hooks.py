@@ -25,7 +25,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for page in [*(ROOT / "docs").glob("*.md"), *(ROOT / name for name in PAGES)]:
         for _, target, _ in LINK.findall(page.read_text()):
             path = (page.parent / target).resolve()
-            if target and ":" not in target and path.is_file() and not _is_page(path):
+            if target and ":" not in target and path.is_file() and path.suffix != ".md":
                 place = _place(path)
                 if files.get_file_from_path(place) is None:
                     files.append(File.generated(config, place, abs_src_path=str(path)))
@@ -43,8 +43,8 @@ def _moved(markdown: str, folder: Path) -> str:
         path = (folder / target).resolve()
         if not target or ":" in target or not path.is_relative_to(ROOT) or not path.exists():
             return link[0]
-        if path.is_dir():
-            return text.strip("![]")
+        if path.is_dir() or (path.suffix == ".md" and not _is_page(path)):
+            return text.strip("![]")  # of which the site has nothing
         return f"{text}({_place(path)}{anchor})"
 
     return LINK.sub(moved, markdown)

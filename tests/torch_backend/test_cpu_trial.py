@@ -98,7 +98,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, caplog: 
         compiler = KernelCompiler.keeping(in_the_way)
     assert compiler.folder is None
     (message,) = caplog.messages
-    assert message.startswith("CPU kernels are compiled anew at each start: ")
+    assert message.startswith("CPU kernels are compiled again at each start: ")
     assert str(in_the_way) in message
     assert build_rms_norm(compiler, 4).address
 
