@@ -151,7 +151,8 @@ def _closed(schema: Mapping[str, Any]) -> Format:
         closed["properties"] = {
             name: _closed(one) if isinstance(one, dict) else one for name, one in properties.items()
         }
-        if not {"patternProperties", "allOf", "anyOf", "oneOf", "$ref"} & set(schema):
+        named = set(schema.get("required") or ()) <= set(properties)
+        if named and not {"patternProperties", "allOf", "anyOf", "oneOf", "$ref"} & set(schema):
             closed.setdefault("additionalProperties", False)
     if isinstance(schema.get("items"), dict):
         closed["items"] = _closed(schema["items"])

@@ -234,7 +234,7 @@ class ChatFormat:
                     call = CallDelta(index=piece.index, id=self.plan.call_id(), type="function", function=function)
                     deltas.append(Delta(tool_calls=[call]))
                 case CallArguments():
-                    if call is None or call.index != piece.index:
+                    if call is None:  # begun in an earlier delta
                         call = CallDelta(index=piece.index, function=CalledFunction(arguments=""))
                         deltas.append(Delta(tool_calls=[call]))
                     call.function.arguments += piece.text

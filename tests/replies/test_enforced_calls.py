@@ -306,6 +306,16 @@ def test_a_schema_that_cannot_be_enforced_is_named(
         assert "bad" in caught.value.message
 
 
+def test_what_is_required_may_have_no_schema(backend: LlguidanceBackend, trial: Trial) -> None:
+    family = CALLS[ToolCallParser.HERMES]
+    loose = Tool("now", {"type": "object", "properties": {}, "required": ["a"]})
+    found = calls_format(family, family.enforced(""), (loose,), required=True, parallel=True)
+    walker = Walker(backend, trial, grammar_of_format(found, "tools"))
+    call = '<tool_call>\n{"name": "now", "arguments": {"a": 1}}\n</tool_call>'
+    assert walker.takes(call)
+    assert not walker.takes(call.replace('"a": 1', ""))
+
+
 def test_what_a_familys_calls_cannot_name() -> None:
     family = CALLS[ToolCallParser.QWEN3_CODER]
     odd = Tool("odd", {"type": "object", "properties": {"a>b": {"type": "string"}}})
