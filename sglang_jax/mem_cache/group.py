@@ -315,16 +315,18 @@ class WindowGroup(Group):
         needed = reading // self.page_size - self.reach
         held = self._held_from[rows]
         behind = needed - held >= (1 if tight else self.slack)
-        if not behind.any():
+        if not np.count_nonzero(behind):
             return
         rows, needed, held = rows[behind], needed[behind], held[behind]
         protected = self.lengths.cache_protected[rows] // self.page_size
-        covering = held < protected
-        if covering.any():
-            for row, column in zip(rows[covering].tolist(), needed[covering].tolist(), strict=True):
-                record = records[row]
-                self.component.cover(record.locked_node, max(record.cache_protected_len // self.page_size - column, 0))
-                self._uncover(record, self.held_from(row))
+        (covering,) = (held < protected).nonzero()
+        if len(covering):
+            before, after = (protected - held)[covering], (protected - needed)[covering]
+            for row, old, new in zip(rows[covering].tolist(), before.tolist(), after.tolist(), strict=True):
+                node = records[row].locked_node
+                self.component.cover(node, new)
+                self.component.uncover(node, old)
+            self.component.give_back()
             held = np.maximum(held, protected)
         self.free_columns(rows, held, needed)
         self._held_from[rows] = needed

@@ -249,7 +249,7 @@ class KVCache:
         if len(needy):
             held = lengths[crossing]
             if self._windows:
-                self._let_go_now_and_then(len(needy) > self.available_pages)
+                self._let_go_now_and_then(not self._has(len(needy)))
             if not self._grow(needy, held // self.page_size):
                 return None
             if self.states is not None:
@@ -411,14 +411,13 @@ class KVCache:
         self._give(rows, columns)
         return True
 
+    def _has(self, count: int) -> bool:
+        """Whether every group could hand out so many pages."""
+        return all(count <= group.pool.num_free or count <= group.available for group in self._paged)
+
     def _make_room(self, count: int) -> bool:
         """Evicts until every group has so many free pages; False, with nothing changed, where one cannot."""
-        for group in self._paged:
-            if count > group.pool.num_free:
-                break
-        else:
-            return True
-        if count > self.available_pages:
+        if not self._has(count):
             return False
         for group in self._paged:
             shortfall = count - group.pool.num_free

@@ -13,7 +13,7 @@ from helpers.scheduling import RecordingChannel
 from helpers.tiny_models import TINY_VOCAB_SIZE, make_tiny_checkpoint, make_tiny_model
 
 from sglang_jax.checkpoint import open_checkpoint
-from sglang_jax.config import Backend, EngineConfig, KVCacheDtype, MambaDtype
+from sglang_jax.config import Backend, EngineConfig, KVCacheDtype, MambaDtype, SpeculativeAlgorithm
 from sglang_jax.errors import ConfigError
 from sglang_jax.mem_cache.invariants import check_everything
 from sglang_jax.runner.backends import load_backend
@@ -132,6 +132,10 @@ def test_states_of_half_the_size_on_request(backend: Backend, folder: Path) -> N
         (
             {"kv_cache_dtype": KVCacheDtype.FLOAT8_E4M3},
             "kv_cache_dtype fp8_e4m3: layers of the model keep.*choose auto",
+        ),
+        (
+            {"speculative_algorithm": SpeculativeAlgorithm.NGRAM},
+            "speculative_algorithm ngram: layers of the model keep.*choose none",
         ),
     ],
 )
