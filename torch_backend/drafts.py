@@ -6,12 +6,14 @@ itself: code that is edited, passages that are quoted.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from sglang_jax.runner.drafts import LONGEST_MATCH, SHORTEST_MATCH
-from sglang_jax.runner.plan import DRAFT
+from sglang_jax.runner.drafts import LONGEST_MATCH, SHORTEST_MATCH, Unfolded
+from sglang_jax.runner.plan import DRAFT, Int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +53,15 @@ class KnownTokens:
         self.tokens.index_put_((torch.where(kept, rows, self.dump_row), columns), tokens)
         self.lengths.index_copy_(0, torch.where(last, rows, self.dump_row), kv_lens + 1)
 
-    def guess(self, rows: torch.Tensor, guesses: torch.Tensor) -> torch.Tensor:
-        """What rows `[n]` int64 are likely to sample, the number of `guesses` `[n]` from now: int32 `[n]`, `DRAFT`
-        where there is nothing to guess by.
+    def guess(self, guesses: Guesses) -> torch.Tensor:
+        """What rows are likely to sample: int32 `[guesses]`, `DRAFT` where there is nothing to guess by.
 
         Texts go on as they went on behind the latest of the places that look most like their ends. Where that is so
         near that it runs out, the text is taken to repeat itself.
         """
-        tokens, last = self.tokens[rows], self.lengths[rows].long()[:, None] - 1
-        columns = torch.arange(tokens.shape[1], device=rows.device)
+        tokens = self.tokens[guesses.rows, : guesses.longest]
+        last = self.lengths[guesses.rows].long()[:, None] - 1
+        columns = torch.arange(tokens.shape[1], device=tokens.device)
         alike = columns < last
         matched = torch.zeros_like(tokens)
         for back in range(LONGEST_MATCH):
@@ -67,10 +69,40 @@ class KnownTokens:
             alike = alike & (tokens.roll(back, 1) == wanted) & (columns >= back)
             matched += alike
         score = torch.where(matched >= SHORTEST_MATCH, matched.long() * tokens.shape[1] + columns, -1)
-        best, place = score.max(dim=1, keepdim=True)
-        ahead = (guesses.long()[:, None] - 1).clamp(min=0) % (last - place).clamp(min=1)
-        found = tokens.gather(1, (place + 1 + ahead).clamp(max=tokens.shape[1] - 1))[:, 0]
-        return torch.where(best[:, 0] >= 0, found, DRAFT)
+        best, place = score.max(dim=1)
+        own = guesses.owners
+        ahead = (guesses.numbers - 1) % (last[:, 0] - place).clamp(min=1)[own]
+        return torch.where(best[own] >= 0, tokens[own, place[own] + 1 + ahead], DRAFT)
+
+
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """The drafts of a step, int64 each: `sequences` `[guesses]` that stand for one, `numbers` `[guesses]`, which of its
+    row's each is, from 1, and `owners` `[guesses]`, places of these rows in `rows` `[drafting]`.
+
+    `longest`: the most tokens that the text of one has.
+    """
+
+    sequences: torch.Tensor
+    numbers: torch.Tensor
+    owners: torch.Tensor
+    rows: torch.Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, unfolded: Unfolded, to_device: Callable[[Int32], torch.Tensor]) -> Guesses | None:
+        """Those of a plan; None if it has none."""
+        places = np.flatnonzero(unfolded.guesses)
+        if not len(places):
+            return None
+        first = unfolded.guesses == 1
+        plan, count = unfolded.plan, len(places)
+        own = np.cumsum(first)[places] - 1
+        together = np.concatenate((places, unfolded.guesses[places], own, plan.rows[first]))
+        on_device = to_device(together.astype(np.int32)).long()
+        sequences, numbers, owners, rows = torch.tensor_split(on_device, (count, 2 * count, 3 * count))
+        # A row has as many tokens as the first of its drafts is long, or fewer.
+        return cls(sequences, numbers, owners, rows, int(plan.kv_lens[first].max()))
 
 
 def kept_samples(

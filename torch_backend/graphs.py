@@ -147,17 +147,26 @@ class DecodeGraphs:
         )
 
     def run(
-        self, bucket: int, plan: StepPlan, deltas: PageDeltas, guesses: Int32 | None = None
+        self,
+        bucket: int,
+        plan: StepPlan,
+        deltas: PageDeltas,
+        guesses: Int32 | None = None,
+        settle: Callable[[StepInputs], None] | None = None,
     ) -> tuple[StepInputs, torch.Tensor]:
         """Replays a bucket on a plan: its inputs, and hidden states `[bucket, hidden]` that the next replay overwrites.
 
-        `deltas` are at most as many as the bucket's layout has; `guesses` as `Unfolded` has them.
+        `deltas` are at most as many as the bucket's layout has; `guesses` as `Unfolded` has them; `settle` changes the
+        inputs before the replay.
         """
         captured, layout = self._get(bucket), self.layouts[bucket]
         host = self._stream.host_buffer(layout.size)
         layout.pack(plan, deltas, self._dump_row, host.numpy(), guesses)
         self._stream.to_device(host, into=captured.inputs)
-        return layout.unpack(captured.inputs), captured.replay()
+        inputs = layout.unpack(captured.inputs)
+        if settle is not None:
+            settle(inputs)
+        return inputs, captured.replay()
 
     def _get(self, rows: int) -> _Captured:
         found = self._captured.get(rows)

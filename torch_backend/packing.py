@@ -25,15 +25,13 @@ class StepInputs:
     - `sampled`: `[S]`, the sequences that sample a token.
     - `delta_rows`, `delta_columns`, `delta_pages`: `[D]`; padding writes page 0 into the dump row.
     - `tokens`: `[T]`, as in the plan; empty in a step of decode rows alone, each of which has its own token.
-    - `flags`: `[R]` for a runner that drafts, else empty; see `LEARNT`, `GUESS`. `own`: likewise; the device writes the
-      token there that each sequence that decodes computes, and the lengths that it learns into `kv_lens`.
-    - `guessing`: known to the host; whether some sequence may stand for a draft.
+    - `flags`: `[R]` for a runner that drafts, else empty; see `LEARNT`, `GUESS`. `own`: likewise, the token that each
+      sequence computes that decodes, which `settle_drafts` writes, as it does the lengths that only the device knows.
     - `copy_sources`, `copy_targets`: `[R]`, slots that sequences begin with, and those of their own in whose place
       they do; targets are -1 where there is none. Empty for a model that keeps no states.
     """
 
     num_decode: int
-    guessing: bool
     rows: torch.Tensor
     kv_lens: torch.Tensor
     query_starts: torch.Tensor
@@ -51,7 +49,7 @@ class StepInputs:
 @dataclass(frozen=True, slots=True)
 class StepLayout:
     """Sizes of the fields of a packed step. An eager step has those of its plan, a captured one those of its bucket.
-    `drafts`: of a runner that drafts; `guessing`: in this step; `states`: the model keeps some."""
+    `drafts`: of a runner that drafts; `states`: the model keeps some."""
 
     rows: int
     sampled: int
@@ -59,13 +57,10 @@ class StepLayout:
     tokens: int
     num_decode: int
     drafts: bool = False
-    guessing: bool = False
     states: bool = False
 
     @classmethod
-    def exact(
-        cls, plan: StepPlan, deltas: PageDeltas, *, drafts: bool = False, guessing: bool = False, states: bool = False
-    ) -> StepLayout:
+    def exact(cls, plan: StepPlan, deltas: PageDeltas, *, drafts: bool = False, states: bool = False) -> StepLayout:
         """Without any padding; `deltas`: those of the plan, of all groups."""
         return cls(
             rows=len(plan.rows),
@@ -74,7 +69,6 @@ class StepLayout:
             tokens=0 if plan.num_decode == len(plan.rows) else plan.num_tokens,
             num_decode=plan.num_decode,
             drafts=drafts,
-            guessing=guessing,
             states=states,
         )
 
@@ -88,7 +82,6 @@ class StepLayout:
             tokens=0,
             num_decode=rows,
             drafts=drafts,
-            guessing=drafts,
             states=states,
         )
 
@@ -99,7 +92,7 @@ class StepLayout:
 
     def unpack(self, packed: torch.Tensor) -> StepInputs:
         """Views of a packed step on the device."""
-        return StepInputs(self.num_decode, self.guessing, *(packed[start:end] for start, end in pairwise(self._ends())))
+        return StepInputs(self.num_decode, *(packed[start:end] for start, end in pairwise(self._ends())))
 
     def pack(
         self, plan: StepPlan, deltas: PageDeltas, dump_row: int, packed: Int32, guesses: Int32 | None = None

@@ -32,14 +32,14 @@ from sglang_jax.runner.pulse import Building
 from sglang_jax.runner.row_updates import count_history, pack_row_updates
 from torch_backend.batch import ForwardBatch
 from torch_backend.devices import device_name
-from torch_backend.drafts import KnownTokens, kept_samples
+from torch_backend.drafts import Guesses, KnownTokens, kept_samples
 from torch_backend.graphs import Capture, DecodeGraphs
 from torch_backend.logprobs import Logprobs, prompt_logprobs, token_logprobs
 from torch_backend.native_sampler import NativeSampler
 from torch_backend.packing import GUESS, StepInputs, StepLayout
 from torch_backend.sampler import MaskedLines, TokenSampler, sample
 from torch_backend.sampling_state import Needs, RowNeeds, SamplingState
-from torch_backend.step import Model, RowTensors, build_batch
+from torch_backend.step import Model, RowTensors, build_batch, settle_drafts
 from torch_backend.streams import CpuThread, Pending, Stream, integers_to_device
 
 
@@ -293,14 +293,19 @@ class TorchRunner:
             if len(deltas.rows) > self._graphs.layouts[bucket].deltas:
                 self._apply_deltas(deltas)
                 deltas = PageDeltas(deltas.rows[:0], deltas.columns[:0], deltas.pages[:0])
-            return self._graphs.run(bucket, plan, deltas, guesses)
-        layout = StepLayout.exact(
-            plan, deltas, drafts=self._drafts, guessing=bool(guesses.any()), states=self._table.states
-        )
+            settle = partial(self._settle_drafts, unfolded) if self._drafts else None
+            return self._graphs.run(bucket, plan, deltas, guesses, settle)
+        layout = StepLayout.exact(plan, deltas, drafts=self._drafts, states=self._table.states)
         host = self._stream.host_buffer(layout.size)
         layout.pack(plan, deltas, self._dump_row, host.numpy(), guesses)
         inputs = layout.unpack(self._stream.to_device(host))
+        if self._drafts:
+            self._settle_drafts(unfolded, inputs)
         return inputs, self._forward(inputs)
+
+    def _settle_drafts(self, unfolded: Unfolded, inputs: StepInputs) -> None:
+        """Not captured: what it takes depends on the step's drafts, and most steps have none."""
+        settle_drafts(inputs, self._rows, Guesses.of(unfolded, partial(integers_to_device, self._stream)))
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         return self._model.forward(build_batch(inputs, self._rows, self._page_size, self._table))

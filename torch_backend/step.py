@@ -9,7 +9,7 @@ import torch
 
 from sglang_jax.runner.page_tables import ONE_GROUP, TableLayout
 from torch_backend.batch import ForwardBatch, GroupPages
-from torch_backend.drafts import KnownTokens
+from torch_backend.drafts import Guesses, KnownTokens
 from torch_backend.packing import GUESS, LEARNT, StepInputs
 from torch_backend.recurrent.rows import StateRows
 
@@ -50,20 +50,17 @@ class RowTensors:
         )
 
 
-def own_tokens(inputs: StepInputs, state: RowTensors) -> torch.Tensor:
-    """The token of each sequence that decodes, int32 `[R]`: what its row sampled last, or a guess. Where steps have
-    drafts, these and the lengths that only the device knows are written to `inputs`."""
+def settle_drafts(inputs: StepInputs, state: RowTensors, guesses: Guesses | None) -> None:
+    """Writes what only the device knows to `inputs`: how long rows are that go on where a step in flight ends, and the
+    token of each sequence that decodes, which its row sampled last, or which is guessed (None: there are none)."""
     rows, known = inputs.rows.long(), state.known
-    own = state.last_tokens[rows]
-    if known is None:
-        return own
-    guesses = inputs.flags // GUESS
+    assert known is not None, "a runner that drafts"
     learnt = inputs.flags % GUESS == LEARNT
-    inputs.kv_lens.copy_(torch.where(learnt, known.lengths[rows] + guesses, inputs.kv_lens))
-    if inputs.guessing:
-        own = torch.where(guesses > 0, known.guess(rows, guesses), own)
-    inputs.own.copy_(own)
-    return own
+    lengths = known.lengths[rows] + inputs.flags // GUESS
+    inputs.kv_lens.copy_(torch.where(learnt, lengths, inputs.kv_lens))
+    inputs.own.copy_(state.last_tokens[rows])
+    if guesses is not None:
+        inputs.own.index_copy_(0, guesses.sequences, known.guess(guesses))
 
 
 def build_batch(
@@ -79,7 +76,7 @@ def build_batch(
     # Where layers keep states alone there are no pages, and nobody looks at any.
     tables = [own[rows] for own in paged.chunk(table.groups, 1)] if table.groups else [torch.zeros_like(rows)[:, None]]
     sequences = places = rows[:0]
-    own_token = own_tokens(inputs, state)
+    own_token = state.last_tokens[rows] if state.known is None else inputs.own
     if inputs.num_decode == len(rows):
         tokens = own_token
         positions = (inputs.kv_lens - 1).clamp(min=0)

@@ -13,6 +13,9 @@ from sglang_jax.errors import CheckpointError
 _HARMLESS_SUFFIX = "rotary_emb.inv_freq"
 """Old checkpoints store the rotary frequencies, which follow from the config."""
 
+_HARMLESS_PREFIX = "mtp."
+"""Layers that guess further tokens, which some checkpoints (Qwen3.5) bring; nothing here uses them."""
+
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Hugging Face name and shape of every tensor that a checkpoint of the model has; matrices are [out, in]."""
@@ -22,13 +25,15 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def check_tensors(reader: TensorReader, config: ModelConfig) -> None:
     """Compares what a checkpoint holds with what its config calls for; reads no values.
 
-    An output matrix beside tied embeddings, stored rotary frequencies, and scales of keys and values are let pass; of
-    scales there must be none, or all (see `KVScaleNames.faults`).
+    An output matrix beside tied embeddings, stored rotary frequencies, layers that guess, and scales of keys and values
+    are let pass; of scales there must be none, or all (see `KVScaleNames.faults`).
 
     **Raises:** `CheckpointError` naming every missing, every extra and every misshapen tensor.
     """
     expected = expected_tensors(config)
-    present = {name for name in reader.names() if not name.endswith(_HARMLESS_SUFFIX)}
+    present = {
+        name for name in reader.names() if not name.endswith(_HARMLESS_SUFFIX) and not name.startswith(_HARMLESS_PREFIX)
+    }
     if config.tie_word_embeddings:
         head = family_named(config.architecture).names[Part.HEAD]
         present.discard(hf_name(head, Kind.WEIGHT, None))

@@ -81,6 +81,7 @@ class Programs:
         words = mask_words(self.vocab_size)
         self.sample_layouts = {rows: SampleLayout(rows, words, self.dump_row) for rows in {one.rows for one in buckets}}
         self.row_update_sizes = tuple(sorted({1, min(8, self.dump_row), self.dump_row}))
+        self.text_sizes = self.row_update_sizes[:2]  # a text takes as much as a context, each time
         self._built: dict[str, Executable] = {}
         self._logits_columns: int | None = None
         self.building: Building = nullcontext
@@ -112,7 +113,7 @@ class Programs:
         return self._get("set occurrences", self._build_occurrences)(sampling, np.int32(row), occurrences)
 
     def set_known_tokens(self, known: KnownTokens, packed: Int32) -> KnownTokens:
-        """Replaces the texts of as many rows as one of `row_update_sizes`; see `drafts.set_known_tokens`."""
+        """Replaces the texts of as many rows as one of `text_sizes`; see `drafts.set_known_tokens`."""
         size = len(packed)
         return self._get(f"texts of {size} rows", lambda: self._build_known_tokens(size))(known, packed)
 
@@ -149,7 +150,7 @@ class Programs:
             **{f"update {size} rows": partial(self._build_row_updates, size) for size in self.row_update_sizes},
             **{
                 f"texts of {size} rows": partial(self._build_known_tokens, size)
-                for size in self.row_update_sizes
+                for size in self.text_sizes
                 if self._state_shapes.known is not None
             },
             "set occurrences": self._build_occurrences,

@@ -221,7 +221,7 @@ class JaxRunner:
     def _replace_rows(self, updates: RowUpdates) -> None:
         """Sets the sampling state of rows, and their texts, in as few runs of the fixed sizes as it takes."""
         sampling, known = self._state.sampling, self._state.known
-        for size, batch in self._in_batches(updates.sampling):
+        for size, batch in _in_batches(updates.sampling, self._programs.row_update_sizes):
             packed = pack_row_updates(batch, size, self._programs.dump_row, self._spec.vocab_size)
             sampling = self._programs.update_rows(sampling, packed)
         for update in updates.sampling:
@@ -229,18 +229,10 @@ class JaxRunner:
                 occurrences = count_history(update, self._spec.vocab_size)
                 sampling = self._programs.set_occurrences(sampling, update.row, occurrences)
         if known is not None:
-            for size, texts in self._in_batches(updates.texts):
+            for size, texts in _in_batches(updates.texts, self._programs.text_sizes):
                 packed = pack_texts(texts, size, self._programs.dump_row, self._spec.max_context)
                 known = self._programs.set_known_tokens(known, packed)
         self._state = replace(self._state, sampling=sampling, known=known)
-
-    def _in_batches(self, updates: Sequence[Update]) -> Iterator[tuple[int, Sequence[Update]]]:
-        """Parts of `updates`, each with the size of the program that takes it."""
-        sizes = self._programs.row_update_sizes
-        while updates:
-            size = next((size for size in sizes if size >= len(updates)), sizes[-1])
-            yield size, updates[:size]
-            updates = updates[size:]
 
     def _apply_excess(self, deltas: PageDeltas, bucket: Bucket) -> PageDeltas:
         """Applies all deltas where they are more than the bucket takes; what is left goes with the step."""
@@ -252,6 +244,14 @@ class JaxRunner:
             page_table = self._programs.apply_deltas(page_table, _part(deltas, start, start + DELTA_BLOCK))
         self._state = replace(self._state, page_table=page_table)
         return _part(deltas, count, count)
+
+
+def _in_batches(updates: Sequence[Update], sizes: tuple[int, ...]) -> Iterator[tuple[int, Sequence[Update]]]:
+    """Parts of `updates`, each with the smallest of `sizes` that takes it, or the largest."""
+    while updates:
+        size = next((size for size in sizes if size >= len(updates)), sizes[-1])
+        yield size, updates[:size]
+        updates = updates[size:]
 
 
 EmptyRows = tuple[jax.Array, jax.Array, SamplingState, KnownTokens | None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sglang_jax.architectures import CacheKind, ModelConfig
 from sglang_jax.config import EngineConfig, KVCacheDtype, SpeculativeAlgorithm
@@ -73,6 +73,7 @@ def choose_sizes(config: EngineConfig, model_context: int, memory: Memory) -> Si
         raise ConfigError(f"context_length {context} is beyond the {model_context} positions that the model declares")
     default_rows = _MAX_RUNNING_ON_CPU if memory.platform == "cpu" else _MAX_RUNNING
     max_rows = config.max_running_requests or default_rows
+    memory = replace(memory, available=memory.available - _bytes_of_texts(config, max_rows, context))
     pools = _Pools(config, memory, context, max_rows)
     if config.swa_full_tokens_ratio is not None and (pools.all_windows or not pools.has_windows):
         logger.warning(
@@ -95,6 +96,11 @@ def choose_sizes(config: EngineConfig, model_context: int, memory: Memory) -> Si
         token_budget=max(config.chunked_prefill_size, _ROWS_PER_BUDGET * max_rows),
         max_context=min(context, tokens),
     )
+
+
+def _bytes_of_texts(config: EngineConfig, rows: int, context: int) -> int:
+    """What guessing tokens takes: the text of each row, and three times that while it is searched."""
+    return 0 if config.max_samples == 1 else 4 * 4 * (rows + 1) * (context + 1)
 
 
 def _rows_with_slots(config: EngineConfig, slots: int | None, rows: int) -> int:

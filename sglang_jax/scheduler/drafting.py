@@ -30,6 +30,7 @@ _SLOWER, _FASTER = 0.1, 0.5
 """Weights of a step that took longer than those of its size before, and of one that took less: what else a machine does
 makes steps longer, and never shorter."""
 
+_LEAST_SECONDS = 1e-6
 _HOPE = 0.998
 """What the time of a larger step is multiplied by for each smaller one: what seemed to take long is tried again."""
 
@@ -140,7 +141,7 @@ class WhatPays:
     def took(self, queries: int, seconds: float) -> None:
         """See `Drafting`."""
         size = _padded(queries)
-        known = self._seconds.get(size)
+        seconds, known = max(seconds, _LEAST_SECONDS), self._seconds.get(size)
         if known is not None:
             weight = _SLOWER if seconds > known else _FASTER
             if seconds > known / 3.0:  # else what is known is of another time

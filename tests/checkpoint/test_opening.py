@@ -54,6 +54,7 @@ def test_missing_extra_and_misshapen_tensors_are_all_named(tmp_path: Path) -> No
     tensors["model.layers.7.mlp.up_proj.weight"] = np.zeros((3,), dtype=np.float32)
     tensors["model.layers.0.self_attn.q_proj.weight"] = np.zeros((64, 32), dtype=np.float32)
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros((8,), dtype=np.float32)
+    tensors["mtp.fc.weight"] = np.zeros((8, 8), dtype=np.float32)
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(str(folder))

@@ -67,9 +67,11 @@ def by_torch(texts: list[list[int]], stale: int) -> list[list[int]]:
     for row, text in enumerate(texts):
         known.tokens[row, : len(text)] = torch.tensor(text, dtype=torch.int32)
         known.lengths[row] = len(text)
-    rows = torch.arange(len(texts)).repeat_interleave(MOST)
-    guesses = torch.arange(1, MOST + 1, dtype=torch.int32).repeat(len(texts))
-    return known.guess(rows, guesses).view(len(texts), MOST).tolist()
+    numbers = torch.arange(1, MOST + 1).repeat(len(texts))
+    rows = torch.arange(len(texts))
+    owners, longest = rows.repeat_interleave(MOST), max(map(len, texts)) + 1
+    guesses = torch_drafts.Guesses(torch.arange(len(numbers)), numbers, owners, rows, longest)
+    return known.guess(guesses).view(len(texts), MOST).tolist()
 
 
 GUESSERS: dict[str, Callable[[list[list[int]], int], list[list[int]]]] = {"jax": by_jax, "torch": by_torch}
