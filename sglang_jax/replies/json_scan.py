@@ -17,6 +17,7 @@ _SCALAR = re.compile(r"[-+.\w]*")
 _SPACE = re.compile(r"[ \t\n\r]*")
 _STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f]")
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 class Scan(Enum):
@@ -166,11 +167,18 @@ def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
 def json_object(text: str) -> str | None:
     """The text of a JSON object as a client can parse it, or None if it is none: line ends within strings, as models
     write them, are escaped, and an object written as a string is that object."""
-    repaired = _STRING.sub(lambda string: _CONTROL.sub(_escaped, string[0]), text)
+    repaired = _repaired(text)
     value = json_value(repaired)
     if isinstance(value, str):
-        repaired, value = value, json_value(value)
+        repaired = _repaired(value)
+        value = json_value(repaired)
+        # What escapes stood for may be no character, which no text can hold.
+        repaired = _SURROGATE.sub(_escaped, repaired)
     return repaired if isinstance(value, dict) else None
+
+
+def _repaired(text: str) -> str:
+    return _STRING.sub(lambda string: _CONTROL.sub(_escaped, string[0]), text)
 
 
 def json_value(text: str) -> object:

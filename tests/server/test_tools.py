@@ -10,6 +10,9 @@ import openai
 import pytest
 from helpers.echo_server import EchoServer, serve_echo
 
+from sglang_jax.replies.parser import Text
+from sglang_jax.server.chat_replies import ReplyReader
+
 CHAT = "/v1/chat/completions"
 GET = {
     "type": "function",
@@ -147,6 +150,30 @@ def test_what_is_no_call_is_text(server: EchoServer, says: str, fields: dict[str
     assert "tool_calls" not in choice["message"]
     assert choice["finish_reason"] == "stop"
     assert stream(server, says, **{"tools": [GET], **fields})[0]["content"] == f"user: {says}\n"
+
+
+@pytest.mark.parametrize("escape", ["\\ud800", "\\ud83d", "\\ud83d\\ude00"])
+def test_a_call_may_hold_what_is_no_character(server: EchoServer, escape: str) -> None:
+    """Arguments written as a string, in which an escape stands for half a character."""
+    arguments = json.dumps('{"key": "ESCAPE"}').replace("ESCAPE", escape)
+    says = f'<tool_call>\n{{"name": "get", "arguments": {arguments}}}\n</tool_call>'
+    [call] = ask(server, says, tools=[GET])["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"key": json.loads(f'"{escape}"')}
+    assert stream(server, says, tools=[GET])[0]["calls"][0]["arguments"] == call["function"]["arguments"]
+
+
+def test_a_fault_within_a_stream_is_an_event(server: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(reader: ReplyReader, text: str, *, finished: bool) -> list[Any]:
+        if finished or "x" in text:
+            raise ArithmeticError("planted")
+        return [Text(text)] if text else []
+
+    monkeypatch.setattr(ReplyReader, "read", fails)
+    body = {"messages": [{"role": "user", "content": "aaaaaaaaaaaaaax"}], "tools": [GET], "stream": True}
+    *_, last = [line for line in server.http.post(CHAT, json=body).text.split("\n") if line]
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert (error["type"], error["code"]) == ("server_error", "internal_error")
+    assert "ArithmeticError" in error["message"]
 
 
 def test_a_call_that_is_cut_is_text_and_says_length(server: EchoServer) -> None:
