@@ -48,13 +48,14 @@ class Member:
 
 
 class JsonScanner:
-    """One object, or with `lists` a list too, from `at` on. `objects`: the members of the object, or of each object of
-    the list."""
+    """One object, or with `lists` a list too, or with `values` whatever is JSON, from `at` on. `objects`: the members
+    of the object, or of each object of the list. `deepest`: levels that it may have; None for any number."""
 
-    def __init__(self, at: int, *, lists: bool = False) -> None:
+    def __init__(self, at: int, *, lists: bool = False, values: bool = False, deepest: int | None = MOST_DEPTH) -> None:
         self.at = at
         self.objects: list[list[Member]] = []
-        self._opens = "{[" if lists else "{"
+        self._opens = "" if values else "{[" if lists else "{"
+        self._deepest = deepest
         self._stack: list[str] = []
         self._expect = _Expect.VALUE
         self._string_from = -1
@@ -122,12 +123,12 @@ class JsonScanner:
         return True
 
     def _begin_value(self, char: str) -> bool:
-        if not self._stack and char not in self._opens:
+        if not self._stack and self._opens and char not in self._opens:
             return False
         if self._in_outer_object():
             self.objects[-1][-1].begin = self.at
         if char in "{[":
-            if len(self._stack) == MOST_DEPTH:
+            if len(self._stack) == self._deepest:
                 return False
             self._stack.append(char)
             if self._in_outer_object():

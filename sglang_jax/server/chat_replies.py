@@ -179,6 +179,8 @@ class ReplyFormats:
         elif grammar is not None and reasoning is not None and begun is not Begun.CLOSED:
             found = after_reasoning(grammar_format(grammar), reasoning, begun, text=True)
             grammar = grammar_of_format(found, grammar.field)
+        if reasoning is not None:
+            forms = (*forms, *reasoning.headers)
         silent = (*(() if family is None else family.silent), *(() if reasoning is None else reasoning.silent))
         seen: frozenset[str] = frozenset()
         if sampling.skip_special_tokens:
@@ -191,6 +193,7 @@ class ReplyFormats:
             silent=(*silent, *sorted(seen)),
             separate=separate,
             most_calls=None if tools is None or tools.parallel else 1,
+            required=tools is not None and tools.required,
         )
         return ReplyPlan(
             layout=layout,

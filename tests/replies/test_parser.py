@@ -29,7 +29,11 @@ WEATHER = Tool(
             "tags": {"type": "array"},
             "exact": {"type": ["boolean", "null"]},
             "any": {},
+            "there": {"$ref": "#/$defs/place"},
+            "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "each": {"allOf": [{"$ref": "#/$defs/loop"}, {"type": "array"}]},
         },
+        "$defs": {"place": {"type": "object"}, "loop": {"$ref": "#/$defs/loop"}},
     },
 )
 TOOLS = {tool.name: tool for tool in (WEATHER, Tool("now", {"type": "object"}), Tool("a.b-c_1"))}
@@ -98,7 +102,10 @@ class Way:
         family = self.family
         layout = ReplyLayout(
             reasoning=self.reasoning,
-            forms=() if family is None else (family.enforced("```json"),) if self.live else family.forms,
+            forms=(
+                *(() if family is None else (family.enforced("```json"),) if self.live else family.forms),
+                *(() if self.reasoning is None else self.reasoning.headers),
+            ),
             separator="" if family is None else family.separator,
             tools=TOOLS,
             silent=(
@@ -188,6 +195,14 @@ HERMES_REPLIES = {
     "no number": Reply(hermes("now", '{"a": 01}'), hermes("now", '{"a": 01}')),
     "not a number": Reply(hermes("now", '{"a": NaN}'), hermes("now", '{"a": NaN}')),
     "arguments of a list": Reply(hermes("now", "[1]"), hermes("now", "[1]")),
+    "null for arguments": Reply(hermes("now", "null"), calls=(("now", {}),)),
+    "without its end": Reply('So. <tool_call>\n{"name": "now", "arguments": {}}\n', "So.", (("now", {}),)),
+    "half a character": Reply(
+        hermes("now", '"{\\"a\\": \\"\\ud800 \\ud83d\\ude00\\"}"'), calls=(("now", {"a": "\ud800 😀"}),)
+    ),
+    "a line end in a string in a string": Reply(
+        hermes("now", '"{\\"a\\": \\"b\\nc\\"}"'), calls=(("now", {"a": "b\nc"}),)
+    ),
     "an open string, then a good one": Reply(
         hermes("now", '{"a": "b}') + "\n" + ONE, hermes("now", '{"a": "b}'), (PARIS,)
     ),
@@ -236,6 +251,21 @@ CODER_REPLIES = {
     "without the outer tag": Reply(
         "<function=now>\n<parameter=a>\n1\n</parameter>\n</function>", calls=(("now", {"a": "1"}),)
     ),
+    "without its opening": Reply("So.\n" + coder("now")[12:] + "\nYes", "So.\nYes", (("now", {}),)),
+    "without its opening, another": Reply(coder("now")[12:] + "\n" + coder("now"), calls=(("now", {}), ("now", {}))),
+    "without its end": Reply(coder("now", ("a", "b"))[:-13], calls=(("now", {"a": "b"}),)),
+    "without the end of a value": Reply(
+        coder("get_weather", ("city", "Oslo"), ("days", "3")).replace("\n</parameter>", "", 1),
+        calls=(("get_weather", {"city": "Oslo", "days": 3}),),
+    ),
+    "what is referred to": Reply(
+        coder("get_weather", ("there", '{"x": 1}'), ("maybe", "null"), ("each", "[5]")),
+        calls=(("get_weather", {"there": {"x": 1}, "maybe": None, "each": [5]}),),
+    ),
+    "text where there may be others": Reply(
+        coder("get_weather", ("maybe", "Oslo"), ("there", "x")),
+        calls=(("get_weather", {"maybe": "Oslo", "there": "x"}),),
+    ),
     "of no tool": Reply(coder("rm", ("a", "b")), coder("rm", ("a", "b"))),
     "no name": Reply(
         "<tool_call>\n<function=>\n</function>\n</tool_call>", "<tool_call>\n<function=>\n</function>\n</tool_call>"
@@ -278,6 +308,7 @@ MISTRAL_REPLIES = {
         (("now", {}), PARIS),
     ),
     "nested": Reply(f"[TOOL_CALLS]get_weather[ARGS]{NESTED_TEXT}", calls=(("get_weather", NESTED),)),
+    "without ARGS": Reply('[TOOL_CALLS]now{"a": 1} so', " so", (("now", {"a": 1}),)),
     "of no tool": Reply("[TOOL_CALLS]rm[ARGS]{}", "rm{}"),
     "not JSON": Reply("[TOOL_CALLS]now[ARGS]{a}", "now{a}"),
     "cut": Reply('[TOOL_CALLS]now[ARGS]{"a": ', 'now{"a": '),
@@ -330,6 +361,20 @@ GPT_OSS_REPLIES = {
     ),
     "of no tool": Reply(f"{COMMENTARY}rm<|message|>{{}}", "commentary to=functions.rm{}"),
     "malformed": Reply(f"{COMMENTARY}now <|constrain|>json<|message|>{{a}}", "commentary to=functions.nowjson{a}"),
+    "an answer in JSON": Reply('<|channel|>final <|constrain|>json<|message|>{"a":1}', '{"a":1}'),
+    "without functions": Reply("<|channel|>commentary to=now <|constrain|>json<|message|>{}", calls=(("now", {}),)),
+    "to whom first": Reply(
+        ' to=functions.now<|channel|>commentary <|constrain|>json<|message|>{"a":1}', calls=(("now", {"a": 1}),)
+    ),
+    "to nobody": Reply("to=be or", "to=be or"),
+    "thoughts without an end": Reply(
+        "<|channel|>analysis<|message|>Hm.<|channel|>final<|message|>Hi", "Hi", reasoning="Hm."
+    ),
+    "thoughts without an end, then a call": Reply(
+        f"<|channel|>analysis<|message|>Hm.<|start|>assistant{COMMENTARY}now<|message|>{{}}",
+        calls=(("now", {}),),
+        reasoning="Hm.",
+    ),
     "cut in a header": Reply("<|channel|>ana", "ana"),
     "cut in a call": Reply(f'{COMMENTARY}now<|message|>{{"a"', 'commentary to=functions.now{"a"'),
     "cut in its thoughts": Reply("<|channel|>analysis<|message|>Well", reasoning="Well"),
@@ -470,7 +515,7 @@ def test_planted_faults_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert planted(parser.ReplyParser, "_give_up", forget)  # loses what was no call
     assert planted(call_reader, "json_object", lambda text: text)  # takes what is no JSON
     assert planted(call_reader, "_without_ends", lambda value: value)
-    assert planted(call_reader, "_typed", lambda value, schema: json.dumps(value))
+    assert planted(call_reader.ArgumentSchemas, "as_json", lambda self, value, schema: json.dumps(value))
 
 
 def test_a_family_is_a_row_and_nothing_else() -> None:
