@@ -174,7 +174,7 @@ def _parameters(part: Parameters, tool: Tool, schemas: ArgumentSchemas) -> Forma
     if several and tool.strict:
         raise ParameterError(
             f"{tool.field} has {min(several)} at its top, which this model's calls cannot follow to the letter; leave "
-            "strict out, or name the arguments in properties alone",
+            "strict out, or name the arguments only in properties",
             param=tool.field,
         )
     required = schemas.outer.get("required") or ()

@@ -94,7 +94,7 @@ class Walker:
             # What ends a string or a value comes too seldom otherwise.
             ends = [token for token in choice if token in ENDS or token >= EOS]
             closing = _closing(output)
-            if closing in choice and draw.random() < 0.9:
+            if closing is not None and closing in choice and draw.random() < 0.9:
                 output.append(closing)
                 assert self._backend.accept([matcher], [closing]) == [Progress.GOES_ON]
                 continue
@@ -305,7 +305,8 @@ def test_tools_without_a_schema_that_is_enforced_take_any_arguments(backend: Llg
     assert not walker.takes(spelt_out(("city", "Oslo")))
     [[_, arguments]] = read(ONE_BY_ONE, raw, live=True, tools=(free,), required=False)[2]
     assert json.loads(arguments) == {"city": "Oslo\n <b>", "n": 1}
-    for schema in (None, {"type": "object"}, {"anyOf": [{"properties": {"city": {}}}]}):
+    schemas: list[Any] = [None, {"type": "object"}, {"anyOf": [{"properties": {"city": {}}}]}]
+    for schema in schemas:
         assert one_by_one(backend, trial, Tool("note", schema)).takes(raw)
     numbers = Tool("note", {"type": "object", "additionalProperties": {"type": "integer"}}, strict=True)
     walker = one_by_one(backend, trial, numbers)

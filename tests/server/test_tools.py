@@ -245,6 +245,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"chat_template_kwargs": {"eos_token": "x"}}, "chat_template_kwargs", "'eos_token'"),
     ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs", "'a b'"),
     ({"chat_template_kwargs": {f"v{i}": i for i in range(33)}}, "chat_template_kwargs", "at most 32"),
+    ({"include_reasoning": False, "separate_reasoning": False}, "include_reasoning", "cannot both be given"),
     ({"reasoning_effort": "high"}, "reasoning_effort", "chat template"),
 ]
 
@@ -303,6 +304,16 @@ def test_reasoning_is_told_from_the_answer(thinking: EchoServer) -> None:
     assert said["parts"] > 2
     assert stream(thinking, says, stream_reasoning=False)[0]["parts"] == 1
     assert stream(thinking, "never over", stream_reasoning=False)[0]["reasoning"] == "user: never over"
+
+
+def test_reasoning_is_left_out(thinking: EchoServer) -> None:
+    says = f"well\n</think>\n\nIt is so. {CALL}"
+    choice = ask(thinking, says, tools=[GET], include_reasoning=False)
+    assert "reasoning_content" not in choice["message"]
+    assert choice["message"]["content"] == "It is so."
+    said = stream(thinking, says, tools=[GET], include_reasoning=False)[0]
+    assert (said["reasoning"], said["content"], len(said["calls"])) == ("", "It is so.", 1)
+    assert ask(thinking, says, include_reasoning=True)["message"]["reasoning_content"] == "user: well"
 
 
 def test_reasoning_in_the_text(thinking: EchoServer) -> None:
