@@ -258,6 +258,7 @@ def spelt_out(*arguments: tuple[str, str], name: str = "f") -> str:
         ({"anyOf": [{"type": "string"}, {"type": "null"}]}, {'"Oslo"': "Oslo", "null": None}, ["Oslo", "12"]),
         ({"type": ["string", "null"], "enum": ["Oslo", None]}, {'"Oslo"': "Oslo", "null": None}, ["Oslo"]),
         ({"type": ["integer", "string"]}, {'"5"': "5", "5": 5}, ["Oslo"]),
+        ({"type": ["number", "string"]}, {"5": 5, "5.5": 5.5, '"5"': "5"}, ["Oslo", "null"]),
         ({"enum": ["a", 1]}, {'"a"': "a", "1": 1}, ["a", "2"]),
         ({"const": "x"}, {"x": "x"}, ['"x"', "y"]),
         ({"enum": ["null", " 5", ""]}, {"null": "null", " 5": " 5", "": ""}, ["5"]),
