@@ -29,6 +29,7 @@ WEATHER = Tool(
             "tags": {"type": "array"},
             "exact": {"type": ["boolean", "null"]},
             "any": {},
+            "size": {"type": ["number", "string"]},
             "there": {"$ref": "#/$defs/place"},
             "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
             "each": {"allOf": [{"$ref": "#/$defs/loop"}, {"type": "array"}]},
@@ -265,8 +266,8 @@ CODER_REPLIES = {
         calls=(("get_weather", {"there": {"x": 1}, "maybe": None, "each": [5]}),),
     ),
     "text where there may be others": Reply(
-        coder("get_weather", ("maybe", "Oslo"), ("there", "x")),
-        calls=(("get_weather", {"maybe": "Oslo", "there": "x"}),),
+        coder("get_weather", ("maybe", "Oslo"), ("there", "x"), ("size", "5")),
+        calls=(("get_weather", {"maybe": "Oslo", "there": "x", "size": 5}),),
     ),
     "of no tool": Reply(coder("rm", ("a", "b")), coder("rm", ("a", "b"))),
     "no name": Reply(
