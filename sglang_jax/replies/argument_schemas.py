@@ -13,6 +13,9 @@ from sglang_jax.replies.json_scan import json_value
 _KINDS = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
 _NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "readOnly", "writeOnly"})
 _BARE = _NOTES | {"type", "enum", "const"}
+_DEEPEST = 20
+"""References, one behind the other, that are followed for what they say of types."""
+
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 
 
@@ -26,6 +29,7 @@ class ArgumentSchemas:
         self._root: Mapping[str, Any] = parameters or {}
         self._end = end
         self._referred: dict[str, frozenset[str]] = {}
+        self._depth = 0
         found = self._resolved(self._root)
         self.outer: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
         named = self.outer.get("properties")
@@ -53,10 +57,10 @@ class ArgumentSchemas:
         found = self._resolved(schema)
         if not isinstance(found, Mapping):
             return None
-        several = found.get("enum")
+        several = found.get("enum") if isinstance(found.get("enum"), list) else None
         if "const" in found:
             several = [found["const"]] if several is None or found["const"] in several else []
-        return [one for one in several if isinstance(one, str)] if isinstance(several, list) else None
+        return None if several is None else [one for one in several if isinstance(one, str)]
 
     def types(self, schema: Any) -> frozenset[str]:
         """The types that a value may have: all where nothing is said."""
@@ -66,7 +70,7 @@ class ArgumentSchemas:
             return _KINDS
         types, declared = _KINDS, schema.get("type")
         if declared is not None:
-            several = declared if isinstance(declared, list) else [declared]
+            several = [one for one in (declared if isinstance(declared, list) else [declared]) if isinstance(one, str)]
             types &= {*several, "integer"} if "number" in several else set(several)
         if "const" in schema:
             types &= {_type(schema["const"])}
@@ -75,8 +79,8 @@ class ArgumentSchemas:
         for name in ("anyOf", "oneOf"):
             if isinstance(schema.get(name), list):
                 types &= frozenset().union(*map(self.types, schema[name]))
-        for one in schema.get("allOf") or ():
-            types &= self.types(one)
+        if isinstance(schema.get("allOf"), list):
+            types = types.intersection(*map(self.types, schema["allOf"]))
         reference = schema.get("$ref")
         return types & self._types_of_reference(reference) if isinstance(reference, str) else types
 
@@ -115,7 +119,10 @@ class ArgumentSchemas:
     def _types_of_reference(self, reference: str) -> frozenset[str]:
         if reference not in self._referred:
             self._referred[reference] = _KINDS  # what refers to itself says nothing
-            self._referred[reference] = self.types(self._at(reference))
+            if self._depth < _DEEPEST:
+                self._depth += 1
+                self._referred[reference] = self.types(self._at(reference))
+                self._depth -= 1
         return self._referred[reference]
 
     def _resolved(self, schema: Any) -> Any:

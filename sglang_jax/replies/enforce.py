@@ -177,7 +177,7 @@ def _parameters(part: Parameters, tool: Tool, schemas: ArgumentSchemas) -> Forma
             "strict out, or name the arguments only in properties",
             param=tool.field,
         )
-    required = schemas.outer.get("required") or ()
+    required = [name for name in schemas.outer.get("required") or () if isinstance(name, str)]
     others = [name for name in required if name not in schemas.named]
     if "properties" not in schemas.outer and not others:
         return _any_parameters(part, schemas.of(""), tool, schemas)

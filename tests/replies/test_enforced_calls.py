@@ -321,6 +321,16 @@ def test_tools_without_a_schema_that_is_enforced_take_any_arguments(backend: Llg
         one_by_one(backend, trial, Tool("f", {"anyOf": [inner]}, strict=True))
 
 
+def test_references_to_anything_are_no_fault_of_ours() -> None:
+    """Long chains of them, and what is no schema."""
+    chain = {f"A{i}": {"allOf": [{"$ref": f"#/$defs/A{i + 1}"}]} for i in range(2000)}
+    odd = {"type": [[]], "allOf": 5, "enum": 5, "const": 1, "anyOf": {}, "required": [[]]}
+    for schema in ({"$ref": "#/$defs/A0"}, {"$ref": "#/default"}, {"allOf": [{"$ref": "#/default"}]}):
+        tool = Tool("f", {"properties": {"a": schema}, "$defs": chain, "default": odd})
+        assert read(ONE_BY_ONE, spelt_out(("a", "x")), live=False, tools=(tool,))[2] == [["f", '{"a": "x"}']]
+        calls_format(ONE_BY_ONE, ONE_BY_ONE.enforced(""), (tool,), required=True, parallel=True)
+
+
 def test_arguments_are_named_as_their_schema_names_them(backend: LlguidanceBackend, trial: Trial) -> None:
     integer = {"type": "integer"}
     tool = Tool("f", {"type": "object", "properties": {" a ": integer, "": integer}, "required": [" a ", "", "b"]})
