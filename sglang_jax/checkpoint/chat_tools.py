@@ -26,6 +26,9 @@ _PROBE = {
     "function": {"name": _TOOL, "description": "d", "parameters": {"type": "object", "properties": {}}},
 }
 
+_MOST_DEPTH = 100
+"""Levels of arguments that are taken apart."""
+
 _TOLD = """You may call functions. Each line between <tools> and </tools> describes one in JSON:
 <tools>
 {tools}
@@ -52,10 +55,18 @@ class ToolSupport:
     shown: bool
     arguments: ArgumentForm
 
+    def decoded(self, message: Message) -> Message:
+        """The message with its calls' arguments as objects, if the template takes them so. What is to be marked in
+        them is marked behind this: as text they may hold it in escapes."""
+        calls = message.get("tool_calls")
+        if not calls or self.arguments is not ArgumentForm.OBJECT:
+            return message
+        return {**message, "tool_calls": [_with_arguments(call, _as_object) for call in calls]}
+
     def prepared(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, has_system: bool
     ) -> tuple[list[Message], Sequence[Mapping[str, Any]]]:
-        """Messages and tools as the template takes them, whether calls have their arguments as objects or as text.
+        """Messages, `decoded`, and tools as the template takes them.
 
         **Arguments:** `has_system`: the template knows the role.
         """
@@ -78,16 +89,18 @@ class ToolSupport:
         if not calls:
             return message
         if self.arguments is not ArgumentForm.NONE:
-            form = _as_object if self.arguments is ArgumentForm.OBJECT else _as_text
-            written = [
-                {**call, "function": {**call["function"], "arguments": form(call["function"]["arguments"])}}
-                for call in calls
-            ]
-            return {**message, "tool_calls": written}
+            if self.arguments is ArgumentForm.OBJECT:
+                return message
+            return {**message, "tool_calls": [_with_arguments(call, _as_text) for call in calls]}
         lines = [f"<tool_call>\n{_call_text(call['function'])}\n</tool_call>" for call in calls]
         said = message.get("content")
         others = {name: value for name, value in message.items() if name != "tool_calls"}
         return {**others, "content": "\n".join([*([str(said)] if said else []), *lines])}
+
+
+def _with_arguments(call: Mapping[str, Any], form: Callable[[Any], Any]) -> Message:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": form(function["arguments"])}}
 
 
 def _as_object(arguments: Any) -> Any:
@@ -98,7 +111,13 @@ def _as_object(arguments: Any) -> Any:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-    return value if isinstance(value, dict) else arguments
+    return value if isinstance(value, dict) and not _deeper(value, _MOST_DEPTH) else arguments
+
+
+def _deeper(value: object, most: int) -> bool:
+    """Whether lists and objects lie in one another more than `most` deep."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return inner is not None and (most == 0 or any(_deeper(one, most - 1) for one in inner))
 
 
 def _as_text(arguments: Any) -> str:

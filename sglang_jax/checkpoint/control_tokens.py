@@ -30,14 +30,14 @@ class ControlTokens:
         self._any = re.compile(_pattern(self._spellings)) if self._spellings else None
 
     def mark(self, value: Value) -> Value:
-        """The value with a mark in the place of each control token, in whatever texts it holds: in lists, and under
-        the keys of mappings."""
+        """The value with a mark in the place of each control token, in whatever texts it holds: in lists and
+        mappings, keys too."""
         if isinstance(value, str):
             return value if self._any is None else self._any.sub(self._mark_of, value)  # type: ignore[return-value]
         if isinstance(value, list):
             return [self.mark(item) for item in value]  # type: ignore[return-value]
         if isinstance(value, dict):
-            return {key: self.mark(item) for key, item in value.items()}  # type: ignore[return-value]
+            return {self.mark(key): self.mark(item) for key, item in value.items()}  # type: ignore[return-value]
         return value
 
     @staticmethod

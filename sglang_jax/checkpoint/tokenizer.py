@@ -233,17 +233,19 @@ class Tokenizer:
                 param="messages",
             )
         self._roles.check([message.get("role") for message in messages])
+        support = None
+        if tools or any(message.get("tool_calls") for message in messages):
+            support = self._tool_support = self._tool_support or learn_tools(self._render)
         conversation: list[dict[str, Any]] = [
-            {**self._control.mark(dict(message)), "role": self._roles.rendered_as(message["role"])}
+            {
+                **self._control.mark(dict(message) if support is None else support.decoded(message)),
+                "role": self._roles.rendered_as(message["role"]),
+            }
             for message in messages
         ]
         offered: Sequence[Mapping[str, object]] = [self._control.mark(dict(tool)) for tool in tools]
-        if offered or any(message.get("tool_calls") for message in conversation):
-            if self._tool_support is None:
-                self._tool_support = learn_tools(self._render)
-            conversation, offered = self._tool_support.prepared(
-                conversation, offered, has_system="system" in self._roles.known
-            )
+        if support is not None:
+            conversation, offered = support.prepared(conversation, offered, has_system="system" in self._roles.known)
         return self._render(
             conversation,
             offered,

@@ -7,10 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
 
+from sglang_jax.replies.argument_schemas import ArgumentSchemas
 from sglang_jax.replies.forms import Arguments, CallForm, Calls, Literal, Name, Parameters, Part, Space, Tool, UpTo
-from sglang_jax.replies.json_scan import JsonScanner, Member, Scan, json_object, json_value
+from sglang_jax.replies.json_scan import MOST_DEPTH, JsonScanner, Member, Scan, json_object, json_value
 
 MOST_NAME_CHARACTERS = 128
 
@@ -19,6 +19,8 @@ NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 _NAME_KEY = '"name"'
 _ARGUMENT_KEYS = ('"arguments"', '"parameters"')
+_SCALAR = re.compile(r"-?\d+(\.\d+)?([eE][-+]?\d+)?|true|false|null")
+_NO_ARGUMENTS = ("null", '""')
 _KEY_END = re.compile(r"[>\n]")
 _SPACE = re.compile(r"\s*")
 
@@ -42,17 +44,26 @@ class FoundCall:
 class CallReader:
     """Reads a call of one form, from behind its opening.
 
-    **Arguments:** `at`: where it begins in the text that `read` is given; `tools`: those that may be called.
+    **Arguments:** `at`: where it begins in the text that `read` is given; `tools`: those that may be called;
+    `required`: see `ReplyLayout`.
     """
 
-    def __init__(self, form: CallForm, tools: Mapping[str, Tool], at: int) -> None:
+    def __init__(self, form: CallForm, tools: Mapping[str, Tool], at: int, *, required: bool = False) -> None:
         self.at = at
         self.found: list[FoundCall] = []
         self._parts = form.parts
         self._tools = tools
+        self._required = required
+        self._schemas: ArgumentSchemas | None = None
         self._place = 0
         self._scanner: JsonScanner | None = None
         self._searched = at
+        self._value_end, self._value_scan = -1, Scan.MORE
+
+    @property
+    def reached(self) -> int:
+        """How far the text was read."""
+        return self.at if self._scanner is None else max(self.at, self._scanner.at)
 
     def read(self, text: str, *, final: bool, live: bool = False) -> Reading:
         """Reads on. `at` is behind the call once it is whole.
@@ -85,15 +96,18 @@ class CallReader:
             case Calls():
                 return self._calls(text, live=live)
             case Parameters():
-                return self._parameters(part, text)
+                return self._parameters(part, text, live=live)
 
     def _literal(self, part: Literal, text: str, *, final: bool) -> Reading:
-        if text.startswith(part.text, self.at):
-            self.at += len(part.text)
+        at = self.at
+        while part.spaced and at < len(text) and text[at].isspace():
+            at += 1
+        if text.startswith(part.text, at):
+            self.at = at + len(part.text)
             return Reading.DONE
-        if not final and part.text.startswith(text[self.at :]):
+        if not final and part.text.startswith(text[at:]):
             return Reading.MORE
-        return Reading.DONE if part.optional else Reading.FAILED
+        return Reading.DONE if part.optional or (part.ends and at == len(text)) else Reading.FAILED
 
     def _name(self, text: str, *, final: bool) -> Reading:
         found = NAME.match(text, self.at)
@@ -115,7 +129,7 @@ class CallReader:
         return Reading.MORE if len(text) - self.at < part.most + len(part.text) else Reading.FAILED
 
     def _arguments(self, text: str, *, live: bool) -> Reading:
-        scanner = self._scanner = self._scanner or JsonScanner(self.at)
+        scanner = self._scanner = self._scanner or JsonScanner(self.at, deepest=None if live else MOST_DEPTH)
         begin, scan = self.at, scanner.scan(text)
         call = self.found[-1]
         if live:
@@ -123,39 +137,54 @@ class CallReader:
         if scan is not Scan.DONE:
             return Reading.MORE if scan is Scan.MORE else Reading.FAILED
         self.at = scanner.at
-        return self._whole(call, text[begin : scanner.at])
+        return Reading.DONE if live else self._whole(call, text[begin : scanner.at])
 
     def _calls(self, text: str, *, live: bool) -> Reading:
-        scanner = self._scanner = self._scanner or JsonScanner(self.at, lists=True)
+        scanner = self._scanner
+        if scanner is None:
+            scanner = self._scanner = JsonScanner(self.at, lists=True, deepest=None if live else MOST_DEPTH)
         scan = scanner.scan(text)
-        if scan is Scan.BROKEN:
-            return Reading.FAILED
         if live:
-            self.found = _growing(scanner.objects, text, scanner.at)
-        if scan is Scan.MORE:
-            return Reading.MORE
+            self._grow(scanner, text)
+        if scan is not Scan.DONE:
+            return Reading.MORE if scan is Scan.MORE else Reading.FAILED
         self.at = scanner.at
-        self.found = [FoundCall("") for _ in scanner.objects]
-        for call, members in zip(self.found, scanner.objects, strict=True):
+        if live:
+            return Reading.DONE if self.found and len(self.found) == len(scanner.objects) else Reading.FAILED
+        for members in scanner.objects:
             name = json_value(_value(members, (_NAME_KEY,), text))
             if not isinstance(name, str) or name not in self._tools:
                 return Reading.FAILED
-            call.name = name
-            if self._whole(call, _value(members, _ARGUMENT_KEYS, text) or "{}") is Reading.FAILED:
+            self.found.append(FoundCall(name))
+            if self._whole(self.found[-1], _value(members, _ARGUMENT_KEYS, text) or "{}") is Reading.FAILED:
                 return Reading.FAILED
         return Reading.DONE if self.found else Reading.FAILED
 
+    def _grow(self, scanner: JsonScanner, text: str) -> None:
+        """The calls of a text that is known to be right, as far as they are there. Those behind which another began
+        are whole, and not looked at again."""
+        for number in range(max(len(self.found) - 1, 0), len(scanner.objects)):
+            members = scanner.objects[number]
+            name = json_value(_value(members, (_NAME_KEY,), text))
+            if not isinstance(name, str) or number > len(self.found):
+                return
+            self.found[number:] = [FoundCall(name, _value(members, _ARGUMENT_KEYS, text, scanner.at))]
+
     @staticmethod
     def _whole(call: FoundCall, text: str) -> Reading:
-        arguments = json_object(text)
+        arguments = "{}" if text in _NO_ARGUMENTS else json_object(text)
         if arguments is None:
             return Reading.FAILED
         call.arguments = arguments
         return Reading.DONE
 
-    def _parameters(self, part: Parameters, text: str) -> Reading:
+    def _parameters(self, part: Parameters, text: str, *, live: bool) -> Reading:
         """One after the other. Between two of them `at` is behind the first."""
         call = self.found[-1]
+        tool = self._tools[call.name]
+        if self._schemas is None:
+            self._schemas = ArgumentSchemas(tool.parameters, part.end)
+        schemas = self._schemas
         while True:
             found = _SPACE.match(text, self.at)
             assert found is not None  # it matches nothing, too
@@ -171,28 +200,41 @@ class CallReader:
                 return Reading.MORE if len(text) - key_at <= MOST_NAME_CHARACTERS else Reading.FAILED
             if not text.startswith(part.named, key_end.start()):
                 return Reading.FAILED
-            # The search goes on where it ended: values may be long.
-            value_end = text.find(part.end, max(self._searched, key_end.end()))
-            if value_end < 0:
-                self._searched = len(text) - len(part.end)
+            key = text[key_at : key_end.start()]
+            key = key if key in schemas.named else key.strip()
+            schema = schemas.of(key)
+            begin = self._searched = max(self._searched, key_end.end())
+            as_json = ""
+            if live and (self._required or tool.strict) and not schemas.bare(schema):
+                # Its strings may hold what ends others.
+                scan = self._json_end(text, key_end.end())
+                if scan is Scan.MORE:
+                    return Reading.MORE
+                as_json = text[key_end.end() : self._value_end].strip()
+                if scan is Scan.DONE and (as_json[0] in '"{[' or _SCALAR.fullmatch(as_json)):
+                    begin = max(begin, self._value_end)
+                else:
+                    as_json = ""
+            ends = re.compile(re.escape(part.end) if live else f"{re.escape(part.end)}|\n{re.escape(part.begin)}")
+            end = ends.search(text, begin)
+            if end is None:
+                # The search goes on where it ended: values may be long.
+                self._searched = max(begin, len(text) - len(part.end) - len(part.begin))
                 return Reading.MORE
-            key = text[key_at : key_end.start()].strip()
-            value = _without_ends(text[key_end.end() : value_end])
-            schema = self._tools[call.name].properties().get(key)
-            written = f"{json.dumps(key, ensure_ascii=False)}: {_typed(value, schema)}"
+            value = _without_ends(text[key_end.end() : end.start()])
+            written = f"{json.dumps(key, ensure_ascii=False)}: {as_json or schemas.as_json(value, schema)}"
             call.arguments += ("{" if not call.arguments else ", ") + written
-            self.at = value_end + len(part.end)
+            self.at = end.end() if end[0] == part.end else end.start()
+            self._searched, self._scanner, self._value_end = self.at, None, -1
 
-
-def _growing(objects: Sequence[Sequence[Member]], text: str, at: int) -> list[FoundCall]:
-    """The calls of a text that is known to be right, as far as they are there."""
-    found = []
-    for members in objects:
-        name = json_value(_value(members, (_NAME_KEY,), text))
-        if not isinstance(name, str):
-            break
-        found.append(FoundCall(name, _value(members, _ARGUMENT_KEYS, text, at)))
-    return found
+    def _json_end(self, text: str, at: int) -> Scan:
+        """Reads on in a value that is JSON. Where it ends is `_value_end`, once that is known."""
+        if self._value_end < 0:
+            self._scanner = self._scanner or JsonScanner(at, values=True, deepest=None)
+            self._value_scan = self._scanner.scan(text)
+            if self._value_scan is not Scan.MORE:
+                self._value_end = self._scanner.at
+        return self._value_scan
 
 
 def _value(members: Sequence[Member], keys: Sequence[str], text: str, at: int = -1) -> str:
@@ -206,33 +248,3 @@ def _value(members: Sequence[Member], keys: Sequence[str], text: str, at: int = 
 def _without_ends(value: str) -> str:
     """Without the line end that stands on each side of a value."""
     return value.removeprefix("\n").removesuffix("\n")
-
-
-def _typed(value: str, schema: Any) -> str:
-    """A bare value as JSON: what its schema says that it is, else a text."""
-    types = schema_types(schema)
-    plain = value.strip()
-    if types and types != {"string"}:
-        if plain.lower() in ("true", "false", "null", "none"):
-            word = "null" if plain.lower() == "none" else plain.lower()
-            if ("null" if word == "null" else "boolean") in types:
-                return word
-        if "string" not in types and (json_value(plain) is not None or plain == "null"):
-            return plain
-    return json.dumps(value, ensure_ascii=False)
-
-
-def schema_types(schema: Any) -> set[str]:
-    """The types that a schema lets a value have; empty where it does not say."""
-    if not isinstance(schema, Mapping):
-        return set()
-    declared = schema.get("type")
-    types = {declared} if isinstance(declared, str) else set()
-    if isinstance(declared, list):
-        types |= {one for one in declared if isinstance(one, str)}
-    for several in ("anyOf", "oneOf"):
-        for one in schema.get(several) or ():
-            types |= schema_types(one)
-    if not types and isinstance(schema.get("enum"), list):
-        types = {"string" if isinstance(one, str) else "value" for one in schema["enum"]}
-    return types

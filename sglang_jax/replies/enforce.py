@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from typing import Any
 
-from sglang_jax.errors import ParameterError
-from sglang_jax.replies.call_reader import schema_types
+from sglang_jax.errors import ParameterError, shown
+from sglang_jax.replies.argument_schemas import ArgumentSchemas
+from sglang_jax.replies.call_reader import MOST_NAME_CHARACTERS
 from sglang_jax.replies.forms import CallFamily, CallForm, Parameters, ReasoningForm, Tool, Written
 from sglang_jax.sampling.grammar import Grammar, GrammarKind, tag_grammar
 
@@ -122,9 +123,14 @@ def grammar_of_format(found: Format, field: str) -> Grammar:
 
 
 def _call(form: CallForm, written: Written, tool: Tool, *, by_schema: bool) -> Format:
-    parameters = next((part for part in form.parts if isinstance(part, Parameters)), None)
-    schema = _schema(tool, by_schema=by_schema)
-    content = _json(schema, tool.field) if parameters is None else _parameters(parameters, schema, tool.field)
+    part = next((part for part in form.parts if isinstance(part, Parameters)), None)
+    schemas = ArgumentSchemas(tool.parameters, "" if part is None else part.end)
+    if by_schema and (place := schemas.endless()):
+        raise ParameterError(f"{tool.field} at {place} refers to itself and to nothing else", param=tool.field)
+    if part is None:
+        content = _json(_schema(tool, by_schema=by_schema), tool.field)
+    else:
+        content = _parameters(part, tool, schemas) if by_schema else _any_parameters(part, True, tool, schemas)
     return {
         "type": "tag",
         "begin": written.begin.replace("{name}", tool.name),
@@ -139,9 +145,12 @@ def _schema(tool: Tool, *, by_schema: bool) -> Format:
     if tool.parameters is None or not by_schema:
         return {"type": "object", "x-guidance": {"whitespace_pattern": _BLANK}}
     schema = _closed({"type": "object", **tool.parameters})
-    own = schema.get("x-guidance")
-    options = {"whitespace_pattern": _BLANK, "lenient": not tool.strict, **(own if isinstance(own, dict) else {})}
-    return {**schema, "x-guidance": options}
+    return {**schema, "x-guidance": _options(tool)}
+
+
+def _options(tool: Tool) -> Format:
+    own = (tool.parameters or {}).get("x-guidance")
+    return {"whitespace_pattern": _BLANK, "lenient": not tool.strict, **(own if isinstance(own, dict) else {})}
 
 
 def _closed(schema: Mapping[str, Any]) -> Format:
@@ -159,34 +168,57 @@ def _closed(schema: Mapping[str, Any]) -> Format:
     return closed
 
 
-def _parameters(part: Parameters, schema: Format, field: str) -> Format:
+def _parameters(part: Parameters, tool: Tool, schemas: ArgumentSchemas) -> Format:
     """Arguments one by one, in the order of their schema."""
-    properties = schema.get("properties")
-    required = schema.get("required") or ()
-    shared = {name: schema[name] for name in ("$defs", "definitions", "x-guidance") if name in schema}
+    several = {"anyOf", "oneOf", "allOf", "patternProperties"} & schemas.outer.keys()
+    if several and tool.strict:
+        raise ParameterError(
+            f"{tool.field} has {min(several)} at its top, which this model's calls cannot follow to the letter; leave "
+            "strict out, or name the arguments only in properties",
+            param=tool.field,
+        )
+    required = [name for name in schemas.outer.get("required") or () if isinstance(name, str)]
+    others = [name for name in required if name not in schemas.named]
+    if "properties" not in schemas.outer and not others:
+        return _any_parameters(part, schemas.of(""), tool, schemas)
     elements = []
-    for name, own in (properties or {}).items():
-        if any(mark in name for mark in ("<", ">", "\n")):
+    for name in (*schemas.named, *dict.fromkeys(others)):
+        if any(mark in name for mark in ("<", ">", "\n")) or len(name) > MOST_NAME_CHARACTERS:
             raise ParameterError(
-                f"{field} has an argument {name!r}, which this model's calls cannot name", param=f"{field}.properties"
+                f"{tool.field} has an argument {shown(name)}, which this model's calls cannot name",
+                param=f"{tool.field}.properties",
             )
-        begin, end = f"{part.begin}{name}{part.named}\n", f"\n{part.end}\n"
-        content = _value({**shared, **own} if isinstance(own, dict) else own, f"{field}.properties.{name}")
-        one = {"type": "tag", "begin": begin, "content": content, "end": end}
+        value = _value(part, schemas.of(name), tool, schemas, f"{tool.field}.properties.{name}")
+        one = _sequence(_text(f"{part.begin}{name}"), value)
         elements.append(one if name in required else {"type": "or", "elements": [one, _text("")]})
     return _sequence(*elements) if elements else _text("")
 
 
-def _value(schema: Any, field: str) -> Format:
-    """The bare value of an argument: a text stands without quotes."""
-    if schema_types(schema) != {"string"}:
-        return _json(schema, field)
-    choices = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(choices, list) and choices:
-        return {"type": "or", "elements": [_text(str(one)) for one in choices]}
-    if isinstance(schema.get("pattern"), str):
-        return {"type": "regex", "pattern": schema["pattern"]}
-    return _ANY_TEXT
+def _any_parameters(part: Parameters, schema: Any, tool: Tool, schemas: ArgumentSchemas) -> Format:
+    """Any arguments, each of this schema."""
+    name: Format = {"type": "regex", "pattern": r"[^<>\s]([^<>\n]{0,62}[^<>\s])?"}
+    value = _value(part, schema, tool, schemas, f"{tool.field}.additionalProperties")
+    return {
+        "type": "tags_with_separator",
+        "tags": [{"type": "tag", "begin": part.begin, "content": _sequence(name, value), "end": ""}],
+        "separator": "",
+        "at_least_one": False,
+    }
+
+
+def _value(part: Parameters, schema: Any, tool: Tool, schemas: ArgumentSchemas, field: str) -> Format:
+    """An argument behind its name. A bare text ends where its end first comes, as it does for whoever reads it."""
+    begin = f"{part.named}\n"
+    if not schemas.bare(schema):
+        alone = schemas.standing_alone(_closed(schema) if isinstance(schema, dict) else schema)
+        if isinstance(alone, dict):
+            alone = {**alone, "x-guidance": _options(tool)}
+        return {"type": "tag", "begin": begin, "content": _json(alone, field), "end": f"\n{part.end}\n"}
+    choices = schemas.choices(schema)
+    if choices is None:
+        return _sequence({"type": "tag", "begin": begin, "content": _ANY_TEXT, "end": part.end}, _text("\n"))
+    content: Format = {"type": "or", "elements": [_text(one) for one in choices]}
+    return {"type": "tag", "begin": begin, "content": content, "end": f"\n{part.end}\n"}
 
 
 def _json(schema: Any, field: str) -> Format:

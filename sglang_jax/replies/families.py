@@ -26,6 +26,8 @@ HARMONY = ReasoningForm(
     anywhere=True,
     then="<|start|>assistant",
     answer="<|channel|>final<|message|>",
+    headers=(CallForm("<|channel|>final", (UpTo("<|message|>"),)),),
+    stops=("<|channel|>", "<|start|>assistant"),
     silent=(
         "<|channel|>final<|message|>",
         "<|channel|>commentary<|message|>",
@@ -46,7 +48,7 @@ _HERMES = CallFamily(
     forms=(
         CallForm(
             opening="<tool_call>",
-            parts=(Space(), Calls(), Space(), Literal("</tool_call>")),
+            parts=(Space(), Calls(), Space(), Literal("</tool_call>", ends=True)),
             written=Written('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>", separator="\n"),
         ),
     )
@@ -65,7 +67,7 @@ _QWEN3_CODER = CallFamily(
                 Space(),
                 Literal("</function>"),
                 Space(),
-                Literal("</tool_call>"),
+                Literal("</tool_call>", ends=True),
             ),
             written=Written("<tool_call>\n<function={name}>\n", "</function>\n</tool_call>", separator="\n"),
         ),
@@ -77,6 +79,7 @@ _QWEN3_CODER = CallFamily(
                 Parameters("<parameter=", ">", "</parameter>"),
                 Space(),
                 Literal("</function>"),
+                Literal("</tool_call>", optional=True, spaced=True),
             ),
         ),
     )
@@ -104,10 +107,11 @@ _MISTRAL = CallFamily(
         ),
         CallForm(
             opening="[TOOL_CALLS]",
-            parts=(Name(), UpTo("[ARGS]"), Space(), Arguments()),
+            parts=(Space(), Name(), UpTo("[ARGS]"), Space(), Arguments()),
             written=Written("[TOOL_CALLS]{name}[ARGS]", ""),
             sign="[ARGS]",
         ),
+        CallForm(opening="[TOOL_CALLS]", parts=(Space(), Name(), Space(), Arguments())),
     ),
     short_ids=True,
 )
@@ -145,17 +149,25 @@ _DEEPSEEK = CallFamily(
     silent=(_CALLS, _CALLS_END),
 )
 
-_TO_TOOL = (Name(), UpTo("<|message|>"), Space(), Arguments(), Literal("<|call|>", optional=True))
+_TO_TOOL = (
+    Literal("functions.", optional=True),
+    Name(),
+    UpTo("<|message|>"),
+    Space(),
+    Arguments(),
+    Literal("<|call|>", optional=True),
+)
 
 _GPT_OSS = CallFamily(
     forms=(
         CallForm(
-            opening="<|channel|>commentary to=functions.",
+            opening="<|channel|>commentary to=",
             parts=_TO_TOOL,
             written=Written("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", "", single=True),
         ),
-        CallForm(opening="<|channel|>analysis to=functions.", parts=_TO_TOOL),
-        CallForm(opening="<|start|>assistant to=functions.", parts=_TO_TOOL),
+        CallForm(opening="<|channel|>analysis to=", parts=_TO_TOOL),
+        CallForm(opening="<|start|>assistant to=", parts=_TO_TOOL),
+        CallForm(opening="", parts=(Literal("to="), *_TO_TOOL), begins=("to=",)),  # the prompt ends with its role
     ),
     silent=HARMONY.silent,
     starts_reply=True,
@@ -182,13 +194,17 @@ _SIGNS: tuple[tuple[ToolCallParser, tuple[str, ...]], ...] = (
 )
 """What the chat templates of a family hold, the more telling first."""
 
+_KEY = "<arg_key>"
+"""What the calls of other models hold, that begin as Hermes' do."""
+
 _TOKENS = re.compile(r"<[|｜][^<>]*?[|｜]>|\[[A-Z_]+\]|</?\w+>")
 """What may be a special token in the texts of the table."""
 
 
 def family_of_template(template: str) -> ToolCallParser | None:
     """The family by whose markers a chat template writes calls; None if it has none that are known."""
-    return next((family for family, signs in _SIGNS if all(sign in template for sign in signs)), None)
+    known = next((family for family, signs in _SIGNS if all(sign in template for sign in signs)), None)
+    return None if known is ToolCallParser.HERMES and _KEY in template else known
 
 
 def reasoning_of_template(template: str) -> ReasoningParser | None:

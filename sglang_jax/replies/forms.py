@@ -13,10 +13,17 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """This text. `optional`: it may be missing, as what ends an output is no part of its text."""
+    """This text.
+
+    - `optional`: it may be missing, as what ends an output is no part of its text.
+    - `ends`: it may be missing where the output ends.
+    - `spaced`: white space may stand before it.
+    """
 
     text: str
     optional: bool = False
+    ends: bool = False
+    spaced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +89,7 @@ class CallForm:
 
     - `opening`: what it is known by. Empty: a call may be the whole reply, or stand behind another and a `separator`
       of its family.
+    - `begins`: what a call without an opening begins with.
     - `written`: None for what is read and never enforced.
     - `sign`: text that a chat template, or a special token, has if this is the form that its model was taught, where a
       family has several.
@@ -91,6 +99,7 @@ class CallForm:
     parts: tuple[Part, ...]
     written: Written | None = None
     sign: str = ""
+    begins: tuple[str, ...] = ("{", "[")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +109,8 @@ class ReasoningForm:
     - `first`: the model reasons first, whether its prompt says so or not.
     - `anywhere`: it may also reason between two parts of its answer.
     - `then`: what stands between the reasoning and the answer; `answer`: what an answer of text begins with.
-    - `silent`: further markers, which are nobody's text.
+    - `silent`: further markers, which are nobody's text; `headers`: those of which only the ends are known.
+    - `stops`: what ends the reasoning where its end is forgotten, and is not a part of it.
     """
 
     begin: str
@@ -110,6 +120,8 @@ class ReasoningForm:
     then: str = ""
     answer: str = ""
     silent: tuple[str, ...] = ()
+    headers: tuple[CallForm, ...] = ()
+    stops: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +162,6 @@ class Tool:
     strict: bool = False
     field: str = "tools"
 
-    def properties(self) -> Mapping[str, Any]:
-        """The schemas of its arguments, by name."""
-        found = (self.parameters or {}).get("properties")
-        return found if isinstance(found, Mapping) else {}
-
 
 @dataclass(frozen=True, slots=True)
 class ReplyLayout:
@@ -165,6 +172,7 @@ class ReplyLayout:
     - `separate`: reasoning is told from the answer. Otherwise it is a part of the text, markers and all, and no call
       is looked for in it.
     - `most_calls`: what is called beyond is left out; None for all.
+    - `required`: a call is demanded, so that, where calls are enforced, the arguments of each follow their schema.
     """
 
     reasoning: ReasoningForm | None = None
@@ -174,3 +182,4 @@ class ReplyLayout:
     silent: tuple[str, ...] = ()
     separate: bool = True
     most_calls: int | None = None
+    required: bool = False

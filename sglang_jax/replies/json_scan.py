@@ -17,6 +17,7 @@ _SCALAR = re.compile(r"[-+.\w]*")
 _SPACE = re.compile(r"[ \t\n\r]*")
 _STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f]")
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 class Scan(Enum):
@@ -47,13 +48,14 @@ class Member:
 
 
 class JsonScanner:
-    """One object, or with `lists` a list too, from `at` on. `objects`: the members of the object, or of each object of
-    the list."""
+    """One object, or with `lists` a list too, or with `values` whatever is JSON, from `at` on. `objects`: the members
+    of the object, or of each object of the list. `deepest`: levels that it may have; None for any number."""
 
-    def __init__(self, at: int, *, lists: bool = False) -> None:
+    def __init__(self, at: int, *, lists: bool = False, values: bool = False, deepest: int | None = MOST_DEPTH) -> None:
         self.at = at
         self.objects: list[list[Member]] = []
-        self._opens = "{[" if lists else "{"
+        self._opens = "" if values else "{[" if lists else "{"
+        self._deepest = deepest
         self._stack: list[str] = []
         self._expect = _Expect.VALUE
         self._string_from = -1
@@ -121,12 +123,12 @@ class JsonScanner:
         return True
 
     def _begin_value(self, char: str) -> bool:
-        if not self._stack and char not in self._opens:
+        if not self._stack and self._opens and char not in self._opens:
             return False
         if self._in_outer_object():
             self.objects[-1][-1].begin = self.at
         if char in "{[":
-            if len(self._stack) == MOST_DEPTH:
+            if len(self._stack) == self._deepest:
                 return False
             self._stack.append(char)
             if self._in_outer_object():
@@ -166,11 +168,18 @@ def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
 def json_object(text: str) -> str | None:
     """The text of a JSON object as a client can parse it, or None if it is none: line ends within strings, as models
     write them, are escaped, and an object written as a string is that object."""
-    repaired = _STRING.sub(lambda string: _CONTROL.sub(_escaped, string[0]), text)
+    repaired = _repaired(text)
     value = json_value(repaired)
     if isinstance(value, str):
-        repaired, value = value, json_value(value)
+        repaired = _repaired(value)
+        value = json_value(repaired)
+        # What escapes stood for may be no character, which no text can hold.
+        repaired = _SURROGATE.sub(_escaped, repaired)
     return repaired if isinstance(value, dict) else None
+
+
+def _repaired(text: str) -> str:
+    return _STRING.sub(lambda string: _CONTROL.sub(_escaped, string[0]), text)
 
 
 def json_value(text: str) -> object:

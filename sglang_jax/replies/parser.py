@@ -7,7 +7,7 @@ to be no call is text, as it stands.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -82,6 +82,15 @@ class _Markers:
         return len(text)
 
 
+def _block(forms: Sequence[CallForm]) -> tuple[str, str] | None:
+    """Between what enforced calls stand, if a call begins nowhere else."""
+    for form in forms:
+        written = form.written
+        if written is not None and written.before and not written.before.startswith(form.opening):
+            return written.before, written.after
+    return None
+
+
 class ReplyParser:
     """The machine. Pieces, joined by their kinds, are the same however the text is cut.
 
@@ -109,10 +118,13 @@ class ReplyParser:
         self._at_start = True
         self._may_be_bare = not in_reasoning
         reasoning = layout.reasoning
+        self._bare = tuple(begin for form in layout.forms if not form.opening for begin in form.begins)
+        self._block = _block(layout.forms) if live else None
+        self._in_block = False
         begins = (reasoning.begin,) if reasoning is not None and reasoning.anywhere else ()
         openings = [form.opening for form in layout.forms]
-        self._in_text = _Markers([*openings, *begins, *layout.silent])
-        self._in_reasoning = _Markers([] if reasoning is None else [reasoning.begin, reasoning.end])
+        self._in_text = _Markers([*openings, *begins, *layout.silent, *(self._block or ())])
+        self._in_reasoning = _Markers([] if reasoning is None else [reasoning.begin, reasoning.end, *reasoning.stops])
         self._silent = _Markers(layout.silent)
 
     @property
@@ -172,7 +184,13 @@ class ReplyParser:
         if reasoning is not None and marker == reasoning.begin:
             self._begin_reasoning(before[len(text) :] + marker)
         elif any(form.opening == marker for form in self._layout.forms):
-            self._begin_call(before[len(text) :], marker)
+            if self._block is None or self._in_block:
+                self._begin_call(before[len(text) :], marker)
+            else:
+                self._add(Text, before[len(text) :] + self._without_silent(marker))
+                self._at_start = self._may_be_bare = False
+        elif self._block is not None and marker in self._block:
+            self._in_block = marker == self._block[0]
         return True
 
     def _begin(self, *, final: bool) -> bool | None:
@@ -186,13 +204,15 @@ class ReplyParser:
                 return True
             if reasoning.begin.startswith(stripped) and not final:
                 return False
-        if self._may_be_bare and any(not form.opening for form in self._layout.forms):
+        if self._may_be_bare and self._bare:
             if not stripped and not final:
                 return False
             if self._num_calls and self._layout.separator and stripped.startswith(self._layout.separator):
                 self._held = stripped[len(self._layout.separator) :]
                 return True
-            if stripped.startswith(("{", "[")):
+            if not final and any(begin.startswith(stripped) for begin in self._bare):
+                return False
+            if stripped.startswith(self._bare):
                 space = self._held[: len(self._held) - len(stripped)]
                 self._held = stripped
                 self._begin_call(space, "")
@@ -216,8 +236,9 @@ class ReplyParser:
         place, marker = self._in_reasoning.find(self._held, final=final)
         before, rest = self._held[:place], self._held[place:]
         if not separate:
-            self._add(Text, before + marker)
-            self._held = rest[len(marker) :]
+            ended = marker in reasoning.stops
+            self._add(Text, before if ended else before + marker)
+            self._held = rest if ended else rest[len(marker) :]
         else:
             text = before.rstrip()
             if text:
@@ -227,9 +248,11 @@ class ReplyParser:
             if marker == reasoning.begin:  # said again by a model whose prompt has said it
                 self._held = space + rest[len(marker) :]
                 self._skip_space = self._at_start
+            elif marker in reasoning.stops:
+                self._held = rest
             else:
                 self._held = rest[len(marker) :] if marker or final else space + rest
-        if marker == reasoning.end:
+        if marker == reasoning.end or marker in reasoning.stops:
             self._region = _Region.TEXT
             self._at_start, self._may_be_bare = False, True
             self._skip_space = separate
@@ -241,7 +264,8 @@ class ReplyParser:
         self._space, self._opening = space, opening
         self._held = opening + self._held
         forms: list[CallForm] = [form for form in self._layout.forms if form.opening == opening]
-        self._readers = [CallReader(form, self._layout.tools, len(opening)) for form in forms]
+        tools, required = self._layout.tools, self._layout.required
+        self._readers = [CallReader(form, tools, len(opening), required=required) for form in forms]
         self._sent = []
 
     def _call(self, *, final: bool) -> bool:
@@ -254,7 +278,8 @@ class ReplyParser:
                 case Reading.MORE:
                     going.append(reader)
                 case Reading.FAILED:
-                    pass
+                    if self._live and len(self._readers) == 1 and self._broken(reader):
+                        return True
         if done:
             self._end_call(min(done, key=lambda reader: reader.at))
             return True
@@ -284,6 +309,20 @@ class ReplyParser:
         self._readers, self._sent = [], []
         self._at_start, self._may_be_bare = False, True
 
+    def _broken(self, reader: CallReader) -> bool:
+        """A call that is enforced and yet is none: what was read of it stays a call, and is cut. Whether there was any
+        of it."""
+        self._give(reader)
+        if not self._sent:
+            return False
+        self._num_calls += len(self._sent)
+        self._cut = True
+        self._held = self._held[reader.reached :]
+        self._region = _Region.TEXT
+        self._readers, self._sent = [], []
+        self._at_start = self._may_be_bare = False
+        return True
+
     def _give_up(self) -> None:
         """It was no call: its opening is text, and what follows is looked at again."""
         self._region = _Region.TEXT
@@ -294,7 +333,8 @@ class ReplyParser:
     def _give(self, reader: CallReader) -> None:
         """Gives what is new of the calls that a reader has found."""
         most = self._layout.most_calls
-        for number, call in enumerate(reader.found):
+        for number in range(max(len(self._sent) - 1, 0), len(reader.found)):
+            call = reader.found[number]
             index = self._num_calls + number
             if most is not None and index >= most:
                 return

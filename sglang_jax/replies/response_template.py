@@ -42,9 +42,9 @@ def call_family(template: Mapping[str, Any]) -> CallFamily | None:
     begin, after = opening
     if after is None:
         written = Written(begin + '{"name": "{name}", "arguments": ', "}" + end)
-        return CallFamily((CallForm(begin, (Space(), Calls(), Space(), Literal(end)), written),))
+        return CallFamily((CallForm(begin, (Space(), Calls(), Space(), Literal(end, ends=True)), written),))
     between: tuple[Part, ...] = (Literal(after),) if after else ()
-    parts = (Name(), *between, Space(), Arguments(), Space(), Literal(end))
+    parts = (Name(), *between, Space(), Arguments(), Space(), Literal(end, ends=True))
     return CallFamily((CallForm(begin, parts, Written(f"{begin}{{name}}{after}", end)),))
 
 

@@ -39,6 +39,7 @@ class ReplyPlan:
     - `layout`: what they may be made of; None where they are text, as it comes.
     - `markers`: special tokens that whoever takes them apart needs to see.
     - `grammar`: what the sampler enforces.
+    - `shows_reasoning`: it is in the answer.
     """
 
     layout: ReplyLayout | None = None
@@ -48,6 +49,7 @@ class ReplyPlan:
     grammar: Grammar | None = None
     short_ids: bool = False
     whole_reasoning: bool = False
+    shows_reasoning: bool = True
 
     def reader(self) -> ReplyReader | None:
         """What takes one reply apart."""
@@ -64,6 +66,7 @@ class ReplyReader:
     def __init__(self, plan: ReplyPlan, layout: ReplyLayout) -> None:
         self._parser = ReplyParser(layout, in_reasoning=plan.in_reasoning, live=plan.live)
         self._whole_reasoning = plan.whole_reasoning
+        self._shows_reasoning = plan.shows_reasoning
         self._reasoning = ""
 
     @property
@@ -76,6 +79,8 @@ class ReplyReader:
         pieces = self._parser.push(text)
         if finished:
             pieces = pieces + self._parser.finish()
+        if not self._shows_reasoning:
+            return [piece for piece in pieces if not isinstance(piece, Reasoning)]
         return self._gathered(pieces, finished=finished) if self._whole_reasoning else pieces
 
     def _gathered(self, pieces: list[Piece], *, finished: bool) -> list[Piece]:
@@ -159,11 +164,13 @@ class ReplyFormats:
         continued: str | None,
         separate: bool,
         stream_reasoning: bool,
+        shows_reasoning: bool = True,
     ) -> ReplyPlan:
         """What a request makes of its replies. Raises `ParameterError`.
 
         **Arguments:** `prompt`: the rendered conversation; `continued`: what the assistant has said already, where
-        its message is continued; `separate`, `stream_reasoning`: see `ReplyLayout`, `ReplyPlan`.
+        its message is continued; `separate`, `stream_reasoning`, `shows_reasoning`: see `ReplyLayout`,
+        `ReplyPlan`.
         """
         family = None if tools is None else self.family
         reasoning = self.reasoning or (None if family is None else family.reasoning)
@@ -179,6 +186,8 @@ class ReplyFormats:
         elif grammar is not None and reasoning is not None and begun is not Begun.CLOSED:
             found = after_reasoning(grammar_format(grammar), reasoning, begun, text=True)
             grammar = grammar_of_format(found, grammar.field)
+        if reasoning is not None:
+            forms = (*forms, *reasoning.headers)
         silent = (*(() if family is None else family.silent), *(() if reasoning is None else reasoning.silent))
         seen: frozenset[str] = frozenset()
         if sampling.skip_special_tokens:
@@ -191,6 +200,7 @@ class ReplyFormats:
             silent=(*silent, *sorted(seen)),
             separate=separate,
             most_calls=None if tools is None or tools.parallel else 1,
+            required=tools is not None and tools.required,
         )
         return ReplyPlan(
             layout=layout,
@@ -200,6 +210,7 @@ class ReplyFormats:
             grammar=grammar,
             short_ids=family is not None and family.short_ids,
             whole_reasoning=not stream_reasoning,
+            shows_reasoning=shows_reasoning,
         )
 
     @cached_property

@@ -148,6 +148,13 @@ def error_body(error: RequestError) -> dict[str, dict[str, str | None]]:
     return {"error": {"message": message, "type": kind, "param": error.param, "code": error.code}}
 
 
+def internal_error(error: Exception) -> RequestError:
+    """What a client is told of a fault of the server's own."""
+    refusal = RequestError(f"the server failed ({type(error).__name__}); its log says more", code="internal_error")
+    refusal.status = 500
+    return refusal
+
+
 def error_response(error: RequestError) -> Response:
     headers: dict[str, str] = {}
     if error.status == 401:
@@ -221,9 +228,7 @@ def install_error_handlers(app: FastAPI) -> None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     async def broken(_: Request, error: Exception) -> Response:
-        refusal = RequestError(f"the server failed ({type(error).__name__}); its log says more", code="internal_error")
-        refusal.status = 500
-        return error_response(refusal)
+        return error_response(internal_error(error))
 
     app.add_exception_handler(RequestError, refused)
     app.add_exception_handler(RequestValidationError, invalid)

@@ -48,6 +48,7 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "spaces_between_special_tokens": (True,),
     "separate_reasoning": (True,),
     "stream_reasoning": (True,),
+    "include_reasoning": (True,),
     "detokenize": (True,),
 }
 """Values that ask for what this server does anyway, of fields that it otherwise refuses."""

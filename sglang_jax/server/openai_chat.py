@@ -274,6 +274,7 @@ def chat_router(context: ServerContext) -> APIRouter:
             continued=said.continued,
             separate=body.separate_reasoning is not False,
             stream_reasoning=body.stream_reasoning is not False,
+            shows_reasoning=body.shows_reasoning,
         )
         most = client.model_info.context_length
         token_ids = await client.encode(said.text, add_special_tokens=False, most_tokens=most, param="messages")

@@ -118,8 +118,20 @@ class ChatBody(OpenAIBody):
     parallel_tool_calls: bool | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
+    include_reasoning: bool | None = None
     reasoning_effort: ShortText | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def shows_reasoning(self) -> bool:
+        """The reasoning is in the answer. Raises `ParameterError` where it is to be left out and left in the text."""
+        if self.include_reasoning is False and self.separate_reasoning is False:
+            raise ParameterError(
+                "include_reasoning: false leaves the reasoning out, separate_reasoning: false leaves it in the text: "
+                "they cannot both be given",
+                param="include_reasoning",
+            )
+        return self.include_reasoning is not False
 
     def tool_request(self, most_tools: int) -> ToolRequest | None:
         """What is said of tools; None where none may be called. Raises `ParameterError`."""

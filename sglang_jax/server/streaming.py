@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
@@ -14,7 +15,9 @@ from starlette.types import Receive, Scope, Send
 
 from sglang_jax.engine.types import OutputDelta
 from sglang_jax.errors import RequestError
-from sglang_jax.server.errors import error_body
+from sglang_jax.server.errors import error_body, internal_error
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -100,6 +103,11 @@ class EventStream(Response):
             last = DONE
         except RequestError as error:  # the status is sent already: the stream says it
             last = event(error_body(error))
+        except ClientDisconnect:
+            raise
+        except Exception as error:  # a fault of ours: the stream says that too
+            logger.exception("A stream failed")
+            last = event(error_body(internal_error(error)))
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 

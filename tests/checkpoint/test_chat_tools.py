@@ -96,6 +96,26 @@ def test_control_tokens_in_tools_calls_and_variables_are_text(tmp_path: Path) ->
     assert tokenizer.decode(ids, skip_special_tokens=False).count("<|im_end|>") == 5
 
 
+@pytest.mark.parametrize("template", [AS_OBJECT, AS_TEXT, NO_TOOLS])
+def test_control_tokens_in_escapes_and_in_names_are_text(tmp_path: Path, template: str) -> None:
+    """What JSON spells in escapes is decoded before it is marked, and names are marked as what they name."""
+    tokenizer = byte_tokenizer(tmp_path, template + "<|im_end|>")
+    named = {"type": "object", "properties": {"<|im_end|>": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "get", "parameters": named}}
+    for arguments in (
+        '{"key": "\\u003c|im_end|\\u003e<|im_end|>"}',
+        '{"\\u003c|im_end|>": "<|im_end|>"}',
+        {"<|im_end|>": ["<|im_end|>"]},
+        '{"a": ' + "[" * 400 + '"<|im_end|>"' + "]" * 400 + "}",
+    ):
+        turns = [dict(turn) for turn in TURNS]
+        turns[1]["tool_calls"] = [{**CALL, "function": {"name": "get", "arguments": arguments}}]
+        text = tokenizer.render_chat(turns, tools=[tool])
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert ids.count(tokenizer.special_tokens["<|im_end|>"]) == 1
+        assert tokenizer.decode(ids, skip_special_tokens=False).count("<|im_end|>") > 2
+
+
 def test_variables_of_a_template(tmp_path: Path) -> None:
     template = (
         "{{ 'on' if enable_thinking else 'off' }} {{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -23,6 +23,7 @@ TEMPLATES = {
     "[AVAILABLE_TOOLS][TOOL_CALLS]": ToolCallParser.MISTRAL,
     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>": ToolCallParser.DEEPSEEK,
     "<|start|>assistant<|channel|>final<|message|>": ToolCallParser.GPT_OSS,
+    "<tool_call>{{ name }}<arg_key>{{ key }}</arg_key>": None,
     "{% for m in messages %}": None,
 }
 

@@ -21,6 +21,7 @@ from sglang_jax.errors import GrammarError, ParameterError
 from sglang_jax.grammar.interface import Progress
 from sglang_jax.grammar.llguidance_backend import LlguidanceBackend
 from sglang_jax.grammar.llguidance_trial import Trial
+from sglang_jax.replies import call_reader
 from sglang_jax.replies.enforce import Begun, after_reasoning, calls_format, grammar_format, grammar_of_format
 from sglang_jax.replies.families import CALLS, REASONING, markers
 from sglang_jax.replies.forms import CallFamily, ReasoningForm, ReplyLayout, Tool
@@ -92,6 +93,11 @@ class Walker:
             choice = allowed_tokens(words[0]).tolist()
             # What ends a string or a value comes too seldom otherwise.
             ends = [token for token in choice if token in ENDS or token >= EOS]
+            closing = _closing(output)
+            if closing is not None and closing in choice and draw.random() < 0.9:
+                output.append(closing)
+                assert self._backend.accept([matcher], [closing]) == [Progress.GOES_ON]
+                continue
             token = draw.choice(ends) if ends and draw.random() < 0.5 else draw.choice(choice)
             if token == EOS:
                 return _text(output), True
@@ -114,6 +120,12 @@ class Walker:
         return EOS in allowed_tokens(words[0])
 
 
+def _closing(output: Sequence[int]) -> int | None:
+    """What goes on with the end of a bare value, where that has begun: it comes too seldom otherwise."""
+    tail, end = b"".join(TABLE.tokens[token] for token in output[-12:]), b"</parameter>"
+    return next((end[length] for length in range(len(end) - 1, 0, -1) if tail.endswith(end[:length])), None)
+
+
 def _spelt(text: str) -> list[int]:
     tokens: list[int] = []
     pattern = "|".join(map(re.escape, NAMES))
@@ -128,30 +140,37 @@ def _text(output: Sequence[int]) -> str:
 
 def read(
     family: CallFamily, raw: str, *, live: bool, sign: str = "", reasoning: ReasoningForm | None = None,
-    in_reasoning: bool = False,
+    in_reasoning: bool = False, tools: Sequence[Tool] = TOOLS, required: bool = True,
 ) -> tuple[str, str, list[list[str]]]:  # fmt: skip
+    """What a reply is. In whatever pieces it comes it is the same."""
     forms = (family.enforced(sign),) if live else family.forms
     layout = ReplyLayout(
         reasoning=reasoning,
         forms=forms,
         separator=family.separator,
-        tools={tool.name: tool for tool in TOOLS},
+        tools={tool.name: tool for tool in tools},
         silent=(*family.silent, *markers(forms, reasoning, family.silent) & NAMES.keys()),
+        required=required,
     )
-    reader = ReplyParser(layout, in_reasoning=in_reasoning, live=live)
-    text, thought = "", ""
-    calls: list[list[str]] = []
-    for piece in [piece for char in raw for piece in reader.push(char)] + reader.finish():
-        match piece:
-            case Text():
-                text += piece.text
-            case Reasoning():
-                thought += piece.text
-            case CallBegin():
-                calls.append([piece.name, ""])
-            case CallArguments():
-                calls[piece.index][1] += piece.text
-    return text, thought, calls
+    answers = []
+    for size in (len(raw) or 1, 1, 7):
+        reader = ReplyParser(layout, in_reasoning=in_reasoning, live=live)
+        text, thought = "", ""
+        calls: list[list[str]] = []
+        parts = [raw[place : place + size] for place in range(0, len(raw), size)]
+        for piece in [piece for part in parts for piece in reader.push(part)] + reader.finish():
+            match piece:
+                case Text():
+                    text += piece.text
+                case Reasoning():
+                    thought += piece.text
+                case CallBegin():
+                    calls.append([piece.name, ""])
+                case CallArguments():
+                    calls[piece.index][1] += piece.text
+        answers.append((text, thought, calls))
+    assert answers[0] == answers[1] == answers[2], raw
+    return answers[0]
 
 
 def fits(name: str, arguments: Any) -> bool:
@@ -181,6 +200,8 @@ def test_what_is_enforced_is_what_is_read(
     for seed in range(12):
         raw, finished = walker.walk(seed)
         live = read(family, raw, live=True, sign=sign)
+        for place in range(0, len(raw), 37):
+            read(family, raw[:place], live=True, sign=sign)
         assert live[0].strip() == "" or not finished
         if finished:
             ended += 1
@@ -213,6 +234,183 @@ def test_strict_tools_beside_free_text(
     calls = read(family, raw, live=True, sign=sign)[2]
     assert not finished or calls
     assert not walker.takes(form.written.before + form.written.begin.replace("{name}", "rm") + "{}" + form.written.end)
+
+
+ONE_BY_ONE = CALLS[ToolCallParser.QWEN3_CODER]
+REFERRED = {
+    "P": {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"], "additionalProperties": False}
+}
+
+
+def one_by_one(backend: LlguidanceBackend, trial: Trial, *tools: Tool, required: bool = True) -> Walker:
+    found = calls_format(ONE_BY_ONE, ONE_BY_ONE.enforced(""), tools, required=required, parallel=True)
+    return Walker(backend, trial, grammar_of_format(found, "tools"))
+
+
+def spelt_out(*arguments: tuple[str, str], name: str = "f") -> str:
+    inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments)
+    return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("schema", "values", "wrong"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, {'"Oslo"': "Oslo", "null": None}, ["Oslo", "12"]),
+        ({"type": ["string", "null"], "enum": ["Oslo", None]}, {'"Oslo"': "Oslo", "null": None}, ["Oslo"]),
+        ({"type": ["integer", "string"]}, {'"5"': "5", "5": 5}, ["Oslo"]),
+        ({"type": ["number", "string"]}, {"5": 5, "5.5": 5.5, '"5"': "5"}, ["Oslo", "null"]),
+        ({"enum": ["a", 1]}, {'"a"': "a", "1": 1}, ["a", "2"]),
+        ({"const": "x"}, {"x": "x"}, ['"x"', "y"]),
+        ({"enum": ["null", " 5", ""]}, {"null": "null", " 5": " 5", "": ""}, ["5"]),
+        ({"type": "string", "enum": ["a", None]}, {"a": "a"}, ["null"]),
+        ({}, {"Oslo": "Oslo", "7": "7", '"a" {': '"a" {'}, []),
+        (True, {"Oslo": "Oslo"}, []),
+        ({"$ref": "#/$defs/P"}, {'{"x": true}': {"x": True}}, ["[]", "{}", "Oslo"]),
+        ({"allOf": [{"$ref": "#/$defs/P"}]}, {'{"x": true}': {"x": True}}, ["[]", "Oslo"]),
+        ({"type": "array", "items": {"$ref": "#"}}, {'[{"a": []}]': [{"a": []}]}, ["[[]]", "[{}]"]),
+        ({"type": "string"}, {"a\n<b>": "a\n<b>", "": ""}, ["a</parameter>b", "a\n</parameter>\nb"]),
+        ({"type": "string", "maxLength": 2}, {'"ab"': "ab"}, ["ab", '"abc"']),
+        ({"type": "string", "format": "date"}, {'"2026-02-03"': "2026-02-03"}, ['"soon"']),
+        ({"type": "string", "pattern": "b"}, {'"abc"': "abc"}, ['"a"']),
+        ({"type": "string", "pattern": "^b"}, {'"b</parameter>"': "b</parameter>"}, ['"ab"']),
+        ({"enum": ["x</parameter>"]}, {'"x</parameter>"': "x</parameter>"}, ["x"]),
+        ({"type": "object"}, {'{"a": "</parameter>"}': {"a": "</parameter>"}}, ["a"]),
+        ({"type": "integer"}, {"1" * 4400: None}, ["a"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_bare_values_and_json_are_told_apart_alike(
+    backend: LlguidanceBackend, trial: Trial, schema: Any, values: dict[str, Any], wrong: list[str]
+) -> None:
+    """Where a schema leaves it open whether a value is a string, it is JSON for the grammar and for the reader."""
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"], "$defs": REFERRED}
+    for tool, required in ((Tool("f", parameters, True), False), (Tool("f", parameters), True)):
+        walker = one_by_one(backend, trial, tool, required=required)
+        for value, means in values.items():
+            raw = spelt_out(("a", value))
+            assert walker.takes(raw), value
+            text, _, [[name, arguments]] = read(ONE_BY_ONE, raw, live=True, tools=(tool,), required=required)
+            assert (text, name) == ("", "f")
+            assert arguments == f'{{"a": {value}}}' if means is None and value != "null" else True
+            assert len(value) > 4000 or json.loads(arguments) == {"a": means}
+        for value in wrong:
+            assert not walker.takes(spelt_out(("a", value))), value
+
+
+def test_tools_without_a_schema_that_is_enforced_take_any_arguments(backend: LlguidanceBackend, trial: Trial) -> None:
+    raw = spelt_out(("city", "Oslo\n <b>"), ("n", "1"), name="note")
+    free = Tool("note", {"type": "object", "properties": {"city": {"type": "string"}, "n": {"type": "integer"}}})
+    walker = one_by_one(backend, trial, free, replace(NOTE, name="f"), required=False)
+    assert walker.takes(raw)
+    assert walker.takes(spelt_out(name="note"))
+    assert not walker.takes(spelt_out(("city", "Oslo")))
+    [[_, arguments]] = read(ONE_BY_ONE, raw, live=True, tools=(free,), required=False)[2]
+    assert json.loads(arguments) == {"city": "Oslo\n <b>", "n": 1}
+    schemas: list[Any] = [None, {"type": "object"}, {"anyOf": [{"properties": {"city": {}}}]}]
+    for schema in schemas:
+        assert one_by_one(backend, trial, Tool("note", schema)).takes(raw)
+    numbers = Tool("note", {"type": "object", "additionalProperties": {"type": "integer"}}, strict=True)
+    walker = one_by_one(backend, trial, numbers)
+    assert walker.takes(spelt_out(("a", "1"), name="note"))
+    assert not walker.takes(raw)
+    inner = {"type": "object", "properties": {"q": {"type": "integer"}}, "required": ["q"]}
+    walker = one_by_one(backend, trial, Tool("f", {"$ref": "#/$defs/A", "$defs": {"A": inner}}, strict=True))
+    assert walker.takes(spelt_out(("q", "1")))
+    assert not walker.takes(spelt_out())
+    with pytest.raises(ParameterError, match="anyOf at its top"):
+        one_by_one(backend, trial, Tool("f", {"anyOf": [inner]}, strict=True))
+
+
+def test_references_to_anything_are_no_fault_of_ours() -> None:
+    """Long chains of them, and what is no schema."""
+    chain = {f"A{i}": {"allOf": [{"$ref": f"#/$defs/A{i + 1}"}]} for i in range(2000)}
+    odd = {"type": [[]], "allOf": 5, "enum": 5, "const": 1, "anyOf": {}, "required": [[]]}
+    for schema in ({"$ref": "#/$defs/A0"}, {"$ref": "#/default"}, {"allOf": [{"$ref": "#/default"}]}):
+        tool = Tool("f", {"properties": {"a": schema}, "$defs": chain, "default": odd})
+        assert read(ONE_BY_ONE, spelt_out(("a", "x")), live=False, tools=(tool,))[2] == [["f", '{"a": "x"}']]
+        calls_format(ONE_BY_ONE, ONE_BY_ONE.enforced(""), (tool,), required=True, parallel=True)
+
+
+def test_arguments_are_named_as_their_schema_names_them(backend: LlguidanceBackend, trial: Trial) -> None:
+    integer = {"type": "integer"}
+    tool = Tool("f", {"type": "object", "properties": {" a ": integer, "": integer}, "required": [" a ", "", "b"]})
+    walker = one_by_one(backend, trial, tool)
+    raw = spelt_out((" a ", "1"), ("", "2"), ("b", "c"))
+    assert walker.takes(raw)
+    assert not walker.takes(spelt_out((" a ", "1"), ("", "2")))
+    [[_, arguments]] = read(ONE_BY_ONE, raw, live=True, tools=(tool,))[2]
+    assert json.loads(arguments) == {" a ": 1, "": 2, "b": "c"}
+    with pytest.raises(ParameterError, match="cannot name"):
+        one_by_one(backend, trial, Tool("f", {"type": "object", "properties": {"k" * 129: integer}}))
+
+
+@pytest.mark.parametrize("name", [ToolCallParser.HERMES, ToolCallParser.QWEN3_CODER])
+def test_faults_of_schemas_have_a_place(backend: LlguidanceBackend, trial: Trial, name: ToolCallParser) -> None:
+    family, field = CALLS[name], "tools[0].function.parameters"
+
+    def enforce(schema: Any, loop: Any, *, strict: bool) -> None:
+        tool = Tool("f", {"type": "object", "properties": {"a": schema}, "$defs": REFERRED | loop},
+                    strict, field)  # fmt: skip
+        found = calls_format(family, family.enforced(""), (tool,), required=True, parallel=True)
+        trial.lark(grammar_of_format(found, "tools"))
+
+    for strict in (True, False):
+        with pytest.raises(ParameterError, match=r"at /properties/a refers to itself"):
+            enforce({"$ref": "#/$defs/A"}, {"A": {"$ref": "#/$defs/A"}}, strict=strict)
+        for pattern in ("(", r"^(?!x)\d+$"):
+            with pytest.raises(GrammarError, match=r"properties.a.*regex parse error") as caught:
+                enforce({"type": "string", "pattern": pattern}, {}, strict=strict)
+            assert (caught.value.param or "").startswith(field)
+
+
+def test_a_begun_call_stays_a_call_however_deep_it_is(backend: LlguidanceBackend, trial: Trial) -> None:
+    deep = '{"a": ' + "[" * 150 + "1" * 4400 + "]" * 150 + "}"
+    for name in (ToolCallParser.HERMES, ToolCallParser.MISTRAL, ToolCallParser.DEEPSEEK, ToolCallParser.LLAMA3):
+        family = CALLS[name]
+        written = family.enforced("").written
+        assert written is not None
+        raw = written.before + written.begin.replace("{name}", "now") + deep + written.end + written.after
+        found = calls_format(family, family.enforced(""), (NOW,), required=True, parallel=True)
+        assert Walker(backend, trial, grammar_of_format(found, "tools")).takes(raw)
+        assert read(family, raw, live=True) == ("", "", [["now", deep]])
+
+
+def test_a_call_begins_where_the_grammar_has_it_begin(backend: LlguidanceBackend, trial: Trial) -> None:
+    """DeepSeek's calls stand in a block. Outside of it nothing is enforced, and so nothing is a call."""
+    family = CALLS[ToolCallParser.DEEPSEEK]
+    form = family.enforced("")
+    assert form.written is not None
+    found = calls_format(family, form, (NOTE,), required=False, parallel=True)
+    walker = Walker(backend, trial, grammar_of_format(found, "tools"))
+    loose = form.written.begin.replace("{name}", "note") + '{"zzz": 1}' + form.written.end
+    assert walker.takes("x" + loose)
+    assert read(family, "x" + loose, live=True) == ("x" + loose, "", [])
+    block = form.written.before + loose.replace('"zzz": 1', '"text": ""') + form.written.after
+    assert walker.takes("x" + block + loose)
+    assert read(family, "x" + block + loose, live=True) == ("x" + loose, "", [["note", '{"text": ""}']])
+    assert read(family, loose, live=False)[2] == [["note", '{"zzz": 1}']]
+
+
+def test_many_calls_of_a_list_cost_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is looked at while it grows, and not again with each that follows."""
+    looks = 0
+    seen = call_reader._value
+
+    def counted(*arguments: Any) -> str:
+        nonlocal looks
+        looks += 1
+        return seen(*arguments)
+
+    monkeypatch.setattr(call_reader, "_value", counted)
+    family = CALLS[ToolCallParser.MISTRAL]
+    layout = ReplyLayout(forms=(family.enforced(""),), tools={"now": NOW})
+    reader = ReplyParser(layout, live=True)
+    raw = "[TOOL_CALLS][" + ", ".join(['{"name": "now", "arguments": {}}'] * 200) + "]"
+    for char in raw:
+        reader.push(char)
+    reader.finish()
+    assert reader.num_calls == 200
+    assert looks < 5 * len(raw)
 
 
 def test_a_format_beside_tools(backend: LlguidanceBackend, trial: Trial) -> None:

@@ -10,6 +10,9 @@ import openai
 import pytest
 from helpers.echo_server import EchoServer, serve_echo
 
+from sglang_jax.replies.parser import Text
+from sglang_jax.server.chat_replies import ReplyReader
+
 CHAT = "/v1/chat/completions"
 GET = {
     "type": "function",
@@ -149,6 +152,30 @@ def test_what_is_no_call_is_text(server: EchoServer, says: str, fields: dict[str
     assert stream(server, says, **{"tools": [GET], **fields})[0]["content"] == f"user: {says}\n"
 
 
+@pytest.mark.parametrize("escape", ["\\ud800", "\\ud83d", "\\ud83d\\ude00"])
+def test_a_call_may_hold_what_is_no_character(server: EchoServer, escape: str) -> None:
+    """Arguments written as a string, in which an escape stands for half a character."""
+    arguments = json.dumps('{"key": "ESCAPE"}').replace("ESCAPE", escape)
+    says = f'<tool_call>\n{{"name": "get", "arguments": {arguments}}}\n</tool_call>'
+    [call] = ask(server, says, tools=[GET])["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"key": json.loads(f'"{escape}"')}
+    assert stream(server, says, tools=[GET])[0]["calls"][0]["arguments"] == call["function"]["arguments"]
+
+
+def test_a_fault_within_a_stream_is_an_event(server: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(reader: ReplyReader, text: str, *, finished: bool) -> list[Any]:
+        if finished or "x" in text:
+            raise ArithmeticError("planted")
+        return [Text(text)] if text else []
+
+    monkeypatch.setattr(ReplyReader, "read", fails)
+    body = {"messages": [{"role": "user", "content": "aaaaaaaaaaaaaax"}], "tools": [GET], "stream": True}
+    *_, last = [line for line in server.http.post(CHAT, json=body).text.split("\n") if line]
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert (error["type"], error["code"]) == ("server_error", "internal_error")
+    assert "ArithmeticError" in error["message"]
+
+
 def test_a_call_that_is_cut_is_text_and_says_length(server: EchoServer) -> None:
     choice = ask(server, CALL, tools=[GET], max_tokens=40)
     assert (choice["finish_reason"], choice["message"]["content"]) == ("length", f"user: {CALL}".encode()[:40].decode())
@@ -218,6 +245,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"chat_template_kwargs": {"eos_token": "x"}}, "chat_template_kwargs", "'eos_token'"),
     ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs", "'a b'"),
     ({"chat_template_kwargs": {f"v{i}": i for i in range(33)}}, "chat_template_kwargs", "at most 32"),
+    ({"include_reasoning": False, "separate_reasoning": False}, "include_reasoning", "cannot both be given"),
     ({"reasoning_effort": "high"}, "reasoning_effort", "chat template"),
 ]
 
@@ -276,6 +304,16 @@ def test_reasoning_is_told_from_the_answer(thinking: EchoServer) -> None:
     assert said["parts"] > 2
     assert stream(thinking, says, stream_reasoning=False)[0]["parts"] == 1
     assert stream(thinking, "never over", stream_reasoning=False)[0]["reasoning"] == "user: never over"
+
+
+def test_reasoning_is_left_out(thinking: EchoServer) -> None:
+    says = f"well\n</think>\n\nIt is so. {CALL}"
+    choice = ask(thinking, says, tools=[GET], include_reasoning=False)
+    assert "reasoning_content" not in choice["message"]
+    assert choice["message"]["content"] == "It is so."
+    said = stream(thinking, says, tools=[GET], include_reasoning=False)[0]
+    assert (said["reasoning"], said["content"], len(said["calls"])) == ("", "It is so.", 1)
+    assert ask(thinking, says, include_reasoning=True)["message"]["reasoning_content"] == "user: well"
 
 
 def test_reasoning_in_the_text(thinking: EchoServer) -> None:

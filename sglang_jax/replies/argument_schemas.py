@@ -1,0 +1,193 @@
+"""What a schema says of arguments that are written one by one: which are bare text, and which JSON. Who enforces calls
+and who reads them ask the same question here, so that both mean the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import unquote
+
+from sglang_jax.replies.json_scan import json_value
+
+_KINDS = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
+_NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "readOnly", "writeOnly"})
+_BARE = _NOTES | {"type", "enum", "const"}
+_DEEPEST = 20
+"""References, one behind the other, that are followed for what they say of types."""
+
+_WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
+
+
+class ArgumentSchemas:
+    """The schemas of a tool's arguments.
+
+    **Arguments:** `parameters`: the schema of them all; `end`: what ends a bare value, which it cannot hold.
+    """
+
+    def __init__(self, parameters: Mapping[str, Any] | None, end: str) -> None:
+        self._root: Mapping[str, Any] = parameters or {}
+        self._end = end
+        self._referred: dict[str, frozenset[str]] = {}
+        self._depth = 0
+        found = self._resolved(self._root)
+        self.outer: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
+        named = self.outer.get("properties")
+        self.named: Mapping[str, Any] = named if isinstance(named, Mapping) else {}
+
+    def of(self, name: str) -> Any:
+        """The schema of an argument; True where nothing is said."""
+        others = self.outer.get("additionalProperties")
+        return self.named.get(name, others if isinstance(others, Mapping) else True)
+
+    def bare(self, schema: Any) -> bool:
+        """A value is text without quotes: it is a string of any kind or one of several, or nothing is said of it."""
+        found = self._resolved(schema)
+        if found is True:
+            return True
+        if not isinstance(found, Mapping) or not found.keys() <= _BARE:
+            return False
+        if found.keys() <= _NOTES:
+            return True
+        choices = self.choices(found) or ()
+        return self.types(found) == {"string"} and not any(self._end in one for one in choices)
+
+    def choices(self, schema: Any) -> Sequence[str] | None:
+        """The texts of which a bare value is one; None for any."""
+        found = self._resolved(schema)
+        if not isinstance(found, Mapping):
+            return None
+        several = found.get("enum") if isinstance(found.get("enum"), list) else None
+        if "const" in found:
+            several = [found["const"]] if several is None or found["const"] in several else []
+        return None if several is None else [one for one in several if isinstance(one, str)]
+
+    def types(self, schema: Any) -> frozenset[str]:
+        """The types that a value may have: all where nothing is said."""
+        if schema is False:
+            return frozenset()
+        if not isinstance(schema, Mapping):
+            return _KINDS
+        types, declared = _KINDS, schema.get("type")
+        if declared is not None:
+            several = [one for one in (declared if isinstance(declared, list) else [declared]) if isinstance(one, str)]
+            types &= {*several, "integer"} if "number" in several else set(several)
+        if "const" in schema:
+            types &= {_type(schema["const"])}
+        if isinstance(schema.get("enum"), list):
+            types &= {_type(one) for one in schema["enum"]}
+        for name in ("anyOf", "oneOf"):
+            if isinstance(schema.get(name), list):
+                types &= frozenset().union(*map(self.types, schema[name]))
+        if isinstance(schema.get("allOf"), list):
+            types = types.intersection(*map(self.types, schema["allOf"]))
+        reference = schema.get("$ref")
+        return types & self._types_of_reference(reference) if isinstance(reference, str) else types
+
+    def as_json(self, value: str, schema: Any) -> str:
+        """A value as the model wrote it, as JSON: what its schema lets it be, else a text."""
+        if not self.bare(schema):
+            types, plain = self.types(schema), value.strip()
+            word = _WORDS.get(plain.lower())
+            if word is not None and ("null" if word == "null" else "boolean") in types:
+                return word
+            said = json_value(plain)
+            if (said is not None or plain == "null") and ("string" not in types or _type(said) in types):
+                return plain
+        return json.dumps(value, ensure_ascii=False)
+
+    def standing_alone(self, schema: Any) -> Any:
+        """A schema in which references lead to where they did in the whole."""
+        if not isinstance(schema, Mapping) or not any("$ref" in one for _, one in _nodes(schema, "")):
+            return schema
+        return {**_moved(schema), "$defs": {"all": _moved(self._root)}}
+
+    def endless(self) -> str:
+        """The JSON pointer of a schema that refers to itself and to nothing else; empty if there is none."""
+        fine: set[str] = set()
+        for place, schema in _nodes(self._root, ""):
+            seen: set[str] = set()
+            inner: Any = schema
+            while isinstance(inner, Mapping) and isinstance(inner.get("$ref"), str) and inner["$ref"] not in fine:
+                if inner["$ref"] in seen:
+                    return place or "/"
+                seen.add(inner["$ref"])
+                inner = self._at(inner["$ref"])
+            fine |= seen
+        return ""
+
+    def _types_of_reference(self, reference: str) -> frozenset[str]:
+        if reference not in self._referred:
+            self._referred[reference] = _KINDS  # what refers to itself says nothing
+            if self._depth < _DEEPEST:
+                self._depth += 1
+                self._referred[reference] = self.types(self._at(reference))
+                self._depth -= 1
+        return self._referred[reference]
+
+    def _resolved(self, schema: Any) -> Any:
+        """What a schema that only refers to another refers to."""
+        seen: set[str] = set()
+        while isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str):
+            if not schema.keys() <= _NOTES | {"$ref", "$defs", "definitions", "type"} or schema["$ref"] in seen:
+                break
+            seen.add(schema["$ref"])
+            schema = self._at(schema["$ref"])
+        return schema
+
+    def _at(self, reference: str) -> Any:
+        """What a reference leads to; None if that is nothing."""
+        if not reference.startswith("#"):
+            return None
+        found: Any = self._root
+        for step in unquote(reference[1:]).split("/")[1:]:
+            step = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, Mapping) and step in found:
+                found = found[step]
+            elif isinstance(found, list) and step.isdecimal() and len(step) < 6 and int(step) < len(found):
+                found = found[int(step)]
+            else:
+                return None
+        return found
+
+
+def _nodes(value: Any, place: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """All objects of a schema, each with its JSON pointer."""
+    if isinstance(value, Mapping):
+        yield place, value
+        for name, inner in value.items():
+            yield from _nodes(inner, f"{place}/{name}")
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from _nodes(inner, f"{place}/{number}")
+
+
+def _moved(value: Any) -> Any:
+    """A schema whose references lead below `#/$defs/all`."""
+    if isinstance(value, list):
+        return [_moved(one) for one in value]
+    if not isinstance(value, Mapping):
+        return value
+    moved = {name: _moved(one) for name, one in value.items() if name != "x-guidance"}
+    reference = moved.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = "#/$defs/all" + reference[1:]
+    return moved
+
+
+def _type(value: object) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case str():
+            return "string"
+        case int():
+            return "integer"
+        case float():
+            return "integer" if value.is_integer() else "number"
+        case list():
+            return "array"
+        case _:
+            return "object"
