@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -181,8 +180,8 @@ async def test_a_stopped_core_is_killed_and_says_where(
                 await asyncio.wait_for(attempt, 20)
         assert await gone(pid_of(client))
         assert "T (stopped)" in caplog.text
-        # It goes on for a moment while it writes them, and may have taken up what had come meanwhile.
-        assert re.search(r"scheduler/loop\.py.* in turn", capfd.readouterr().err)
+        # Wherever in it: the core goes on for a moment while it writes its stacks, and takes up what had come meanwhile.
+        assert "scheduler/loop.py" in capfd.readouterr().err
 
 
 async def test_a_core_in_a_thread_is_not_watched() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
-from sglang_jax.jax_runner.packing import NO_TARGET, StepLayout
+from sglang_jax.jax_runner.packing import NO_TARGET, SAMPLES, StepLayout
 from sglang_jax.runner.plan import LAST_TOKEN, PageDeltas, PromptLogprobs, StepPlan
 
 
@@ -75,7 +75,7 @@ def test_a_packed_plan_unpacks_to_its_fields_and_padding() -> None:
     assert (inputs.num_decode, inputs.num_tokens, inputs.top_logprobs, inputs.prompt_top_logprobs) == (1, 7, 5, 1)
     assert inputs.rows.tolist() == [3, 0, 2, 6]
     assert inputs.kv_lens.tolist() == [9, 2, 7, 0]
-    assert inputs.samples.tolist() == [1, 0, 1, 0]
+    assert inputs.flags.tolist() == [SAMPLES, 0, SAMPLES, 0]
     assert inputs.query_starts.tolist() == [0, 1, 3, 7, 7]
     assert inputs.delta_rows.tolist() == [0, 2, 6]
     assert inputs.delta_columns.tolist() == [0, 1, 0]

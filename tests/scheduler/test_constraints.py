@@ -157,11 +157,11 @@ def draft_under_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Planner._extend_with_drafts
 
     def forget(self: Planner, *arguments: Any) -> Any:
-        count, self._rows.num_masked = self._rows.num_masked, 0
+        kept, self._rows.one_by_one = self._rows.one_by_one, np.zeros_like(self._rows.one_by_one)
         try:
             return plan(self, *arguments)
         finally:
-            self._rows.num_masked = count
+            self._rows.one_by_one = kept
 
     monkeypatch.setattr(Planner, "_extend_with_drafts", forget)
 

@@ -166,7 +166,7 @@ class TestKernels:
         assert kernels.attention_name is AttentionBackend.NATIVE
         assert isinstance(kernels.operations, NativeOperations)
         (message,) = caplog.messages
-        assert re.search(f"^Torch operations in the place of CPU kernels: .*{reason}", message)
+        assert re.search(f"^Torch operations instead of CPU kernels: .*{reason}", message)
         with pytest.raises(ConfigError, match=f"^attention_backend numba has no kernels: .*{reason}"):
             choose(AttentionBackend.NUMBA, CPU, form)
 
