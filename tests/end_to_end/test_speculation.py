@@ -32,9 +32,10 @@ STYLES = (
 )
 
 
-@pytest.fixture(scope="module", params=["jax", "torch"])
+@pytest.fixture(scope="module", params=["torch", pytest.param("jax", marks=pytest.mark.soak)])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
-    """Layers with a window beside some without, so that pages are given back while drafts are computed."""
+    """Layers with a window beside some without, so that pages are given back while drafts are computed. On JAX this
+    takes half a minute to compile, and the simulator has its runner with a smaller model."""
     case, folder = FAMILIES["gemma3"], Path(tmp_path_factory.mktemp("drafts"))
     make_tiny_checkpoint(folder, case.architecture, **case.changes)
     config = EngineConfig(

@@ -180,7 +180,7 @@ async def test_a_stopped_core_is_killed_and_says_where(
                 await asyncio.wait_for(attempt, 20)
         assert await gone(pid_of(client))
         assert "T (stopped)" in caplog.text
-        # Wherever in it: the core goes on for a moment while it writes its stacks, and takes up what had come meanwhile.
+        # Wherever in it: the core goes on for a moment while it writes its stacks, and takes up what came meanwhile.
         assert "scheduler/loop.py" in capfd.readouterr().err
 
 
