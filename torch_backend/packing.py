@@ -100,7 +100,8 @@ class StepLayout:
         """Writes a plan that fits into `packed`, `[size]`; `deltas` are those of its page deltas that go along;
         `guesses` as `Unfolded` has them."""
         fields = [packed[start:end] for start, end in pairwise(self._ends())]
-        rows, kv_lens, query_starts, sampled, delta_rows, delta_columns, delta_pages, tokens, flags, _, *copied = fields
+        rows, kv_lens, query_starts, sampled, delta_rows, delta_columns, delta_pages, tokens, *others = fields
+        flags, own, *copied = others
         sequences, entries = len(plan.rows), len(deltas.rows)
         rows[:sequences] = plan.rows
         rows[sequences:] = dump_row
@@ -120,7 +121,7 @@ class StepLayout:
         delta_pages[entries:] = 0
         tokens[:] = plan.tokens[: len(tokens)]
         if self.drafts:
-            flags[:] = 0
+            flags[:] = own[:] = 0
             if plan.learnt is not None:
                 flags[:sequences] = LEARNT * plan.learnt
             if guesses is not None:
