@@ -19,8 +19,8 @@ PROCESSES = 2
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("schedules", [500, pytest.param(1000, marks=pytest.mark.slow)])
 def test_schedules(schedules: int) -> None:
-    """Fifteen hundred in all, half of them in each of two processes, as one keeps a single core busy. They meet what they
-    are about, and not once in a while."""
+    """Fifteen hundred in all, half of them in each of two processes, as one keeps a single core busy. They meet what
+    they are about, and not once in a while."""
     met: Counter[str] = Counter()
     with ProcessPoolExecutor(PROCESSES, get_context("spawn")) as pool:
         for part in pool.map(simulate, [schedules // PROCESSES] * PROCESSES):
