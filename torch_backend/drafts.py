@@ -39,9 +39,9 @@ class KnownTokens:
         return len(self.lengths) - 1
 
     def replace(self, packed: torch.Tensor) -> None:
-        """Replaces the texts of rows: `packed` int32 `[n, 2 + max_context + 1]`, see `pack_texts`."""
+        """Replaces the texts of rows: `packed` int32 `[n, 2 + width]`, see `pack_texts`."""
         rows = packed[:, 0].long()
-        self.tokens.index_copy_(0, rows, packed[:, 2:])
+        self.tokens[:, : packed.shape[1] - 2].index_copy_(0, rows, packed[:, 2:])
         self.lengths.index_copy_(0, rows, packed[:, 1].contiguous())
 
     def append(

@@ -264,7 +264,7 @@ class TorchRunner:
             self._replace_rows(plan.row_updates.sampling)
         if plan.row_updates.texts and self._rows.known is not None:
             texts = plan.row_updates.texts
-            packed = pack_texts(texts, len(texts), self._dump_row, self._spec.max_context)
+            packed = pack_texts(texts, len(texts), self._dump_row, max(len(text.tokens) for text in texts))
             self._rows.known.replace(integers_to_device(self._stream, packed))
         inputs, hidden = self._hidden(unfolded)
         logits = self._logits(plan, inputs, hidden) if plan.samples.any() else None

@@ -230,7 +230,7 @@ class JaxRunner:
                 sampling = self._programs.set_occurrences(sampling, update.row, occurrences)
         if known is not None:
             for size, texts in _in_batches(updates.texts, self._programs.text_sizes):
-                packed = pack_texts(texts, size, self._programs.dump_row, self._spec.max_context)
+                packed = pack_texts(texts, size, self._programs.dump_row, self._spec.max_context + 1)
                 known = self._programs.set_known_tokens(known, packed)
         self._state = replace(self._state, sampling=sampling, known=known)
 

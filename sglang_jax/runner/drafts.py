@@ -80,10 +80,10 @@ def fold(unfolded: Unfolded, found: StepResult, width: int) -> StepResult:
     return StepResult(tokens, counts.astype(np.int32), logprobs, found.prompt_logprobs)
 
 
-def pack_texts(updates: Sequence[TextUpdate], size: int, pad_row: int, max_context: int) -> Int32:
-    """Up to `size` texts as one int32 `[size, 2 + max_context + 1]` array: row, length and tokens of each. Unused
-    entries empty row `pad_row`."""
-    packed = np.zeros((size, 2 + max_context + 1), np.int32)
+def pack_texts(updates: Sequence[TextUpdate], size: int, pad_row: int, width: int) -> Int32:
+    """Up to `size` texts of at most `width` tokens as one int32 `[size, 2 + width]` array: row, length and tokens of
+    each. Unused entries empty row `pad_row`."""
+    packed = np.zeros((size, 2 + width), np.int32)
     packed[:, 0] = pad_row
     for entry, update in zip(packed, updates, strict=False):
         entry[:2] = update.row, len(update.tokens)

@@ -122,23 +122,6 @@ def test_outputs_are_the_same_with_guesses_and_without(
     assert check(*served, count=15, at_once=at_once, reuse=at_once > 1) > right, "hardly any guess was right"
 
 
-@pytest.mark.slow
-def test_an_output_is_not_stopped_before_its_least_length(served: tuple[EngineConfig, Runner]) -> None:
-    """A row that goes on where a step in flight ends may be shorter than its plan says."""
-    config, runner = served
-    plain = config.model_copy(update={"speculative_algorithm": SpeculativeAlgorithm.NONE})
-    one_by_one = Narrowed(runner, replace(runner.spec, max_samples=1), lambda result: None)
-    rng = np.random.default_rng(4)
-    greedy = SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True)
-    for _ in range(8):
-        prompt = rng.integers(3, TINY_VOCAB_SIZE, int(rng.integers(2, 6))).tolist() * 4
-        output = outputs(plain, one_by_one, [(prompt, greedy, -1)], 1)[0][1]
-        least = int(rng.integers(4, 19))
-        late = replace(greedy, ignore_eos=False, min_new_tokens=least, stop_token_ids=(output[least - 1],))
-        expected = outputs(plain, one_by_one, [(prompt, late, -1)], 1)[0]
-        assert outputs(plain, runner, [(prompt, late, -1)], 1)[0] == expected
-
-
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("reuse", [False, True])

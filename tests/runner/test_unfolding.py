@@ -80,5 +80,5 @@ def test_what_stands_behind_a_wrong_draft_is_no_part_of_the_result() -> None:
 
 
 def test_texts_are_packed_with_their_rows_and_lengths() -> None:
-    packed = pack_texts([TextUpdate(3, integers(8, 9))], 2, pad_row=6, max_context=4)
+    packed = pack_texts([TextUpdate(3, integers(8, 9))], 2, pad_row=6, width=5)
     assert packed.tolist() == [[3, 2, 8, 9, 0, 0, 0], [6, 0, 0, 0, 0, 0, 0]]

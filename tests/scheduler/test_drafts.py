@@ -168,3 +168,24 @@ def test_guesses_are_right_about_half_of_the_time() -> None:
     bench.add(prompt(9), sampling=endless(100))
     bench.run()
     assert set(counts) == {1, 2, 3, 4}
+
+
+def test_a_request_that_lost_its_row_brings_its_output_and_keeps_its_counts() -> None:
+    """What is guessed from is the whole text, and what came of guesses is told of all of its rows."""
+    bench = drafting()
+    request = bench.add(prompt(9), sampling=endless(60))
+    while not bench.scheduler.log.counts.accepted_tokens > 4:
+        bench.scheduler.step()
+    bench.scheduler.drain_in_flight()
+    before = bench.scheduler.log.counts.draft_tokens
+    assert bench.scheduler.retract_newest()
+    bench.run()
+    bench.check_outputs()
+    texts = [text.tokens.tolist() for plan in bench.runner.plans for text in plan.row_updates.texts]
+    first, again = texts
+    assert first == prompt(9)
+    assert again == (prompt(9) + bench.channel.output(request))[: len(again)]
+    assert len(again) > len(first) + 4
+    counts = bench.channel.finished[request].drafts
+    assert counts is not None
+    assert counts.drafts == bench.scheduler.log.counts.draft_tokens > before

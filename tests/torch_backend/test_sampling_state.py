@@ -92,3 +92,17 @@ def test_work_that_no_row_asks_for_is_left_out() -> None:
     assert sample(logits, state, rows, kv_lens, Needs.NOTHING, NoSampler()).tolist() == [1]
     assert sample(logits, state, rows, kv_lens, Needs.BIAS, NoSampler()).tolist() == [0]
     assert logits.tolist() == [[0.0, 2.0, 1.0]]
+
+
+def test_a_row_whose_length_the_device_learns_may_be_shorter_than_its_plan_says() -> None:
+    """By the most drafts that a step in flight may have had wrong: so long its stop ids stay masked."""
+    needs = RowNeeds(ROWS)
+    needs.replace([update(1, replace(GREEDY, min_new_tokens=6), (7,))])
+
+    def masked(kv_len: int, learnt: bool) -> bool:
+        plan = decode_plan(np.array([1], np.int32), np.array([kv_len], np.int32))
+        plan = replace(plan, learnt=np.array([True]) if learnt else None)
+        return bool(needs.of_step(plan, max_samples=4) & Needs.STOP_MASK)
+
+    assert [masked(length, learnt=False) for length in (15, 16, 18, 19)] == [True, False, False, False]
+    assert [masked(length, learnt=True) for length in (15, 16, 18, 19)] == [True, True, True, False]
