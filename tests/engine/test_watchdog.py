@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -180,8 +181,9 @@ async def test_a_stopped_core_is_killed_and_says_where(
                 await asyncio.wait_for(attempt, 20)
         assert await gone(pid_of(client))
         assert "T (stopped)" in caplog.text
-        # Wherever in it: the core goes on for a moment while it writes its stacks, and takes up what came meanwhile.
-        assert "scheduler/loop.py" in capfd.readouterr().err
+        # Wherever in it: the core goes on for a moment while it writes its stacks, and takes up what came meanwhile. Any
+        # thread may write them, and who is just between two calls is seen without its callers: the loop or its inbox.
+        assert re.search(r"scheduler/loop\.py|engine/channel\.py", capfd.readouterr().err)
 
 
 async def test_a_core_in_a_thread_is_not_watched() -> None:
