@@ -9,6 +9,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from helpers.quick_programs import compile_quickly
 
 from sglang_jax.runner import host_machine
 
@@ -18,6 +19,7 @@ os.environ["SGLANG_JAX_DEBUG_MEMORY"] = "1"
 os.environ["TRITON_INTERPRET"] = "1"
 if "TESTS_CPU_INFO" in os.environ:  # tests/on_other_cpus.py hides features of this CPU
     host_machine._CPU_FEATURES = Path(os.environ["TESTS_CPU_INFO"])
+compile_quickly()
 
 WORKER = "PYTEST_XDIST_WORKER"
 """Set in the processes among which `make test` divides the tests."""

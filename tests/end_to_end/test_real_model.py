@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM
 
 from sglang_jax import Engine, SamplingParams
 from sglang_jax.config import Backend, EngineConfig
+from sglang_jax.engine.launch import launch_engine
 from sglang_jax.engine.model_core import load_text_tokenizer
 
 BACKENDS = (Backend.JAX, Backend.TORCH)
@@ -65,8 +66,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 @pytest.fixture(scope="module")
 def engine(backend: Backend) -> Iterator[Engine]:
-    # Without a warm-up: most of the programs that it builds are for steps that are not made here.
-    with Engine(config=_config(backend, skip_warmup=True)) as engine:
+    with _engine(backend) as engine:
         yield engine
 
 
@@ -79,6 +79,12 @@ def outputs(backend: Backend, engine: Engine, prompts: Tokens, said: dict[Backen
 def _config(backend: Backend, **options: object) -> EngineConfig:
     values = {"model_path": "demo", "backend": backend, "device": "cpu", "dtype": "float32", "context_length": 1024}
     return EngineConfig.model_validate(values | options)
+
+
+def _engine(backend: Backend, **options: object) -> Engine:
+    """Its core is a process, whose programs are compiled as users' are. Without a warm-up: most of what that builds is
+    for steps that are not made here."""
+    return Engine(config=_config(backend, skip_warmup=True, **options), launch=launch_engine)
 
 
 def _run(engine: Engine, prompts: Tokens) -> Tokens:
@@ -136,7 +142,7 @@ def test_one_by_one_and_from_the_cache(engine: Engine, prompts: Tokens, outputs:
 def test_other_sizes_give_the_same_text(
     options: dict[str, object], backend: Backend, prompts: Tokens, outputs: Tokens
 ) -> None:
-    with Engine(config=_config(backend, skip_warmup=True, **options)) as engine:
+    with _engine(backend, **options) as engine:
         assert _run(engine, prompts[:16]) == outputs[:16]
         if "max_total_tokens" in options:
             assert engine.stats.num_retractions > 0
@@ -146,7 +152,7 @@ def test_other_sizes_give_the_same_text(
 def test_the_backends_say_the_same(oracle: LlamaForCausalLM, prompts: Tokens, said: dict[Backend, Tokens]) -> None:
     for backend in BACKENDS:
         if backend not in said:  # this test runs without those above
-            with Engine(config=_config(backend, skip_warmup=True)) as engine:
+            with _engine(backend) as engine:
                 said[backend] = _run(engine, prompts)
     jax, torch = (said[backend] for backend in BACKENDS)
     for prompt, one, other in zip(prompts, jax, torch, strict=True):

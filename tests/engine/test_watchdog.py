@@ -181,8 +181,8 @@ async def test_a_stopped_core_is_killed_and_says_where(
                 await asyncio.wait_for(attempt, 20)
         assert await gone(pid_of(client))
         assert "T (stopped)" in caplog.text
-        # Wherever in it: the core goes on for a moment while it writes its stacks, and takes up what came meanwhile. Any
-        # thread may write them, and who is just between two calls is seen without its callers: the loop or its inbox.
+        # Wherever in it: the core goes on for a moment while it writes its stacks, and takes up what came meanwhile.
+        # Any thread may write them; a thread that is between two calls is seen without its callers.
         assert re.search(r"scheduler/loop\.py|engine/channel\.py", capfd.readouterr().err)
 
 

@@ -22,6 +22,7 @@ from helpers.kv_scale_checkpoints import (
     make_uneven_checkpoint,
     scale_tensors,
 )
+from helpers.quick_programs import xla_flags
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
@@ -164,7 +165,7 @@ def test_two_and_eight_devices_say_what_one_does(folder: Path, tmp_path: Path) -
     paths = [str(ROOT), str(ROOT / "tests")]
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": xla_flags("--xla_force_host_platform_device_count=8"),
         "PYTHONPATH": os.pathsep.join(paths),
     }
     finished = subprocess.run(

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from helpers.quick_programs import xla_flags
 from helpers.tiny_models import make_tiny_checkpoint
 
 from sglang_jax import Engine, SamplingParams
@@ -82,7 +83,7 @@ class Nodes:
             command = [sys.executable, "-m", "sglang_jax.launch_server", *flags, "--port", str(self.port)]
             command += ["--tp-size", str(self.count), "--nnodes", str(self.count), "--node-rank", str(rank)]
             command += ["--dist-init-addr", f"127.0.0.1:{meeting}"]
-            environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+            environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags()}
             pipe = subprocess.PIPE
             process = subprocess.Popen(command, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True)
             self.processes.append(process)

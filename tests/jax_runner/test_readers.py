@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.quick_programs import xla_flags
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,7 +81,7 @@ assert expected[0][6] == 388  # what is biased
 def test_spread_logits_are_read_as_whole_ones() -> None:
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": xla_flags("--xla_force_host_platform_device_count=8"),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
     }
     command = [sys.executable, "-c", _PROGRAM, "8"]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.quick_programs import xla_flags
 
 from sglang_jax.architectures.dense import dense_decoder
 from sglang_jax.architectures.model_config import ModelConfig, RopeConfig
@@ -67,7 +68,7 @@ for tp_size in map(int, sys.argv[3:]):
 def test_one_two_four_and_eight_devices_say_the_same(tmp_path: Path) -> None:
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": xla_flags("--xla_force_host_platform_device_count=8"),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
     }
     (tmp_path / "model").mkdir()

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.quick_programs import xla_flags
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,7 +86,7 @@ def test_each_device_attends_for_its_own_heads() -> None:
     """With a window, a soft cap, sinks of each head and scales of each kv head; pages are written by each as well."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": xla_flags("--xla_force_host_platform_device_count=4"),
         # The interpreter's devices wait for each other on XLA's threads, of which there are else as many as cores.
         "NPROC": "16",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers.family_cases import HYBRIDS
+from helpers.quick_programs import xla_flags
 from helpers.small_configs import small_config
 from helpers.tiny_models import make_tiny_checkpoint
 
@@ -141,7 +142,7 @@ def test_spread_over_more_devices_than_kv_heads(tmp_path: Path) -> None:
     """Heads are copied and the vocabulary padded as where the model is loaded from tensors by name."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": xla_flags("--xla_force_host_platform_device_count=8"),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
     }
     command = [sys.executable, "-c", _SPREAD, str(tmp_path / "saved")]

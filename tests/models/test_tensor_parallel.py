@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.quick_programs import xla_flags
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,7 +77,7 @@ for logits, wanted in zip(PagedModel(folder, mesh=mesh).run(sequences, steps), e
 def test_logits_on_four_devices(program: str, tmp_path: Path) -> None:
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": xla_flags("--xla_force_host_platform_device_count=4"),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
     }
     finished = subprocess.run(
