@@ -14,7 +14,7 @@ from torch.nn import functional
 from sglang_jax.architectures.model_config import Activation
 from sglang_jax.checkpoint.blocks import BLOCK, BlockFormat, Blocks
 from sglang_jax.checkpoint.reader import Array
-from torch_backend.cpu_kernels import block_product, block_tiles
+from torch_backend.cpu_kernels import block_product, vectors
 from torch_backend.cpu_kernels.block_tiles import OUTPUTS
 from torch_backend.cpu_kernels.compiling import KernelCompiler
 from torch_backend.cpu_kernels.team import Launcher
@@ -152,7 +152,7 @@ def _random_blocks(form: BlockFormat, outputs: int, inputs: int) -> Blocks:
 def supported() -> bool:
     """Whether the processor that numba compiles for runs these kernels."""
     named: str | None = config.CPU_FEATURES
-    return block_tiles.supported(get_host_cpu_features() if named is None else named)
+    return vectors.supported(get_host_cpu_features() if named is None else named)
 
 
 def _pack_four_bits(blocks: Blocks) -> tuple[Array, Array]:

@@ -17,6 +17,24 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from torch_backend.cpu_kernels.vectors import (
+    DOUBLE_WORDS,
+    F16,
+    F32,
+    FLOATS,
+    I8,
+    I32,
+    I64,
+    WORDS,
+    add_products,
+    lanes,
+    llvm_function,
+    load_vector,
+    round_to_bfloat16,
+    splat,
+    store_vector,
+)
+
 BLOCK = 32
 """Weights along the inputs that share a scale."""
 
@@ -32,33 +50,6 @@ FEW_ROWS = 4
 _AHEAD = 4608
 """Bytes of levels that are asked for ahead of their use: processors alone do not fetch early enough."""
 
-NEEDED = ("avx512bw", "avx512bf16")
-"""What a processor must have, as LLVM calls it."""
-
-
-class _BFloat(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite has no name for."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other):
-        return isinstance(other, _BFloat)
-
-    def __hash__(self):
-        return hash(_BFloat)
-
-
-_I8, _I16, _I32, _I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
-_F16, _F32 = ir.HalfType(), ir.FloatType()
-_FLOATS, _WORDS, _DOUBLE_WORDS = ir.VectorType(_F32, 16), ir.VectorType(_I16, 32), ir.VectorType(_I32, 16)
-_BFLOATS = ir.VectorType(_BFloat(), 32)
-
-
-def supported(features: str) -> bool:
-    """Whether a processor with LLVM's `features` (`+avx2,-amx-tile,...`) runs these kernels."""
-    return all(f"+{needed}" in features.split(",") for needed in NEEDED)
-
 
 @intrinsic
 def widen_halves(typing, source, target, count):
@@ -66,10 +57,10 @@ def widen_halves(typing, source, target, count):
 
     def generate(context, builder, signature, values):
         source, target, count = values
-        halves, floats = ir.VectorType(_F16, 8), ir.VectorType(_F32, 8)
-        with cgutils.for_range_slice(builder, _I64(0), count, _I64(8), _I64) as (at, _):
-            found = _load(builder, halves, builder.add(source, builder.mul(at, _I64(2))))
-            _store(builder, builder.fpext(found, floats), builder.add(target, builder.mul(at, _I64(4))))
+        halves, floats = ir.VectorType(F16, 8), ir.VectorType(F32, 8)
+        with cgutils.for_range_slice(builder, I64(0), count, I64(8), I64) as (at, _):
+            found = load_vector(builder, halves, builder.add(source, builder.mul(at, I64(2))))
+            store_vector(builder, builder.fpext(found, floats), builder.add(target, builder.mul(at, I64(4))))
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), generate
@@ -91,22 +82,22 @@ def multiply_tile(typing, bits, rows, x, stride, levels, scales, blocks, sums):
 
     def generate(context, builder, signature, values):
         _, _, x, stride, levels, scales, blocks, sums = values
-        zero = ir.Constant(_FLOATS, None)
+        zero = ir.Constant(FLOATS, None)
         totals = [[cgutils.alloca_once_value(builder, zero) for _ in range(OUTPUTS)] for _ in range(count)]
-        with cgutils.for_range(builder, blocks, intp=_I64) as loop:
-            offset = builder.mul(loop.index, _I64(2 * BLOCK))
+        with cgutils.for_range(builder, blocks, intp=I64) as loop:
+            offset = builder.mul(loop.index, I64(2 * BLOCK))
             _prefetch(builder, bits.literal_value, levels, loop.index)
             activations = [
-                _load(builder, _WORDS, builder.add(builder.add(x, builder.mul(stride, _I64(row))), offset))
+                load_vector(builder, WORDS, builder.add(builder.add(x, builder.mul(stride, I64(row))), offset))
                 for row in range(count)
             ]
             for output, weights in enumerate(widen(builder, levels, scales, loop.index)):
                 for row in range(count):
                     total = totals[row][output]
-                    builder.store(_add_products(builder, builder.load(total), weights, activations[row]), total)
+                    builder.store(add_products(builder, builder.load(total), weights, activations[row]), total)
         for row in range(count):
             found = _sums(builder, [builder.load(total) for total in totals[row]])
-            _store(builder, found, builder.add(sums, _I64(4 * OUTPUTS * row)))
+            store_vector(builder, found, builder.add(sums, I64(4 * OUTPUTS * row)))
         return context.get_dummy_value()
 
     address = types.int64
@@ -121,12 +112,12 @@ def widen_tile(typing, bits, levels, scales, blocks, target):
 
     def generate(context, builder, signature, values):
         _, levels, scales, blocks, target = values
-        with cgutils.for_range(builder, blocks, intp=_I64) as loop:
+        with cgutils.for_range(builder, blocks, intp=I64) as loop:
             _prefetch(builder, bits.literal_value, levels, loop.index)
-            first = builder.mul(loop.index, _I64(OUTPUTS))
+            first = builder.mul(loop.index, I64(OUTPUTS))
             for output, weights in enumerate(_WEIGHTS[bits.literal_value](builder, levels, scales, loop.index)):
-                place = builder.mul(builder.add(first, _I64(output)), _I64(2 * BLOCK))
-                _store(builder, weights, builder.add(target, place))
+                place = builder.mul(builder.add(first, I64(output)), I64(2 * BLOCK))
+                store_vector(builder, weights, builder.add(target, place))
         return context.get_dummy_value()
 
     address = types.int64
@@ -135,55 +126,42 @@ def widen_tile(typing, bits, levels, scales, blocks, target):
 
 def _four_bits(builder, levels, scales, block):
     """Of each output the 32 weights of a block, as words."""
-    found = _load(builder, _WORDS, builder.add(levels, builder.mul(block, _I64(2 * BLOCK))))
-    own = builder.add(scales, builder.mul(block, _I64(4 * 2 * OUTPUTS)))
-    every_level = ir.Constant(_FLOATS, [float(level) for level in range(16)])
-    multiply_add = _intrinsic(builder, "llvm.fma.v16f32", _FLOATS, [_FLOATS] * 3)
-    look_up = _intrinsic(builder, "llvm.x86.avx512.permvar.hi.512", _WORDS, [_WORDS, _WORDS])
+    found = load_vector(builder, WORDS, builder.add(levels, builder.mul(block, I64(2 * BLOCK))))
+    own = builder.add(scales, builder.mul(block, I64(4 * 2 * OUTPUTS)))
+    every_level = ir.Constant(FLOATS, [float(level) for level in range(16)])
+    multiply_add = llvm_function(builder, "llvm.fma.v16f32", FLOATS, [FLOATS] * 3)
+    look_up = llvm_function(builder, "llvm.x86.avx512.permvar.hi.512", WORDS, [WORDS, WORDS])
     for output in range(OUTPUTS):
-        scale = _splat(builder, _load(builder, _F32, builder.add(own, _I64(4 * output))))
-        least = _splat(builder, _load(builder, _F32, builder.add(own, _I64(4 * (OUTPUTS + output)))))
+        scale = splat(builder, load_vector(builder, F32, builder.add(own, I64(4 * output))))
+        least = splat(builder, load_vector(builder, F32, builder.add(own, I64(4 * (OUTPUTS + output)))))
         weights = builder.call(multiply_add, [every_level, scale, least])
-        table = _round(builder, weights, weights)
-        shift = ir.Constant(_WORDS, [4 * output] * BLOCK)
+        table = round_to_bfloat16(builder, weights, weights)
+        shift = ir.Constant(WORDS, [4 * output] * BLOCK)
         yield builder.call(look_up, [table, builder.lshr(found, shift) if output else found])
 
 
 def _eight_bits(builder, levels, scales, block):
     """Of each output the 32 weights of a block, as words."""
-    halves = ir.VectorType(_I8, 16)
+    halves = ir.VectorType(I8, 16)
     for output in range(OUTPUTS):
-        place = builder.add(builder.mul(block, _I64(OUTPUTS)), _I64(output))
-        scale = _splat(builder, _load(builder, _F32, builder.add(scales, builder.mul(place, _I64(4)))))
-        own = builder.add(levels, builder.mul(place, _I64(BLOCK)))
+        place = builder.add(builder.mul(block, I64(OUTPUTS)), I64(output))
+        scale = splat(builder, load_vector(builder, F32, builder.add(scales, builder.mul(place, I64(4)))))
+        own = builder.add(levels, builder.mul(place, I64(BLOCK)))
         low, high = (
-            builder.fmul(builder.sitofp(builder.sext(_load(builder, halves, at), _DOUBLE_WORDS), _FLOATS), scale)
-            for at in (own, builder.add(own, _I64(16)))
+            builder.fmul(builder.sitofp(builder.sext(load_vector(builder, halves, at), DOUBLE_WORDS), FLOATS), scale)
+            for at in (own, builder.add(own, I64(16)))
         )
-        yield _round(builder, low, high)
+        yield round_to_bfloat16(builder, low, high)
 
 
 def _widened(builder, weights, scales, block):
     """Of each output the 32 weights of a block, as words."""
     for output in range(OUTPUTS):
-        place = builder.add(builder.mul(block, _I64(OUTPUTS)), _I64(output))
-        yield _load(builder, _WORDS, builder.add(weights, builder.mul(place, _I64(2 * BLOCK))))
+        place = builder.add(builder.mul(block, I64(OUTPUTS)), I64(output))
+        yield load_vector(builder, WORDS, builder.add(weights, builder.mul(place, I64(2 * BLOCK))))
 
 
 _WEIGHTS = {4: _four_bits, 8: _eight_bits, 16: _widened}
-
-
-def _round(builder, low, high):
-    """Sixteen float32 and sixteen more as words of bfloat16, rounded to the nearest, to even of two as near."""
-    function = _intrinsic(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", _BFLOATS, [_FLOATS, _FLOATS])
-    return builder.bitcast(builder.call(function, [high, low]), _WORDS)
-
-
-def _add_products(builder, total, weights, activations):
-    """Each float32 of `total` plus the products of two neighbours."""
-    function = _intrinsic(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, [_FLOATS, _BFLOATS, _BFLOATS])
-    pairs = [builder.bitcast(each, _BFLOATS) for each in (weights, activations)]
-    return builder.call(function, [total, *pairs])
 
 
 def _sums(builder, totals):
@@ -192,33 +170,12 @@ def _sums(builder, totals):
     while parts[0].type.count > OUTPUTS:
         half = parts[0].type.count // 2
         low, high = range(half), range(half, 2 * half)
-        parts = [builder.fadd(_lanes(builder, part, low), _lanes(builder, part, high)) for part in parts]
-    pairs = [_lanes(builder, parts[at], (0, 4, 1, 5, 2, 6, 3, 7), parts[at + 1]) for at in (0, 2)]
-    halves = [builder.fadd(_lanes(builder, pair, range(4)), _lanes(builder, pair, range(4, 8))) for pair in pairs]
-    low = _lanes(builder, halves[0], (0, 1, 4, 5), halves[1])
-    high = _lanes(builder, halves[0], (2, 3, 6, 7), halves[1])
+        parts = [builder.fadd(lanes(builder, part, low), lanes(builder, part, high)) for part in parts]
+    pairs = [lanes(builder, parts[at], (0, 4, 1, 5, 2, 6, 3, 7), parts[at + 1]) for at in (0, 2)]
+    halves = [builder.fadd(lanes(builder, pair, range(4)), lanes(builder, pair, range(4, 8))) for pair in pairs]
+    low = lanes(builder, halves[0], (0, 1, 4, 5), halves[1])
+    high = lanes(builder, halves[0], (2, 3, 6, 7), halves[1])
     return builder.fadd(low, high)
-
-
-def _lanes(builder, vector, numbers, other=None):
-    mask = ir.Constant(ir.VectorType(_I32, len(numbers)), list(numbers))
-    return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined) if other is None else other, mask)
-
-
-def _splat(builder, value):
-    one = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), value, _I32(0))
-    return _lanes(builder, one, [0] * 16)
-
-
-def _load(builder, kind, address):
-    """Of any alignment."""
-    found = builder.load(builder.inttoptr(address, kind.as_pointer()))
-    found.align = 1 if isinstance(kind, ir.VectorType) else None
-    return found
-
-
-def _store(builder, value, address):
-    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=1)
 
 
 def _prefetch(builder, bits, levels, block):
@@ -226,14 +183,10 @@ def _prefetch(builder, bits, levels, block):
     if bits == 16:
         return
     size = OUTPUTS * BLOCK * bits // 8
-    at = builder.add(levels, builder.mul(block, _I64(size)))
-    pointer = _I8.as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
+    at = builder.add(levels, builder.mul(block, I64(size)))
+    pointer = I8.as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     for line in range(0, size, 64):
-        where = builder.inttoptr(builder.add(at, _I64(_AHEAD + line)), pointer)
-        builder.call(function, [where, _I32(0), _I32(3), _I32(1)])
-
-
-def _intrinsic(builder, name, result, arguments):
-    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
+        where = builder.inttoptr(builder.add(at, I64(_AHEAD + line)), pointer)
+        builder.call(function, [where, I32(0), I32(3), I32(1)])

@@ -11,11 +11,11 @@ import torch
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 
-ROWS_TRIED = (1, 4, 8, 16, 32, 64)
-_BYTES_TRIED = 2**26
+ROWS_TRIED = (1, 8, 16, 32, 64)
+_BYTES_TRIED = 2**25
 """Of the larger form of equal matrices: more than caches hold, so that they are read from memory as in a step."""
 
-_TURNS = 3
+_TURNS = 2
 _MARGIN = 1.05
 
 
@@ -46,12 +46,19 @@ class ByRows:
 def set_limits(products: Iterable[ByRows]) -> dict[Form, int]:
     """Measures which form is quicker, for products of each form, and sets their limits: what was found.
 
-    Belongs on the thread that runs the model, while nothing else does.
+    What counts is the processor time of one thread, which other processes change little. With all threads a loaded
+    machine would make a call wait for whoever is not running. Several threads share the memory's bandwidth, which
+    favours the smaller form more than is measured here.
     """
     by_form: dict[Form, list[ByRows]] = defaultdict(list)
     for product in products:
         by_form[product.form].append(product)
-    limits = {form: _limit(alike) for form, alike in by_form.items()}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        limits = {form: _limit(alike) for form, alike in by_form.items()}
+    finally:
+        torch.set_num_threads(threads)
     for form, alike in by_form.items():
         for product in alike:
             product.limit = limits[form]
@@ -65,19 +72,16 @@ def _limit(alike: list[ByRows]) -> int:
     limit = 0
     for rows in ROWS_TRIED:
         x = torch.ones((rows, form.inputs), dtype=dtype)
-        pairs = [
-            (_seconds(x, [each.few for each in tried]), _seconds(x, [each.many for each in tried]))
-            for _ in range(_TURNS)
-        ]
-        few, many = (min(times) for times in zip(*pairs, strict=True))
+        times = [(_seconds(each.few, x), _seconds(each.many, x)) for _ in range(_TURNS) for each in tried]
+        few, many = (sorted(of_form)[len(times) // 2] for of_form in zip(*times, strict=True))
         if few > many * _MARGIN:
             break
         limit = rows
     return limit
 
 
-def _seconds(x: torch.Tensor, products: list[Product]) -> float:
-    start = time.perf_counter()
-    for multiply in products:
-        multiply(x)
-    return time.perf_counter() - start
+def _seconds(multiply: Product, x: torch.Tensor) -> float:
+    """Processor time of one call."""
+    start = time.thread_time()
+    multiply(x)
+    return time.thread_time() - start
