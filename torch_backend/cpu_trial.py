@@ -15,6 +15,7 @@ from sglang_jax.errors import how_to_install
 from torch_backend.attention.interface import AttentionImplementation, AttentionOptions, HeadForm
 from torch_backend.attention.reference import ReferenceAttention
 from torch_backend.batch import ForwardBatch
+from torch_backend.block_weights import BlockMatrices
 from torch_backend.kv_pages import KVPages
 from torch_backend.native_operations import NativeOperations
 from torch_backend.operations import Operations, Rotation
@@ -36,10 +37,12 @@ class CpuForm:
 
 @dataclass(frozen=True, slots=True)
 class CpuKernels:
-    """Operations and attention on a CPU; for one thread at a time."""
+    """Operations and attention on a CPU, and matrices in blocks on one that has what their kernels need; for one thread
+    at a time."""
 
     operations: Operations
     attention: AttentionImplementation
+    block_matrices: BlockMatrices | None
 
 
 class CpuKernelsError(Exception):
@@ -76,6 +79,7 @@ def _compile(form: CpuForm, cache_folder: Path) -> CpuKernels:
     from numba.core.errors import NumbaError
 
     from torch_backend.attention.cpu import CpuAttention
+    from torch_backend.cpu_kernels import block_matrix
     from torch_backend.cpu_kernels.compiling import KernelCompiler
     from torch_backend.cpu_kernels.operations import CpuOperations
 
@@ -84,6 +88,7 @@ def _compile(form: CpuForm, cache_folder: Path) -> CpuKernels:
         return CpuKernels(
             CpuOperations(compiler, form.dtype, {heads.head_dim for heads in form.heads}),
             CpuAttention(compiler, form.dtype, form.heads),
+            block_matrix.BlockProducts(compiler) if form.dtype is torch.bfloat16 and block_matrix.supported() else None,
         )
     except (NumbaError, OSError, RuntimeError) as error:  # the last is how LLVM fails
         raise CpuKernelsError(f"numba cannot compile them ({error})") from error

@@ -13,6 +13,7 @@ from sglang_jax.errors import ConfigError
 from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.attention.native import NativeAttention
 from torch_backend.attention.reference import ReferenceAttention
+from torch_backend.block_weights import BlockMatrices
 from torch_backend.cpu_trial import CpuForm, CpuKernelsError, make_cpu_kernels
 from torch_backend.native_operations import NativeOperations
 from torch_backend.native_sampler import NativeSampler
@@ -34,6 +35,8 @@ class Kernels:
     attention_name: AttentionBackend
     operations: Operations
     sampler: TokenSampler
+    block_matrices: BlockMatrices | None = None
+    """What multiplies by matrices in the blocks of a checkpoint, where something does."""
 
     @property
     def capturable(self) -> bool:
@@ -78,7 +81,7 @@ def _on_cpu(name: AttentionBackend, wanted: AttentionBackend, form: CpuForm, cac
             logger.info("Torch operations instead of CPU kernels: %s", error)
             name = AttentionBackend.NATIVE
         else:
-            return Kernels(compiled.attention, name, compiled.operations, NativeSampler())
+            return Kernels(compiled.attention, name, compiled.operations, NativeSampler(), compiled.block_matrices)
     return Kernels(_attention_without_kernels(name), name, NativeOperations(), NativeSampler())
 
 

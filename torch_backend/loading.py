@@ -27,6 +27,7 @@ from sglang_jax.runner.sizing import (
     refuse_beside_states,
 )
 from torch_backend.batch import ForwardBatch
+from torch_backend.block_weights import matrices_to_keep, measure_forms
 from torch_backend.cpu_trial import CpuForm
 from torch_backend.devices import available_memory, select_device, select_dtype
 from torch_backend.graphs import CudaCapture, row_buckets
@@ -108,10 +109,14 @@ def _load_on(
         attention=kernels.attention,
         parallel=parallel,
     )
-    bytes_of_weights = weight_bytes(model)
+    room = available_memory(device) - weight_bytes(model)
+    kept = matrices_to_keep(model, checkpoint.config, checkpoint.blocks, kernels.block_matrices, room)
+    bytes_of_weights = weight_bytes(model, kept)
     memory, sizes = _sizes(config, checkpoint.config, model, device, kv_dtype, state_dtypes, bytes_of_weights, parallel)
     kv_scales = scales_of_checkpoint(checkpoint, config.kv_cache_dtype)
-    load_weights(model, checkpoint.reader, checkpoint.config)
+    load_weights(model, checkpoint.reader, checkpoint.config, kept=kept)
+    with torch.inference_mode():
+        measure_forms(model)
     kv = _allocate(
         checkpoint.config, model, sizes.num_pages, config.page_size, kv_dtype, device, kv_scales, state_dtypes
     )

@@ -7,8 +7,9 @@ no layer's structure is repeated here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import ml_dtypes
 import numpy as np
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from sglang_jax.architectures.axes import Axis
-from sglang_jax.architectures.manifest import ParameterName
+from sglang_jax.architectures.manifest import ParameterName, manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint import ParameterReader, TensorReader, check_tensors
 from sglang_jax.checkpoint.reader import Array
@@ -35,40 +36,59 @@ class ParameterPart:
     index: tuple[slice, ...]
 
 
+class KeptBlocks(Protocol):
+    """A matrix that is kept as the checkpoint stores it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this takes; known before."""
+        ...
+
+    def read(self) -> None:
+        """Reads the matrix; its bias has been read."""
+        ...
+
+
 def load_weights(
     model: Transformer,
     reader: TensorReader,
     config: ModelConfig,
     *,
     pack: bool = True,
+    kept: Sequence[KeptBlocks] = (),
 ) -> None:
     """Gives every parameter of `model` its value, of the model's dtype, on its device.
 
     At any time the host holds no more than one parameter beside those of a model on the host. On a CPU, matrices are
-    then packed (see `Transformer.pack`) where torch can do it, unless `pack` is false.
+    then packed (see `Transformer.pack`) where torch can do it, unless `pack` is false. `kept` matrices are packed and
+    in the blocks of the checkpoint beside that.
 
     **Raises:** `CheckpointError` naming tensors that are missing, extra or misshapen.
     """
     check_tensors(reader, config)
     parameters = ParameterReader(reader, config)
-    for module, name, parts in _sources(model, parameters):
+    for module, name, parts in sources(model, config):
         empty: nn.Parameter = module.get_parameter(name)
         value = _read(parameters, parts, empty.shape, empty.dtype).to(model.device)
         setattr(module, name, nn.Parameter(value, requires_grad=False))
     if model.tied:
         model.head.linear.weight = model.embedding.weight
-    if pack and _packs(model):
+    for each in kept:
+        each.read()
+    if pack and packs(model):
         model.pack()
 
 
-def weight_bytes(model: Transformer) -> int:
+def weight_bytes(model: Transformer, kept: Sequence[KeptBlocks] = ()) -> int:
     """Bytes that the weights of `model` take once `load_weights` is done with it; known before."""
     plain = sum(parameter.nbytes for parameter in model.parameters())
     # Packed matrices replace plain ones, but for tied embeddings.
-    return plain + (model.embedding.weight.nbytes if model.tied and _packs(model) else 0)
+    twice = model.embedding.weight.nbytes if model.tied and packs(model) else 0
+    return plain + twice + sum(each.nbytes for each in kept)
 
 
-def _packs(model: Transformer) -> bool:
+def packs(model: Transformer) -> bool:
+    """Whether matrices of `model` are packed: on a CPU where torch can do it."""
     return model.device.type == "cpu" and packing_works(model.embedding.weight.dtype)
 
 
@@ -98,14 +118,14 @@ def _as_numpy(tensor: torch.Tensor) -> Array:
     return bits.view(ml_dtypes.bfloat16)
 
 
-_Source = tuple[nn.Module, str, list[ParameterPart]]
+Source = tuple[nn.Module, str, list[ParameterPart]]
 """A parameter, by its module and name, and what it is made of."""
 
 
-def _sources(model: Transformer, reader: ParameterReader) -> Iterator[_Source]:
-    """Every parameter that has a value of its own."""
+def sources(model: Transformer, config: ModelConfig, *, tied_head: bool = False) -> Iterator[Source]:
+    """Every parameter that has a value of its own; with `tied_head` a head too that shares the embeddings'."""
     whole: list[nn.Module] = [model.embedding, model.final_norm]
-    if not model.tied:
+    if tied_head or not model.tied:
         whole.append(model.head.linear)
     modules: list[tuple[int | None, nn.Module]] = [(None, module) for module in whole]
     for count, layer in enumerate(model.decoder_layers):
@@ -114,12 +134,12 @@ def _sources(model: Transformer, reader: ParameterReader) -> Iterator[_Source]:
         if isinstance(module, Loadable):
             for name, made_of in module.sources.items():
                 names = [ParameterName(part, made_of.kind, number) for part in made_of.parts]
-                yield module, name, [ParameterPart(each, _index(model.shard, reader, each)) for each in names]
+                yield module, name, [ParameterPart(each, _index(model.shard, config, each)) for each in names]
 
 
-def _index(shard: ModelShard, reader: ParameterReader, name: ParameterName) -> tuple[slice, ...]:
+def _index(shard: ModelShard, config: ModelConfig, name: ParameterName) -> tuple[slice, ...]:
     """The rank's part of a parameter: of heads, of columns of the feed-forward layer, of rows of the vocabulary."""
-    spec = reader.spec(name)
+    spec = manifest_of(config).specs[name]
     index = []
     for axes, (length, *inner) in zip(spec.axes, spec.sizes, strict=True):
         width = math.prod(inner)

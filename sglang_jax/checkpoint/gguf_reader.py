@@ -13,6 +13,7 @@ from sglang_jax.architectures.manifest import manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.registry import family_named
 from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.checkpoint.blocks import BLOCK, BlockFormat, Blocks
 from sglang_jax.checkpoint.gguf_file import GgufFile, GgufTensor
 from sglang_jax.checkpoint.reader import Array, Index, row_numbers, whole_index
 from sglang_jax.errors import CheckpointError
@@ -37,6 +38,11 @@ _BLOCK_TYPES = frozenset(
         GGMLQuantizationType.Q6_K,
     }
 )
+_BLOCK_FORMATS = {
+    GGMLQuantizationType.Q4_0: BlockFormat.FOUR_BITS,
+    GGMLQuantizationType.Q4_1: BlockFormat.FOUR_BITS,
+    GGMLQuantizationType.Q8_0: BlockFormat.EIGHT_BITS,
+}
 SUPPORTED_TYPES = frozenset(_PLAIN_DTYPES) | _BLOCK_TYPES
 
 
@@ -98,6 +104,31 @@ class GgufReader:
         else:
             raw = raw[rows]
         return _dequantize(raw, entry.tensor)[(slice(None), *rest)]
+
+    def block_format(self, name: str) -> BlockFormat | None:
+        """See `BlockReader`."""
+        tensor = self._entry(name).tensor
+        return None if tensor.kind is None or len(tensor.shape) != 2 else _BLOCK_FORMATS.get(tensor.kind)
+
+    def read_blocks(self, name: str, index: Index) -> Blocks:
+        """See `BlockReader`. Q4_0, whose levels are less 8 before they are scaled, has least weights of -8 scales."""
+        entry = self._entry(name)
+        rows, columns = whole_index(entry.tensor.shape, index)
+        heads = entry.permuted_heads
+        raw: Array = self._file.raw(entry.tensor)
+        raw = raw[_stored_rows(entry.tensor.shape[0], heads)[rows] if heads else rows]
+        first, last, _ = columns.indices(entry.tensor.shape[1])
+        blocks = raw.reshape(len(raw), entry.tensor.shape[1] // BLOCK, -1)[:, first // BLOCK : last // BLOCK]
+        halves = np.ascontiguousarray(blocks[..., :4]).view(np.float16)
+        match entry.tensor.kind:
+            case GGMLQuantizationType.Q4_0:
+                scales = halves[..., 0]
+                return Blocks(BlockFormat.FOUR_BITS, blocks[..., 2:], scales, scales * np.float16(-8))
+            case GGMLQuantizationType.Q4_1:
+                return Blocks(BlockFormat.FOUR_BITS, blocks[..., 4:], halves[..., 0], halves[..., 1])
+            case GGMLQuantizationType.Q8_0:
+                return Blocks(BlockFormat.EIGHT_BITS, blocks[..., 2:].view(np.int8), halves[..., 0], None)
+        raise ValueError(f"{name} is not stored in blocks that are kept")
 
     def _entry(self, name: str) -> _Entry:
         if name not in self._entries:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.checkpoint.blocks import BlockReader
 from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.checkpoint.gguf_config import gguf_model_config
 from sglang_jax.checkpoint.gguf_file import open_gguf
@@ -29,13 +30,15 @@ DEMO_SAMPLING = GenerationDefaults(temperature=0.2, top_p=0.9)
 class Checkpoint:
     """A model on disk, its tensors checked against its config but not yet read.
 
-    `reader` is None for an Orbax checkpoint: the backend restores `source.path` straight to its devices.
+    `reader` is None for an Orbax checkpoint: the backend restores `source.path` straight to its devices. `blocks` reads
+    the same tensors as they are stored, where matrices may be in blocks of small numbers.
     """
 
     source: ModelSource
     config: ModelConfig
     reader: TensorReader | None
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    blocks: BlockReader | None = None
 
     @property
     def tokenizer_source(self) -> ModelSource:
@@ -77,10 +80,11 @@ def open_checkpoint(
     if source.kind is SourceKind.GGUF:
         file = open_gguf(source.path)
         config = gguf_model_config(file)
-        reader: TensorReader = DummyReader(config, seed) if dummy else GgufReader(file, config)
+        blocks = None if dummy else GgufReader(file, config)
+        reader: TensorReader = blocks or DummyReader(config, seed)
         check_tensors(reader, config)
-        demo = model_path == DEMO
-        return Checkpoint(source, config, reader, DEMO_SAMPLING if demo else gguf_generation_defaults(file))
+        defaults = DEMO_SAMPLING if model_path == DEMO else gguf_generation_defaults(file)
+        return Checkpoint(source, config, reader, defaults, blocks)
     config = load_hf_config(source.path)
     defaults = load_generation_defaults(source.path)
     if source.kind is SourceKind.ORBAX and not dummy:

@@ -27,29 +27,36 @@ class ParameterReader:
         """The parameter, or the part at `index`, as stored: matrices [out, in]. Of rows that make up heads, whole heads
         are read."""
         spec = self._specs[name]
-        rows, *rest = whole_index(spec.shape, index)
-        first, last, _ = rows.indices(spec.shape[0])
-        stored = slice(spec.first_row + spec.blocks * first, spec.first_row + spec.blocks * last)
-        found = self._reader.read(spec.tensor, (stored, *rest))
-        if spec.blocks > 1:
-            heads = found.reshape(-1, spec.blocks, spec.lengths[Axis.HEAD_DIM], *found.shape[1:])
-            found = heads[:, spec.block].reshape(last - first, *found.shape[1:])
-        if spec.interleaved:
-            found = self._halves(found, name)
-        if spec.rotated:
-            found = _pairs_half_a_head_apart(found, spec.lengths[Axis.HEAD_DIM], spec.rotated)
+        stored, rest = stored_part(spec, index)
+        found = rows_of_parameter(spec, self._reader.read(spec.tensor, (stored, *rest)))
         if spec.factors:
             rows_of_runs, factors = zip(*spec.factors, strict=True)
-            by = np.repeat(np.array(factors, np.float32), rows_of_runs)[first:last]
+            first = (stored.start - spec.first_row) // spec.blocks
+            by = np.repeat(np.array(factors, np.float32), rows_of_runs)[first : first + len(found)]
             found = found.astype(np.float32) * by.reshape(-1, *[1] * (found.ndim - 1))
         if spec.offset:
             found = found.astype(np.float32) + np.float32(spec.offset)
         return found
 
-    def _halves(self, rows: Array, name: ParameterName) -> Array:
-        """Each head's row `2 * i + half` as row `half * head_dim / 2 + i`."""
-        pairs = rows.reshape(-1, self._specs[name].lengths[Axis.HEAD_DIM] // 2, 2, *rows.shape[1:])
-        return pairs.swapaxes(1, 2).reshape(rows.shape)
+
+def stored_part(spec: ParameterSpec, index: Index | None) -> tuple[slice, Index]:
+    """The rows of its tensor that hold the part of a parameter at `index`, and what that takes of the other axes."""
+    rows, *rest = whole_index(spec.shape, index)
+    first, last, _ = rows.indices(spec.shape[0])
+    return slice(spec.first_row + spec.blocks * first, spec.first_row + spec.blocks * last), tuple(rest)
+
+
+def rows_of_parameter(spec: ParameterSpec, found: Array) -> Array:
+    """Rows of a tensor, or a thing of each row, as those of a parameter: its blocks of heads, in the model's order."""
+    if spec.blocks > 1:
+        heads = found.reshape(-1, spec.blocks, spec.lengths[Axis.HEAD_DIM], *found.shape[1:])
+        found = heads[:, spec.block].reshape(len(found) // spec.blocks, *found.shape[1:])
+    if spec.interleaved:  # each head's row `2 * i + half` as row `half * head_dim / 2 + i`
+        pairs = found.reshape(-1, spec.lengths[Axis.HEAD_DIM] // 2, 2, *found.shape[1:])
+        found = pairs.swapaxes(1, 2).reshape(found.shape)
+    if spec.rotated:
+        found = _pairs_half_a_head_apart(found, spec.lengths[Axis.HEAD_DIM], spec.rotated)
+    return found
 
 
 def _pairs_half_a_head_apart(rows: Array, head_dim: int, rotated: int) -> Array:

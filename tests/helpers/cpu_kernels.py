@@ -9,6 +9,7 @@ import torch
 from sglang_jax.config import EngineConfig
 from torch_backend.attention.cpu import CpuAttention
 from torch_backend.attention.interface import HeadForm
+from torch_backend.cpu_kernels.block_matrix import BlockProducts
 from torch_backend.cpu_kernels.compiling import KernelCompiler
 from torch_backend.cpu_kernels.operations import CpuOperations
 
@@ -21,6 +22,11 @@ def cpu_attention(dtype: torch.dtype, *forms: HeadForm) -> CpuAttention:
 @functools.cache
 def cpu_operations(dtype: torch.dtype, *head_dims: int) -> CpuOperations:
     return CpuOperations(_compiler(), dtype, head_dims)
+
+
+@functools.cache
+def block_products() -> BlockProducts:
+    return BlockProducts(_compiler())
 
 
 def _compiler() -> KernelCompiler:

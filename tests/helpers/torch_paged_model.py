@@ -30,7 +30,7 @@ ROWS = 4
 class TorchPagedModel:
     """A loaded checkpoint, or a rank's part of it, and its pages: page 0 and `columns` pages for each of 4 rows.
 
-    `numba`: attention and fused operations are CPU kernels."""
+    `numba`: attention and fused operations are CPU kernels. Without `load` the model has no weights yet."""
 
     def __init__(
         self,
@@ -42,6 +42,7 @@ class TorchPagedModel:
         parallel: TensorParallel = SINGLE,
         page_size: int = 4,
         columns: int = 16,
+        load: bool = True,
     ) -> None:
         checkpoint = open_checkpoint(str(folder))
         config = checkpoint.config
@@ -57,7 +58,8 @@ class TorchPagedModel:
             attention=attention or NativeAttention(),
             parallel=parallel,
         )
-        load_weights(self.model, checkpoint.reader, config)
+        if load:
+            load_weights(self.model, checkpoint.reader, config)
         self.keeps_states = config.keeps_states
         self.kv: list[LayerMemory] = []
         for layer in config.layers:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from functools import partial
 
 import torch
 from torch import nn
 
 from sglang_jax.architectures.model_config import Activation, FeedForwardConfig
 from sglang_jax.architectures.tensor_names import Part
+from torch_backend.layers.by_rows import ByRows, Form, Product
 from torch_backend.layers.linear import Linear
 from torch_backend.layers.packed import PackedMatrix
 from torch_backend.layers.parameter import forget
@@ -34,7 +35,9 @@ class FeedForward(nn.Module):
         # The sum over ranks adds the output's bias once.
         self.down = Linear(inner, hidden_size, (Part.DOWN,), bias=config.bias and shard.first, dtype=dtype)
         self._activation = config.activation
-        self._gated: _Gated = _PlainGated(self.gate_up, config.activation, operations)
+        self._gated: Product = _PlainGated(self.gate_up, config.activation, operations)
+        self.by_rows: ByRows | None = None
+        """The two forms of gate and up, if they have two."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, hidden]` → this rank's part of `[T, hidden]`, to be summed over ranks."""
@@ -43,19 +46,20 @@ class FeedForward(nn.Module):
 
     def pack(self) -> None:
         """Packs the loaded weights for the CPU's kernels, and forgets the plain ones."""
-        self._gated = _PackedGated(self.gate_up, self._activation)
+        packed = _PackedGated(self.gate_up, self._activation)
+        self._gated = packed
+        blocks = self.gate_up.blocks
+        if blocks is not None:
+            form = Form(self.gate_up.weight.shape[0], self.gate_up.weight.shape[1], blocks.bits, gated=True)
+            few = partial(blocks.multiply_gated, activation=self._activation)
+            self.by_rows = ByRows(form, few, packed, self.gate_up.weight.dtype)
+            self._gated = self.by_rows.multiply
         self.gate_up.weight = forget(self.gate_up.weight)
         self.down.pack()
 
 
-class _Gated(Protocol):
-    """`activation(gate(x)) * up(x)`: `[T, hidden]` → `[T, intermediate]`, in one form of the two matrices."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
-
-
 class _PlainGated:
-    """One product, then the activation."""
+    """`activation(gate(x)) * up(x)`, `[T, hidden]` → `[T, intermediate]`: one product, then the activation."""
 
     def __init__(self, gate_up: Linear, activation: Activation, operations: Operations) -> None:
         self._gate_up = gate_up

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from sglang_jax.architectures.tensor_names import Kind, Part
-from torch_backend.layers.matrix import Matrix, PlainMatrix
+from torch_backend.layers.by_rows import ByRows, Form
+from torch_backend.layers.matrix import InBlocks, Matrix, PlainMatrix
 from torch_backend.layers.packed import PackedMatrix
 from torch_backend.layers.parameter import Loadable, forget
 
@@ -23,12 +24,23 @@ class Linear(Loadable):
         self.weight = self.declare("weight", (outputs, inputs), dtype, *parts)
         self.bias = self.declare("bias", (outputs,), dtype, *parts, kind=Kind.BIAS) if bias else None
         self._matrix: Matrix = PlainMatrix(self)
+        self.blocks: InBlocks | None = None
+        """The matrix as a checkpoint stores it, where that is kept; `pack` takes it into use."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._matrix.multiply(x)
 
+    @property
+    def by_rows(self) -> ByRows | None:
+        """Its two forms, if it has two."""
+        return self._matrix if isinstance(self._matrix, ByRows) else None
+
     def pack(self, *, keep_plain: bool = False) -> None:
         """Packs the loaded weight for the CPU's kernels, and forgets the plain one unless something else needs it."""
-        self._matrix = PackedMatrix(self.weight, self.bias)
+        packed = PackedMatrix(self.weight, self.bias)
+        self._matrix = packed
+        if self.blocks is not None:
+            form = Form(self.weight.shape[0], self.weight.shape[1], self.blocks.bits, gated=False)
+            self._matrix = ByRows(form, self.blocks.multiply, packed.multiply, self.weight.dtype)
         if not keep_plain:
             self.weight = forget(self.weight)

@@ -8,12 +8,27 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from sglang_jax.architectures.model_config import Activation
+
 
 class Matrix(Protocol):
     """A weight `[outputs, inputs]` with the bias of its product, in some form."""
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """`x [T, inputs]` → `[T, outputs]`, rounded once, after the bias."""
+        ...
+
+
+class InBlocks(Matrix, Protocol):
+    """A matrix of small whole numbers in blocks, as a checkpoint stores it."""
+
+    @property
+    def bits(self) -> int:
+        """Bits of a number."""
+        ...
+
+    def multiply_gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """Of a matrix that is gate and up, one after the other: `activation(gate(x)) * up(x)`, `[T, outputs / 2]`."""
         ...
 
 

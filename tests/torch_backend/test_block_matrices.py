@@ -1,0 +1,243 @@
+"""Matrices that stay in the blocks of a GGUF file: their numbers, their products, which form serves how many rows."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+from helpers.cpu_kernels import block_products
+from helpers.gguf_files import make_tiny_gguf, write_gguf
+from helpers.small_configs import small_config
+from helpers.tiny_models import make_tiny_model, make_tiny_tokenizer
+from helpers.torch_paged_model import TorchPagedModel
+from torch.nn import functional
+
+from sglang_jax.architectures.manifest import ParameterName
+from sglang_jax.architectures.model_config import Activation
+from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.checkpoint import ParameterReader, open_checkpoint
+from sglang_jax.checkpoint.blocks import BlockFormat, BlockParameters, Blocks
+from sglang_jax.checkpoint.gguf_file import open_gguf
+from sglang_jax.checkpoint.gguf_reader import GgufReader
+from torch_backend.block_weights import matrices_to_keep
+from torch_backend.cpu_kernels import block_matrix
+from torch_backend.cpu_kernels.block_matrix import BlockMatrix, BlockProducts, supported
+from torch_backend.layers import by_rows
+from torch_backend.layers.by_rows import ByRows, Form, Product, set_limits
+from torch_backend.layers.feed_forward import FeedForward
+from torch_backend.layers.linear import Linear
+from torch_backend.weights import load_weights, weight_bytes
+
+KINDS = (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0)
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+
+needs_units = pytest.mark.skipif(not supported(), reason="the kernels need a processor with avx512_bf16")
+
+
+def stored(kind: GGMLQuantizationType, rows: int, columns: int, seed: int = 0) -> np.ndarray:
+    """Random levels with ordinary scales: uint8 `[rows, bytes of a row]`."""
+    random = np.random.default_rng(seed)
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    data = random.integers(0, 256, (rows, columns // block, block_bytes), dtype=np.uint8)
+    for at in (0, 2) if kind is GGMLQuantizationType.Q4_1 else (0,):
+        scales = (random.standard_normal(data.shape[:2]) / 8).astype(np.float16)
+        data[..., at : at + 2] = scales[..., None].view(np.uint8)
+    return data.reshape(rows, -1)
+
+
+def opened(
+    folder: Path, data: np.ndarray, kind: GGMLQuantizationType, architecture: str = "llama"
+) -> tuple[BlockParameters, ParameterReader, ParameterName]:
+    """The query projection of a model of 2 heads of `rows / 2`, in a file."""
+    _, block_bytes = GGML_QUANT_SIZES[kind]
+    columns = data.shape[1] // block_bytes * 32
+    config = small_config(
+        architecture=architecture,
+        vocab_size=16,
+        hidden_size=columns,
+        intermediate_size=8,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=len(data) // 2,
+        attention_bias=False,
+    )
+    file = open_gguf(write_gguf(folder / "x.gguf", architecture, {}, {"blk.0.attn_q.weight": (data, kind)}))
+    reader = GgufReader(file, config)
+    return BlockParameters(reader, config), ParameterReader(reader, config), ParameterName(Part.QUERY, layer=0)
+
+
+def blocks_of(kind: GGMLQuantizationType, outputs: int, inputs: int, folder: Path) -> tuple[Blocks, torch.Tensor]:
+    """Blocks, and the matrix as the gguf package widens it, in bfloat16."""
+    data = stored(kind, outputs, inputs)
+    parameters, _, name = opened(folder, data, kind, "qwen2")
+    return parameters.read(name), torch.from_numpy(dequantize(data, kind)).bfloat16()
+
+
+@every_kind
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_blocks_are_the_numbers_that_the_reader_widens(
+    kind: GGMLQuantizationType, architecture: str, tmp_path: Path
+) -> None:
+    """Llama's files have the rows of queries in another order."""
+    parameters, numbers, name = opened(tmp_path, stored(kind, 24, 160), kind, architecture)
+    for index in (None, (slice(12, 24), slice(0, 160)), (slice(0, 24), slice(32, 128))):
+        assert parameters.format(name, index) is not None
+        blocks = parameters.read(name, index)
+        expected = numbers.read(name, index)
+        assert blocks.shape == expected.shape
+        np.testing.assert_array_equal(blocks.widened(), expected)
+    assert parameters.format(name, (slice(0, 24), slice(16, 160))) is None
+
+
+@needs_units
+@every_kind
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 11, 64])
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_products(kind: GGMLQuantizationType, rows: int, bias: bool, tmp_path: Path) -> None:
+    """Against float64, rounded once: over half a step, sums in float32."""
+    blocks, weight = blocks_of(kind, 104, 160, tmp_path)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn((rows, 160), generator=generator).bfloat16()
+    offset = torch.randn(104, generator=generator).bfloat16() if bias else None
+    matrix = block_products().matrix(blocks, offset)
+    exact = functional.linear(x.double(), weight.double(), None if offset is None else offset.double())
+    check_rounded_once(matrix.multiply(x), exact)
+    gate, up = exact.chunk(2, dim=-1)
+    for activation, activated in (
+        (Activation.SILU, functional.silu(gate)),
+        (Activation.GELU_TANH, functional.gelu(gate, approximate="tanh")),
+    ):
+        found = matrix.multiply_gated(x, activation)
+        assert found.shape == (rows, 52)
+        error = (found.double() - activated * up).abs()
+        assert bool((error <= 1.02 * torch.finfo(torch.bfloat16).eps * (activated * up).abs() + 1e-4).all())
+
+
+def check_rounded_once(found: torch.Tensor, exact: torch.Tensor) -> None:
+    assert found.dtype == torch.bfloat16
+    assert found.shape == exact.shape
+    allowed = 0.51 * torch.finfo(torch.bfloat16).eps * exact.abs() + 1e-5 * (1 + exact.abs().max())
+    assert bool(((found.double() - exact).abs() <= allowed).all())
+
+
+@needs_units
+@every_kind
+def test_a_row_s_product_is_the_same_in_any_company(kind: GGMLQuantizationType, tmp_path: Path) -> None:
+    """Bit for bit: by itself, among few that are multiplied directly, among many whose weights are widened first."""
+    blocks, _ = blocks_of(kind, 2048, 160, tmp_path)
+    matrix = block_products().matrix(blocks, None)
+    x = torch.randn((64, 160), generator=torch.Generator().manual_seed(2)).bfloat16()
+    together = matrix.multiply(x)
+    gated = matrix.multiply_gated(x, Activation.SILU)
+    for first, last in ((0, 1), (63, 64), (5, 7), (9, 12), (20, 24), (30, 35), (40, 57)):
+        assert torch.equal(matrix.multiply(x[first:last]), together[first:last])
+        assert torch.equal(matrix.multiply_gated(x[first:last], Activation.SILU), gated[first:last])
+
+
+@needs_units
+def test_nan_and_infinity_are_told(tmp_path: Path) -> None:
+    blocks, _ = blocks_of(GGMLQuantizationType.Q4_1, 8, 64, tmp_path)
+    matrix = block_products().matrix(blocks, None)
+    x = torch.ones((6, 64)).bfloat16()
+    x[1, 3], x[4, 60] = torch.nan, torch.inf
+    found = matrix.multiply(x)
+    assert bool(found[1].isnan().all())
+    assert not bool(found[4].isfinite().any())
+    assert bool(found[[0, 2, 3, 5]].isfinite().all())
+
+
+@needs_units
+@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
+def test_a_model_with_blocks_has_the_widened_one_s_logits(tied: bool, tmp_path: Path) -> None:
+    """Of every row, whichever form serves it; both forms have the same weights, and sums in float32."""
+    model = make_tiny_model("llama", hidden_size=128, intermediate_size=256, tie_word_embeddings=tied)
+    file = make_tiny_gguf(tmp_path / "model.gguf", model, make_tiny_tokenizer(tmp_path), kind=GGMLQuantizationType.Q4_1)
+    checkpoint = open_checkpoint(str(file))
+    widened = TorchPagedModel(file, dtype=torch.bfloat16)
+    blocks = TorchPagedModel(file, dtype=torch.bfloat16)
+    empty = TorchPagedModel(file, dtype=torch.bfloat16, load=False).model
+    kept = matrices_to_keep(empty, checkpoint.config, checkpoint.blocks, block_products(), 2**30)
+    # Of each layer queries with keys and values, output, gate with up, down; and the head.
+    assert len(kept) == 4 * len(checkpoint.config.layers) + 1
+    plain = weight_bytes(empty)
+    assert weight_bytes(empty, kept) - plain == sum(each.linear.weight.numel() for each in kept) * 20 // 32
+    assert matrices_to_keep(empty, checkpoint.config, checkpoint.blocks, block_products(), 2**10) == ()
+    assert matrices_to_keep(empty, checkpoint.config, checkpoint.blocks, None, 2**30) == ()
+    load_weights(empty, checkpoint.reader, checkpoint.config, kept=kept)
+    blocks.model = empty
+    layers = [module for module in empty.modules() if isinstance(module, Linear | FeedForward)]
+    limited = [layer.by_rows for layer in layers if layer.by_rows is not None]
+    assert len(limited) == len(kept)
+    tokens = np.random.default_rng(0).integers(0, checkpoint.config.vocab_size, (4, 12)).astype(np.int32)
+    steps = [{0: 8, 1: 3}, {0: 1, 1: 1, 2: 1, 3: 1}, {0: 1, 1: 1}]
+    expected = widened.run(tokens, steps)
+    for limit in (0, 3, 64):
+        for each in limited:
+            each.limit = limit
+        for found, wanted in zip(blocks.run(tokens, steps), expected, strict=True):
+            assert np.abs(found - wanted).max() < 0.03 * np.abs(wanted).max()
+
+
+@needs_units
+def test_kernels_that_multiply_wrongly_are_not_believed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = BlockMatrix.multiply
+    for name, wrong in (("value", 1.02), ("NaN", float("nan"))):
+        monkeypatch.setattr(BlockMatrix, "multiply", lambda matrix, x, by=wrong: right(matrix, x) * by)
+        products = BlockProducts(block_products().compiler)
+        with caplog.at_level(logging.WARNING, logger="torch_backend"):
+            assert not products.work(BlockFormat.FOUR_BITS, gated=False), name
+            assert not products.work(BlockFormat.FOUR_BITS, gated=False)
+        (message,) = caplog.messages
+        assert message.endswith("wrong on this machine")
+        caplog.clear()
+
+
+def test_a_processor_without_the_units_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLVM ends the process when it is asked for instructions that it cannot have."""
+    for features, expected in (
+        ("", False),
+        ("+avx512bw,+avx512f,-avx512bf16", False),
+        ("+avx512bf16,+avx512bw", True),
+    ):
+        monkeypatch.setattr(block_matrix.config, "CPU_FEATURES", features)
+        assert supported() is expected
+
+
+class Clock:
+    """Processor time that products are said to take."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def product(self, fixed: float, by_row: float) -> Product:
+        """Takes a time, and one for each row; what it finds says which it is."""
+
+        def multiply(x: torch.Tensor) -> torch.Tensor:
+            self.now += fixed + by_row * len(x)
+            return x.new_full((len(x), 1), fixed)
+
+        return multiply
+
+
+@pytest.mark.parametrize(
+    ("few", "many", "expected"), [((1, 1), (20, 0), 16), ((1, 0), (2, 0), 64), ((5, 0), (4, 0), 0)]
+)
+def test_the_quicker_form_serves(
+    few: tuple[float, float], many: tuple[float, float], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, form = Clock(), Form(outputs=1024, inputs=2**12, bits=4, gated=False)
+    monkeypatch.setattr(by_rows.time, "thread_time", lambda: clock.now)
+    products = [ByRows(form, clock.product(*few), clock.product(*many), torch.bfloat16) for _ in range(5)]
+    threads = torch.get_num_threads()
+    assert set_limits(products) == {form: expected}
+    assert torch.get_num_threads() == threads
+    for rows in (1, expected, expected + 1, 65):
+        served = few if rows <= expected else many
+        assert all(float(each.multiply(torch.ones(rows, 1)).sum()) == rows * served[0] for each in products)

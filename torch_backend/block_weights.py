@@ -1,0 +1,112 @@
+"""Matrices that stay in the blocks in which a checkpoint stores them, beside their packed form."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.checkpoint.blocks import BLOCK, BlockFormat, BlockParameters, BlockReader, Blocks
+from torch_backend.layers.by_rows import ByRows, set_limits
+from torch_backend.layers.feed_forward import FeedForward
+from torch_backend.layers.linear import Linear
+from torch_backend.layers.matrix import InBlocks
+from torch_backend.models.transformer import Transformer
+from torch_backend.weights import ParameterPart, packs, sources
+
+logger = logging.getLogger(__name__)
+
+_OUTPUTS_TOGETHER = 4
+"""Outputs of a part of a matrix are a multiple of this."""
+
+_MOST_OF_MEMORY = 1 / 8
+"""Of what the other form of all weights leaves, blocks take no more than this share."""
+
+
+class BlockMatrices(Protocol):
+    """Makes matrices of blocks that multiply on this machine."""
+
+    def work(self, form: BlockFormat, *, gated: bool) -> bool:
+        """Whether products of a format, or gated ones, can be had here and are right; said in the log if not."""
+        ...
+
+    def matrix(self, blocks: Blocks, bias: torch.Tensor | None) -> InBlocks:
+        """A matrix whose outputs are a multiple of 4, each half of them if it is gate and up."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class KeptMatrix:
+    """The matrix of a linear layer of which all parts are stored in blocks of one format."""
+
+    linear: Linear
+    parts: list[ParameterPart]
+    form: BlockFormat
+    parameters: BlockParameters
+    matrices: BlockMatrices
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that its blocks take; known before they are read."""
+        return self.linear.weight.numel() // BLOCK * self.form.block_bytes
+
+    def read(self) -> None:
+        """Gives the layer its blocks, but for scales so large that eight of one are no float16."""
+        blocks = Blocks.stacked([self.parameters.read(part.name, part.index) for part in self.parts])
+        if blocks.least is None or bool(np.isfinite(blocks.least).all()):
+            self.linear.blocks = self.matrices.matrix(blocks, self.linear.bias)
+
+
+def matrices_to_keep(
+    model: Transformer, config: ModelConfig, reader: BlockReader | None, matrices: BlockMatrices | None, room: int
+) -> Sequence[KeptMatrix]:
+    """The matrices of `model` to be kept in blocks: none where `matrices` is None, or where they would take more than
+    an eighth of `room`, the bytes that the packed model leaves. Reads no values."""
+    if reader is None or matrices is None or not packs(model):
+        return ()
+    parameters = BlockParameters(reader, config)
+    kept = []
+    for module, name, parts in sources(model, config, tied_head=True):
+        if isinstance(module, Linear) and name == "weight":
+            form = _common_format(module, parts, parameters)
+            if form is not None and matrices.work(form, gated=parts[0].name.part is Part.GATE):
+                kept.append(KeptMatrix(module, parts, form, parameters, matrices))
+    needed = sum(each.nbytes for each in kept)
+    if needed > room * _MOST_OF_MEMORY:
+        logger.info(
+            "Matrices stored in blocks are widened: to keep the blocks too takes %.0f MiB, more than an eighth of %.0f",
+            needed / 2**20,
+            room / 2**20,
+        )
+        return ()
+    return kept
+
+
+def _common_format(linear: Linear, parts: list[ParameterPart], parameters: BlockParameters) -> BlockFormat | None:
+    found = {parameters.format(part.name, part.index) for part in parts}
+    rows = [part.index[0].stop - part.index[0].start for part in parts]
+    if len(found) > 1 or sum(rows) != len(linear.weight) or any(count % _OUTPUTS_TOGETHER for count in rows):
+        return None
+    return found.pop()
+
+
+def measure_forms(model: Transformer) -> None:
+    """Finds out for how many rows blocks are quicker than packed matrices; says so in the log. Belongs on the thread
+    that runs the model."""
+    products: list[ByRows] = []
+    for module in model.modules():
+        if isinstance(module, Linear | FeedForward) and module.by_rows is not None:
+            products.append(module.by_rows)
+    if not products:
+        return
+    found = {f"{form.outputs}x{form.inputs}": limit for form, limit in set_limits(products).items()}
+    logger.info(
+        "Matrices in blocks of small numbers serve steps of at most so many rows: %s",
+        ", ".join(f"{shape} {limit}" for shape, limit in found.items()),
+    )

@@ -1,0 +1,183 @@
+"""Matrices kept in the blocks in which a checkpoint stores them, as CPU kernels read them."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import torch
+from numba import config
+from numba.core.codegen import get_host_cpu_features
+from numba.core.errors import NumbaError
+from torch.nn import functional
+
+from sglang_jax.architectures.model_config import Activation
+from sglang_jax.checkpoint.blocks import BLOCK, BlockFormat, Blocks
+from sglang_jax.checkpoint.reader import Array
+from torch_backend.cpu_kernels import block_product, vectors
+from torch_backend.cpu_kernels.block_tiles import OUTPUTS
+from torch_backend.cpu_kernels.compiling import KernelCompiler
+from torch_backend.cpu_kernels.team import Launcher
+
+logger = logging.getLogger(__name__)
+
+_ACTIVATIONS = {Activation.SILU: block_product.SILU, Activation.GELU_TANH: block_product.GELU_TANH}
+
+
+class BlockProducts:
+    """The products of all matrices in blocks, each compiled when it is first wanted; for one thread at a time."""
+
+    def __init__(self, compiler: KernelCompiler) -> None:
+        self.compiler = compiler
+        self._launchers: dict[tuple[BlockFormat, bool], Launcher] = {}
+        self._scratch = torch.empty(0)
+        self._found: dict[tuple[BlockFormat, bool], bool] = {}
+
+    def work(self, form: BlockFormat, *, gated: bool) -> bool:
+        """Whether products of a format, or gated ones, can be compiled here and are right: tried on small ones once,
+        and said in the log if not."""
+        key = form, gated
+        if key not in self._found:
+            try:
+                self._found[key] = self._right(form, gated)
+            except (NumbaError, OSError, RuntimeError) as error:  # the last is how LLVM fails
+                logger.info("Blocks of %d bits are widened: numba cannot compile their product (%s)", form.value, error)
+                self._found[key] = False
+        return self._found[key]
+
+    def _right(self, form: BlockFormat, gated: bool) -> bool:
+        """Whether products of 1 row and of 17 are those of the widened matrix in float64, rounded."""
+        blocks = _random_blocks(form, outputs=256, inputs=96)
+        weights = torch.from_numpy(blocks.widened()).bfloat16().double()
+        generator = torch.Generator().manual_seed(0)
+        bias = torch.randn(256, generator=generator).bfloat16()
+        matrix = self.matrix(blocks, bias)
+        for rows in (1, 17):
+            x = torch.randn((rows, 96), generator=generator).bfloat16()
+            exact = functional.linear(x.double(), weights, bias.double())
+            found = matrix.multiply(x)
+            if gated:
+                found, (gate, up) = matrix.multiply_gated(x, Activation.SILU), exact.chunk(2, dim=-1)
+                exact = functional.silu(gate).bfloat16().double() * up
+            allowed = 2 * torch.finfo(torch.bfloat16).eps * (1 + exact.abs().max())
+            if not bool((found.double() - exact).abs().max() <= allowed):
+                logger.warning(
+                    "Blocks of %d bits are widened: the kernel of their product is wrong on this machine", form.value
+                )
+                return False
+        return True
+
+    def matrix(self, blocks: Blocks, bias: torch.Tensor | None) -> BlockMatrix:
+        """A matrix whose outputs are a multiple of 4, half of which are if the product is gated."""
+        self._reserve(blocks.shape[1])
+        return BlockMatrix(self, blocks, bias)
+
+    def run(
+        self, matrix: BlockMatrix, x: torch.Tensor, activation: Activation | None, output: torch.Tensor
+    ) -> torch.Tensor:
+        """See `BlockMatrix`."""
+        rows, outputs = output.shape
+        launcher = self.launcher(matrix.form, activation is not None)
+        launcher(
+            matrix.levels.numel() * rows,
+            -(-outputs // (OUTPUTS * block_product.TILES)),
+            x.data_ptr(),
+            matrix.levels.data_ptr(),
+            matrix.scales.data_ptr(),
+            0 if matrix.bias is None else matrix.bias.data_ptr(),
+            output.data_ptr(),
+            self._scratch.data_ptr(),
+            launcher.slots,
+            rows,
+            outputs,
+            matrix.inputs,
+            0 if activation is None else _ACTIVATIONS[activation],
+        )
+        return output
+
+    def launcher(self, form: BlockFormat, gated: bool) -> Launcher:
+        """The kernel of a format, compiled now unless it is there."""
+        key = form, gated
+        if key not in self._launchers:
+            kernel = block_product.build_block_product(self.compiler, form.value, gated)
+            self._launchers[key] = Launcher(kernel, block_product.FIELDS)
+        return self._launchers[key]
+
+    def _reserve(self, inputs: int) -> None:
+        """Room for every thread to multiply by a matrix of so many inputs."""
+        needed = torch.get_num_threads() * block_product.scratch_floats(inputs)
+        if needed > len(self._scratch):
+            self._scratch = torch.empty(needed)
+
+
+class BlockMatrix:
+    """A matrix `[outputs, inputs]` of levels, with the bias of its product; multiplies at most `LARGEST` rows of
+    bfloat16.
+
+    Weights are rounded to bfloat16 in registers, to the bits that the widened matrix has; sums are float32, in an order
+    that does not depend on the number of rows.
+    """
+
+    def __init__(self, products: BlockProducts, blocks: Blocks, bias: torch.Tensor | None) -> None:
+        self.form = blocks.form
+        self.outputs, self.inputs = blocks.shape
+        pack = {BlockFormat.FOUR_BITS: _pack_four_bits, BlockFormat.EIGHT_BITS: _pack_eight_bits}[blocks.form]
+        self.levels, self.scales = (torch.from_numpy(array) for array in pack(blocks))
+        self.bias = bias
+        self._products = products
+
+    @property
+    def bits(self) -> int:
+        """Bits of a level."""
+        return self.form.value
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """`x [T, inputs]` → `[T, outputs]`, rounded once, after the bias."""
+        return self._products.run(self, x.contiguous(), None, x.new_empty((len(x), self.outputs)))
+
+    def multiply_gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """Of a matrix that is gate and up, one after the other: `activation(gate(x)) * up(x)`, `[T, outputs / 2]`."""
+        return self._products.run(self, x.contiguous(), activation, x.new_empty((len(x), self.outputs // 2)))
+
+
+def _random_blocks(form: BlockFormat, outputs: int, inputs: int) -> Blocks:
+    random, shape = np.random.default_rng(0), (outputs, inputs // BLOCK)
+    levels = random.integers(0, 256, (*shape, BLOCK * form.value // 8), dtype=np.uint8)
+    scales, least = (random.standard_normal(shape).astype(np.float16) / np.float16(2**form.value) for _ in range(2))
+    if form is BlockFormat.EIGHT_BITS:
+        return Blocks(form, levels.view(np.int8), scales, None)
+    return Blocks(form, levels, scales, least)
+
+
+def supported() -> bool:
+    """Whether the processor that numba compiles for runs these kernels."""
+    named: str | None = config.CPU_FEATURES
+    return vectors.supported(get_host_cpu_features() if named is None else named)
+
+
+def _pack_four_bits(blocks: Blocks) -> tuple[Array, Array]:
+    """As `multiply_tile` has them: levels, 16-bit words `[outputs / 4, blocks, 32]`, and float16
+    `[outputs / 4, blocks, 8]`."""
+    assert blocks.least is not None
+    outputs, count, half = blocks.levels.shape
+    tiles = blocks.levels.reshape(-1, OUTPUTS, count, half)
+    words = np.empty((outputs // OUTPUTS, count, 2 * half, 2), np.uint8)
+    for byte in range(2):  # of the words, the lower first: two outputs each
+        first, second = tiles[:, 2 * byte], tiles[:, 2 * byte + 1]
+        words[:, :, :half, byte] = first & 15 | second << 4
+        words[:, :, half:, byte] = first >> 4 | second & 0xF0
+    scales = np.stack((blocks.scales, blocks.least)).reshape(2, -1, OUTPUTS, count)
+    # As int16, which every release of torch has, to the same bits.
+    return words.reshape(*words.shape[:2], -1).view(np.int16), _by_tiles(scales.transpose(1, 3, 0, 2))
+
+
+def _pack_eight_bits(blocks: Blocks) -> tuple[Array, Array]:
+    """int8 `[outputs / 4, blocks, 4, 32]` and float16 `[outputs / 4, blocks, 4]`."""
+    count = blocks.levels.shape[1]
+    levels = blocks.levels.reshape(-1, OUTPUTS, count, blocks.levels.shape[2]).transpose(0, 2, 1, 3)
+    scales = blocks.scales.reshape(-1, OUTPUTS, count).transpose(0, 2, 1)
+    return np.ascontiguousarray(levels), np.ascontiguousarray(scales)
+
+
+def _by_tiles(scales: Array) -> Array:
+    return np.ascontiguousarray(scales).reshape(*scales.shape[:2], -1)

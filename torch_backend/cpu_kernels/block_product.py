@@ -1,0 +1,135 @@
+"""Products of rows with a matrix whose weights are levels in blocks (see `block_tiles`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from torch_backend.cpu_kernels.block_tiles import (
+    BLOCK,
+    FEW_ROWS,
+    MOST_ROWS,
+    OUTPUTS,
+    multiply_tile,
+    widen_halves,
+    widen_tile,
+)
+from torch_backend.cpu_kernels.compiling import CompiledKernel, KernelCompiler
+from torch_backend.cpu_kernels.language import elements, exponential, floats, load, store, take
+from torch_backend.cpu_kernels.team import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_COUNTER
+
+FIELDS = "qqqqqqqqqqq"
+"""Addresses of x, levels, scales, bias (0 for none), output and scratch; slots of that; rows, outputs, inputs;
+activation of a gated product.
+
+An item is `TILES` tiles. The matrix of a gated product is gate and up, one after the other along the outputs, each with
+`outputs` of them."""
+
+TILES = 8
+
+LARGEST = 64
+"""Rows of a call at most."""
+
+SILU, GELU_TANH = 1, 2
+"""Activations of gated products."""
+
+# What follows is part of the kernel: it is copied into it, so that formats are constants there.
+_part: Callable[[Any], Any] = njit(inline="always")
+
+
+def scratch_floats(inputs: int) -> int:
+    """float32 words that each thread works in: scales of a tile, its widened weights, sums of two tiles."""
+    return inputs // BLOCK * 2 * OUTPUTS + inputs * OUTPUTS // 2 + 2 * LARGEST * OUTPUTS
+
+
+def build_block_product(compiler: KernelCompiler, bits: int, gated: bool) -> CompiledKernel:
+    """For levels of `bits` bits, 4 or 8. A gated product is `activation(gate) * up`, each rounded once."""
+    numbers = {4: 2 * OUTPUTS, 8: OUTPUTS}[bits]
+    level_bytes = OUTPUTS * BLOCK * bits // 8
+    halves = 2 if gated else 1
+
+    def kernel(work):
+        slot = take(work, SLOT_COUNTER)
+        if slot >= work[FIRST_FIELD + 6]:
+            return
+        rows, outputs, inputs = work[FIRST_FIELD + 7], work[FIRST_FIELD + 8], work[FIRST_FIELD + 9]
+        blocks, tiles = inputs // BLOCK, outputs // OUTPUTS
+        # As `scratch_floats` has it.
+        scratch = work[FIRST_FIELD + 5] + slot * 4 * (
+            blocks * 2 * OUTPUTS + inputs * OUTPUTS // 2 + 2 * LARGEST * OUTPUTS
+        )
+        weights = scratch + 4 * blocks * 2 * OUTPUTS
+        sums = weights + 2 * inputs * OUTPUTS
+        while True:
+            item = take(work, ITEM_COUNTER)
+            if item >= work[ITEMS]:
+                return
+            for tile in range(item * TILES, min(item * TILES + TILES, tiles)):
+                for half in range(halves):
+                    place = (tile + half * tiles) * blocks
+                    widen_halves(work[FIRST_FIELD + 2] + place * numbers * 2, scratch, blocks * numbers)
+                    levels = work[FIRST_FIELD + 1] + place * level_bytes
+                    into = sums + half * 4 * LARGEST * OUTPUTS
+                    if rows <= FEW_ROWS:
+                        _multiply_few(bits, rows, work[FIRST_FIELD], inputs * 2, levels, scratch, blocks, into)
+                    else:
+                        widen_tile(bits, levels, scratch, blocks, weights)
+                        _multiply_many(rows, work[FIRST_FIELD], inputs * 2, weights, blocks, into)
+                for row in range(rows):
+                    output = elements(work[FIRST_FIELD + 4] + (row * outputs + tile * OUTPUTS) * 2, 2)
+                    for i in range(OUTPUTS):
+                        total = _total(sums, work[FIRST_FIELD + 3], row, i, tile * OUTPUTS + i)
+                        if gated:
+                            second = sums + 4 * LARGEST * OUTPUTS
+                            up = _total(second, work[FIRST_FIELD + 3], row, i, outputs + tile * OUTPUTS + i)
+                            store(output, i, _activated(total, work[FIRST_FIELD + 10]))
+                            total = load(output, i) * up
+                        store(output, i, total)
+
+    return compiler(kernel)
+
+
+@_part
+def _total(sums, bias, row, i, output):
+    total = load(floats(sums), row * OUTPUTS + i)
+    if bias != 0:
+        total += load(elements(bias, 2), output)
+    return total
+
+
+@_part
+def _activated(x, activation):
+    """x times its logistic, or, for tanh's approximation of GELU, that of a polynomial of x."""
+    inner = x
+    if activation == GELU_TANH:
+        inner = np.float32(1.5957691216057308) * (x + np.float32(0.044715) * x * x * x)
+    return x / (np.float32(1) + exponential(-inner))
+
+
+@_part
+def _multiply_few(bits, rows, x, stride, levels, scales, blocks, sums):
+    if rows == 1:
+        multiply_tile(bits, 1, x, stride, levels, scales, blocks, sums)
+    elif rows == 2:
+        multiply_tile(bits, 2, x, stride, levels, scales, blocks, sums)
+    elif rows == 3:
+        multiply_tile(bits, 3, x, stride, levels, scales, blocks, sums)
+    else:
+        multiply_tile(bits, 4, x, stride, levels, scales, blocks, sums)
+
+
+@_part
+def _multiply_many(rows, x, stride, weights, blocks, sums):
+    row = 0
+    while row + MOST_ROWS <= rows:
+        multiply_tile(16, 6, x + row * stride, stride, weights, weights, blocks, sums + row * 4 * OUTPUTS)
+        row += MOST_ROWS
+    if row + 4 <= rows:
+        multiply_tile(16, 4, x + row * stride, stride, weights, weights, blocks, sums + row * 4 * OUTPUTS)
+        row += 4
+    while row < rows:
+        multiply_tile(16, 1, x + row * stride, stride, weights, weights, blocks, sums + row * 4 * OUTPUTS)
+        row += 1
