@@ -1,0 +1,59 @@
+"""From a checkpoint that transformers knows to a model that the runner takes as any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from transformers import PreTrainedModel
+
+from sglang_jax.checkpoint.opening import Checkpoint
+from sglang_jax.config import EngineConfig
+from torch_backend.attention.interface import AttentionImplementation
+from torch_backend.compilation.hf_model import config_of, empty_model
+from torch_backend.compilation.implied import Implied
+from torch_backend.compilation.manager import PassManager
+from torch_backend.compilation.refusal import refused
+from torch_backend.compilation.trace import trace
+from torch_backend.compilation.traced_model import TracedTransformer, check_sites
+from torch_backend.compilation.twin import check_twin
+from torch_backend.compilation.weights import CheckpointWeights, RandomWeights
+from torch_backend.operations import Operations
+
+
+def build_traced(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    operations: Operations,
+    attention: AttentionImplementation,
+) -> tuple[TracedTransformer, Callable[[], None]]:
+    """A model without values, and what gives them.
+
+    **Raises:** `ConfigError` where the model cannot be traced or is not what its config says, where a pass finds too
+    little, and where the tiny twin differs from transformers; `CheckpointError` for tensors that do not fit.
+    """
+    assert checkpoint.foreign is not None
+    kind = checkpoint.foreign.get("model_type", "")
+    if config.tp_size > 1:
+        raise refused(kind, f"tp_size is {config.tp_size}, and its graph is not spread over devices: choose 1")
+    manager = PassManager(config.passes)
+    check_twin(checkpoint.foreign, manager)
+    empty = empty_model(config_of(checkpoint.foreign), dtype)
+    program = trace(empty)
+    manager.run(program, Implied.by(empty, checkpoint.config.num_layers), config.dump_graphs)
+    check_sites(program, checkpoint.config)
+    model = TracedTransformer(program, checkpoint.config, device=device, operations=operations, attention=attention)
+    return model, _loader(model, empty, config, checkpoint)
+
+
+def _loader(
+    model: TracedTransformer, empty: PreTrainedModel, config: EngineConfig, checkpoint: Checkpoint
+) -> Callable[[], None]:
+    if checkpoint.reader is None:  # dummy weights
+        random = RandomWeights.of(empty, config.random_seed)
+        return lambda: model.load(random.read)
+    weights = CheckpointWeights.of(empty, checkpoint.reader)
+    return lambda: model.load(weights.read)
