@@ -281,7 +281,8 @@ class EngineConfig(BaseModel):
         "--list-passes)",
     )
     dump_graphs: Path | None = Field(
-        None, description="folder to write the graphs of such a model to, before and after each pass, as text and SVG"
+        None, description="folder to write the graphs of such a model to, before and after each pass, as text and SVG; "
+        "default: none are written"
     )
     backend: Backend = Field(
         Backend.AUTO,

@@ -167,10 +167,10 @@ def _build(
         # Imported here: only such models need transformers' own.
         from torch_backend.compilation.building import build_traced
 
-        traced, load = build_traced(
+        traced, read = build_traced(
             config, checkpoint, dtype=dtype, device=device, operations=kernels.operations, attention=kernels.attention
         )
-        return _Built(traced, traced.weight_bytes(), load)
+        return _Built(traced, traced.weight_bytes(), partial(traced.load, read))
     assert checkpoint.reader is not None
     model = build_model(
         checkpoint.config,

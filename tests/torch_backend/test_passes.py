@@ -134,7 +134,7 @@ MATRICES = {"gate": torch.zeros(6, HIDDEN), "up": torch.zeros(6, HIDDEN)}
         ),
         (
             lambda x, g, u: functional.gelu(functional.linear(x, g)) * functional.linear(x, u),
-            ["linear", "linear", "gelu"],
+            ["linear", "gelu", "linear"],
         ),
         (
             lambda x, g, u: functional.silu(functional.linear(x, g)) * functional.linear(x * 2, u),

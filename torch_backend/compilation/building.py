@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from transformers import PreTrainedModel
 
 from sglang_jax.checkpoint.opening import Checkpoint
 from sglang_jax.config import EngineConfig
@@ -15,7 +12,7 @@ from torch_backend.compilation.implied import Implied
 from torch_backend.compilation.manager import PassManager
 from torch_backend.compilation.refusal import refused
 from torch_backend.compilation.trace import trace
-from torch_backend.compilation.traced_model import TracedTransformer, check_sites
+from torch_backend.compilation.traced_model import ReadWeight, TracedTransformer, check_sites
 from torch_backend.compilation.twin import check_twin
 from torch_backend.compilation.weights import CheckpointWeights, RandomWeights
 from torch_backend.operations import Operations
@@ -29,8 +26,8 @@ def build_traced(
     device: torch.device,
     operations: Operations,
     attention: AttentionImplementation,
-) -> tuple[TracedTransformer, Callable[[], None]]:
-    """A model without values, and what gives them.
+) -> tuple[TracedTransformer, ReadWeight]:
+    """A model without values, and what makes them, for its `load`.
 
     **Raises:** `ConfigError` where the model cannot be traced or is not what its config says, where a pass finds too
     little, and where the tiny twin differs from transformers; `CheckpointError` for tensors that do not fit.
@@ -46,14 +43,6 @@ def build_traced(
     manager.run(program, Implied.by(empty, checkpoint.config.num_layers), config.dump_graphs)
     check_sites(program, checkpoint.config)
     model = TracedTransformer(program, checkpoint.config, device=device, operations=operations, attention=attention)
-    return model, _loader(model, empty, config, checkpoint)
-
-
-def _loader(
-    model: TracedTransformer, empty: PreTrainedModel, config: EngineConfig, checkpoint: Checkpoint
-) -> Callable[[], None]:
     if checkpoint.reader is None:  # dummy weights
-        random = RandomWeights.of(empty, config.random_seed)
-        return lambda: model.load(random.read)
-    weights = CheckpointWeights.of(empty, checkpoint.reader)
-    return lambda: model.load(weights.read)
+        return model, RandomWeights.of(empty, config.random_seed).read
+    return model, CheckpointWeights.of(empty, checkpoint.reader).read

@@ -64,9 +64,6 @@ def _refuse(config: PreTrainedConfig) -> None:
         raise refused(kind, "it has an encoder, and the scheduler knows decoders alone")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise refused(kind, "transformers has no causal language model of it")
-    kind_of_model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if not kind_of_model._supports_attention_backend:
-        raise refused(kind, "its attention does not go through transformers' attention interface")
     for name in _EXPERTS:
         if isinstance(values.get(name), int) and values[name] > 1:
             raise refused(
@@ -79,7 +76,16 @@ def _refuse(config: PreTrainedConfig) -> None:
 def _from_config(config: PreTrainedConfig, dtype: torch.dtype, implementation: str) -> PreTrainedModel:
     # A copy: the config that a model is made of is told the implementation, for all models that share it.
     factory: Any = AutoModelForCausalLM
-    model: PreTrainedModel = factory.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=implementation)
+    try:
+        model: PreTrainedModel = factory.from_config(
+            copy.deepcopy(config), dtype=dtype, attn_implementation=implementation
+        )
+    except KeyError as error:
+        if error.args != (_TRACED,):
+            raise
+        # It looks up a class of its own for each implementation.
+        reason = "its attention does not go through transformers' attention interface"
+        raise refused(config.model_type, reason) from error
     return model
 
 

@@ -32,6 +32,9 @@ from torch_backend.layers.packed import PackedMatrix, packing_works
 from torch_backend.layers.shard import ModelShard
 from torch_backend.operations import Operations
 
+ReadWeight = Callable[[Weight], torch.Tensor]
+"""Makes the value of a weight, of its shape and type, on the host."""
+
 
 class TracedTransformer:
     """Built without values; `load` gives them, and only then it runs.
@@ -80,7 +83,7 @@ class TracedTransformer:
         again = matrices if self._packs() else matrices - plain
         return sum(weight.nbytes for weight in (*plain, *again))
 
-    def load(self, read: Callable[[Weight], torch.Tensor], *, pack: bool = True) -> None:
+    def load(self, read: ReadWeight, *, pack: bool = True) -> None:
         """Gives every weight its value: `read` makes it, on the host. On a CPU matrices are then packed, where torch
         can do it, unless `pack` is false. At any time one matrix is held twice.
 
@@ -101,7 +104,7 @@ class TracedTransformer:
     def _packs(self) -> bool:
         return self.device.type == "cpu" and packing_works(self.dtype)
 
-    def _form(self, layer: int, read: Callable[[Weight], torch.Tensor]) -> LayerForm:
+    def _form(self, layer: int, read: ReadWeight) -> LayerForm:
         site = self.program.sites[layer]
         options, group = site.options, group_of_layers(self.config)[layer]
         assert group is not None
@@ -125,9 +128,7 @@ class TracedTransformer:
                         plain.add(weight)
         return plain, matrices
 
-    def _callable(
-        self, graph: fx.Graph, value: Callable[[Weight], torch.Tensor], packs: bool
-    ) -> Callable[..., torch.Tensor]:
+    def _callable(self, graph: fx.Graph, value: ReadWeight, packs: bool) -> Callable[..., torch.Tensor]:
         """The graph as a function, its linear layers bound to their matrices."""
         for node in calls(graph, aten.linear.default):
             if _is_linear(node):
@@ -141,7 +142,7 @@ class TracedTransformer:
         module = fx.GraphModule(root, graph)
         return cast("Callable[..., torch.Tensor]", module.forward)
 
-    def _bind(self, graph: fx.Graph, node: fx.Node, value: Callable[[Weight], torch.Tensor], packs: bool) -> None:
+    def _bind(self, graph: fx.Graph, node: fx.Node, value: ReadWeight, packs: bool) -> None:
         x, *read = args(node)
         weight, bias = (*(value(known_weight(each)) for each in read), None)[:2]
         assert isinstance(weight, torch.Tensor)
