@@ -281,8 +281,9 @@ class EngineConfig(BaseModel):
         "--list-passes)",
     )
     dump_graphs: Path | None = Field(
-        None, description="folder to write the graphs of such a model to, before and after each pass, as text and SVG; "
-        "default: none are written"
+        None,
+        description="folder to write the graphs of such a model to, before and after each pass, as text and SVG; "
+        "default: none are written",
     )
     backend: Backend = Field(
         Backend.AUTO,

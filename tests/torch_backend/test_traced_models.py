@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from helpers.tiny_models import make_tiny_checkpoint
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from transformers import AutoModelForCausalLM
 
 from sglang_jax import Engine
@@ -21,7 +23,7 @@ from torch_backend.compilation.implied import Implied
 from torch_backend.compilation.manager import PASSES, GraphPass, PassManager
 from torch_backend.compilation.passes.norms import fuse_norms, fuse_sums_with_norms
 from torch_backend.compilation.step import add_rms_norm
-from torch_backend.compilation.trace import trace
+from torch_backend.compilation.trace import _check_guards, trace
 from torch_backend.compilation.twin import check_twin, twin_config
 
 ALL = PassManager(chosen_passes("all"))
@@ -138,7 +140,8 @@ def test_requests_are_served_as_transformers_computes_them(family: str, tmp_path
             assert found.cached_tokens == cached
             assert found.output_ids == text[len(prompt) :]
             assert [each.logprob for each in found.logprobs] == pytest.approx(expected, abs=2e-4)
-    stages = sorted({file.name.partition(".")[0] for file in dump.iterdir()})
+    stages = sorted({file.name.partition(".")[0] for file in dump.glob("*.*")})
+    assert {file.name for file in dump.glob("*.*")} == {file.name for file in (dump / "twin").iterdir()}
     assert stages == ["00-traced", *(f"{number:02d}-{each.name.value}" for number, each in enumerate(PASSES, 1))]
     assert "sglang_jax.attention.default" in (dump / "00-traced.body.txt").read_text()
     assert "attend(" in (dump / "08-merge-linears.body.txt").read_text()
@@ -170,10 +173,24 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
         Engine(**_options(folder))
 
 
-def test_what_does_not_go_with_it_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"backend": "jax"}, "is the Torch backend's"), ({"tp_size": 2}, "tp_size must be 1, got 2")],
+)
+def test_what_does_not_go_with_it_is_refused(change: dict[str, Any], reason: str, tmp_path: Path) -> None:
     folder = make_tiny_checkpoint(tmp_path, "llama")
-    with pytest.raises(ConfigError, match="model_impl transformers is the Torch backend's"):
-        Engine(**_options(folder) | {"backend": "jax"})
+    with pytest.raises(ConfigError, match=f"model_impl transformers.*{reason}"):
+        Engine(**_options(folder) | change)
+
+
+def test_code_that_depends_on_the_number_of_tokens_is_refused() -> None:
+    shapes = ShapeEnv()
+    tokens = FakeTensorMode(shape_env=shapes).from_tensor(torch.zeros(9973))
+    assert tokens.shape[0] > 1
+    _check_guards(shapes, "fine")
+    assert tokens.shape[0] > 200
+    with pytest.raises(ConfigError, match=r"cannot serve strange: its code takes another path where .* <= 200"):
+        _check_guards(shapes, "strange")
 
 
 def test_names_of_passes() -> None:

@@ -10,7 +10,6 @@ from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.compilation.hf_model import config_of, empty_model
 from torch_backend.compilation.implied import Implied
 from torch_backend.compilation.manager import PassManager
-from torch_backend.compilation.refusal import refused
 from torch_backend.compilation.trace import trace
 from torch_backend.compilation.traced_model import ReadWeight, TracedTransformer, check_sites
 from torch_backend.compilation.twin import check_twin
@@ -33,14 +32,12 @@ def build_traced(
     little, and where the tiny twin differs from transformers; `CheckpointError` for tensors that do not fit.
     """
     assert checkpoint.foreign is not None
-    kind = checkpoint.foreign.get("model_type", "")
-    if config.tp_size > 1:
-        raise refused(kind, f"tp_size is {config.tp_size}, and its graph is not spread over devices: choose 1")
     manager = PassManager(config.passes)
-    check_twin(checkpoint.foreign, manager)
+    dump = config.dump_graphs
+    check_twin(checkpoint.foreign, manager, None if dump is None else dump / "twin")
     empty = empty_model(config_of(checkpoint.foreign), dtype)
     program = trace(empty)
-    manager.run(program, Implied.by(empty, checkpoint.config.num_layers), config.dump_graphs)
+    manager.run(program, Implied.by(empty, checkpoint.config.num_layers), dump)
     check_sites(program, checkpoint.config)
     model = TracedTransformer(program, checkpoint.config, device=device, operations=operations, attention=attention)
     if checkpoint.reader is None:  # dummy weights

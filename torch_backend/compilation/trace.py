@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from transformers import PreTrainedModel
 
+from sglang_jax.errors import ConfigError
 from torch_backend.compilation.graph import CONSTANT, VALUE, WEIGHT, Program, Weight, args, calls
 from torch_backend.compilation.markers import HIDDEN_STATES, hidden_states
 from torch_backend.compilation.refusal import refused
@@ -67,7 +68,9 @@ def trace(model: PreTrainedModel) -> Program:
             traced = make_fx(run, tracing_mode="symbolic", pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
     except _DEPENDS_ON_DATA as error:
         raise refused(kind, f"what it computes depends on data: {_first_line(error)}{_place(error)}") from error
-    except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
+    except ConfigError:
+        raise  # what attention refused while it was traced
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError, ValueError, LookupError) as error:
         raise refused(kind, f"its code cannot be traced: {_first_line(error)}{_place(error)}") from error
     finally:
         hook.remove()

@@ -45,8 +45,8 @@ _STEPS: Sequence[Mapping[int, int]] = ({0: 9}, {0: 1, 1: 10}, {0: 1, 1: 1}, {1: 
 """Tokens of each of two sequences in each step, the first ones of which decode."""
 
 
-def check_twin(values: Mapping[str, Any], manager: PassManager) -> None:
-    """Compares the twin of the config with such values.
+def check_twin(values: Mapping[str, Any], manager: PassManager, dump: Path | None = None) -> None:
+    """Compares the twin of the config with such values. Its graphs go to the folder `dump`.
 
     **Raises:** `ConfigError` if the two differ, or if the twin cannot be made, traced or rewritten.
     """
@@ -57,7 +57,7 @@ def check_twin(values: Mapping[str, Any], manager: PassManager) -> None:
     with torch.no_grad():
         for name, parameter in eager.named_parameters():
             parameter.copy_(weights.tensor(name))
-    difference = _compare(eager, _rewritten(config, weights, manager))
+    difference = _compare(eager, _rewritten(config, weights, manager, dump))
     if not difference < _TOLERANCE:
         raise ConfigError(
             f"model_impl transformers: a tiny {config.model_type}, rewritten as this model would be, differs from "
@@ -65,7 +65,7 @@ def check_twin(values: Mapping[str, Any], manager: PassManager) -> None:
             "outputs. --compile-passes none tells whether a pass is at fault, --dump-graphs DIR shows what each did"
         )
     logger.info(
-        "A tiny %s, rewritten alike, is within %.1g of transformers (%.1f s)",
+        "A tiny %s, rewritten in the same way, is within %.1g of transformers (%.1f s)",
         config.model_type,
         difference,
         time.perf_counter() - begin,
@@ -119,13 +119,15 @@ def _layers_of_each_kind(had: Mapping[str, Any]) -> int:
     return min(count, max(2, last + 1))
 
 
-def _rewritten(config: PreTrainedConfig, weights: RandomWeights, manager: PassManager) -> TracedTransformer:
+def _rewritten(
+    config: PreTrainedConfig, weights: RandomWeights, manager: PassManager, dump: Path | None
+) -> TracedTransformer:
     """The same model, by way of the passes."""
     known = under_usual_names(config.to_dict(), config.attribute_map)
     described = foreign_model_config(JsonFields(known, Path("config.json")), (), "float32")
     model = empty_model(config, torch.float32)
     program = trace(model)
-    manager.run(program, Implied.by(model, described.num_layers))
+    manager.run(program, Implied.by(model, described.num_layers), dump)
     check_sites(program, described)
     twin = TracedTransformer(
         program,
