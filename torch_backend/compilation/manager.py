@@ -58,7 +58,7 @@ class PassCount:
 
 
 class PassManager:
-    """Passes in their order, of which `chosen` run.
+    """Passes in their order, of which `chosen` run. Each is held to its count where all before it run too.
 
     Between them no-ops are taken out, where that pass is chosen, so that each sees what the others left.
     """
@@ -74,14 +74,14 @@ class PassManager:
         """
         if dump is not None:
             write_graphs(program, dump, "00-traced")
-        counts = []
+        counts: list[PassCount] = []
         for number, each in enumerate(self._passes, 1):
             found = each.rewrite(program)
             if self._cleans and each.rewrite is not remove_no_ops:
                 remove_no_ops(program)
             for graph in program.graphs:
                 graph.lint()
-            counts.append(PassCount(each.name, implied.of[each.name], found))
+            counts.append(PassCount(each.name, implied.of[each.name] if self._complete(number) else 0, found))
             if dump is not None:
                 write_graphs(program, dump, f"{number:02d}-{each.name.value}")
         told = ", ".join(f"{each.name.value} {each.found}" for each in counts)
@@ -94,6 +94,10 @@ class PassManager:
                 "model in another way than the pass knows. --compile-passes without it serves the model, slower"
             )
         return tuple(counts)
+
+    def _complete(self, number: int) -> bool:
+        """Whether all passes up to this one run: what one finds depends on what those before it leave."""
+        return [each.name for each in self._passes[:number]] == list(CompilePass)[:number]
 
     def uuid(self) -> str:
         """A key of the passes that run: of their names and of the source of this package's rewritings."""

@@ -11,6 +11,8 @@ import ml_dtypes
 import numpy as np
 import torch
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, apply_renamings
 
 from sglang_jax.checkpoint.reader import TensorReader
 from sglang_jax.errors import CheckpointError, cut
@@ -32,11 +34,11 @@ class CheckpointWeights:
 
         **Raises:** `CheckpointError` naming tensors that are missing, misshapen, or that the model does not have.
         """
-        there = reader.names()
+        there = _under_present_names(model, reader.names())
         prefix = f"{model.base_model_prefix}."
         names, missing = {}, []
         for name, parameter in model.named_parameters():
-            found = next((each for each in (name, name.removeprefix(prefix)) if each in there), None)
+            found = there.get(name) or there.get(name.removeprefix(prefix))
             if found is None:
                 missing.append(name)
                 continue
@@ -47,7 +49,8 @@ class CheckpointWeights:
                 )
         if missing:
             raise CheckpointError(f"the checkpoint lacks tensors of the model: {_told(missing)}")
-        extra = set(there) - set(names.values()) - _further_names(model)
+        further = _further_names(model)
+        extra = {old for new, old in there.items() if new not in further} - set(names.values())
         ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
         extra = {name for name in extra if not any(pattern.search(name) for pattern in ignored)}
         if extra:
@@ -93,6 +96,13 @@ class RandomWeights:
         """See `CheckpointWeights.read`."""
         together = torch.cat([self.tensor(part) for part in weight.parts])
         return (together + weight.offset).to(weight.dtype)
+
+
+def _under_present_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """Names as this release of transformers has them, to those that the checkpoint has. Tensors that it would merge or
+    split while loading keep theirs, and are then told as missing."""
+    renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+    return {apply_renamings(name, renamings): name for name in sorted(names)}
 
 
 def _further_names(model: PreTrainedModel) -> set[str]:
