@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
+
 from sglang_jax.architectures.json_fields import MOST_LAYERS, JsonFields
 from sglang_jax.architectures.model_config import AttentionConfig, LayerConfig, ModelConfig, NormConfig, SublayerNorms
 from sglang_jax.checkpoint.hf_config import CONFIG_FILE, GENERATION_CONFIG_FILE
@@ -44,14 +46,18 @@ def _normalised(given: JsonFields) -> dict[str, Any]:
         raise CheckpointError(f"{given.file}: model_type is missing, by which transformers knows a model")
     try:
         config = AutoConfig.for_model(kind, **values)
-    except (ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{given.file}: transformers cannot read it: {cut(str(error))}") from error
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, StrictDataclassError) as error:
+        raise CheckpointError(f"{given.file}: transformers cannot read it: {_in_a_line(error)}") from error
     return under_usual_names(config.to_dict(), config.attribute_map)
 
 
 def under_usual_names(values: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """The values of a config of transformers with those too that it has under `names` of its own."""
     return {**{usual: values.get(own) for usual, own in names.items()}, **values}
+
+
+def _in_a_line(error: Exception) -> str:
+    return cut(" ".join(str(error).split()))
 
 
 def _dtype(given: JsonFields) -> str:

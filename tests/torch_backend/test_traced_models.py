@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -15,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from transformers import AutoModelForCausalLM
 
 from sglang_jax import Engine
+from sglang_jax.checkpoint.foreign_config import load_foreign_config
 from sglang_jax.config import ALWAYS_RUN, CompilePass, chosen_passes
 from sglang_jax.errors import CheckpointError, ConfigError
 from torch_backend.compilation.graph import Program, calls
@@ -191,6 +193,26 @@ def test_code_that_depends_on_the_number_of_tokens_is_refused() -> None:
     assert tokens.shape[0] > 200
     with pytest.raises(ConfigError, match=r"cannot serve strange: its code takes another path where .* <= 200"):
         _check_guards(shapes, "strange")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"model_type": None}, "model_type is missing, by which transformers knows a model"),
+        ({"model_type": "strange"}, "transformers cannot read it: Unrecognized model identifier: strange"),
+        ({"hidden_size": "wide"}, "transformers cannot read it: Validation error for field 'hidden_size'"),
+        ({"num_attention_heads": 0}, "transformers cannot read it: integer division"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+        ({"model_type": "mamba"}, "num_attention_heads is missing"),
+        ({"model_type": "qwen3_next"}, "layer_types has linear_attention; model_impl transformers serves"),
+        ({"model_type": "gpt2", "n_embd": 36}, "heads of 3 numbers"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_configs_that_say_too_little_or_too_much(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | changes))
+    with pytest.raises(CheckpointError, match=told):
+        load_foreign_config(tmp_path)
 
 
 def test_names_of_passes() -> None:

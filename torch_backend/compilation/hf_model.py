@@ -12,6 +12,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from sglang_jax.errors import cut
 from torch_backend.compilation.markers import attention
 from torch_backend.compilation.refusal import refused
 
@@ -78,13 +79,13 @@ def _from_config(config: PreTrainedConfig, dtype: torch.dtype, implementation: s
     factory: Any = AutoModelForCausalLM
     try:
         model: PreTrainedModel = factory.from_config(
-            copy.deepcopy(config), dtype=dtype, attn_implementation=implementation
+            copy.deepcopy(config), dtype=dtype, attn_implementation=implementation, trust_remote_code=False
         )
-    except KeyError as error:
-        if error.args != (_TRACED,):
-            raise
-        # It looks up a class of its own for each implementation.
-        reason = "its attention does not go through transformers' attention interface"
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+        if error.args == (_TRACED,):  # it looks up a class of its own for each implementation
+            reason = "its attention does not go through transformers' attention interface"
+        else:
+            reason = f"transformers cannot build it: {cut(' '.join(str(error).split()))}"
         raise refused(config.model_type, reason) from error
     return model
 
