@@ -65,7 +65,7 @@ def rewritten(family: str, manager: PassManager, **values: Any) -> Program:
     config = twin_config({"model_type": family, **values})
     model = empty_model(config, torch.float32)
     program = trace(model)
-    manager.run(program, Implied.by(model, config.num_hidden_layers))
+    manager.run(program, Implied.by(model, program, config.num_hidden_layers))
     return program
 
 

@@ -37,7 +37,7 @@ def build_traced(
     check_twin(checkpoint.foreign, manager, None if dump is None else dump / "twin")
     empty = empty_model(config_of(checkpoint.foreign), dtype)
     program = trace(empty)
-    manager.run(program, Implied.by(empty, checkpoint.config.num_layers), dump)
+    manager.run(program, Implied.by(empty, program, checkpoint.config.num_layers), dump)
     check_sites(program, checkpoint.config)
     model = TracedTransformer(program, checkpoint.config, device=device, operations=operations, attention=attention)
     if checkpoint.reader is None:  # dummy weights

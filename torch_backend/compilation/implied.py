@@ -1,7 +1,7 @@
 """What a model's code lets expect of passes: how many places each must find at least.
 
-This looks at modules and their names, never at graphs: a pass whose pattern no longer fits what transformers writes is
-then noticed, and not only slower.
+This looks at modules and their names, and of the graph only at what depends on positions, never at patterns: a pass
+whose pattern no longer fits what transformers writes is then noticed, and not only slower.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from transformers import PreTrainedModel
 
 from sglang_jax.config import CompilePass
+from torch_backend.compilation.graph import Program, args, is_call
+from torch_backend.compilation.markers import ATTENTION
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _GATE_UP = ("gate_proj", "up_proj")
@@ -29,13 +31,16 @@ class Implied:
     of: dict[CompilePass, int]
 
     @classmethod
-    def by(cls, model: PreTrainedModel, layers: int) -> Implied:
-        """Of a model with `layers` layers of attention."""
+    def by(cls, model: PreTrainedModel, program: Program, layers: int) -> Implied:
+        """Of a model with `layers` layers of attention and its trace, before any pass."""
+        positional = _layers_with_positions(program)
         attentions = list(_attentions(model))
         inner = [_children(module) for module in model.modules()]
         gated = [each for each in inner if _has_linears(each, _GATE_UP) or "gate_up_proj" in each]
-        rotated = [each for each in attentions if _rotates_whole_heads(each)]
-        merged = [each for each in rotated if _has_linears(_children(each), _QKV) and not _normed_whole(each)]
+        rotated = [each for each in attentions if _layer(each) in positional and _rotates_whole_heads(each)]
+        # Nothing stands between projections and pages, once rotations are part of writing them.
+        direct = rotated + [each for each in attentions if _layer(each) not in positional]
+        merged = [each for each in direct if _has_linears(_children(each), _QKV) and not _normed_whole(each)]
         return cls(
             {
                 CompilePass.NO_OPS: 0,
@@ -43,7 +48,7 @@ class Implied:
                 CompilePass.NORM: sum(_is_rms_norm(module) for module in model.modules()),
                 CompilePass.ADD_NORM: sum(2 for each in inner if _is_pre_norm_layer(each)),
                 CompilePass.ROPE: len(rotated),
-                CompilePass.HEAD_NORM: sum(_normed_by_head(each) for each in rotated),
+                CompilePass.HEAD_NORM: sum(_normed_by_head(each) for each in direct),
                 CompilePass.GATED_ACTIVATION: len(gated) if _activation(model) in _GATED else 0,
                 CompilePass.MERGE_LINEARS: len(merged)
                 + (sum(_has_linears(each, _GATE_UP) for each in gated) if _activation(model) in _GATED else 0),
@@ -67,6 +72,23 @@ def _attentions(model: PreTrainedModel) -> Iterator[nn.Module]:
     for module in model.modules():
         if {"layer_idx", "scaling"} <= vars(module).keys():
             yield module
+
+
+def _layer(attention: nn.Module) -> Any:
+    return vars(attention)["layer_idx"]
+
+
+def _layers_with_positions(program: Program) -> set[int]:
+    """Layers whose queries depend on positions other than by what attention gave before."""
+    depends: dict[fx.Node, bool] = {}
+    found = set()
+    for node in program.body.nodes:
+        depends[node] = node.name == "positions" or any(depends[each] for each in node.all_input_nodes)
+        if is_call(node, ATTENTION):
+            if depends[args(node)[0]]:
+                found.add(args(node)[4])
+            depends[node] = False
+    return found
 
 
 def _is_rms_norm(module: nn.Module) -> bool:
@@ -103,7 +125,7 @@ def _head_dim(attention: nn.Module) -> Any:
 def _rotates_whole_heads(attention: nn.Module) -> bool:
     """Whether its file rotates pairs half a head apart, found by trying, and its config rotates all of a head."""
     rotate = vars(sys.modules[type(attention).__module__]).get("rotate_half")
-    if rotate is None or not vars(attention).get("use_rope", True):
+    if rotate is None:
         return False
     numbers = torch.arange(4.0)
     halves = torch.tensor([-2.0, -3.0, 0.0, 1.0])

@@ -127,7 +127,7 @@ def _rewritten(
     described = foreign_model_config(JsonFields(known, Path("config.json")), (), "float32")
     model = empty_model(config, torch.float32)
     program = trace(model)
-    manager.run(program, Implied.by(model, described.num_layers), dump)
+    manager.run(program, Implied.by(model, program, described.num_layers), dump)
     check_sites(program, described)
     twin = TracedTransformer(
         program,
