@@ -9,7 +9,7 @@ import torch
 from helpers.traced_graphs import TOKENS, called, program_of
 from torch.nn import functional
 
-from torch_backend.compilation.graph import Program, weight_of
+from torch_backend.compilation.graph import Program, move, weight_of
 from torch_backend.compilation.passes.linears import fuse_gated_activations, merge_linears
 from torch_backend.compilation.passes.no_ops import remove_no_ops
 from torch_backend.compilation.passes.norms import fuse_norms, fuse_sums_with_norms
@@ -153,6 +153,13 @@ def test_gated_activations_and_their_matrices(form: Function, expected: list[str
         rewrite(program)
     found = [name.partition(".")[0] for name in called(program)]
     assert [name for name in found if name in ("linear", "silu_mul", "gelu_mul", "gelu")] == expected
+
+
+def test_tensors_that_code_makes_are_made_on_the_models_device() -> None:
+    program = program_of(lambda x: x + torch.arange(HIDDEN, device=x.device), X, weights={})
+    move(program.body, torch.device("meta"))
+    made = [node.kwargs.get("device") for node in program.body.nodes if "arange" in node.name]
+    assert made == [torch.device("meta")]
 
 
 def test_slices_that_make_up_a_tensor_are_that_tensor() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from torch_backend.attention.interface import AttentionOptions
 
@@ -114,6 +115,18 @@ def value(node: fx.Node) -> torch.Tensor:
     """Shape and type of what a node gives."""
     found: torch.Tensor = node.meta[VALUE]
     return found
+
+
+def move(graph: fx.Graph, device: torch.device) -> None:
+    """Lets a graph make its tensors on `device`: it was traced on the CPU, which code that makes some has named."""
+
+    def moved(arg: Any) -> Any:
+        return device if isinstance(arg, torch.device) else arg
+
+    node: fx.Node
+    for node in graph.nodes:
+        node.args = cast("tuple[Any, ...]", map_aggregate(node.args, moved))
+        node.kwargs = cast("dict[str, Any]", map_aggregate(node.kwargs, moved))
 
 
 def step_of(graph: fx.Graph) -> fx.Node:

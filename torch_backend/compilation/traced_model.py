@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import fx, nn
-from torch.fx.node import map_aggregate
 
 from sglang_jax.architectures.model_config import ModelConfig, group_of_layers, num_paged_groups
 from torch_backend.attention.interface import AttentionImplementation
@@ -22,6 +21,7 @@ from torch_backend.compilation.graph import (
     calls,
     is_call,
     known_weight,
+    move,
     only_user,
     step_of,
     weight_of,
@@ -131,9 +131,7 @@ class TracedTransformer:
 
     def _callable(self, graph: fx.Graph, value: ReadWeight, packs: bool) -> Callable[..., torch.Tensor]:
         """The graph as a function, its linear layers bound to their matrices."""
-        for node in graph.nodes:
-            # Traced on the CPU, on which code has made some tensors by name.
-            node.args, node.kwargs = (map_aggregate(each, self._moved) for each in (node.args, node.kwargs))
+        move(graph, self.device)
         for node in calls(graph, aten.linear.default):
             if _is_linear(node):
                 self._bind(graph, node, value, packs)
@@ -145,9 +143,6 @@ class TracedTransformer:
             root.register_buffer(node.target, held)
         module = fx.GraphModule(root, graph)
         return cast("Callable[..., torch.Tensor]", module.forward)
-
-    def _moved(self, arg: Any) -> Any:
-        return self.device if isinstance(arg, torch.device) else arg
 
     def _bind(self, graph: fx.Graph, node: fx.Node, value: ReadWeight, packs: bool) -> None:
         x, *read = args(node)
