@@ -5,12 +5,13 @@ The only module that reads the environment.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Self
 
 from platformdirs import user_cache_dir
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from sglang_jax.errors import ConfigError
@@ -57,6 +58,54 @@ class LoadFormat(Choice):
     GGUF = "gguf"
     ORBAX = "orbax"
     DUMMY = "dummy"
+
+
+class ModelImpl(Choice):
+    """Whose code a model is: ours, or that of transformers, which the Torch backend traces and rewrites."""
+
+    NATIVE = "native"
+    TRANSFORMERS = "transformers"
+
+
+class CompilePass(Choice):
+    """A rewriting of a model's graph (`torch_backend.compilation`)."""
+
+    NO_OPS = "no-ops"
+    PAGED_ATTENTION = "paged-attention"
+    NORM = "norm"
+    ADD_NORM = "add-norm"
+    ROPE = "rope"
+    HEAD_NORM = "head-norm"
+    GATED_ACTIVATION = "gated-activation"
+    MERGE_LINEARS = "merge-linears"
+
+
+PASS_SUMMARIES: Mapping[CompilePass, str] = {
+    CompilePass.NO_OPS: "casts, views, slices and products that change nothing are taken out",
+    CompilePass.PAGED_ATTENTION: "attention reads pages, and writes the step's keys and values first (always runs)",
+    CompilePass.NORM: "RMS norms, with weights w or 1 + w, are one operation",
+    CompilePass.ADD_NORM: "a sum and the RMS norm of it are one operation",
+    CompilePass.ROPE: "rotary embedding of whole heads is part of writing keys and values",
+    CompilePass.HEAD_NORM: "RMS norms of each head are part of it too",
+    CompilePass.GATED_ACTIVATION: "SiLU or GELU (tanh) of a gate, times up, is one operation",
+    CompilePass.MERGE_LINEARS: "linear layers that read the same input (qkv, gate and up) are one matrix",
+}
+"""What each pass does, in the order in which they run."""
+
+ALWAYS_RUN = frozenset({CompilePass.PAGED_ATTENTION})
+"""Without these nothing can be served."""
+
+
+def chosen_passes(names: str) -> frozenset[CompilePass]:
+    """What `compile_passes` chooses. Raises `ValueError` for a name that no pass has."""
+    if names in ("all", "none"):
+        return frozenset(CompilePass) if names == "all" else ALWAYS_RUN
+    known = {each.value: each for each in CompilePass}
+    given = [name.strip() for name in names.split(",")]
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise ValueError(f"no pass is called {unknown[0]!r}: choose all, none, or of {', '.join(known)}")
+    return ALWAYS_RUN | {known[name] for name in given}
 
 
 class SchedulePolicy(Choice):
@@ -221,6 +270,21 @@ class EngineConfig(BaseModel):
         False, description="control tokens that messages of a chat spell out are control tokens, and not text"
     )
     load_format: LoadFormat = Field(LoadFormat.AUTO, description="how the weights are stored; dummy: random weights")
+    model_impl: ModelImpl = Field(
+        ModelImpl.NATIVE,
+        description="whose code runs the model; native: this project's; transformers: that of transformers, traced and "
+        "rewritten (torch backend only)",
+    )
+    compile_passes: str = Field(
+        "all",
+        description="passes that rewrite a model of --model-impl transformers: all, none, or names with commas (see "
+        "--list-passes)",
+    )
+    dump_graphs: Path | None = Field(
+        None,
+        description="folder to write the graphs of such a model to, before and after each pass, as text and SVG; "
+        "default: none are written",
+    )
     backend: Backend = Field(
         Backend.AUTO,
         description="inference backend that runs the model; auto: jax on a TPU, torch on a GPU, else what is installed",
@@ -377,6 +441,17 @@ class EngineConfig(BaseModel):
                 f"max_total_tokens ({self.max_total_tokens}) must hold at least one page of {self.page_size} tokens"
             )
         return self
+
+    @field_validator("compile_passes")
+    @classmethod
+    def _check_passes(cls, value: str) -> str:
+        chosen_passes(value)
+        return value
+
+    @property
+    def passes(self) -> frozenset[CompilePass]:
+        """Those of `compile_passes`, and those without which nothing can be served."""
+        return chosen_passes(self.compile_passes)
 
     @property
     def max_samples(self) -> int:

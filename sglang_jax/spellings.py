@@ -33,6 +33,7 @@ SHORT_FLAGS: Mapping[str, str] = {"tp_size": "-tp", "dp_size": "-dp"}
 VALUES: Mapping[str, Mapping[str, str]] = {
     "Dtype": {"bf16": "bfloat16", "half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32"},
     "KVCacheDtype": {"fp8": "fp8_e4m3", "float8_e4m3": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3"},
+    "ModelImpl": {"auto": "native", "sglang": "native", "vllm": "native", "hf": "transformers"},
     "MambaDtype": {"bf16": "bfloat16", "float": "float32", "fp32": "float32"},
     "Device": {"gpu": "cuda"},
     "LogLevel": {"warn": "warning"},

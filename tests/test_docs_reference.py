@@ -60,6 +60,7 @@ DEFAULTS_IN_WORDS = frozenset(
         "group_secret_file",
         "target_itl_ms",
         "compilation_cache_dir",
+        "dump_graphs",
         "debug_memory",
         "served_model_name",
         "connect",

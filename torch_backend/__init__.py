@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from sglang_jax.config import KVCacheDtype
+from sglang_jax.config import KVCacheDtype, ModelImpl
 from sglang_jax.errors import ConfigError, how_to_install
 
 if TYPE_CHECKING:
@@ -31,6 +31,10 @@ def create_runner(config: EngineConfig, checkpoint: Checkpoint) -> Runner:
         raise ConfigError(
             "kv_cache_dtype int8 is the JAX backend's: the torch backend stores auto and fp8_e4m3 (or choose "
             "--backend jax)"
+        )
+    if config.tp_size > 1 and config.model_impl is ModelImpl.TRANSFORMERS:
+        raise ConfigError(
+            f"model_impl transformers: its graph is not spread over devices, tp_size must be 1, got {config.tp_size}"
         )
     if config.tp_size > 1:
         from torch_backend.leader import launch_group

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -40,6 +40,9 @@ from torch_backend.runner import TorchRunner
 from torch_backend.streams import CpuThread, CudaStream, Stream
 from torch_backend.weights import load_weights, weight_bytes
 
+if TYPE_CHECKING:
+    from torch_backend.compilation.traced_model import TracedTransformer
+
 logger = logging.getLogger(__name__)
 
 _MOST_CAPTURED_ROWS = 256
@@ -50,7 +53,7 @@ _STATE_DTYPES = {MambaDtype.FLOAT32: torch.float32, MambaDtype.BFLOAT16: torch.b
 class PagedTransformer:
     """A loaded model with its KV pages and states: the runner's `Model`."""
 
-    transformer: Transformer
+    transformer: Transformer | TracedTransformer
     kv: Sequence[LayerMemory]
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -69,7 +72,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint, parallel: TensorPara
     **Raises:** `ConfigError` for options that the machine or the model cannot meet, `CheckpointError` for weights that
     the model cannot take.
     """
-    if checkpoint.reader is None:
+    if checkpoint.reader is None and checkpoint.foreign is None:
         raise CheckpointError(
             f"{checkpoint.source.path} is an Orbax checkpoint, which only the JAX backend restores: "
             "choose --backend jax, or give the checkpoint that it was converted from"
@@ -93,7 +96,6 @@ def _load_on(
     parallel: TensorParallel,
 ) -> TorchRunner:
     """Builds model, pages and runner; runs on `stream`."""
-    assert checkpoint.reader is not None
     dtype = select_dtype(config.dtype, device)
     kv_dtype = dtype if config.kv_cache_dtype is KVCacheDtype.AUTO else torch.float8_e4m3fn
     refuse_beside_states(config, checkpoint.config)
@@ -101,24 +103,14 @@ def _load_on(
     shard = ModelShard.of(checkpoint.config, parallel.rank, parallel.size)
     form = CpuForm(dtype, kv_dtype, shard.head_forms(checkpoint.config))
     kernels = choose_kernels(config.attention_backend, device, form, config.cache_folder())
-    model = build_model(
-        checkpoint.config,
-        dtype=dtype,
-        device=device,
-        operations=kernels.operations,
-        attention=kernels.attention,
-        parallel=parallel,
+    built = _build(config, checkpoint, dtype, device, kernels, parallel)
+    memory, sizes = _sizes(
+        config, checkpoint.config, shard, device, dtype, kv_dtype, state_dtypes, built.weight_bytes, parallel
     )
-    room = available_memory(device) - weight_bytes(model)
-    kept = matrices_to_keep(model, checkpoint.config, checkpoint.blocks, kernels.block_matrices, room)
-    bytes_of_weights = weight_bytes(model, kept)
-    memory, sizes = _sizes(config, checkpoint.config, model, device, kv_dtype, state_dtypes, bytes_of_weights, parallel)
     kv_scales = scales_of_checkpoint(checkpoint, config.kv_cache_dtype)
-    load_weights(model, checkpoint.reader, checkpoint.config, kept=kept)
-    with torch.inference_mode():
-        measure_forms(model)
+    built.load()
     kv = _allocate(
-        checkpoint.config, model, sizes.num_pages, config.page_size, kv_dtype, device, kv_scales, state_dtypes
+        checkpoint.config, shard, sizes.num_pages, config.page_size, kv_dtype, device, kv_scales, state_dtypes
     )
     spec = RunnerSpec(
         pools=pool_specs(memory, sizes, config.page_size),
@@ -135,21 +127,70 @@ def _load_on(
         "attention": kernels.attention_name.value,
         "tp_size": str(parallel.size),
     }
+    if checkpoint.foreign is not None:
+        details["model_impl"] = config.model_impl.value
     if checkpoint.config.keeps_states:
         details["mamba_ssm_dtype"] = config.mamba_ssm_dtype.value
     most = min(config.cuda_graph_max_bs or _MOST_CAPTURED_ROWS, spec.max_rows)
     return TorchRunner(
-        PagedTransformer(model, kv),
+        PagedTransformer(built.model, kv),
         spec,
         device=device,
         stream=stream,
         sampler=kernels.sampler,
         capture=_capture(stream, config, device, kernels),
         graph_buckets=row_buckets(most),
-        weight_bytes=bytes_of_weights,
+        weight_bytes=built.weight_bytes,
         kv_bytes=sum(group.page * pages for group, pages in zip(memory.groups, sizes.num_pages, strict=True)),
         details=details,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Built:
+    """A model without values, the bytes that they will take, and what gives them."""
+
+    model: Transformer | TracedTransformer
+    weight_bytes: int
+    load: Callable[[], None]
+
+
+def _build(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels,
+    parallel: TensorParallel,
+) -> _Built:
+    """Our model, or that of transformers."""
+    if checkpoint.foreign is not None:
+        # Imported here: only such models need transformers' own.
+        from torch_backend.compilation.building import build_traced
+
+        traced, read = build_traced(
+            config, checkpoint, dtype=dtype, device=device, operations=kernels.operations, attention=kernels.attention
+        )
+        return _Built(traced, traced.weight_bytes(), partial(traced.load, read))
+    reader = checkpoint.reader
+    assert reader is not None
+    model = build_model(
+        checkpoint.config,
+        dtype=dtype,
+        device=device,
+        operations=kernels.operations,
+        attention=kernels.attention,
+        parallel=parallel,
+    )
+    room = available_memory(device) - weight_bytes(model)
+    kept = matrices_to_keep(model, checkpoint.config, checkpoint.blocks, kernels.block_matrices, room)
+
+    def load() -> None:
+        load_weights(model, reader, checkpoint.config, kept=kept)
+        with torch.inference_mode():
+            measure_forms(model)
+
+    return _Built(model, weight_bytes(model, kept), load)
 
 
 def _capture(stream: Stream, config: EngineConfig, device: torch.device, kernels: Kernels) -> CudaCapture | None:
@@ -164,8 +205,9 @@ def _capture(stream: Stream, config: EngineConfig, device: torch.device, kernels
 def _sizes(
     config: EngineConfig,
     model_config: ModelConfig,
-    model: Transformer,
+    shard: ModelShard,
     device: torch.device,
+    dtype: torch.dtype,
     kv_dtype: torch.dtype,
     state_dtypes: StateDtypes,
     weight_bytes: int,
@@ -180,7 +222,7 @@ def _sizes(
             return sum(state_dtypes.bytes_of_slot(layer.recurrent.state) for layer in layers if layer.recurrent)
         attention = layers[0].attention
         assert attention is not None
-        kv_heads = len(model.shard.kv_heads(attention.num_kv_heads))
+        kv_heads = len(shard.kv_heads(attention.num_kv_heads))
         return config.page_size * kv_bytes_per_token(len(layers), kv_heads, attention.head_dim, kv_dtype)
 
     groups = [GroupMemory(bytes_of_one(group), group.kind, group.window) for group in cache_groups(model_config)]
@@ -192,7 +234,7 @@ def _sizes(
     sizes = choose_sizes(config, model_config.max_position, memory)
     logger.info(
         "%s on %s: %.0f MiB of weights, %s, %d rows, %d tokens a step",
-        _name(model.embedding.weight.dtype),
+        _name(dtype),
         device,
         weight_bytes / 2**20,
         describe_pools(memory, sizes, config.page_size),
@@ -204,7 +246,7 @@ def _sizes(
 
 def _allocate(
     config: ModelConfig,
-    model: Transformer,
+    shard: ModelShard,
     num_pages: tuple[int, ...],
     page_size: int,
     dtype: torch.dtype,
@@ -219,7 +261,7 @@ def _allocate(
         states = state_dtypes.allocate(num_pages[-1], arrays, device)
         pages = None
         if layer.attention is not None and group is not None:
-            heads, head_dim = model.shard.kv_heads(layer.attention.num_kv_heads), layer.attention.head_dim
+            heads, head_dim = shard.kv_heads(layer.attention.num_kv_heads), layer.attention.head_dim
             mine = None if scales is None else torch.from_numpy(scales[number][heads.start : heads.stop]).to(device)
             own = num_pages[group]
             pages = KVPages.allocate(own, len(heads), page_size, head_dim, dtype, device, scales=mine)

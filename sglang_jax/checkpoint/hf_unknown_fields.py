@@ -179,7 +179,8 @@ def unknown_family(fields: JsonFields) -> CheckpointError:
     reasons = [*_relatives(fields), *_what_no_family_knows(fields)]
     because = f": {'; '.join(reasons)}" if reasons else ""
     return CheckpointError(
-        f"{fields.file}: architecture {cut(name)} is not supported{because}; supported: {supported_classes()}"
+        f"{fields.file}: architecture {cut(name)} is not supported{because}; supported: {supported_classes()}; "
+        "the Torch backend may run others, with --model-impl transformers"
     )
 
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint.blocks import BlockReader
 from sglang_jax.checkpoint.dummy_reader import DummyReader
+from sglang_jax.checkpoint.foreign_config import load_foreign_config
 from sglang_jax.checkpoint.gguf_config import gguf_model_config
 from sglang_jax.checkpoint.gguf_file import open_gguf
 from sglang_jax.checkpoint.gguf_reader import GgufReader
 from sglang_jax.checkpoint.gguf_sampling import gguf_generation_defaults
-from sglang_jax.checkpoint.hf_config import load_generation_defaults, load_hf_config, load_kv_scales_made_for
+from sglang_jax.checkpoint.hf_config import (
+    load_generation_defaults,
+    load_hf_config,
+    load_kv_scales_made_for,
+    model_config_to_hf,
+)
 from sglang_jax.checkpoint.kv_scale_names import KVScaleNames
 from sglang_jax.checkpoint.kv_scales import KVScales, read_kv_scales
 from sglang_jax.checkpoint.orbax_marker import read_orbax_kv_scales
@@ -19,7 +27,8 @@ from sglang_jax.checkpoint.reader import TensorReader
 from sglang_jax.checkpoint.resolve import DEMO, ModelSource, SourceKind, resolve_model
 from sglang_jax.checkpoint.safetensors_reader import SafetensorsReader
 from sglang_jax.checkpoint.tensors import check_tensors
-from sglang_jax.config import LoadFormat
+from sglang_jax.config import LoadFormat, ModelImpl
+from sglang_jax.errors import CheckpointError
 from sglang_jax.sampling.defaults import GenerationDefaults
 
 DEMO_SAMPLING = GenerationDefaults(temperature=0.2, top_p=0.9)
@@ -30,8 +39,10 @@ DEMO_SAMPLING = GenerationDefaults(temperature=0.2, top_p=0.9)
 class Checkpoint:
     """A model on disk, its tensors checked against its config but not yet read.
 
-    `reader` is None for an Orbax checkpoint: the backend restores `source.path` straight to its devices. `blocks` reads
-    the same tensors as they are stored, where matrices may be in blocks of small numbers.
+    - `reader`: None for an Orbax checkpoint: the backend restores `source.path` straight to its devices.
+    - `foreign`: the values of config.json for a model that is to be made by transformers; its tensors are unchecked. Of
+      dummy weights `reader` is then None.
+    - `blocks`: reads the same tensors as they are stored, where matrices may be in blocks of small numbers.
     """
 
     source: ModelSource
@@ -39,6 +50,7 @@ class Checkpoint:
     reader: TensorReader | None
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     blocks: BlockReader | None = None
+    foreign: Mapping[str, Any] | None = None
 
     @property
     def tokenizer_source(self) -> ModelSource:
@@ -49,7 +61,7 @@ class Checkpoint:
     def has_kv_scales(self) -> bool:
         """Whether it brings scales of keys and values for a cache of 8 bits."""
         if self.reader is None:
-            return read_orbax_kv_scales(self.source.path, self.config) is not None
+            return self.foreign is None and read_orbax_kv_scales(self.source.path, self.config) is not None
         return bool(KVScaleNames.find(self.reader.names(), self.config.num_layers).of)
 
     def kv_scales(self) -> KVScales | None:
@@ -58,7 +70,7 @@ class Checkpoint:
         **Raises:** `CheckpointError` for ones that cannot be used.
         """
         if self.reader is None:
-            return read_orbax_kv_scales(self.source.path, self.config)
+            return None if self.foreign is not None else read_orbax_kv_scales(self.source.path, self.config)
         if not self.has_kv_scales:
             return None
         names = KVScaleNames.find(self.reader.names(), self.config.num_layers)
@@ -67,16 +79,24 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    model_path: str, load_format: LoadFormat = LoadFormat.AUTO, *, seed: int = 0, revision: str | None = None
+    model_path: str,
+    load_format: LoadFormat = LoadFormat.AUTO,
+    *,
+    seed: int = 0,
+    revision: str | None = None,
+    model_impl: ModelImpl = ModelImpl.NATIVE,
 ) -> Checkpoint:
     """Finds the checkpoint (see `resolve_model`), reads its config, and checks names and shapes of its tensors.
 
-    With `LoadFormat.DUMMY` only the config is read, and weights are random, a function of `seed`.
+    With `LoadFormat.DUMMY` only the config is read, and weights are random, a function of `seed`. With
+    `ModelImpl.TRANSFORMERS` the family need not be known; whoever makes the model checks the tensors.
 
     **Raises:** `CheckpointError` naming the file, field or tensors at fault.
     """
     source = resolve_model(model_path, load_format, revision)
     dummy = load_format is LoadFormat.DUMMY
+    if model_impl is ModelImpl.TRANSFORMERS:
+        return _open_foreign(source, dummy, demo=model_path == DEMO)
     if source.kind is SourceKind.GGUF:
         file = open_gguf(source.path)
         config = gguf_model_config(file)
@@ -92,3 +112,19 @@ def open_checkpoint(
     reader = DummyReader(config, seed) if dummy else SafetensorsReader(source.path)
     check_tensors(reader, config)
     return Checkpoint(source, config, reader, defaults)
+
+
+def _open_foreign(source: ModelSource, dummy: bool, *, demo: bool) -> Checkpoint:
+    """A checkpoint whose model transformers makes. Raises `CheckpointError` for a format that only we restore."""
+    if source.kind is SourceKind.GGUF:
+        file = open_gguf(source.path)
+        config = gguf_model_config(file)
+        reader = None if dummy else GgufReader(file, config)
+        defaults = DEMO_SAMPLING if demo else gguf_generation_defaults(file)
+        return Checkpoint(source, config, reader, defaults, model_config_to_hf(config))
+    if source.kind is SourceKind.ORBAX:
+        raise CheckpointError(f"{source.path} is an Orbax checkpoint, which model_impl transformers cannot read")
+    values, config = load_foreign_config(source.path)
+    return Checkpoint(
+        source, config, None if dummy else SafetensorsReader(source.path), load_generation_defaults(source.path), values
+    )

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from sglang_jax.config import Choice, EngineConfig
+from sglang_jax.config import PASS_SUMMARIES, Choice, EngineConfig
 from sglang_jax.spellings import ALIASES, NEEDLESS, REFUSED, SHORT_FLAGS, OtherFlag, canonical
 
 Command = Callable[..., Any]
@@ -72,6 +72,7 @@ def options_of(*taken: str, **models: type[BaseModel]) -> Callable[[Command], Co
                 decorated = _option(name, field, _other_names(name, own) if engine else ())(decorated)
             if engine:
                 decorated = _explained_options(own)(decorated)
+                decorated = _list_passes(decorated)
         return click.option(
             "--config",
             type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -80,6 +81,26 @@ def options_of(*taken: str, **models: type[BaseModel]) -> Callable[[Command], Co
         )(decorated)
 
     return decorate
+
+
+def _list_passes(command: Command) -> Command:
+    """Gives a command `--list-passes`."""
+
+    def callback(context: click.Context, parameter: click.Parameter, given: bool) -> None:
+        if given:
+            width = max(len(each.value) for each in PASS_SUMMARIES)
+            for each, summary in PASS_SUMMARIES.items():
+                click.echo(f"{each.value:{width}}  {summary}")
+            context.exit()
+
+    return click.option(
+        "--list-passes",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=callback,
+        help="show the passes that rewrite a model of --model-impl transformers, in their order, and exit",
+    )(command)
 
 
 def with_model(config: Config, model: str | None) -> Config:

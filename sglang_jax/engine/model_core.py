@@ -71,7 +71,11 @@ def load_core(config: EngineConfig, channel: CoreChannel) -> ModelCore:
     """Loads what `config` names and compiles it. Raises `ConfigError`, `CheckpointError`."""
     begin = time.perf_counter()
     checkpoint = open_checkpoint(
-        config.model_path, config.load_format, seed=config.random_seed, revision=config.revision
+        config.model_path,
+        config.load_format,
+        seed=config.random_seed,
+        revision=config.revision,
+        model_impl=config.model_impl,
     )
     defaults = generation_defaults(config, checkpoint)
     create_runner = load_backend(config)

@@ -10,7 +10,7 @@ from typing import cast
 
 from sglang_jax.about import BACKENDS
 from sglang_jax.checkpoint.opening import Checkpoint
-from sglang_jax.config import Backend, Device, EngineConfig
+from sglang_jax.config import Backend, Device, EngineConfig, ModelImpl
 from sglang_jax.errors import ConfigError, how_to_install
 from sglang_jax.runner.host_machine import has_cuda_gpu, has_tpu
 from sglang_jax.runner.protocol import Runner
@@ -56,8 +56,11 @@ def load_follower(config: EngineConfig) -> Follow:
 def _find(config: EngineConfig) -> EntryPoint:
     entries = {entry.name: entry for entry in entry_points(group=BACKENDS)}
     backend = config.backend
+    foreign = config.model_impl is ModelImpl.TRANSFORMERS
+    if foreign and backend is Backend.JAX:
+        raise ConfigError("model_impl transformers is the Torch backend's: choose --backend torch, or a native family")
     if backend is Backend.AUTO:
-        backend = _choose(config.device, entries)
+        backend = Backend.TORCH if foreign else _choose(config.device, entries)
     if backend.value not in entries:
         raise ConfigError(
             f"no backend {backend.value!r} is installed (installed: {', '.join(sorted(entries)) or 'none'}). "

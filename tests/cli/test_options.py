@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 from sglang_jax.cli.main import run
 from sglang_jax.cli.options import flag_name, options_of
 from sglang_jax.cli.serve import serve
-from sglang_jax.config import EngineConfig, ServerConfig
+from sglang_jax.config import CompilePass, EngineConfig, ServerConfig
 from sglang_jax.errors import CheckpointError, ConfigError, RequestError
 
 # A value for every field, unlike its default.
@@ -26,6 +26,9 @@ OTHER_VALUES: dict[str, Any] = {
     "tokenizer_revision": "v2.0",
     "allow_special_tokens_in_content": True,
     "load_format": "dummy",
+    "model_impl": "transformers",
+    "compile_passes": "rope,norm",
+    "dump_graphs": Path("some/graphs"),
     "backend": "jax",
     "device": "cpu",
     "dtype": "float32",
@@ -119,7 +122,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_every_field_has_a_flag_and_every_flag_a_field() -> None:
     options = [option for option in serve.params if isinstance(option, click.Option) and not option.hidden]
     flags = {option.opts[0] for option in options}
-    assert flags == {flag_name(field) for field in ServerConfig.model_fields} | {"--config"}
+    assert flags == {flag_name(field) for field in ServerConfig.model_fields} | {"--config", "--list-passes"}
     assert set(OTHER_VALUES) == set(ServerConfig.model_fields)
 
 
@@ -277,3 +280,8 @@ def test_the_hosts_secret_is_that_of_the_file_or_of_the_environment(
     with pytest.raises(ConfigError, match="SGLANG_JAX_GROUP_SECRET holds 5 characters") as refused:
         EngineConfig().group_secret()
     assert "'short'" not in str(refused.value)
+
+
+def test_list_passes_shows_them_in_their_order_and_exits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(serve, "serve", ["--list-passes", "--port", "1"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [each.value for each in CompilePass]

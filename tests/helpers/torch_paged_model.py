@@ -13,12 +13,15 @@ from numpy.typing import NDArray
 
 from sglang_jax.architectures.model_config import num_paged_groups
 from sglang_jax.checkpoint import open_checkpoint
+from sglang_jax.config import EngineConfig, ModelImpl
 from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.attention.native import NativeAttention
 from torch_backend.batch import ForwardBatch, GroupPages
+from torch_backend.compilation.building import build_traced
+from torch_backend.compilation.traced_model import TracedTransformer
 from torch_backend.kv_pages import KVPages, LayerMemory, StateDtypes
 from torch_backend.layers.shard import ModelShard
-from torch_backend.models import build_model
+from torch_backend.models import Transformer, build_model
 from torch_backend.native_operations import NativeOperations
 from torch_backend.parallel import SINGLE, TensorParallel
 from torch_backend.recurrent.rows import StateRows
@@ -30,7 +33,9 @@ ROWS = 4
 class TorchPagedModel:
     """A loaded checkpoint, or a rank's part of it, and its pages: page 0 and `columns` pages for each of 4 rows.
 
-    `numba`: attention and fused operations are CPU kernels. Without `load` the model has no weights yet."""
+    `numba`: attention and fused operations are CPU kernels. `traced`: the model is that of transformers, rewritten.
+    Without `load` the model has no weights yet.
+    """
 
     def __init__(
         self,
@@ -39,26 +44,32 @@ class TorchPagedModel:
         dtype: torch.dtype = torch.float32,
         attention: AttentionImplementation | None = None,
         numba: bool = False,
+        traced: bool = False,
         parallel: TensorParallel = SINGLE,
         page_size: int = 4,
         columns: int = 16,
         load: bool = True,
     ) -> None:
-        checkpoint = open_checkpoint(str(folder))
+        impl = ModelImpl.TRANSFORMERS if traced else ModelImpl.NATIVE
+        checkpoint = open_checkpoint(str(folder), model_impl=impl)
         config = checkpoint.config
         shard = ModelShard.of(config, parallel.rank, parallel.size)
         if numba:
             attention = cpu_attention(dtype, *shard.head_forms(config))
         head_dims = dict.fromkeys(attention.head_dim for attention in config.attention)
-        self.model = build_model(
-            config,
-            dtype=dtype,
-            device=torch.device("cpu"),
-            operations=cpu_operations(dtype, *head_dims) if numba else NativeOperations(),
-            attention=attention or NativeAttention(),
-            parallel=parallel,
-        )
-        if load:
+        kinds = {
+            "dtype": dtype,
+            "device": torch.device("cpu"),
+            "operations": cpu_operations(dtype, *head_dims) if numba else NativeOperations(),
+            "attention": attention or NativeAttention(),
+        }
+        self.model: Transformer | TracedTransformer
+        if traced:
+            self.model, read = build_traced(EngineConfig(), checkpoint, **kinds)
+            self.model.load(read)
+        else:
+            self.model = build_model(config, parallel=parallel, **kinds)
+        if load and not traced:
             load_weights(self.model, checkpoint.reader, config)
         self.keeps_states = config.keeps_states
         self.kv: list[LayerMemory] = []

@@ -22,6 +22,18 @@ def test_logits_equal_transformers(name: str, numba: bool, tmp_path: Path) -> No
     check_family(case, tmp_path, load, sizes[: 1 if numba else 2])
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gemma4"])
+def test_logits_of_traced_models_equal_transformers(name: str, tmp_path: Path) -> None:
+    """Every family that has a file, as transformers has it. (Gemma 4 has heads of several sizes.)"""
+
+    def load(folder: Path, page_size: int, columns: int) -> TorchPagedModel:
+        return TorchPagedModel(folder, traced=True, numba=True, page_size=page_size, columns=columns)
+
+    case = FAMILIES[name]
+    check_family(case, tmp_path, load, (case.page_size,))
+
+
 def test_layers_with_other_heads_in_large_pages(tmp_path: Path) -> None:
     def load(folder: Path, page_size: int, columns: int) -> TorchPagedModel:
         return TorchPagedModel(folder, page_size=page_size, columns=columns)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,16 +18,19 @@ from helpers.stand_in_torch import CPU, StandIn, stand_in_runner
 from helpers.tiny_models import make_tiny_checkpoint
 
 from sglang_jax.architectures import CacheKind
-from sglang_jax.checkpoint import open_checkpoint
+from sglang_jax.checkpoint import Checkpoint, open_checkpoint
+from sglang_jax.config import EngineConfig, ModelImpl
 from sglang_jax.runner.plan import LAST_TOKEN, PageDeltas, PoolSpec, RunnerSpec
-from torch_backend.attention.interface import AttentionOptions, StepAttention
+from torch_backend.attention.interface import AttentionImplementation, AttentionOptions, StepAttention
 from torch_backend.attention.native import NativeAttention
 from torch_backend.attention.reference import ReferenceAttention
 from torch_backend.batch import ForwardBatch
+from torch_backend.compilation.building import build_traced
+from torch_backend.compilation.traced_model import TracedTransformer
 from torch_backend.graphs import DecodeGraphs, Replay, row_buckets
 from torch_backend.kv_pages import KVPages, LayerMemory
 from torch_backend.loading import PagedTransformer
-from torch_backend.models import build_model
+from torch_backend.models import Transformer, build_model
 from torch_backend.native_operations import NativeOperations
 from torch_backend.packing import StepInputs
 from torch_backend.runner import TorchRunner
@@ -257,17 +261,42 @@ class CapturableAttention:
         return attend
 
 
-def test_a_real_model_can_be_captured(tmp_path: Path, capture: Recorder) -> None:
-    """All of its layers but attention, whose captured kind is Triton's."""
-    checkpoint = open_checkpoint(str(make_tiny_checkpoint(tmp_path, "qwen3")))
+def load_ours(checkpoint: Checkpoint, attention: AttentionImplementation) -> Transformer:
     assert checkpoint.reader is not None
+    model = build_model(
+        checkpoint.config, dtype=torch.float32, device=CPU, operations=NativeOperations(), attention=attention
+    )
+    load_weights(model, checkpoint.reader, checkpoint.config, pack=False)
+    return model
+
+
+def load_traced(checkpoint: Checkpoint, attention: AttentionImplementation) -> TracedTransformer:
+    model, read = build_traced(
+        EngineConfig(),
+        checkpoint,
+        dtype=torch.float32,
+        device=CPU,
+        operations=NativeOperations(),
+        attention=attention,
+    )
+    model.load(read, pack=False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("family", "impl", "load"),
+    [("qwen3", ModelImpl.NATIVE, load_ours), ("stablelm", ModelImpl.TRANSFORMERS, load_traced)],
+    ids=["ours", "traced"],
+)
+def test_a_real_model_can_be_captured(
+    family: str, impl: ModelImpl, load: Callable[..., Any], tmp_path: Path, capture: Recorder
+) -> None:
+    """All of its layers but attention, whose captured kind is Triton's."""
+    checkpoint = open_checkpoint(str(make_tiny_checkpoint(tmp_path, family)), model_impl=impl)
     spec = RunnerSpec((PoolSpec(CacheKind.FULL, 40, 4),), 4, 32, 48, checkpoint.config.vocab_size)
     outputs = []
     for attention, recorder in ((NativeAttention(), None), (CapturableAttention(), capture)):
-        model = build_model(
-            checkpoint.config, dtype=torch.float32, device=CPU, operations=NativeOperations(), attention=attention
-        )
-        load_weights(model, checkpoint.reader, checkpoint.config, pack=False)
+        model = load(checkpoint, attention)
         mixer = checkpoint.config.layers[0].mixer
         shape = (40, mixer.num_kv_heads, 4, mixer.head_dim)
         kv = [LayerMemory(KVPages.allocate(*shape, torch.float32, CPU)) for _ in checkpoint.config.layers]

@@ -74,12 +74,18 @@ class TestDynamicScaling:
         assert np.abs(logits - transformers_logits("llama", tokens, **DYNAMIC)).max() < TOLERANCE
 
 
-@pytest.mark.parametrize("numba", [True, False], ids=["numba", "native"])
+@pytest.mark.parametrize(
+    "kernels",
+    [{"numba": True}, {}, pytest.param({"traced": True, "numba": True}, marks=pytest.mark.soak)],
+    ids=["numba", "native", "traced"],
+)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3_text"])
-def test_bfloat16_is_as_close_to_float32_as_in_transformers(architecture: str, numba: bool, tmp_path: Path) -> None:
+def test_bfloat16_is_as_close_to_float32_as_in_transformers(
+    architecture: str, kernels: dict[str, Any], tmp_path: Path
+) -> None:
     folder = make_tiny_checkpoint(tmp_path, architecture, dtype="bfloat16")
     sequences = prompts()
-    found = TorchPagedModel(folder, dtype=torch.bfloat16, numba=numba).run(sequences, STEPS)
+    found = TorchPagedModel(folder, dtype=torch.bfloat16, **kernels).run(sequences, STEPS)
     error, reference_error = bfloat16_errors(architecture, sequences, found)
     assert 0 < error < 1.2 * reference_error
 

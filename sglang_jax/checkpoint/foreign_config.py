@@ -1,0 +1,113 @@
+"""What the engine must know of a model that nobody has written a family for, from transformers' own reading of its
+config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+
+from sglang_jax.architectures.json_fields import MOST_LAYERS, JsonFields
+from sglang_jax.architectures.model_config import AttentionConfig, LayerConfig, ModelConfig, NormConfig, SublayerNorms
+from sglang_jax.checkpoint.hf_config import CONFIG_FILE, GENERATION_CONFIG_FILE
+from sglang_jax.checkpoint.hf_quantization import refuse_quantised_weights
+from sglang_jax.errors import CheckpointError, cut
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def load_foreign_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
+    """The values of a folder's config.json, and a model with as many layers, each of attention with its heads and
+    window; the rest of a layer is not described.
+
+    **Raises:** `CheckpointError` for a file that transformers does not know either, and for layers that are none of
+    attention.
+    """
+    file = folder / CONFIG_FILE
+    given = JsonFields.read(file)
+    refuse_quantised_weights(given)
+    fields = JsonFields(_normalised(given), file)
+    generation = folder / GENERATION_CONFIG_FILE
+    ends = list(fields.integers("eos_token_id"))
+    if generation.is_file():
+        ends += JsonFields.read(generation).integers("eos_token_id")
+    return given.values, foreign_model_config(fields, tuple(dict.fromkeys(ends)), _dtype(given))
+
+
+def _normalised(given: JsonFields) -> dict[str, Any]:
+    """All that transformers' config has, defaults too, under the usual names."""
+    from transformers import AutoConfig  # here: it imports torch where torch is installed
+
+    values = dict(given.values)
+    kind = values.pop("model_type", None)
+    if not isinstance(kind, str):
+        raise CheckpointError(f"{given.file}: model_type is missing, by which transformers knows a model")
+    try:
+        config = AutoConfig.for_model(kind, **values)
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, StrictDataclassError) as error:
+        raise CheckpointError(f"{given.file}: transformers cannot read it: {_in_a_line(error)}") from error
+    return under_usual_names(config.to_dict(), config.attribute_map)
+
+
+def under_usual_names(values: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The values of a config of transformers with those too that it has under `names` of its own."""
+    return {**{usual: values.get(own) for usual, own in names.items()}, **values}
+
+
+def _in_a_line(error: Exception) -> str:
+    return cut(" ".join(str(error).split()))
+
+
+def _dtype(given: JsonFields) -> str:
+    return given.string("dtype") or given.string("torch_dtype") or "float32"
+
+
+def foreign_model_config(fields: JsonFields, ends: tuple[int, ...], dtype: str) -> ModelConfig:
+    """See `load_foreign_config`; `fields` are under the usual names."""
+    hidden, heads = fields.required_integer("hidden_size"), fields.required_integer("num_attention_heads")
+    head_dim = fields.count("head_dim") or hidden // heads
+    if head_dim % 2:
+        raise CheckpointError(f"{fields.file}: heads of {head_dim} numbers; pages hold heads of an even size")
+    context = fields.required_integer("max_position_embeddings")
+    window = fields.count("sliding_window")
+    count = fields.required_integer("num_hidden_layers", MOST_LAYERS)
+
+    def layer(sees: int | None) -> LayerConfig:
+        attention = AttentionConfig(
+            num_heads=heads,
+            num_kv_heads=fields.count("num_key_value_heads") or heads,
+            head_dim=head_dim,
+            scale=head_dim**-0.5,
+            rope=None,
+            window=None if sees is None or sees >= context else sees,
+        )
+        return LayerConfig(
+            mixer=attention, feed_forward=None, mixer_norms=SublayerNorms(), feed_forward_norms=SublayerNorms()
+        )
+
+    return ModelConfig(
+        architecture=fields.string("model_type") or "",
+        vocab_size=fields.required_integer("vocab_size"),
+        hidden_size=hidden,
+        layers=tuple(layer(window if kind == _SLIDING else None) for kind in _kinds(fields, count, window)),
+        final_norm=NormConfig(eps=0.0),
+        max_position=context,
+        tie_word_embeddings=fields.boolean("tie_word_embeddings") or False,
+        eos_token_ids=ends,
+        bos_token_id=fields.integer("bos_token_id"),
+        dtype=dtype,
+    )
+
+
+def _kinds(fields: JsonFields, count: int, window: int | None) -> tuple[str, ...]:
+    """`layer_types`; where there are none, all layers are alike."""
+    kinds = fields.strings("layer_types") or (_FULL if window is None else _SLIDING,) * count
+    other = sorted(set(kinds) - {_FULL, _SLIDING})
+    if other or len(kinds) != count:
+        seen = ", ".join(other) or f"{len(kinds)} entries for {count} layers"
+        raise CheckpointError(
+            f"{fields.file}: layer_types has {cut(seen)}; model_impl transformers serves {_FULL} and {_SLIDING}"
+        )
+    return kinds

@@ -1,0 +1,180 @@
+"""Passes on small graphs: what each must find, and what it must leave as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers.traced_graphs import TOKENS, called, program_of
+from torch.nn import functional
+
+from torch_backend.compilation.graph import Program, move, weight_of
+from torch_backend.compilation.passes.linears import fuse_gated_activations, merge_linears
+from torch_backend.compilation.passes.no_ops import remove_no_ops
+from torch_backend.compilation.passes.norms import fuse_norms, fuse_sums_with_norms
+
+HIDDEN = 8
+X = torch.zeros(1, TOKENS, HIDDEN)
+W = {"w": torch.zeros(HIDDEN)}
+
+Function = Callable[..., torch.Tensor]
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def fused(function: Function, *inputs: torch.Tensor, weights: dict[str, torch.Tensor]) -> Program:
+    """The program after no-ops and norms."""
+    program = program_of(function, *inputs, weights=weights)
+    remove_no_ops(program)
+    fuse_norms(program)
+    remove_no_ops(program)
+    return program
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "form",
+    [
+        norm,
+        lambda x, w: (w * (x.float() * torch.rsqrt((x.float() * x.float()).mean(-1, keepdim=True) + 1e-6))).to(x.dtype),
+        lambda x, w: (x.float() * torch.rsqrt(x.float().square().mean(-1, True) + 1e-6) * w.float()).to(x.dtype),
+    ],
+    ids=["llama", "cast at the end", "weight behind"],
+)
+def test_norms_are_found_in_every_order_of_casts(form: Function, dtype: torch.dtype) -> None:
+    program = fused(form, X.to(dtype), weights={"w": W["w"].to(dtype)})
+    # Two casts of one tensor are two nodes, and no pattern takes them for one.
+    separate = form is not norm and dtype is torch.bfloat16
+    assert (called(program) == ["rms_norm"]) == (not separate)
+
+
+def test_one_more_than_the_stored_weight_is_kept_in_float32() -> None:
+    program = fused(lambda x, w: norm(x, 1.0 + w), X, weights=W)
+    assert called(program) == ["rms_norm"]
+    (node,) = (node for node in program.body.nodes if node.op == "call_function")
+    weight = weight_of(node.args[2])
+    assert weight is not None
+    assert (weight.offset, weight.dtype, weight.parts) == (1.0, torch.float32, ("w",))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda x, w: norm(x, 2.0 + w),
+        lambda x, w: w * (x * torch.rsqrt(x.pow(3).mean(-1, keepdim=True) + 1e-6)),
+        lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-2, keepdim=True) + 1e-6)),
+        lambda x, w: w * (x * (scale := torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))) + scale,
+        lambda x, w: w * (x.abs() * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)),
+        lambda x, w: norm(x, w).double(),
+        lambda x, w: w.double() * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)),
+    ],
+    ids=["2 + w", "cubes", "another axis", "scale used twice", "another x", "double behind", "double within"],
+)
+def test_what_only_looks_like_a_norm_is_left(form: Function) -> None:
+    program = fused(form, X, weights=W)
+    assert ("rms_norm" in called(program)) == (
+        called(program)[-1] == "to.dtype" and "rsqrt.default" not in called(program)
+    )
+
+
+def residuals(form: Function) -> list[str]:
+    """What is called of a form of two summands, which are computed."""
+    program = fused(lambda x, y, w: form(x * 2, y * 3, w), X, X.clone(), weights=W)
+    fuse_sums_with_norms(program)
+    remove_no_ops(program)
+    return called(program)
+
+
+def test_a_sum_and_its_norm_are_one() -> None:
+    assert residuals(lambda x, y, w: norm(x + y, w))[2:] == ["add_rms_norm", "getitem"]
+    both = residuals(lambda x, y, w: norm(total := x + y, w) * total)
+    assert both[2:] == ["add_rms_norm", "getitem", "getitem", "mul.Tensor"]
+    before = residuals(lambda x, y, w: norm(x + y + norm(x, w), w))
+    assert before.count("add_rms_norm") == 1
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda x, y, w: norm(x + y, w) * x,
+        lambda x, y, w: norm(x + y, w) * y.transpose(1, 2).transpose(2, 1).reshape(1, TOKENS, HIDDEN).exp(),
+        lambda x, y, w: norm(x + x, w),
+        lambda x, y, w: norm(x + y[:, :1], w),
+        lambda x, y, w: norm(x + y[:, :1].expand(1, TOKENS, HIDDEN), w),
+        lambda x, y, w: norm(x - y, w),
+        lambda x, y, w: norm(torch.add(x, y, alpha=2), w),
+    ],
+    ids=["x used behind", "a view used behind", "x twice", "broadcast", "expanded", "difference", "factor"],
+)
+def test_sums_whose_summands_are_needed_are_left(form: Function) -> None:
+    """The operation writes into both."""
+    assert "add_rms_norm" not in residuals(form)
+
+
+def test_inputs_are_never_written_to() -> None:
+    program = fused(lambda x, y, w: norm(x + y, w), X, X.clone(), weights=W)
+    assert fuse_sums_with_norms(program) == 0
+
+
+MATRICES = {"gate": torch.zeros(6, HIDDEN), "up": torch.zeros(6, HIDDEN)}
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        (lambda x, g, u: functional.silu(x @ g.T) * (x @ u.T), ["silu_mul"]),
+        (lambda x, g, u: functional.linear(x, u) * functional.silu(functional.linear(x, g)), ["linear", "silu_mul"]),
+        (
+            lambda x, g, u: functional.gelu(functional.linear(x, g), approximate="tanh") * functional.linear(x, u),
+            ["linear", "gelu_mul"],
+        ),
+        (
+            lambda x, g, u: functional.gelu(functional.linear(x, g)) * functional.linear(x, u),
+            ["linear", "gelu", "linear"],
+        ),
+        (
+            lambda x, g, u: functional.silu(functional.linear(x, g)) * functional.linear(x * 2, u),
+            ["linear", "linear", "silu_mul"],
+        ),
+        (
+            lambda x, g, u: functional.silu(a := functional.linear(x, g)) * functional.linear(x, u) + a,
+            ["linear", "linear", "silu_mul"],
+        ),
+    ],
+    ids=["products", "up first", "gelu by tanh", "gelu by erf", "two inputs", "gate used twice"],
+)
+def test_gated_activations_and_their_matrices(form: Function, expected: list[str]) -> None:
+    program = program_of(form, X, weights=MATRICES)
+    for rewrite in (remove_no_ops, fuse_gated_activations, remove_no_ops, merge_linears, remove_no_ops):
+        rewrite(program)
+    found = [name.partition(".")[0] for name in called(program)]
+    assert [name for name in found if name in ("linear", "silu_mul", "gelu_mul", "gelu")] == expected
+
+
+def test_tensors_that_code_makes_are_made_on_the_models_device() -> None:
+    program = program_of(lambda x: x + torch.arange(HIDDEN, device=x.device), X, weights={})
+    move(program.body, torch.device("meta"))
+    made = [node.kwargs.get("device") for node in program.body.nodes if "arange" in node.name]
+    assert made == [torch.device("meta")]
+
+
+def test_slices_that_make_up_a_tensor_are_that_tensor() -> None:
+    def halves(x: torch.Tensor) -> torch.Tensor:
+        first, second = x.chunk(2, -1)
+        return torch.cat([first, second, x[..., :0]], -1) + torch.cat([x[..., :3], x[..., 3:]], -1)
+
+    program = program_of(halves, X, weights={})
+    remove_no_ops(program)
+    assert called(program) == ["add.Tensor"]
+
+    def swapped(x: torch.Tensor) -> torch.Tensor:
+        first, second = x.chunk(2, -1)
+        return torch.cat([second, first], -1) + torch.cat([x[..., :3], x[..., 4:]], -1).sum()
+
+    program = program_of(swapped, X, weights={})
+    remove_no_ops(program)
+    assert called(program).count("cat.default") == 2

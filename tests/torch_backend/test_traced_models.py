@@ -1,0 +1,223 @@
+"""Models of transformers, traced and rewritten: what they compute, what is counted, and that faults are noticed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+from helpers.tiny_models import make_tiny_checkpoint
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from transformers import AutoModelForCausalLM
+
+from sglang_jax import Engine
+from sglang_jax.checkpoint.foreign_config import load_foreign_config
+from sglang_jax.config import ALWAYS_RUN, CompilePass, chosen_passes
+from sglang_jax.errors import CheckpointError, ConfigError
+from torch_backend.compilation.graph import Program, calls
+from torch_backend.compilation.hf_model import config_of, empty_model
+from torch_backend.compilation.implied import Implied
+from torch_backend.compilation.manager import PASSES, GraphPass, PassManager
+from torch_backend.compilation.passes.norms import fuse_norms, fuse_sums_with_norms
+from torch_backend.compilation.step import add_rms_norm
+from torch_backend.compilation.trace import _check_guards, trace
+from torch_backend.compilation.twin import check_twin, twin_config
+
+ALL = PassManager(chosen_passes("all"))
+
+QUICK = ("gemma2", "phi3", "olmo2", "stablelm", "gpt_neox")
+LONG = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma3_text",
+    "granite",
+    "smollm3",
+    "cohere",
+    "glm4",
+    "gpt2",
+    "opt",
+    "phi",
+)
+"""The first have most forms among them: 1 + w, windows, caps, fused matrices, norms of outputs, layer norms, heads that
+turn in part, attention beside feed-forward."""
+
+
+@pytest.mark.parametrize("family", [*QUICK, *(pytest.param(name, marks=pytest.mark.soak) for name in LONG)])
+def test_the_tiny_twin_computes_what_transformers_does(family: str) -> None:
+    check_twin({"model_type": family}, ALL)
+
+
+@pytest.mark.parametrize(
+    "chosen", ["none", *(pytest.param(each.value, marks=pytest.mark.soak) for each in CompilePass)]
+)
+def test_any_passes_compute_the_same(chosen: str) -> None:
+    check_twin({"model_type": "gemma2"}, PassManager(chosen_passes(chosen)))
+
+
+def rewritten(family: str, manager: PassManager, **values: Any) -> Program:
+    config = twin_config({"model_type": family, **values})
+    model = empty_model(config, torch.float32)
+    program = trace(model)
+    manager.run(program, Implied.by(model, program, config.num_hidden_layers))
+    return program
+
+
+def test_a_second_run_finds_nothing() -> None:
+    program = rewritten("qwen3", ALL)
+    assert [each.rewrite(program) for each in PASSES] == [0] * len(PASSES)
+
+
+def test_a_pass_that_drops_a_residual_ends_the_start() -> None:
+    def faulty(program: Program) -> int:
+        found = fuse_sums_with_norms(program)
+        for node in list(calls(program.body, add_rms_norm))[:1]:
+            step, x, _, weight, eps = node.args
+            node.args = (step, x, x, weight, eps)
+        return found
+
+    manager = PassManager(frozenset(CompilePass), _with(CompilePass.ADD_NORM, faulty))
+    with pytest.raises(ConfigError, match="a tiny llama, rewritten as this model would be, differs from transformers"):
+        check_twin({"model_type": "llama"}, manager)
+
+
+@pytest.mark.parametrize("fewer", [lambda program: 0, lambda program: fuse_norms(program) - 1])
+def test_a_pass_that_finds_too_little_ends_the_start_by_its_name(fewer: Any) -> None:
+    manager = PassManager(frozenset(CompilePass), _with(CompilePass.NORM, fewer))
+    with pytest.raises(ConfigError, match=r"the pass norm found \d places in llama, whose modules imply 5"):
+        rewritten("llama", manager)
+
+
+def _with(name: CompilePass, rewrite: Any) -> list[GraphPass]:
+    return [GraphPass(name, rewrite) if each.name is name else each for each in PASSES]
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("t5", "it has an encoder"),
+        ("bert", "attention in BertSelfAttention is not causal"),
+        ("mixtral", r"a mixture of experts \(num_local_experts 8\)"),
+        ("falcon", "does not go through transformers' attention interface"),
+    ],
+)
+def test_models_that_cannot_be_served_are_refused_with_the_reason(family: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"model_impl transformers cannot serve {family}: .*{reason}"):
+        trace(empty_model(config_of({"model_type": family}), torch.float32))
+
+
+def test_code_that_looks_at_data_is_refused_with_its_place() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    with pytest.raises(ConfigError, match=r"depends on data: .*\(in LlamaModel\.forward, modeling_llama\.py:\d+\)"):
+        rewritten("llama", ALL, rope_parameters=rope)
+
+
+SERVED = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "phi3", "olmo2", "granite", "stablelm", "gpt_neox")
+CHANGES = {"gpt_neox": {"num_key_value_heads": 4}}
+"""transformers keeps fields that a family does not have, which would be read as its kv heads."""
+
+
+@pytest.mark.parametrize("family", ["starcoder2", *(pytest.param(name, marks=pytest.mark.soak) for name in SERVED)])
+def test_requests_are_served_as_transformers_computes_them(family: str, tmp_path: Path) -> None:
+    """Greedy tokens and their logprobs, the prompt computed, and then cached."""
+    folder = make_tiny_checkpoint(tmp_path / "model", family, **CHANGES.get(family, {}))
+    prompt = np.random.default_rng(2).integers(3, 380, 41).tolist()
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        text = oracle.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=-1)[0].tolist()
+        logprobs = torch.log_softmax(oracle(torch.tensor([text])).logits[0], -1).numpy()
+    expected = [logprobs[place - 1, text[place]] for place in range(len(prompt), len(text))]
+    dump = tmp_path / "graphs"
+    with Engine(**_options(folder), dump_graphs=dump) as engine:
+        sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+        for cached in (0, 32):
+            found = engine.generate(prompt, sampling, return_logprob=True)
+            assert not isinstance(found, list)
+            assert found.cached_tokens == cached
+            assert found.output_ids == text[len(prompt) :]
+            assert [each.logprob for each in found.logprobs] == pytest.approx(expected, abs=2e-4)
+    stages = sorted({file.name.partition(".")[0] for file in dump.glob("*.*")})
+    assert {file.name for file in dump.glob("*.*")} == {file.name for file in (dump / "twin").iterdir()}
+    assert stages == ["00-traced", *(f"{number:02d}-{each.name.value}" for number, each in enumerate(PASSES, 1))]
+    assert "sglang_jax.attention.default" in (dump / "00-traced.body.txt").read_text()
+    assert "attend(" in (dump / "08-merge-linears.body.txt").read_text()
+    drawing = ElementTree.parse(dump / "08-merge-linears.body.svg").getroot()
+    assert drawing.tag == "{http://www.w3.org/2000/svg}svg"
+
+
+def _options(folder: Path) -> dict[str, Any]:
+    return {
+        "model_path": str(folder),
+        "backend": "torch",
+        "model_impl": "transformers",
+        "device": "cpu",
+        "dtype": "float32",
+        "max_total_tokens": 640,
+        "max_running_requests": 2,
+        "chunked_prefill_size": 16,
+        "grammar_backend": "none",
+        "attention_backend": "native",
+        "skip_warmup": True,
+    }
+
+
+def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    folder = make_tiny_checkpoint(tmp_path, "gpt_neox", **CHANGES["gpt_neox"])
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
+    with pytest.raises(CheckpointError, match=r"lacks tensors of the model: gpt_neox\.layers\.2\."):
+        Engine(**_options(folder))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"backend": "jax"}, "is the Torch backend's"), ({"tp_size": 2}, "tp_size must be 1, got 2")],
+)
+def test_what_does_not_go_with_it_is_refused(change: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    folder = make_tiny_checkpoint(tmp_path, "llama")
+    with pytest.raises(ConfigError, match=f"model_impl transformers.*{reason}"):
+        Engine(**_options(folder) | change)
+
+
+def test_code_that_depends_on_the_number_of_tokens_is_refused() -> None:
+    shapes = ShapeEnv()
+    tokens = FakeTensorMode(shape_env=shapes).from_tensor(torch.zeros(9973))
+    assert tokens.shape[0] > 1
+    _check_guards(shapes, "fine")
+    assert tokens.shape[0] > 200
+    with pytest.raises(ConfigError, match=r"cannot serve strange: its code takes another path where .* <= 200"):
+        _check_guards(shapes, "strange")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"model_type": None}, "model_type is missing, by which transformers knows a model"),
+        ({"model_type": "strange"}, "transformers cannot read it: Unrecognized model identifier: strange"),
+        ({"hidden_size": "wide"}, "transformers cannot read it: Validation error for field 'hidden_size'"),
+        ({"num_attention_heads": 0}, "transformers cannot read it: integer division"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+        ({"model_type": "mamba"}, "num_attention_heads is missing"),
+        ({"model_type": "qwen3_next"}, "layer_types has linear_attention; model_impl transformers serves"),
+        ({"model_type": "gpt2", "n_embd": 36}, "heads of 3 numbers"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_configs_that_say_too_little_or_too_much(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | changes))
+    with pytest.raises(CheckpointError, match=told):
+        load_foreign_config(tmp_path)
+
+
+def test_names_of_passes() -> None:
+    assert chosen_passes("all") == frozenset(CompilePass) == {each.name for each in PASSES}
+    assert chosen_passes("none") == ALWAYS_RUN
+    assert chosen_passes("rope, norm") == {CompilePass.ROPE, CompilePass.NORM, CompilePass.PAGED_ATTENTION}
+    with pytest.raises(ValueError, match="no pass is called 'ropes'"):
+        chosen_passes("ropes")

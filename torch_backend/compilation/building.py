@@ -1,0 +1,45 @@
+"""From a checkpoint that transformers knows to a model that the runner takes as any other."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_jax.checkpoint.opening import Checkpoint
+from sglang_jax.config import EngineConfig
+from torch_backend.attention.interface import AttentionImplementation
+from torch_backend.compilation.hf_model import config_of, empty_model
+from torch_backend.compilation.implied import Implied
+from torch_backend.compilation.manager import PassManager
+from torch_backend.compilation.trace import trace
+from torch_backend.compilation.traced_model import ReadWeight, TracedTransformer, check_sites
+from torch_backend.compilation.twin import check_twin
+from torch_backend.compilation.weights import CheckpointWeights, RandomWeights
+from torch_backend.operations import Operations
+
+
+def build_traced(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    operations: Operations,
+    attention: AttentionImplementation,
+) -> tuple[TracedTransformer, ReadWeight]:
+    """A model without values, and what makes them, for its `load`.
+
+    **Raises:** `ConfigError` where the model cannot be traced or is not what its config says, where a pass finds too
+    little, and where the tiny twin differs from transformers; `CheckpointError` for tensors that do not fit.
+    """
+    assert checkpoint.foreign is not None
+    manager = PassManager(config.passes)
+    dump = config.dump_graphs
+    check_twin(checkpoint.foreign, manager, None if dump is None else dump / "twin")
+    empty = empty_model(config_of(checkpoint.foreign), dtype)
+    program = trace(empty)
+    manager.run(program, Implied.by(empty, program, checkpoint.config.num_layers), dump)
+    check_sites(program, checkpoint.config)
+    model = TracedTransformer(program, checkpoint.config, device=device, operations=operations, attention=attention)
+    if checkpoint.reader is None:  # dummy weights
+        return model, RandomWeights.of(empty, config.random_seed).read
+    return model, CheckpointWeights.of(empty, checkpoint.reader).read

@@ -1,0 +1,129 @@
+"""A model of transformers as it is before it has weights, with attention that can be traced."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from sglang_jax.errors import cut
+from torch_backend.compilation.markers import attention
+from torch_backend.compilation.refusal import refused
+
+_TRACED = "sglang_jax_traced"
+"""Of attention, as transformers' configs name it. It makes no masks for a name that it has no mask function for."""
+
+_EAGER = "eager"
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+_SAYS_NOTHING_NEW = frozenset({"position_ids", "position_embeddings", "cache_position"})
+"""Tensors that models hand to attention beside queries, keys and values, and that causal attention needs not."""
+
+
+def config_of(values: Mapping[str, Any]) -> PreTrainedConfig:
+    """transformers' config of a config.json's values."""
+    values = dict(values)
+    config: PreTrainedConfig = AutoConfig.for_model(values.pop("model_type"), **values)
+    return config
+
+
+def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """A `...ForCausalLM` whose parameters hold anything and whose buffers are right; attention is to be traced.
+
+    **Raises:** `ConfigError` for a config whose model cannot be served.
+    """
+    _refuse(config)
+    AttentionInterface.register(_TRACED, _traced_attention)
+    with no_init_weights():
+        model = _from_config(config, dtype, _TRACED)
+    model.tie_weights()
+    return _for_inference(model)
+
+
+def eager_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The same, computed by transformers alone, to compare with."""
+    _refuse(config)
+    return _for_inference(_from_config(config, dtype, _EAGER))
+
+
+def _for_inference(model: PreTrainedModel) -> PreTrainedModel:
+    nn.Module.eval(model)
+    model.requires_grad_(False)
+    return model
+
+
+def _refuse(config: PreTrainedConfig) -> None:
+    kind, values = config.model_type, config.to_dict()
+    if config.is_encoder_decoder:
+        raise refused(kind, "it has an encoder, and the scheduler knows decoders alone")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise refused(kind, "transformers has no causal language model of it")
+    for name in _EXPERTS:
+        if isinstance(values.get(name), int) and values[name] > 1:
+            raise refused(
+                kind,
+                f"it is a mixture of experts ({name} {values[name]}), whose choice depends on data: a trace of it "
+                "would compute every expert for every token, or one choice for all",
+            )
+
+
+def _from_config(config: PreTrainedConfig, dtype: torch.dtype, implementation: str) -> PreTrainedModel:
+    # A copy: the config that a model is made of is told the implementation, for all models that share it.
+    factory: Any = AutoModelForCausalLM
+    try:
+        model: PreTrainedModel = factory.from_config(
+            copy.deepcopy(config), dtype=dtype, attn_implementation=implementation, trust_remote_code=False
+        )
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+        if error.args == (_TRACED,):  # it looks up a class of its own for each implementation
+            reason = "its attention does not go through transformers' attention interface"
+        else:
+            reason = f"transformers cannot build it: {cut(' '.join(str(error).split()))}"
+        raise refused(config.model_type, reason) from error
+    return model
+
+
+def _traced_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    **further: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: `[1, heads, T, head_dim]` each → `[1, T, heads, head_dim]`."""
+    own = vars(module)
+    where = f"attention in {type(module).__name__}"
+    kind = own["config"].model_type if "config" in own else type(module).__name__
+    if not (own.get("is_causal", True) if is_causal is None else is_causal):
+        raise refused(kind, f"{where} is not causal: an encoder's")
+    if attention_mask is not None:
+        raise refused(kind, f"{where} has a mask of its own")
+    if "layer_idx" not in own:
+        raise refused(kind, f"{where} does not know the number of its layer")
+    strange = [name for name, given in further.items() if _is_tensor(given) and name not in _SAYS_NOTHING_NEW]
+    if strange:
+        raise refused(kind, f"{where} is given {', '.join(strange)}, which pages know nothing of")
+    if query.shape[-1] != value.shape[-1]:
+        raise refused(kind, f"{where} has keys of {query.shape[-1]} numbers and values of {value.shape[-1]}")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    by_token = (each.transpose(1, 2) for each in (query, key, value))
+    return attention(*by_token, s_aux, own["layer_idx"], scale, sliding_window, softcap), None
+
+
+def _is_tensor(given: object) -> bool:
+    return isinstance(given, torch.Tensor)

@@ -1,0 +1,139 @@
+"""What a model's code lets expect of passes: how many places each must find at least.
+
+This looks at modules and their names, and of the graph only at what depends on positions, never at patterns: a pass
+whose pattern no longer fits what transformers writes is then noticed, and not only slower.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from transformers import PreTrainedModel
+
+from sglang_jax.config import CompilePass
+from torch_backend.compilation.graph import Program, args, is_call
+from torch_backend.compilation.markers import ATTENTION
+
+_QKV = ("q_proj", "k_proj", "v_proj")
+_GATE_UP = ("gate_proj", "up_proj")
+_GATED = ("silu", "gelu_pytorch_tanh")
+
+
+@dataclass(frozen=True, slots=True)
+class Implied:
+    """The fewest places of each pass."""
+
+    of: dict[CompilePass, int]
+
+    @classmethod
+    def by(cls, model: PreTrainedModel, program: Program, layers: int) -> Implied:
+        """Of a model with `layers` layers of attention and its trace, before any pass."""
+        positional = _layers_with_positions(program)
+        attentions = list(_attentions(model))
+        inner = [_children(module) for module in model.modules()]
+        gated = [each for each in inner if _has_linears(each, _GATE_UP) or "gate_up_proj" in each]
+        rotated = [each for each in attentions if _layer(each) in positional and _rotates_whole_heads(each)]
+        # Nothing stands between projections and pages, once rotations are part of writing them.
+        direct = rotated + [each for each in attentions if _layer(each) not in positional]
+        merged = [each for each in direct if _has_linears(_children(each), _QKV) and not _normed_whole(each)]
+        return cls(
+            {
+                CompilePass.NO_OPS: 0,
+                CompilePass.PAGED_ATTENTION: layers,
+                CompilePass.NORM: sum(_is_rms_norm(module) for module in model.modules()),
+                CompilePass.ADD_NORM: sum(2 for each in inner if _is_pre_norm_layer(each)),
+                CompilePass.ROPE: len(rotated),
+                CompilePass.HEAD_NORM: sum(_normed_by_head(each) for each in direct),
+                CompilePass.GATED_ACTIVATION: len(gated) if _activation(model) in _GATED else 0,
+                CompilePass.MERGE_LINEARS: len(merged)
+                + (sum(_has_linears(each, _GATE_UP) for each in gated) if _activation(model) in _GATED else 0),
+            }
+        )
+
+
+def _children(module: nn.Module) -> dict[str, nn.Module]:
+    return dict(module.named_children())
+
+
+def _has_linears(children: dict[str, nn.Module], names: tuple[str, ...]) -> bool:
+    """Whether all of them are there, and all with a bias or all without."""
+    found = [children[name] for name in names if name in children]
+    linears = [each for each in found if isinstance(each, nn.Linear)]
+    return len(linears) == len(names) and len({each.bias is None for each in linears}) == 1
+
+
+def _attentions(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """Modules that attend: they know the number of their layer and what they scale scores by."""
+    for module in model.modules():
+        if {"layer_idx", "scaling"} <= vars(module).keys():
+            yield module
+
+
+def _layer(attention: nn.Module) -> Any:
+    return vars(attention)["layer_idx"]
+
+
+def _layers_with_positions(program: Program) -> set[int]:
+    """Layers whose queries depend on positions other than by what attention gave before."""
+    depends: dict[fx.Node, bool] = {}
+    found = set()
+    for node in program.body.nodes:
+        depends[node] = node.name == "positions" or any(depends[each] for each in node.all_input_nodes)
+        if is_call(node, ATTENTION):
+            if depends[args(node)[0]]:
+                found.add(args(node)[4])
+            depends[node] = False
+    return found
+
+
+def _is_rms_norm(module: nn.Module) -> bool:
+    weighted = isinstance(vars(module)["_parameters"].get("weight"), nn.Parameter)
+    return type(module).__name__.endswith("RMSNorm") and weighted
+
+
+def _is_pre_norm_layer(children: dict[str, nn.Module]) -> bool:
+    """Whether both its norms read a sum: of what attention gives, and of what the layer gives to the next norm."""
+    names = ("input_layernorm", "post_attention_layernorm")
+    return all(name in children and _is_rms_norm(children[name]) for name in names)
+
+
+def _head_norms(attention: nn.Module) -> list[nn.Parameter]:
+    children = _children(attention)
+    norms = [children[name] for name in ("q_norm", "k_norm") if name in children]
+    return [each.get_parameter("weight") for each in norms if _is_rms_norm(each)]
+
+
+def _normed_by_head(attention: nn.Module) -> bool:
+    weights = _head_norms(attention)
+    return len(weights) == 2 and all(weight.numel() == _head_dim(attention) for weight in weights)
+
+
+def _normed_whole(attention: nn.Module) -> bool:
+    """Whether norms stand between projections and heads, so that these are no one matrix."""
+    return any(weight.numel() != _head_dim(attention) for weight in _head_norms(attention))
+
+
+def _head_dim(attention: nn.Module) -> Any:
+    return vars(attention).get("head_dim")
+
+
+def _rotates_whole_heads(attention: nn.Module) -> bool:
+    """Whether its file rotates pairs half a head apart, found by trying, and its config rotates all of a head."""
+    rotate = vars(sys.modules[type(attention).__module__]).get("rotate_half")
+    if rotate is None:
+        return False
+    numbers = torch.arange(4.0)
+    halves = torch.tensor([-2.0, -3.0, 0.0, 1.0])
+    config = vars(attention).get("config")
+    rope = {} if config is None else config.to_dict().get("rope_parameters") or {}
+    return bool(torch.equal(rotate(numbers), halves)) and rope.get("partial_rotary_factor", 1.0) == 1.0
+
+
+def _activation(model: PreTrainedModel) -> Any:
+    values = model.config.to_dict()
+    return values.get("hidden_activation") or values.get("hidden_act")

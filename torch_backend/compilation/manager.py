@@ -1,0 +1,111 @@
+"""Runs passes over a traced model in their order, and holds each to what the model lets expect of it."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from sglang_jax.config import CompilePass
+from sglang_jax.errors import ConfigError
+from torch_backend.compilation.drawing import write_graphs
+from torch_backend.compilation.graph import Program
+from torch_backend.compilation.implied import Implied
+from torch_backend.compilation.passes.linears import fuse_gated_activations, merge_linears
+from torch_backend.compilation.passes.no_ops import remove_no_ops
+from torch_backend.compilation.passes.norms import fuse_norms, fuse_sums_with_norms
+from torch_backend.compilation.passes.paged_attention import page_attention
+from torch_backend.compilation.passes.rope import fuse_head_norms, fuse_rope
+
+logger = logging.getLogger(__name__)
+
+Rewrite = Callable[[Program], int]
+"""Rewrites a program in place and tells how many places it found. A second run finds none."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPass:
+    """A named rewriting."""
+
+    name: CompilePass
+    rewrite: Rewrite
+
+
+PASSES = (
+    GraphPass(CompilePass.NO_OPS, remove_no_ops),
+    GraphPass(CompilePass.PAGED_ATTENTION, page_attention),
+    GraphPass(CompilePass.NORM, fuse_norms),
+    GraphPass(CompilePass.ADD_NORM, fuse_sums_with_norms),
+    GraphPass(CompilePass.ROPE, fuse_rope),
+    GraphPass(CompilePass.HEAD_NORM, fuse_head_norms),
+    GraphPass(CompilePass.GATED_ACTIVATION, fuse_gated_activations),
+    GraphPass(CompilePass.MERGE_LINEARS, merge_linears),
+)
+"""In the order in which they run: each finds what those before it leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassCount:
+    """What a pass found, and the fewest that it was expected to."""
+
+    name: CompilePass
+    expected: int
+    found: int
+
+
+class PassManager:
+    """Passes in their order, of which `chosen` run. Each is held to its count where all before it run too.
+
+    Between them no-ops are taken out, where that pass is chosen, so that each sees what the others left.
+    """
+
+    def __init__(self, chosen: Collection[CompilePass], passes: Sequence[GraphPass] = PASSES) -> None:
+        self._passes = [each for each in passes if each.name in chosen]
+        self._cleans = CompilePass.NO_OPS in chosen
+
+    def run(self, program: Program, implied: Implied, dump: Path | None = None) -> tuple[PassCount, ...]:
+        """Rewrites `program`; its graphs before and after each pass go to the folder `dump`.
+
+        **Raises:** `ConfigError` naming a pass that finds fewer places than the model implies.
+        """
+        if dump is not None:
+            write_graphs(program, dump, "00-traced")
+        counts: list[PassCount] = []
+        for number, each in enumerate(self._passes, 1):
+            found = each.rewrite(program)
+            if self._cleans and each.rewrite is not remove_no_ops:
+                remove_no_ops(program)
+            for graph in program.graphs:
+                graph.lint()
+            counts.append(PassCount(each.name, implied.of[each.name] if self._complete(number) else 0, found))
+            if dump is not None:
+                write_graphs(program, dump, f"{number:02d}-{each.name.value}")
+        told = ", ".join(f"{each.name.value} {each.found}" for each in counts)
+        logger.info("Passes %s over %s: %s", self.uuid()[:8], program.model_type, told)
+        few = [each for each in counts if each.found < each.expected]
+        if few:
+            raise ConfigError(
+                f"model_impl transformers: the pass {few[0].name.value} found {few[0].found} places in "
+                f"{program.model_type}, whose modules imply {few[0].expected}: this release of transformers writes the "
+                "model in another way than the pass knows. --compile-passes without it serves the model, slower"
+            )
+        return tuple(counts)
+
+    def _complete(self, number: int) -> bool:
+        """Whether all passes up to this one run: what one finds depends on what those before it leave."""
+        return [each.name for each in self._passes[:number]] == list(CompilePass)[:number]
+
+    def uuid(self) -> str:
+        """A key of the passes that run: of their names and of the source of this package's rewritings."""
+        names = "\n".join(each.name.value for each in self._passes)
+        return hashlib.sha256(f"{names}\n{self._cleans}\n{_sources(tuple(self._passes))}".encode()).hexdigest()
+
+
+@cache
+def _sources(passes: tuple[GraphPass, ...]) -> str:
+    modules = {inspect.getmodule(each.rewrite) for each in passes}
+    return "\n".join(sorted(inspect.getsource(module) for module in modules if module is not None))

@@ -1,0 +1,51 @@
+"""Two operators that stand in a traced graph for what is done elsewhere: attention over pages, and the hidden states at
+which the graph is cut in two. They are traced and replaced, and never run."""
+
+from __future__ import annotations
+
+import torch
+
+
+@torch.library.custom_op("sglang_jax::attention", mutates_args=())
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    layer: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    """Causal attention of one layer. Query `[1, T, heads, head_dim]`, key and value `[1, T, kv_heads, head_dim]` → as
+    the query. The other arguments are those of `AttentionOptions`."""
+    raise NotImplementedError("attention of a traced graph is replaced before the graph runs")
+
+
+@attention.register_fake
+def _(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    layer: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("sglang_jax::hidden_states", mutates_args=())
+def hidden_states(x: torch.Tensor) -> torch.Tensor:
+    """What a model's body gives its head: `[1, T, hidden]`."""
+    raise NotImplementedError("the graph is cut here before it runs")
+
+
+@hidden_states.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+ATTENTION = torch.ops.sglang_jax.attention.default
+HIDDEN_STATES = torch.ops.sglang_jax.hidden_states.default

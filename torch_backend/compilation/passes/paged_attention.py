@@ -1,0 +1,56 @@
+"""Attention becomes attention over pages, which writes the step's keys and values first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch_backend.attention.interface import AttentionOptions
+from torch_backend.compilation.graph import (
+    AttentionSite,
+    Program,
+    args,
+    call,
+    calls,
+    flattened_heads,
+    put_in_place,
+    side_by_side,
+    step_of,
+    value,
+    weight_of,
+)
+from torch_backend.compilation.markers import ATTENTION
+from torch_backend.compilation.refusal import refused
+from torch_backend.compilation.step import attend
+
+
+def page_attention(program: Program) -> int:
+    """Replaces every call of attention. What each computes goes to `Program.sites`.
+
+    **Raises:** `ConfigError` where a layer attends twice, or has sinks that are no weight.
+    """
+    found, graph = 0, program.body
+    for node in calls(graph, ATTENTION):
+        query, key, values, sinks, layer, *numbers = _arguments(node)
+        if layer in program.sites:
+            raise refused(program.model_type, f"layer {layer} attends twice; pages hold the keys of one attention")
+        learnt = weight_of(sinks)
+        if sinks is not None and learnt is None:
+            raise refused(program.model_type, f"layer {layer} has sinks that are no weight: {sinks}")
+        program.sites[layer] = AttentionSite(
+            heads=int(value(query).shape[2]),
+            kv_heads=int(value(key).shape[2]),
+            head_dim=int(value(query).shape[3]),
+            options=AttentionOptions(*numbers),
+            sinks=None if learnt is None else learnt.parts[0],
+        )
+        with graph.inserting_before(node):
+            qkv = side_by_side(graph, [flattened_heads(graph, each) for each in (query, key, values)])
+            new = call(graph, attend, (step_of(graph), layer, qkv), like=node)
+        put_in_place(node, new)
+        found += 1
+    return found
+
+
+def _arguments(node: Any) -> Any:
+    """All eight; a trace leaves out those at the end that have their defaults."""
+    return tuple(args(node)) + (None,) * (8 - len(args(node)))

@@ -1,0 +1,119 @@
+"""Weights of a traced model by the names that transformers has for them: out of a checkpoint, or random."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, apply_renamings
+
+from sglang_jax.checkpoint.reader import TensorReader
+from sglang_jax.errors import CheckpointError, cut
+from torch_backend.compilation.graph import Weight
+
+_MOST_TOLD = 6
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointWeights:
+    """Reads weights by transformers' names. `names`: what each is called in the checkpoint."""
+
+    reader: TensorReader
+    names: dict[str, str]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, reader: TensorReader) -> CheckpointWeights:
+        """Finds every parameter of the model, with or without the prefix that its body has.
+
+        **Raises:** `CheckpointError` naming tensors that are missing, misshapen, or that the model does not have.
+        """
+        there = _under_present_names(model, reader.names())
+        prefix = f"{model.base_model_prefix}."
+        names, missing = {}, []
+        for name, parameter in model.named_parameters():
+            found = there.get(name) or there.get(name.removeprefix(prefix))
+            if found is None:
+                missing.append(name)
+                continue
+            names[name] = found
+            if reader.shape(found) != tuple(parameter.shape):
+                raise CheckpointError(
+                    f"{found} is {reader.shape(found)} in the checkpoint, and {tuple(parameter.shape)} in the model"
+                )
+        if missing:
+            raise CheckpointError(f"the checkpoint lacks tensors of the model: {_told(missing)}")
+        further = _further_names(model)
+        extra = {old for new, old in there.items() if new not in further} - set(names.values())
+        ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+        extra = {name for name in extra if not any(pattern.search(name) for pattern in ignored)}
+        if extra:
+            raise CheckpointError(f"the checkpoint has tensors that the model does not: {_told(sorted(extra))}")
+        return cls(reader, names)
+
+    def read(self, weight: Weight) -> torch.Tensor:
+        """The weight on the host, of its type."""
+        value = torch.empty(weight.shape, dtype=weight.dtype)
+        target = value.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if weight.dtype == torch.bfloat16 else None
+        array = value.numpy() if target is None else target
+        first = 0
+        for part in weight.parts:
+            found = self.reader.read(self.names[part])
+            if weight.offset:
+                found = found.astype(np.float32) + np.float32(weight.offset)
+            array[first : first + len(found)] = found
+            first += len(found)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class RandomWeights:
+    """Values of which none is special: norms about 1, biases that show, activations near 1. A tensor is a function of
+    seed, name and shape."""
+
+    shapes: dict[str, tuple[int, ...]]
+    seed: int = 0
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, seed: int = 0) -> RandomWeights:
+        return cls({name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, seed)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A parameter in float32."""
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode(), self.seed))
+        noise = torch.randn(self.shapes[name], generator=generator)
+        if noise.dim() > 1:
+            return noise * (0.5 if "embed" in name else noise.shape[-1] ** -0.5)
+        return 0.2 * noise + (0.0 if name.endswith("bias") else 1.0)
+
+    def read(self, weight: Weight) -> torch.Tensor:
+        """See `CheckpointWeights.read`."""
+        together = torch.cat([self.tensor(part) for part in weight.parts])
+        return (together + weight.offset).to(weight.dtype)
+
+
+def _under_present_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """Names as this release of transformers has them, to those that the checkpoint has. Tensors that it would merge or
+    split while loading keep theirs, and are then told as missing."""
+    renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+    return {apply_renamings(name, renamings): name for name in sorted(names)}
+
+
+def _further_names(model: PreTrainedModel) -> set[str]:
+    """Names under which files may have what is there already: tied parameters, and buffers."""
+    prefix = f"{model.base_model_prefix}."
+    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    every |= {name for name, _ in model.named_buffers()}
+    return every | {name.removeprefix(prefix) for name in every}
+
+
+def _told(names: Sequence[str] | Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - _MOST_TOLD} more" if len(names) > _MOST_TOLD else ""
+    return cut(", ".join(names[:_MOST_TOLD])) + more
