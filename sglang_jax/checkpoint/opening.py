@@ -121,10 +121,9 @@ def _open_foreign(source: ModelSource, dummy: bool, *, demo: bool) -> Checkpoint
         config = gguf_model_config(file)
         reader = None if dummy else GgufReader(file, config)
         defaults = DEMO_SAMPLING if demo else gguf_generation_defaults(file)
-        return Checkpoint(source, config, reader, defaults, model_config_to_hf(config))
+        return Checkpoint(source, config, reader, defaults, foreign=model_config_to_hf(config))
     if source.kind is SourceKind.ORBAX:
         raise CheckpointError(f"{source.path} is an Orbax checkpoint, which model_impl transformers cannot read")
     values, config = load_foreign_config(source.path)
-    return Checkpoint(
-        source, config, None if dummy else SafetensorsReader(source.path), load_generation_defaults(source.path), values
-    )
+    reader = None if dummy else SafetensorsReader(source.path)
+    return Checkpoint(source, config, reader, load_generation_defaults(source.path), foreign=values)
