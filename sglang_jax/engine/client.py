@@ -18,6 +18,7 @@ from sglang_jax.engine.types import (
     ModelInfo,
     OutputDelta,
     ReplicaLoad,
+    SessionOptions,
     TextTokenizer,
 )
 from sglang_jax.errors import EngineDeadError, ParameterError, QueueFullError, shown
@@ -111,6 +112,14 @@ class AsyncEngineClient:
         """Ends all requests, as `abort` does."""
         for request_id in list(self._requests):
             self.abort(request_id)
+
+    async def open_session(self, options: SessionOptions) -> str:
+        """See `EngineClient.open_session`."""
+        return await self.links.open_session(options)
+
+    async def close_session(self, session_id: str, owner: str) -> None:
+        """See `EngineClient.close_session`."""
+        await self.links.close_session(session_id, owner)
 
     async def flush_cache(self) -> bool:
         """See `EngineClient.flush_cache`; of all replicas that serve."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from sglang_jax.engine.output import RequestOutputs
-from sglang_jax.engine.types import GenerateInput, ModelInfo, OutputDelta, ReplicaLoad
+from sglang_jax.engine.types import GenerateInput, ModelInfo, OutputDelta, ReplicaLoad, SessionOptions
 from sglang_jax.errors import EngineDeadError, QueueFullError
 from sglang_jax.scheduler.messages import SchedulerStats
 
@@ -62,6 +62,14 @@ class Link(Protocol):
 
     def release(self, outputs: RequestOutputs) -> None:
         """The reader is done with a request, or gives it up: what still runs of it is ended."""
+        ...
+
+    async def open_session(self, options: SessionOptions) -> None:
+        """Opens the session of this id. Raises as `EngineClient.open_session` does."""
+        ...
+
+    async def close_session(self, session_id: str, owner: str) -> None:
+        """See `EngineClient.close_session`."""
         ...
 
     async def flush_cache(self) -> bool:
@@ -152,6 +160,14 @@ class Links(Protocol):
 
     def wake(self) -> None:
         """A request that waits in `choose` may have been aborted."""
+        ...
+
+    async def open_session(self, options: SessionOptions) -> str:
+        """See `EngineClient.open_session`."""
+        ...
+
+    async def close_session(self, session_id: str, owner: str) -> None:
+        """See `EngineClient.close_session`."""
         ...
 
     async def flush_cache(self, *, idle: bool) -> bool:
