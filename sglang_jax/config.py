@@ -378,6 +378,16 @@ class EngineConfig(BaseModel):
         None, description="persistent compilation cache; default: the user's cache folder"
     )
     decode_log_interval: PositiveInt = Field(40, description="decode steps between two log lines")
+    test_retract: PositiveInt | None = Field(
+        None,
+        description="for tests: retract a running request every so many steps, as though its memory were needed; "
+        "default: never",
+    )
+    test_evict: PositiveInt | None = Field(
+        None,
+        description="for tests: evict every so many steps all of the prefix cache that nobody depends on; default: "
+        "never",
+    )
     debug_memory: bool = Field(
         default_factory=lambda: Environment().debug_memory,
         description="record the owner of every KV page and check the accounting at every step (slow)",

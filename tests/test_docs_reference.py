@@ -60,6 +60,8 @@ DEFAULTS_IN_WORDS = frozenset(
         "group_secret_file",
         "target_itl_ms",
         "compilation_cache_dir",
+        "test_retract",
+        "test_evict",
         "debug_memory",
         "served_model_name",
         "connect",

@@ -133,6 +133,11 @@ class AsyncEngineClient:
         """See `EngineClient.states`."""
         return await self.links.states()
 
+    async def cache_reports(self) -> list[dict[str, object]]:
+        """See `EngineClient.cache_reports`."""
+        reports = await self.links.cache_reports()
+        return [{"replica": 0, **report} for report in reports]
+
     async def drain(self, index: int | None = None, timeout: float | None = None) -> None:
         """See `EngineClient.drain`."""
         await self.links.drain(index, timeout)

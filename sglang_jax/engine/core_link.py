@@ -9,6 +9,7 @@ import logging
 import time
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from sglang_jax.engine import validation
@@ -22,6 +23,7 @@ from sglang_jax.scheduler.messages import (
     AbortRequest,
     CloseSession,
     FlushCache,
+    GetCacheReport,
     GetState,
     Inbound,
     NewRequest,
@@ -217,6 +219,11 @@ class CoreLink:
         reply = await self._call(GetState(next(self._numbers)))
         return dict(reply.state)
 
+    async def cache_reports(self) -> list[dict[str, object]]:
+        """See `Link.cache_reports`."""
+        reply = await self._call(GetCacheReport(next(self._numbers)))
+        return [msgspec.json.decode(reply.report)]
+
     async def ended(self) -> str:
         """See `Link.ended`."""
         await self._over.wait()
@@ -299,7 +306,7 @@ class CoreLink:
         with contextlib.suppress(EngineDeadError):
             self._channel.send(message)
 
-    async def _call(self, message: OpenSession | CloseSession | FlushCache | GetState) -> Reply:
+    async def _call(self, message: OpenSession | CloseSession | FlushCache | GetState | GetCacheReport) -> Reply:
         """Raises `EngineDeadError`, and what the core refuses the call with."""
         self.check_alive()
         waiting: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()

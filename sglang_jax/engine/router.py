@@ -246,6 +246,16 @@ class Router:
         """See `EngineClient.states`; a replica that does not serve has nothing but its state."""
         return await asyncio.gather(*(self._state(replica) for replica in self.replicas))
 
+    async def cache_reports(self) -> list[dict[str, object]]:
+        """See `EngineClient.cache_reports`; of replicas that serve."""
+        serving = self._serving()
+        reports = await asyncio.gather(*(replica.client.cache_reports() for replica in serving))
+        return [
+            {**report, "replica": replica.index}
+            for replica, of_one in zip(serving, reports, strict=True)
+            for report in of_one
+        ]
+
     async def drain(self, index: int | None, timeout: float | None = None) -> None:
         """Lets one replica, or all in turn, finish what it has within `timeout` seconds, and starts it anew; meanwhile
         others take new requests.

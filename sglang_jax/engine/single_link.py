@@ -103,6 +103,10 @@ class SingleLink:
         """See `EngineClient.states`."""
         return [await self._link.state()]
 
+    async def cache_reports(self) -> list[dict[str, object]]:
+        """See `EngineClient.cache_reports`."""
+        return await self._link.cache_reports()
+
     async def drain(self, index: int | None, timeout: float | None) -> None:
         """See `EngineClient.drain`."""
         raise ParameterError(

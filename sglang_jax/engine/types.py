@@ -351,6 +351,11 @@ class EngineClient(Protocol):
         """The scheduler's and runner's figures of each replica, for `/server_info`. Raises `EngineDeadError`."""
         ...
 
+    async def cache_reports(self) -> list[dict[str, object]]:
+        """What lies in the prefix cache of each replica that serves, as `CacheReport` has it, with its number as
+        `replica`. Raises `EngineDeadError`."""
+        ...
+
     async def drain(self, index: int | None = None, timeout: float | None = None) -> None:
         """Lets one replica, or all in turn, finish what it has within `timeout` seconds, and starts it anew.
         Raises `ParameterError` if that cannot be done."""

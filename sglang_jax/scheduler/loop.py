@@ -18,6 +18,7 @@ from sglang_jax.scheduler.messages import (
     AbortRequest,
     CloseSession,
     FlushCache,
+    GetCacheReport,
     GetState,
     Inbound,
     NewRequest,
@@ -120,6 +121,9 @@ class SchedulerLoop:
                 self._channel.send(Reply(message.call, done, waiting))
             case GetState():
                 self._channel.send(Reply(message.call, True, state=self._state()))
+            case GetCacheReport():
+                report = msgspec.json.encode(self.scheduler.report_cache())
+                self._channel.send(Reply(message.call, True, report=report))
             case Shutdown():
                 self._draining = True
                 self._stopped = not message.drain

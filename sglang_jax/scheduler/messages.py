@@ -95,6 +95,12 @@ class FlushCache(msgspec.Struct, tag="flush", frozen=True):
     call: int
 
 
+class GetCacheReport(msgspec.Struct, tag="cache_report", frozen=True):
+    """Answered by `Reply` whose `report` is a `CacheReport`, encoded as JSON."""
+
+    call: int
+
+
 class GetState(msgspec.Struct, tag="state", frozen=True):
     """Answered by `Reply` whose `state` has the scheduler's and the runner's figures."""
 
@@ -107,7 +113,17 @@ class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     drain: bool = True
 
 
-Inbound = NewRequest | AbortRequest | StopRequest | OpenSession | CloseSession | FlushCache | GetState | Shutdown
+Inbound = (
+    NewRequest
+    | AbortRequest
+    | StopRequest
+    | OpenSession
+    | CloseSession
+    | FlushCache
+    | GetState
+    | GetCacheReport
+    | Shutdown
+)
 
 
 class WireLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -273,6 +289,7 @@ class Reply(msgspec.Struct, tag="reply", frozen=True):
     message: str = ""
     state: dict[str, str | int | float | bool | None] = {}
     error: WireError | None = None
+    report: bytes = b""
 
 
 Outbound = StepOutputs | SchedulerStats | Reply

@@ -24,6 +24,7 @@ from sglang_jax.runner.plan import INVALID_TOKEN, Int32, RunnerSpec, StepPlan, S
 from sglang_jax.runner.protocol import Runner, StepHandle
 from sglang_jax.scheduler.admission import Admission
 from sglang_jax.scheduler.arrivals import Arrivals
+from sglang_jax.scheduler.cache_report import CacheReport, report_cache
 from sglang_jax.scheduler.channel import Channel
 from sglang_jax.scheduler.chunking import ChunkBudget, FixedChunk, TimedChunk
 from sglang_jax.scheduler.constraints import Closed, Constraints
@@ -38,6 +39,7 @@ from sglang_jax.scheduler.rows import RECLAIMED_AT_ONCE, RELEASES_PER_STEP, Adva
 from sglang_jax.scheduler.sessions import Sessions
 from sglang_jax.scheduler.step_log import StepLog
 from sglang_jax.scheduler.step_time import Padding
+from sglang_jax.scheduler.stress import Stress, evict_all, retractable
 from sglang_jax.scheduler.waiting_queue import WaitingQueue
 
 logger = logging.getLogger(__name__)
@@ -103,6 +105,7 @@ class Scheduler:
         self.constraints = Constraints(grammars, self.rows, spec.vocab_size, eos_ids)
         self._publisher = Publisher(channel, self.rows, drafts=spec.max_samples > 1)
         self.log = StepLog(self, config.decode_log_interval)
+        self._stress = Stress(config.test_retract, config.test_evict)
         self._clock = clock
         self._finished_at = clock()
         self._books_checked = True
@@ -218,6 +221,7 @@ class Scheduler:
 
     def step(self) -> None:
         """Launches the next step, finishes the one before it, has the next one sample, publishes."""
+        self._stress_now()
         self._queue_compiled()
         for request in self.sessions.ready():
             self.queue.add(request)
@@ -234,6 +238,19 @@ class Scheduler:
             check_conservation(self.cache)
         if self.idle:
             self._check_books()
+
+    def report_cache(self) -> CacheReport:
+        """What lies in the prefix cache, and who keeps it there."""
+        return report_cache(self.cache, self.sessions.all(), self._clock())
+
+    def _stress_now(self) -> None:
+        """What tests of whole servers asked for."""
+        if self._stress.retracts(self.log.steps):
+            self._finish_in_flight()
+            if ready := retractable(self.rows):
+                self._retract(max(ready, key=_retraction_key))
+        if self._stress.evicts(self.log.steps):
+            evict_all(self.cache)
 
     def retract_newest(self) -> bool:
         """Takes the row of the least urgent, newest request; False if none runs. No step may be in flight.

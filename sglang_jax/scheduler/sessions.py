@@ -102,6 +102,10 @@ class Sessions:
         """Sessions that are open."""
         return len(self._open)
 
+    def all(self) -> list[Session]:
+        """Sessions that are open."""
+        return list(self._open.values())
+
     def open(self, message: OpenSession) -> None:
         """**Raises:** `ParameterError` for an id that is in use, or a timeout that is none; `SessionLimitError`."""
         self.look_after()

@@ -188,6 +188,14 @@ class RemoteLink:
         states = response.json()["internal_states"]
         return dict(states[0]) if len(states) == 1 else {"replicas": states}
 
+    async def cache_reports(self) -> list[dict[str, object]]:
+        """See `Link.cache_reports`."""
+        response = await self._call("GET", "/cache_report")
+        if response.status_code != 200:
+            raise self._error(response)
+        reports: list[dict[str, object]] = response.json()["replicas"]
+        return reports
+
     async def ended(self) -> str:
         """See `Link.ended`."""
         return await asyncio.shield(self._over)

@@ -17,6 +17,7 @@ from sglang_jax.scheduler.messages import (
     AbortRequest,
     CloseSession,
     FlushCache,
+    GetCacheReport,
     GetState,
     Inbound,
     NewRequest,
@@ -210,6 +211,7 @@ def test_every_kind_of_message_has_its_case() -> None:
         CloseSession: CloseSession(1, "s", "me"),
         FlushCache: FlushCache(1),
         GetState: GetState(1),
+        GetCacheReport: GetCacheReport(1),
         Shutdown: Shutdown(),
     }
     assert set(served) == set(typing.get_args(Inbound))
@@ -220,6 +222,7 @@ def test_every_kind_of_message_has_its_case() -> None:
         OpenSession: lambda loop, channel: channel.replies[0].ok and loop.scheduler.sessions.count == 1,
         CloseSession: lambda loop, channel: channel.replies[0].error.name == "SessionNotFoundError",
         FlushCache: lambda loop, channel: not channel.replies[0].ok,
+        GetCacheReport: lambda loop, channel: b"num_nodes" in channel.replies[0].report,
         GetState: lambda loop, channel: channel.replies[0].ok,
         Shutdown: lambda loop, channel: loop._draining,
     }.items():

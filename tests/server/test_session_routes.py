@@ -10,10 +10,13 @@ from typing import Any
 
 import httpx2
 import pytest
+from click.testing import CliRunner
 from helpers.echo_server import EchoServer, serve_echo, wait_for
 from helpers.engine_fakes import FAKE_EOS, FAKE_VOCAB_SIZE, ByteTokenizer, load_fake_model, load_tokenizer
 from helpers.replica_fakes import fake_replicas
 
+from sglang_jax.cli.cache_report import cache_report
+from sglang_jax.cli.main import run as run_command
 from sglang_jax.config import LoadBalanceMethod, ServerConfig
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.launch import launch_core
@@ -231,3 +234,21 @@ def test_bad_bodies_are_refused(server: EchoServer) -> None:
     ):
         assert post(server, path, body).status_code == 400, (path, body)
     assert post(server, "/generate", {"text": "a", "session_params": {}}).status_code == 200
+
+
+def test_operators_look_into_the_cache(server: EchoServer, tmp_path: Path) -> None:
+    session = opened(server)
+    turn(server, session, "abcdefgh")
+    refused(server.http.get("/cache_report", headers={"Authorization": "Bearer ann's"}), 403)
+    picture = tmp_path / "cache.svg"
+    result = CliRunner().invoke(cache_report, ["--url", server.url, "--api-key", "eve's", "--svg", str(picture)])
+    assert result.exit_code == 0, result.output
+    assert session[:20] in result.output
+    assert "ann" in result.output
+    assert picture.read_text().startswith("<svg")
+    closed(server, session)
+
+
+def test_a_report_of_a_server_that_says_no(server: EchoServer) -> None:
+    assert run_command(cache_report, "cache-report", ["--url", server.url, "--api-key", "nobody's"]) == 2
+    assert run_command(cache_report, "cache-report", ["--url", "http://127.0.0.1:9"]) == 2
