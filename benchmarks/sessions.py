@@ -4,9 +4,10 @@ prompts.
     python benchmarks/sessions.py [--model demo|hybrid] [--backend jax|torch] [--turns N] [--json FILE]
 
 8 conversations at once, 150 turns of 8 tokens each, 4 output tokens; the `hybrid` model is of Qwen3.5's form with
-random weights. `first tenth` and `last tenth` are mean milliseconds of a turn, without each conversation's first; their
-ratio should be at most 1.15. The second row sends whole prompts instead, whose prefixes are cached as well. `cached`: of what
-came before a turn, what was found, but for less than a page. Fails if outputs differ, or pages are left in use.
+random weights. `first tenth` and `last tenth` are mean milliseconds of a turn, without each conversation's first;
+their ratio should be at most 1.15. The second row sends whole prompts instead, whose prefixes are cached as well.
+`cached`: of what came before a turn, what was found, but for less than a page. In float32, as outputs are compared:
+fails if they differ, or if pages are left in use.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from machine import report
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from sglang_jax import Engine, SamplingParams
-from sglang_jax.config import Backend, Device, EngineConfig, LoadFormat
+from sglang_jax.config import Backend, Device, Dtype, EngineConfig, LoadFormat
 
 TALKS, TURNS, INPUT, OUTPUT = 8, 150, 8, 4
 SAMPLING = SamplingParams(max_new_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
@@ -116,8 +117,15 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         config = EngineConfig(model_path="demo") if arguments.model == "demo" else hybrid_model(Path(folder))
-        options = {"backend": arguments.backend, "device": Device.CPU, "page_size": PAGE, "max_running_requests": TALKS}
-        rows = run(config.model_copy(update=options), arguments.turns)
+        options = {
+            "backend": arguments.backend,
+            "device": Device.CPU,
+            "page_size": PAGE,
+            "max_running_requests": TALKS,
+            "dtype": Dtype.FLOAT32,
+        }
+        config = config.model_copy(update={**options, "context_length": 4096})
+        rows = run(config, arguments.turns)
     report(f"{TALKS} conversations of {arguments.turns} turns", rows, arguments.json)
 
 

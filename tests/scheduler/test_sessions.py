@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
@@ -327,16 +328,62 @@ def test_a_cache_without_reuse_keeps_nothing_and_turns_are_right() -> None:
     bench.check_outputs()
 
 
-def test_schedules_with_sessions() -> None:
+@pytest.mark.parametrize("events", [120, pytest.param(1500, marks=pytest.mark.slow)])
+def test_a_storm_of_sessions_leaves_nothing_behind(bench: Bench, events: int) -> None:
+    """Turns at once, aborts, retractions, closes, sessions that are opened again, and too little memory for all."""
+    scheduler, chance = bench.scheduler, random.Random(5)
+    talks: dict[str, Talk] = {}
+    running: dict[str, int] = {}
+    for _ in range(events):
+        name = chance.choice("abcdefghijkl")
+        talk = talks.setdefault(name, Talk(bench, name)) if name not in talks else talks[name]
+        if name not in running and len(talk.history) < 90:
+            running[name] = talk.send([chance.randrange(1, 30) for _ in range(chance.randrange(1, 9))], 5)
+        elif chance.random() < 0.2:
+            scheduler.abort(running.get(name, 0))
+        elif chance.random() < 0.2 or name not in running:
+            scheduler.sessions.close(name, "me")
+            del talks[name]
+            running.pop(name, None)
+        elif chance.random() < 0.1:
+            scheduler.drain_in_flight()
+            scheduler.retract_newest()
+        scheduler.step()  # which checks that pages add up
+        for one, number in list(running.items()):
+            finished = bench.channel.finished.get(number)
+            if finished is not None:
+                del running[one]
+                if finished.kind in ("stop", "length"):
+                    talks[one].history = [*bench.prompts[number], *bench.channel.output(number)]
+    bench.run()
+    assert idle_fault(scheduler.cache) == ""
+    check_everything(scheduler.cache)
+    for name in talks:
+        scheduler.sessions.close(name, "me")
+    bench.check_outputs()
+    assert not scheduler.cache.pins.held
+    assert scheduler.flush_cache()
+    assert all(group.pool.num_free == group.pool.total for group in scheduler.cache.groups)
+    assert (scheduler.cache.tree.num_nodes, scheduler.log.counts.memory_faults) == (0, 0)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("schedules", [25, pytest.param(600, marks=pytest.mark.slow)])
+def test_schedules_with_sessions(schedules: int) -> None:
     """Turns that end, aborts, stops, closes and timeouts amid them, with each kind of memory."""
-    met: Counter[str] = simulate(60, kind=SessionSimulation, sizes=ROOM_FOR_TURNS)
+    met: Counter[str] = simulate(schedules, kind=SessionSimulation, sizes=ROOM_FOR_TURNS)
+    assert met["turns that ended"] >= schedules // 2, met
     for event in (
-        "turns that ended",
         "began where the last turn ended",
         "closed amid a turn",
+        "aborted amid a turn",
+        "stopped amid a turn",
+        "held until the turn before it is cached",
         "timed out",
         "let go for others",
+        "idle with pins",
+        "refused by SessionNotFoundError",
         "refused by SessionBusyError",
         "refused by ParameterError",
     ):
-        assert met[event] >= 3, met
+        assert met[event] >= schedules // 100, met
