@@ -88,18 +88,27 @@ class Pins:
         if node.parent is None:
             pin.node, pin.pages = None, 0
         else:
-            self._keep(node, pages)
+            if old is not None and self._tree.extend_session(old, node):
+                self._keep_ends(node, pages)
+                self._give_up_ends(old, old_pages)
+                old = None
+            else:
+                self._tree.lock(node, session=True)
+                self._keep_ends(node, pages)
             pin.node, pin.pages = node, pages
             self.held[pin] = None
         if old is not None:
             self._give_up(old, old_pages)
 
-    def _keep(self, node: Node, pages: int) -> None:
-        self._tree.lock(node, session=True)
+    def _keep_ends(self, node: Node, pages: int) -> None:
+        """What each group keeps at the end of a prefix."""
         for group in self._groups:
             group.pin(node, pages)
 
-    def _give_up(self, node: Node, pages: int) -> None:
+    def _give_up_ends(self, node: Node, pages: int) -> None:
         for group in self._groups:
             group.unpin(node, pages)
+
+    def _give_up(self, node: Node, pages: int) -> None:
+        self._give_up_ends(node, pages)
         self._tree.unlock(node, session=True)

@@ -205,10 +205,28 @@ class RadixTree:
         for each in node.path():
             self._lock_one(each)
             if session:
-                if each.sessions == 0:
-                    for component in self.components:
-                        component.session_begins(each)
-                each.sessions += 1
+                self._enter_session(each)
+
+    def _enter_session(self, node: Node) -> None:
+        if node.sessions == 0:
+            for component in self.components:
+                component.session_begins(node)
+        node.sessions += 1
+
+    def extend_session(self, held: Node, node: Node) -> bool:
+        """A session that depends on `held` depends on `node` from now on, which is `held` or below it; False, and
+        nothing is changed, where it is not. Costs what lies between, however long the conversation is."""
+        between = []
+        each = node
+        while each is not held:
+            if each.parent is None:
+                return False
+            between.append(each)
+            each = each.parent
+        for each in between:
+            self._lock_one(each)
+            self._enter_session(each)
+        return True
 
     def extend_lock(self, held: Node, node: Node) -> None:
         """Who depends on `held` depends on `node` from now on, which is `held` or below it."""

@@ -13,7 +13,7 @@ from sglang_jax.errors import RequestError
 from sglang_jax.mem_cache.invariants import InvariantError
 from sglang_jax.mem_cache.ledger import OwnershipError
 from sglang_jax.mem_cache.pins import Kept, Pin, Pins
-from sglang_jax.mem_cache.radix_tree import Namespace, Node
+from sglang_jax.mem_cache.radix_tree import Namespace, Node, RadixTree
 from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.scheduler.sessions import Session, Sessions, Turn
 
@@ -29,10 +29,10 @@ def move_no_pin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep_the_old_place_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    give_up = Pins._give_up
-    take = Pins._take
+    give_up, take = Pins._give_up, Pins._take
 
     def take_more(self: Pins, pin: Pin, node: Node, pages: int) -> None:
+        monkeypatch.setattr(RadixTree, "extend_session", lambda self, held, node: False)
         monkeypatch.setattr(Pins, "_give_up", lambda self, node, pages: None)
         take(self, pin, node, pages)
         monkeypatch.setattr(Pins, "_give_up", give_up)
@@ -57,8 +57,13 @@ def let_go_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lock_and_keep_no_window_or_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pins, "_keep", lambda self, node, pages: self._tree.lock(node, session=True))
-    monkeypatch.setattr(Pins, "_give_up", lambda self, node, pages: self._tree.unlock(node, session=True))
+    monkeypatch.setattr(Pins, "_keep_ends", lambda self, node, pages: None)
+    monkeypatch.setattr(Pins, "_give_up_ends", lambda self, node, pages: None)
+
+
+def extend_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pin goes further down the tree, and its lock stays where it was."""
+    monkeypatch.setattr(RadixTree, "extend_session", lambda self, held, node: True)
 
 
 def keep_what_an_aborted_turn_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,6 +138,7 @@ FAULTS: list[Plant] = [
     let_nothing_go,
     let_go_twice,
     lock_and_keep_no_window_or_state,
+    extend_no_lock,
     keep_what_an_aborted_turn_computed,
     go_on_behind_what_nobody_saw,
     begin_before_the_last_turn_is_cached,
