@@ -377,6 +377,21 @@ class EngineConfig(BaseModel):
     radix_eviction_policy: EvictionPolicy = Field(
         EvictionPolicy.LRU, description="which cached prefix is evicted first"
     )
+    max_sessions: PositiveInt = Field(1024, description="maximum open sessions; more are refused with 503")
+    session_timeout: float = Field(
+        3600.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="seconds without a turn after which a session is closed that was opened without a timeout of its "
+        "own",
+    )
+    session_memory_fraction: float = Field(
+        0.5,
+        ge=0.0,
+        le=1.0,
+        description="fraction of the KV pages, and of the slots for recurrent states, that idle sessions may keep from "
+        "eviction",
+    )
     attention_backend: AttentionBackend = Field(AttentionBackend.AUTO, description="implementation of attention")
     disable_cuda_graph: bool = Field(False, description="run decode steps without CUDA graphs")
     cuda_graph_max_bs: PositiveInt | None = Field(
@@ -427,6 +442,16 @@ class EngineConfig(BaseModel):
         None, description="persistent compilation cache; default: the user's cache folder"
     )
     decode_log_interval: PositiveInt = Field(40, description="decode steps between two log lines")
+    test_retract: PositiveInt | None = Field(
+        None,
+        description="for tests: retract a running request every so many steps, as though its memory were needed; "
+        "default: never",
+    )
+    test_evict: PositiveInt | None = Field(
+        None,
+        description="for tests: evict every so many steps all of the prefix cache that nobody depends on; default: "
+        "never",
+    )
     debug_memory: bool = Field(
         default_factory=lambda: Environment().debug_memory,
         description="record the owner of every KV page and check the accounting at every step (slow)",

@@ -82,6 +82,26 @@ class QueueFullError(RequestError):
     code = "queue_full"
 
 
+class SessionNotFoundError(RequestError):
+    """There is no such session: never opened, closed, timed out, lost with its engine, or another key's."""
+
+    status = 404
+    code = "session_not_found"
+
+
+class SessionBusyError(RequestError):
+    """A turn of the session runs already."""
+
+    code = "session_busy"
+
+
+class SessionLimitError(RequestError):
+    """`max_sessions` sessions are open already."""
+
+    status = 503
+    code = "too_many_sessions"
+
+
 class CapacityError(RequestError):
     """A request outgrew the KV pool while no other request was left to retract."""
 

@@ -73,6 +73,7 @@ NEEDLESS: Mapping[str, OtherFlag] = {
     "enable_chunked_prefill": OtherFlag("prompts are always computed in chunks, of --chunked-prefill-size"),
     "enable_metrics": OtherFlag("/metrics is always on"),
     "enable_mixed_chunk": OtherFlag("chunks and decode rows always share steps"),
+    "enable_streaming_session": OtherFlag("sessions can always be opened"),
     "enable_prefix_caching": OtherFlag("the prefix cache is on unless --disable-radix-cache turns it off"),
     "trust_remote_code": OtherFlag("code of a checkpoint is never run"),
 }

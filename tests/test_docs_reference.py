@@ -61,6 +61,8 @@ DEFAULTS_IN_WORDS = frozenset(
         "target_itl_ms",
         "compilation_cache_dir",
         "dump_graphs",
+        "test_retract",
+        "test_evict",
         "debug_memory",
         "served_model_name",
         "connect",

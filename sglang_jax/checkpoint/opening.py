@@ -125,5 +125,5 @@ def _open_foreign(source: ModelSource, dummy: bool, *, demo: bool) -> Checkpoint
     if source.kind is SourceKind.ORBAX:
         raise CheckpointError(f"{source.path} is an Orbax checkpoint, which model_impl transformers cannot read")
     values, config = load_foreign_config(source.path)
-    reader = None if dummy else SafetensorsReader(source.path)
-    return Checkpoint(source, config, reader, load_generation_defaults(source.path), foreign=values)
+    tensors = None if dummy else SafetensorsReader(source.path)
+    return Checkpoint(source, config, tensors, load_generation_defaults(source.path), foreign=values)

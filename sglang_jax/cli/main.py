@@ -10,6 +10,7 @@ import click
 from sglang_jax.about import version
 from sglang_jax.cli.batch import batch
 from sglang_jax.cli.bench.commands import bench_offline, bench_serving
+from sglang_jax.cli.cache_report import cache_report
 from sglang_jax.cli.chat import chat
 from sglang_jax.cli.convert import convert
 from sglang_jax.cli.generate import generate
@@ -51,6 +52,7 @@ cli.add_command(chat)
 cli.add_command(generate)
 cli.add_command(batch)
 cli.add_command(convert)
+cli.add_command(cache_report)
 bench.add_command(bench_offline, "offline")
 bench.add_command(bench_serving, "serving")
 

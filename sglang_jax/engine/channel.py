@@ -8,6 +8,7 @@ is bounded by the requests in flight.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
@@ -86,11 +87,11 @@ class CoreChannel:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Inbound] = msgspec.msgpack.Decoder(Inbound)
 
-    def receive(self, block: bool) -> Iterator[Inbound]:
-        """Messages that wait, in the order of sending; with `block`, sleeps until there is at least one. Those that are
-        not asked for stay for the next call."""
+    def receive(self, block: bool, seconds: float | None = None) -> Iterator[Inbound]:
+        """Messages that wait, in the order of sending; with `block`, sleeps until there is at least one, for so many
+        `seconds` at most. Those that are not asked for stay for the next call."""
         if block:
-            self._socket.poll()
+            self._socket.poll(None if seconds is None else math.ceil(seconds * 1000))
         while _has_message(self._socket):
             yield self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
 

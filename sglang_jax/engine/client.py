@@ -18,6 +18,7 @@ from sglang_jax.engine.types import (
     ModelInfo,
     OutputDelta,
     ReplicaLoad,
+    SessionOptions,
     TextTokenizer,
 )
 from sglang_jax.errors import EngineDeadError, ParameterError, QueueFullError, shown
@@ -112,6 +113,14 @@ class AsyncEngineClient:
         for request_id in list(self._requests):
             self.abort(request_id)
 
+    async def open_session(self, options: SessionOptions) -> str:
+        """See `EngineClient.open_session`."""
+        return await self.links.open_session(options)
+
+    async def close_session(self, session_id: str, owner: str) -> None:
+        """See `EngineClient.close_session`."""
+        await self.links.close_session(session_id, owner)
+
     async def flush_cache(self) -> bool:
         """See `EngineClient.flush_cache`; of all replicas that serve."""
         return await self.links.flush_cache(idle=not self._requests)
@@ -123,6 +132,11 @@ class AsyncEngineClient:
     async def states(self) -> list[dict[str, object]]:
         """See `EngineClient.states`."""
         return await self.links.states()
+
+    async def cache_reports(self) -> list[dict[str, object]]:
+        """See `EngineClient.cache_reports`."""
+        reports = await self.links.cache_reports()
+        return [{"replica": 0, **report} for report in reports]
 
     async def drain(self, index: int | None = None, timeout: float | None = None) -> None:
         """See `EngineClient.drain`."""

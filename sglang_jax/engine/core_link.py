@@ -9,23 +9,28 @@ import logging
 import time
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from sglang_jax.engine import validation
 from sglang_jax.engine.channel import ClientChannel, Published, Ready, Stopped
-from sglang_jax.engine.output import Completion, RequestOutputs
-from sglang_jax.engine.types import ModelInfo
+from sglang_jax.engine.output import Completion, RequestOutputs, request_error
+from sglang_jax.engine.types import GenerateInput, ModelInfo, SessionOptions
 from sglang_jax.engine.watchdog import Watchdog
 from sglang_jax.errors import EngineDeadError
 from sglang_jax.runner.pulse import Pulse
 from sglang_jax.scheduler.messages import (
     AbortRequest,
+    CloseSession,
     FlushCache,
+    GetCacheReport,
     GetState,
     Inbound,
     NewRequest,
+    OpenSession,
     Reply,
     SchedulerStats,
+    SessionTurn,
     Shutdown,
     StepOutputs,
     StopRequest,
@@ -166,9 +171,17 @@ class CoreLink:
                     priority=request.priority,
                     tenant=request.tenant,
                     arrival=arrival,
+                    session=self._turn(request),
                 )
             )
             logprob_start = -1  # the prompt's are the same for all
+
+    def _turn(self, request: GenerateInput) -> SessionTurn | None:
+        turn, bos = request.session, self.model_info.bos_token_id
+        if turn is None:
+            return None
+        name = turn.name or request.request_id or ""
+        return SessionTurn(turn.session_id, request.tenant, name, turn.after, -1 if bos is None else bos)
 
     def abort(self, outputs: RequestOutputs) -> None:
         """See `Link.abort`."""
@@ -184,6 +197,16 @@ class CoreLink:
                 del self._completions[completion.wire_id]
         self._requests.discard(outputs)
 
+    async def open_session(self, options: SessionOptions) -> None:
+        """See `Link.open_session`."""
+        assert options.session_id is not None
+        call = next(self._numbers)
+        await self._call(OpenSession(call, options.session_id, options.owner, options.streaming, options.timeout))
+
+    async def close_session(self, session_id: str, owner: str) -> None:
+        """See `Link.close_session`."""
+        await self._call(CloseSession(next(self._numbers), session_id, owner))
+
     async def flush_cache(self) -> bool:
         """See `EngineClient.flush_cache`."""
         reply = await self._call(FlushCache(next(self._numbers)))
@@ -195,6 +218,11 @@ class CoreLink:
         """See `Link.state`."""
         reply = await self._call(GetState(next(self._numbers)))
         return dict(reply.state)
+
+    async def cache_reports(self) -> list[dict[str, object]]:
+        """See `Link.cache_reports`."""
+        reply = await self._call(GetCacheReport(next(self._numbers)))
+        return [msgspec.json.decode(reply.report)]
 
     async def ended(self) -> str:
         """See `Link.ended`."""
@@ -278,15 +306,19 @@ class CoreLink:
         with contextlib.suppress(EngineDeadError):
             self._channel.send(message)
 
-    async def _call(self, message: FlushCache | GetState) -> Reply:
+    async def _call(self, message: OpenSession | CloseSession | FlushCache | GetState | GetCacheReport) -> Reply:
+        """Raises `EngineDeadError`, and what the core refuses the call with."""
         self.check_alive()
-        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._calls[message.call] = reply
+        waiting: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._calls[message.call] = waiting
         try:
             self._channel.send(message)
-            return await reply
+            reply = await waiting
         finally:
             self._calls.pop(message.call, None)
+        if reply.error is not None:
+            raise request_error(reply.error)
+        return reply
 
     def _on_step(self, step: StepOutputs) -> None:
         """One pass over a step. Tokens come after their logprobs, so that a token that ends its output finds them."""
@@ -295,6 +327,7 @@ class CoreLink:
             if started.id in completions:
                 completions[started.id].cached_tokens = started.cached_tokens
                 completions[started.id].queue_seconds = started.queue_seconds
+                completions[started.id].prompt_tokens = started.prompt_tokens or completions[started.id].prompt_tokens
                 completions[started.id].outputs.started = True
         for wire_id, entries in step.prompt_logprobs:
             if wire_id in completions:
@@ -309,7 +342,7 @@ class CoreLink:
                 continue
             if completion.push(token_id):
                 del completions[wire_id]
-                self._tell(StopRequest(wire_id))
+                self._tell(StopRequest(wire_id, completion.num_tokens))
             elif completion.outputs.request.stream:
                 completion.outputs.wake()
         for finished in step.finished:

@@ -17,17 +17,24 @@ from pydantic import ValidationError
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.batch import FLIGHTS_PER_ROW, Batch, BatchStream
 from sglang_jax.engine.item_stream import BatchResult, Item, ItemStream, StreamLimits
-from sglang_jax.engine.items import ItemConverter, RequestOptions, Sampling, complete_sampling
+from sglang_jax.engine.items import ItemConverter, Prompt, RequestOptions, Sampling, complete_sampling
 from sglang_jax.engine.launch import launch_engine
 from sglang_jax.engine.launch_replicated import launch_engines
 from sglang_jax.engine.loop_thread import LoopThread
-from sglang_jax.engine.types import EngineClient, GenerateInput, GenerateOutput, ModelInfo, TextTokenizer
+from sglang_jax.engine.session import Session
+from sglang_jax.engine.types import (
+    EngineClient,
+    GenerateInput,
+    GenerateOutput,
+    ModelInfo,
+    SessionOptions,
+    TextTokenizer,
+)
 from sglang_jax.errors import ConfigError, EngineDeadError, ParameterError
 from sglang_jax.sampling import GenerationDefaults, SamplingParams
 from sglang_jax.scheduler.messages import SchedulerStats
 from sglang_jax.spellings import NEEDLESS, REFUSED, canonical
 
-Prompt = str | Sequence[int]
 DEFAULT_LOOKAHEAD = 1024
 Launcher = Callable[[EngineConfig], Awaitable[EngineClient]]
 
@@ -225,6 +232,18 @@ class Engine:
         stream = ItemStream(self._loop, self._client, convert, limits, ordered=ordered, reorder=reorder)
         return stream.run(items)
 
+    def open_session(self, session_id: str | None = None, *, timeout: float | None = None) -> Session:
+        """Opens a session: a conversation whose turns are given what is new, and which keeps its memory between them.
+
+        **Arguments:** `session_id`: a name of the caller's choice, made up if None; `timeout`: seconds without a turn
+        after which it is closed, `session_timeout` if None.
+
+        **Raises:** `SessionLimitError` while `max_sessions` are open; `ParameterError` for an id that is in use.
+        """
+        self._check_open()
+        opened = self._loop.run(self._client.open_session(SessionOptions(session_id=session_id, timeout=timeout)))
+        return Session(opened, self._turn, lambda: self._close_session(opened))
+
     def flush_cache(self) -> bool:
         """Empties the prefix cache; False, and nothing is done, while requests run or wait."""
         self._check_open()
@@ -248,6 +267,24 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.shutdown()
+
+    def _turn(
+        self, prompt: Prompt, sampling: Sampling | None, template: GenerateInput
+    ) -> GenerateOutput | Iterator[GenerateOutput]:
+        if not _is_single(prompt):
+            raise ParameterError(
+                "a turn of a session has one prompt, a text or a list of token ids; got a list of prompts, or an empty "
+                "one",
+                param="prompt",
+            )
+        _, batch = self._batch(prompt, sampling, template)
+        if template.stream:
+            return self._loop.iterate(BatchStream(batch))
+        return self._loop.run(batch.run())[0]
+
+    def _close_session(self, session_id: str) -> None:
+        if self._finalizer.alive:  # an engine that was shut down has no sessions
+            self._loop.run(self._client.close_session(session_id, ""))
 
     async def _wait_for(self, batch: Batch, single: bool) -> GenerateOutput | list[GenerateOutput]:
         outputs = await self._loop.run_async(batch.run())

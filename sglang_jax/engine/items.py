@@ -15,6 +15,7 @@ from sglang_jax.errors import ParameterError
 from sglang_jax.sampling import GenerationDefaults, SamplingParams, unknown_field, with_defaults
 from sglang_jax.sampling.grammar_spellings import SPELLINGS, grammar_of
 
+Prompt = str | Sequence[int]
 Sampling = SamplingParams | Mapping[str, Any]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from sglang_jax.engine.output import RequestOutputs
-from sglang_jax.engine.types import GenerateInput, ModelInfo, OutputDelta, ReplicaLoad
+from sglang_jax.engine.types import GenerateInput, ModelInfo, OutputDelta, ReplicaLoad, SessionOptions
 from sglang_jax.errors import EngineDeadError, QueueFullError
 from sglang_jax.scheduler.messages import SchedulerStats
 
@@ -64,12 +64,25 @@ class Link(Protocol):
         """The reader is done with a request, or gives it up: what still runs of it is ended."""
         ...
 
+    async def open_session(self, options: SessionOptions) -> None:
+        """Opens the session of this id. Raises as `EngineClient.open_session` does."""
+        ...
+
+    async def close_session(self, session_id: str, owner: str) -> None:
+        """See `EngineClient.close_session`."""
+        ...
+
     async def flush_cache(self) -> bool:
         """See `EngineClient.flush_cache`."""
         ...
 
     async def state(self) -> dict[str, object]:
         """The scheduler's and the runner's figures. Raises `EngineDeadError`."""
+        ...
+
+    async def cache_reports(self) -> list[dict[str, object]]:
+        """What lies in its prefix cache, as `CacheReport` has it; several if it is a server of several replicas. Raises
+        `EngineDeadError`."""
         ...
 
     async def ended(self) -> str:
@@ -154,6 +167,14 @@ class Links(Protocol):
         """A request that waits in `choose` may have been aborted."""
         ...
 
+    async def open_session(self, options: SessionOptions) -> str:
+        """See `EngineClient.open_session`."""
+        ...
+
+    async def close_session(self, session_id: str, owner: str) -> None:
+        """See `EngineClient.close_session`."""
+        ...
+
     async def flush_cache(self, *, idle: bool) -> bool:
         """See `EngineClient.flush_cache`. `idle`: the front end has no requests."""
         ...
@@ -161,6 +182,8 @@ class Links(Protocol):
     def loads(self) -> list[ReplicaLoad]: ...
 
     async def states(self) -> list[dict[str, object]]: ...
+
+    async def cache_reports(self) -> list[dict[str, object]]: ...
 
     async def drain(self, index: int | None, timeout: float | None) -> None: ...
 

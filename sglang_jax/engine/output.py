@@ -25,6 +25,9 @@ _ERROR_CLASSES: dict[str, type[RequestError]] = {
         errors.GrammarUnavailableError,
         errors.PromptTooLongError,
         errors.QueueFullError,
+        errors.SessionNotFoundError,
+        errors.SessionBusyError,
+        errors.SessionLimitError,
         errors.CapacityError,
         errors.NumericalError,
     )
@@ -159,6 +162,11 @@ class Completion:
             del self._new_logprobs[-surplus:]
         self.finish = reason
         self.outputs.wake()
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens so far."""
+        return self._num_tokens
 
     @property
     def has_news(self) -> bool:

@@ -80,6 +80,12 @@ class _CountedPages(Component):
     def unpin(self, node: Node) -> None:
         """As `pin`."""
 
+    def session_begins(self, node: Node) -> None:
+        """As `pin`."""
+
+    def session_ends(self, node: Node) -> None:
+        """As `pin`."""
+
     def lockable(self, node: Node, pages: int) -> int:
         return 0
 

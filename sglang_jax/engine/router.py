@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import uuid
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -12,9 +13,24 @@ import numpy as np
 
 from sglang_jax.engine.link import Link, RoutedRequest
 from sglang_jax.engine.replica import Replica, close_replicas
-from sglang_jax.engine.routing import Candidate, RoutingPolicy, sticky_choice
-from sglang_jax.engine.types import GenerateInput, ModelInfo, OutputDelta, ReplicaLoad, ReplicaState
-from sglang_jax.errors import EngineDeadError, ParameterError, QueueFullError, ReplicaLostError
+from sglang_jax.engine.routing import Candidate, RoutingPolicy, session_home, sticky_choice
+from sglang_jax.engine.types import (
+    GenerateInput,
+    ModelInfo,
+    OutputDelta,
+    ReplicaLoad,
+    ReplicaState,
+    SessionOptions,
+    SessionTurnInput,
+)
+from sglang_jax.errors import (
+    EngineDeadError,
+    ParameterError,
+    QueueFullError,
+    ReplicaLostError,
+    SessionNotFoundError,
+    shown,
+)
 from sglang_jax.scheduler.arrivals import arrival_seed
 from sglang_jax.scheduler.messages import GroupUsage, SchedulerStats
 
@@ -35,6 +51,9 @@ class Router:
     others. While no replica serves, but one is being started, requests wait.
 
     Requests without a seed get theirs here, by order of arrival, so that what they sample does not depend on where.
+
+    A session lives and dies with one replica, and its id tells which (`session_home`), so that nothing is
+    remembered of it here.
 
     **Arguments:**
 
@@ -115,6 +134,8 @@ class Router:
 
     async def choose(self, routed: RoutedRequest) -> Link | None:
         """See `Links.choose`."""
+        if routed.request.session is not None:
+            return self._home_of_turn(routed, routed.request.session)
         while not routed.aborted:
             serving = self._serving()
             if candidates := [one for one in serving if one.index not in routed.full]:
@@ -123,6 +144,58 @@ class Router:
                 raise QueueFullError("the queues of all replicas that serve are full; try again later")
             await self._wait_for_replica()
         return None
+
+    def _home_of_turn(self, routed: RoutedRequest, turn: SessionTurnInput) -> Link | None:
+        if routed.aborted:
+            return None
+        home = self._home(turn.session_id)
+        if home is None:
+            raise SessionNotFoundError(
+                f"there is no session {shown(turn.session_id)}: its replica does not serve, and the sessions that it "
+                "had are lost; open a new one",
+                param="session_params.id",
+            )
+        if home.index in routed.full:
+            raise QueueFullError(
+                f"the queue of the replica that has session {shown(turn.session_id)} is full; try again later"
+            )
+        self._note_sent(routed, home.index)
+        return home.client
+
+    def _home(self, session_id: str) -> Replica[Link] | None:
+        """The replica of a session, None while it does not serve."""
+        index = session_home(session_id, len(self.replicas))
+        return next((one for one in self._serving() if one.index == index), None)
+
+    async def open_session(self, options: SessionOptions) -> str:
+        """See `Links.open_session`. A session whose id is not given goes to a replica with the least to do."""
+        session_id = self._new_session_id() if options.session_id is None else options.session_id
+        home = self._home(session_id)
+        if home is None:
+            raise ReplicaLostError(
+                f"session {shown(session_id)} belongs on a replica that does not serve at the moment; try again later, "
+                "or open one without an id"
+            )
+        await home.client.open_session(dataclasses.replace(options, session_id=session_id))
+        return session_id
+
+    def _new_session_id(self) -> str:
+        if not (serving := self._serving()):
+            raise ReplicaLostError("no replica serves at the moment; try again later")
+        loads = {one.index: self._in_flight[one.index] + one.client.foreign_load for one in serving}
+        least = {index for index, load in loads.items() if load == min(loads.values())}
+        while session_home(made_up := uuid.uuid4().hex, len(self.replicas)) not in least:
+            pass
+        return made_up
+
+    async def close_session(self, session_id: str, owner: str) -> None:
+        """See `Links.close_session`."""
+        home = self._home(session_id)
+        if home is None:
+            raise SessionNotFoundError(
+                f"there is no session {shown(session_id)}: its replica does not serve", param="session_id"
+            )
+        await home.client.close_session(session_id, owner)
 
     def leave(self, routed: RoutedRequest) -> None:
         """See `Links.leave`."""
@@ -172,6 +245,16 @@ class Router:
     async def states(self) -> list[dict[str, object]]:
         """See `EngineClient.states`; a replica that does not serve has nothing but its state."""
         return await asyncio.gather(*(self._state(replica) for replica in self.replicas))
+
+    async def cache_reports(self) -> list[dict[str, object]]:
+        """See `EngineClient.cache_reports`; of replicas that serve."""
+        serving = self._serving()
+        reports = await asyncio.gather(*(replica.client.cache_reports() for replica in serving))
+        return [
+            {**report, "replica": replica.index}
+            for replica, of_one in zip(serving, reports, strict=True)
+            for report in of_one
+        ]
 
     async def drain(self, index: int | None, timeout: float | None = None) -> None:
         """Lets one replica, or all in turn, finish what it has within `timeout` seconds, and starts it anew; meanwhile
@@ -242,9 +325,12 @@ class Router:
         tokens, key, namespace = request.prompt.tobytes(), request.routing_key, request.extra_key
         index = sticky_choice(key, candidates) if key else self._policy.choose(tokens, namespace, candidates)
         self._policy.sent(index, tokens, namespace)
-        self._in_flight[index] += request.sampling.n
-        routed.index = index
+        self._note_sent(routed, index)
         return self.replicas[index].client
+
+    def _note_sent(self, routed: RoutedRequest, index: int) -> None:
+        self._in_flight[index] += routed.request.sampling.n
+        routed.index = index
 
     def _serving(self) -> list[Replica[Link]]:
         """An engine is lost some turns of the event loop before its replica knows."""

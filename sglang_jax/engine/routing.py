@@ -155,6 +155,11 @@ def sticky_choice(routing_key: str, candidates: Sequence[Candidate]) -> int:
     return max(candidates, key=weight).index
 
 
+def session_home(session_id: str, replicas: int) -> int:
+    """The replica of a session, of so many, whether it serves or not: the same for every router that asks."""
+    return sticky_choice(session_id, [Candidate(index, 0) for index in range(replicas)])
+
+
 def _next_after(last: int, candidates: Sequence[Candidate]) -> int:
     """The first index above `last`; the smallest if there is none."""
     return min(candidates, key=lambda one: (one.index <= last, one.index)).index

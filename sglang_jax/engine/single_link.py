@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import uuid
+from dataclasses import replace
+
 from sglang_jax.engine.core_link import CoreLink
 from sglang_jax.engine.link import Link, RoutedRequest
-from sglang_jax.engine.types import GenerateInput, ModelInfo, OutputDelta, ReplicaLoad, ReplicaState
+from sglang_jax.engine.types import (
+    GenerateInput,
+    ModelInfo,
+    OutputDelta,
+    ReplicaLoad,
+    ReplicaState,
+    SessionOptions,
+)
 from sglang_jax.errors import EngineDeadError, ParameterError, QueueFullError
 from sglang_jax.scheduler.messages import SchedulerStats
 
@@ -62,6 +72,16 @@ class SingleLink:
     def wake(self) -> None:
         """Nobody waits in `choose`."""
 
+    async def open_session(self, options: SessionOptions) -> str:
+        """See `Links.open_session`."""
+        session_id = options.session_id or uuid.uuid4().hex
+        await self._link.open_session(replace(options, session_id=session_id))
+        return session_id
+
+    async def close_session(self, session_id: str, owner: str) -> None:
+        """See `Links.close_session`."""
+        await self._link.close_session(session_id, owner)
+
     async def flush_cache(self, *, idle: bool) -> bool:
         """See `Links.flush_cache`; the core itself knows whether it is idle."""
         return await self._link.flush_cache()
@@ -82,6 +102,10 @@ class SingleLink:
     async def states(self) -> list[dict[str, object]]:
         """See `EngineClient.states`."""
         return [await self._link.state()]
+
+    async def cache_reports(self) -> list[dict[str, object]]:
+        """See `EngineClient.cache_reports`."""
+        return await self._link.cache_reports()
 
     async def drain(self, index: int | None, timeout: float | None) -> None:
         """See `EngineClient.drain`."""

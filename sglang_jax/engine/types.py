@@ -19,6 +19,27 @@ from sglang_jax.scheduler.messages import DraftCounts, SchedulerStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOptions:
+    """A session to be opened. `session_id`: made up if None; `owner`: who alone may use it; `streaming`: turns may
+    leave out which one they follow; `timeout`: seconds without a turn until it is closed, None for the default."""
+
+    session_id: str | None = None
+    owner: str = ""
+    streaming: bool = True
+    timeout: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTurnInput:
+    """A prompt is the next turn of the session `session_id`. `after`: the `request_id` of the turn that it follows, the
+    session's last; None if that goes without saying. `name`: what the turn is called, if not by its `request_id`."""
+
+    session_id: str
+    after: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateInput:
     """One prompt. `sampling.n > 1` gives n outputs with `index` 0..n-1.
 
@@ -35,6 +56,7 @@ class GenerateInput:
       apart. No stop string is looked for in them.
     - `continues_text`: the output goes on where the prompt's text ends, so that a space at its front is kept. False
       where it is a text of its own, as the answer in a chat is: sentencepiece begins each text with a space.
+    - `session`: the prompt is what comes behind the turns of a session; its owner is the `tenant`.
     """
 
     prompt: str | Sequence[int] | NDArray[np.int32]
@@ -50,6 +72,7 @@ class GenerateInput:
     routing_key: str | None = None
     markers: frozenset[int] = frozenset()
     continues_text: bool = True
+    session: SessionTurnInput | None = None
 
 
 class FinishKind(StrEnum):
@@ -311,12 +334,26 @@ class EngineClient(Protocol):
 
     def abort_all(self) -> None: ...
 
+    async def open_session(self, options: SessionOptions) -> str:
+        """Opens a session and returns its id. Raises `RequestError`: `SessionLimitError`, `ParameterError` for an id
+        that is in use, `EngineDeadError`."""
+        ...
+
+    async def close_session(self, session_id: str, owner: str) -> None:
+        """Closes a session; a turn that runs goes on to its end. Raises `SessionNotFoundError`, `EngineDeadError`."""
+        ...
+
     async def flush_cache(self) -> bool:
         """Empties the prefix cache; False, and nothing is done, while requests run or wait."""
         ...
 
     async def states(self) -> list[dict[str, object]]:
         """The scheduler's and runner's figures of each replica, for `/server_info`. Raises `EngineDeadError`."""
+        ...
+
+    async def cache_reports(self) -> list[dict[str, object]]:
+        """What lies in the prefix cache of each replica that serves, as `CacheReport` has it, with its number as
+        `replica`. Raises `EngineDeadError`."""
         ...
 
     async def drain(self, index: int | None = None, timeout: float | None = None) -> None:

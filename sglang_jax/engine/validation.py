@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_jax.engine.types import GenerateInput, ModelInfo, TextTokenizer
+from sglang_jax.engine.types import GenerateInput, ModelInfo, SessionTurnInput, TextTokenizer
 from sglang_jax.errors import ParameterError, PromptTooLongError, shown
 from sglang_jax.sampling.params import MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, SEED_LIMIT, SamplingParams
 
@@ -25,6 +25,8 @@ def check_input(request: GenerateInput, info: ModelInfo) -> None:
         _check_text("prompt", request.prompt)
     if request.extra_key is not None:
         _check_text("extra_key", request.extra_key)
+    if request.session is not None:
+        _check_turn(request, request.session)
     if not 0 <= request.top_logprobs_num <= MAX_TOP_LOGPROBS:
         raise ParameterError(
             f"top_logprobs_num must be in [0, {MAX_TOP_LOGPROBS}], got {request.top_logprobs_num}",
@@ -37,6 +39,22 @@ def check_input(request: GenerateInput, info: ModelInfo) -> None:
             f"at most {MAX_STOP_TOKEN_IDS} token ids may end a request, got {num_stop_ids}: stop_token_ids and the "
             f"model's {len(info.eos_token_ids)} end-of-sequence ids",
             param="stop_token_ids",
+        )
+
+
+def _check_turn(request: GenerateInput, turn: SessionTurnInput) -> None:
+    _check_text("session_params.id", turn.session_id)
+    if request.sampling.n != 1:
+        raise ParameterError(
+            f"n must be 1 for a turn of a session ({shown(turn.session_id)}), which goes on from one output; got "
+            f"{request.sampling.n}",
+            param="n",
+        )
+    if request.return_logprob and request.logprob_start_len >= 0:
+        raise ParameterError(
+            f"logprob_start_len must be -1 for a turn of a session ({shown(turn.session_id)}): it has "
+            f"logprobs of its output, not of its prompt; got {request.logprob_start_len}",
+            param="logprob_start_len",
         )
 
 

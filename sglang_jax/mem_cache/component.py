@@ -38,6 +38,8 @@ class Component(ABC):
         """Pages that eviction could free now."""
         self.protected = 0
         """Pages that locks keep."""
+        self.session = 0
+        """Those of them that sessions keep, whoever else does."""
 
     def attach(self, tree: RadixTree) -> None:
         """Told once which tree it serves."""
@@ -73,6 +75,14 @@ class Component(ABC):
     @abstractmethod
     def unpin(self, node: Node) -> None:
         """The node's last lock went."""
+
+    @abstractmethod
+    def session_begins(self, node: Node) -> None:
+        """The first session depends on the prefix that ends at the node or below."""
+
+    @abstractmethod
+    def session_ends(self, node: Node) -> None:
+        """The last one no longer does."""
 
     @abstractmethod
     def lockable(self, node: Node, pages: int) -> int:

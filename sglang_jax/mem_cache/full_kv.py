@@ -75,6 +75,12 @@ class FullKV(PooledComponent):
             self.evictable += len(pages)
             self.touch(node)
 
+    def session_begins(self, node: Node) -> None:
+        self.session += len(self.pages(node))
+
+    def session_ends(self, node: Node) -> None:
+        self.session -= len(self.pages(node))
+
     def lockable(self, node: Node, pages: int) -> int:
         total = 0
         while node.parent is not None and node.locks == 0:

@@ -141,6 +141,15 @@ class Group(ABC):
         return self.table.run(record.row, first, last)
 
     @abstractmethod
+    def pin(self, node: Node, pages: int) -> None:
+        """A session depends on the prefix of so many pages, at least one, that ends at `node`, where a request may
+        start; the tree has locked it."""
+
+    @abstractmethod
+    def unpin(self, node: Node, pages: int) -> None:
+        """Takes one `pin` of this very node back, before the tree's lock goes."""
+
+    @abstractmethod
     def share(self, record: RowKV, added: Insertion, first: int, own: Pages, step: int | None) -> bool:
         """The row's columns from `first` on, `own` `[pages]`, were inserted; the record is still as before.
 
@@ -234,6 +243,12 @@ class FullGroup(Group):
     def open(self, record: RowKV, node: Node, pages: int) -> None:
         self.table.write_run(record.row, 0, self.component.collect(node, pages))
 
+    def pin(self, node: Node, pages: int) -> None:
+        """The tree's lock is all that there is."""
+
+    def unpin(self, node: Node, pages: int) -> None:
+        """See `pin`."""
+
     def share(self, record: RowKV, added: Insertion, first: int, own: Pages, step: int | None) -> bool:
         there = added.already_there // self.page_size
         return there > 0 and self._repoint(record.row, added.node, first, own, there, step)
@@ -294,6 +309,13 @@ class WindowGroup(Group):
         self._held_from[row] = pages - held
         self.component.cover(node, held)
         self.table.write_run(row, pages - held, self.component.collect(node, held))
+
+    def pin(self, node: Node, pages: int) -> None:
+        self.component.cover(node, min(pages, self.reach), session=True)
+
+    def unpin(self, node: Node, pages: int) -> None:
+        self.component.uncover(node, min(pages, self.reach), session=True)
+        self.component.give_back()
 
     def share(self, record: RowKV, added: Insertion, first: int, own: Pages, step: int | None) -> bool:
         row, there = record.row, added.already_there // self.page_size

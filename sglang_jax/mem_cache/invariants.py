@@ -21,10 +21,12 @@ class InvariantError(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class PageBalance:
-    """Where the pages of a pool are: `free + evictable + protected + request_owned + retired == total`, exactly."""
+    """Where the pages of a pool are: `free + evictable + session + protected + request_owned + retired == total`,
+    exactly. `session`: the tree's, kept by sessions, whoever else depends on them; `protected`: by requests alone."""
 
     free: int
     evictable: int
+    session: int
     protected: int
     request_owned: int
     retired: int
@@ -32,7 +34,8 @@ class PageBalance:
 
     @property
     def balanced(self) -> bool:
-        return self.free + self.evictable + self.protected + self.request_owned + self.retired == self.total
+        in_tree = self.evictable + self.session + self.protected
+        return self.free + in_tree + self.request_owned + self.retired == self.total
 
 
 def page_balance(cache: KVCache, group: Group) -> PageBalance:
@@ -40,7 +43,8 @@ def page_balance(cache: KVCache, group: Group) -> PageBalance:
     return PageBalance(
         free=group.pool.num_free,
         evictable=group.component.evictable,
-        protected=group.component.protected,
+        session=group.component.session,
+        protected=group.component.protected - group.component.session,
         request_owned=sum(_owned_pages(cache, group, record) for record in cache.open_rows.values()),
         retired=group.retired_pages,
         total=group.pool.total,
@@ -58,11 +62,12 @@ def check_conservation(cache: KVCache) -> None:
 def idle_fault(cache: KVCache) -> str:
     """What is wrong with the books while no request has a row and no step is in flight; empty if nothing is. O(1)."""
     for group in cache.groups:
-        if group.available != group.pool.total or cache.open_rows or not cache.all_rows_free:
+        session = group.component.session
+        if group.available + session != group.pool.total or cache.open_rows or not cache.all_rows_free:
             return (
-                f"group {group.name}: {group.pool.num_free} pages free and {group.component.evictable} evictable of "
-                f"{group.pool.total}, {group.component.protected} protected, {group.retired_pages} retired, "
-                f"rows in use: {sorted(cache.open_rows)}"
+                f"group {group.name}: {group.pool.num_free} pages free, {group.component.evictable} evictable and "
+                f"{session} kept for sessions of {group.pool.total}, {group.component.protected - session} protected, "
+                f"{group.retired_pages} retired, rows in use: {sorted(cache.open_rows)}"
             )
     return ""
 
@@ -92,8 +97,16 @@ def check_everything(cache: KVCache) -> None:
 
 def _dead_nodes(cache: KVCache) -> list[Node]:
     """Nodes that were cut off and that some row still depends on."""
-    paths = (record.locked_node.path() for record in cache.open_rows.values())
+    paths = (node.path() for node in (*_locked_by_rows(cache), *_locked_by_pins(cache)))
     return list({node.id: node for path in paths for node in path if node.dead}.values())
+
+
+def _locked_by_rows(cache: KVCache) -> list[Node]:
+    return [record.locked_node for record in cache.open_rows.values()]
+
+
+def _locked_by_pins(cache: KVCache) -> list[Node]:
+    return [pin.node for pin in cache.pins.held if pin.node is not None]
 
 
 def _owned_pages(cache: KVCache, group: Group, record: RowKV) -> int:
@@ -105,14 +118,23 @@ def _length(cache: KVCache, node: Node) -> int:
 
 
 def _check_nodes(cache: KVCache) -> None:
-    locks = Counter(ancestor.id for record in cache.open_rows.values() for ancestor in record.locked_node.path())
+    sessions = Counter(ancestor.id for node in _locked_by_pins(cache) for ancestor in node.path())
+    locks = Counter(ancestor.id for node in _locked_by_rows(cache) for ancestor in node.path()) + sessions
+    for pin in cache.pins.held:
+        pages = 0 if pin.node is None else sum(_length(cache, node) for node in pin.node.path())
+        _require(0 < pages == pin.pages, f"a pin of {pin.pages} pages keeps {pages}")
     count = 0
     for node in cache.tree.nodes():
         count += 1
         _require(node.length == _length(cache, node), f"node {node.id}: counted as {node.length} pages")
         _require(not node.dead, f"node {node.id} was cut off and can be reached")
         _require(not node.proven or _is_proven(node.parent), f"node {node.id}: proven alone")
-        _require(node.locks == locks[node.id], f"node {node.id}: {node.locks} locks, {locks[node.id]} requests")
+        _require(
+            node.locks == locks[node.id], f"node {node.id}: {node.locks} locks, {locks[node.id]} requests and pins"
+        )
+        _require(
+            node.sessions == sessions[node.id], f"node {node.id}: {node.sessions} sessions, {sessions[node.id]} pins"
+        )
         _require(_is_linked(cache, node), f"node {node.id} is not its parent's child")
     _require(count == cache.tree.num_nodes, f"{count} nodes, counted as {cache.tree.num_nodes}")
 
@@ -120,6 +142,8 @@ def _check_nodes(cache: KVCache) -> None:
 def _check_full(cache: KVCache, full: FullKV, dead: list[Node]) -> None:
     evictable = 0
     protected = sum(len(full.pages(node)) for node in dead)
+    session = sum(len(full.pages(node)) for node in (*cache.tree.nodes(), *dead) if node.sessions)
+    _require(session == full.session, f"{session} pages are kept for sessions, counted as {full.session}")
     for node in cache.tree.nodes():
         pages = full.pages(node)
         _require(len(pages) == _length(cache, node), f"node {node.id}: key and pages differ")
@@ -145,9 +169,16 @@ def _check_window(cache: KVCache, group: WindowGroup, dead: list[Node]) -> None:
                 break
             covers.setdefault(node.id, Counter())[min(count, _length(cache, node))] += 1
             count -= _length(cache, node)
-    evictable = protected = 0
+    pinned = _covered_by_pins(cache, group)
+    for node_id, counts in pinned.items():
+        covers.setdefault(node_id, Counter()).update(counts)
+    evictable = protected = session = 0
     for node in (*cache.tree.nodes(), *dead):
         held = window.held(node)
+        kept = pinned.get(node.id, _NOBODY)
+        if held.session_covers != kept or held.kept != max(kept, default=0):
+            raise InvariantError(f"node {node.id}: kept {held.kept} {held.session_covers}, pins {dict(kept)}")
+        session += held.kept
         expected = covers.get(node.id, _NOBODY)
         if held.covers != expected or held.covered != max(expected, default=0):
             raise InvariantError(f"node {node.id}: covered {held.covered} {held.covers}, requests {dict(expected)}")
@@ -159,16 +190,35 @@ def _check_window(cache: KVCache, group: WindowGroup, dead: list[Node]) -> None:
         if (node in window.order) != (loose > 0):
             raise InvariantError(f"node {node.id}: {loose} loose pages, the order differs")
     _require((evictable, protected) == (window.evictable, window.protected), "evictable or protected pages miscounted")
+    _require(session == window.session, f"{session} pages are kept for sessions, counted as {window.session}")
+
+
+def _covered_by_pins(cache: KVCache, group: WindowGroup) -> dict[int, Counter[int]]:
+    """By the number of a node: of how many of its last pages pins keep the window."""
+    covers: dict[int, Counter[int]] = {}
+    for pin in cache.pins.held:
+        count, node = min(pin.pages, group.reach), pin.node
+        while count > 0 and node is not None:
+            covers.setdefault(node.id, Counter())[min(count, _length(cache, node))] += 1
+            count -= _length(cache, node)
+            node = node.parent
+    return covers
 
 
 def _check_states(cache: KVCache, group: StateGroup, dead: list[Node]) -> None:
-    states, pins = group.component, group.pins()
-    evictable = protected = 0
+    states, sessions = group.component, Counter(node.id for node in _locked_by_pins(cache))
+    pins = group.pins() + sessions
+    evictable = protected = session = 0
     for node in (*cache.tree.nodes(), *dead):
         snapshot = states.snapshot(node)
         pinned = 0 if snapshot is None else snapshot.pins
         if pinned != pins.pop(node.id, 0):
-            raise InvariantError(f"node {node.id}: its state is pinned {pinned} times, rows say otherwise")
+            raise InvariantError(f"node {node.id}: its state is pinned {pinned} times, rows and sessions say otherwise")
+        kept = 0 if snapshot is None else snapshot.sessions
+        _require(
+            kept == sessions[node.id], f"node {node.id}: its state is kept for {kept} sessions, {sessions[node.id]}"
+        )
+        session += kept > 0
         _require(not pinned or node.locks > 0, f"node {node.id}: its state is pinned, and nobody depends on it")
         loose = snapshot is not None and not pinned
         _require(not (loose and node.dead), f"node {node.id} was cut off and keeps a state that nobody has pinned")
@@ -179,6 +229,7 @@ def _check_states(cache: KVCache, group: StateGroup, dead: list[Node]) -> None:
         _require(not leaf or snapshot is not None, f"node {node.id}: a leaf without a state that nobody depends on")
     _require(not pins, f"states of nodes {sorted(pins)} are pinned, which are gone")
     _require((evictable, protected) == (states.evictable, states.protected), "evictable or pinned states miscounted")
+    _require(session == states.session, f"{session} states are kept for sessions, counted as {states.session}")
     for record in cache.open_rows.values():
         _require(group.table.pages[record.row, 0] > 0, f"row {record.row} has no slot")
 

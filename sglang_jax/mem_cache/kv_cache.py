@@ -16,6 +16,7 @@ from sglang_jax.mem_cache.build import build_group
 from sglang_jax.mem_cache.group import Group, WindowGroup
 from sglang_jax.mem_cache.ledger import request_owner
 from sglang_jax.mem_cache.lengths import ONE, Index, RowLengths
+from sglang_jax.mem_cache.pins import Kept, Pins
 from sglang_jax.mem_cache.radix_tree import TOKEN_BYTES, Namespace, Probe, RadixTree
 from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.mem_cache.state_group import MOST_BRANCHES, StateGroup
@@ -86,6 +87,7 @@ class KVCache:
         self.states = self._state_group(drafts)
         self._paged = [group for group in self.groups if group is not self.states]
         self.tree = RadixTree(self.page_size, tuple(group.component for group in self.groups))
+        self.pins = Pins(self.tree, self.groups)
         self.open_rows: dict[int, RowKV] = {}
         self._windows = [group for group in self.groups if isinstance(group, WindowGroup)]
         self.trust = Trust(self.tree, self._windows, self.states)
@@ -167,12 +169,14 @@ class KVCache:
         """Tokens of a prompt (int32 bytes), at most `limit`, whose KV is cached. Changes nothing."""
         return self.probe(tokens, limit, namespace).length
 
-    def open_row(self, probe: Probe) -> RowKV:
-        """Gives a request a row that starts with the prefix that was just probed, locked. A row must be free."""
+    def open_row(self, probe: Probe, *, session: bool = False) -> RowKV:
+        """Gives a request, maybe a turn of a session, a row that starts with the prefix that was just probed, locked. A
+        row must be free."""
         node = self.tree.claim(probe)
         self.tree.lock(node)
         self._serial += 1
-        record = RowKV(self._free_rows.pop(), node.namespace, node, self.lengths, self._serial, probe.length)
+        row = self._free_rows.pop()
+        record = RowKV(row, node.namespace, node, self.lengths, self._serial, probe.length, session=session)
         if probe.length:
             self.lengths.start(record.row, probe.length)
             for group in self._paged:
@@ -340,24 +344,28 @@ class KVCache:
         elif record.proven:
             self.trust.add(record)
 
-    def release_kv_cache(self, record: RowKV, tokens: TokenBytes, *, insert: bool) -> None:
+    def release_kv_cache(self, record: RowKV, tokens: TokenBytes, *, insert: bool, kept: Kept | None = None) -> None:
         """The one way a request gives its KV up: finish, retract, abort and close all end here.
 
         `tokens`: int32 bytes of at least the committed tokens; with `insert` their whole pages are kept in the tree,
-        where layers keep states those up to the last state. No step in flight may use the row.
+        where layers keep states those up to the last state. `kept`: it was a turn of a session, which goes on from what
+        is left behind. No step in flight may use the row.
         """
+        most = record.kv_committed_len if kept is None else min(record.kv_committed_len, kept.length)
         if insert and self.states is None:
-            self.cache_prefix(record, tokens, record.kv_committed_len, None)
+            self.cache_prefix(record, tokens, most, None)
         elif insert and self.states is not None and self.reuse:
-            self._keep_last_state(self.states, record, tokens)
+            self._keep_last_state(self.states, record, tokens, most)
+        if kept is not None:
+            self.pins.move(kept, record)
         allocated = self.pages_for(record.kv_allocated_len)
         for group in self.groups:
             group.release(record, allocated)
         self.tree.unlock(record.locked_node)
         self._free_row(record.row)
 
-    def _keep_last_state(self, states: StateGroup, record: RowKV, tokens: TokenBytes) -> None:
-        length = states.last_state(record)
+    def _keep_last_state(self, states: StateGroup, record: RowKV, tokens: TokenBytes, most: int) -> None:
+        length = states.last_state(record, most)
         if length <= record.state_len:
             return
         if length == record.cache_protected_len:
@@ -376,7 +384,9 @@ class KVCache:
             group.settle(step)
 
     def flush(self) -> None:
-        """Evicts everything that no request depends on."""
+        """Evicts everything that no request depends on; sessions let go."""
+        for pin in list(self.pins.held):
+            self.pins.let_go(pin)
         for group in self.groups:
             self.tree.evict(group.component, group.component.evictable)
 

@@ -26,7 +26,8 @@ class Node:
     - `length`: pages of the key.
     - `writer`: serial of the record that computed it.
     - `proven`: something was sampled from it and was finite. Whatever is above a proven node is proven.
-    - `locks`: how many requests depend on the prefix that ends here or below. Whatever is above a locked node is.
+    - `locks`: how many requests and sessions depend on the prefix that ends here or below. Whatever is above a locked
+      node is. `sessions`: how many of them are sessions.
     - `dead`: cut off. No match reaches it or anything below it; it lasts as long as its locks.
     """
 
@@ -43,6 +44,7 @@ class Node:
         "namespace",
         "parent",
         "proven",
+        "sessions",
         "values",
         "writer",
     )
@@ -68,6 +70,7 @@ class Node:
         self.last_access = now
         self.hits = 0
         self.locks = 0
+        self.sessions = 0
         self.writer = writer
         self.proven = False
         self.dead = False
@@ -197,11 +200,33 @@ class RadixTree:
         self._touch(node)
         return Insertion(node, there // TOKEN_BYTES)
 
-    def lock(self, node: Node) -> None:
-        """A request starts to depend on the prefix that ends at `node`."""
-        while node.parent is not None:
-            self._lock_one(node)
-            node = node.parent
+    def lock(self, node: Node, *, session: bool = False) -> None:
+        """A request, or a session, starts to depend on the prefix that ends at `node`."""
+        for each in node.path():
+            self._lock_one(each)
+            if session:
+                self._enter_session(each)
+
+    def _enter_session(self, node: Node) -> None:
+        if node.sessions == 0:
+            for component in self.components:
+                component.session_begins(node)
+        node.sessions += 1
+
+    def extend_session(self, held: Node, node: Node) -> bool:
+        """A session that depends on `held` depends on `node` from now on, which is `held` or below it; False, and
+        nothing is changed, where it is not. Costs what lies between, however long the conversation is."""
+        between = []
+        each = node
+        while each is not held:
+            if each.parent is None:
+                return False
+            between.append(each)
+            each = each.parent
+        for each in between:
+            self._lock_one(each)
+            self._enter_session(each)
+        return True
 
     def extend_lock(self, held: Node, node: Node) -> None:
         """Who depends on `held` depends on `node` from now on, which is `held` or below it."""
@@ -216,8 +241,10 @@ class RadixTree:
                 component.pin(node)
         node.locks += 1
 
-    def unlock(self, node: Node) -> None:
+    def unlock(self, node: Node, *, session: bool = False) -> None:
         """Takes one `lock` of this node back."""
+        if session:
+            self._leave_session(node)
         last, loose = node, False
         while last.dead and last.parent is not None:
             last = last.parent
@@ -234,6 +261,28 @@ class RadixTree:
             if self._partial:
                 self._prune(last)
             self._give_back()
+
+    def _leave_session(self, node: Node) -> None:
+        for each in node.path():
+            if each.sessions <= 0:
+                raise RuntimeError(f"tree node {each.id} was let go by more sessions than have it")
+            each.sessions -= 1
+            if each.sessions == 0:
+                for component in self.components:
+                    component.session_ends(each)
+
+    def last_start(self, node: Node, length: int, most: int) -> tuple[Node, int]:
+        """The last place, on the path to `node`, at which a request may start: it ends a node, and at most `most` of
+        the `length` pages of the path. The root and 0 if there is no other.
+
+        **Returns:** the node, and the pages of the path to its end.
+        """
+        while node.parent is not None and (
+            length > most or node.dead or not all(component.accepts_end(node) for _, component in self._partial)
+        ):
+            length -= node.length
+            node = node.parent
+        return node, length
 
     def prove(self, node: Node) -> None:
         """What was sampled from the prefix that ends at `node` was finite."""
@@ -369,7 +418,7 @@ class RadixTree:
         assert 0 < size < len(lower.key)
         upper = self._new_node(lower.key[:size], parent, lower.namespace, lower.writer)
         upper.created, upper.hits, upper.last_access = lower.created, lower.hits, lower.last_access
-        upper.proven, upper.locks = lower.proven, lower.locks
+        upper.proven, upper.locks, upper.sessions = lower.proven, lower.locks, lower.sessions
         parent.children[upper.key[: self.page_bytes]] = upper
         lower.key = lower.key[size:]
         lower.length -= upper.length

@@ -17,7 +17,7 @@ class RowKV:
     of the same row apart. `matched`: tokens of the cached prefix that it started with; `on_trust`: of these it read
     window pages that nothing proved, and that may be gone by the time it samples. `proven`: what was sampled from this
     row's KV was finite. `repointed`: the last step that was launched with copies of the row's own, in whose place
-    it reads somebody else's since.
+    it reads somebody else's since. `session`: it is a turn of one, so that what it leaves behind is worth keeping.
 
     Where layers keep states: `origin`: the snapshot that it began with; `state_len`: tokens up to the last snapshot on
     its path that it knows of; `branches`: where chunks of it are to end as other prompts part from it, ascending.
@@ -32,6 +32,7 @@ class RowKV:
     on_trust: bool = False
     proven: bool = False
     repointed: int = -1
+    session: bool = False
     origin: Snapshot | None = None
     state_len: int = 0
     branches: list[int] = field(default_factory=list)

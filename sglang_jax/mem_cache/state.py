@@ -25,7 +25,8 @@ _NOTHING = np.zeros(0, np.int32)
 class Snapshot:
     """A node's state, in slot `slot`.
 
-    - `pins`: how many rows are to begin with it, or do so in a step in flight.
+    - `pins`: how many rows are to begin with it, or do so in a step in flight, and how many sessions end here;
+      `sessions`: of these the sessions.
     - `hits`: how many rows began with it, and one if it was known when it was written that another prompt would.
     - `writer`: serial of the record that computed it; `proven`: something was sampled from it and was finite.
     """
@@ -35,6 +36,7 @@ class Snapshot:
     hits: int = 0
     writer: int = 0
     proven: bool = False
+    sessions: int = 0
 
 
 class States(PooledComponent):
@@ -89,21 +91,27 @@ class States(PooledComponent):
         self.evictable += 1
         self.touch(node)
 
-    def pin_snapshot(self, node: Node) -> None:
-        """A row is to begin with the state at the node's end, which is there."""
+    def pin_snapshot(self, node: Node, *, session: bool = False) -> None:
+        """A row is to begin with the state at the node's end, which is there; or the next turn of a session."""
         value = self.snapshot(node)
         assert value is not None, f"tree node {node.id} has no state to begin with"
+        if session:
+            self.session += value.sessions == 0
+            value.sessions += 1
         if value.pins == 0:
             self.evictable -= 1
             self.protected += 1
         value.pins += 1
         self.touch(node)
 
-    def unpin_snapshot(self, node: Node) -> None:
+    def unpin_snapshot(self, node: Node, *, session: bool = False) -> None:
         """Takes one `pin_snapshot` back."""
         value = self.snapshot(node)
-        if value is None or value.pins <= 0:
+        if value is None or value.pins <= 0 or (session and value.sessions <= 0):
             raise RuntimeError(f"the state of tree node {node.id} was unpinned more often than pinned")
+        if session:
+            value.sessions -= 1
+            self.session -= value.sessions == 0
         value.pins -= 1
         if value.pins:
             return
@@ -159,6 +167,12 @@ class States(PooledComponent):
         """What is pinned by `pin_snapshot` counts, not what is locked."""
 
     def unpin(self, node: Node) -> None:
+        """See `pin`."""
+
+    def session_begins(self, node: Node) -> None:
+        """See `pin`."""
+
+    def session_ends(self, node: Node) -> None:
         """See `pin`."""
 
     def lockable(self, node: Node, pages: int) -> int:

@@ -13,7 +13,7 @@ from sglang_jax.mem_cache.lengths import Index, RowLengths
 from sglang_jax.mem_cache.radix_tree import Insertion, Node
 from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.mem_cache.state import States
-from sglang_jax.runner.plan import Int32, PoolSpec, SlotCopies
+from sglang_jax.runner.plan import Bool, Int32, PoolSpec, SlotCopies
 
 LEAST_GAIN = 32
 """Tokens that a snapshot must save over the one before it on its path, to be worth a slot and a chunk's end."""
@@ -33,7 +33,8 @@ class StateGroup(Group):
     a snapshot, pinned until this step is over, or the row's second slot.
 
     **Arguments:** `number`: of its pool; `interval`: tokens between boundaries at which decode rows change slots, so
-    that the state at the last one is there when the request ends; 0 where they do not.
+    that the state at the last one is there when the request ends; 0 where they do not. Turns of sessions change at
+    every page, and keep a state at the end of every prompt: the next turn goes on from there.
     """
 
     component: States
@@ -44,6 +45,7 @@ class StateGroup(Group):
         self.number = number
         rows = len(lengths.kv_allocated)
         self.interval = self.pages_for(interval) * self.page_size
+        self._in_session: Bool = np.zeros(rows, np.bool_)
         self._slots: Int32 = self.table.pages[:, 0]  # a view of the one column
         self._column: Index = np.zeros(rows, np.intp)
         self._column.setflags(write=False)
@@ -113,6 +115,7 @@ class StateGroup(Group):
     def open(self, record: RowKV, node: Node, pages: int) -> None:
         """The row begins with the snapshot at the node's end, or without a state at the root."""
         row, snapshot = record.row, self.component.snapshot(node)
+        self._in_session[row] = record.session
         record.state_len, record.origin = record.matched, snapshot
         if snapshot is not None:
             snapshot.hits += 1
@@ -130,10 +133,11 @@ class StateGroup(Group):
         boundary if it has one; but not where no slot would be there to keep it."""
         if not self.available:
             return end
-        on_trial = self.component.has_room_on_trial()
+        on_trial = record.session or self.component.has_room_on_trial()
+        least = self._least_gain(record)
         tail = (total - 1) // self.page_size * self.page_size
         for wanted in (*record.branches, tail) if on_trial else record.branches:
-            if start < wanted < end and wanted - record.state_len >= self.least_gain:
+            if start < wanted < end and wanted - record.state_len >= least:
                 end = wanted
         if not on_trial:
             return end
@@ -145,16 +149,20 @@ class StateGroup(Group):
         if going_on:
             if self._worth_a_slot(record, last * self.page_size) and self._has_room(record, last * self.page_size):
                 slots[-1] = self._slots[record.row]
-        elif self.last_state(record) == last * self.page_size:
-            slots[-1] = self._slot_of_last_state(record)
+        elif self.last_state(record, last * self.page_size) == last * self.page_size:
+            slots[-1] = self._slot_of_last_state(record, last * self.page_size)
         return slots
 
     def _worth_a_slot(self, record: RowKV, length: int) -> bool:
-        return length == record.kv_allocated_len and length - record.state_len >= self.least_gain
+        return length == record.kv_allocated_len and length - record.state_len >= self._least_gain(record)
+
+    def _least_gain(self, record: RowKV) -> int:
+        return 1 if record.session else self.least_gain
 
     def _has_room(self, record: RowKV, length: int) -> bool:
         """Whether there is a slot to go on in: of what was asked for, only for a state that is asked for as well."""
-        return self.available > 0 and (length in record.branches or self.component.has_room_on_trial())
+        asked_for = record.session or length in record.branches
+        return self.available > 0 and (asked_for or self.component.has_room_on_trial())
 
     def share(self, record: RowKV, added: Insertion, first: int, own: Pages, step: int | None) -> bool:
         snapshot = self.component.snapshot(added.node)
@@ -170,13 +178,14 @@ class StateGroup(Group):
                 self._set_slot(record.row, self._take_one(record.row))
         return False
 
-    def last_state(self, record: RowKV) -> int:
-        """Tokens up to the last page boundary, of those that a request has committed at its end, at which there is a
-        state; 0 if there is none but snapshots."""
+    def last_state(self, record: RowKV, most: int) -> int:
+        """Tokens up to the last page boundary, of the first `most` that a request has committed at its end, at which
+        there is a state; 0 if there is none but snapshots."""
         committed = record.kv_committed_len
-        if self._ends_on_boundary(record):
+        if committed <= most and self._ends_on_boundary(record):
             return committed
-        return int(self._second_len[record.row]) if self._second[record.row] else 0
+        second = int(self._second_len[record.row]) if self._second[record.row] else 0
+        return second if second <= most else 0
 
     def _ends_on_boundary(self, record: RowKV) -> bool:
         """Whether the row's own slot has the state of all that it has committed, whole pages."""
@@ -184,14 +193,14 @@ class StateGroup(Group):
         began = not self._sources[record.row]
         return began and record.kv_allocated_len == committed and committed % self.page_size == 0
 
-    def _slot_of_last_state(self, record: RowKV) -> int:
-        own = self._ends_on_boundary(record)
+    def _slot_of_last_state(self, record: RowKV, most: int) -> int:
+        own = record.kv_committed_len <= most and self._ends_on_boundary(record)
         return int(self._slots[record.row] if own else self._second[record.row])
 
     def leave_last_state(self, record: RowKV) -> None:
         """A request ends whose last state is that at the end of the prefix it depends on: the node gets it, if it has
         none."""
-        node, slot = record.locked_node, self._slot_of_last_state(record)
+        node, slot = record.locked_node, self._slot_of_last_state(record, record.cache_protected_len)
         if node.dead or node.parent is None or self.component.snapshot(node) is not None:
             return
         self.component.give(node, slot, request_owner(record.row))
@@ -210,14 +219,24 @@ class StateGroup(Group):
         self.pool.free(self.owned(record, allocated), request_owner(row))
         self.table.clear(row, 1)
         self._second[row] = 0
+        self._in_session[row] = False
+
+    def pin(self, node: Node, pages: int) -> None:
+        self.component.pin_snapshot(node, session=True)
+
+    def unpin(self, node: Node, pages: int) -> None:
+        self.component.unpin_snapshot(node, session=True)
+        self.component.give_back()
 
     def change_slots(self, rows: Index, lengths: Index, step: int, wanted: bool) -> None:
         """Decode rows `rows` `[rows]` go on after `lengths` `[rows]` tokens, whole pages, in `step`, which is planned
         now: those on a boundary do so in their second slot, and what they began with stays. Where slots are `wanted` by
         others, who come first, rows leave them one, or stay where they are so that second slots can be taken back."""
-        if not self.interval or (wanted and not self._unclaimed):
+        if not self._changes or (wanted and not self._unclaimed):
             return
-        at = lengths % self.interval == 0
+        at = self._in_session[rows]
+        if self.interval:
+            at = at | (lengths % self.interval == 0)
         moving, reached = rows[at], lengths[at]
         if np.count_nonzero(self._sources[moving]):  # there is a copy to come already
             begun = self._sources[moving] == 0
@@ -306,17 +325,26 @@ class StateGroup(Group):
         return int(self.take(1, request_owner(row))[0])
 
     @property
+    def _changes(self) -> bool:
+        """Whether any row changes slots."""
+        return self.interval > 0 or bool(np.count_nonzero(self._in_session))
+
+    @property
     def _unclaimed(self) -> int:
         return self.pool.num_free + self.component.evictable
 
     def _spare(self, row: int, wanted: bool) -> int:
-        """A second slot for a row; 0 where few are left to snapshots, or only one to those who want one."""
+        """A second slot for a row; 0 where few are left to snapshots, or only one to those who want one. A turn of a
+        session has one as long as there is any that nobody wants."""
+        if self._in_session[row]:
+            return self._take_one(row) if self._unclaimed > wanted else 0
         if self._unclaimed <= max(self.pool.total // _LEFT_TO_SNAPSHOTS, wanted):
             return 0
         return self._take_one(row) if self.component.has_room_on_trial() else 0
 
     def _idle_seconds(self) -> NDArray[np.intp]:
-        """Rows whose second slot no step in flight reads."""
-        if not self.interval:
+        """Rows whose second slot no step in flight reads, turns of sessions last."""
+        if not self._changes:
             return np.zeros(0, np.intp)
-        return np.flatnonzero((self._second > 0) & (self._second_step <= self._finished_step))
+        idle = np.flatnonzero((self._second > 0) & (self._second_step <= self._finished_step))
+        return idle[np.argsort(self._in_session[idle], kind="stable")] if len(idle) > 1 else idle

@@ -18,7 +18,8 @@ from sglang_jax.mem_cache.radix_tree import Node
 class WindowPages:
     """What a node has: the pages of the end of its key, `[pages]`; those before them are gone.
 
-    - `covers`: how many of the last pages each request depends on, as {count: requests}; `covered`: the most.
+    - `covers`: how many of the last pages each request or session depends on, as {count: how many do}; `covered`: the
+      most. `session_covers`, `kept`: the same of sessions alone.
     - `proven`: how many of the last pages were read by a sample that was finite.
     """
 
@@ -26,6 +27,8 @@ class WindowPages:
     covers: dict[int, int] = field(default_factory=dict)
     covered: int = 0
     proven: int = 0
+    session_covers: dict[int, int] = field(default_factory=dict)
+    kept: int = 0
 
 
 class WindowKV(PooledComponent):
@@ -79,18 +82,14 @@ class WindowKV(PooledComponent):
     def split(self, upper: Node, lower: Node) -> None:
         value, rest = self.held(lower), lower.length
         above = max(len(value.pages) - rest, 0)
-        covers: dict[int, int] = {}
-        kept: dict[int, int] = {}
-        for count, requests in value.covers.items():
-            kept[min(count, rest)] = kept.get(min(count, rest), 0) + requests
-            if count > rest:
-                covers[count - rest] = requests
+        covers, value.covers = _divided(value.covers, rest)
+        session_covers, value.session_covers = _divided(value.session_covers, rest)
         self._move(value.pages[:above], node_owner(lower.id), node_owner(upper.id))
-        covered, proven = max(value.covered - rest, 0), max(value.proven - rest, 0)
-        head = WindowPages(value.pages[:above], covers, covered, proven)
+        covered, proven, kept = (max(count - rest, 0) for count in (value.covered, value.proven, value.kept))
+        head = WindowPages(value.pages[:above], covers, covered, proven, session_covers, kept)
         upper.values.append(head)
-        value.pages, value.covers = value.pages[above:], kept
-        value.covered, value.proven = min(value.covered, rest), min(value.proven, rest)
+        value.pages = value.pages[above:]
+        value.covered, value.proven, value.kept = (min(n, rest) for n in (value.covered, value.proven, value.kept))
         self._rank(upper, head)
         self._rank(lower, value)
 
@@ -130,11 +129,15 @@ class WindowKV(PooledComponent):
             node = node.parent
         return pages
 
-    def cover(self, node: Node, count: int) -> None:
-        """A request depends on the last `count` pages of the prefix that ends at `node`, which are all there."""
+    def cover(self, node: Node, count: int, *, session: bool = False) -> None:
+        """A request, or a session, depends on the last `count` pages of the prefix that ends at `node`, which are all
+        there."""
         while count > 0:
             value, here = self.held(node), min(count, node.length)
             value.covers[here] = value.covers.get(here, 0) + 1
+            if session:
+                value.session_covers[here] = value.session_covers.get(here, 0) + 1
+                self._keep(value, max(value.kept, here))
             more = here - value.covered
             if more > 0:
                 assert here <= len(value.pages), f"tree node {node.id} has lost pages of a window that is to be covered"
@@ -146,13 +149,18 @@ class WindowKV(PooledComponent):
             assert node.parent is not None
             node = node.parent
 
-    def uncover(self, node: Node, count: int) -> None:
+    def uncover(self, node: Node, count: int, *, session: bool = False) -> None:
         """Takes one `cover` of this very node and count back."""
         while count > 0:
             value, here = self.held(node), min(count, node.length)
             requests = value.covers.get(here, 0)
-            if requests <= 0:
+            if requests <= 0 or (session and not value.session_covers.get(here)):
                 raise RuntimeError(f"{here} pages of tree node {node.id} were uncovered more often than covered")
+            if session:
+                value.session_covers[here] -= 1
+                if not value.session_covers[here]:
+                    del value.session_covers[here]
+                    self._keep(value, max(value.session_covers, default=0))
             if requests > 1:
                 value.covers[here] = requests - 1
             else:
@@ -162,6 +170,11 @@ class WindowKV(PooledComponent):
             count -= here
             assert node.parent is not None
             node = node.parent
+
+    def _keep(self, value: WindowPages, count: int) -> None:
+        """Sessions depend on the last `count` pages of the node."""
+        self.session += count - value.kept
+        value.kept = count
 
     def _uncovered(self, node: Node, value: WindowPages) -> None:
         """The request that covered most has gone."""
@@ -191,6 +204,12 @@ class WindowKV(PooledComponent):
         """What is covered counts, not what is locked."""
 
     def unpin(self, node: Node) -> None:
+        """See `pin`."""
+
+    def session_begins(self, node: Node) -> None:
+        """See `pin`."""
+
+    def session_ends(self, node: Node) -> None:
         """See `pin`."""
 
     def lockable(self, node: Node, pages: int) -> int:
@@ -256,3 +275,14 @@ class WindowKV(PooledComponent):
         self._give_up(node, value.pages[:count])
         value.pages = value.pages[count:]
         value.proven = min(value.proven, len(value.pages))
+
+
+def _divided(covers: dict[int, int], rest: int) -> tuple[dict[int, int], dict[int, int]]:
+    """What is covered of the part above the last `rest` pages of a node, and of these."""
+    above: dict[int, int] = {}
+    below: dict[int, int] = {}
+    for count, requests in covers.items():
+        below[min(count, rest)] = below.get(min(count, rest), 0) + requests
+        if count > rest:
+            above[count - rest] = requests
+    return above, below

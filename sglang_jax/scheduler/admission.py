@@ -151,13 +151,18 @@ class Admission:
             look.passed += 1
             return look.passed < MAX_SHARERS_PASSED
         while not look.fits(request, probe):
-            if not self._reclaim():
+            if not (self._reclaim() or self._let_a_session_go(request, probe, look)):
                 return self._note_refusal(request, look)
             probe = self._cache.probe(request.tokens, request.match_limit, request.namespace)
         self._seat(request, probe, look)
         for refused in look.refused:
             refused.waiting.passed += 1
         return not any(self._keeps_room(refused, look.step) for refused in look.refused)
+
+    def _let_a_session_go(self, request: Request, probe: Probe, look: _Look) -> bool:
+        """Takes back what the oldest idle session keeps; False if a request would not fit even without any."""
+        pins = self._cache.pins
+        return bool(pins.held) and look.fits(request, probe, without_sessions=True) and pins.relieve()
 
     def _seat(self, request: Request, probe: Probe, look: _Look) -> None:
         oldest = self._queue.oldest()
@@ -221,12 +226,14 @@ class _Look:
         """Whether prompts under way can use all tokens of the step."""
         return self.work.total >= self.allowance
 
-    def fits(self, request: Request, probe: Probe) -> bool:
-        """Whether every group has room for a request, beside what runs and the share kept for the output of all."""
+    def fits(self, request: Request, probe: Probe, *, without_sessions: bool = False) -> bool:
+        """Whether every group has room for a request, beside what runs and the share kept for the output of all; or
+        would have, as far as can be told, if sessions kept nothing."""
         alone = not self._cache.open_rows
         if not (alone or self._counted):
             self._count()
-        return all(room.fits(request, probe, 0.0 if alone else self._ratio) for room in self._rooms)
+        ratio = 0.0 if alone else self._ratio
+        return all(room.fits(request, probe, ratio, without_sessions=without_sessions) for room in self._rooms)
 
     def add(self, request: Request, probe: Probe) -> None:
         """A request was given a row."""
@@ -266,14 +273,15 @@ class _Room:
         self._pages += self._group.rest_need(length, request.row)
         self._output += self._output_of(request, length)
 
-    def fits(self, request: Request, probe: Probe, ratio: float) -> bool:
+    def fits(self, request: Request, probe: Probe, ratio: float, *, without_sessions: bool = False) -> bool:
         """Whether there is room for one more, where `ratio` of what may be sampled is kept free; 0 where nobody
-        runs."""
+        runs. `without_sessions`: as though nothing were kept for them."""
         group, length = self._group, request.prefill_len
         needed = group.prompt_need(length, probe.length) + self._pages
         if ratio:
             needed += group.pages_for(int((self._output + self._output_of(request, length)) * ratio))
-        return needed <= group.available_beside(probe)
+        kept = group.component.session if without_sessions else 0
+        return needed <= group.available_beside(probe) + kept
 
     def _output_of(self, request: Request, length: int) -> int:
         return self._group.output_need(length, min(request.total_len - length, CLIP))

@@ -9,20 +9,25 @@ import time
 import msgspec
 
 from sglang_jax.config import EngineConfig
+from sglang_jax.errors import RequestError
 from sglang_jax.grammar.compiler import GrammarCompiler
 from sglang_jax.runner.protocol import Runner
 from sglang_jax.runner.pulse import Pulse
 from sglang_jax.scheduler.channel import Channel
 from sglang_jax.scheduler.messages import (
     AbortRequest,
+    CloseSession,
     FlushCache,
+    GetCacheReport,
     GetState,
     Inbound,
     NewRequest,
+    OpenSession,
     Reply,
     Shutdown,
     StopRequest,
 )
+from sglang_jax.scheduler.publisher import wire_error
 from sglang_jax.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -86,7 +91,8 @@ class SchedulerLoop:
             self._stopped = True
 
     def _take_in(self) -> None:
-        messages = self._channel.receive(block=self.scheduler.idle and not self._draining)
+        asleep = self.scheduler.idle and not self._draining
+        messages = self._channel.receive(asleep, self.scheduler.sessions.seconds_to_timeout() if asleep else None)
         first = next(messages, None)
         if first is None:
             return
@@ -106,16 +112,33 @@ class SchedulerLoop:
             case AbortRequest():
                 self.scheduler.abort(message.id)
             case StopRequest():
-                self.scheduler.stop(message.id)
+                self.scheduler.stop(message.id, message.num_tokens)
+            case OpenSession() | CloseSession():
+                self._serve_session(message)
             case FlushCache():
                 done = self.scheduler.flush_cache()
                 waiting = "" if done else f"{len(self.scheduler.requests)} requests run or wait"
                 self._channel.send(Reply(message.call, done, waiting))
             case GetState():
                 self._channel.send(Reply(message.call, True, state=self._state()))
+            case GetCacheReport():
+                report = msgspec.json.encode(self.scheduler.report_cache())
+                self._channel.send(Reply(message.call, True, report=report))
             case Shutdown():
                 self._draining = True
                 self._stopped = not message.drain
+
+    def _serve_session(self, message: OpenSession | CloseSession) -> None:
+        sessions = self.scheduler.sessions
+        try:
+            if isinstance(message, OpenSession):
+                sessions.open(message)
+            else:
+                sessions.close(message.id, message.owner)
+        except RequestError as error:
+            self._channel.send(Reply(message.call, False, error.message, error=wire_error(error)))
+        else:
+            self._channel.send(Reply(message.call, True))
 
     def _publish_stats(self) -> None:
         now = time.monotonic()

@@ -11,6 +11,22 @@ import msgspec
 from sglang_jax.sampling.params import SamplingParams
 
 
+class SessionTurn(msgspec.Struct, frozen=True, array_like=True):
+    """A request is the next turn of a session: its token ids are what comes behind the turns before it.
+
+    - `session`: the session's id; `owner`: whose it must be.
+    - `name`: what the client calls this turn; `after`: what it calls the one that it takes for the last, None if it
+      does not say.
+    - `bos`: the token that prompts begin with, which is left out where there are turns before this one; -1 for none.
+    """
+
+    session: str
+    owner: str
+    name: str
+    after: str | None = None
+    bos: int = -1
+
+
 class NewRequest(msgspec.Struct, tag="new", frozen=True, kw_only=True):
     """A prompt to run. Text is tokenized already, `n > 1` is expanded already, `sampling.seed` stays None for
     "any seed".
@@ -21,6 +37,7 @@ class NewRequest(msgspec.Struct, tag="new", frozen=True, kw_only=True):
     - `logprob_start`: first prompt position whose logprob is wanted, -1 for none.
     - `tenant`: whose it is; tenants that wait have turns, by the tokens that they ask for.
     - `arrival`: `time.monotonic()` of the client.
+    - `session`: None for a request that stands alone.
     """
 
     id: int
@@ -33,6 +50,7 @@ class NewRequest(msgspec.Struct, tag="new", frozen=True, kw_only=True):
     priority: int = 0
     tenant: str = ""
     arrival: float = 0.0
+    session: SessionTurn | None = None
 
 
 class AbortRequest(msgspec.Struct, tag="abort", frozen=True):
@@ -42,13 +60,43 @@ class AbortRequest(msgspec.Struct, tag="abort", frozen=True):
 
 
 class StopRequest(msgspec.Struct, tag="stop", frozen=True):
-    """The client found a stop string: end the request, keep its KV for reuse, publish nothing more of it."""
+    """The client found a stop string: end the request, keep its KV for reuse, publish nothing more of it.
+
+    `num_tokens`: output tokens up to the one that completed the string, -1 for all that there are: a session goes on
+    behind them, even if the request has ended meanwhile.
+    """
 
     id: int
+    num_tokens: int = -1
+
+
+class OpenSession(msgspec.Struct, tag="open_session", frozen=True):
+    """Answered by `Reply`. `owner`: whose it is; `streaming`: a turn may leave out which one it follows; `timeout`:
+    seconds without a turn after which the session is closed, None for the engine's default."""
+
+    call: int
+    id: str
+    owner: str
+    streaming: bool = False
+    timeout: float | None = None
+
+
+class CloseSession(msgspec.Struct, tag="close_session", frozen=True):
+    """Answered by `Reply`. A turn that runs goes on to its end."""
+
+    call: int
+    id: str
+    owner: str
 
 
 class FlushCache(msgspec.Struct, tag="flush", frozen=True):
     """Empty the prefix cache. Answered by `Reply(ok=...)`; refused while requests run or wait."""
+
+    call: int
+
+
+class GetCacheReport(msgspec.Struct, tag="cache_report", frozen=True):
+    """Answered by `Reply` whose `report` is a `CacheReport`, encoded as JSON."""
 
     call: int
 
@@ -65,7 +113,17 @@ class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     drain: bool = True
 
 
-Inbound = NewRequest | AbortRequest | StopRequest | FlushCache | GetState | Shutdown
+Inbound = (
+    NewRequest
+    | AbortRequest
+    | StopRequest
+    | OpenSession
+    | CloseSession
+    | FlushCache
+    | GetState
+    | GetCacheReport
+    | Shutdown
+)
 
 
 class WireLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -88,11 +146,12 @@ class WireError(msgspec.Struct, frozen=True, array_like=True):
 
 class Started(msgspec.Struct, frozen=True, array_like=True):
     """A request got its row for the first time, `queue_seconds` after its arrival. `cached_tokens` of its prompt were
-    found in the prefix cache."""
+    found in the prefix cache. `prompt_tokens`: of the prompt, with all before it where it is a turn of a session."""
 
     id: int
     cached_tokens: int
     queue_seconds: float = 0.0
+    prompt_tokens: int = 0
 
 
 class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
@@ -170,6 +229,8 @@ class SchedulerStats(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
     those that were right. `gen_throughput` is output tokens per second over the last interval.
     `num_used_tokens` and `max_total_tokens` are those of the first cache group; `groups` tells of each, but where there
     is one alone, of layers that see all tokens.
+    `num_session_tokens`: of the first group's pages those that sessions keep; `num_pins_let_go`: how often a session
+    lost what it kept because others needed the memory; `num_sessions_timed_out`: how many were closed for that.
     """
 
     num_running: int = 0
@@ -189,6 +250,10 @@ class SchedulerStats(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     compiles_after_warm_up: int = 0
+    num_sessions: int = 0
+    num_session_tokens: int = 0
+    num_pins_let_go: int = 0
+    num_sessions_timed_out: int = 0
     new_token_reserve: float = 0.0
     steps: int = 0
     groups: list[GroupUsage] = []
@@ -217,12 +282,14 @@ class SchedulerStats(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
 
 
 class Reply(msgspec.Struct, tag="reply", frozen=True):
-    """The answer to the inbound message with the same `call`."""
+    """The answer to the inbound message with the same `call`. `error`: what the call is refused with."""
 
     call: int
     ok: bool
     message: str = ""
     state: dict[str, str | int | float | bool | None] = {}
+    error: WireError | None = None
+    report: bytes = b""
 
 
 Outbound = StepOutputs | SchedulerStats | Reply

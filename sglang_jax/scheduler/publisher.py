@@ -55,7 +55,8 @@ class Publisher:
 
     def started(self, request: Request, now: float) -> None:
         """A request got its row for the first time."""
-        self._started.append(Started(request.id, request.cached_tokens or 0, max(now - request.arrival, 0.0)))
+        waited = max(now - request.arrival, 0.0)
+        self._started.append(Started(request.id, request.cached_tokens or 0, waited, request.prompt_len))
 
     def finished(
         self,

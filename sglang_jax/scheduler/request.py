@@ -12,6 +12,7 @@ from sglang_jax.mem_cache.radix_tree import Namespace
 from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.runner.plan import Int32
 from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler.sessions import Turn
 
 
 class RequestState(IntEnum):
@@ -82,6 +83,7 @@ class Request:
     - `matcher`: where its output is in its grammar, once that is compiled; it goes on where the kept output ends.
     - `restarts`: how often it was computed anew because KV that it shared turned out bad.
     - `retractions`: how often it lost its row.
+    - `turn`: what it is of a session, None if it stands alone.
     - `waiting`: what admission remembers of it while it is in the queue.
     - `arrival`: when its client sent it; `first_token`: when its first token was there, None before.
     """
@@ -111,6 +113,7 @@ class Request:
     matcher: Matcher | None = None
     restarts: int = 0
     retractions: int = 0
+    turn: Turn | None = None
     waiting: Waiting = field(default_factory=Waiting)
 
     def move_to(self, state: RequestState) -> None:

@@ -119,7 +119,7 @@ class Rows:
     def open(self, request: Request, probe: Probe) -> None:
         """Gives a request a row that starts with the prefix that was just probed; one must be free. It is entered by
         `seat`, with others that a look at the queue chose."""
-        request.kv = self._cache.open_row(probe)
+        request.kv = self._cache.open_row(probe, session=request.turn is not None)
         request.move_to(RequestState.PREFILL)
 
     def seat(self, requests: list[Request]) -> None:
@@ -222,11 +222,14 @@ class Rows:
         return bool(self.last_step[row] <= self._cache.finished_step)
 
     def _give_back(self, departure: Departure) -> None:
-        request = departure.request
+        request, turn = departure.request, departure.request.turn
         record = request.record
         tokens = self.tokens[record.row].data.cast("B") if departure.insert else b""
         self._vacate(request)
-        self._cache.release_kv_cache(record, tokens, insert=departure.insert)
+        kept = None if turn is None else turn.kept()
+        self._cache.release_kv_cache(record, tokens, insert=departure.insert, kept=kept)
+        if turn is not None:
+            turn.row_is_gone()
         request.kv = None
         self._queue.look_again()
         if departure.requeue:

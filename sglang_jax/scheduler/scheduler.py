@@ -24,6 +24,7 @@ from sglang_jax.runner.plan import INVALID_TOKEN, Int32, RunnerSpec, StepPlan, S
 from sglang_jax.runner.protocol import Runner, StepHandle
 from sglang_jax.scheduler.admission import Admission
 from sglang_jax.scheduler.arrivals import Arrivals
+from sglang_jax.scheduler.cache_report import CacheReport, report_cache
 from sglang_jax.scheduler.channel import Channel
 from sglang_jax.scheduler.chunking import ChunkBudget, FixedChunk, TimedChunk
 from sglang_jax.scheduler.constraints import Closed, Constraints
@@ -35,14 +36,20 @@ from sglang_jax.scheduler.publisher import Publisher
 from sglang_jax.scheduler.request import Request, RequestState
 from sglang_jax.scheduler.reserve import NewTokenReserve
 from sglang_jax.scheduler.rows import RECLAIMED_AT_ONCE, RELEASES_PER_STEP, Advance, Rows
+from sglang_jax.scheduler.sessions import Sessions
 from sglang_jax.scheduler.step_log import StepLog
 from sglang_jax.scheduler.step_time import Padding
+from sglang_jax.scheduler.stress import Stress, evict_all, retractable
 from sglang_jax.scheduler.waiting_queue import WaitingQueue
 
 logger = logging.getLogger(__name__)
 
 RETRACTIONS_IN_TURN = 4
 """Who was retracted so often more than another is not retracted before it, whatever their priorities."""
+
+
+_FINISHED = ("stop", "length", None)
+"""How requests end whose output is what was asked for: None where the client saw enough."""
 
 
 class Launched(msgspec.Struct, frozen=True):
@@ -86,6 +93,8 @@ class Scheduler:
         self.requests: dict[int, Request] = {}
         self.queue = WaitingQueue(config.schedule_policy, self._cached_prefix)
         self.rows = Rows(self.cache, self.queue, spec.max_rows, spec.max_context)
+        self.sessions = Sessions(self.cache.pins, config.max_sessions, config.session_timeout, clock)
+        self.cache.pins.share = config.session_memory_fraction
         self.reserve = NewTokenReserve(config.schedule_conservativeness)
         self.budget = _chunk_budget(config, spec)
         self._arrivals = Arrivals(spec, eos_ids, config.random_seed, config.max_queued_requests)
@@ -96,6 +105,7 @@ class Scheduler:
         self.constraints = Constraints(grammars, self.rows, spec.vocab_size, eos_ids)
         self._publisher = Publisher(channel, self.rows, drafts=spec.max_samples > 1)
         self.log = StepLog(self, config.decode_log_interval)
+        self._stress = Stress(config.test_retract, config.test_evict)
         self._clock = clock
         self._finished_at = clock()
         self._books_checked = True
@@ -114,8 +124,9 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have no row: in the queue, or until their grammar is compiled."""
-        return len(self.queue) + self.constraints.num_waiting
+        """Requests that have no row: in the queue, or until their grammar is compiled, or until the turn before them
+        has given back its row."""
+        return len(self.queue) + self.constraints.num_waiting + len(self.sessions.held)
 
     @property
     def only_compiles(self) -> bool:
@@ -136,6 +147,12 @@ class Scheduler:
         return round(self.cache.groups[0].usage * self.max_total_tokens) if group is None else group.used_tokens
 
     @property
+    def num_session_tokens(self) -> int:
+        """Tokens of the first group's pages that sessions keep; of slots, where layers keep states alone."""
+        group = self.cache.first_with_pages or self.cache.groups[0]
+        return group.component.session * group.page_size
+
+    @property
     def token_usage(self) -> float:
         """Used share of the pool that is used most."""
         return max(group.usage for group in self.cache.groups)
@@ -144,7 +161,7 @@ class Scheduler:
         """Queues a request, or publishes why not."""
         try:
             self.constraints.check(message.sampling)
-            request = self._arrivals.accept(message, self.num_waiting)
+            request = self._accept(message)
         except RequestError as error:
             self._publisher.refused(message.id, error)
             return
@@ -152,9 +169,27 @@ class Scheduler:
         if request.state is RequestState.COMPILING:
             self.constraints.begin(request)
         else:
-            self.queue.add(request)
+            self._enqueue(request)
         if message.logprob_start == 0:
             self._publisher.first_prompt_token(request)
+
+    def _accept(self, message: NewRequest) -> Request:
+        """**Raises:** `RequestError`, with nothing changed."""
+        if message.session is None:
+            return self._arrivals.accept(message, self.num_waiting)
+        self.sessions.look_after()  # one that has timed out is no more
+        turn, prompt = self.sessions.next_turn(message.session, message.token_ids, message.extra_key)
+        request = self._arrivals.accept(msgspec.structs.replace(message, token_ids=prompt), self.num_waiting)
+        self.sessions.begin(turn, request.id, request.prompt_len)
+        request.turn = turn
+        return request
+
+    def _enqueue(self, request: Request) -> None:
+        """Into the queue, once the turn before it is in the cache if it is one of a session."""
+        if request.turn is not None and request.turn.has_to_wait:
+            self.sessions.held[request.id] = request
+        else:
+            self.queue.add(request)
 
     def abort(self, request_id: int) -> None:
         """Ends a request wherever it is; its KV is dropped. Unknown ids are ignored: it may just have finished."""
@@ -164,15 +199,19 @@ class Scheduler:
             self._end(request, "abort", insert=False)
             self._release_one()
 
-    def stop(self, request_id: int) -> None:
-        """The client saw enough: ends a request without a word and keeps its KV."""
+    def stop(self, request_id: int, num_tokens: int = -1) -> None:
+        """The client saw enough: ends a request without a word and keeps its KV. If it was a turn of a session, this
+        goes on behind its first `num_tokens` output tokens, or behind all (-1)."""
         request = self.requests.get(request_id)
         if request is not None:
             self._end(request, None, insert=True)
+        if num_tokens >= 0:
+            self.sessions.shorten(request_id, num_tokens)
+        if request is not None:
             self._release_one()
 
     def flush_cache(self) -> bool:
-        """Empties the prefix cache; refused (False) while any request runs or waits."""
+        """Empties the prefix cache; refused (False) while any request runs or waits. Sessions let go, and go on."""
         if self.requests:
             return False
         self._finish_in_flight()
@@ -182,7 +221,10 @@ class Scheduler:
 
     def step(self) -> None:
         """Launches the next step, finishes the one before it, has the next one sample, publishes."""
+        self._stress_now()
         self._queue_compiled()
+        for request in self.sessions.ready():
+            self.queue.add(request)
         launched = self._launch_next()
         self._finish_in_flight()
         if launched is not None and launched.planned.masked:
@@ -190,11 +232,25 @@ class Scheduler:
         self._in_flight = launched
         if self.rows.num_leaving:
             self.rows.release(RELEASES_PER_STEP)
+        self.sessions.look_after()
         self._publisher.flush()
         if self._check:
             check_conservation(self.cache)
         if self.idle:
             self._check_books()
+
+    def report_cache(self) -> CacheReport:
+        """What lies in the prefix cache, and who keeps it there."""
+        return report_cache(self.cache, self.sessions.all(), self._clock())
+
+    def _stress_now(self) -> None:
+        """What tests of whole servers asked for."""
+        if self._stress.retracts(self.log.steps):
+            self._finish_in_flight()
+            if ready := retractable(self.rows):
+                self._retract(max(ready, key=_retraction_key))
+        if self._stress.evicts(self.log.steps):
+            evict_all(self.cache)
 
     def retract_newest(self) -> bool:
         """Takes the row of the least urgent, newest request; False if none runs. No step may be in flight.
@@ -219,7 +275,7 @@ class Scheduler:
                 self._end(done.request, "error", insert=False, error=done.error)
             else:
                 done.request.move_to(RequestState.WAITING)
-                self.queue.add(done.request)
+                self._enqueue(done.request)
 
     def _sample(self, launched: Launched) -> None:
         """The second part of a step: the matchers know by now what the step before sampled."""
@@ -265,12 +321,13 @@ class Scheduler:
         return self._planner.plan(step, decode)
 
     def _make_room(self) -> None:
-        """Pages are short: release who is over, then learn what the step in flight has finished, then retract."""
+        """Pages are short: release who is over, then learn what the step in flight has finished, then let idle sessions
+        go, then retract."""
         if self.rows.release(RECLAIMED_AT_ONCE):
             return
         if self._in_flight is not None:
             self._finish_in_flight()
-        elif self.cache.give_up_drafts():
+        elif self.cache.give_up_drafts() or self.cache.pins.relieve():
             return
         elif self.num_running > 1:
             self.retract_newest()
@@ -422,12 +479,21 @@ class Scheduler:
         if request.waiting.queued:
             self.queue.remove(request)
         self.constraints.forget(request)
+        if request.turn is not None:
+            tokens = self._known_tokens(request) if kind in _FINISHED else None
+            self.sessions.end(request.turn, tokens, request.namespace, request.kv is not None)
         request.move_to(RequestState.FINISHED)
         del self.requests[request.id]
         self.log.counts.finished += 1
         self._books_checked = False
         if request.kv is not None:
             self.rows.leave(request, insert=insert)
+
+    def _known_tokens(self, request: Request) -> bytes:
+        """Prompt and output so far, as int32 bytes."""
+        if request.kv is None:
+            return request.tokens
+        return self.rows.token_bytes(request.row, 0, int(self.rows.num_tokens[request.row]))
 
     def _release_one(self) -> None:
         """While nothing is in flight nobody has to wait for the end of a step."""
@@ -452,7 +518,7 @@ class Scheduler:
         self._back_to_queue(request)
 
     def _back_to_queue(self, request: Request) -> None:
-        request.tokens = self.rows.token_bytes(request.row, 0, int(self.rows.num_tokens[request.row]))
+        request.tokens = self._known_tokens(request)
         request.drafts = self.rows.drafts_of(request)
         self.rows.drafts[request.row] = 0
         request.next_prompt_logprob = request.told_prompt_logprob

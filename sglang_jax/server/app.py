@@ -18,6 +18,7 @@ from sglang_jax.server.native import native_router
 from sglang_jax.server.openai_chat import chat_router
 from sglang_jax.server.openai_completions import completions_router
 from sglang_jax.server.request_body import BodyLimit
+from sglang_jax.server.sessions import sessions_router
 
 
 def create_context(client: EngineClient, config: ServerConfig, callers: Callers | None = None) -> ServerContext:
@@ -37,6 +38,7 @@ def create_app(context: ServerContext) -> FastAPI:
         native_router(context),
         completions_router(context),
         chat_router(context),
+        sessions_router(context),
         models_router(context),
         management.health_router(context),
         management.information_router(context),

@@ -128,10 +128,14 @@ class Caller:
         """So many completions are over."""
         self.running -= count
 
+    def tenant(self, said: str) -> str:
+        """Whose what it sends is: its own, or, where an operator says so, somebody else's."""
+        return said if self.admin and said else self.name
+
     def own(self, prompt: GenerateInput) -> GenerateInput:
         """The prompt as one of the caller's, in the part of the prefix cache that is its own. An operator, as a server
         before this one is, may say whose it is."""
-        tenant = prompt.tenant if self.admin and prompt.tenant else self.name
+        tenant = self.tenant(prompt.tenant)
         if not self.cache_secret:
             return replace(prompt, tenant=tenant)
         name = b"\1" + prompt.extra_key.encode("utf-8", "surrogatepass") if prompt.extra_key else b"\0"
@@ -176,6 +180,8 @@ class Callers:
         def add(key: str, caller: Caller) -> None:
             if key in by_key:
                 raise ConfigError(f"{by_key[key].name} and {caller.name} have the same key; each needs its own")
+            if any(caller.name == other.name for other in by_key.values()):
+                raise ConfigError(f"a key in api_keys is named {caller.name}, as the option is; name it otherwise")
             by_key[key] = caller
 
         admin_key, client_key = config.admin_key(), config.client_key()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Self, TypeVar
 from urllib.parse import unquote
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 from starlette.datastructures import Headers
 
-from sglang_jax.errors import cut, shown
+from sglang_jax.engine.types import SessionTurnInput
+from sglang_jax.errors import ParameterError, cut, shown
 from sglang_jax.server.errors import UnsupportedParameterError
 
 MAX_STOP_STRINGS = 16
@@ -142,6 +144,49 @@ TENANT_HEADER = "x-tenant"
 """Whose a request is, percent-encoded, as a server says it to one behind it. Operators alone are believed."""
 
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+
+
+class SessionParamsBody(Body):
+    """`session_params`: which session a prompt is the next turn of. `rid`: the turn before it, if it is given; `turn`:
+    what this one is called, if not by its own rid."""
+
+    id: ShortText | None = None
+    rid: ShortText | None = None
+    offset: int | None = None
+    replace: bool | None = None
+    drop_previous_output: bool | None = None
+    turn: ShortText | None = None
+
+    def turn_of(self) -> SessionTurnInput | None:
+        """What it asks of the engine; None if it asks for nothing. Raises `ParameterError` for what does not add to the
+        session's end, naming it."""
+        for name, value in (
+            ("offset", self.offset),
+            ("replace", self.replace),
+            ("drop_previous_output", self.drop_previous_output),
+        ):
+            if value:
+                raise ParameterError(
+                    f"session_params.{name} would change what a session holds, and turns can only add to its end; "
+                    f"leave it out (got {value} for session {shown(self.id)})",
+                    param=f"session_params.{name}",
+                )
+        if not self.id:
+            if self.rid:
+                raise ParameterError("session_params has a rid and no id of a session", param="session_params.id")
+            return None
+        return SessionTurnInput(self.id, self.rid or None, self.turn or None)
+
+
+def check_turns(turns: Sequence[SessionTurnInput | None]) -> None:
+    """Raises `ParameterError` for prompts of one call that are turns of one session: which comes first is not said."""
+    ids = [turn.session_id for turn in turns if turn is not None]
+    twice = next((one for place, one in enumerate(ids) if one in ids[:place]), None)
+    if twice is not None:
+        raise ParameterError(
+            f"{len(ids)} prompts of this request are turns of session {shown(twice)}; send them one after the other",
+            param="session_params",
+        )
 
 
 def routing_key(field: str | None, headers: Headers) -> str | None:

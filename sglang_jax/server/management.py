@@ -151,6 +151,11 @@ def information_router(context: ServerContext) -> APIRouter:
             "is_generation": True,
         }
 
+    @router.get("/cache_report", dependencies=OPERATORS_ALONE)
+    async def cache_report() -> Response:
+        """What lies in the prefix cache of each replica: pools, the tree's largest and most used nodes, sessions."""
+        return json_response({"replicas": await context.client.cache_reports()})
+
     @router.get("/get_server_info", dependencies=OPERATORS_ALONE)
     @router.get("/server_info", dependencies=OPERATORS_ALONE)
     async def server_info() -> dict[str, Any]:

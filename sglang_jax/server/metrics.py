@@ -67,6 +67,8 @@ class SchedulerCollector(Collector):
             "token_usage": (stats.token_usage, "Used share of the KV pool, of several that of the fullest."),
             "gen_throughput": (stats.gen_throughput, "Output tokens per second."),
             "cache_hit_rate": (stats.cache_hit_rate, "Share of prompt tokens found in the prefix cache."),
+            "num_streaming_sessions": (stats.num_sessions, "Sessions that are open."),
+            "streaming_session_held_tokens": (stats.num_session_tokens, "KV tokens that sessions keep from eviction."),
             "spec_accept_rate": (stats.accept_rate, "Share of guesses that were right."),
             "spec_accept_length": (stats.accept_length, "Mean tokens of a request in a step with guesses."),
             "engine_silent_seconds": (
@@ -84,6 +86,11 @@ class SchedulerCollector(Collector):
             "num_aborted_requests": (stats.num_aborted, "Requests aborted, by their clients or by /abort_request."),
             "num_retractions": (stats.num_retractions, "Times that a running request gave back its KV."),
             "num_evicted_pages": (stats.num_evicted_pages, "Pages of cached prefixes given up for lack of room."),
+            "num_session_pins_let_go": (
+                stats.num_pins_let_go,
+                "Times that a session's cached prefix became evictable because others needed the memory.",
+            ),
+            "num_sessions_timed_out": (stats.num_sessions_timed_out, "Sessions closed for lack of turns."),
             "spec_verify": (stats.num_draft_steps, "Times that a step had guesses of a request's next tokens."),
             "spec_draft_tokens": (stats.num_draft_tokens, "Tokens that were guessed."),
             "spec_accepted_tokens": (stats.num_accepted_tokens, "Guesses that were right."),

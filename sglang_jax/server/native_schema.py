@@ -19,9 +19,11 @@ from sglang_jax.server.fields import (
     Many,
     OneOrMany,
     Priority,
+    SessionParamsBody,
     ShortText,
     TokenIds,
     as_list,
+    check_turns,
     routing_key,
     tenant_of,
 )
@@ -51,6 +53,7 @@ class GenerateBody(Body):
     extra_key: OneOrMany[ShortText] | None = None
     routing_key: OneOrMany[ShortText] | None = None
     continues_text: bool | None = None
+    session_params: OneOrMany[SessionParamsBody] | None = None
     marker_token_ids: Annotated[Many[int], Field(max_length=MAX_MARKERS)] | None = None
 
 
@@ -87,6 +90,9 @@ def native_request(
     top_logprobs = _spread("top_logprobs_num", body.top_logprobs_num, count, 0)
     extra_keys = _spread("extra_key", body.extra_key, count, "")
     routing_keys = _spread("routing_key", body.routing_key, count, "")
+    params = _spread("session_params", body.session_params, count, SessionParamsBody())
+    turns = [one.turn_of() for one in params]
+    check_turns(turns)
     if body.incremental_output and not body.stream:
         raise ParameterError("incremental_output needs stream to be true", param="incremental_output")
     for number in range(count):
@@ -109,6 +115,7 @@ def native_request(
             continues_text=body.continues_text is not False,
             markers=frozenset(body.marker_token_ids or ()),
             tenant=tenant_of(headers),
+            session=turns[number],
         )
         for number in range(count)
     ]

@@ -142,6 +142,7 @@ class ChatFormat:
             extra_key=body.cache_namespace,
             priority=body.priority or 0,
             routing_key=routing_key(body.routing_key, headers),
+            session=body.session,
             markers=self.plan.markers,
             continues_text=bool(body.continue_final_message),
         )

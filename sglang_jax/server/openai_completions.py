@@ -17,7 +17,7 @@ from sglang_jax.engine.types import GenerateInput, OutputDelta, TextTokenizer
 from sglang_jax.sampling import GenerationDefaults
 from sglang_jax.server.callers import current_caller
 from sglang_jax.server.context import ENGINE_NAMES, ServerContext, new_id, prompt_ids
-from sglang_jax.server.fields import routing_key
+from sglang_jax.server.fields import check_turns, routing_key
 from sglang_jax.server.json_body import JsonRoute
 from sglang_jax.server.logprobs import CompletionLogprobs, CompletionLogprobWriter
 from sglang_jax.server.openai_schema import COMPLETION_DEFAULT_MAX_TOKENS, CompletionBody
@@ -68,6 +68,7 @@ class CompletionFormat:
         limit = COMPLETION_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         sampling = openai_sampling(body, limit, defaults)
         with_logprobs = body.logprobs is not None
+        check_turns([body.session] * len(self.prompts))
         return [
             GenerateInput(
                 prompt=prompt,
@@ -80,6 +81,7 @@ class CompletionFormat:
                 extra_key=body.cache_namespace,
                 priority=body.priority or 0,
                 routing_key=routing_key(body.routing_key, headers),
+                session=body.session,
             )
             for prompt, engine_id in zip(self.prompts, prompt_ids(self.request_id, len(self.prompts)), strict=True)
         ]

@@ -8,10 +8,18 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Discriminator, Tag
 
 from sglang_jax.checkpoint.chat_tools import is_variable
-from sglang_jax.engine.types import TextTokenizer
+from sglang_jax.engine.types import SessionTurnInput, TextTokenizer
 from sglang_jax.errors import ParameterError, shown
 from sglang_jax.server.errors import UnsupportedParameterError
-from sglang_jax.server.fields import Body, Many, Priority, Prompt, ShortText, cache_namespace
+from sglang_jax.server.fields import (
+    Body,
+    Many,
+    Priority,
+    Prompt,
+    SessionParamsBody,
+    ShortText,
+    cache_namespace,
+)
 from sglang_jax.server.openai_tools import CallBody, ToolBody, ToolRequest, read_tools, with_short_ids
 from sglang_jax.server.sampling import OpenAISampling, one_of
 
@@ -39,11 +47,17 @@ class OpenAIBody(OpenAISampling):
     extra_key: ShortText | None = None
     routing_key: ShortText | None = None
     cache_salt: ShortText | None = None
+    session_params: SessionParamsBody | None = None
 
     @property
     def cache_namespace(self) -> str | None:
         """The engine's `extra_key`."""
         return cache_namespace(self.extra_key, self.cache_salt)
+
+    @property
+    def session(self) -> SessionTurnInput | None:
+        """Which session this is the next turn of. Raises `ParameterError`."""
+        return None if self.session_params is None else self.session_params.turn_of()
 
     @property
     def include_usage(self) -> bool:

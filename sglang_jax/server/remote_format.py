@@ -21,10 +21,15 @@ from sglang_jax.server.fields import TENANT_HEADER
 def request_headers(request: GenerateInput) -> dict[str, str]:
     """Whose the request is, and what it is called in logs. Headers, as servers of an older version pass over those that
     they do not know."""
-    headers = {TENANT_HEADER: quote(request.tenant)} if request.tenant else {}
+    headers = tenant_headers(request.tenant)
     if request_id := REQUEST_ID.get():
         headers[REQUEST_ID_HEADER] = request_id
     return headers
+
+
+def tenant_headers(tenant: str) -> dict[str, str]:
+    """Whose a request, or a session, is."""
+    return {TENANT_HEADER: quote(tenant)} if tenant else {}
 
 
 def request_body(request: GenerateInput, name: str, context_length: int) -> dict[str, Any]:
@@ -50,6 +55,13 @@ def request_body(request: GenerateInput, name: str, context_length: int) -> dict
         body["extra_key"] = request.extra_key
     if request.routing_key:
         body["routing_key"] = request.routing_key
+    if request.session is not None:
+        turn = request.session
+        body["session_params"] = {
+            "id": turn.session_id,
+            "rid": turn.after,
+            "turn": turn.name or request.request_id,
+        }
     return body
 
 

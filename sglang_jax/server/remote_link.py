@@ -14,10 +14,16 @@ import httpx2
 import msgspec
 
 from sglang_jax.engine.output import RequestOutputs
-from sglang_jax.engine.types import ModelInfo, TextTokenizer
+from sglang_jax.engine.types import ModelInfo, SessionOptions, TextTokenizer
 from sglang_jax.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
 from sglang_jax.scheduler.messages import SchedulerStats
-from sglang_jax.server.remote_format import add_answer, events, request_body, request_headers
+from sglang_jax.server.remote_format import (
+    add_answer,
+    events,
+    request_body,
+    request_headers,
+    tenant_headers,
+)
 from sglang_jax.server.sampling import rename_field
 
 logger = logging.getLogger(__name__)
@@ -147,6 +153,30 @@ class RemoteLink:
             run.task.cancel()
             self._in_flight -= outputs.request.sampling.n
 
+    async def open_session(self, options: SessionOptions) -> None:
+        """See `Link.open_session`."""
+        assert options.session_id is not None
+        body = {
+            "capacity_of_str_len": 0,
+            "session_id": options.session_id,
+            "streaming": options.streaming,
+            "timeout": options.timeout,
+        }
+        await self._post("/open_session", body, tenant_headers(options.owner))
+
+    async def close_session(self, session_id: str, owner: str) -> None:
+        """See `Link.close_session`."""
+        await self._post("/close_session", {"session_id": session_id}, tenant_headers(owner))
+
+    async def _post(self, path: str, body: dict[str, object], headers: dict[str, str]) -> None:
+        """Raises what the server refuses it with."""
+        try:
+            response = await self._http.post(path, json=body, headers=headers, timeout=CONNECT_SECONDS)
+        except httpx2.TransportError as error:
+            raise EngineDeadError(f"{self.address} does not answer: {type(error).__name__} {error}") from error
+        if response.status_code != 200:
+            raise self._error(response)
+
     async def flush_cache(self) -> bool:
         """See `EngineClient.flush_cache`."""
         response = await self._call("POST", "/flush_cache")
@@ -157,6 +187,14 @@ class RemoteLink:
         response = await self._call("GET", "/server_info")
         states = response.json()["internal_states"]
         return dict(states[0]) if len(states) == 1 else {"replicas": states}
+
+    async def cache_reports(self) -> list[dict[str, object]]:
+        """See `Link.cache_reports`."""
+        response = await self._call("GET", "/cache_report")
+        if response.status_code != 200:
+            raise self._error(response)
+        reports: list[dict[str, object]] = response.json()["replicas"]
+        return reports
 
     async def ended(self) -> str:
         """See `Link.ended`."""

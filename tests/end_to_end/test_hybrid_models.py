@@ -19,7 +19,7 @@ from sglang_jax.mem_cache.invariants import check_everything
 from sglang_jax.runner.backends import load_backend
 from sglang_jax.runner.protocol import Runner
 from sglang_jax.sampling.params import SamplingParams
-from sglang_jax.scheduler.messages import NewRequest
+from sglang_jax.scheduler.messages import NewRequest, OpenSession, SessionTurn
 from sglang_jax.scheduler.scheduler import Scheduler
 
 PAGE_SIZE = 4
@@ -103,6 +103,35 @@ def test_outputs_are_those_of_transformers(
     begins = [number for number in asked if channel.cached[number] >= 32]
     assert begins == ([2, 3, 4, 7, 8, 9, 10] if cached else []), "from the second request of those that begin alike on"
     assert scheduler.log.counts.retractions > 2
+
+
+def test_turns_of_sessions_are_those_of_transformers(served: tuple[torch.nn.Module, EngineConfig, Runner]) -> None:
+    """Two sessions, and a request between their turns that takes the slots that nobody keeps."""
+    model, config, runner = served
+    channel = RecordingChannel()
+    scheduler = Scheduler(runner, (), config, channel)
+    sampling = SamplingParams(max_new_tokens=7, temperature=0.0, ignore_eos=True)
+    history: dict[str, list[int]] = {"a": [], "b": []}
+    rng = np.random.default_rng(5)
+    for name in history:
+        scheduler.sessions.open(OpenSession(0, name, "", True))
+    for number in range(12):
+        name, new = "abc"[number % 3], rng.integers(3, TINY_VOCAB_SIZE, 5 + number).tolist()
+        turn = None if name == "c" else SessionTurn(name, "", str(number))
+        tokens = np.array(new, np.int32).tobytes()
+        scheduler.add(NewRequest(id=number, token_ids=tokens, sampling=sampling, stream=True, session=turn))
+        while not scheduler.idle:
+            scheduler.step()
+            check_everything(scheduler.cache)
+        before = history.get(name, [])
+        assert channel.output(number) == most_likely(model, [*before, *new], channel.output(number))
+        assert channel.cached[number] >= len(before) - 1 - PAGE_SIZE, "new is what is new, and less than a page"
+        if name in history:
+            history[name] = [*before, *new, *channel.output(number)]
+    for name in history:
+        scheduler.sessions.close(name, "")
+    assert scheduler.flush_cache()
+    assert all(group.pool.num_free == group.pool.total for group in scheduler.cache.groups)
 
 
 @pytest.mark.parametrize("backend", [Backend.JAX, Backend.TORCH])

@@ -24,11 +24,14 @@ from sglang_jax.runner.plan import PoolSpec, RunnerSpec
 from sglang_jax.scheduler.loop import SchedulerLoop
 from sglang_jax.scheduler.messages import (
     AbortRequest,
+    CloseSession,
     Finished,
     FlushCache,
+    GetCacheReport,
     GetState,
     Inbound,
     NewRequest,
+    OpenSession,
     Reply,
     SchedulerStats,
     Shutdown,
@@ -189,6 +192,10 @@ class EchoCore:
                 self._requests.pop(message.id, None)
             case FlushCache():
                 self._channel.send(Reply(message.call, not self._requests, "requests run" if self._requests else ""))
+            case OpenSession() | CloseSession():
+                self._channel.send(Reply(message.call, True))
+            case GetCacheReport():
+                self._channel.send(Reply(message.call, True, report=b"{}"))
             case GetState():
                 self._channel.send(Reply(message.call, True, state=self._state()))
             case Shutdown():

@@ -18,7 +18,7 @@ from sglang_jax.engine.output import RequestOutputs
 from sglang_jax.engine.replica import Backoff, Replica
 from sglang_jax.engine.router import Router
 from sglang_jax.engine.routing import Balance, create_policy
-from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, ModelInfo, OutputDelta
+from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, ModelInfo, OutputDelta, SessionOptions
 from sglang_jax.errors import EngineDeadError, RequestError
 from sglang_jax.scheduler.messages import SchedulerStats
 
@@ -44,6 +44,7 @@ class ToldLink:
         self.aborted: list[str] = []
         self.closed: list[bool] = []
         self.flushed = 0
+        self.opened: list[str] = []
         self.busy = False
         self.foreign_load = 0
         self.silent_seconds = 0.0
@@ -98,9 +99,18 @@ class ToldLink:
         for name in [name for name, one in self._outputs.items() if one is outputs]:
             del self.asked[name], self._outputs[name]
 
+    async def open_session(self, options: SessionOptions) -> None:
+        self.opened.append(options.session_id or "")
+
+    async def close_session(self, session_id: str, owner: str) -> None:
+        self.opened.remove(session_id)
+
     async def flush_cache(self) -> bool:
         self.flushed += 1
         return not self.busy
+
+    async def cache_reports(self) -> list[dict[str, object]]:
+        return [{"num_nodes": 3}]
 
     async def state(self) -> dict[str, object]:
         return {"steps": 3}

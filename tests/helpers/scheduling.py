@@ -42,7 +42,7 @@ class RecordingChannel:
         self.logprobs: dict[int, list[tuple[int, float | None]]] = {}
         self.prompt_logprobs: dict[int, list[tuple[int, float | None]]] = {}
 
-    def receive(self, block: bool) -> Iterator[Inbound]:
+    def receive(self, block: bool, seconds: float | None = None) -> Iterator[Inbound]:
         assert self.inbox or not block, "the loop would sleep for ever"
         while self.inbox:
             yield self.inbox.pop(0)
@@ -148,7 +148,8 @@ class Bench:
         self._next_id = 1
 
     def add(self, prompt: list[int], max_new_tokens: int = 8, *, seed: int = 5, **fields: object) -> int:
-        """Queues a request; its expected output is in `wanted`."""
+        """Queues a request; its expected output is in `wanted`. `sent`: the part of the prompt that is sent, where the
+        rest is a session's."""
         request_id = self._next_id
         sampling = fields.pop("sampling", None) or SamplingParams(max_new_tokens=max_new_tokens, seed=seed)
         assert isinstance(sampling, SamplingParams)
@@ -160,7 +161,7 @@ class Bench:
         self._next_id += 1
         message = self.requests[request_id] = NewRequest(
             id=request_id,
-            token_ids=np.array(prompt, np.int32).tobytes(),
+            token_ids=np.array(fields.pop("sent", prompt), np.int32).tobytes(),
             sampling=sampling,
             **{"stream": True, **fields},
         )

@@ -154,7 +154,9 @@ def test_a_lost_page_is_noticed_by_the_cheap_check_too() -> None:
     cache = balanced_cache()
     check_conservation(cache)
     cache.groups[0].pool.num_free -= 1
-    with pytest.raises(InvariantError, match=r"PageBalance\(free=24, evictable=1, protected=4, request_owned=2"):
+    with pytest.raises(
+        InvariantError, match=r"PageBalance\(free=24, evictable=1, session=0, protected=4, request_owned=2"
+    ):
         check_conservation(cache)
 
 

@@ -49,7 +49,7 @@ class TestLifeCycle:
         check_everything(cache)
         cache.release_kv_cache(record, int32_bytes(PROMPT[:11]), insert=True)
         assert cache.peek(int32_bytes(PROMPT), 30, None) == 8
-        assert page_balance(cache, cache.groups[0]) == type(page_balance(cache, cache.groups[0]))(30, 2, 0, 0, 0, 32)
+        assert page_balance(cache, cache.groups[0]) == type(page_balance(cache, cache.groups[0]))(30, 2, 0, 0, 0, 0, 32)
         check_everything(cache)
 
     def test_the_unaligned_tail_belongs_to_the_request(self) -> None:

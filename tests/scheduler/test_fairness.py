@@ -336,8 +336,8 @@ class CountingChannel(RecordingChannel):
 
     taken = 0
 
-    def receive(self, block: bool) -> Iterator[Inbound]:
-        for message in super().receive(block):
+    def receive(self, block: bool, seconds: float | None = None) -> Iterator[Inbound]:
+        for message in super().receive(block, seconds):
             self.taken += 1
             yield message
 

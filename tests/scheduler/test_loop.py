@@ -15,10 +15,13 @@ from sglang_jax.scheduler import loop as loop_module
 from sglang_jax.scheduler.loop import STATS_SECONDS, SchedulerLoop
 from sglang_jax.scheduler.messages import (
     AbortRequest,
+    CloseSession,
     FlushCache,
+    GetCacheReport,
     GetState,
     Inbound,
     NewRequest,
+    OpenSession,
     Reply,
     SchedulerStats,
     Shutdown,
@@ -44,7 +47,7 @@ class ScriptedChannel(RecordingChannel):
         self.sleeps = 0
         self.polls = 0
 
-    def receive(self, block: bool) -> Iterator[Inbound]:
+    def receive(self, block: bool, seconds: float | None = None) -> Iterator[Inbound]:
         assert block == self.must_sleep(), "asleep with work to do, or spinning without"
         self.polls += not block
         if block:
@@ -204,8 +207,11 @@ def test_every_kind_of_message_has_its_case() -> None:
         NewRequest: new(1),
         AbortRequest: AbortRequest(1),
         StopRequest: StopRequest(1),
+        OpenSession: OpenSession(1, "s", "me"),
+        CloseSession: CloseSession(1, "s", "me"),
         FlushCache: FlushCache(1),
         GetState: GetState(1),
+        GetCacheReport: GetCacheReport(1),
         Shutdown: Shutdown(),
     }
     assert set(served) == set(typing.get_args(Inbound))
@@ -213,7 +219,10 @@ def test_every_kind_of_message_has_its_case() -> None:
         NewRequest: lambda loop, channel: 1 in loop.scheduler.requests,
         AbortRequest: lambda loop, channel: channel.finished[1].kind == "abort",
         StopRequest: lambda loop, channel: not loop.scheduler.requests and not channel.finished,
+        OpenSession: lambda loop, channel: channel.replies[0].ok and loop.scheduler.sessions.count == 1,
+        CloseSession: lambda loop, channel: channel.replies[0].error.name == "SessionNotFoundError",
         FlushCache: lambda loop, channel: not channel.replies[0].ok,
+        GetCacheReport: lambda loop, channel: b"num_nodes" in channel.replies[0].report,
         GetState: lambda loop, channel: channel.replies[0].ok,
         Shutdown: lambda loop, channel: loop._draining,
     }.items():

@@ -9,6 +9,7 @@ from multiprocessing import get_context
 import pytest
 from helpers.simulated_doubt import DoubtSimulation
 from helpers.simulated_grammars import GrammarSimulation
+from helpers.simulated_sessions import SessionSimulation
 from helpers.simulation import Simulation, simulate
 
 from sglang_jax.config import SchedulePolicy
@@ -51,6 +52,6 @@ def test_schedules_with_kv_in_doubt() -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("kind", [Simulation, GrammarSimulation, DoubtSimulation])
+@pytest.mark.parametrize("kind", [Simulation, GrammarSimulation, DoubtSimulation, SessionSimulation])
 def test_soak(kind: type[Simulation]) -> None:
     simulate(30_000, steps=60, kind=kind)

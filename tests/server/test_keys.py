@@ -25,6 +25,7 @@ from sglang_jax.server.callers import Caller, Callers, TokenBucket, current_call
 OPERATORS_ROUTES = (
     ("GET", "/server_info"),
     ("GET", "/get_server_info"),
+    ("GET", "/cache_report"),
     ("GET", "/v1/loads"),
     ("GET", "/metrics"),
     ("GET", "/flush_cache"),

@@ -109,3 +109,22 @@ def test_the_vocabulary(client: openai.OpenAI, demo: EchoServer) -> None:
     assert refused.value.param == "prompt"
     tokens = demo.http.post("/tokenize", json={"prompt": "héllo 你好"}).json()["tokens"]
     assert demo.http.post("/detokenize", json={"tokens": tokens}).json()["text"] == "héllo 你好"
+
+
+def test_turns_of_a_session_give_what_whole_prompts_give(demo: EchoServer) -> None:
+    """Each turn is found in the cache but for less than a page, and nothing is left once the session is closed."""
+    session = demo.http.post("/open_session", json={"capacity_of_str_len": 0, "streaming": True}).json()
+    sampling = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
+    history: list[int] = []
+    for text in ("The capital of France is", " Its largest museum is", " A painting there is", " It was painted by"):
+        new = demo.http.post("/tokenize", json={"prompt": text}).json()["tokens"]
+        turn = {"text": text, "session_params": {"id": session}, "sampling_params": sampling}
+        answer = demo.http.post("/generate", json=turn).json()
+        whole = {"input_ids": [*history, *new], "sampling_params": sampling, "extra_key": "apart"}
+        assert answer["output_ids"] == demo.http.post("/generate", json=whole).json()["output_ids"]
+        assert answer["meta_info"]["prompt_tokens"] == len(history) + len(new)
+        assert answer["meta_info"]["cached_tokens"] > len(history) - 1 - 16
+        history += [*new, *answer["output_ids"]]
+    assert demo.http.post("/close_session", json={"session_id": session}).status_code == 200
+    (state,) = demo.http.get("/server_info").json()["internal_states"]
+    assert (state["num_sessions"], state["num_session_tokens"], state["num_memory_faults"]) == (0, 0, 0)

@@ -1,0 +1,133 @@
+"""Sessions of many turns at once: how long turns take as conversations grow, and that their outputs are those of whole
+prompts.
+
+    python benchmarks/sessions.py [--model demo|hybrid] [--backend jax|torch] [--turns N] [--json FILE]
+
+8 conversations at once, 150 turns of 8 tokens each, 4 output tokens; the `hybrid` model is of Qwen3.5's form with
+random weights. `first tenth` and `last tenth` are mean milliseconds of a turn, without each conversation's first;
+their ratio should be at most 1.15. The second row sends whole prompts instead, whose prefixes are cached as well.
+`cached`: of what came before a turn, what was found, but for less than a page. In float32, as outputs are compared:
+fails if they differ, or if pages are left in use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hybrid_shared_prefix import MODEL
+from machine import report
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from sglang_jax import Engine, SamplingParams
+from sglang_jax.config import Backend, Device, Dtype, EngineConfig, LoadFormat
+
+TALKS, TURNS, INPUT, OUTPUT = 8, 150, 8, 4
+SAMPLING = SamplingParams(max_new_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
+PAGE = 16
+
+
+def hybrid_model(folder: Path) -> EngineConfig:
+    """Random weights, and a tokenizer of bytes."""
+    (folder / "config.json").write_text(json.dumps({**MODEL, "max_position_embeddings": 4096}))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(f"{folder}/tokenizer.json")
+    return EngineConfig(
+        model_path=str(folder), load_format=LoadFormat.DUMMY, max_mamba_cache_size=64, max_total_tokens=65536
+    )
+
+
+class Talk:
+    """One conversation: of each turn the output, how long it took, and which share of what came before was cached."""
+
+    def __init__(self, engine: Engine, number: int, turns: int) -> None:
+        self.outputs: list[list[int]] = []
+        self.seconds: list[float] = []
+        self.cached: list[float] = []
+        self._engine = engine
+        most = min(engine.model_info.vocab_size, 4096)
+        self._inputs = np.random.default_rng(number).integers(3, most, (turns, INPUT)).tolist()
+
+    def run(self, in_session: bool) -> None:
+        if not in_session:
+            return self._turns(lambda history, new: self._engine.generate([*history, *new], SAMPLING))
+        with self._engine.open_session() as session:
+            return self._turns(lambda history, new: session.generate(new, SAMPLING))
+
+    def _turns(self, ask: Any) -> None:
+        history: list[int] = []
+        for new in self._inputs:
+            start = time.perf_counter()
+            output = ask(history, new)
+            self.seconds.append(time.perf_counter() - start)
+            self.outputs.append(output.output_ids)
+            self.cached.append(output.cached_tokens / max(len(history) // PAGE * PAGE, 1))
+            history += [*new, *output.output_ids]
+
+
+def measure(engine: Engine, turns: int, *, in_session: bool) -> tuple[dict[str, Any], list[list[list[int]]]]:
+    """One row of the table, and all outputs."""
+    engine.flush_cache()
+    talks = [Talk(engine, number, turns) for number in range(TALKS)]
+    with ThreadPoolExecutor(TALKS) as pool:
+        list(pool.map(lambda talk: talk.run(in_session), talks))
+    seconds = np.array([talk.seconds for talk in talks])
+    tenth = max(turns // 10, 1)
+    first, last = seconds[:, 1 : 1 + tenth].mean() * 1e3, seconds[:, -tenth:].mean() * 1e3
+    row = {
+        "turns send": "what is new" if in_session else "the whole prompt",
+        "first tenth ms": first,
+        "last tenth ms": last,
+        "last / first": last / first,
+        "cached": float(np.mean([talk.cached[4:] for talk in talks])),
+    }
+    return row, [talk.outputs for talk in talks]
+
+
+def run(config: EngineConfig, turns: int) -> list[dict[str, Any]]:
+    rows, outputs = [], []
+    with Engine(config=config) as engine:
+        for in_session in (True, False):
+            Talk(engine, 99, 2).run(in_session)
+            row, given = measure(engine, turns, in_session=in_session)
+            rows.append({"model": Path(config.model_path).name, "backend": config.backend.value, **row})
+            outputs.append(given)
+        while engine.state()["num_running"]:
+            time.sleep(0.01)
+        state = engine.state()
+    assert outputs[0] == outputs[1], "turns of sessions give other outputs than whole prompts"
+    assert (state["num_used_tokens"], state["num_memory_faults"]) == (0, 0), state
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("demo", "hybrid"), default="demo")
+    parser.add_argument("--backend", type=Backend, default=Backend.TORCH)
+    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        config = EngineConfig(model_path="demo") if arguments.model == "demo" else hybrid_model(Path(folder))
+        options = {
+            "backend": arguments.backend,
+            "device": Device.CPU,
+            "page_size": PAGE,
+            "max_running_requests": TALKS,
+            "dtype": Dtype.FLOAT32,
+        }
+        config = config.model_copy(update={**options, "context_length": 4096})
+        rows = run(config, arguments.turns)
+    report(f"{TALKS} conversations of {arguments.turns} turns", rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""What lies in the prefix cache, for operators: sizes, uses and owners, and nothing of what prompts say."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Iterable
+
+import msgspec
+
+from sglang_jax.mem_cache.invariants import page_balance
+from sglang_jax.mem_cache.kv_cache import KVCache
+from sglang_jax.mem_cache.radix_tree import Node
+from sglang_jax.scheduler.sessions import Session
+
+MOST_NODES = 256
+"""Nodes that a report names: those of most tokens and uses, and those above them."""
+
+
+class GroupReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the pages (slots) of one cache group are; they add up to `total`. `tombstones`: nodes of the tree that hold
+    none of this group's, though others' may be there."""
+
+    name: str
+    unit: str
+    total: int
+    free: int
+    evictable: int
+    session: int
+    protected: int
+    request_owned: int
+    retired: int
+    tombstones: int
+
+
+class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A run of tokens in the tree. `parent`: the id of the one above, 0 at the top; `hits`: matches along it; `age`:
+    uses of the tree since the last of this node; `requests`, `sessions`: who depends on it; `pages`: of each group."""
+
+    id: int
+    parent: int
+    tokens: int
+    hits: int
+    age: int
+    requests: int
+    sessions: int
+    proven: bool
+    pages: list[int]
+
+
+class SessionReport(msgspec.Struct, frozen=True, kw_only=True):
+    """An open session. `tokens`: of its finished turns; `kept_tokens`: of these, kept from eviction; `idle_seconds`:
+    since its last turn, None while it has one."""
+
+    id: str
+    owner: str
+    tokens: int
+    kept_tokens: int
+    idle_seconds: float | None
+    timeout: float
+
+
+class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One core's cache. `num_nodes` of the tree, of which `nodes` has some; `num_namespaces`: parts that share
+    nothing."""
+
+    page_size: int
+    num_nodes: int
+    num_namespaces: int
+    groups: list[GroupReport]
+    nodes: list[NodeReport]
+    sessions: list[SessionReport]
+
+
+def report_cache(cache: KVCache, sessions: Iterable[Session], now: float | None = None) -> CacheReport:
+    """Looks at every node, once: a tenth of a second for some ten thousand. `now`: by the sessions' clock."""
+    nodes = list(cache.tree.nodes())
+    return CacheReport(
+        page_size=cache.page_size,
+        num_nodes=len(nodes),
+        num_namespaces=len(cache.tree.roots),
+        groups=_groups(cache, nodes),
+        nodes=[_node(cache, node) for node in _chosen(nodes)],
+        sessions=[_session(cache, one, time.monotonic() if now is None else now) for one in sessions],
+    )
+
+
+def _groups(cache: KVCache, nodes: list[Node]) -> list[GroupReport]:
+    reports = []
+    for name, group in cache.named_groups():
+        balance = page_balance(cache, group)
+        reports.append(
+            GroupReport(
+                name=name,
+                unit="slot" if group.unit == "slot" else "page",
+                total=balance.total,
+                free=balance.free,
+                evictable=balance.evictable,
+                session=balance.session,
+                protected=balance.protected,
+                request_owned=balance.request_owned,
+                retired=balance.retired,
+                tombstones=sum(not len(group.component.pages(node)) for node in nodes),
+            )
+        )
+    return reports
+
+
+def _chosen(nodes: list[Node]) -> list[Node]:
+    """Those of most tokens and uses with all above them, each after the one above it."""
+    chosen: dict[int, Node] = {}
+    for node in heapq.nlargest(MOST_NODES, nodes, key=lambda one: (one.length * (1 + one.hits), -one.id)):
+        path = [one for one in node.path() if one.id not in chosen]
+        if len(chosen) + len(path) <= MOST_NODES:
+            chosen.update({one.id: one for one in reversed(path)})
+    return list(chosen.values())
+
+
+def _node(cache: KVCache, node: Node) -> NodeReport:
+    return NodeReport(
+        id=node.id,
+        parent=0 if node.parent is None else node.parent.id,
+        tokens=node.length * cache.page_size,
+        hits=node.hits,
+        age=cache.tree.now - node.last_access,
+        requests=node.locks - node.sessions,
+        sessions=node.sessions,
+        proven=node.proven,
+        pages=[len(group.component.pages(node)) for group in cache.groups],
+    )
+
+
+def _session(cache: KVCache, session: Session, now: float) -> SessionReport:
+    return SessionReport(
+        id=session.id,
+        owner=session.owner,
+        tokens=len(session.tokens) // 4,
+        kept_tokens=session.pin.pages * cache.page_size,
+        idle_seconds=None if session.turn is not None else now - session.used_at,
+        timeout=session.timeout,
+    )

@@ -1,0 +1,57 @@
+"""`POST /open_session`, `POST /close_session`: conversations whose turns send what is new, as SGLang's clients do."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+
+from sglang_jax.engine.types import SessionOptions
+from sglang_jax.errors import ParameterError
+from sglang_jax.server.callers import current_caller
+from sglang_jax.server.context import ServerContext
+from sglang_jax.server.errors import ShuttingDownError
+from sglang_jax.server.fields import Body, ShortText, tenant_of
+from sglang_jax.server.json_body import JsonRoute
+
+
+class OpenSessionBody(Body):
+    """`capacity_of_str_len`: clients send it; what bounds a session here is the context length. `timeout`: seconds
+    without a turn after which it is closed."""
+
+    capacity_of_str_len: Annotated[int, Field(ge=0)] = 0
+    session_id: ShortText | None = None
+    streaming: bool | None = None
+    timeout: float | None = None
+
+
+class CloseSessionBody(Body):
+    session_id: ShortText
+
+
+def sessions_router(context: ServerContext) -> APIRouter:
+    router = APIRouter(route_class=JsonRoute)
+
+    @router.post("/open_session")
+    async def open_session(body: OpenSessionBody, request: Request) -> str:
+        """Opens a session, which is its caller's alone. The answer is its id, as a JSON string."""
+        if context.draining:
+            raise ShuttingDownError("the server is shutting down and opens no new sessions")
+        if body.session_id == "":
+            raise ParameterError("session_id is empty; leave it out to get one", param="session_id")
+        owner = current_caller().tenant(tenant_of(request.headers))
+        options = SessionOptions(
+            session_id=body.session_id, owner=owner, streaming=bool(body.streaming), timeout=body.timeout
+        )
+        return await context.client.open_session(options)
+
+    @router.post("/close_session")
+    async def close_session(body: CloseSessionBody, request: Request) -> dict[str, object]:
+        """Closes a session of the caller's; a turn that runs goes on to its end. What it kept in memory is an ordinary
+        cached prefix from then on."""
+        owner = current_caller().tenant(tenant_of(request.headers))
+        await context.client.close_session(body.session_id, owner)
+        return {"success": True}
+
+    return router

@@ -1,0 +1,389 @@
+"""Sessions over the scheduler: what a turn computes, what changes nothing, who is let go, what is refused."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from helpers.scheduling import Bench
+from helpers.simulated_sessions import ROOM_FOR_TURNS, SessionSimulation
+from helpers.simulation import STATE, simulate
+
+from sglang_jax.errors import ParameterError, SessionBusyError, SessionLimitError, SessionNotFoundError
+from sglang_jax.mem_cache.invariants import check_everything, idle_fault
+from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler.messages import OpenSession, SessionTurn
+from sglang_jax.scheduler.sessions import Session
+
+
+class Talk:
+    """A client's side of one session."""
+
+    def __init__(self, bench: Bench, name: str = "s", *, streaming: bool = True, timeout: float | None = None) -> None:
+        self.bench = bench
+        self.name = name
+        self.history: list[int] = []
+        bench.scheduler.sessions.open(OpenSession(0, name, "me", streaming, timeout))
+
+    @property
+    def session(self) -> Session:
+        return self.bench.scheduler.sessions._open[self.name]
+
+    def send(self, tail: list[int], new_tokens: int = 6, after: str | None = None, owner: str = "me") -> int:
+        """Sends a turn; its number."""
+        turn = SessionTurn(self.name, owner, str(self.bench._next_id), after)
+        sampling = SamplingParams(max_new_tokens=new_tokens, seed=5, ignore_eos=True)
+        return self.bench.add([*self.history, *tail], sampling=sampling, sent=tail, session=turn)
+
+    def turn(self, tail: list[int], new_tokens: int = 6) -> int:
+        """A whole turn; its number."""
+        number = self.send(tail, new_tokens)
+        self.bench.run()
+        self.history = [*self.bench.prompts[number], *self.bench.channel.output(number)]
+        check_everything(self.bench.scheduler.cache)
+        return number
+
+
+@pytest.fixture(params=[(None,), (6,), (None, 6), (None, STATE), (STATE,), (None, STATE, 6)], ids=str)
+def bench(request: pytest.FixtureRequest) -> Bench:
+    """Each kind of memory, and the three together."""
+    first, *more = request.param
+    return Bench(pages=64, page_size=4, window=first, more=tuple((sees, 64) for sees in more), least_gain=32)
+
+
+def refusal(bench: Bench, number: int) -> tuple[str, str]:
+    """What a turn was refused with: the error's name and its message."""
+    bench.scheduler.step()
+    error = bench.channel.finished[number].error
+    assert error is not None
+    return error.name, error.message
+
+
+def test_each_turn_gives_what_the_whole_conversation_gives_and_computes_what_is_new(bench: Bench) -> None:
+    """New to the cache is what is new, and less than a page before it; the token that was sampled last is among it."""
+    talk, page = Talk(bench), bench.page_size
+    for number in range(10):
+        before = len(talk.history)
+        turn = talk.turn([1 + number, 2, 3][: 1 + number % 3], new_tokens=3 + number % 5)
+        cached = bench.channel.cached[turn]
+        assert before - 1 - page < cached <= before, f"turn {number}: {cached} of {before} were cached"
+        assert idle_fault(bench.scheduler.cache) == ""
+    bench.check_outputs()
+    assert bench.scheduler.sessions.count == 1
+
+
+def test_a_pin_moves_and_never_keeps_more_than_the_newest_path(bench: Bench) -> None:
+    talk = Talk(bench)
+    for number in range(6):
+        talk.turn([3, 4, 5 + number])
+        (pin,) = bench.scheduler.cache.pins.held
+        assert pin is talk.session.pin
+        for group in bench.scheduler.cache.groups:
+            most = 1 if group.unit == "slot" else len(talk.history) // bench.page_size
+            assert 0 < group.component.session == group.component.protected <= most
+    bench.scheduler.sessions.close("s", "me")
+    assert not bench.scheduler.cache.pins.held
+    assert not any(group.component.protected for group in bench.scheduler.cache.groups)
+    check_everything(bench.scheduler.cache)
+
+
+def test_what_a_session_keeps_is_not_evicted_and_is_an_ordinary_prefix_once_it_is_closed(bench: Bench) -> None:
+    talk = Talk(bench)
+    talk.turn([1, 2, 3, 4, 5, 6])
+    cache = bench.scheduler.cache
+    for group in cache.groups:
+        cache.tree.evict(group.component, group.pool.total)
+    prompt = [*talk.history, 7]
+    assert cache.peek(bytes(memoryview(_ints(prompt))), len(prompt) - 1, None) > 0
+    bench.scheduler.sessions.close("s", "me")
+    assert cache.peek(bytes(memoryview(_ints(prompt))), len(prompt) - 1, None) > 0, "it stays until it is evicted"
+    for group in cache.groups:
+        cache.tree.evict(group.component, group.pool.total)
+    assert cache.peek(bytes(memoryview(_ints(prompt))), len(prompt) - 1, None) == 0
+
+
+def _ints(tokens: list[int]) -> bytes:
+    return b"".join(token.to_bytes(4, "little") for token in tokens)
+
+
+def test_an_aborted_turn_leaves_the_session_at_its_last_finished_one(bench: Bench) -> None:
+    talk = Talk(bench)
+    talk.turn([1, 2, 3, 4])
+    pages = talk.session.pin.pages
+    for steps in (0, 1, 3):
+        number = talk.send([9] * 7, new_tokens=30)
+        for _ in range(steps):
+            bench.scheduler.step()
+        bench.scheduler.abort(number)
+        bench.run()
+        assert bench.channel.finished[number].kind == "abort"
+        assert talk.session.tokens == _ints(talk.history)
+        assert talk.session.pin.pages == pages
+    talk.turn([5])
+    bench.check_outputs()
+
+
+def test_a_retracted_turn_goes_on_and_the_pin_moves_when_it_ends(bench: Bench) -> None:
+    talk = Talk(bench)
+    talk.turn([1, 2, 3, 4])
+    number = talk.send([5, 6], new_tokens=12)
+    for _ in range(5):
+        bench.scheduler.step()
+    pages = talk.session.pin.pages
+    bench.scheduler.drain_in_flight()
+    assert bench.scheduler.retract_newest()
+    assert talk.session.pin.pages == pages
+    bench.run()
+    assert talk.session.pin.pages > pages
+    assert len(bench.channel.output(number)) == len(bench.wanted[number])
+    bench.check_outputs()
+
+
+def test_a_session_goes_on_behind_what_its_client_saw(bench: Bench) -> None:
+    """A stop string ends at a token; the core was further by then, and may have ended."""
+    for new_tokens, steps in ((30, 8), (5, 12)):
+        talk = Talk(bench, f"s{steps}")
+        number = talk.send([1, 2, 3, 4, 5], new_tokens)
+        for _ in range(steps):
+            bench.scheduler.step()
+        streamed = bench.channel.streams[number]
+        assert len(streamed) > 3
+        bench.scheduler.stop(number, 3)
+        bench.run()
+        talk.history = [*bench.prompts[number], *streamed[:3]]
+        assert talk.session.tokens == _ints(talk.history)
+        talk.turn([8, 9])
+        check_everything(bench.scheduler.cache)
+    bench.check_outputs()
+
+
+def test_a_turn_right_after_the_one_before_waits_until_that_is_in_the_cache() -> None:
+    bench = Bench(page_size=4)
+    talk = Talk(bench)
+    first = talk.send([1, 2, 3, 4, 5, 6], new_tokens=8)
+    while first not in bench.channel.finished:
+        bench.scheduler.step()
+    talk.history = [*bench.prompts[first], *bench.channel.output(first)]
+    second = talk.send([7])
+    assert bench.scheduler.num_waiting == 1
+    assert not bench.scheduler.idle
+    bench.run()
+    assert bench.channel.cached[second] == (len(talk.history) - 1) // 4 * 4
+    bench.check_outputs()
+
+
+def test_who_is_unknown_foreign_or_busy_is_told_the_id() -> None:
+    bench = Bench()
+    talk = Talk(bench)
+    talk.turn([1, 2])
+    name, message = refusal(bench, talk.send([3], owner="another"))
+    assert name == "SessionNotFoundError"
+    assert "'s'" in message
+    talk.name = "t"
+    assert refusal(bench, talk.send([3])) == (name, message.replace("'s'", "'t'")), "who has it is told to nobody"
+    talk.name = "s"
+    with pytest.raises(SessionNotFoundError, match="'s'"):
+        bench.scheduler.sessions.close("s", "another")
+    running = talk.send([3], new_tokens=20)
+    assert refusal(bench, talk.send([4]))[0] == SessionBusyError.__name__
+    bench.scheduler.sessions.close("s", "me")
+    assert refusal(bench, talk.send([4]))[0] == "SessionNotFoundError"
+    bench.run()
+    assert bench.channel.output(running) == bench.wanted[running], "a turn that runs goes on to its end"
+    assert bench.scheduler.flush_cache()
+    assert bench.scheduler.cache.tree.num_nodes == 0
+
+
+def test_a_turn_follows_the_last_or_is_refused() -> None:
+    bench = Bench()
+    talk = Talk(bench, streaming=False)
+    first = talk.turn([1, 2])
+    name, message = refusal(bench, talk.send([3]))
+    assert (name, str(first) in message) == ("ParameterError", True), message
+    assert refusal(bench, talk.send([3], after="9"))[0] == "ParameterError"
+    second = talk.send([3], after=str(first))
+    bench.run()
+    assert bench.channel.output(second) == bench.wanted[second]
+
+
+def test_the_token_that_texts_begin_with_is_left_out_within_a_session() -> None:
+    bench = Bench()
+    talk = Talk(bench)
+    for tail, adds in (([1, 5, 6], [1, 5, 6]), ([1, 7], [7]), ([8], [8])):
+        turn = SessionTurn("s", "me", "x", None, 1)
+        number = bench.add([*talk.history, *adds], 3, sent=tail, session=turn)
+        bench.run()
+        assert bench.channel.output(number) == bench.wanted[number]
+        talk.history = [*bench.prompts[number], *bench.wanted[number]]
+    number = bench.add([*talk.history, 1], 3, sent=[1], session=SessionTurn("s", "me", "x", None, 1))
+    assert "adds nothing" in refusal(bench, number)[1]
+
+
+def test_sessions_time_out_when_no_turn_comes_and_never_during_one() -> None:
+    bench, now = Bench(), [0.0]
+    sessions = bench.scheduler.sessions
+    sessions._clock = lambda: now[0]
+    assert sessions.seconds_to_timeout() is None
+    talk = Talk(bench, timeout=10.0)
+    Talk(bench, "long")
+    assert sessions.seconds_to_timeout() == 10.0
+    number = talk.send([1, 2], new_tokens=4)
+    now[0] = 50.0
+    bench.run()
+    assert bench.channel.output(number) == bench.wanted[number]
+    assert sessions.count == 2
+    now[0] = 59.0
+    bench.scheduler.step()
+    assert sessions.count == 2
+    now[0] = 60.0
+    bench.scheduler.step()
+    assert (sessions.count, sessions.num_timed_out) == (1, 1)
+    assert not bench.scheduler.cache.pins.held
+    now[0] = 3600.0
+    with pytest.raises(SessionNotFoundError):
+        sessions.close("long", "me")
+    with pytest.raises(ParameterError, match="timeout"):
+        sessions.open(OpenSession(0, "x", "me", True, float("nan")))
+
+
+def test_there_are_at_most_so_many_sessions_and_one_of_a_name() -> None:
+    bench = Bench(options={"max_sessions": 2})
+    Talk(bench, "a")
+    with pytest.raises(ParameterError, match="'a' is open already"):
+        Talk(bench, "a")
+    Talk(bench, "b")
+    with pytest.raises(SessionLimitError, match="2 are open"):
+        Talk(bench, "c")
+    bench.scheduler.sessions.close("a", "me")
+    Talk(bench, "c")
+
+
+def test_the_oldest_idle_session_is_let_go_for_a_request_that_needs_the_room(bench: Bench) -> None:
+    """It goes on, and computes what it has lost."""
+    talks = [Talk(bench, name) for name in "abc"]
+    bench.scheduler.cache.pins.share = 1.0
+    for number, talk in enumerate(talks):
+        talk.turn([10 + number] * 20, new_tokens=30)
+    for talk in talks[1:]:
+        assert talk.session.pin.node is not None
+    everything = min(bench.context - 2, 64 * bench.page_size)
+    request = bench.add([(7 * k) % 31 + 1 for k in range(everything)], 1)
+    others = [bench.add([k + 1] * 90, 30) for k in range(2)]
+    bench.run()
+    assert bench.channel.output(request) == bench.wanted[request]
+    assert all(bench.channel.output(one) == bench.wanted[one] for one in others)
+    for talk in talks:
+        talk.turn([3])
+    bench.check_outputs()
+    check_everything(bench.scheduler.cache)
+
+
+def test_pins_are_let_go_the_oldest_first_and_counted() -> None:
+    bench = Bench(pages=24, page_size=4, context=96)
+    bench.scheduler.cache.pins.share = 1.0
+    talks = [Talk(bench, name) for name in "ab"]
+    for number, talk in enumerate(talks):
+        talk.turn([10 + number] * 30, new_tokens=2)
+    old, new = (talk.session.pin.pages for talk in talks)
+    assert old == new == 7
+    bench.add([3] * 60, 1)
+    bench.run()
+    assert [talk.session.pin.pages for talk in talks] == [0, 7]
+    assert bench.scheduler.log.stats(0).num_pins_let_go == 1
+    bench.check_outputs()
+
+
+def test_waiting_turns_whose_pins_fill_the_pool_do_not_block_each_other() -> None:
+    bench = Bench(pages=16, page_size=4, rows=2, context=64)
+    bench.scheduler.cache.pins.share = 1.0
+    talks = [Talk(bench, name) for name in "ab"]
+    for number, talk in enumerate(talks):
+        talk.turn([10 + number] * 28, new_tokens=2)
+    for talk in talks:
+        talk.send([5] * 20, new_tokens=10)
+    bench.run()
+    bench.check_outputs()
+    assert set(bench.channel.finished) == set(bench.wanted)
+    assert all(one.kind in ("stop", "length") for one in bench.channel.finished.values())
+
+
+def test_idle_sessions_keep_no_more_than_their_share() -> None:
+    bench = Bench(pages=40, page_size=4, options={"session_memory_fraction": 0.5})
+    for number, name in enumerate("abcdef"):
+        Talk(bench, name).turn([10 + number] * 24, new_tokens=2)
+        kept = bench.scheduler.cache.groups[0].component.session
+        assert kept <= 20
+        assert bench.scheduler.num_session_tokens == kept * 4
+    assert bench.scheduler.cache.pins.num_let_go == 3
+    assert bench.scheduler.sessions.count == 6
+
+
+def test_a_cache_without_reuse_keeps_nothing_and_turns_are_right() -> None:
+    bench = Bench(options={"disable_radix_cache": True})
+    talk = Talk(bench)
+    for number in range(3):
+        talk.turn([1 + number, 2])
+    assert not bench.scheduler.cache.pins.held
+    bench.check_outputs()
+
+
+@pytest.mark.parametrize("events", [120, pytest.param(1500, marks=pytest.mark.slow)])
+def test_a_storm_of_sessions_leaves_nothing_behind(bench: Bench, events: int) -> None:
+    """Turns at once, aborts, retractions, closes, sessions that are opened again, and too little memory for all."""
+    scheduler, chance = bench.scheduler, random.Random(5)
+    talks: dict[str, Talk] = {}
+    running: dict[str, int] = {}
+    for _ in range(events):
+        name = chance.choice("abcdefghijkl")
+        talk = talks.setdefault(name, Talk(bench, name)) if name not in talks else talks[name]
+        if name not in running and len(talk.history) < 90:
+            running[name] = talk.send([chance.randrange(1, 30) for _ in range(chance.randrange(1, 9))], 5)
+        elif chance.random() < 0.2:
+            scheduler.abort(running.get(name, 0))
+        elif chance.random() < 0.2 or name not in running:
+            scheduler.sessions.close(name, "me")
+            del talks[name]
+            running.pop(name, None)
+        elif chance.random() < 0.1:
+            scheduler.drain_in_flight()
+            scheduler.retract_newest()
+        scheduler.step()  # which checks that pages add up
+        for one, number in list(running.items()):
+            finished = bench.channel.finished.get(number)
+            if finished is not None:
+                del running[one]
+                if finished.kind in ("stop", "length"):
+                    talks[one].history = [*bench.prompts[number], *bench.channel.output(number)]
+    bench.run()
+    assert idle_fault(scheduler.cache) == ""
+    check_everything(scheduler.cache)
+    for name in talks:
+        scheduler.sessions.close(name, "me")
+    bench.check_outputs()
+    assert not scheduler.cache.pins.held
+    assert scheduler.flush_cache()
+    assert all(group.pool.num_free == group.pool.total for group in scheduler.cache.groups)
+    assert (scheduler.cache.tree.num_nodes, scheduler.log.counts.memory_faults) == (0, 0)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("schedules", [25, pytest.param(600, marks=pytest.mark.slow)])
+def test_schedules_with_sessions(schedules: int) -> None:
+    """Turns that end, aborts, stops, closes and timeouts amid them, with each kind of memory."""
+    met: Counter[str] = simulate(schedules, kind=SessionSimulation, sizes=ROOM_FOR_TURNS)
+    assert met["turns that ended"] >= schedules // 2, met
+    for event in (
+        "began where the last turn ended",
+        "closed amid a turn",
+        "aborted amid a turn",
+        "stopped amid a turn",
+        "held until the turn before it is cached",
+        "timed out",
+        "let go for others",
+        "idle with pins",
+        "refused by SessionNotFoundError",
+        "refused by SessionBusyError",
+        "refused by ParameterError",
+    ):
+        assert met[event] >= schedules // 100, met

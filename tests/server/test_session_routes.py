@@ -1,0 +1,254 @@
+"""Sessions over HTTP, as SGLang's clients use them: over one engine, over replicas, and through a router."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from click.testing import CliRunner
+from helpers.echo_server import EchoServer, serve_echo, wait_for
+from helpers.engine_fakes import FAKE_EOS, FAKE_VOCAB_SIZE, ByteTokenizer, load_fake_model, load_tokenizer
+from helpers.replica_fakes import fake_replicas
+
+from sglang_jax.cli.cache_report import cache_report
+from sglang_jax.cli.main import run as run_command
+from sglang_jax.config import LoadBalanceMethod, ServerConfig
+from sglang_jax.engine.client import AsyncEngineClient
+from sglang_jax.engine.launch import launch_core
+from sglang_jax.engine.types import EngineClient
+from sglang_jax.runner.fake_model import Oracle
+from sglang_jax.server.remote_replicas import connect_engines
+
+ORACLE = Oracle(FAKE_VOCAB_SIZE)
+KEYS = {
+    "ann": {"key": "ann's", "share_cache": True},
+    "bob": {"key": "bob's", "share_cache": True},
+    "eve": {"key": "eve's", "admin": True, "share_cache": True},
+}
+
+
+async def one(config: ServerConfig) -> EngineClient:
+    return await launch_core(config, in_process=True, load=load_fake_model, load_tokenizer=load_tokenizer)
+
+
+async def three(config: ServerConfig) -> AsyncEngineClient:
+    return await fake_replicas(3, LoadBalanceMethod.ROUND_ROBIN, config)
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("keys") / "keys.json"
+    file.write_text(json.dumps({"keys": KEYS}))
+    return file
+
+
+@pytest.fixture(scope="module", params=["one engine", "three replicas", "a router"])
+def server(request: pytest.FixtureRequest, keys: Path) -> Iterator[EchoServer]:
+    """Real schedulers over `FakeRunner`."""
+    options: dict[str, Any] = {"api_keys": keys, "page_size": 4, "max_total_tokens": 512, "max_sessions": 4}
+    if request.param == "one engine":
+        with serve_echo(launch=one, **options) as server:
+            yield server
+        return
+    with serve_echo(launch=three, **options) as behind:
+        if request.param == "three replicas":
+            yield behind
+            return
+
+        async def connect(config: ServerConfig) -> EngineClient:
+            return await connect_engines(config.model_copy(update={"api_key": "eve's"}), ByteTokenizer())
+
+        with serve_echo(launch=connect, connect=f"127.0.0.1:{behind.port}", api_keys=keys) as server:
+            yield server
+
+
+def post(server: EchoServer, path: str, body: dict[str, Any], key: str = "ann's") -> httpx2.Response:
+    return server.http.post(path, json=body, headers={"Authorization": f"Bearer {key}"})
+
+
+def opened(server: EchoServer, key: str = "ann's", **fields: Any) -> str:
+    answer = post(server, "/open_session", {"capacity_of_str_len": 1000, "streaming": True, **fields}, key)
+    assert answer.status_code == 200, answer.text
+    session = answer.json()
+    assert isinstance(session, str)
+    return session
+
+
+def closed(server: EchoServer, session: str, key: str = "ann's") -> None:
+    assert post(server, "/close_session", {"session_id": session}, key).status_code == 200
+
+
+def refused(answer: httpx2.Response, status: int, *words: str) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    for word in words:
+        assert word in error["message"], error
+    return error
+
+
+def turn(server: EchoServer, session: str, text: str, key: str = "ann's", **fields: Any) -> httpx2.Response:
+    body = {
+        "text": text,
+        "sampling_params": {"max_new_tokens": 5, "seed": 3},
+        "session_params": {"id": session, "rid": None},
+    }
+    return post(server, "/generate", {**body, **fields}, key)
+
+
+def test_turns_of_sessions_at_once_give_what_whole_prompts_give(server: EchoServer) -> None:
+    sessions = {opened(server): [] for _ in range(4)}
+    for number in range(4):
+        for session, history in sessions.items():
+            text = f"{session[:2]} turn {number}: "
+            answer = turn(server, session, text).json()
+            prompt = [*history, *text.encode()]
+            assert answer["output_ids"] == ORACLE.output(prompt, 3, 5, {FAKE_EOS})
+            assert answer["meta_info"]["prompt_tokens"] == len(prompt)
+            if number:
+                assert answer["meta_info"]["cached_tokens"] >= (len(history) - 1) // 4 * 4
+            sessions[session] = [*prompt, *answer["output_ids"]]
+    for session in sessions:
+        closed(server, session)
+
+
+def test_a_session_is_the_callers_alone(server: EchoServer) -> None:
+    """Another key learns no more than that of one that is not there; an id may be the client's choice."""
+    session = opened(server, session_id="mine")
+    assert session == "mine"
+    assert turn(server, session, "a").status_code == 200
+    error = refused(turn(server, "mine", "b", "bob's"), 404, "mine")
+    assert error["code"] == "session_not_found"
+    refused(post(server, "/close_session", {"session_id": "mine"}, "bob's"), 404, "mine")
+    refused(turn(server, "nobody's", "b"), 404, "nobody's")
+    refused(post(server, "/open_session", {"capacity_of_str_len": 0, "session_id": "mine"}), 400, "mine")
+    closed(server, "mine")
+    refused(turn(server, "mine", "c"), 404, "mine")
+    refused(post(server, "/close_session", {"session_id": "mine"}), 404, "mine")
+
+
+@pytest.mark.parametrize(
+    "field", [{"offset": 3}, {"replace": True}, {"drop_previous_output": True}, {"rid": "another"}]
+)
+def test_what_does_not_add_to_the_end_is_refused_by_name(server: EchoServer, field: dict[str, Any]) -> None:
+    session = opened(server)
+    try:
+        first = turn(server, session, "ab").json()
+        error = refused(turn(server, session, "c", session_params={"id": session, **field}), 400, session)
+        assert error["param"] == f"session_params.{next(iter(field))}"
+        last = {"id": session, "rid": first["meta_info"]["id"], "offset": 0, "replace": False}
+        assert turn(server, session, "d", session_params=last).status_code == 200
+    finally:
+        closed(server, session)
+
+
+def test_a_turn_is_one_prompt_with_one_output(server: EchoServer) -> None:
+    session = opened(server)
+    try:
+        refused(turn(server, session, "a", sampling_params={"n": 2}), 400, session)
+        refused(turn(server, session, "a", return_logprob=True, logprob_start_len=0), 400, session)
+        refused(turn(server, session, ["a", "b"]), 400, session, "one after the other")
+        several = {"prompt": ["a", "b"], "session_params": {"id": session}}
+        refused(post(server, "/v1/completions", several), 400, session, "one after the other")
+        with_logprobs = turn(server, session, "a", return_logprob=True).json()
+        assert len(with_logprobs["meta_info"]["output_token_logprobs"]) == 5
+    finally:
+        closed(server, session)
+
+
+def test_the_openai_routes_take_turns_too(server: EchoServer) -> None:
+    session = opened(server)
+    fields = {"session_params": {"id": session}, "max_tokens": 4, "seed": 3, "temperature": 1.0}
+    first = post(server, "/v1/completions", {"prompt": "ab", "logprobs": 0, **fields}).json()
+    text = first["choices"][0]["text"]
+    second = post(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": "c"}], **fields}).json()
+    assert first["usage"]["prompt_tokens"] == 2
+    assert second["usage"]["prompt_tokens"] == 2 + 4 + len(b"user: c\n"), text
+    body = {"prompt": "x", "stream": True, "stream_options": {"include_usage": True}, **fields}
+    streamed = post(server, "/v1/completions", body).text.split("\n\n")
+    usage = json.loads(streamed[-3].removeprefix("data: "))["usage"]
+    assert usage["prompt_tokens"] == second["usage"]["total_tokens"] + 1
+    error = refused(post(server, "/v1/completions", {"prompt": "c", **fields, "session_params": {"id": "x"}}), 404, "x")
+    assert error["param"] == "session_params.id"
+    closed(server, session)
+
+
+def test_a_session_goes_on_behind_a_stop_string(server: EchoServer) -> None:
+    """The text ends at the string; the session, as whoever sends all of it would say, behind the last output token."""
+    session = opened(server)
+    sampling = {"max_new_tokens": 40, "seed": 3, "ignore_eos": True}
+    free = ORACLE.output(list(b"ab"), 3, 40, set())
+    stop = ByteTokenizer().decode(free[6:8])
+    first = turn(server, session, "ab", sampling_params={**sampling, "stop": stop}).json()
+    assert first["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    seen = first["output_ids"]
+    assert len(seen) <= 8
+    second = turn(server, session, "c").json()
+    assert second["output_ids"] == ORACLE.output([*b"ab", *seen, *b"c"], 3, 5, {FAKE_EOS})
+    closed(server, session)
+
+
+def test_sessions_time_out_while_the_engine_sleeps(server: EchoServer) -> None:
+    session = opened(server, timeout=0.2)
+    assert turn(server, session, "ab").status_code == 200
+
+    def is_gone() -> bool:
+        loads = server.http.get("/metrics", headers={"Authorization": "Bearer eve's"})
+        return "sglang:num_streaming_sessions" in loads.text and turn(server, session, "c").status_code == 404
+
+    time.sleep(0.4)
+    wait_for(is_gone)
+    refused(post(server, "/open_session", {"capacity_of_str_len": 0, "timeout": 0}), 400, "timeout")
+
+
+def test_there_are_so_many_sessions_and_metrics_tell(server: EchoServer) -> None:
+    sessions = []
+    for _ in range(13):
+        answer = post(server, "/open_session", {"capacity_of_str_len": 0, "streaming": True})
+        if answer.status_code != 200:
+            break
+        sessions.append(answer.json())
+    assert refused(answer, 503)["code"] == "too_many_sessions"
+    assert 4 <= len(sessions) <= 12
+    for session in sessions:
+        closed(server, session)
+    closed(server, opened(server))
+
+
+def test_bad_bodies_are_refused(server: EchoServer) -> None:
+    for path, body in (
+        ("/open_session", {"capacity_of_str_len": -1}),
+        ("/open_session", {"capacity_of_str_len": "5"}),
+        ("/open_session", {"capacity_of_str_len": 5, "session_id": ""}),
+        ("/open_session", {"capacity_of_str_len": 5, "session_id": "x" * 2000}),
+        ("/open_session", {"capacity_of_str_len": 5, "timeout": -1}),
+        ("/close_session", {}),
+        ("/generate", {"text": "a", "session_params": {"rid": "x"}}),
+        ("/generate", {"text": "a", "session_params": {"id": 5}}),
+        ("/generate", {"text": "a", "session_params": {"id": "x", "unheard_of": True}}),
+        ("/generate", {"text": "a", "session_params": [{"id": "x"}, {"id": "y"}]}),
+    ):
+        assert post(server, path, body).status_code == 400, (path, body)
+    assert post(server, "/generate", {"text": "a", "session_params": {}}).status_code == 200
+
+
+def test_operators_look_into_the_cache(server: EchoServer, tmp_path: Path) -> None:
+    session = opened(server)
+    turn(server, session, "abcdefgh")
+    refused(server.http.get("/cache_report", headers={"Authorization": "Bearer ann's"}), 403)
+    picture = tmp_path / "cache.svg"
+    result = CliRunner().invoke(cache_report, ["--url", server.url, "--api-key", "eve's", "--svg", str(picture)])
+    assert result.exit_code == 0, result.output
+    assert session[:20] in result.output
+    assert "ann" in result.output
+    assert picture.read_text().startswith("<svg")
+    closed(server, session)
+
+
+def test_a_report_of_a_server_that_says_no(server: EchoServer) -> None:
+    assert run_command(cache_report, "cache-report", ["--url", server.url, "--api-key", "nobody's"]) == 2
+    assert run_command(cache_report, "cache-report", ["--url", "http://127.0.0.1:9"]) == 2
