@@ -239,13 +239,25 @@ def test_rotations_of_halves_are_found() -> None:
         {"rotate": lambda x: torch.cat((x[..., HEAD_DIM // 2 :], -x[..., : HEAD_DIM // 2]), -1)},
         {"rotate": lambda x: torch.cat((-x[..., HEAD_DIM // 2 :], x[..., HEAD_DIM // 2 :]), -1)},
         {"rotate": lambda x: torch.cat((-x[..., 2:], x[..., :2]), -1)},
+        {"rotate": lambda x: torch.cat((-x[..., HEAD_DIM // 2 - 1 :], x[..., 1 : HEAD_DIM // 2]), -1)},
         {"tables": lambda angles: torch.cat((angles, angles * 2), -1)},
         {"of_keys": 2.0},
         {"turn": lambda x, turned, cos, sin: x * cos - turned * sin},
         {"turn": lambda x, turned, cos, sin: x * cos + turned * cos},
         {"turn": lambda x, turned, cos, sin: x * sin + turned * cos},
     ],
-    ids=["neighbours", "sign", "one half twice", "a quarter", "tables", "keys", "difference", "cosines", "exchanged"],
+    ids=[
+        "neighbours",
+        "sign",
+        "one half twice",
+        "a quarter",
+        "one over",
+        "tables",
+        "keys",
+        "difference",
+        "cosines",
+        "exchanged",
+    ],
 )
 def test_other_rotations_are_left(changes: dict[str, Any]) -> None:
     assert ropes_found(**changes) == 0
