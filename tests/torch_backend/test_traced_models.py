@@ -45,13 +45,16 @@ LONG = (
     "opt",
     "phi",
 )
-"""The first have most forms among them: 1 + w, windows, caps, fused matrices, norms of outputs, layer norms, heads that
-turn in part, attention beside feed-forward."""
+"""The first have most forms among them: 1 + w, windows, caps, fused matrices, norms of outputs, tables with a factor,
+layer norms, heads that turn in part, attention next to feed-forward."""
+
+_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 128}
+FIELDS = {"olmo2": {"rope_parameters": _YARN}}
 
 
 @pytest.mark.parametrize("family", [*QUICK, *(pytest.param(name, marks=pytest.mark.soak) for name in LONG)])
 def test_the_tiny_twin_computes_what_transformers_does(family: str) -> None:
-    check_twin({"model_type": family}, ALL)
+    check_twin({"model_type": family} | FIELDS.get(family, {}), ALL)
 
 
 @pytest.mark.parametrize(
