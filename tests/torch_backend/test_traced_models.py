@@ -149,8 +149,8 @@ def test_requests_are_served_as_transformers_computes_them(family: str, tmp_path
     assert {file.name for file in dump.glob("*.*")} == {file.name for file in (dump / "twin").iterdir()}
     assert stages == ["00-traced", *(f"{number:02d}-{each.name.value}" for number, each in enumerate(PASSES, 1))]
     assert "sglang_jax.attention.default" in (dump / "00-traced.body.txt").read_text()
-    assert "attend(" in (dump / "08-merge-linears.body.txt").read_text()
-    drawing = ElementTree.parse(dump / "08-merge-linears.body.svg").getroot()
+    assert "attend(" in (dump / "08-add-norm.body.txt").read_text()
+    drawing = ElementTree.parse(dump / "08-add-norm.body.svg").getroot()
     assert drawing.tag == "{http://www.w3.org/2000/svg}svg"
 
 
