@@ -45,8 +45,8 @@ PASSES = (
     GraphPass(CompilePass.MERGE_LINEARS, merge_linears),
     GraphPass(CompilePass.ADD_NORM, fuse_sums_with_norms),
 )
-"""In the order in which they run: each finds what those before it leave. The one that writes into its inputs comes last:
-it asks who reads them behind it, and no pass may move a reader there."""
+"""In the order in which they run: each finds what those before it leave. The one that writes to its inputs is last:
+it asks who reads them behind it, and none may move there."""
 
 
 @dataclass(frozen=True, slots=True)
