@@ -73,22 +73,22 @@ class CompilePass(Choice):
     NO_OPS = "no-ops"
     PAGED_ATTENTION = "paged-attention"
     NORM = "norm"
-    ADD_NORM = "add-norm"
     ROPE = "rope"
     HEAD_NORM = "head-norm"
     GATED_ACTIVATION = "gated-activation"
     MERGE_LINEARS = "merge-linears"
+    ADD_NORM = "add-norm"
 
 
 PASS_SUMMARIES: Mapping[CompilePass, str] = {
     CompilePass.NO_OPS: "casts, views, slices and products that change nothing are taken out",
     CompilePass.PAGED_ATTENTION: "attention reads pages, and writes the step's keys and values first (always runs)",
     CompilePass.NORM: "RMS norms, with weights w or 1 + w, are one operation",
-    CompilePass.ADD_NORM: "a sum and the RMS norm of it are one operation",
     CompilePass.ROPE: "rotary embedding of whole heads is part of writing keys and values",
     CompilePass.HEAD_NORM: "RMS norms of each head are part of it too",
     CompilePass.GATED_ACTIVATION: "SiLU or GELU (tanh) of a gate, times up, is one operation",
     CompilePass.MERGE_LINEARS: "linear layers that read the same input (qkv, gate and up) are one matrix",
+    CompilePass.ADD_NORM: "a sum and the RMS norm of it are one operation",
 }
 """What each pass does, in the order in which they run."""
 

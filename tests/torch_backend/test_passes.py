@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,12 @@ from helpers.traced_graphs import TOKENS, called, program_of
 from torch.nn import functional
 
 from torch_backend.compilation.graph import Program, move, weight_of
+from torch_backend.compilation.markers import attention
 from torch_backend.compilation.passes.linears import fuse_gated_activations, merge_linears
 from torch_backend.compilation.passes.no_ops import remove_no_ops
 from torch_backend.compilation.passes.norms import fuse_norms, fuse_sums_with_norms
+from torch_backend.compilation.passes.paged_attention import page_attention
+from torch_backend.compilation.passes.rope import fuse_rope
 
 HIDDEN = 8
 X = torch.zeros(1, TOKENS, HIDDEN)
@@ -178,3 +182,82 @@ def test_slices_that_make_up_a_tensor_are_that_tensor() -> None:
     program = program_of(swapped, X, weights={})
     remove_no_ops(program)
     assert called(program).count("cat.default") == 2
+
+
+HEAD_DIM = 8
+PROJECTIONS = {name: torch.zeros(2 * HEAD_DIM, HIDDEN) for name in ("q", "k", "v")}
+POSITIONS = torch.zeros(1, TOKENS, dtype=torch.int64)
+
+
+def halves(x: torch.Tensor) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), -1)
+
+
+def neighbours(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+
+def ropes_found(
+    rotate: Function = halves,
+    *,
+    tables: Function = lambda angles: torch.cat((angles, angles), -1),
+    of_keys: float = 1.0,
+    turn: Callable[..., torch.Tensor] = lambda x, turned, cos, sin: x * cos + turned * sin,
+) -> int:
+    """How many layers of one fuse their rotation, and their three projections with it."""
+
+    def attending(x: torch.Tensor, positions: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        angles = positions[..., None].float() * torch.arange(1.0, HEAD_DIM / 2 + 1)
+        query, key, values = (functional.linear(x, w).view(1, TOKENS, -1, HEAD_DIM).transpose(1, 2) for w in weights)
+        emb = tables(angles)
+        of_query = emb.cos().unsqueeze(1), emb.sin().unsqueeze(1)
+        other = of_query if of_keys == 1.0 else ((emb * of_keys).cos().unsqueeze(1), (emb * of_keys).sin().unsqueeze(1))
+        heads = [turn(each, rotate(each), *by) for each, by in ((query, of_query), (key, other))]
+        by_token = (each.transpose(1, 2) for each in (*heads, values))
+        return attention(*by_token, None, 0, 1.0, None, None)
+
+    program = program_of(attending, X, POSITIONS, weights=PROJECTIONS)
+    for rewrite in (remove_no_ops, page_attention, remove_no_ops):
+        rewrite(program)
+    found = fuse_rope(program)
+    remove_no_ops(program)
+    assert merge_linears(program) == found
+    assert ("rotation" in called(program)) == bool(found)
+    return found
+
+
+def test_rotations_of_halves_are_found() -> None:
+    assert ropes_found() == 1
+    assert ropes_found(turn=lambda x, turned, cos, sin: sin * turned + cos * x) == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rotate": neighbours},
+        {"rotate": lambda x: torch.cat((x[..., HEAD_DIM // 2 :], -x[..., : HEAD_DIM // 2]), -1)},
+        {"rotate": lambda x: torch.cat((-x[..., HEAD_DIM // 2 :], x[..., HEAD_DIM // 2 :]), -1)},
+        {"rotate": lambda x: torch.cat((-x[..., 2:], x[..., :2]), -1)},
+        {"rotate": lambda x: torch.cat((-x[..., HEAD_DIM // 2 - 1 :], x[..., 1 : HEAD_DIM // 2]), -1)},
+        {"tables": lambda angles: torch.cat((angles, angles * 2), -1)},
+        {"of_keys": 2.0},
+        {"turn": lambda x, turned, cos, sin: x * cos - turned * sin},
+        {"turn": lambda x, turned, cos, sin: x * cos + turned * cos},
+        {"turn": lambda x, turned, cos, sin: x * sin + turned * cos},
+    ],
+    ids=[
+        "neighbours",
+        "sign",
+        "one half twice",
+        "a quarter",
+        "one over",
+        "tables",
+        "keys",
+        "difference",
+        "cosines",
+        "exchanged",
+    ],
+)
+def test_other_rotations_are_left(changes: dict[str, Any]) -> None:
+    assert ropes_found(**changes) == 0

@@ -34,12 +34,15 @@ def build_traced(
     assert checkpoint.foreign is not None
     manager = PassManager(config.passes)
     dump = config.dump_graphs
-    check_twin(checkpoint.foreign, manager, None if dump is None else dump / "twin")
     empty = empty_model(config_of(checkpoint.foreign), dtype)
+    weights: CheckpointWeights | RandomWeights
+    if checkpoint.reader is None:  # dummy weights
+        weights = RandomWeights.of(empty, config.random_seed)
+    else:
+        weights = CheckpointWeights.of(empty, checkpoint.reader)
+    check_twin(checkpoint.foreign, manager, None if dump is None else dump / "twin")
     program = trace(empty)
     manager.run(program, Implied.by(empty, program, checkpoint.config.num_layers), dump)
     check_sites(program, checkpoint.config)
     model = TracedTransformer(program, checkpoint.config, device=device, operations=operations, attention=attention)
-    if checkpoint.reader is None:  # dummy weights
-        return model, RandomWeights.of(empty, config.random_seed).read
-    return model, CheckpointWeights.of(empty, checkpoint.reader).read
+    return model, weights.read

@@ -39,13 +39,14 @@ PASSES = (
     GraphPass(CompilePass.NO_OPS, remove_no_ops),
     GraphPass(CompilePass.PAGED_ATTENTION, page_attention),
     GraphPass(CompilePass.NORM, fuse_norms),
-    GraphPass(CompilePass.ADD_NORM, fuse_sums_with_norms),
     GraphPass(CompilePass.ROPE, fuse_rope),
     GraphPass(CompilePass.HEAD_NORM, fuse_head_norms),
     GraphPass(CompilePass.GATED_ACTIVATION, fuse_gated_activations),
     GraphPass(CompilePass.MERGE_LINEARS, merge_linears),
+    GraphPass(CompilePass.ADD_NORM, fuse_sums_with_norms),
 )
-"""In the order in which they run: each finds what those before it leave."""
+"""In the order in which they run: each finds what those before it leave. The one that writes to its inputs is last:
+it asks who reads them behind it, and none may move there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from torch import fx
 
 from torch_backend.compilation.graph import (
     CASTS,
-    RESHAPES,
     VALUE,
     Program,
     Weight,
@@ -156,30 +155,14 @@ def _fuse_sum(graph: fx.Graph, norm: fx.Node) -> bool:
     return True
 
 
-_MAYBE_VIEWS = (
-    *CASTS,
-    *RESHAPES,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.contiguous.default,
-    aten.expand.default,
-    aten.chunk.default,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.unbind.int,
-    aten.dropout.default,
-)
-"""What may give its input's memory."""
-
-
 def _is_view(node: fx.Node) -> bool:
+    """Whether a node may give its input's memory, by what its operator says of itself."""
     if is_call(node, operator.getitem):
-        return not is_call(args(node)[0], add_rms_norm)
-    return is_call(node, *_MAYBE_VIEWS)
+        return not is_call(node.args[0], add_rms_norm)
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    returns = node.target._schema.returns
+    return node.target is aten.dropout.default or any(each.alias_info is not None for each in returns)
 
 
 def _owner(node: fx.Node) -> fx.Node:
