@@ -293,7 +293,11 @@ class EngineConfig(BaseModel):
     max_queued_requests: PositiveInt | None = Field(
         None, description="maximum queued requests; more are refused with 503; default: no limit"
     )
-    chunked_prefill_size: PositiveInt = Field(512, description="maximum prompt tokens computed per step")
+    chunked_prefill_size: PositiveInt | None = Field(
+        None,
+        description="maximum prompt tokens computed per step; default: 512 on CPUs and TPUs, 1024 to 8192 on GPUs, by "
+        "their memory",
+    )
     target_itl_ms: float | None = Field(
         None,
         gt=0.0,

@@ -123,6 +123,7 @@ def _load_on(
         vocab_size=checkpoint.config.vocab_size,
         max_samples=config.max_samples,
         drafts_beside_prompts=False,
+        prompt_tokens=sizes.prompt_tokens,
     )
     details = {
         "dtype": _name(dtype),
