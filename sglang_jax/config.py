@@ -318,7 +318,7 @@ class EngineConfig(BaseModel):
         EvictionPolicy.LRU, description="which cached prefix is evicted first"
     )
     attention_backend: AttentionBackend = Field(AttentionBackend.AUTO, description="implementation of attention")
-    disable_cuda_graph: bool = Field(False, description="run decode steps without CUDA graphs")
+    disable_cuda_graph: bool = Field(False, description="run steps without CUDA graphs")
     cuda_graph_max_bs: PositiveInt | None = Field(
         None,
         description="maximum rows of a decode step that runs as a CUDA graph; default: all that can run at once, up "

@@ -33,7 +33,7 @@ from sglang_jax.runner.row_updates import count_history, pack_row_updates
 from torch_backend.batch import ForwardBatch
 from torch_backend.devices import device_name
 from torch_backend.drafts import Guesses, KnownTokens, kept_samples
-from torch_backend.graphs import Capture, DecodeGraphs
+from torch_backend.graphs import Bucket, Capture, StepGraphs
 from torch_backend.logprobs import Logprobs, prompt_logprobs, token_logprobs
 from torch_backend.native_sampler import NativeSampler
 from torch_backend.packing import GUESS, StepInputs, StepLayout
@@ -128,7 +128,8 @@ class TorchRunner:
     order. Sampled tokens stay on the device, by row, where the next step reads them.
 
     **Arguments:** `model` and its KV pages are handed over; `stream` and `sampler` are the device's (the CPU's unless
-    given); `graph_buckets` are the row counts of decode steps that `capture` captures (None: every step is eager);
+    given); `graph_buckets` are the row counts of decode steps that `capture` captures (None: every step is eager), and
+    `mixed_buckets` the sizes of steps with prompts;
     `details` go into the report.
     """
 
@@ -142,6 +143,7 @@ class TorchRunner:
         sampler: TokenSampler | None = None,
         capture: Capture | None = None,
         graph_buckets: tuple[int, ...] = (),
+        mixed_buckets: tuple[Bucket, ...] = (),
         weight_bytes: int = 0,
         kv_bytes: int = 0,
         details: Mapping[str, str] | None = None,
@@ -160,9 +162,9 @@ class TorchRunner:
         self._rows = RowTensors.zeros(rows, spec.table_columns, device, known)
         self._sampling = SamplingState.empty(rows, spec.vocab_size, device)
         self._needs = RowNeeds(rows)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         if capture is not None and graph_buckets:
-            self._graphs = DecodeGraphs(
+            self._graphs = StepGraphs(
                 graph_buckets,
                 capture,
                 self._forward,
@@ -171,6 +173,8 @@ class TorchRunner:
                 device,
                 self._table,
                 self._drafts,
+                mixed_buckets,
+                self._page_size,
             )
         self._warm_graphs = 0
         self._waiting: TorchStep | None = None
@@ -268,7 +272,7 @@ class TorchRunner:
             self._rows.known.replace(integers_to_device(self._stream, packed))
         inputs, hidden = self._hidden(unfolded)
         logits = self._logits(plan, inputs, hidden) if plan.samples.any() else None
-        found = tuple(self._prompt_logprobs(plan, wanted, hidden) for wanted in plan.prompt_logprobs)
+        found = tuple(self._prompt_logprobs(plan, inputs, wanted, hidden) for wanted in plan.prompt_logprobs)
         return _Forwarded(inputs, logits, tuple(self._logprobs_to_host(part) for part in found))
 
     def _sample_part(
@@ -357,8 +361,12 @@ class TorchRunner:
             integers_to_device(self._stream, lines).long(), integers_to_device(self._stream, masks.words)
         )
 
-    def _prompt_logprobs(self, plan: StepPlan, wanted: PromptLogprobs, hidden: torch.Tensor) -> Logprobs:
+    def _prompt_logprobs(
+        self, plan: StepPlan, inputs: StepInputs, wanted: PromptLogprobs, hidden: torch.Tensor
+    ) -> Logprobs:
         start = int(plan.query_lens[: wanted.sequence].sum()) + wanted.first
+        if wanted.sequence >= plan.num_decode:
+            start += inputs.num_decode - plan.num_decode  # padding of a captured step
         targets = integers_to_device(self._stream, wanted.targets)
         part = hidden[start : start + len(wanted.targets)]
         return prompt_logprobs(part, targets, plan.prompt_top_logprobs, self._model.logits)

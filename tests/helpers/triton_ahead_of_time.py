@@ -4,7 +4,7 @@ A stub takes the place of the CUDA driver and every launch ends after its compil
 arguments as it would on the device. This needs a process that compiles kernels instead of interpreting them:
 `compile_shipped` starts one. As a program,
 
-    PYTHONPATH=.:tests python -m helpers.triton_ahead_of_time [--targets 80 90 100] [--only WORDS ...] [--write TABLE]
+    PYTHONPATH=.:tests python -m helpers.triton_ahead_of_time [--targets 80 89 90 100 120] [--only WORDS ...] [--write TABLE]
 
 prints the figures of the kernels that ship, and writes the table that a test compares with.
 """
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "tests" / "helpers" / "triton_table.json"
 
 # Compute capabilities, and the shared memory of one program there in bytes.
-SHARED_MEMORY = {80: 166_912, 90: 232_448, 100: 232_448}
+SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 SECONDS_PER_KERNEL = 120
 
 _INSTRUCTIONS = {
@@ -48,6 +48,7 @@ class Figures:
 
     - `stack_bytes`: of each thread, 0 when no register is spilled.
     - `shared_bytes`: of a program.
+    - `loops`: machine instructions of each innermost loop that multiplies matrices, as one warp goes through it once.
     """
 
     registers: int
@@ -56,6 +57,7 @@ class Figures:
     warps: int
     stages: int
     instructions: tuple[str, ...]
+    loops: tuple[int, ...] = ()
 
 
 class StubDriver:
@@ -116,9 +118,12 @@ def _figures(kernel: Any) -> Figures:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()
-        usage = subprocess.run(
-            [dump, "--dump-resource-usage", cubin.name], capture_output=True, text=True, check=True
-        ).stdout
+
+        def ask(option: str) -> str:
+            return subprocess.run([dump, option, cubin.name], capture_output=True, text=True, check=True).stdout
+
+        usage = ask("--dump-resource-usage")
+        loops = loops_with_products(ask("--dump-sass"))
     taken = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     if taken is None:
         raise RuntimeError(f"cuobjdump says nothing about registers: {usage}")
@@ -130,7 +135,30 @@ def _figures(kernel: Any) -> Figures:
         warps=kernel.metadata.num_warps,
         stages=kernel.metadata.num_stages,
         instructions=tuple(sorted(name for name, words in _INSTRUCTIONS.items() if words in ptx)),
+        loops=loops,
     )
+
+
+_LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)([^;]*)")
+_PRODUCTS = ("HMMA", "IMMA", "QMMA", "HGMMA", "IGMMA", "QGMMA", "UTCHMMA", "UTCQMMA", "UTCIMMA", "DMMA")
+
+
+def loops_with_products(sass: str) -> tuple[int, ...]:
+    """Of what cuobjdump prints of a kernel: the instructions from the target of each backward branch to that branch,
+    where matrices are multiplied in between and no other loop lies; in the order of the program."""
+    lines = [(int(found[1], 16), found[2], found[3]) for found in map(_LINE.match, sass.splitlines()) if found]
+    loops: list[tuple[int, int]] = []
+    for at, operation, operands in lines:
+        target = re.search(r"0x([0-9a-f]+)\s*$", operands)
+        if operation.split(".")[0] == "BRA" and target and int(target[1], 16) < at:
+            loops.append((int(target[1], 16), at))
+    found = []
+    for first, last in sorted(loops):
+        inside = [operation for at, operation, _ in lines if first <= at <= last]
+        innermost = not any(first <= a and b <= last and (a, b) != (first, last) for a, b in loops)
+        if innermost and any(operation.startswith(_PRODUCTS) for operation in inside):
+            found.append(len(inside))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +178,9 @@ class Table:
         """Reads what `dumps` wrote."""
         fields = json.loads(text)
         kernels = {
-            name: Figures(**{**figures, "instructions": tuple(figures["instructions"])})
+            name: Figures(
+                **{**figures, "instructions": tuple(figures["instructions"]), "loops": tuple(figures["loops"])}
+            )
             for name, figures in fields["kernels"].items()
         }
         return cls(fields["triton"], kernels)
