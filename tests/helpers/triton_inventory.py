@@ -51,6 +51,25 @@ class ShippedKernel:
     launch: Callable[[Chip], object]
 
 
+REPRESENTATIVE = (
+    "rms_norm: bfloat16, hidden 576: ",
+    "add_rms_norm: bfloat16, hidden 8192: ",
+    "silu_mul: bfloat16: ",
+    "gelu_mul: bfloat16: ",
+    "rotate_and_write: bfloat16, head_dim 128, bfloat16 pages of 16: ",
+    "rotate_and_write: bfloat16, head_dim 80, float8_e4m3fn pages of 16, head norms: ",
+    "greedy: vocabulary 128256: ",
+    "sample: vocabulary 128256: ",
+    "decode_attention: bfloat16, head_dim 128, group 4, bfloat16 pages of 16: ",
+    "decode_attention: bfloat16, head_dim 128, group 4, float8_e4m3fn pages of 16: ",
+    "decode_attention: bfloat16, head_dim 64, group 8, float8_e4m3fn pages of 16, window, sinks: ",
+    "extend_attention: bfloat16, head_dim 128, group 4, bfloat16 pages of 16: ",
+    "extend_attention: bfloat16, head_dim 256, group 4, float8_e4m3fn pages of 1: ",
+    "extend_attention of short chunks: bfloat16, head_dim 128, group 4, bfloat16 pages of 16: ",
+)
+"""One configuration of every kernel, and those nearest to a limit: `operation: configuration: `."""
+
+
 def shipped_kernels() -> list[ShippedKernel]:
     """All of them, each with a name of its own."""
     activations = [_activation(name, dtype) for name in ("silu_mul", "gelu_mul") for dtype in _TYPES]
