@@ -35,6 +35,10 @@ some 300 times in the time of reading a byte, padding up to there costs little (
 _MOST_PADDED = 1.25
 """Of its own tokens, that a larger step is padded to."""
 
+_MOST_KEYS = 4096
+"""Of a sequence with a prompt. More are shared out over the chip (`plan_extend`), by as many blocks as a captured step
+may have and this one has not; and to attend to them takes longer than the launches that a graph would save."""
+
 Forward = Callable[[StepInputs], torch.Tensor]
 """A step's inputs on the device to hidden states `[T, hidden]`."""
 
@@ -158,13 +162,13 @@ class StepGraphs:
         return len(self._captured)
 
     def bucket(self, plan: StepPlan) -> Bucket | None:
-        """The smallest bucket for a plan; None for one that is not captured: it is too large, or padding would cost it
-        more than launches do."""
+        """The smallest bucket for a plan; None for one that is not captured: it is too large, or to be in one would
+        cost it more than launches do."""
         rows, prompt = len(plan.rows), plan.num_tokens - plan.num_decode
         if plan.num_decode == rows:
             fitting = [found for found in self.layouts if not found.prompt and found.decode >= rows]
             return min(fitting, default=None) if plan.samples.all() else None
-        if rows - plan.num_decode >= self._chunks:
+        if rows - plan.num_decode >= self._chunks or plan.kv_lens[plan.num_decode :].max() > _MOST_KEYS:
             return None
         fitting = [found for found in self.layouts if found.decode >= plan.num_decode and found.prompt >= prompt]
         best = min(fitting, key=sum, default=None)

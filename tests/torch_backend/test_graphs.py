@@ -309,6 +309,14 @@ def test_the_smallest_bucket_that_has_room_is_taken(rows: int, bucket: int | Non
     assert graphs.bucket(chunk) is None
 
 
+def test_a_step_with_a_long_prefix_is_not_replayed() -> None:
+    """Eagerly its keys are shared out by how many blocks of tokens it really has."""
+    graphs = graphs_of((1, 2), lambda inputs: inputs.rows, dump_row=99, mixed=[Bucket(8, 16)])
+    plan = mixed_plan(1, 10, 3)
+    for longest, bucket in ((4096, Bucket(8, 16)), (4097, None)):
+        assert graphs.bucket(replace(plan, kv_lens=np.array([9000, 10, longest], np.int32))) == bucket
+
+
 def mixed_plan(decode: int, *chunks: int) -> StepPlan:
     """Decode rows with 40 keys, and whole prompts."""
     rows = decode + len(chunks)
