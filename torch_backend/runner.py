@@ -42,6 +42,8 @@ from torch_backend.sampling_state import Needs, RowNeeds, SamplingState
 from torch_backend.step import Model, RowTensors, build_batch, settle_drafts
 from torch_backend.streams import CpuThread, Pending, Stream, integers_to_device
 
+_SHORT_PROMPT = 16
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
@@ -190,14 +192,18 @@ class TorchRunner:
     def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
         """Runs a step of each kind on padding, so that kernels are built, and captures the decode steps."""
         longest = min(self._spec.token_budget, self._spec.max_context)
-        kinds = {
-            "a decode step": StepLayout.decode(self._spec.max_rows, 0, drafts=self._drafts, states=self._table.states),
-            "a prefill step": StepLayout(1, 1, 0, longest, 0, drafts=self._drafts, states=self._table.states),
-        }
+        decode = StepLayout.decode(self._spec.max_rows, 0, drafts=self._drafts, states=self._table.states)
+        # A short prompt's keys may be shared out by kernels of their own.
+        prefill = [
+            StepLayout(1, 1, 0, tokens, 0, drafts=self._drafts, states=self._table.states)
+            for tokens in dict.fromkeys((longest, min(longest, _SHORT_PROMPT)))
+        ]
+        kinds = {"a decode step": [decode], "a prefill step": prefill}
         graphs = self._graphs
         total = len(kinds) + (0 if graphs is None else len(graphs.layouts))
-        for done, (what, layout) in enumerate(kinds.items(), 1):
-            self._stream.submit(partial(self._run_padding, layout)).wait()
+        for done, (what, layouts) in enumerate(kinds.items(), 1):
+            for layout in layouts:
+                self._stream.submit(partial(self._run_padding, layout)).wait()
             progress(done, total, what)
         if graphs is not None:
             captured = partial(graphs.capture_all, lambda done, what: progress(len(kinds) + done, total, what))
