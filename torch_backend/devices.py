@@ -74,7 +74,7 @@ def _why_no_gpu() -> str:
         return f"this user may not open {denied[0]}. Run as one who may, or give the container its GPUs"
     driver = cuda_driver() or "unknown"
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
         return (
             f"CUDA {torch.version.cuda} does not start with the driver {driver} ({error}). Install a driver that is "

@@ -136,9 +136,8 @@ def plan_extend(
 
 def _most_splits(longest: int, num_tokens: int, window: int | None) -> int:
     """That the tokens of one sequence see together."""
-    if window is None:
-        return triton.cdiv(longest, SPLIT)
-    return min(triton.cdiv(longest, SPLIT), triton.cdiv(num_tokens + window, SPLIT) + 1)
+    most = -(-longest // SPLIT)
+    return most if window is None else min(most, -(-(num_tokens + window) // SPLIT) + 1)
 
 
 def _pays(blocks: int, splits: int, form: ExtendForm, chip: Chip) -> bool:
