@@ -142,7 +142,7 @@ class StepGraphs:
         page_size: int = 1,
     ) -> None:
         if mixed and (drafts or table.states):
-            raise ValueError("steps with prompts are not captured beside drafts or recurrent states")
+            raise ValueError("steps with prompts are not captured where there are drafts or recurrent states")
         self.layouts = {
             Bucket(rows): StepLayout.decode(rows, deltas=table.pools * rows, drafts=drafts, states=table.states)
             for rows in buckets

@@ -60,7 +60,7 @@ def test_a_line_at_fault_is_named(tmp_path: Path, line: str, message: str) -> No
 
 @pytest.mark.usefixtures("echo_engine")
 def test_a_task_is_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same question twice, each with the other answer for right: one of them is, whatever the model finds likely."""
+    """The same question twice, each with the other answer for right: one of them is, whatever the model thinks."""
     task, results = tmp_path / "task.jsonl", tmp_path / "results.jsonl"
     lines = [
         {"prompt": "abc", "choices": ["a", "x"], "answer": 0},

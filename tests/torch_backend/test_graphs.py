@@ -424,7 +424,7 @@ def test_a_number_of_tokens_that_is_baked_into_a_capture_changes_what_is_sampled
 
 @pytest.mark.parametrize("refused", [{"drafts": True}, {"table": TableLayout(groups=1, states=True)}])
 def test_steps_with_prompts_that_read_lengths_on_the_host_are_not_captured(refused: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="not captured beside drafts or recurrent states"):
+    with pytest.raises(ValueError, match="not captured where there are drafts or recurrent states"):
         StepGraphs((1,), FakeCapture(), lambda inputs: inputs.rows, CpuThread(), 9, CPU, mixed=MIXED, **refused)
 
 
