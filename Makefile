@@ -70,7 +70,7 @@ soak: $(TEST_READY) ## the long searches for rare faults
 soak-server: $(TEST_READY) ## a server under all kinds of clients and faults for half an hour: ARGS="--minutes 5"
 	$(BIN)/python benchmarks/soak_server.py $(ARGS)
 
-kernel-table: $(TEST_READY) ## compile every Triton kernel for sm_80, sm_90 and sm_100, and write what each takes of the chip
+kernel-table: $(TEST_READY) ## compile every Triton kernel for sm_80 to sm_120, and write what each takes of the chip
 	$(BIN)/python tests/helpers/triton_ahead_of_time.py --write tests/helpers/triton_table.json
 
 gpu-suite: $(SERVE_READY) ## check and measure kernels and engine on this machine's GPU: EXTRA=cuda; parts: ARGS="--only decode"

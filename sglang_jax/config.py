@@ -357,7 +357,11 @@ class EngineConfig(BaseModel):
     max_queued_requests: PositiveInt | None = Field(
         None, description="maximum queued requests; more are refused with 503; default: no limit"
     )
-    chunked_prefill_size: PositiveInt = Field(512, description="maximum prompt tokens computed per step")
+    chunked_prefill_size: PositiveInt | None = Field(
+        None,
+        description="maximum prompt tokens computed per step; default: 512 on CPUs and TPUs, 1024 to 8192 on GPUs, by "
+        "their memory",
+    )
     target_itl_ms: float | None = Field(
         None,
         gt=0.0,
@@ -393,7 +397,7 @@ class EngineConfig(BaseModel):
         "eviction",
     )
     attention_backend: AttentionBackend = Field(AttentionBackend.AUTO, description="implementation of attention")
-    disable_cuda_graph: bool = Field(False, description="run decode steps without CUDA graphs")
+    disable_cuda_graph: bool = Field(False, description="run steps without CUDA graphs")
     cuda_graph_max_bs: PositiveInt | None = Field(
         None,
         description="maximum rows of a decode step that runs as a CUDA graph; default: all that can run at once, up "

@@ -14,6 +14,7 @@ from helpers.quick_programs import compile_quickly
 from sglang_jax.runner import host_machine
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["SGLANG_JAX_DEBUG_MEMORY"] = "1"
 # Triton decides at import whether it interprets kernels or compiles them; helpers.triton_interpreter says more.
 os.environ["TRITON_INTERPRET"] = "1"

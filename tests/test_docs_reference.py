@@ -54,6 +54,7 @@ DEFAULTS_IN_WORDS = frozenset(
         "max_mamba_cache_size",
         "max_running_requests",
         "max_queued_requests",
+        "chunked_prefill_size",
         "cuda_graph_max_bs",
         "dist_init_addr",
         "dist_bind_host",

@@ -23,8 +23,9 @@ class ForwardBatch:
 
     T tokens, R sequences, P page-table columns. Sequence s holds the tokens `query_starts[s] : query_starts[s + 1]`,
     which are the last ones of its `kv_lens[s]` keys. The first `num_decode` sequences have exactly one token each, so
-    that token i belongs to sequence i; where `num_decode == R` (a decode step, the kind that is captured) every
-    sequence does. Only a decode step is padded: with sequences of one token and no key.
+    that token i belongs to sequence i; where `num_decode == R` (a decode step) every sequence does. Captured steps are
+    padded: with sequences without keys (`kv_lens` is 0), of one token among the first `num_decode`, of any number or
+    none behind them.
 
     - `tokens`: int32 `[T]`.
     - `positions`: int32 `[T]`, 0 for padding.

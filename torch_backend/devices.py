@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
+import logging
+import os
+
 import torch
 
-from sglang_jax.config import Device, Dtype
+from sglang_jax.config import Device, Dtype, VisibleDevices
 from sglang_jax.errors import ConfigError, how_to_install
-from sglang_jax.runner.host_machine import available_host_memory, cpu_multiplies_bfloat16
+from sglang_jax.runner.host_machine import (
+    available_host_memory,
+    cpu_multiplies_bfloat16,
+    cuda_device_files,
+    cuda_driver,
+    has_cuda_gpu,
+)
+
+logger = logging.getLogger(__name__)
 
 _LEAST_CAPABILITY = (8, 0)
 """Ampere: the first GPUs with bfloat16 in their matrix units."""
 
 
 def select_device(wanted: Device, rank: int = 0) -> torch.device:
-    """The device of a tensor-parallel rank; `auto` is a CUDA GPU where torch sees one, else the CPU.
+    """The device of a tensor-parallel rank; `auto` is a CUDA GPU where the machine has one, else the CPU.
 
-    **Raises:** `ConfigError` naming what torch sees.
+    **Raises:** `ConfigError` for a GPU that torch cannot use, saying why: nobody who has one means to serve from the
+    CPU without a word.
     """
     if wanted is Device.TPU:
         raise ConfigError("device tpu was asked for, and the torch backend runs on cuda or cpu: choose --backend jax")
-    if wanted is Device.CPU or (wanted is Device.AUTO and not torch.cuda.is_available()):
+    if wanted is Device.CPU:
         return torch.device("cpu")
     if not torch.cuda.is_available():
+        if wanted is Device.AUTO and (_hides_gpus() or not has_cuda_gpu()):
+            return torch.device("cpu")
+        reason = _why_no_gpu()
+        if wanted is Device.AUTO and not cuda_device_files():
+            # Whose GPU WSL has, it does not tell.
+            logger.warning("Running on the CPU. If this machine has an NVIDIA GPU, torch cannot use it: %s", reason)
+            return torch.device("cpu")
+        asked = "device cuda was asked for" if wanted is Device.CUDA else "this machine has an NVIDIA GPU"
         raise ConfigError(
-            f"device cuda was asked for, but torch {torch.__version__} sees no CUDA GPU. Install a CUDA build of torch "
-            f"({how_to_install('cuda')}) and check nvidia-smi, or choose --device cpu"
+            f"{asked}, but torch {torch.__version__} sees no CUDA GPU: {reason}; or choose --device cpu, which is slow"
         )
     if rank >= torch.cuda.device_count():
         raise ConfigError(f"tp_size needs GPU number {rank}, and torch sees {torch.cuda.device_count()}")
@@ -33,6 +52,35 @@ def select_device(wanted: Device, rank: int = 0) -> torch.device:
         name, found = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
         raise ConfigError(f"{name} has compute capability {found[0]}.{found[1]}; at least 8.0 (Ampere) is needed")
     return device
+
+
+def _hides_gpus() -> bool:
+    """`CUDA_VISIBLE_DEVICES` shows none, as an empty list and one that begins with -1 do."""
+    listed = VisibleDevices().cuda_visible_devices
+    return listed is not None and listed.split(",")[0].strip() in ("", "-1")
+
+
+def _why_no_gpu() -> str:
+    """What keeps torch from GPUs, and what to do about it."""
+    if torch.version.cuda is None:
+        return f"it was built without CUDA. Install a CUDA build ({how_to_install('cuda')})"
+    if _hides_gpus():
+        return "CUDA_VISIBLE_DEVICES hides every GPU. Unset it"
+    if not has_cuda_gpu():
+        return "no NVIDIA driver is loaded (there is no /dev/nvidia0). Check nvidia-smi"
+    files = cuda_device_files()
+    denied = [file for file in files if not os.access(file, os.R_OK | os.W_OK)]
+    if files and len(denied) == len(files):
+        return f"this user may not open {denied[0]}. Run as one who may, or give the container its GPUs"
+    driver = cuda_driver() or "unknown"
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        return (
+            f"CUDA {torch.version.cuda} does not start with the driver {driver} ({error}). Install a driver that is "
+            "new enough, or a torch built for an older CUDA"
+        )
+    return f"CUDA {torch.version.cuda} finds no device with the driver {driver}. Check nvidia-smi"
 
 
 def select_dtype(wanted: Dtype, device: torch.device) -> torch.dtype:

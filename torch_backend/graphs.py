@@ -1,4 +1,4 @@
-"""Decode steps captured once per number of rows and replayed: one launch instead of hundreds.
+"""Steps captured once per number of rows and prompt tokens and replayed: one launch instead of hundreds.
 
 A captured step reads and writes fixed memory. Its inputs lie in one static buffer for each bucket, which a replay's
 plan is copied into; everything that differs between steps (lengths, pages, rows) is data in there, and nothing is a
@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,21 @@ from torch_backend.packing import StepInputs, StepLayout
 from torch_backend.streams import Stream
 
 logger = logging.getLogger(__name__)
+
+_CHUNKS = 32
+"""Sequences with prompts of a captured step, the one that takes the padding included. More cost blocks of attention
+that are looked at and left in each layer."""
+
+_FREE_TOKENS = 256
+"""A step of so many tokens computes its products in the time in which it reads the weights: on a GPU that multiplies
+some 300 times in the time of reading a byte, padding up to there costs little (an estimate)."""
+
+_MOST_PADDED = 1.25
+"""Of its own tokens, that a larger step is padded to."""
+
+_MOST_KEYS = 4096
+"""Of a sequence with a prompt. More are shared out over the chip (`plan_extend`), by as many blocks as a captured step
+may have and this one has not; and to attend to them takes longer than the launches that a graph would save."""
 
 Forward = Callable[[StepInputs], torch.Tensor]
 """A step's inputs on the device to hidden states `[T, hidden]`."""
@@ -92,11 +107,25 @@ class _Captured:
     replay: Replay
 
 
-class DecodeGraphs:
-    """The captured decode steps of a runner.
+class Bucket(NamedTuple):
+    """The size of a captured step: `decode` rows, and `prompt` tokens of other sequences."""
 
-    **Arguments:** `buckets`: numbers of rows, ascending; `forward`: what a captured step does, from the inputs on;
-    `table`: of the cache groups, in each of which a row may take a page; `drafts`: of a runner that drafts.
+    decode: int
+    prompt: int = 0
+
+    def __str__(self) -> str:
+        return f"decode {self.decode}" if not self.prompt else f"decode {self.decode}, {self.prompt} prompt tokens"
+
+
+class StepGraphs:
+    """The captured steps of a runner.
+
+    **Arguments:** `buckets`: of steps of decode rows alone, numbers of rows; `mixed`: of steps with prompts; `forward`:
+    what a captured step does, from the inputs on; `table`: of the cache groups, in each of which a row may take a page
+    a step, and a prompt one for each `page_size` tokens; `drafts`: of a runner that drafts.
+
+    **Raises:** `ValueError` for `mixed` buckets of a runner that drafts, or whose model keeps states: their steps with
+    prompts read lengths on the host.
     """
 
     def __init__(
@@ -109,52 +138,73 @@ class DecodeGraphs:
         device: torch.device,
         table: TableLayout = ONE_GROUP,
         drafts: bool = False,
+        mixed: Sequence[Bucket] = (),
+        page_size: int = 1,
     ) -> None:
+        if mixed and (drafts or table.states):
+            raise ValueError("steps with prompts are not captured where there are drafts or recurrent states")
         self.layouts = {
-            rows: StepLayout.decode(rows, deltas=table.pools * rows, drafts=drafts, states=table.states)
+            Bucket(rows): StepLayout.decode(rows, deltas=table.pools * rows, drafts=drafts, states=table.states)
             for rows in buckets
         }
+        self._chunks = min(_CHUNKS, dump_row + 1)
+        for bucket in mixed:
+            pages = bucket.decode + self._chunks + bucket.prompt // page_size
+            self.layouts[bucket] = StepLayout.mixed(bucket.decode, self._chunks, bucket.prompt, table.pools * pages)
         self._capture = capture
         self._forward = forward
         self._stream = stream
         self._dump_row = dump_row
         self._device = device
-        self._captured: dict[int, _Captured] = {}
+        self._captured: dict[Bucket, _Captured] = {}
 
     def __len__(self) -> int:
         return len(self._captured)
 
-    def bucket(self, plan: StepPlan) -> int | None:
-        """The smallest bucket for a plan; None for one that is not captured (prefill chunks, too many rows)."""
-        rows = len(plan.rows)
-        if plan.num_decode < rows or not plan.samples.all():
+    def bucket(self, plan: StepPlan) -> Bucket | None:
+        """The smallest bucket for a plan; None for one that is not captured: it is too large, or to be in one would
+        cost it more than launches do."""
+        rows, prompt = len(plan.rows), plan.num_tokens - plan.num_decode
+        if plan.num_decode == rows:
+            fitting = [found for found in self.layouts if not found.prompt and found.decode >= rows]
+            return min(fitting, default=None) if plan.samples.all() else None
+        if rows - plan.num_decode >= self._chunks or plan.kv_lens[plan.num_decode :].max() > _MOST_KEYS:
             return None
-        return next((bucket for bucket in self.layouts if bucket >= rows), None)
+        fitting = [found for found in self.layouts if found.decode >= plan.num_decode and found.prompt >= prompt]
+        best = min(fitting, key=sum, default=None)
+        worth = best is not None and sum(best) <= max(_FREE_TOKENS, _MOST_PADDED * plan.num_tokens)
+        return best if worth else None
 
     def capture_all(self, progress: Callable[[int, str], None]) -> None:
         """Captures what is not captured yet, the largest first, so that the others find room in its memory;
         `progress(done, what)` is called after each."""
         start = time.perf_counter()
-        for done, rows in enumerate(sorted(self.layouts, reverse=True), 1):
-            self._get(rows)
-            progress(done, f"decode {rows}")
+        for done, bucket in enumerate(sorted(self.layouts, key=lambda bucket: (sum(bucket), bucket), reverse=True), 1):
+            self._get(bucket)
+            progress(done, str(bucket))
+        decode, mixed = (
+            [bucket for bucket in self.layouts if bool(bucket.prompt) == with_prompts] for with_prompts in (False, True)
+        )
         logger.info(
-            "Captured %d decode graphs of up to %d rows in %.1f s, %.0f MiB",
-            len(self.layouts),
-            max(self.layouts),
+            "Captured %d decode steps of up to %d rows, %d steps with prompts of up to %d tokens in %.1f s, %.0f MiB",
+            len(decode),
+            max((bucket.decode for bucket in decode), default=0),
+            len(mixed),
+            max((sum(bucket) for bucket in mixed), default=0),
             time.perf_counter() - start,
             self._capture.memory() / 2**20,
         )
 
     def run(
         self,
-        bucket: int,
+        bucket: Bucket,
         plan: StepPlan,
         deltas: PageDeltas,
         guesses: Int32 | None = None,
         settle: Callable[[StepInputs], None] | None = None,
     ) -> tuple[StepInputs, torch.Tensor]:
-        """Replays a bucket on a plan: its inputs, and hidden states `[bucket, hidden]` that the next replay overwrites.
+        """Replays a bucket on a plan: its inputs, and hidden states `[tokens, hidden]`, padding included, that the next
+        replay overwrites.
 
         `deltas` are at most as many as the bucket's layout has; `guesses` as `Unfolded` has them; `settle` changes the
         inputs before the replay.
@@ -168,10 +218,10 @@ class DecodeGraphs:
             settle(inputs)
         return inputs, captured.replay()
 
-    def _get(self, rows: int) -> _Captured:
-        found = self._captured.get(rows)
+    def _get(self, bucket: Bucket) -> _Captured:
+        found = self._captured.get(bucket)
         if found is None:
-            found = self._captured[rows] = self._build(self.layouts[rows])
+            found = self._captured[bucket] = self._build(self.layouts[bucket])
         return found
 
     def _build(self, layout: StepLayout) -> _Captured:
@@ -186,6 +236,15 @@ def row_buckets(max_rows: int) -> tuple[int, ...]:
     """Row counts to capture: close together where a padded row is a large share of the step's work."""
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 512, 32)]
     return (*(rows for rows in steps if rows < max_rows), max_rows)
+
+
+def mixed_buckets(max_rows: int) -> tuple[Bucket, ...]:
+    """Steps with prompts to capture, with at most `max_rows` decode rows.
+
+    Small ones: the host launches a step in some milliseconds, and for as long a GPU computes hundreds of tokens.
+    """
+    rows = (0, *(count for count in (8, 32, 64, 128) if count < max_rows), max_rows)
+    return tuple(Bucket(decode, prompt) for decode in rows for prompt in (16, 64, 128, 256, 512))
 
 
 def _no_deltas() -> PageDeltas:

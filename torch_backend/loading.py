@@ -30,7 +30,7 @@ from torch_backend.batch import ForwardBatch
 from torch_backend.block_weights import matrices_to_keep, measure_forms
 from torch_backend.cpu_trial import CpuForm
 from torch_backend.devices import available_memory, select_device, select_dtype
-from torch_backend.graphs import CudaCapture, row_buckets
+from torch_backend.graphs import Bucket, CudaCapture, mixed_buckets, row_buckets
 from torch_backend.kernel_choice import Kernels, choose_kernels
 from torch_backend.kv_pages import KVPages, LayerMemory, StateDtypes, kv_bytes_per_token
 from torch_backend.layers.shard import ModelShard
@@ -120,6 +120,7 @@ def _load_on(
         vocab_size=checkpoint.config.vocab_size,
         max_samples=config.max_samples,
         drafts_beside_prompts=False,
+        prompt_tokens=sizes.prompt_tokens,
     )
     details = {
         "dtype": _name(dtype),
@@ -132,14 +133,16 @@ def _load_on(
     if checkpoint.config.keeps_states:
         details["mamba_ssm_dtype"] = config.mamba_ssm_dtype.value
     most = min(config.cuda_graph_max_bs or _MOST_CAPTURED_ROWS, spec.max_rows)
+    capture = _capture(stream, config, device, kernels)
     return TorchRunner(
         PagedTransformer(built.model, kv),
         spec,
         device=device,
         stream=stream,
         sampler=kernels.sampler,
-        capture=_capture(stream, config, device, kernels),
+        capture=capture,
         graph_buckets=row_buckets(most),
+        mixed_buckets=() if capture is None else _mixed_buckets(config, checkpoint.config, most),
         weight_bytes=built.weight_bytes,
         kv_bytes=sum(group.page * pages for group, pages in zip(memory.groups, sizes.num_pages, strict=True)),
         details=details,
@@ -200,6 +203,19 @@ def _capture(stream: Stream, config: EngineConfig, device: torch.device, kernels
         logger.info("Decode steps are not captured: %s attention reads lengths on the host", kernels.attention_name)
         return None
     return CudaCapture(cast("CudaStream", stream).stream)
+
+
+def _mixed_buckets(config: EngineConfig, model: ModelConfig, most_rows: int) -> tuple[Bucket, ...]:
+    """Sizes of steps with prompts to capture, of at most `most_rows` decode rows."""
+    reason = None
+    if model.keeps_states:
+        reason = "layers that keep a recurrent state read lengths on the host"
+    elif config.max_samples > 1:
+        reason = f"not with speculative_algorithm {config.speculative_algorithm.value}"
+    if reason is not None:
+        logger.info("Steps with prompts are not captured: %s", reason)
+        return ()
+    return mixed_buckets(most_rows)
 
 
 def _sizes(

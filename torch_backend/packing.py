@@ -19,9 +19,10 @@ LEARNT, GUESS = 1, 2
 class StepInputs:
     """A plan on the device: R sequences, D page-table deltas, views of one int32 tensor.
 
-    - `num_decode`: known to the host; all sequences, padding included, in a captured step.
-    - `rows`, `kv_lens`: `[R]`; padding is in the dump row, with length 0.
-    - `query_starts`: `[R + 1]`.
+    - `num_decode`: known to the host; those that are padding count too.
+    - `rows`, `kv_lens`: `[R]`; padding is in the dump row, with length 0. It stands behind the sequences that decode,
+      and behind those that do not.
+    - `query_starts`: `[R + 1]`. Tokens that are padding belong to the last sequence, which is no other's then.
     - `sampled`: `[S]`, the sequences that sample a token.
     - `delta_rows`, `delta_columns`, `delta_pages`: `[D]`; padding writes page 0 into the dump row.
     - `tokens`: `[T]`, as in the plan; empty in a step of decode rows alone, each of which has its own token.
@@ -85,6 +86,18 @@ class StepLayout:
             states=states,
         )
 
+    @classmethod
+    def mixed(cls, decode: int, chunks: int, prompt_tokens: int, deltas: int) -> StepLayout:
+        """Of `decode` rows that do, and `prompt_tokens` tokens of fewer than `chunks` sequences: the last one is
+        padding."""
+        return cls(
+            rows=decode + chunks,
+            sampled=decode + chunks,
+            deltas=deltas,
+            tokens=decode + prompt_tokens,
+            num_decode=decode,
+        )
+
     @property
     def size(self) -> int:
         """int32 words of the packed step."""
@@ -102,15 +115,21 @@ class StepLayout:
         fields = [packed[start:end] for start, end in pairwise(self._ends())]
         rows, kv_lens, query_starts, sampled, delta_rows, delta_columns, delta_pages, tokens, *others = fields
         flags, own, *copied = others
-        sequences, entries = len(plan.rows), len(deltas.rows)
-        rows[:sequences] = plan.rows
-        rows[sequences:] = dump_row
-        kv_lens[:sequences] = plan.kv_lens
-        kv_lens[sequences:] = 0
+        decoding, entries = plan.num_decode, len(deltas.rows)
+        places = np.arange(len(plan.rows))
+        places[decoding:] += self.num_decode - decoding
+        rows[:] = dump_row
+        rows[places] = plan.rows
+        kv_lens[:] = 0
+        kv_lens[places] = plan.kv_lens
+        lengths = np.zeros(self.rows, np.int32)
+        lengths[: self.num_decode] = 1
+        lengths[places] = plan.query_lens
+        if self.tokens:
+            lengths[-1] += self.tokens - lengths.sum()
         query_starts[0] = 0
-        np.cumsum(plan.query_lens, out=query_starts[1 : sequences + 1])
-        query_starts[sequences + 1 :] = np.arange(sequences + 1, self.rows + 1)  # padding has one token as well
-        who = np.flatnonzero(plan.samples)
+        np.cumsum(lengths, out=query_starts[1:])
+        who = places[plan.samples]
         sampled[: len(who)] = who
         sampled[len(who) :] = np.arange(len(who), self.sampled)
         delta_rows[:entries] = deltas.rows
@@ -119,13 +138,17 @@ class StepLayout:
         delta_columns[entries:] = 0
         delta_pages[:entries] = deltas.pages
         delta_pages[entries:] = 0
-        tokens[:] = plan.tokens[: len(tokens)]
+        if self.tokens:
+            prompts = plan.tokens[decoding:]
+            tokens[:] = 0
+            tokens[:decoding] = plan.tokens[:decoding]
+            tokens[self.num_decode : self.num_decode + len(prompts)] = prompts
         if self.drafts:
             flags[:] = own[:] = 0
             if plan.learnt is not None:
-                flags[:sequences] = LEARNT * plan.learnt
+                flags[places] = LEARNT * plan.learnt
             if guesses is not None:
-                flags[:sequences] += GUESS * guesses
+                flags[places] += GUESS * guesses
         pack_copies(plan.copies, *copied)
 
     def _ends(self) -> list[int]:

@@ -33,7 +33,7 @@ from sglang_jax.runner.row_updates import count_history, pack_row_updates
 from torch_backend.batch import ForwardBatch
 from torch_backend.devices import device_name
 from torch_backend.drafts import Guesses, KnownTokens, kept_samples
-from torch_backend.graphs import Capture, DecodeGraphs
+from torch_backend.graphs import Bucket, Capture, StepGraphs
 from torch_backend.logprobs import Logprobs, prompt_logprobs, token_logprobs
 from torch_backend.native_sampler import NativeSampler
 from torch_backend.packing import GUESS, StepInputs, StepLayout
@@ -41,6 +41,8 @@ from torch_backend.sampler import MaskedLines, TokenSampler, sample
 from torch_backend.sampling_state import Needs, RowNeeds, SamplingState
 from torch_backend.step import Model, RowTensors, build_batch, settle_drafts
 from torch_backend.streams import CpuThread, Pending, Stream, integers_to_device
+
+_SHORT_PROMPT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,8 @@ class TorchRunner:
     order. Sampled tokens stay on the device, by row, where the next step reads them.
 
     **Arguments:** `model` and its KV pages are handed over; `stream` and `sampler` are the device's (the CPU's unless
-    given); `graph_buckets` are the row counts of decode steps that `capture` captures (None: every step is eager);
+    given); `graph_buckets` are the row counts of decode steps that `capture` captures (None: every step is eager), and
+    `mixed_buckets` the sizes of steps with prompts;
     `details` go into the report.
     """
 
@@ -142,6 +145,7 @@ class TorchRunner:
         sampler: TokenSampler | None = None,
         capture: Capture | None = None,
         graph_buckets: tuple[int, ...] = (),
+        mixed_buckets: tuple[Bucket, ...] = (),
         weight_bytes: int = 0,
         kv_bytes: int = 0,
         details: Mapping[str, str] | None = None,
@@ -160,9 +164,9 @@ class TorchRunner:
         self._rows = RowTensors.zeros(rows, spec.table_columns, device, known)
         self._sampling = SamplingState.empty(rows, spec.vocab_size, device)
         self._needs = RowNeeds(rows)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         if capture is not None and graph_buckets:
-            self._graphs = DecodeGraphs(
+            self._graphs = StepGraphs(
                 graph_buckets,
                 capture,
                 self._forward,
@@ -171,6 +175,8 @@ class TorchRunner:
                 device,
                 self._table,
                 self._drafts,
+                mixed_buckets,
+                self._page_size,
             )
         self._warm_graphs = 0
         self._waiting: TorchStep | None = None
@@ -186,14 +192,18 @@ class TorchRunner:
     def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
         """Runs a step of each kind on padding, so that kernels are built, and captures the decode steps."""
         longest = min(self._spec.token_budget, self._spec.max_context)
-        kinds = {
-            "a decode step": StepLayout.decode(self._spec.max_rows, 0, drafts=self._drafts, states=self._table.states),
-            "a prefill step": StepLayout(1, 1, 0, longest, 0, drafts=self._drafts, states=self._table.states),
-        }
+        decode = StepLayout.decode(self._spec.max_rows, 0, drafts=self._drafts, states=self._table.states)
+        # A short prompt's keys may be shared out by kernels of their own.
+        prefill = [
+            StepLayout(1, 1, 0, tokens, 0, drafts=self._drafts, states=self._table.states)
+            for tokens in dict.fromkeys((longest, min(longest, _SHORT_PROMPT)))
+        ]
+        kinds = {"a decode step": [decode], "a prefill step": prefill}
         graphs = self._graphs
         total = len(kinds) + (0 if graphs is None else len(graphs.layouts))
-        for done, (what, layout) in enumerate(kinds.items(), 1):
-            self._stream.submit(partial(self._run_padding, layout)).wait()
+        for done, (what, layouts) in enumerate(kinds.items(), 1):
+            for layout in layouts:
+                self._stream.submit(partial(self._run_padding, layout)).wait()
             progress(done, total, what)
         if graphs is not None:
             captured = partial(graphs.capture_all, lambda done, what: progress(len(kinds) + done, total, what))
@@ -268,7 +278,7 @@ class TorchRunner:
             self._rows.known.replace(integers_to_device(self._stream, packed))
         inputs, hidden = self._hidden(unfolded)
         logits = self._logits(plan, inputs, hidden) if plan.samples.any() else None
-        found = tuple(self._prompt_logprobs(plan, wanted, hidden) for wanted in plan.prompt_logprobs)
+        found = tuple(self._prompt_logprobs(plan, inputs, wanted, hidden) for wanted in plan.prompt_logprobs)
         return _Forwarded(inputs, logits, tuple(self._logprobs_to_host(part) for part in found))
 
     def _sample_part(
@@ -357,8 +367,12 @@ class TorchRunner:
             integers_to_device(self._stream, lines).long(), integers_to_device(self._stream, masks.words)
         )
 
-    def _prompt_logprobs(self, plan: StepPlan, wanted: PromptLogprobs, hidden: torch.Tensor) -> Logprobs:
+    def _prompt_logprobs(
+        self, plan: StepPlan, inputs: StepInputs, wanted: PromptLogprobs, hidden: torch.Tensor
+    ) -> Logprobs:
         start = int(plan.query_lens[: wanted.sequence].sum()) + wanted.first
+        if wanted.sequence >= plan.num_decode:
+            start += inputs.num_decode - plan.num_decode  # padding of a captured step
         targets = integers_to_device(self._stream, wanted.targets)
         part = hidden[start : start + len(wanted.targets)]
         return prompt_logprobs(part, targets, plan.prompt_top_logprobs, self._model.logits)

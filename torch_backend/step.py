@@ -88,7 +88,7 @@ def build_batch(
         places = torch.arange(count, dtype=torch.int32, device=rows.device)
         sequences = torch.repeat_interleave(ends - inputs.query_starts[:-1], output_size=count)
         tokens = torch.where(inputs.tokens < 0, own_token[sequences], inputs.tokens)
-        positions = (inputs.kv_lens - ends)[sequences] + places
+        positions = ((inputs.kv_lens - ends)[sequences] + places).clamp(min=0)
         columns = (positions // page_size).long()
         pages = [own[sequences, columns if table.groups else columns * 0] for own in tables]
     first, *further = [

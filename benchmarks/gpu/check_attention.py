@@ -73,6 +73,8 @@ def shapes(bench: Bench) -> dict[str, Shape]:
     return {
         "decode": Shape.decode(edges, padding=3),
         "extend": Shape(tuple(chunks), tuple(chunks.values()), num_decode=0),
+        # Longer than a split, and so few tokens that splits have programs of their own.
+        "short chunk": Shape((40,), (7000,), num_decode=0),
         "mixed": Shape((1, 1, 1, 65, 257), (1, 300, 1025, 65, 900), num_decode=3),
     }
 

@@ -15,7 +15,7 @@ _OPTIONS = AttentionOptions(HEAD_DIM**-0.5)
 
 def run(bench: Bench) -> Iterator[Table]:
     """Chunks on prefixes."""
-    chunks, prefixes = ((8,), (0, 24)) if bench.small else ((512, 2048, 8192), (0, 4096, 32768))
+    chunks, prefixes = ((8,), (0, 24)) if bench.small else ((128, 512, 2048, 8192), (0, 4096, 32768))
     flexed = {(8, 24)} if bench.small else {(2048, 4096)}
     rate = bench.rates.matmul_flops_per_second
     yield Table(

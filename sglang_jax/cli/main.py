@@ -9,6 +9,7 @@ import click
 
 from sglang_jax.about import version
 from sglang_jax.cli.batch import batch
+from sglang_jax.cli.bench.accuracy import bench_accuracy
 from sglang_jax.cli.bench.commands import bench_offline, bench_serving
 from sglang_jax.cli.cache_report import cache_report
 from sglang_jax.cli.chat import chat
@@ -44,7 +45,7 @@ def _tell_version(context: click.Context) -> None:
 
 @cli.group()
 def bench() -> None:
-    """Measure throughput and latency."""
+    """Measure throughput, latency and accuracy."""
 
 
 cli.add_command(serve)
@@ -53,6 +54,7 @@ cli.add_command(generate)
 cli.add_command(batch)
 cli.add_command(convert)
 cli.add_command(cache_report)
+bench.add_command(bench_accuracy, "accuracy")
 bench.add_command(bench_offline, "offline")
 bench.add_command(bench_serving, "serving")
 

@@ -222,6 +222,7 @@ def runner_spec(config: EngineConfig, memory: Memory, sizes: Sizes, parallel: Te
         mixed_shapes=tuple((bucket.tokens, bucket.rows) for bucket in buckets.mixed),
         max_samples=config.max_samples,
         drafts_beside_prompts=False,
+        prompt_tokens=sizes.prompt_tokens,
     )
 
 

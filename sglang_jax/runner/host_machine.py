@@ -12,6 +12,7 @@ _CONTAINER = Path("/sys/fs/cgroup")
 _CPU_FEATURES = Path("/proc/cpuinfo")
 _CPUS = Path("/sys/devices/system/cpu")
 _DEVICES = Path("/dev")
+_CUDA_DRIVER = Path("/proc/driver/nvidia/version")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 _BFLOAT16_FEATURES = ("avx512_bf16", "amx_bf16")
@@ -70,8 +71,19 @@ def devices_per_tpu_chip() -> int:
 
 def num_cuda_gpus() -> int:
     """NVIDIA GPUs whose driver is loaded (`/dev/nvidia0` and so on). In WSL (`/dev/dxg`), which does not tell, 1."""
-    names = {device.name for device in _children(_DEVICES)}
-    return sum(name.startswith("nvidia") and name[6:].isdigit() for name in names) or int("dxg" in names)
+    return len(cuda_device_files()) or int((_DEVICES / "dxg").exists())
+
+
+def cuda_device_files() -> list[Path]:
+    """`/dev/nvidia0` and so on, one for each NVIDIA GPU whose driver is loaded; none in WSL."""
+    found = (device for device in _children(_DEVICES) if device.name.startswith("nvidia"))
+    return sorted(device for device in found if device.name[len("nvidia") :].isdigit())
+
+
+def cuda_driver() -> str | None:
+    """The version of the NVIDIA driver that is loaded, as in `535.104.05`; None where nothing tells."""
+    text = _CUDA_DRIVER.read_text() if _CUDA_DRIVER.exists() else ""
+    return next((word for word in text.split() if word[0].isdigit() and "." in word), None)
 
 
 def has_tpu() -> bool:

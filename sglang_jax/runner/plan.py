@@ -75,6 +75,7 @@ class RunnerSpec:
     - `max_samples`: most tokens that a row samples in one step; above 1 for a runner that drafts.
     - `drafts_beside_prompts`: a step may have drafts and chunks. Where it may not, decode rows and drafts together are
       at most `max_rows` of a step.
+    - `prompt_tokens`: of its chunks at most, where the options name no number.
     """
 
     pools: tuple[PoolSpec, ...]
@@ -85,6 +86,7 @@ class RunnerSpec:
     mixed_shapes: tuple[tuple[int, int], ...] = ()
     max_samples: int = 1
     drafts_beside_prompts: bool = True
+    prompt_tokens: int = 512
 
     @property
     def max_pages_per_row(self) -> int:

@@ -21,6 +21,11 @@ _LEAST_TOKENS = 512
 """A pool chosen by memory holds at least one request of this many tokens, or as many as the context has."""
 _ROWS_PER_BUDGET = 2
 
+_PROMPT_TOKENS = 512
+"""Of a step, by default. On a CPU more are not computed faster; a TPU compiles a program for each size up to it."""
+_PROMPT_TOKENS_OF_GPUS = ((70, 8192), (40, 4096), (20, 2048), (0, 1024))
+"""From so many GiB of free memory on, so many: cards of 80, 48 and 24 GB, and smaller ones. More tokens keep the matrix
+units busier and read the weights less often; their activations must fit in what `mem_fraction_static` leaves."""
 
 _USUAL_CONTEXT = 8192
 _LEAST_RATIO = 0.25
@@ -54,12 +59,14 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """`num_pages` of each group counts the pad page (slot); `max_context` is at most what the pools hold."""
+    """`num_pages` of each group counts the pad page (slot); `max_context` is at most what the pools hold;
+    `prompt_tokens`: of a step at most."""
 
     num_pages: tuple[int, ...]
     max_rows: int
     token_budget: int
     max_context: int
+    prompt_tokens: int
 
 
 def choose_sizes(config: EngineConfig, model_context: int, memory: Memory) -> Sizes:
@@ -73,8 +80,9 @@ def choose_sizes(config: EngineConfig, model_context: int, memory: Memory) -> Si
         raise ConfigError(f"context_length {context} is beyond the {model_context} positions that the model declares")
     default_rows = _MAX_RUNNING_ON_CPU if memory.platform == "cpu" else _MAX_RUNNING
     max_rows = config.max_running_requests or default_rows
+    prompt_tokens = config.chunked_prefill_size or _default_prompt_tokens(memory)
     memory = replace(memory, available=memory.available - _bytes_of_texts(config, max_rows, context))
-    pools = _Pools(config, memory, context, max_rows)
+    pools = _Pools(config, memory, context, max_rows, prompt_tokens)
     if config.swa_full_tokens_ratio is not None and (pools.all_windows or not pools.has_windows):
         logger.warning(
             "swa_full_tokens_ratio %g does nothing: %s",
@@ -93,9 +101,16 @@ def choose_sizes(config: EngineConfig, model_context: int, memory: Memory) -> Si
     return Sizes(
         num_pages=tuple(1 + count for count in pools.pages(pages)),
         max_rows=max_rows,
-        token_budget=max(config.chunked_prefill_size, _ROWS_PER_BUDGET * max_rows),
+        token_budget=max(prompt_tokens, _ROWS_PER_BUDGET * max_rows),
         max_context=min(context, tokens),
+        prompt_tokens=prompt_tokens,
     )
+
+
+def _default_prompt_tokens(memory: Memory) -> int:
+    if memory.platform != "cuda":
+        return _PROMPT_TOKENS
+    return next(tokens for least, tokens in _PROMPT_TOKENS_OF_GPUS if memory.available >= least * 2**30)
 
 
 def _bytes_of_texts(config: EngineConfig, rows: int, context: int) -> int:
@@ -118,11 +133,12 @@ class _Pools:
     """How the pools of a model follow from one number: the pages of those that see all tokens, or the slots of a model
     whose layers all keep states."""
 
-    def __init__(self, config: EngineConfig, memory: Memory, context: int, rows: int) -> None:
+    def __init__(self, config: EngineConfig, memory: Memory, context: int, rows: int, prompt_tokens: int) -> None:
         self._config = config
         self._groups = memory.groups
         self._context = context
         self._rows = rows
+        self._prompt_tokens = prompt_tokens
         self._page_bytes = sum(group.page for group in memory.groups if group.kind is not CacheKind.STATE)
         self.has_pages = self._page_bytes > 0
         self.all_windows = all(group.kind is not CacheKind.FULL for group in memory.groups)
@@ -176,7 +192,7 @@ class _Pools:
         page_size, ratio = self._config.page_size, self._config.swa_full_tokens_ratio
         if ratio is None:
             ratio = max(_LEAST_RATIO, window / min(self._context, _USUAL_CONTEXT))
-        one_request = window + 2 * (self._config.chunked_prefill_size + page_size)
+        one_request = window + 2 * (self._prompt_tokens + page_size)
         return min(math.ceil(min(ratio, 1.0) * full) + -(-one_request // page_size), full)
 
 

@@ -83,7 +83,7 @@ class Scheduler:
             spec.pools,
             spec.max_rows,
             spec.max_context,
-            step_tokens=min(config.chunked_prefill_size, spec.token_budget),
+            step_tokens=_prompt_tokens(config, spec),
             drafts=spec.max_samples > 1,
             state_interval=config.mamba_track_interval,
             reuse=not config.disable_radix_cache,
@@ -548,8 +548,13 @@ class Scheduler:
         return self.cache.peek(request.tokens, request.match_limit, request.namespace)
 
 
+def _prompt_tokens(config: EngineConfig, spec: RunnerSpec) -> int:
+    """Most prompt tokens of a step."""
+    return min(config.chunked_prefill_size or spec.prompt_tokens, spec.token_budget)
+
+
 def _chunk_budget(config: EngineConfig, spec: RunnerSpec) -> ChunkBudget:
-    size = min(config.chunked_prefill_size, spec.token_budget)
+    size = _prompt_tokens(config, spec)
     if config.target_itl_ms is None:
         return FixedChunk(size)
     return TimedChunk(config.target_itl_ms / 1000.0, size, Padding(spec.mixed_shapes))

@@ -11,7 +11,7 @@ from helpers.stand_in_model import HIDDEN, LAYERS
 from sglang_jax.architectures import CacheKind
 from sglang_jax.runner.plan import PoolSpec, RunnerSpec
 from torch_backend.batch import ForwardBatch
-from torch_backend.graphs import Capture
+from torch_backend.graphs import Bucket, Capture
 from torch_backend.runner import TorchRunner
 
 CPU = torch.device("cpu")
@@ -57,9 +57,11 @@ def stand_in_runner(
     max_samples: int = 1,
     capture: Capture | None = None,
     graph_buckets: tuple[int, ...] = (),
+    mixed_buckets: tuple[Bucket, ...] = (),
 ) -> TorchRunner:
-    """A runner of the stand-in on the CPU."""
+    """A runner of the stand-in on the CPU. One that drafts captures no steps with prompts."""
     pool = PoolSpec(CacheKind.FULL, num_pages, page_size)
     spec = RunnerSpec((pool,), max_rows, token_budget, max_context, len(weights[0]), max_samples=max_samples)
     paged = model(weights, num_pages, page_size)
-    return TorchRunner(paged, spec, device=CPU, capture=capture, graph_buckets=graph_buckets)
+    mixed = mixed_buckets if max_samples == 1 else ()
+    return TorchRunner(paged, spec, device=CPU, capture=capture, graph_buckets=graph_buckets, mixed_buckets=mixed)

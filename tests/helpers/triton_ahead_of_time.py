@@ -4,7 +4,7 @@ A stub takes the place of the CUDA driver and every launch ends after its compil
 arguments as it would on the device. This needs a process that compiles kernels instead of interpreting them:
 `compile_shipped` starts one. As a program,
 
-    PYTHONPATH=.:tests python -m helpers.triton_ahead_of_time [--targets 80 90 100] [--only WORDS ...] [--write TABLE]
+    PYTHONPATH=.:tests python -m helpers.triton_ahead_of_time [--targets 80 ...] [--only WORDS ...] [--write TABLE]
 
 prints the figures of the kernels that ship, and writes the table that a test compares with.
 """
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,10 @@ ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "tests" / "helpers" / "triton_table.json"
 
 # Compute capabilities, and the shared memory of one program there in bytes.
-SHARED_MEMORY = {80: 166_912, 90: 232_448, 100: 232_448}
+SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+COMPILED_WHOLE = (80, 90, 100)
+"""Chips for which every kernel is compiled; for the others, which differ little from these, the representative ones."""
+
 SECONDS_PER_KERNEL = 120
 
 _INSTRUCTIONS = {
@@ -48,6 +51,8 @@ class Figures:
 
     - `stack_bytes`: of each thread, 0 when no register is spilled.
     - `shared_bytes`: of a program.
+    - `loops`: machine instructions of each innermost loop that multiplies matrices, as one warp goes through it once.
+      Not in the table: a test compares what matters of them with a bound.
     """
 
     registers: int
@@ -56,6 +61,7 @@ class Figures:
     warps: int
     stages: int
     instructions: tuple[str, ...]
+    loops: tuple[int, ...] = field(default=(), compare=False)
 
 
 class StubDriver:
@@ -116,9 +122,12 @@ def _figures(kernel: Any) -> Figures:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()
-        usage = subprocess.run(
-            [dump, "--dump-resource-usage", cubin.name], capture_output=True, text=True, check=True
-        ).stdout
+
+        def ask(option: str) -> str:
+            return subprocess.run([dump, option, cubin.name], capture_output=True, text=True, check=True).stdout
+
+        usage = ask("--dump-resource-usage")
+        loops = loops_with_products(ask("--dump-sass"))
     taken = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     if taken is None:
         raise RuntimeError(f"cuobjdump says nothing about registers: {usage}")
@@ -130,7 +139,30 @@ def _figures(kernel: Any) -> Figures:
         warps=kernel.metadata.num_warps,
         stages=kernel.metadata.num_stages,
         instructions=tuple(sorted(name for name, words in _INSTRUCTIONS.items() if words in ptx)),
+        loops=loops,
     )
+
+
+_LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)([^;]*)")
+_PRODUCTS = ("HMMA", "IMMA", "QMMA", "HGMMA", "IGMMA", "QGMMA", "UTCHMMA", "UTCQMMA", "UTCIMMA", "DMMA")
+
+
+def loops_with_products(sass: str) -> tuple[int, ...]:
+    """Of what cuobjdump prints of a kernel: the instructions from the target of each backward branch to that branch,
+    where matrices are multiplied in between and no other loop lies; in the order of the program."""
+    lines = [(int(found[1], 16), found[2], found[3]) for found in map(_LINE.match, sass.splitlines()) if found]
+    loops: list[tuple[int, int]] = []
+    for at, operation, operands in lines:
+        target = re.search(r"0x([0-9a-f]+)\s*$", operands)
+        if operation.split(".")[0] == "BRA" and target and int(target[1], 16) < at:
+            loops.append((int(target[1], 16), at))
+    found = []
+    for first, last in sorted(loops):
+        inside = [operation for at, operation, _ in lines if first <= at <= last]
+        innermost = not any(first <= a and b <= last and (a, b) != (first, last) for a, b in loops)
+        if innermost and any(operation.startswith(_PRODUCTS) for operation in inside):
+            found.append(len(inside))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +174,7 @@ class Table:
 
     def dumps(self) -> str:
         """JSON with one kernel a line, sorted."""
-        lines = [f"  {json.dumps(name)}: {json.dumps(asdict(self.kernels[name]))}" for name in sorted(self.kernels)]
+        lines = [f"  {json.dumps(name)}: {json.dumps(_plain(self.kernels[name]))}" for name in sorted(self.kernels)]
         return f'{{"triton": {json.dumps(self.triton)}, "kernels": {{\n' + ",\n".join(lines) + "\n}}\n"
 
     @classmethod
@@ -150,10 +182,29 @@ class Table:
         """Reads what `dumps` wrote."""
         fields = json.loads(text)
         kernels = {
-            name: Figures(**{**figures, "instructions": tuple(figures["instructions"])})
+            name: Figures(**{key: tuple(value) if isinstance(value, list) else value for key, value in figures.items()})
             for name, figures in fields["kernels"].items()
         }
         return cls(fields["triton"], kernels)
+
+
+def _plain(figures: Figures) -> dict[str, Any]:
+    """Without loops where there are none."""
+    return {key: value for key, value in asdict(figures).items() if key != "loops" or value}
+
+
+def table_rows() -> list[str]:
+    """The prefixes of the rows that the table has: see `COMPILED_WHOLE`."""
+    from helpers.triton_inventory import REPRESENTATIVE, shipped_kernels
+
+    whole = [
+        row_prefix(chip, kernel.operation, kernel.configuration)
+        for chip in COMPILED_WHOLE
+        for kernel in shipped_kernels()
+    ]
+    return whole + [
+        f"sm_{chip} {row}" for chip in SHARED_MEMORY if chip not in COMPILED_WHOLE for row in REPRESENTATIVE
+    ]
 
 
 def row_prefix(capability: int, operation: str, configuration: str) -> str:
@@ -211,14 +262,15 @@ def main() -> None:
     """The program: see the module."""
     parser = argparse.ArgumentParser(description="Compiles the Triton kernels that ship, without a GPU.")
     parser.add_argument("--targets", type=int, nargs="+", default=list(SHARED_MEMORY), metavar="CAPABILITY")
-    parser.add_argument("--only", nargs="*", default=[], metavar="ROW", help="row prefixes, as the table has them")
+    parser.add_argument("--only", nargs="*", default=[], metavar="ROW", help="row prefixes; default: the table's")
     parser.add_argument("--write", type=Path, help="where to write the table")
     parser.add_argument("--seconds", type=float, default=SECONDS_PER_KERNEL, help="for each kernel, at most")
     parser.add_argument("--json", action="store_true", help="print the table instead of a summary")
     options = parser.parse_args()
-    table = _compile_all(options.targets, options.only, options.seconds)
+    table = _compile_all(options.targets, options.only or table_rows(), options.seconds)
     if options.write:
-        options.write.write_text(table.dumps())
+        kept = {name: replace(figures, loops=()) for name, figures in table.kernels.items()}
+        options.write.write_text(Table(table.triton, kept).dumps())
     if options.json:
         print(table.dumps(), end="")
     else:

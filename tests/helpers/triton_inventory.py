@@ -16,7 +16,8 @@ import torch
 from torch_backend.attention.interface import AttentionOptions
 from torch_backend.kernels.chip import Chip
 from torch_backend.kernels.decode_attention import Partials, decode_attention, plan_decode
-from torch_backend.kernels.extend_attention import extend_attention, extend_tile, plan_extend
+from torch_backend.kernels.extend_attention import Sums, extend_attention, form_of
+from torch_backend.kernels.extend_plan import plan_extend
 from torch_backend.kernels.gated_activation import gelu_mul, silu_mul
 from torch_backend.kernels.rms_norm import add_rms_norm, rms_norm
 from torch_backend.kernels.rotate_and_write import rotate_and_write
@@ -31,6 +32,7 @@ _PAGE_SIZES = (1, 16, 64)
 _TOKENS = 48
 _ROWS = 48
 _PROMPT_TOKENS = 4096
+_SHORT_CHUNK = 16  # of one sequence: so few blocks that programs share their keys out
 _LONGEST = 32_768
 _META = torch.device("meta")
 
@@ -47,6 +49,25 @@ class ShippedKernel:
     operation: str
     configuration: str
     launch: Callable[[Chip], object]
+
+
+REPRESENTATIVE = (
+    "rms_norm: bfloat16, hidden 576: ",
+    "add_rms_norm: bfloat16, hidden 8192: ",
+    "silu_mul: bfloat16: ",
+    "gelu_mul: bfloat16: ",
+    "rotate_and_write: bfloat16, head_dim 128, bfloat16 pages of 16: ",
+    "rotate_and_write: bfloat16, head_dim 80, float8_e4m3fn pages of 16, head norms: ",
+    "greedy: vocabulary 128256: ",
+    "sample: vocabulary 128256: ",
+    "decode_attention: bfloat16, head_dim 128, group 4, bfloat16 pages of 16: ",
+    "decode_attention: bfloat16, head_dim 128, group 4, float8_e4m3fn pages of 16: ",
+    "decode_attention: bfloat16, head_dim 64, group 8, float8_e4m3fn pages of 16, window, sinks: ",
+    "extend_attention: bfloat16, head_dim 128, group 4, bfloat16 pages of 16: ",
+    "extend_attention: bfloat16, head_dim 256, group 4, float8_e4m3fn pages of 1: ",
+    "extend_attention of short chunks: bfloat16, head_dim 128, group 4, bfloat16 pages of 16: ",
+)
+"""One configuration of every kernel, and those nearest to a limit: `operation: configuration: `."""
 
 
 def shipped_kernels() -> list[ShippedKernel]:
@@ -172,7 +193,13 @@ def _attention() -> list[ShippedKernel]:
     return [
         ShippedKernel(operation, shape.name, partial(launch, shape))
         for shape in _shapes()
-        for operation, launch in (("decode_attention", _decode), ("extend_attention", _extend))
+        for operation, launch in (
+            ("decode_attention", _decode),
+            ("extend_attention", partial(_extend, _PROMPT_TOKENS)),
+            ("extend_attention of short chunks", partial(_extend, _SHORT_CHUNK)),
+        )
+        # Page sizes change how keys are found, in all kernels alike.
+        if shape.page_size == 16 or operation != "extend_attention of short chunks"
     ]
 
 
@@ -203,10 +230,11 @@ def _decode(shape: _Shape, chip: Chip) -> None:
     decode_attention(queries, kv, page_table, kv_lens, shape.options, plan, partials, output, chip)
 
 
-def _extend(shape: _Shape, chip: Chip) -> None:
-    queries, kv, page_table, kv_lens = shape.tensors(_PROMPT_TOKENS)
-    starts = torch.empty(_ROWS + 1, dtype=torch.int32, device=_META)
-    tile = extend_tile(shape.head_dim, shape.pages, chip)
-    plan = plan_extend(starts, 0, _PROMPT_TOKENS, tile.tokens(shape.group))
-    output = torch.empty_like(queries)
-    extend_attention(queries, kv, page_table, kv_lens, starts, 0, shape.options, plan, output, chip)
+def _extend(tokens: int, shape: _Shape, chip: Chip) -> None:
+    queries, kv, page_table, kv_lens = shape.tensors(tokens)
+    rows = 1 if tokens == _SHORT_CHUNK else _ROWS
+    starts = torch.empty(rows + 1, dtype=torch.int32, device=_META)
+    form = form_of(queries, kv, shape.options, chip)
+    plan = plan_extend(starts, kv_lens, 0, tokens, _LONGEST, form, chip)
+    sums, output = Sums.allocate(plan, queries.device), torch.empty_like(queries)
+    extend_attention(queries, kv, page_table, kv_lens, starts, 0, shape.options, plan, sums, output, chip)

@@ -17,6 +17,7 @@ from sglang_jax.runner.protocol import Runner
 from sglang_jax.runner.rank_beats import Progress
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.sampling.reference import reference_sample
+from torch_backend.graphs import Bucket
 from torch_backend.noise import gumbel_noise
 
 pytestmark = pytest.mark.slow
@@ -30,7 +31,7 @@ RUNNERS: dict[str, Callable[..., Runner]] = {
     "jax": stand_in_jax.stand_in_runner,
     "torch": stand_in_torch.stand_in_runner,
     "torch captured": lambda weights, **sizes: stand_in_torch.stand_in_runner(
-        weights, capture=FakeCapture(), graph_buckets=(1, 3), **sizes
+        weights, capture=FakeCapture(), graph_buckets=(1, 3), mixed_buckets=(Bucket(2, 32),), **sizes
     ),
 }
 

@@ -14,6 +14,7 @@ from helpers.stand_in_model import VOCAB, dense_logits, random_weights
 from sglang_jax.runner.plan import INVALID_TOKEN, PromptLogprobs
 from sglang_jax.runner.protocol import Runner
 from sglang_jax.sampling.params import SamplingParams
+from torch_backend.graphs import Bucket
 
 pytestmark = pytest.mark.slow
 
@@ -30,8 +31,12 @@ MakeRunner = Callable[..., Runner]
 
 
 def captured_torch_runner(weights: Sequence[np.ndarray], **sizes: int) -> Runner:
-    """Decode steps of up to three rows are replayed; those of more are launched one operation after the other."""
-    return stand_in_torch.stand_in_runner(weights, capture=FakeCapture(), graph_buckets=(1, 3), **sizes)
+    """Decode steps of up to three rows are replayed, and steps with prompts of up to two; larger ones are launched one
+    operation after the other."""
+    mixed = (Bucket(0, 8), Bucket(2, 32))
+    return stand_in_torch.stand_in_runner(
+        weights, capture=FakeCapture(), graph_buckets=(1, 3), mixed_buckets=mixed, **sizes
+    )
 
 
 RUNNERS: dict[str, MakeRunner] = {

@@ -50,6 +50,15 @@ def test_the_budget_has_room_for_prefill_beside_all_decode_rows() -> None:
     assert sizes.token_budget == 200
 
 
+@pytest.mark.parametrize(("gib", "tokens"), [(16, 1024), (22, 2048), (45, 4096), (78, 8192), (139, 8192)])
+def test_a_step_of_a_gpu_has_as_many_prompt_tokens_as_its_memory_suggests(gib: int, tokens: int) -> None:
+    gpu = Memory("cuda", gib * GIB, GIB, (GroupMemory(2**20),))
+    sizes = choose_sizes(EngineConfig(), 8192, gpu)
+    assert (sizes.prompt_tokens, sizes.token_budget) == (tokens, tokens)
+    sizes = choose_sizes(EngineConfig(chunked_prefill_size=96), 8192, gpu)
+    assert (sizes.prompt_tokens, sizes.token_budget) == (96, 512)
+
+
 def test_a_context_beyond_the_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="context_length 9000 is beyond the 8192 positions"):
         choose_sizes(EngineConfig(context_length=9000), 8192, CPU)

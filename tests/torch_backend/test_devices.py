@@ -14,6 +14,7 @@ import torch
 
 from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig
 from sglang_jax.errors import ConfigError
+from sglang_jax.runner import host_machine
 from torch_backend.attention.cpu import CpuAttention
 from torch_backend.attention.interface import HeadForm
 from torch_backend.attention.native import NativeAttention
@@ -41,8 +42,11 @@ def choose(wanted: AttentionBackend, device: torch.device, form: CpuForm = FORM)
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Has torch see GPUs of these compute capabilities."""
+def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Has torch see GPUs of these compute capabilities, on a machine without device files but those in `tmp_path`."""
+    monkeypatch.setattr(host_machine, "_DEVICES", tmp_path)
+    monkeypatch.setattr(host_machine, "_CUDA_DRIVER", tmp_path / "version")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def show(*capabilities: tuple[int, int]) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
@@ -59,10 +63,75 @@ def test_a_machine_without_a_gpu_has_its_cpu(gpus: Callable[..., None], wanted: 
     assert select_device(wanted) == CPU
 
 
-def test_a_gpu_that_is_not_there_is_an_error_that_says_what_to_do(gpus: Callable[..., None]) -> None:
+def test_a_gpu_that_is_not_there_is_an_error_that_says_what_to_do(
+    gpus: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     gpus()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     with pytest.raises(ConfigError, match=r"device cuda was asked for, but torch \S+ sees no CUDA GPU.*--device cpu"):
         select_device(Device.CUDA)
+    with pytest.raises(ConfigError, match=r"no NVIDIA driver is loaded \(there is no /dev/nvidia0\)"):
+        select_device(Device.CUDA)
+
+
+class TestAGpuThatTorchCannotUse:
+    """The CPU would serve, slowly and without a word, where somebody has paid for a GPU."""
+
+    @pytest.fixture(autouse=True)
+    def unusable(self, gpus: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        gpus()
+        for name in ("nvidia0", "nvidiactl", "nvidia-uvm"):
+            (tmp_path / name).touch()
+        (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.82.01  Tue Oct 26\n")
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+    def assert_refused(self, reason: str) -> None:
+        message = f"this machine has an NVIDIA GPU, but torch .* sees no CUDA GPU: .*{reason}.*--device cpu"
+        with pytest.raises(ConfigError, match=message):
+            select_device(Device.AUTO)
+        with pytest.raises(ConfigError, match=f"device cuda was asked for.*{reason}.*--device cpu"):
+            select_device(Device.CUDA)
+        assert select_device(Device.CPU) == CPU
+
+    def test_with_a_torch_for_cpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.version, "cuda", None)
+        self.assert_refused(r"built without CUDA\. Install a CUDA build")
+
+    def test_with_a_driver_that_is_too_old(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse() -> None:
+            raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040)")
+
+        monkeypatch.setattr(torch.cuda, "init", refuse)
+        self.assert_refused(
+            r"CUDA 13\.0 does not start with the driver 470\.82\.01 \(.* too old .*\)\. Install a driver"
+        )
+
+    def test_with_a_driver_that_shows_no_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "init", lambda: None)
+        self.assert_refused(r"finds no device with the driver 470\.82\.01\. Check nvidia-smi")
+
+    def test_without_permission(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Root may open anything, whatever its mode is.
+        monkeypatch.setattr("torch_backend.devices.os.access", lambda path, mode: False)
+        self.assert_refused(r"this user may not open \S*nvidia0\. Run as one who may")
+
+    @pytest.mark.parametrize("listed", ["", "-1", "-1,0"])
+    def test_but_one_that_was_hidden_is_not_there(self, listed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+        assert select_device(Device.AUTO) == CPU
+        with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES hides every GPU"):
+            select_device(Device.CUDA)
+
+    def test_in_wsl_which_does_not_tell_whose_gpu_it_has_is_a_warning(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (tmp_path / "nvidia0").rename(tmp_path / "dxg")
+        monkeypatch.setattr(torch.version, "cuda", None)
+        assert select_device(Device.AUTO) == CPU
+        assert (
+            "Running on the CPU. If this machine has an NVIDIA GPU, torch cannot use it: it was built without CUDA"
+            in caplog.text
+        )
 
 
 def test_a_tpu_is_the_other_backends(gpus: Callable[..., None]) -> None:

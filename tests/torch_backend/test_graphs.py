@@ -20,14 +20,15 @@ from helpers.tiny_models import make_tiny_checkpoint
 from sglang_jax.architectures import CacheKind
 from sglang_jax.checkpoint import Checkpoint, open_checkpoint
 from sglang_jax.config import EngineConfig, ModelImpl
-from sglang_jax.runner.plan import LAST_TOKEN, PageDeltas, PoolSpec, RunnerSpec
+from sglang_jax.runner.page_tables import TableLayout
+from sglang_jax.runner.plan import LAST_TOKEN, PageDeltas, PoolSpec, RunnerSpec, StepPlan
 from torch_backend.attention.interface import AttentionImplementation, AttentionOptions, StepAttention
 from torch_backend.attention.native import NativeAttention
 from torch_backend.attention.reference import ReferenceAttention
 from torch_backend.batch import ForwardBatch
 from torch_backend.compilation.building import build_traced
 from torch_backend.compilation.traced_model import TracedTransformer
-from torch_backend.graphs import DecodeGraphs, Replay, row_buckets
+from torch_backend.graphs import Bucket, Replay, StepGraphs, mixed_buckets, row_buckets
 from torch_backend.kv_pages import KVPages, LayerMemory
 from torch_backend.loading import PagedTransformer
 from torch_backend.models import Transformer, build_model
@@ -317,18 +318,65 @@ def test_a_real_model_can_be_captured(
     assert len(set(outputs[0][1])) > 5
 
 
-def graphs_of(buckets: Sequence[int], forward: Callable[[StepInputs], torch.Tensor], dump_row: int) -> DecodeGraphs:
-    return DecodeGraphs(buckets, FakeCapture(), forward, CpuThread(), dump_row, CPU)
+def graphs_of(
+    buckets: Sequence[int],
+    forward: Callable[[StepInputs], torch.Tensor],
+    dump_row: int,
+    mixed: Sequence[Bucket] = (),
+) -> StepGraphs:
+    return StepGraphs(buckets, FakeCapture(), forward, CpuThread(), dump_row, CPU, mixed=mixed)
 
 
 @pytest.mark.parametrize(("rows", "bucket"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 6), (6, 6), (7, None)])
 def test_the_smallest_bucket_that_has_room_is_taken(rows: int, bucket: int | None) -> None:
     graphs = graphs_of((1, 2, 4, 6), lambda inputs: inputs.rows, dump_row=9)
     plan = decode_plan(np.arange(rows, dtype=np.int32), np.full(rows, 5, np.int32))
-    assert graphs.bucket(plan) == bucket
+    assert graphs.bucket(plan) == (None if bucket is None else Bucket(bucket))
     # A chunk of one token has its token from the plan, and is no decode row.
     chunk = replace(plan, num_decode=rows - 1, tokens=np.array([LAST_TOKEN] * (rows - 1) + [3], np.int32))
     assert graphs.bucket(chunk) is None
+
+
+def test_a_step_with_a_long_prefix_is_not_replayed() -> None:
+    """Eagerly its keys are shared out by how many blocks of tokens it really has."""
+    graphs = graphs_of((1, 2), lambda inputs: inputs.rows, dump_row=99, mixed=[Bucket(8, 16)])
+    plan = mixed_plan(1, 10, 3)
+    for longest, bucket in ((4096, Bucket(8, 16)), (4097, None)):
+        assert graphs.bucket(replace(plan, kv_lens=np.array([9000, 10, longest], np.int32))) == bucket
+
+
+def mixed_plan(decode: int, *chunks: int) -> StepPlan:
+    """Decode rows with 40 keys, and whole prompts."""
+    rows = decode + len(chunks)
+    plan = decode_plan(np.arange(rows, dtype=np.int32), np.array([40] * decode + list(chunks), np.int32))
+    tokens = np.array([LAST_TOKEN] * decode + list(range(1, 1 + sum(chunks))), np.int32)
+    return replace(plan, num_decode=decode, query_lens=np.array([1] * decode + list(chunks), np.int32), tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    ("decode", "chunks", "bucket"),
+    [
+        (0, (10,), (0, 16)),
+        (0, (10, 7), (0, 64)),
+        (1, (1,), (8, 16)),
+        (9, (64,), (40, 64)),
+        (9, (65,), None),  # 296 tokens would be more than are free, and than a quarter on top
+        (0, (250, 200), (0, 512)),
+        (0, (300,), None),
+        (41, (5,), None),
+        (0, (513,), None),
+        (0, (1,) * 30, (0, 64)),
+        (0, (1,) * 31, (0, 64)),
+        (0, (1,) * 32, None),
+    ],
+)
+def test_steps_with_prompts_are_padded_where_that_costs_little(
+    decode: int, chunks: tuple[int, ...], bucket: tuple[int, int] | None
+) -> None:
+    mixed = [Bucket(decode, prompt) for decode in (0, 8, 40) for prompt in (16, 64, 256, 512)]
+    graphs = graphs_of((1, 2), lambda inputs: inputs.rows, dump_row=99, mixed=mixed)
+    expected = None if bucket is None else Bucket(*bucket)
+    assert graphs.bucket(mixed_plan(decode, *chunks)) == expected
 
 
 def test_a_replay_sees_the_plan_and_padding() -> None:
@@ -341,7 +389,7 @@ def test_a_replay_sees_the_plan_and_padding() -> None:
 
     graphs = graphs_of((2, 4), forward, dump_row=9)
     deltas = PageDeltas(*np.array([[7], [3], [55]], np.int32))
-    inputs, found = graphs.run(4, decode_plan(np.array([7, 2, 5]), np.array([13, 1, 40])), deltas)
+    inputs, found = graphs.run(Bucket(4), decode_plan(np.array([7, 2, 5]), np.array([13, 1, 40])), deltas)
     assert inputs.num_decode == 4
     assert found.tolist() == [
         [7, 13, 1, 0, 7, 3, 55],
@@ -349,10 +397,72 @@ def test_a_replay_sees_the_plan_and_padding() -> None:
         [5, 40, 3, 2, 9, 0, 0],
         [9, 0, 4, 3, 9, 0, 0],
     ]
-    _, found = graphs.run(4, decode_plan(np.array([1]), np.array([6])), NO_DELTAS)
+    _, found = graphs.run(Bucket(4), decode_plan(np.array([1]), np.array([6])), NO_DELTAS)
     assert found[:, :2].tolist() == [[1, 6], [9, 0], [9, 0], [9, 0]]
     assert found[:, 4:].tolist() == [[9, 0, 0]] * 4
     assert len(graphs) == 1
+
+
+MIXED = (Bucket(0, 8), Bucket(2, 8), Bucket(4, 32))
+
+
+def test_steps_with_prompts_are_replayed(capture: Recorder) -> None:
+    """Chunks of several requests beside decode rows, padded each time: rows, lengths and pages are data."""
+    runner = stand_in_runner(WEIGHTS, max_rows=4, capture=capture, graph_buckets=BUCKETS, mixed_buckets=MIXED)
+    runner.warm_up(lambda done, total, what: None)
+    assert sorted(capture.captured) == [1, 3, 8, 10, 36]
+    driver = PlanDriver(runner)
+    requests = [driver.admit(prompt) for prompt in PROMPTS]
+    replays = []
+    for parts in (
+        [(requests[0], 5)],
+        [(requests[0], 4), (requests[1], 2)],
+        [(requests[0], DECODE), (requests[1], DECODE), (requests[2], 6)],
+        [(requests[1], DECODE), (requests[2], 3), (requests[3], 5)],
+        [(requests[0], DECODE), (requests[1], DECODE), (requests[3], DECODE), (requests[2], 12)],
+        [(request, DECODE) for request in (requests[2], requests[0], requests[1])],
+    ):
+        driver.step(parts)
+        replays.append(capture.replays)
+    assert replays == [1, 2, 3, 4, 5, 6]
+    assert runner.report().compiles_after_warm_up == 0
+    for request in requests:
+        assert request.output == greedy(request.prompt, len(request.output))
+    assert [len(request.output) for request in requests] == [4, 5, 2, 2]
+    runner.close()
+
+
+class DropsPadding(StandIn):
+    """Computes no more tokens than the step it was captured with has."""
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        return super().forward(batch) * (torch.arange(len(batch.tokens)) < int(batch.query_starts.numpy()[-2]))[:, None]
+
+
+def test_a_number_of_tokens_that_is_baked_into_a_capture_changes_what_is_sampled(capture: Recorder) -> None:
+    runner = stand_in_runner(WEIGHTS, DropsPadding, capture=capture, mixed_buckets=MIXED, graph_buckets=BUCKETS)
+    driver = PlanDriver(runner)
+    request = driver.admit(PROMPTS[0])
+    driver.step([(request, 3)])
+    driver.step([(request, 6)])
+    assert capture.replays == 2
+    assert request.output != greedy(PROMPTS[0], 1)
+    runner.close()
+
+
+@pytest.mark.parametrize("refused", [{"drafts": True}, {"table": TableLayout(groups=1, states=True)}])
+def test_steps_with_prompts_that_read_lengths_on_the_host_are_not_captured(refused: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="not captured where there are drafts or recurrent states"):
+        StepGraphs((1,), FakeCapture(), lambda inputs: inputs.rows, CpuThread(), 9, CPU, mixed=MIXED, **refused)
+
+
+def test_buckets_of_steps_with_prompts() -> None:
+    """Few enough for a start: at 382 launches of some 12 us, twice each, the host takes a quarter of a second (an
+    estimate), and a GPU as many steps of at most 768 tokens."""
+    assert len(mixed_buckets(256)) == 30
+    assert max(map(sum, mixed_buckets(256))) == 768
+    assert {bucket.decode for bucket in mixed_buckets(20)} == {0, 8, 20}
+    assert {bucket.decode for bucket in mixed_buckets(8)} == {0, 8}
 
 
 def test_buckets_of_rows() -> None:

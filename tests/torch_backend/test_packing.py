@@ -90,6 +90,42 @@ def test_a_decode_layout_pads_with_the_dump_row(plan: StepPlan, more_rows: int, 
     assert inputs.tokens.tolist() == []
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    plan=plans(decode_alone=False), more_rows=st.integers(0, 3), more_tokens=st.integers(0, 9), others=st.integers(1, 4)
+)
+def test_a_mixed_layout_pads_behind_decode_rows_and_behind_prompts(
+    plan: StepPlan, more_rows: int, more_tokens: int, others: int
+) -> None:
+    (deltas,) = plan.page_deltas
+    decoding, chunks = plan.num_decode, len(plan.rows) - plan.num_decode
+    decode, prompt = decoding + more_rows, plan.num_tokens - decoding
+    if not prompt + more_tokens:
+        return
+    inputs = unpacked(StepLayout.mixed(decode, chunks + others, prompt + more_tokens, len(deltas.rows)), plan, deltas)
+
+    def padded(values: np.ndarray, filler: int) -> list[int]:
+        kept = values.tolist()
+        return [*kept[:decoding], *[filler] * more_rows, *kept[decoding:], *[filler] * others]
+
+    assert inputs.num_decode == decode
+    assert inputs.rows.tolist() == padded(plan.rows, DUMP_ROW)
+    assert inputs.kv_lens.tolist() == padded(plan.kv_lens, 0)
+    lengths = inputs.query_starts.diff().tolist()
+    assert lengths[:decode] == [1] * decode
+    assert lengths[decode:] == [*plan.query_lens[decoding:].tolist(), *[0] * (others - 1), more_tokens]
+    samples = np.flatnonzero(padded(plan.samples, 0))
+    assert inputs.sampled[: len(samples)].tolist() == samples.tolist()
+    assert int(inputs.sampled.max()) < len(inputs.rows)
+    tokens = plan.tokens.tolist()
+    assert inputs.tokens.tolist() == [
+        *tokens[:decoding],
+        *[0] * more_rows,
+        *tokens[decoding:],
+        *[0] * more_tokens,
+    ]
+
+
 def test_what_is_unpacked_are_views() -> None:
     """A captured step reads the same memory at each replay."""
     layout = StepLayout.decode(2, 2)

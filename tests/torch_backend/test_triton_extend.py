@@ -13,8 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from torch_backend.batch import ForwardBatch
+from torch_backend.kernels import extend_plan
 from torch_backend.kernels.chip import Chip
-from torch_backend.kernels.extend_attention import plan_extend
+from torch_backend.kernels.extend_plan import ExtendForm, ExtendTile, plan_extend
 
 
 def step_of(*sequences: tuple[int, int], num_decode: int = 0, **changes: object) -> Case:
@@ -181,19 +182,124 @@ def test_random_steps(seed: int) -> None:
     check(case, seed=seed)
 
 
-@settings(max_examples=20, deadline=None)
+LARGE = Chip(capability=90, processors=1000)
+"""One that a few blocks leave idle, so that their keys are shared out."""
+
+
+@pytest.fixture
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two tiles of keys."""
+    monkeypatch.setattr(extend_plan, "SPLIT", 128)
+
+
+@pytest.mark.usefixtures("short_splits")
+class TestSplits:
+    """Sequences of several: a block's program goes through all of them, or each has one of its own."""
+
+    @pytest.mark.parametrize("chip", [HOPPER, LARGE], ids=["in turn", "side by side"])
+    @pytest.mark.parametrize(
+        ("window", "soft_cap", "sinks"), [(None, None, False), (None, 1.5, True), (70, None, True), (300, None, False)]
+    )
+    def test_are_merged(self, chip: Chip, window: int | None, soft_cap: float | None, sinks: bool) -> None:
+        """Ends on, before and behind the edges of splits; a sequence of one split, of two, of many, and no query."""
+        sequences = ((0, 128), (100, 29), (12, 0), (390, 3), (9, 20))
+        check(step_of(*sequences, kv_heads=1, page_size=16, window=window, soft_cap=soft_cap, sinks=sinks), chip)
+
+    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=["same", "float8"])
+    def test_of_every_type(self, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+        case = step_of((300, 1), (390, 5), (60, 9), num_decode=1, head_dim=80, group=3, page_size=16)
+        check(replace(case, dtype=dtype, kv_dtype=kv_dtype), LARGE)
+
+    @pytest.mark.parametrize(("window", "sinks"), [(None, True), (150, False)])
+    def test_give_the_same_bits_whoever_attends_with_them(self, window: int | None, sinks: bool) -> None:
+        """In turn or side by side, alone or beside others, in any order, in one chunk or in several."""
+        case = step_of((300, 1), (290, 80), (0, 20), num_decode=1, kv_heads=1, page_size=16, window=window)
+        step = make_step(replace(case, sinks=sinks))
+        together = attend(step)
+        assert torch.equal(attend(step, LARGE), together)
+        with shuffled_programs(1):
+            assert torch.equal(attend(step, LARGE), together)
+        assert torch.equal(attend(alone(step, 1, 0), LARGE), together[1:81])
+        first = alone(step, 1, 0)
+        start = 0
+        for count in (37, 43):
+            tokens = slice(start, start + count)
+            batch = replace(
+                first.batch,
+                tokens=first.batch.tokens[tokens],
+                positions=first.batch.positions[tokens],
+                write_slots=first.batch.write_slots[tokens],
+                kv_lens=torch.tensor([290 + start + count], dtype=torch.int32),
+                query_starts=torch.tensor([0, count], dtype=torch.int32),
+            )
+            chunk = replace(first, queries=first.queries[tokens], batch=batch)
+            assert torch.equal(attend(chunk, LARGE), together[1 + start : 1 + start + count])
+            start += count
+
+    @pytest.mark.parametrize("sinks", [False, True])
+    @pytest.mark.parametrize("window", [None, 20])
+    def test_of_padding_in_captured_steps(self, window: int | None, sinks: bool) -> None:
+        """Behind the sequences none without tokens, and tokens without keys: their output is 0."""
+        step = make_step(step_of((30, 1), (90, 70), num_decode=1, kv_heads=1, page_size=16, window=window, sinks=sinks))
+        batch = step.batch
+        padded = replace(
+            batch,
+            page_table=torch.cat([batch.page_table, torch.zeros_like(batch.page_table)]),
+            kv_lens=torch.cat([batch.kv_lens, torch.zeros_like(batch.kv_lens)]),
+            query_starts=torch.tensor([0, 1, 71, 71, 160], dtype=torch.int32),
+        )
+        queries = torch.cat([step.queries, torch.ones(89, *step.queries.shape[1:]).to(step.queries)])
+        for chip in (HOPPER, LARGE):
+            found = attend(replace(step, queries=queries, batch=padded), chip)
+            assert torch.equal(found[:71], attend(step))
+            assert not found[71:].any()
+
+
+def test_keys_are_shared_out_where_blocks_leave_half_of_the_chip_idle() -> None:
+    """A short chunk on a long prefix on an H100; not a long one, nor one whose sums would take too much memory."""
+    chip = Chip(capability=90, processors=132)
+
+    def splits(tokens: int, longest: int, kv_heads: int = 8, window: int | None = None) -> int | None:
+        form = ExtendForm(kv_heads, 4, 128, window, extend_plan.extend_tile(128, torch.bfloat16, chip))
+        starts, lens = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([0, tokens], [longest]))
+        plan = plan_extend(starts, lens, 0, tokens, longest, form, chip)
+        return None if plan.splits is None else int(plan.splits.starts[-1])
+
+    assert splits(100, 2048) is None
+    assert splits(100, 32_768) == 4 * 16
+    assert splits(100, 32_768, window=4096) == 4 * 3
+    assert splits(256, 32_768) is None
+    assert splits(256, 32_768, kv_heads=1) == 8 * 16
+    assert splits(200, 262_144) is None
+
+
+@settings(max_examples=4, deadline=None)
 @given(
-    lengths=st.lists(st.integers(0, 300), min_size=1, max_size=40),
+    lengths=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 12_000)), min_size=1, max_size=9),
     num_decode=st.integers(0, 3),
     tokens=st.sampled_from([1, 8, 42, 128]),
+    window=st.sampled_from([None, 30, 3000]),
 )
-@example(lengths=[20, 9, 0] * 100, num_decode=2, tokens=8)
-def test_blocks_cover_the_tokens(lengths: list[int], num_decode: int, tokens: int) -> None:
-    counts = torch.tensor([0, *[1] * num_decode, *lengths])
+@example(lengths=[(20, 9), (9, 0), (0, 7)] * 43, num_decode=2, tokens=8, window=None)
+def test_items_cover_the_blocks_and_their_splits(
+    lengths: list[tuple[int, int]], num_decode: int, tokens: int, window: int | None
+) -> None:
+    counts = torch.tensor([0, *[1] * num_decode, *(count for count, _ in lengths)])
+    kv_lens = torch.tensor([*[5] * num_decode, *(sum(both) for both in lengths)], dtype=torch.int32)
     query_starts = counts.cumsum(0).to(torch.int32)
-    plan = plan_extend(query_starts, num_decode, int(query_starts[-1]), tokens)
-    blocks = [-(-length // tokens) for length in lengths]
-    assert plan.items.starts.diff().tolist() == blocks
-    owners = [row for row, count in enumerate(blocks) for _ in range(count)]
-    assert len(owners) <= plan.items.owners.numel()
-    assert plan.items.owners[: len(owners)].tolist() == owners
+    form = ExtendForm(1, 1, 16, window, ExtendTile(tokens, 16, 4, 2))
+    plan = plan_extend(query_starts, kv_lens, num_decode, int(query_starts[-1]), 13_000, form, Chip(90, 10**9))
+    blocks = [-(-count // tokens) for count, _ in lengths]
+    firsts = [max(prefix - window + 1, 0) // extend_plan.SPLIT if window else 0 for _, prefix in lengths]
+    splits = [
+        -(-(count + prefix) // extend_plan.SPLIT) - first
+        for (count, prefix), first in zip(lengths, firsts, strict=True)
+    ]
+    assert plan.splits is not None
+    for items, per_block in ((plan.blocks, [1] * len(blocks)), (plan.splits, splits)):
+        expected = [count * each for count, each in zip(blocks, per_block, strict=True)]
+        assert items.starts.diff().tolist() == expected
+        owners = [row for row, count in enumerate(expected) for _ in range(count)]
+        assert len(owners) <= items.owners.numel()
+        assert items.owners[: len(owners)].tolist() == owners

@@ -8,7 +8,8 @@ from torch_backend.attention.interface import AttentionOptions
 from torch_backend.batch import ForwardBatch
 from torch_backend.kernels.chip import Chip
 from torch_backend.kernels.decode_attention import DecodePlan, Partials, decode_attention, plan_decode
-from torch_backend.kernels.extend_attention import ExtendPlan, extend_attention, extend_tile, plan_extend
+from torch_backend.kernels.extend_attention import Sums, extend_attention, form_of
+from torch_backend.kernels.extend_plan import ExtendForm, ExtendPlan, plan_extend
 from torch_backend.kv_pages import KVPages
 
 
@@ -30,8 +31,9 @@ class TritonStep:
         self._batch = batch
         self._chip = chip
         self._decode_plans: dict[tuple[int, int | None], DecodePlan] = {}
-        self._extend_plans: dict[int, ExtendPlan] = {}
+        self._extend_plans: dict[ExtendForm, ExtendPlan] = {}
         self._partials: Partials | None = None
+        self._sums: Sums | None = None
 
     def __call__(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> torch.Tensor:
         """See `StepAttention`."""
@@ -58,11 +60,15 @@ class TritonStep:
 
     def _extend(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions, output: torch.Tensor) -> None:
         batch = self._batch
-        tile = extend_tile(queries.shape[2], kv.keys.dtype, self._chip)
-        tokens = tile.tokens(queries.shape[1] // kv.keys.shape[1])
-        if tokens not in self._extend_plans:
-            self._extend_plans[tokens] = plan_extend(batch.query_starts, batch.num_decode, len(queries), tokens)
-        plan = self._extend_plans[tokens]
+        form = form_of(queries, kv, options, self._chip)
+        if form not in self._extend_plans:
+            longest = batch.page_table.shape[1] * kv.page_size
+            self._extend_plans[form] = plan_extend(
+                batch.query_starts, batch.kv_lens, batch.num_decode, len(queries), longest, form, self._chip
+            )
+        plan = self._extend_plans[form]
+        if self._sums is None or not self._sums.fits(plan):
+            self._sums = Sums.allocate(plan, queries.device)
         extend_attention(
             queries,
             kv,
@@ -72,6 +78,7 @@ class TritonStep:
             batch.num_decode,
             options,
             plan,
+            self._sums,
             output,
             self._chip,
         )

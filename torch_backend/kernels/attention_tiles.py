@@ -175,6 +175,19 @@ def _load_pages(pages, start, last, PAGE_SIZE: tl.constexpr, KEYS: tl.constexpr)
 
 
 @triton.jit
+def merged(largest, total, weighted, next_largest, next_total, next_weighted):
+    """The sums of `attend` over two runs of keys as those over both. Products are fused by name: kernels that merge the
+    same runs round alike, whatever their compiler would have fused."""
+    together = tl.maximum(largest, next_largest)
+    # A query that sees no key of either: infinities must not be subtracted from each other.
+    base = tl.where(together == float("-inf"), 0.0, together)
+    keep, take = tl.exp2(largest - base), tl.exp2(next_largest - base)
+    total = tl.fma(total, keep, next_total * take)
+    weighted = tl.fma(weighted, keep[:, None], next_weighted * take[:, None])
+    return together, total, weighted
+
+
+@triton.jit
 def with_sinks(largest, total, weighted, sinks):
     """Lets `sinks` `[M]`, scores in units of log2(e) without a value, join the sum: `total`, `weighted` of `attend`."""
     new_largest = tl.maximum(largest, sinks)

@@ -73,8 +73,8 @@ def decode_tile(head_dim: int, pages: torch.dtype, chip: Chip) -> DecodeTile:
     To keep an H100's memory busy, some 40 KiB must be under way on each multiprocessor at any time (its bandwidth times
     the latency). A program has `stages - 1` tiles under way; `programs` is what registers and shared memory allow, by
     the compiler's figures: at 128 dimensions in bfloat16 71,680 bytes of shared memory and 80 registers for each of
-    256 threads. Eight warps, since four would have to hold twice the accumulators and widened float8 each; float8 takes
-    shorter tiles and one more of them, since its widening takes registers by the tile.
+    256 threads. Float8 has half the bytes to a tile, and its widening is shared among warps that split values by their
+    dimensions: with four of them a kilobyte takes a third fewer instructions than with eight.
     """
     if pages == torch.float32:
         return DecodeTile(keys=16, warps=4, stages=2, programs=2)
@@ -83,9 +83,10 @@ def decode_tile(head_dim: int, pages: torch.dtype, chip: Chip) -> DecodeTile:
     if head_dim > 128:
         return DecodeTile(keys=32, warps=8, stages=3, programs=2)
     if pages.itemsize == 1:
-        return DecodeTile(keys=32, warps=8, stages=4, programs=2)
-    # An A100 has 164 KiB of shared memory, which is two programs.
-    return DecodeTile(keys=64, warps=8, stages=3, programs=3 if chip.capability >= 90 else 2)
+        return DecodeTile(keys=64, warps=4, stages=3, programs=3)
+    # By shared memory: of Hopper and the data-centre Blackwells, an A100, and chips with 100 KiB.
+    programs = {90: 3, 100: 3, 103: 3, 80: 2}.get(chip.capability, 1)
+    return DecodeTile(keys=64, warps=8, stages=3, programs=programs)
 
 
 def splits_bound(kv_heads: int) -> int:

@@ -4,14 +4,18 @@ The tokens of a sequence are cut into blocks; one program attends with one block
 many rows of a matrix product (tokens times heads). Beside one head at a time this reads nothing more or less, but a
 block has fewer tokens: short chunks fill it, and less is computed above the diagonal only to be masked.
 
-- `plan_blocks`, once a step: how many blocks each sequence has, and whose the i-th is. The launch is as large as the
-  number of tokens allows; programs behind the last block end at once, and no length is read on the host.
-- `extend_blocks`: keys that all queries of the block see without a mask, then the rest with one. Keys in front of the
-  window are not looked at.
+The keys of a sequence are cut into splits at fixed positions. Each split is attended by itself, and the splits of a
+query are merged in order. Who does so changes no bit:
 
-Tiles of keys lie at fixed positions of a sequence, and a tile of which a query sees nothing leaves its sums as they
-are, bit for bit. A query's result is therefore the same however its sequence is cut into chunks, and whatever other
-sequences are in the step.
+- `extend_blocks`: one program for a block goes through its splits. Within a split it takes the keys that all queries
+  of the block see without a mask, then the rest with one. Keys in front of the window are not looked at.
+- `extend_splits` and `merge_extended`, where blocks are too few for the chip, as of a short chunk on a long prefix:
+  every split of a block has a program of its own, and what they found is merged.
+
+Launches are as large as the number of tokens allows, and no length is read on the host. Tiles and splits of keys lie at
+fixed positions of a sequence, and a tile or split of which a query sees nothing leaves its sums as they are, bit for
+bit. A query's result is therefore the same however its sequence is cut into chunks, and whatever other sequences are in
+the step.
 """
 
 from __future__ import annotations
@@ -29,72 +33,55 @@ from torch_backend.kernels.attention_tiles import (
     attend,
     check_options,
     compute_type,
+    merged,
     readable,
     scale_of_products,
     with_sinks,
 )
 from torch_backend.kernels.chip import Chip
-from torch_backend.kernels.work_items import WorkItems, write_items
+from torch_backend.kernels.extend_plan import ExtendForm, ExtendPlan, extend_tile, splits_of_row
 from torch_backend.kv_pages import KVPages
 
-
-@dataclass(frozen=True, slots=True)
-class ExtendTile:
-    """How one program goes through its keys.
-
-    - `rows`: of its queries, tokens times heads of a kv head; a power of two.
-    - `keys`: of a tile, a power of two.
-    - `warps`, `stages`: as Triton means them.
-    """
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-    def tokens(self, group: int) -> int:
-        """Tokens of a block where `group` query heads share a kv head."""
-        return self.rows // group
-
-
-def extend_tile(head_dim: int, pages: torch.dtype, chip: Chip) -> ExtendTile:
-    """The tile for a head size and a type of pages: the largest that the compiler fits into registers.
-
-    128 rows and 8 warps are two warp groups of Hopper's matrix unit. What limits the rest are registers: at 128
-    dimensions a thread holds 64 accumulators and 32 scores. Matrix units other than those of Hopper and the data-centre
-    Blackwells want queries, keys and values in registers too, and float8 is widened there on all.
-    """
-    if pages == torch.float32:
-        return ExtendTile(rows=16, keys=16, warps=4, stages=2)
-    widens = pages.itemsize == 1
-    if head_dim > 128:
-        rows = 128 if chip.capability == 90 and not widens else 64
-        return ExtendTile(rows=rows, keys=32, warps=8, stages=3 if widens else 2)
-    reads_shared = chip.capability // 10 in (9, 10)
-    return ExtendTile(rows=128, keys=64 if reads_shared or head_dim <= 64 else 32, warps=8, stages=3)
+_MERGED_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class ExtendPlan:
-    """The blocks of a step's sequences behind the decode rows, for layers whose blocks have `tokens` tokens."""
+class Sums:
+    """Softmaxes in progress, of which layers of a step use the same one after the other.
 
-    items: WorkItems
-    tokens: int
+    - `weighted`: float32 `[n, width]`, the weighted sum of values; `width` is the head size as a power of two.
+    - `others`: float32 `[2, n]`: the largest score in units of log2(e), and the sum of exponentials.
 
-
-def plan_extend(query_starts: torch.Tensor, num_decode: int, num_tokens: int, tokens: int) -> ExtendPlan:
-    """Cuts the sequences from `num_decode` on into blocks of `tokens` tokens.
-
-    **Arguments:** `query_starts` int32 `[R + 1]`; `num_tokens`: of all sequences.
+    n is the rows of all blocks, where a program keeps here what it has of its block between two splits. Where splits
+    have programs of their own it is those of every split, at most 256 MiB.
     """
-    rows = query_starts.shape[0] - 1 - num_decode
-    # Every block is full but the last one of each sequence.
-    bound = (num_tokens - num_decode) // tokens + rows
-    items = WorkItems.allocate(rows, bound, query_starts.device)
-    plan_blocks[(rows,)](
-        items.starts, items.owners, query_starts, rows, num_decode, TOKENS=tokens, BLOCK=128, num_warps=1
-    )
-    return ExtendPlan(items, tokens)
+
+    weighted: torch.Tensor
+    others: torch.Tensor
+
+    @classmethod
+    def allocate(cls, plan: ExtendPlan, device: torch.device) -> Sums:
+        """Room for what `plan` makes; none where no sequence has a second split."""
+        shape = cls._shape(plan)
+        weighted = torch.empty(shape, dtype=torch.float32, device=device)
+        return cls(weighted, torch.empty(2, shape[0], dtype=torch.float32, device=device))
+
+    def fits(self, plan: ExtendPlan) -> bool:
+        """Whether `allocate` would make the same."""
+        return self.weighted.shape == self._shape(plan)
+
+    @staticmethod
+    def _shape(plan: ExtendPlan) -> tuple[int, int]:
+        items = 0 if plan.split is None else (plan.splits or plan.blocks).owners.shape[0]
+        return items * plan.form.kv_heads * plan.form.tile.rows, triton.next_power_of_2(plan.form.head_dim)
+
+
+def form_of(queries: torch.Tensor, kv: KVPages, options: AttentionOptions, chip: Chip) -> ExtendForm:
+    """Of a layer with `queries` `[T, heads, head_dim]`."""
+    _, heads, head_dim = queries.shape
+    kv_heads = kv.keys.shape[1]
+    tile = extend_tile(head_dim, kv.keys.dtype, chip)
+    return ExtendForm(kv_heads, heads // kv_heads, head_dim, options.window, tile)
 
 
 def extend_attention(
@@ -106,22 +93,37 @@ def extend_attention(
     num_decode: int,
     options: AttentionOptions,
     plan: ExtendPlan,
+    sums: Sums,
     output: torch.Tensor,
     chip: Chip,
 ) -> None:
     """Attention of the tokens of all sequences from `num_decode` on; writes those tokens of `output`.
 
     **Arguments:** `queries`, `output` `[T, heads, head_dim]`, contiguous; `page_table` int32 `[R, P]`; `kv_lens` int32
-    `[R]`; `query_starts` int32 `[R + 1]`: the tokens of a sequence are the last ones of its keys.
+    `[R]`; `query_starts` int32 `[R + 1]`: the tokens of a sequence are the last ones of its keys. Those of a sequence
+    of length 0 are padding, whose output is 0.
 
-    **Raises:** `ValueError` for options or shapes that the kernels do not know.
+    **Raises:** `ValueError` for options or shapes that the kernels do not know, or that `plan` was not made for.
     """
     check_options(queries, kv.keys, options)
-    _, heads, head_dim = queries.shape
-    _, kv_heads, page_size, _ = kv.keys.shape
-    tile = extend_tile(head_dim, kv.keys.dtype, chip)
+    form, tile = form_of(queries, kv, options, chip), plan.form.tile
+    if form != plan.form:
+        raise ValueError(f"the plan is of layers of {plan.form}, not of {form}")
+    page_size = kv.keys.shape[2]
     compute = compute_type(queries.dtype, kv.keys.dtype)
-    extend_blocks[(plan.items.owners.shape[0], kv_heads)](
+    rows = plan.blocks.starts.shape[0] - 1
+    heads_of_layer = {
+        "KV_HEADS": form.kv_heads,
+        "GROUP": form.group,
+        "HEAD_DIM": form.head_dim,
+        "WIDTH": triton.next_power_of_2(form.head_dim),
+        "TOKENS": form.tokens,
+        "ROWS": tile.rows,
+        "KEYS": tile.keys,
+        "SPLIT": plan.split,
+    }
+    items = plan.blocks if plan.splits is None else plan.splits
+    attended = (
         # Converted here and not in the kernel, where it would keep them in registers instead of shared memory.
         queries.to(compute),
         readable(kv.keys, chip),
@@ -131,48 +133,164 @@ def extend_attention(
         page_table,
         kv_lens,
         query_starts,
-        plan.items.starts,
-        plan.items.owners,
+        items.starts,
+        items.owners,
+        sums.weighted,
+        sums.others,
         output,
         options.sinks,
-        plan.items.starts.shape[0] - 1,
+        rows,
         num_decode,
         page_table.stride(0),
+        sums.others.stride(0),
         options.scale,
         options.soft_cap,
         options.window,
-        KV_HEADS=kv_heads,
-        GROUP=heads // kv_heads,
-        HEAD_DIM=head_dim,
-        WIDTH=triton.next_power_of_2(head_dim),
-        PAGE_SIZE=page_size,
-        TOKENS=plan.tokens,
-        ROWS=tile.rows,
-        KEYS=tile.keys,
-        COMPUTE=TRITON_TYPES[compute],
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+    )
+    compiled_for = {
+        **heads_of_layer,
+        "PAGE_SIZE": page_size,
+        "COMPUTE": TRITON_TYPES[compute],
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+    bound = items.owners.shape[0]
+    if plan.splits is None:
+        extend_blocks[(bound, form.kv_heads)](*attended, **compiled_for)
+        return
+    extend_splits[(min(bound * form.kv_heads, chip.processors),)](*attended, **compiled_for)
+    merge_extended[(plan.blocks.owners.shape[0], form.kv_heads, max(tile.rows // _MERGED_ROWS, 1))](
+        sums.weighted,
+        sums.others,
+        kv_lens,
+        query_starts,
+        plan.blocks.starts,
+        plan.blocks.owners,
+        plan.splits.starts,
+        kv.value_scale,
+        options.sinks,
+        output,
+        rows,
+        num_decode,
+        sums.others.stride(0),
+        options.window,
+        **heads_of_layer,
+        MERGED=_MERGED_ROWS,
+        num_warps=4,
     )
 
 
-@triton.jit(do_not_specialize=["rows", "num_decode"], do_not_specialize_on_alignment=["query_starts"])
-def plan_blocks(starts, owners, query_starts, rows, num_decode, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
-    """One program for each sequence counts the blocks of all before it: `[rows + 1]` starts and `[bound]` owners."""
-    row = tl.program_id(0)
-    lanes = tl.arange(0, BLOCK)
-    ends = query_starts + num_decode + 1
-    counts = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, row, BLOCK):
-        others = start + lanes
-        begin = tl.load(ends + others - 1, mask=others < row, other=0)
-        end = tl.load(ends + others, mask=others < row, other=0)
-        counts += tl.cdiv(end - begin, TOKENS)
-    count = tl.cdiv(tl.load(ends + row) - tl.load(ends + row - 1), TOKENS)
-    write_items(starts, owners, row, rows, tl.sum(counts, 0), count, BLOCK)
+@triton.jit
+def place_of_block(row, block, query_starts, kv_lens, TOKENS: tl.constexpr):
+    """Of the block's first query the place among all tokens and the position, and how many queries there are."""
+    query_start = tl.load(query_starts + row)
+    count = tl.load(query_starts + row + 1) - query_start
+    start = block * TOKENS
+    return query_start + start, tl.load(kv_lens + row) - count + start, tl.minimum(count - start, TOKENS)
+
+
+@triton.jit
+def first_key(first_position, window, KEYS: tl.constexpr):
+    """The start of the first tile that a block looks at whose first query stands at `first_position`."""
+    if window is None:
+        return first_position * 0
+    else:
+        return tl.maximum(first_position - window + 1, 0) // KEYS * KEYS
+
+
+@triton.jit
+def attend_split(
+    queries,
+    positions,
+    first_position,
+    held,
+    split,
+    pages,
+    keys,
+    values,
+    score_scale,
+    soft_cap,
+    window,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """The sums of one split alone, or without a `SPLIT` of all keys, for a block of `held` queries: see `attend`."""
+    start = first_key(first_position, window, KEYS)
+    end = first_position + held
+    if SPLIT is not None:
+        start = tl.maximum(start, split * SPLIT)
+        end = tl.minimum(end, split * SPLIT + SPLIT)
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    weighted = tl.zeros([ROWS, WIDTH], tl.float32)
+    if window is None:
+        masked_from = (first_position + 1) // KEYS * KEYS
+        largest, total, weighted = attend(
+            queries,
+            positions,
+            largest,
+            total,
+            weighted,
+            start,
+            tl.minimum(masked_from, end),
+            pages,
+            keys,
+            values,
+            KV_HEADS * PAGE_SIZE * HEAD_DIM,
+            score_scale,
+            soft_cap,
+            None,
+            EDGES=False,
+            HEAD_DIM=HEAD_DIM,
+            WIDTH=WIDTH,
+            PAGE_SIZE=PAGE_SIZE,
+            KEYS=KEYS,
+            COMPUTE=COMPUTE,
+        )
+        start = tl.maximum(start, masked_from)
+    return attend(
+        queries,
+        positions,
+        largest,
+        total,
+        weighted,
+        start,
+        end,
+        pages,
+        keys,
+        values,
+        KV_HEADS * PAGE_SIZE * HEAD_DIM,
+        score_scale,
+        soft_cap,
+        window,
+        EDGES=True,
+        HEAD_DIM=HEAD_DIM,
+        WIDTH=WIDTH,
+        PAGE_SIZE=PAGE_SIZE,
+        KEYS=KEYS,
+        COMPUTE=COMPUTE,
+    )
+
+
+@triton.jit
+def finished(largest, total, weighted, heads, kv_head, sinks, value_scale):
+    """The output, of the sums of all splits; 0 for queries that see no key, which are padding."""
+    if sinks is not None:
+        total, weighted = with_sinks(largest, total, weighted, tl.load(sinks + heads) * LOG2_E)
+    result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
+    if value_scale is not None:
+        result *= tl.load(value_scale + kv_head)
+    return result
 
 
 @triton.jit(
-    do_not_specialize=["rows", "num_decode", "table_stride"],
+    do_not_specialize=["rows", "num_decode", "table_stride", "sums_stride"],
     do_not_specialize_on_alignment=["page_table", "kv_lens", "query_starts"],
 )
 def extend_blocks(
@@ -186,11 +304,14 @@ def extend_blocks(
     query_starts,
     starts,
     owners,
+    sums_weighted,
+    sums,
     output,
     sinks,
     rows,
     num_decode,
     table_stride,
+    sums_stride,
     scale,
     soft_cap,
     window,
@@ -202,6 +323,7 @@ def extend_blocks(
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
     """Attends with `TOKENS` tokens of one sequence and the `GROUP` heads of one kv head: row r of the product is head
@@ -214,82 +336,226 @@ def extend_blocks(
     # The last blocks of a sequence have most keys: they come first, so that no long program is left over at the end.
     block = tl.load(starts + item_row + 1) - 1 - place
     row = item_row + num_decode
-    query_start = tl.load(query_starts + row)
-    count = tl.load(query_starts + row + 1) - query_start
-    kv_len = tl.load(kv_lens + row)
-    block_start = block * TOKENS
-    held = tl.minimum(count - block_start, TOKENS)
+    first_query, first_position, held = place_of_block(row, block, query_starts, kv_lens, TOKENS)
 
     lanes = tl.arange(0, ROWS)
     dims = tl.arange(0, WIDTH)
     tokens = lanes // GROUP
     heads = kv_head * GROUP + lanes % GROUP
-    first_position = kv_len - count + block_start
-    positions = first_position + tokens
-    token_rows = (query_start + block_start + tokens).to(tl.int64) * (KV_HEADS * GROUP) + heads
-    asked = token_rows[:, None] * HEAD_DIM + dims[None, :]
+    places = (first_query + tokens).to(tl.int64) * (KV_HEADS * GROUP) + heads
+    asked = places[:, None] * HEAD_DIM + dims[None, :]
     wanted = (tokens < held)[:, None] & (dims < HEAD_DIM)[None, :]
-
-    score_scale = scale_of_products(scale, key_scale, soft_cap, kv_head)
     block_queries = tl.load(queries + asked, mask=wanted, other=0.0)
-    pages = page_table + row.to(tl.int64) * table_stride
-    head_keys = keys + kv_head * (PAGE_SIZE * HEAD_DIM)
-    head_values = values + kv_head * (PAGE_SIZE * HEAD_DIM)
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    weighted = tl.zeros([ROWS, WIDTH], tl.float32)
-    if window is None:
-        masked_from = (first_position + 1) // KEYS * KEYS
-        largest, total, weighted = attend(
+    first_split, splits = 0, 1
+    if SPLIT is not None:
+        first_split = first_key(first_position, window, KEYS) // SPLIT
+        # Padding sees no key, and gets its zeros.
+        splits = tl.maximum(tl.cdiv(first_position + held, SPLIT), first_split + 1)
+    # Nothing that all turns share is computed ahead: held through a split's tiles, it would spill.
+    for split in tl.range(first_split, splits, disable_licm=True):
+        largest, total, weighted = attend_split(
             block_queries,
-            positions,
-            largest,
-            total,
-            weighted,
-            0,
-            masked_from,
-            pages,
-            head_keys,
-            head_values,
-            KV_HEADS * PAGE_SIZE * HEAD_DIM,
-            score_scale,
+            first_position + tokens,
+            first_position,
+            held,
+            split,
+            page_table + row.to(tl.int64) * table_stride,
+            keys + kv_head * (PAGE_SIZE * HEAD_DIM),
+            values + kv_head * (PAGE_SIZE * HEAD_DIM),
+            scale_of_products(scale, key_scale, soft_cap, kv_head),
             soft_cap,
-            None,
-            EDGES=False,
+            window,
+            KV_HEADS=KV_HEADS,
             HEAD_DIM=HEAD_DIM,
             WIDTH=WIDTH,
             PAGE_SIZE=PAGE_SIZE,
+            ROWS=ROWS,
             KEYS=KEYS,
+            SPLIT=SPLIT,
             COMPUTE=COMPUTE,
         )
-    else:
-        masked_from = tl.maximum(first_position - window + 1, 0) // KEYS * KEYS
-    largest, total, weighted = attend(
-        block_queries,
-        positions,
-        largest,
-        total,
-        weighted,
-        masked_from,
-        first_position + held,
-        pages,
-        head_keys,
-        head_values,
-        KV_HEADS * PAGE_SIZE * HEAD_DIM,
-        score_scale,
-        soft_cap,
-        window,
-        EDGES=True,
-        HEAD_DIM=HEAD_DIM,
-        WIDTH=WIDTH,
-        PAGE_SIZE=PAGE_SIZE,
-        KEYS=KEYS,
-        COMPUTE=COMPUTE,
-    )
-    if sinks is not None:
-        joining = tl.load(sinks + heads) * LOG2_E
-        total, weighted = with_sinks(largest, total, weighted, joining)
-    result = weighted / total[:, None]
-    if value_scale is not None:
-        result *= tl.load(value_scale + kv_head)
-    tl.store(output + asked, result.to(output.dtype.element_ty), mask=wanted)
+        if SPLIT is not None:
+            # What earlier splits gave waits in memory: registers hold one softmax in progress, not two. A block's place
+            # there is whole, so that it is found by one address and its padding needs no mask.
+            block_place = (place.to(tl.int64) * KV_HEADS + kv_head) * ROWS
+            kept, kept_weighted = sums + block_place, sums_weighted + block_place * WIDTH
+            inside = lanes[:, None] * WIDTH + dims[None, :]
+            if split > first_split:
+                tl.debug_barrier()  # other threads may have written what this one reads
+                largest, total, weighted = merged(
+                    tl.load(kept + lanes),
+                    tl.load(kept + sums_stride + lanes),
+                    tl.load(kept_weighted + inside),
+                    largest,
+                    total,
+                    weighted,
+                )
+            if split < splits - 1:
+                tl.store(kept + lanes, largest)
+                tl.store(kept + sums_stride + lanes, total)
+                tl.store(kept_weighted + inside, weighted)
+        if split == splits - 1:
+            result = finished(largest, total, weighted, heads, kv_head, sinks, value_scale)
+            tl.store(output + asked, result.to(output.dtype.element_ty), mask=wanted)
+
+
+@triton.jit(
+    do_not_specialize=["rows", "num_decode", "table_stride", "sums_stride"],
+    do_not_specialize_on_alignment=["page_table", "kv_lens", "query_starts"],
+)
+def extend_splits(
+    queries,
+    keys,
+    values,
+    key_scale,
+    value_scale,
+    page_table,
+    kv_lens,
+    query_starts,
+    starts,
+    owners,
+    sums_weighted,
+    sums,
+    output,
+    sinks,
+    rows,
+    num_decode,
+    table_stride,
+    sums_stride,
+    scale,
+    soft_cap,
+    window,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """As `extend_blocks`, one split of a block after the other; blocks that have one alone are finished here."""
+    lanes = tl.arange(0, ROWS)
+    dims = tl.arange(0, WIDTH)
+    tokens = lanes // GROUP
+    for item in tl.range(tl.program_id(0), tl.load(starts + rows) * KV_HEADS, tl.num_programs(0), disable_licm=True):
+        place = item // KV_HEADS
+        kv_head = item % KV_HEADS
+        item_row = tl.load(owners + place)
+        row = item_row + num_decode
+        count = tl.load(query_starts + row + 1) - tl.load(query_starts + row)
+        first_of_row, splits_of_one = splits_of_row(tl.load(kv_lens + row), count, window, SPLIT)
+        index = place - tl.load(starts + item_row)
+        block = index // splits_of_one
+        split = first_of_row + index % splits_of_one
+        first_query, first_position, held = place_of_block(row, block, query_starts, kv_lens, TOKENS)
+        first_split = first_key(first_position, window, KEYS) // SPLIT
+        splits = tl.cdiv(first_position + held, SPLIT)
+        # A sequence's early blocks may end before its last split, and late ones see nothing of the first.
+        if (split >= first_split) & (split < splits):
+            heads = kv_head * GROUP + lanes % GROUP
+            places = (first_query + tokens).to(tl.int64) * (KV_HEADS * GROUP) + heads
+            asked = places[:, None] * HEAD_DIM + dims[None, :]
+            wanted = (tokens < held)[:, None] & (dims < HEAD_DIM)[None, :]
+            largest, total, weighted = attend_split(
+                tl.load(queries + asked, mask=wanted, other=0.0),
+                first_position + tokens,
+                first_position,
+                held,
+                split,
+                page_table + row.to(tl.int64) * table_stride,
+                keys + kv_head * (PAGE_SIZE * HEAD_DIM),
+                values + kv_head * (PAGE_SIZE * HEAD_DIM),
+                scale_of_products(scale, key_scale, soft_cap, kv_head),
+                soft_cap,
+                window,
+                KV_HEADS=KV_HEADS,
+                HEAD_DIM=HEAD_DIM,
+                WIDTH=WIDTH,
+                PAGE_SIZE=PAGE_SIZE,
+                ROWS=ROWS,
+                KEYS=KEYS,
+                SPLIT=SPLIT,
+                COMPUTE=COMPUTE,
+            )
+            if splits - first_split == 1:
+                result = finished(largest, total, weighted, heads, kv_head, sinks, value_scale)
+                tl.store(output + asked, result.to(output.dtype.element_ty), mask=wanted)
+            else:
+                block_place = item.to(tl.int64) * ROWS
+                tl.store(sums_weighted + block_place * WIDTH + lanes[:, None] * WIDTH + dims[None, :], weighted)
+                tl.store(sums + block_place + lanes, largest)
+                tl.store(sums + sums_stride + block_place + lanes, total)
+
+
+@triton.jit(
+    do_not_specialize=["rows", "num_decode", "sums_stride"],
+    do_not_specialize_on_alignment=["kv_lens", "query_starts"],
+)
+def merge_extended(
+    sums_weighted,
+    sums,
+    kv_lens,
+    query_starts,
+    block_starts,
+    block_owners,
+    split_starts,
+    value_scale,
+    sinks,
+    output,
+    rows,
+    num_decode,
+    sums_stride,
+    window,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    MERGED: tl.constexpr,
+):
+    """Merges the splits of `MERGED` rows of a block in order, as `extend_blocks` does."""
+    place = tl.program_id(0)
+    if place >= tl.load(block_starts + rows):
+        return
+    kv_head = tl.program_id(1)
+    item_row = tl.load(block_owners + place)
+    block = place - tl.load(block_starts + item_row)
+    row = item_row + num_decode
+    first_query, first_position, held = place_of_block(row, block, query_starts, kv_lens, TOKENS)
+    first_split = first_key(first_position, window, KEYS) // SPLIT
+    splits = tl.cdiv(first_position + held, SPLIT)
+    if splits - first_split == 1:
+        return
+    count = tl.load(query_starts + row + 1) - tl.load(query_starts + row)
+    first_of_row, splits_of_one = splits_of_row(tl.load(kv_lens + row), count, window, SPLIT)
+    before = tl.load(split_starts + item_row) + block * splits_of_one - first_of_row
+
+    lanes = tl.program_id(2) * MERGED + tl.arange(0, MERGED)
+    dims = tl.arange(0, WIDTH)
+    tokens = lanes // GROUP
+    heads = kv_head * GROUP + lanes % GROUP
+    here = (tokens < held) & (lanes < ROWS)
+    wanted = here[:, None] & (dims < HEAD_DIM)[None, :]
+    largest = tl.full([MERGED], float("-inf"), tl.float32)
+    total = tl.zeros([MERGED], tl.float32)
+    weighted = tl.zeros([MERGED, WIDTH], tl.float32)
+    for split in range(first_split, splits):
+        entries = ((before + split).to(tl.int64) * KV_HEADS + kv_head) * ROWS + lanes
+        largest, total, weighted = merged(
+            largest,
+            total,
+            weighted,
+            tl.load(sums + entries, mask=here, other=0.0),
+            tl.load(sums + sums_stride + entries, mask=here, other=0.0),
+            tl.load(sums_weighted + entries[:, None] * WIDTH + dims[None, :], mask=wanted, other=0.0),
+        )
+    result = finished(largest, total, weighted, heads, kv_head, sinks, value_scale)
+    places = (first_query + tokens).to(tl.int64) * (KV_HEADS * GROUP) + heads
+    at = output + places[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(at, result.to(output.dtype.element_ty), mask=wanted)

@@ -1,0 +1,156 @@
+"""`bench accuracy`: questions with several answers, of which the model should find the right one the likeliest.
+
+Nothing is generated: each answer is read behind its question, and the logprobs of its tokens are added up. What a cache
+in 8 bits, another attention or a converted checkpoint costs shows in the score, and whether it works at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from sglang_jax.cli.bench.metrics import append_json_line
+from sglang_jax.cli.options import options_of
+from sglang_jax.config import EngineConfig
+from sglang_jax.engine.types import TokenLogprob
+from sglang_jax.errors import ConfigError
+
+
+class Question(BaseModel):
+    """A line of a task. An answer follows its prompt as it stands: spaces between them belong to one of the two."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    prompt: str = Field(min_length=1)
+    choices: tuple[str, ...] = Field(min_length=2)
+    answer: int = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> Question:
+        if self.answer >= len(self.choices):
+            raise ValueError(f"answer {self.answer} is none of {len(self.choices)} choices, which count from 0")
+        if not all(self.choices):
+            raise ValueError("a choice is empty")
+        return self
+
+
+class AccuracyConfig(BaseModel):
+    """What `bench accuracy` has besides an engine."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    task: Path = Field(description='file of questions, a line of JSON each: {"prompt", "choices", "answer"}')
+    result_filename: Path | None = Field(None, description="file to append a line of JSON to")
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a task came to.
+
+    - `accuracy`: share of questions whose right answer is the likeliest; `per_character`: is that by its logprob over
+      its length, which does not favour short answers.
+    - `nll`: mean negative logprob of a token of right answers.
+    """
+
+    questions: int
+    accuracy: float
+    per_character: float
+    nll: float
+
+
+def read_task(file: Path) -> list[Question]:
+    """The questions of a file. Raises `ConfigError` that names the line at fault."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"task {file} cannot be read: {error}") from error
+    questions = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                questions.append(Question.model_validate_json(line))
+            except ValidationError as error:
+                first = error.errors()[0]
+                where = ".".join(map(str, first["loc"])) or "line"
+                raise ConfigError(f"{file}:{number}: {where}: {first['msg']}") from error
+    if not questions:
+        raise ConfigError(f"task {file} has no questions")
+    return questions
+
+
+def answer_start(prompt: Sequence[int], whole: Sequence[int]) -> int:
+    """Where an answer's tokens begin in those of prompt and answer together: behind what they have in common, since the
+    last token of a prompt may become another one once the text goes on; and never in front, where no logprob is."""
+    shared = next(
+        (i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), min(map(len, (prompt, whole)))
+    )
+    return max(min(shared, len(whole) - 1), 1)
+
+
+def score(questions: Sequence[Question], found: Sequence[Sequence[Sequence[float]]]) -> Score:
+    """Of logprobs of the tokens of each choice of each question."""
+    right = per_character = 0
+    of_answers: list[float] = []
+    for question, choices in zip(questions, found, strict=True):
+        sums = [math.fsum(logprobs) for logprobs in choices]
+        means = [total / len(choice) for total, choice in zip(sums, question.choices, strict=True)]
+        right += sums.index(max(sums)) == question.answer
+        per_character += means.index(max(means)) == question.answer
+        of_answers += choices[question.answer]
+    count = len(questions)
+    return Score(count, right / count, per_character / count, -math.fsum(of_answers) / len(of_answers))
+
+
+@click.command()
+@options_of(engine=EngineConfig, accuracy=AccuracyConfig)
+def bench_accuracy(engine: EngineConfig, accuracy: AccuracyConfig) -> int:
+    """Score a model on questions with several answers, by how likely it finds each."""
+    from sglang_jax.engine.engine import Engine
+
+    questions = read_task(accuracy.task)
+    with Engine(config=engine) as running:
+
+        def requests() -> Iterator[dict[str, Any]]:
+            for question in questions:
+                prompt = running.encode(question.prompt)
+                for choice in question.choices:
+                    whole = running.encode(question.prompt + choice)
+                    yield {
+                        "prompt": whole,
+                        "max_new_tokens": 0,
+                        "return_logprob": True,
+                        "logprob_start_len": answer_start(prompt, whole),
+                    }
+
+        logprobs = []
+        for result in running.batch(requests(), ordered=True):
+            if result.error is not None:
+                raise result.error
+            logprobs.append(_values(result.outputs[0].prompt_logprobs or []))
+    choices = iter(logprobs)
+    figures = score(questions, [[next(choices) for _ in question.choices] for question in questions])
+    click.echo(
+        f"{figures.questions} questions: accuracy {figures.accuracy:.1%}, by logprob per character "
+        f"{figures.per_character:.1%}; {figures.nll:.4f} nats per token of right answers"
+    )
+    if accuracy.result_filename is not None:
+        line = {
+            **engine.model_dump(mode="json"),
+            "task": str(accuracy.task),
+            "questions": figures.questions,
+            "accuracy": figures.accuracy,
+            "accuracy_per_character": figures.per_character,
+            "nll": figures.nll,
+        }
+        append_json_line(accuracy.result_filename, line)
+    return 0
+
+
+def _values(tokens: Sequence[TokenLogprob]) -> list[float]:
+    return [token.logprob for token in tokens if token.logprob is not None]

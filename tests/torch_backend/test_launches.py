@@ -1,0 +1,100 @@
+"""How many kernels a captured step launches on a GPU, counted without one: at one row they are most of its overhead."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import helpers.triton_interpreter
+import pytest
+import torch
+from helpers.small_configs import small_config
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import InterpretedFunction
+
+from torch_backend.attention.triton import TritonAttention
+from torch_backend.kernels.chip import Chip
+from torch_backend.kernels.operations import TritonOperations
+from torch_backend.kv_pages import KVPages, LayerMemory
+from torch_backend.loading import PagedTransformer
+from torch_backend.models import build_model
+from torch_backend.packing import StepLayout
+from torch_backend.step import RowTensors, build_batch
+
+assert helpers.triton_interpreter
+
+META = torch.device("meta")
+PAGE_SIZE = 16
+ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty"}
+
+
+class _Operations(TorchDispatchMode):
+    """Torch's operations that compute or copy something; views and allocations launch nothing."""
+
+    def __init__(self, launches: Counter[str]) -> None:
+        super().__init__()
+        self._launches = launches
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function._schema.name.removeprefix("aten::")
+        if not function.is_view and name not in ALLOCATIONS:
+            self._launches[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Launches of torch's operations and of Triton's kernels, by name; the latter do nothing."""
+    launches: Counter[str] = Counter()
+
+    def launch(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        launches[self.__name__] += 1
+
+    monkeypatch.setattr(InterpretedFunction, "run", launch)
+    with _Operations(launches):
+        yield launches
+
+
+def launches_of(monkeypatch: pytest.MonkeyPatch, layers: int, layout: StepLayout) -> Counter[str]:
+    """Of what a step captures, from the page-table deltas to the hidden states."""
+    config = small_config(num_layers=layers, head_dim=64, num_heads=4, num_kv_heads=2)
+    model = build_model(
+        config,
+        dtype=torch.bfloat16,
+        device=META,
+        operations=TritonOperations(),
+        attention=TritonAttention(Chip(capability=90, processors=132)),
+    )
+    pages = [LayerMemory(KVPages.allocate(9, 2, PAGE_SIZE, 64, torch.bfloat16, META)) for _ in range(layers)]
+    paged = PagedTransformer(model.to(META), pages)
+    rows = RowTensors.zeros(9, 8, META)
+    inputs = layout.unpack(torch.empty(layout.size, dtype=torch.int32, device=META))
+    with torch.inference_mode(), counted(monkeypatch) as launches:
+        paged.forward(build_batch(inputs, rows, PAGE_SIZE))
+    return launches
+
+
+@pytest.mark.parametrize(
+    ("layout", "of_attention"),
+    [
+        (StepLayout.decode(8, 8), {"decode_splits": 1, "merge_splits": 1}),
+        (StepLayout.mixed(8, 4, 64, 8), {"decode_splits": 1, "merge_splits": 1, "extend_blocks": 1}),
+    ],
+    ids=["decode", "mixed"],
+)
+def test_a_layer_launches_no_more_than_it_needs(
+    monkeypatch: pytest.MonkeyPatch, layout: StepLayout, of_attention: dict[str, int]
+) -> None:
+    two, three = (launches_of(monkeypatch, layers, layout) for layers in (2, 3))
+    layer = three - two
+    assert layer == {
+        "linear": 4,
+        "_add_rms_norm_kernel": 2,
+        "_rotate_and_write_kernel": 1,
+        "_gated_kernel": 1,
+        **of_attention,
+    }
+    # What a step launches once: the batch, attention's plans, embeddings, rotary tables, the last norm.
+    assert sum(two.values()) - 2 * sum(layer.values()) <= (24 if layout.tokens == 0 else 36)

@@ -1,0 +1,202 @@
+"""How the work of prefill chunks is cut up: tokens of a sequence into blocks, the keys of a block into splits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from torch_backend.kernels.chip import Chip
+from torch_backend.kernels.work_items import WorkItems, write_items
+
+SPLIT = 2048
+"""Keys of a split, a multiple of every tile. Between two splits a program reads and writes its block's sums, which
+takes about as long as one of the 32 tiles of a split (an estimate); shorter splits would keep more programs busy."""
+
+_LARGEST_SPLIT_HEAD = 128
+"""Beyond it a block's sums fill the registers: none are left for those of another split. Such heads are not split."""
+
+_MOST_PARTIAL_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendTile:
+    """How one program goes through its keys.
+
+    - `rows`: of its queries, tokens times heads of a kv head; a power of two.
+    - `keys`: of a tile, a power of two.
+    - `warps`, `stages`: as Triton means them.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+    def tokens(self, group: int) -> int:
+        """Tokens of a block where `group` query heads share a kv head."""
+        return self.rows // group
+
+
+def extend_tile(head_dim: int, pages: torch.dtype, chip: Chip) -> ExtendTile:
+    """The tile for a head size and a type of pages: the largest that the compiler fits into registers.
+
+    128 rows and 8 warps are two warp groups of Hopper's matrix unit. What limits the rest are registers: at 128
+    dimensions a thread holds 64 accumulators and 32 scores. Matrix units other than those of Hopper and the data-centre
+    Blackwells want queries, keys and values in registers too, and float8 is widened there on all.
+    """
+    if pages == torch.float32:
+        return ExtendTile(rows=16, keys=16, warps=4, stages=2)
+    widens = pages.itemsize == 1
+    if head_dim > 128:
+        rows = 128 if chip.capability == 90 and not widens else 64
+        return ExtendTile(rows=rows, keys=32, warps=8, stages=3 if widens else 2)
+    reads_shared = chip.capability // 10 in (9, 10)
+    return ExtendTile(rows=128, keys=64 if reads_shared or head_dim <= 64 else 32, warps=8, stages=3)
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendForm:
+    """What the cutting of a layer's work depends on.
+
+    - `kv_heads`, `group`, `head_dim`: its heads. `window`: as in `AttentionOptions`.
+    - `tile`: of its programs.
+    """
+
+    kv_heads: int
+    group: int
+    head_dim: int
+    window: int | None
+    tile: ExtendTile
+
+    @property
+    def tokens(self) -> int:
+        """Of a block."""
+        return self.tile.tokens(self.group)
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendPlan:
+    """The work of a step's sequences behind the decode rows, for layers of one form.
+
+    - `blocks`: an item for each block of tokens.
+    - `splits`: an item for each split of each block, block by block, where blocks are so few that programs share their
+      keys out; else None: one program goes through all splits of a block.
+    - `split`: keys of a split; None where every sequence fits into one, or heads are too large to be split.
+    """
+
+    form: ExtendForm
+    blocks: WorkItems
+    splits: WorkItems | None
+    split: int | None
+
+
+def plan_extend(
+    query_starts: torch.Tensor,
+    kv_lens: torch.Tensor,
+    num_decode: int,
+    num_tokens: int,
+    longest: int,
+    form: ExtendForm,
+    chip: Chip,
+) -> ExtendPlan:
+    """Cuts the sequences from `num_decode` on into blocks, and their keys into splits.
+
+    **Arguments:** `query_starts` int32 `[R + 1]`, `kv_lens` int32 `[R]`; `num_tokens`: of all sequences; `longest`: no
+    sequence is longer.
+    """
+    rows = query_starts.shape[0] - 1 - num_decode
+    # Every block is full but the last one of each sequence.
+    bound = (num_tokens - num_decode) // form.tokens + rows
+    split = SPLIT if longest > SPLIT and form.head_dim <= _LARGEST_SPLIT_HEAD else None
+    most = 1 if split is None else _most_splits(longest, num_tokens, form.window)
+    blocks, splits = WorkItems.allocate(rows, bound, query_starts.device), None
+    plan_blocks[(rows,)](
+        blocks.starts, blocks.owners, query_starts, rows, num_decode, TOKENS=form.tokens, BLOCK=128, num_warps=1
+    )
+    if most > 1 and _pays(bound, most, form, chip):
+        splits = WorkItems.allocate(rows, bound * most, query_starts.device)
+        plan_block_splits[(rows,)](
+            splits.starts,
+            splits.owners,
+            query_starts,
+            kv_lens,
+            rows,
+            num_decode,
+            form.window,
+            TOKENS=form.tokens,
+            SPLIT=split,
+            BLOCK=128,
+            num_warps=1,
+        )
+    return ExtendPlan(form, blocks, splits, split)
+
+
+def _most_splits(longest: int, num_tokens: int, window: int | None) -> int:
+    """That the tokens of one sequence see together."""
+    most = -(-longest // SPLIT)
+    return most if window is None else min(most, -(-(num_tokens + window) // SPLIT) + 1)
+
+
+def _pays(blocks: int, splits: int, form: ExtendForm, chip: Chip) -> bool:
+    """Blocks leave half of the chip idle or more, and what splits hand over fits. It changes no bit of a result."""
+    programs = blocks * form.kv_heads
+    handed_over = 4 * programs * splits * form.tile.rows * triton.next_power_of_2(form.head_dim)
+    return 2 * programs <= chip.processors and handed_over <= _MOST_PARTIAL_BYTES
+
+
+@triton.jit
+def splits_of_row(kv_len, count, window, SPLIT: tl.constexpr):
+    """The first split that any of the last `count` tokens of a sequence sees, and how many there are from it on."""
+    first = kv_len * 0
+    if window is not None:
+        first = tl.maximum(kv_len - count - window + 1, 0) // SPLIT
+    return first, tl.cdiv(kv_len, SPLIT) - first
+
+
+@triton.jit(do_not_specialize=["rows", "num_decode"], do_not_specialize_on_alignment=["query_starts"])
+def plan_blocks(starts, owners, query_starts, rows, num_decode, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
+    """One program for each sequence counts the blocks of all before it: `[rows + 1]` starts and `[bound]` owners."""
+    row = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    ends = query_starts + num_decode + 1
+    counts = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, row, BLOCK):
+        others = start + lanes
+        begin = tl.load(ends + others - 1, mask=others < row, other=0)
+        end = tl.load(ends + others, mask=others < row, other=0)
+        counts += tl.cdiv(end - begin, TOKENS)
+    count = tl.cdiv(tl.load(ends + row) - tl.load(ends + row - 1), TOKENS)
+    write_items(starts, owners, row, rows, tl.sum(counts, 0), count, BLOCK)
+
+
+@triton.jit(do_not_specialize=["rows", "num_decode"], do_not_specialize_on_alignment=["query_starts", "kv_lens"])
+def plan_block_splits(
+    starts,
+    owners,
+    query_starts,
+    kv_lens,
+    rows,
+    num_decode,
+    window,
+    TOKENS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The same of splits: each block has as many as its sequence."""
+    row = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    ends = query_starts + num_decode + 1
+    lens = kv_lens + num_decode
+    counts = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, row, BLOCK):
+        others = start + lanes
+        begin = tl.load(ends + others - 1, mask=others < row, other=0)
+        end = tl.load(ends + others, mask=others < row, other=0)
+        _, splits = splits_of_row(tl.load(lens + others, mask=others < row, other=0), end - begin, window, SPLIT)
+        counts += tl.cdiv(end - begin, TOKENS) * splits
+    queries = tl.load(ends + row) - tl.load(ends + row - 1)
+    _, splits = splits_of_row(tl.load(lens + row), queries, window, SPLIT)
+    write_items(starts, owners, row, rows, tl.sum(counts, 0), tl.cdiv(queries, TOKENS) * splits, BLOCK)
