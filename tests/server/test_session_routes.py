@@ -205,6 +205,15 @@ def test_sessions_time_out_while_the_engine_sleeps(server: EchoServer) -> None:
     refused(post(server, "/open_session", {"capacity_of_str_len": 0, "timeout": 0}), 400, "timeout")
 
 
+@pytest.mark.parametrize("timeout", [3e6, 1e308])
+def test_a_timeout_may_be_as_long_as_anybody_likes(server: EchoServer, timeout: float) -> None:
+    """The engine sleeps until the first session times out, if it has nothing else to do."""
+    session = opened(server, timeout=timeout)
+    time.sleep(0.1)
+    assert turn(server, session, "ab").status_code == 200
+    closed(server, session)
+
+
 def test_there_are_so_many_sessions_and_metrics_tell(server: EchoServer) -> None:
     sessions = []
     for _ in range(13):
