@@ -165,7 +165,10 @@ class AsyncEngineClient:
 
     async def _read_prompt(self, routed: RoutedRequest) -> None:
         prompt = await self._reader.token_ids(routed.request, self.model_info)
-        routed.request = replace(routed.request, prompt=prompt)
+        session = routed.request.session
+        if session is not None and session.opening is None:
+            session = replace(session, opening=self._reader.opening)
+        routed.request = replace(routed.request, prompt=prompt, session=session)
 
     def _outputs(self, request: GenerateInput) -> RequestOutputs:
         outputs = RequestOutputs(request)
