@@ -115,6 +115,7 @@ class AsyncEngineClient:
 
     async def open_session(self, options: SessionOptions) -> str:
         """See `EngineClient.open_session`."""
+        validation.check_session(options)
         return await self.links.open_session(options)
 
     async def close_session(self, session_id: str, owner: str) -> None:

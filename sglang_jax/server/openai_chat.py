@@ -297,8 +297,8 @@ def chat_router(context: ServerContext) -> APIRouter:
 
 
 def _turn(turn: SessionTurnInput | None, token_ids: list[int], bos: int | None) -> SessionTurnInput | None:
-    """Which token a chat begins with and its next turn does not: the model's BOS where the chat template writes it once.
-    A BOS that comes again begins each message (ChatML's `<|im_start|>` in some models), and belongs to it."""
+    """Which token a chat begins with and its next turn does not: the model's BOS where the chat template writes it
+    once. A BOS that comes again begins each message (ChatML's `<|im_start|>` in some models), and belongs to it."""
     if turn is None:
         return None
     opening = bos if bos is not None and token_ids.count(bos) == 1 else -1
