@@ -320,6 +320,27 @@ def test_operators_look_into_the_cache(server: EchoServer, tmp_path: Path) -> No
     closed(server, session)
 
 
+def test_what_is_wrong_with_a_report_is_told_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = [httpx2.Response(200, text="<html>\x1b"), httpx2.Response(200, json=[]), httpx2.Response(500)]
+    answers.append(httpx2.Response(200, json={"replicas": []}))
+    monkeypatch.setattr(httpx2, "get", lambda *args, **options: answers.pop())
+    assert run_command(cache_report, "cache-report", ["--svg", str(tmp_path / "missing" / "cache.svg")]) == 2
+    while answers:
+        assert run_command(cache_report, "cache-report", []) == 2
+    monkeypatch.undo()
+    assert run_command(cache_report, "cache-report", ["--url", "http://[::1"]) == 2
+    assert run_command(cache_report, "cache-report", ["--url", "http://127.0.0.1:9", "--api-key", "ö"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 6
+    for line, words in zip(
+        told, ("cannot be written", "500", "no report", "no report", "answer", "answer"), strict=True
+    ):
+        assert words in line
+        assert line.isprintable()
+
+
 def test_a_report_of_a_server_that_says_no(server: EchoServer) -> None:
     assert run_command(cache_report, "cache-report", ["--url", server.url, "--api-key", "nobody's"]) == 2
     assert run_command(cache_report, "cache-report", ["--url", "http://127.0.0.1:9"]) == 2
