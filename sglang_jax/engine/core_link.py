@@ -188,6 +188,7 @@ class CoreLink:
         """See `Link.abort`."""
         for completion in outputs.completions:
             if self._completions.get(completion.wire_id) is completion:
+                completion.aborted = True
                 self._tell(AbortRequest(completion.wire_id))
 
     def release(self, outputs: RequestOutputs) -> None:
@@ -342,7 +343,8 @@ class CoreLink:
             if completion is None:
                 continue
             if completion.push(token_id):
-                del completions[wire_id]
+                if completion.finish is not None:
+                    del completions[wire_id]
                 self._tell(StopRequest(wire_id, completion.num_tokens))
             elif completion.outputs.request.stream:
                 completion.outputs.wake()

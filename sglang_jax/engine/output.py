@@ -76,7 +76,8 @@ class Completion:
     What was taken is forgotten. A reader that is slower than the engine finds more at once; what waits is never more
     than the output itself.
 
-    `wire_id` is the name that a link gives it.
+    `wire_id` is the name that a link gives it. `aborted`: the core was told to end it, and is to say what did: a turn of
+    a session counts, or does not, for both alike.
     """
 
     def __init__(self, outputs: RequestOutputs, *, index: int, prompt_tokens: int, text: OutputText) -> None:
@@ -88,6 +89,7 @@ class Completion:
         self.drafts: DraftCounts | None = None
         self.finish: FinishReason | None = None
         self.delivered = False
+        self.aborted = False
         self._begun = False
         self._first_token = 0.0
         self._sampled: tuple[float, float] | None = None
@@ -109,7 +111,10 @@ class Completion:
         self._num_logprobs += 1
 
     def push(self, token_id: int) -> bool:
-        """Adds a token; True if its text completed a stop string, which ends the output."""
+        """Adds a token; True if its text completed a stop string, which ends the output: at once, unless it is
+        `aborted`. What comes behind that is left out."""
+        if self._text.matched is not None:
+            return False
         self._new_tokens.append(token_id)
         self._num_tokens += 1
         if self._num_tokens == 1:
@@ -117,8 +122,11 @@ class Completion:
         self._new_text.append(self._text.push(token_id))
         if self._text.matched is None:
             return False
-        self._sampled = (self._first_token, time.monotonic())  # the core is told to say no more of it
-        self._finish(FinishReason(FinishKind.STOP, self._text.matched))
+        if self.aborted:
+            self._drop_surplus()
+        else:
+            self._sampled = (self._first_token, time.monotonic())  # the core is told to say no more of it
+            self._finish(FinishReason(FinishKind.STOP, self._text.matched))
         return True
 
     def add(self, delta: OutputDelta) -> None:
@@ -150,18 +158,23 @@ class Completion:
 
     def end_with(self, reason: FinishReason) -> None:
         """Ends the output and shows the text that was held back."""
-        self._new_text.append(self._text.flush())
-        if self._text.matched is not None:
+        if self._text.matched is None:
+            self._new_text.append(self._text.flush())
+        if self._text.matched is not None and reason.kind is not FinishKind.ABORT:
             reason = FinishReason(FinishKind.STOP, self._text.matched)
         self._finish(reason)
 
     def _finish(self, reason: FinishReason) -> None:
-        # Logprobs come before their tokens, and none is taken in between: those without a token are still here.
+        self._drop_surplus()
+        self.finish = reason
+        self.outputs.wake()
+
+    def _drop_surplus(self) -> None:
+        """Logprobs come before their tokens, and none is taken in between: those without a token are still here."""
         surplus = self._num_logprobs - self._num_tokens
         if surplus > 0:
             del self._new_logprobs[-surplus:]
-        self.finish = reason
-        self.outputs.wake()
+            self._num_logprobs = self._num_tokens
 
     @property
     def num_tokens(self) -> int:

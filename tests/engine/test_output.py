@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import copy
 import dataclasses
 import pickle
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.engine_fakes import ByteDecoder
+from helpers.scripted_core import ScriptedCore
 
 from sglang_jax import errors
 from sglang_jax.engine.cumulative import CumulativeOutputs
@@ -19,7 +21,8 @@ from sglang_jax.engine.detokenizer import OutputText
 from sglang_jax.engine.output import Completion, RequestOutputs, request_error, token_logprob
 from sglang_jax.engine.types import FinishKind, GenerateInput, GenerateOutput, OutputDelta
 from sglang_jax.errors import RequestError
-from sglang_jax.scheduler.messages import Finished, WireError, WireLogprob
+from sglang_jax.sampling import SamplingParams
+from sglang_jax.scheduler.messages import Finished, StepOutputs, WireError, WireLogprob
 
 
 def completion(stop: tuple[str, ...] = ()) -> Completion:
@@ -42,6 +45,41 @@ def test_what_was_sampled_after_a_stop_string_is_dropped() -> None:
     assert (delta.text, delta.token_ids, delta.completion_tokens) == ("a", [97, 98], 2)
     assert [entry.token_id for entry in delta.logprobs] == [97, 98]
     assert each.delivered
+
+
+@pytest.mark.parametrize("kind", ["abort", "length"])
+async def test_the_core_says_what_ended_an_output_that_was_aborted_and_then_met_a_stop_string(kind: str) -> None:
+    """It has the word on whether a turn of a session counts, and may have ended it before it heard of the abort."""
+    core = ScriptedCore()
+    client = core.client()
+    sampling = SamplingParams(max_new_tokens=3, stop=("b",))
+    request = GenerateInput(prompt=[1], sampling=sampling, stream=True, request_id="x", return_logprob=True)
+    deltas: list[OutputDelta] = []
+
+    async def read() -> None:
+        deltas.extend([delta async for delta in client.generate(request)])
+
+    reader = asyncio.create_task(read())
+    while not core.new:
+        await asyncio.sleep(0)
+    client.abort("x")
+    [number] = core.aborted
+    tokens = np.array([97, 98, 99], "<i4").tobytes()
+    entries = [(number, logprob(token)) for token in (97, 98, 99)]
+    core.deliver(StepOutputs(ids=np.array([number] * 3, "<i8").tobytes(), tokens=tokens, logprobs=entries))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert core.stopped == [number]
+    assert not any(delta.finish for delta in deltas)
+    core.deliver(StepOutputs(ids=b"", tokens=b"", finished=[Finished(number, kind, None, 3, b"", 0)]))
+    await reader
+    assert "".join(delta.text for delta in deltas) == "a"
+    assert [token for delta in deltas for token in delta.token_ids] == [97, 98]
+    assert [entry.token_id for delta in deltas for entry in delta.logprobs] == [97, 98]
+    finish = deltas[-1].finish
+    assert finish is not None
+    assert finish.kind is (FinishKind.ABORT if kind == "abort" else FinishKind.STOP)
+    await client.close()
 
 
 def test_no_logprob_is_dropped_or_said_twice_where_some_were_taken_before() -> None:
