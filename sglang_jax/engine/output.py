@@ -76,8 +76,8 @@ class Completion:
     What was taken is forgotten. A reader that is slower than the engine finds more at once; what waits is never more
     than the output itself.
 
-    `wire_id` is the name that a link gives it. `aborted`: the core was told to end it, and is to say what did: a turn of
-    a session counts, or does not, for both alike.
+    `wire_id` is the name that a link gives it. `aborted`: the core was told to end it, and is to say what did: a turn
+    of a session counts, or does not, for both alike.
     """
 
     def __init__(self, outputs: RequestOutputs, *, index: int, prompt_tokens: int, text: OutputText) -> None:
