@@ -20,6 +20,9 @@ from torch_backend.compilation.graph import Weight
 
 _MOST_TOLD = 6
 
+_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+"""Of any model: tensors that older releases of transformers saved, and that are computed now."""
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointWeights:
@@ -51,7 +54,7 @@ class CheckpointWeights:
             raise CheckpointError(f"the checkpoint lacks tensors of the model: {_told(missing)}")
         further = _further_names(model)
         extra = {old for new, old in there.items() if new not in further} - set(names.values())
-        ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+        ignored = [re.compile(each) for each in (*_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ()))]
         extra = {name for name in extra if not any(pattern.search(name) for pattern in ignored)}
         if extra:
             raise CheckpointError(f"the checkpoint has tensors that the model does not: {_told(sorted(extra))}")
