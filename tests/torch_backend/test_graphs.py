@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,11 +19,12 @@ from helpers.stand_in_model import VOCAB, dense_logits, random_weights
 from helpers.stand_in_torch import CPU, StandIn, stand_in_runner
 from helpers.tiny_models import make_tiny_checkpoint
 
-from sglang_jax.architectures import CacheKind
+from sglang_jax.architectures import CacheKind, ModelConfig
 from sglang_jax.checkpoint import Checkpoint, open_checkpoint
-from sglang_jax.config import EngineConfig, ModelImpl
+from sglang_jax.config import EngineConfig, ModelImpl, SpeculativeAlgorithm
 from sglang_jax.runner.page_tables import TableLayout
 from sglang_jax.runner.plan import LAST_TOKEN, PageDeltas, PoolSpec, RunnerSpec, StepPlan
+from torch_backend import loading
 from torch_backend.attention.interface import AttentionImplementation, AttentionOptions, StepAttention
 from torch_backend.attention.native import NativeAttention
 from torch_backend.attention.reference import ReferenceAttention
@@ -454,6 +457,24 @@ def test_a_number_of_tokens_that_is_baked_into_a_capture_changes_what_is_sampled
 def test_steps_with_prompts_that_read_lengths_on_the_host_are_not_captured(refused: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="not captured where there are drafts or recurrent states"):
         StepGraphs((1,), FakeCapture(), lambda inputs: inputs.rows, CpuThread(), 9, CPU, mixed=MIXED, **refused)
+
+
+@pytest.mark.parametrize(
+    ("states", "algorithm", "reason"),
+    [
+        (False, SpeculativeAlgorithm.NONE, None),
+        (False, SpeculativeAlgorithm.NGRAM, "not with speculative_algorithm ngram"),
+        (True, SpeculativeAlgorithm.NONE, "layers that keep a recurrent state read lengths on the host"),
+    ],
+)
+def test_why_steps_with_prompts_are_not_captured_is_told(
+    states: bool, algorithm: SpeculativeAlgorithm, reason: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = cast(ModelConfig, SimpleNamespace(keeps_states=states))
+    with caplog.at_level(logging.INFO):
+        buckets = loading._mixed_buckets(EngineConfig(speculative_algorithm=algorithm), model, 32)
+    assert buckets == (mixed_buckets(32) if reason is None else ())
+    assert caplog.messages == ([] if reason is None else [f"Steps with prompts are not captured: {reason}"])
 
 
 def test_buckets_of_steps_with_prompts() -> None:
