@@ -24,8 +24,9 @@ from sglang_jax.checkpoint.blocks import BlockFormat, BlockParameters, Blocks
 from sglang_jax.checkpoint.gguf_file import open_gguf
 from sglang_jax.checkpoint.gguf_reader import GgufReader
 from torch_backend.block_weights import matrices_to_keep
-from torch_backend.cpu_kernels import block_matrix
-from torch_backend.cpu_kernels.block_matrix import BlockMatrix, BlockProducts, supported
+from torch_backend.cpu_kernels import vectors
+from torch_backend.cpu_kernels.block_matrix import BlockMatrix, BlockProducts
+from torch_backend.cpu_kernels.vectors import supported
 from torch_backend.layers import by_rows
 from torch_backend.layers.by_rows import ByRows, Form, Product, set_limits
 from torch_backend.layers.feed_forward import FeedForward
@@ -206,7 +207,7 @@ def test_a_processor_without_the_units_is_known(monkeypatch: pytest.MonkeyPatch)
         ("+avx512bw,+avx512f,-avx512bf16", False),
         ("+avx512bf16,+avx512bw", True),
     ):
-        monkeypatch.setattr(block_matrix.config, "CPU_FEATURES", features)
+        monkeypatch.setattr(vectors.config, "CPU_FEATURES", features)
         assert supported() is expected
 
 
