@@ -33,7 +33,7 @@ class CpuPrompts:
             form: Launcher(build_prompt_attention(compiler, form.head_dim, form.group), FIELDS) for form in forms
         }
         sizes = (each.slots * scratch_bytes(form.head_dim, form.group) for form, each in self._launchers.items())
-        self._scratch = torch.empty(max(sizes, default=0), dtype=torch.uint8)
+        self.scratch = torch.empty(max(sizes, default=0), dtype=torch.uint8)
 
     @staticmethod
     def take(forms: Iterable[HeadForm]) -> bool:
@@ -66,7 +66,7 @@ class CpuPrompts:
             batch.query_starts.data_ptr(),
             0 if sinks is None else sinks.data_ptr(),
             items.data_ptr(),
-            self._scratch.data_ptr(),
+            self.scratch.data_ptr(),
             launcher.slots,
             batch.page_table.shape[1],
             kv_heads,
