@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +25,9 @@ from sglang_jax.checkpoint.blocks import BlockFormat, BlockParameters, Blocks
 from sglang_jax.checkpoint.gguf_file import open_gguf
 from sglang_jax.checkpoint.gguf_reader import GgufReader
 from torch_backend.block_weights import matrices_to_keep
-from torch_backend.cpu_kernels import block_matrix
-from torch_backend.cpu_kernels.block_matrix import BlockMatrix, BlockProducts, supported
+from torch_backend.cpu_kernels import vectors
+from torch_backend.cpu_kernels.block_matrix import BlockMatrix, BlockProducts
+from torch_backend.cpu_kernels.vectors import supported
 from torch_backend.layers import by_rows
 from torch_backend.layers.by_rows import ByRows, Form, Product, set_limits
 from torch_backend.layers.feed_forward import FeedForward
@@ -50,7 +52,7 @@ def stored(kind: GGMLQuantizationType, rows: int, columns: int, seed: int = 0) -
 
 
 def opened(
-    folder: Path, data: np.ndarray, kind: GGMLQuantizationType, architecture: str = "llama"
+    folder: Path, data: np.ndarray, kind: GGMLQuantizationType, architecture: str = "llama", interleaved: bool = False
 ) -> tuple[BlockParameters, ParameterReader, ParameterName]:
     """The query projection of a model of 2 heads of `rows / 2`, in a file."""
     _, block_bytes = GGML_QUANT_SIZES[kind]
@@ -66,6 +68,7 @@ def opened(
         head_dim=len(data) // 2,
         attention_bias=False,
     )
+    config = config.with_layers(lambda layer: replace(layer, mixer=replace(layer.mixer, interleaved_rope=interleaved)))
     file = open_gguf(write_gguf(folder / "x.gguf", architecture, {}, {"blk.0.attn_q.weight": (data, kind)}))
     reader = GgufReader(file, config)
     return BlockParameters(reader, config), ParameterReader(reader, config), ParameterName(Part.QUERY, layer=0)
@@ -79,12 +82,13 @@ def blocks_of(kind: GGMLQuantizationType, outputs: int, inputs: int, folder: Pat
 
 
 @every_kind
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize(("architecture", "interleaved"), [("llama", False), ("qwen2", False), ("qwen2", True)])
 def test_blocks_are_the_numbers_that_the_reader_widens(
-    kind: GGMLQuantizationType, architecture: str, tmp_path: Path
+    kind: GGMLQuantizationType, architecture: str, interleaved: bool, tmp_path: Path
 ) -> None:
-    """Llama's files have the rows of queries in another order."""
-    parameters, numbers, name = opened(tmp_path, stored(kind, 24, 160), kind, architecture)
+    """Llama's files have the rows of queries in another order than the model, and so have models whose rotary pairs
+    are neighbours."""
+    parameters, numbers, name = opened(tmp_path, stored(kind, 24, 160), kind, architecture, interleaved)
     for index in (None, (slice(12, 24), slice(0, 160)), (slice(0, 24), slice(32, 128))):
         assert parameters.format(name, index) is not None
         blocks = parameters.read(name, index)
@@ -206,7 +210,7 @@ def test_a_processor_without_the_units_is_known(monkeypatch: pytest.MonkeyPatch)
         ("+avx512bw,+avx512f,-avx512bf16", False),
         ("+avx512bf16,+avx512bw", True),
     ):
-        monkeypatch.setattr(block_matrix.config, "CPU_FEATURES", features)
+        monkeypatch.setattr(vectors.config, "CPU_FEATURES", features)
         assert supported() is expected
 
 
