@@ -36,8 +36,9 @@ from torch_backend.kv_pages import KVPages, LayerMemory
 from torch_backend.loading import PagedTransformer
 from torch_backend.models import Transformer, build_model
 from torch_backend.native_operations import NativeOperations
-from torch_backend.packing import StepInputs
+from torch_backend.packing import StepInputs, StepLayout
 from torch_backend.runner import TorchRunner
+from torch_backend.step import RowTensors, build_batch
 from torch_backend.streams import CpuThread
 from torch_backend.weights import load_weights
 
@@ -433,6 +434,18 @@ def test_steps_with_prompts_are_replayed(capture: Recorder) -> None:
         assert request.output == greedy(request.prompt, len(request.output))
     assert [len(request.output) for request in requests] == [4, 5, 2, 2]
     runner.close()
+
+
+def test_padding_stands_at_position_0_of_page_0() -> None:
+    """However many tokens of it there are: no sequence is as long."""
+    layout = StepLayout.mixed(2, 3, 40, 0)
+    packed = np.zeros(layout.size, np.int32)
+    layout.pack(replace(mixed_plan(1, 5), kv_lens=np.array([16, 5], np.int32)), NO_DELTAS, 9, packed)
+    rows = RowTensors.zeros(10, 4, CPU)
+    rows.page_table[:9] = 7
+    batch = build_batch(layout.unpack(torch.from_numpy(packed)), rows, 4)
+    assert batch.positions.tolist() == [15, 0, 0, 1, 2, 3, 4, *[0] * 35]
+    assert batch.write_slots.tolist() == [31, 0, 28, 29, 30, 31, 28, *[0] * 35]
 
 
 class DropsPadding(StandIn):

@@ -35,7 +35,7 @@ COMPILED = [
         for chip in SHARED_MEMORY
         if chip != 90
         for row in REPRESENTATIVE
-        if "head_dim 128, group 4, bfloat16" in row
+        if "attention: bfloat16, head_dim 128, group 4, bfloat16" in row
     ),
 ]
 
