@@ -285,6 +285,11 @@ class EngineConfig(BaseModel):
         description="folder to write the graphs of such a model to, before and after each pass, as text and SVG; "
         "default: none are written",
     )
+    keep_gguf_blocks: bool = Field(
+        False,
+        description="keep GGUF's Q4_0, Q4_1 and Q8_0 matrices in their blocks as well, and multiply few rows by them: "
+        "faster steps on a CPU with avx512_bf16 (torch); bfloat16 then rounds otherwise in batches of other sizes",
+    )
     backend: Backend = Field(
         Backend.AUTO,
         description="inference backend that runs the model; auto: jax on a TPU, torch on a GPU, else what is installed",

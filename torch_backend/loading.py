@@ -14,7 +14,7 @@ from sglang_jax.architectures.model_config import CacheGroup, CacheKind, cache_g
 from sglang_jax.checkpoint import Checkpoint, ModelConfig
 from sglang_jax.checkpoint.kv_scales import ScalesOfLayers
 from sglang_jax.config import EngineConfig, KVCacheDtype, MambaDtype
-from sglang_jax.errors import CheckpointError
+from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.runner.kv_scales import scales_of_checkpoint
 from sglang_jax.runner.plan import RunnerSpec
 from sglang_jax.runner.sizing import (
@@ -27,7 +27,7 @@ from sglang_jax.runner.sizing import (
     refuse_beside_states,
 )
 from torch_backend.batch import ForwardBatch
-from torch_backend.block_weights import matrices_to_keep, measure_forms
+from torch_backend.block_weights import KeptMatrix, matrices_to_keep, measure_forms
 from torch_backend.cpu_trial import CpuForm
 from torch_backend.devices import available_memory, select_device, select_dtype
 from torch_backend.graphs import Bucket, CudaCapture, mixed_buckets, row_buckets
@@ -185,8 +185,7 @@ def _build(
         attention=kernels.attention,
         parallel=parallel,
     )
-    room = available_memory(device) - weight_bytes(model)
-    kept = matrices_to_keep(model, checkpoint.config, checkpoint.blocks, kernels.block_matrices, room)
+    kept = _blocks_to_keep(config, checkpoint, model, device, kernels)
 
     def load() -> None:
         load_weights(model, reader, checkpoint.config, kept=kept)
@@ -194,6 +193,21 @@ def _build(
             measure_forms(model)
 
     return _Built(model, weight_bytes(model, kept), load)
+
+
+def _blocks_to_keep(
+    config: EngineConfig, checkpoint: Checkpoint, model: Transformer, device: torch.device, kernels: Kernels
+) -> Sequence[KeptMatrix]:
+    if not config.keep_gguf_blocks:
+        return ()
+    if checkpoint.blocks is None:
+        raise ConfigError(f"keep_gguf_blocks: {checkpoint.source.path} is no GGUF file with weights")
+    if kernels.block_matrices is None:
+        raise ConfigError(
+            "keep_gguf_blocks needs a CPU with avx512_bf16, numba and --dtype bfloat16: leave it out, or see the log"
+        )
+    room = available_memory(device) - weight_bytes(model)
+    return matrices_to_keep(model, checkpoint.config, checkpoint.blocks, kernels.block_matrices, room)
 
 
 def _capture(stream: Stream, config: EngineConfig, device: torch.device, kernels: Kernels) -> CudaCapture | None:

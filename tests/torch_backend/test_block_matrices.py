@@ -13,7 +13,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from helpers.cpu_kernels import block_products
 from helpers.gguf_files import make_tiny_gguf, write_gguf
 from helpers.small_configs import small_config
-from helpers.tiny_models import make_tiny_model, make_tiny_tokenizer
+from helpers.tiny_models import make_tiny_checkpoint, make_tiny_model, make_tiny_tokenizer
 from helpers.torch_paged_model import TorchPagedModel
 from torch.nn import functional
 
@@ -24,14 +24,22 @@ from sglang_jax.checkpoint import ParameterReader, open_checkpoint
 from sglang_jax.checkpoint.blocks import BlockFormat, BlockParameters, Blocks
 from sglang_jax.checkpoint.gguf_file import open_gguf
 from sglang_jax.checkpoint.gguf_reader import GgufReader
+from sglang_jax.config import AttentionBackend, EngineConfig
+from sglang_jax.errors import ConfigError
+from torch_backend.attention.native import NativeAttention
 from torch_backend.block_weights import matrices_to_keep
 from torch_backend.cpu_kernels import vectors
 from torch_backend.cpu_kernels.block_matrix import BlockMatrix, BlockProducts
 from torch_backend.cpu_kernels.vectors import supported
+from torch_backend.kernel_choice import Kernels
 from torch_backend.layers import by_rows
 from torch_backend.layers.by_rows import ByRows, Form, Product, set_limits
 from torch_backend.layers.feed_forward import FeedForward
 from torch_backend.layers.linear import Linear
+from torch_backend.loading import _blocks_to_keep
+from torch_backend.models import Transformer
+from torch_backend.native_operations import NativeOperations
+from torch_backend.native_sampler import NativeSampler
 from torch_backend.weights import load_weights, weight_bytes
 
 KINDS = (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0)
@@ -245,3 +253,25 @@ def test_the_quicker_form_serves(
     for rows in (1, expected, expected + 1, 65):
         served = few if rows <= expected else many
         assert all(float(each.multiply(torch.ones(rows, 1)).sum()) == rows * served[0] for each in products)
+
+
+def test_blocks_are_kept_where_they_are_asked_for_and_can_be(tmp_path: Path) -> None:
+    model = make_tiny_model("llama", hidden_size=128, intermediate_size=256)
+    file = make_tiny_gguf(tmp_path / "model.gguf", model, make_tiny_tokenizer(tmp_path), kind=GGMLQuantizationType.Q4_1)
+    plain = Kernels(NativeAttention(), AttentionBackend.NATIVE, NativeOperations(), NativeSampler())
+    able = replace(plain, block_matrices=block_products())
+
+    def kept(asked: bool, folder: Path, kernels: Kernels) -> int:
+        config = EngineConfig(model_path=str(folder), keep_gguf_blocks=asked)
+        model = TorchPagedModel(folder, dtype=torch.bfloat16, load=False).model
+        assert isinstance(model, Transformer)
+        return len(_blocks_to_keep(config, open_checkpoint(str(folder)), model, torch.device("cpu"), kernels))
+
+    assert kept(False, file, able) == 0
+    if supported():
+        assert kept(True, file, able) > 0
+    with pytest.raises(ConfigError, match="keep_gguf_blocks needs a CPU with avx512_bf16"):
+        kept(True, file, plain)
+    folder = make_tiny_checkpoint(tmp_path / "tensors", "llama")
+    with pytest.raises(ConfigError, match="tensors is no GGUF file with weights"):
+        kept(True, folder, able)
