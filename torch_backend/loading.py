@@ -201,7 +201,7 @@ def _blocks_to_keep(
     if not config.keep_gguf_blocks:
         return ()
     if checkpoint.blocks is None:
-        raise ConfigError(f"keep_gguf_blocks: {checkpoint.source.path} is no GGUF file with weights")
+        raise ConfigError(f"keep_gguf_blocks: {checkpoint.source.path} is not a GGUF file with weights")
     if kernels.block_matrices is None:
         raise ConfigError(
             "keep_gguf_blocks needs a CPU with avx512_bf16, numba and --dtype bfloat16: leave it out, or see the log"

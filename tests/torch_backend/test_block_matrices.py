@@ -273,5 +273,5 @@ def test_blocks_are_kept_where_they_are_asked_for_and_can_be(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="keep_gguf_blocks needs a CPU with avx512_bf16"):
         kept(True, file, plain)
     folder = make_tiny_checkpoint(tmp_path / "tensors", "llama")
-    with pytest.raises(ConfigError, match="tensors is no GGUF file with weights"):
+    with pytest.raises(ConfigError, match="tensors is not a GGUF file with weights"):
         kept(True, folder, able)
