@@ -32,20 +32,26 @@ def cache_report(url: str, api_key: str | None, svg: Path | None) -> None:
     for report in reports:
         click.echo(as_text(report))
     if svg is not None:
-        svg.write_text(as_svg(reports), encoding="utf-8")
+        try:
+            svg.write_text(as_svg(reports), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--svg {svg} cannot be written: {error}") from error
 
 
 def _ask(url: str, api_key: str | None) -> list[dict[str, Any]]:
     environment = Environment()
     key = api_key or environment.admin_api_key or environment.api_key
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers = {"Authorization": f"Bearer {key}".encode()} if key else {}
     try:
         response = httpx2.get(f"{url.rstrip('/')}/cache_report", headers=headers, timeout=SECONDS)
-    except httpx2.HTTPError as error:
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise ConfigError(f"{url} does not answer: {type(error).__name__} {error}") from error
     if response.status_code != 200:
-        raise ConfigError(f"{url} answers {response.status_code}: {response.text[:300]}")
-    reports: list[dict[str, Any]] = response.json()["replicas"]
+        raise ConfigError(f"{url} answers {response.status_code}: {_plain(response.text[:300])}")
+    try:
+        reports: list[dict[str, Any]] = response.json()["replicas"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{url} answers what is no report of a cache: {_plain(response.text[:300])}") from error
     return reports
 
 
@@ -87,8 +93,14 @@ def _tree(report: dict[str, Any]) -> list[str]:
 
 def _session_line(session: dict[str, Any]) -> str:
     idle = "running" if session["idle_seconds"] is None else f"{session['idle_seconds']:.0f}"
-    name = session["id"] if len(session["id"]) <= 32 else session["id"][:29] + "..."
-    return f"{name:34}{session['owner'][:10]:10}{session['tokens']:>8}{session['kept_tokens']:>9}{idle:>8}"
+    name = _plain(session["id"])
+    name = name if len(name) <= 32 else name[:29] + "..."
+    return f"{name:34}{_plain(session['owner'])[:10]:10}{session['tokens']:>8}{session['kept_tokens']:>9}{idle:>8}"
+
+
+def _plain(text: str) -> str:
+    """What clients chose, for a terminal: without what moves its cursor or breaks the line."""
+    return "".join([one if one.isprintable() else ascii(one)[1:-1] for one in text])
 
 
 def _children(nodes: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:

@@ -23,6 +23,9 @@ from sglang_jax.scheduler.messages import Inbound, Outbound
 MESSAGES_PER_TURN = 8
 """Most messages that the client's end handles before it lets the event loop run other tasks."""
 
+LONGEST_SLEEP = 3600.0
+"""Seconds that the core's end sleeps at most, as a poll takes no more milliseconds than fit into 32 bits."""
+
 
 class Ready(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     """The first message of a core that started.
@@ -89,9 +92,9 @@ class CoreChannel:
 
     def receive(self, block: bool, seconds: float | None = None) -> Iterator[Inbound]:
         """Messages that wait, in the order of sending; with `block`, sleeps until there is at least one, for so many
-        `seconds` at most. Those that are not asked for stay for the next call."""
+        `seconds` at most (or for `LONGEST_SLEEP`). Those that are not asked for stay for the next call."""
         if block:
-            self._socket.poll(None if seconds is None else math.ceil(seconds * 1000))
+            self._socket.poll(None if seconds is None else math.ceil(min(seconds, LONGEST_SLEEP) * 1000))
         while _has_message(self._socket):
             yield self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
 

@@ -115,6 +115,7 @@ class AsyncEngineClient:
 
     async def open_session(self, options: SessionOptions) -> str:
         """See `EngineClient.open_session`."""
+        validation.check_session(options)
         return await self.links.open_session(options)
 
     async def close_session(self, session_id: str, owner: str) -> None:
@@ -165,7 +166,10 @@ class AsyncEngineClient:
 
     async def _read_prompt(self, routed: RoutedRequest) -> None:
         prompt = await self._reader.token_ids(routed.request, self.model_info)
-        routed.request = replace(routed.request, prompt=prompt)
+        session = routed.request.session
+        if session is not None and session.opening is None:
+            session = replace(session, opening=self._reader.opening)
+        routed.request = replace(routed.request, prompt=prompt, session=session)
 
     def _outputs(self, request: GenerateInput) -> RequestOutputs:
         outputs = RequestOutputs(request)

@@ -177,11 +177,12 @@ class CoreLink:
             logprob_start = -1  # the prompt's are the same for all
 
     def _turn(self, request: GenerateInput) -> SessionTurn | None:
-        turn, bos = request.session, self.model_info.bos_token_id
+        turn = request.session
         if turn is None:
             return None
+        assert turn.opening is not None
         name = turn.name or request.request_id or ""
-        return SessionTurn(turn.session_id, request.tenant, name, turn.after, -1 if bos is None else bos)
+        return SessionTurn(turn.session_id, request.tenant, name, turn.after, turn.opening)
 
     def abort(self, outputs: RequestOutputs) -> None:
         """See `Link.abort`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,13 @@ class PromptReader:
         self._tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
         self._for_large_texts = ThreadPoolExecutor(1, thread_name_prefix="large-texts")
+
+    @cached_property
+    def opening(self) -> int:
+        """The token that the tokenizer puts before texts; -1 if it puts none there, whatever the model's BOS is: that
+        of SmolLM2 begins each message of a chat, and no text."""
+        plain, whole = self._tokenizer.encode("a", add_special_tokens=False), self._tokenizer.encode("a")
+        return whole[0] if whole[:1] != plain[:1] else -1
 
     async def token_ids(self, request: GenerateInput, info: ModelInfo) -> NDArray[np.int32]:
         """The ids `[tokens]` of a request's prompt. What is too long is refused before it costs anything.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Literal, Self, Unpack, overload
 
 from sglang_jax.engine.items import Prompt, RequestOptions, Sampling
 from sglang_jax.engine.types import GenerateInput, GenerateOutput, SessionTurnInput
+from sglang_jax.errors import EngineDeadError, SessionNotFoundError
 
 Run = Callable[[Prompt, Sampling | None, GenerateInput], GenerateOutput | Iterator[GenerateOutput]]
 """Completes one prompt, for which the last argument has all but the prompt and how to sample."""
@@ -21,7 +23,8 @@ class Session:
     ...     second = session.generate(" Its largest museum is", {"max_new_tokens": 8})
 
     Each turn is given what comes behind the one before, and computes that alone. A turn that fails, or whose stream is
-    left early, changes nothing: the next one follows the last that finished. The end of a `with` block closes it.
+    left early, changes nothing: the next one follows the last that finished. The end of a `with` block closes it,
+    unless it has timed out or its engine is lost.
 
     **Arguments:** `session_id`: what the engine calls it; `run`, `close`: what the engine does for it.
     """
@@ -80,4 +83,5 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        with contextlib.suppress(SessionNotFoundError, EngineDeadError):  # it has ended already
+            self.close()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_jax.engine.types import GenerateInput, ModelInfo, SessionTurnInput, TextTokenizer
+from sglang_jax.engine.types import GenerateInput, ModelInfo, SessionOptions, SessionTurnInput, TextTokenizer
 from sglang_jax.errors import ParameterError, PromptTooLongError, shown
 from sglang_jax.sampling.params import MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, SEED_LIMIT, SamplingParams
 
@@ -40,6 +41,23 @@ def check_input(request: GenerateInput, info: ModelInfo) -> None:
             f"model's {len(info.eos_token_ids)} end-of-sequence ids",
             param="stop_token_ids",
         )
+
+
+def check_session(options: SessionOptions) -> None:
+    """Whether a core can read them. Raises `ParameterError` naming the field."""
+    session_id, timeout = options.session_id, options.timeout
+    if session_id is not None:
+        if not isinstance(session_id, str) or not session_id:
+            raise ParameterError(
+                f"session_id must be a text that is not empty, got {shown(session_id)}; leave it out to get one",
+                param="session_id",
+            )
+        _check_text("session_id", session_id)
+    if timeout is None:
+        return
+    is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if not (is_number and 0.0 < timeout <= sys.float_info.max):
+        raise ParameterError(f"timeout must be a positive number of seconds, got {shown(timeout)}", param="timeout")
 
 
 def _check_turn(request: GenerateInput, turn: SessionTurnInput) -> None:

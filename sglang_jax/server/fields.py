@@ -148,7 +148,8 @@ Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 class SessionParamsBody(Body):
     """`session_params`: which session a prompt is the next turn of. `rid`: the turn before it, if it is given; `turn`:
-    what this one is called, if not by its own rid."""
+    what this one is called, if not by its own rid; `opening`: see `SessionTurnInput`, as a server says it to one behind
+    it."""
 
     id: ShortText | None = None
     rid: ShortText | None = None
@@ -156,6 +157,7 @@ class SessionParamsBody(Body):
     replace: bool | None = None
     drop_previous_output: bool | None = None
     turn: ShortText | None = None
+    opening: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
 
     def turn_of(self) -> SessionTurnInput | None:
         """What it asks of the engine; None if it asks for nothing. Raises `ParameterError` for what does not add to the
@@ -175,7 +177,7 @@ class SessionParamsBody(Body):
             if self.rid:
                 raise ParameterError("session_params has a rid and no id of a session", param="session_params.id")
             return None
-        return SessionTurnInput(self.id, self.rid or None, self.turn or None)
+        return SessionTurnInput(self.id, self.rid or None, self.turn or None, self.opening)
 
 
 def check_turns(turns: Sequence[SessionTurnInput | None]) -> None:

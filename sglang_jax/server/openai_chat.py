@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import msgspec
@@ -12,7 +12,14 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 from starlette.datastructures import Headers
 
-from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, OutputDelta, TextTokenizer
+from sglang_jax.engine.types import (
+    FinishKind,
+    FinishReason,
+    GenerateInput,
+    OutputDelta,
+    SessionTurnInput,
+    TextTokenizer,
+)
 from sglang_jax.engine.validation import check_characters
 from sglang_jax.replies.parser import CallArguments, CallBegin, Piece, Reasoning, Text
 from sglang_jax.sampling import SamplingParams
@@ -129,8 +136,8 @@ class ChatFormat:
     usage: UsageCount = field(default_factory=lambda: UsageCount(current_caller()))
     _begun: dict[int, ReplyReader | None] = field(default_factory=dict)
 
-    def input(self, token_ids: list[int], sampling: SamplingParams, headers: Headers) -> GenerateInput:
-        """What the engine is asked."""
+    def input(self, token_ids: list[int], sampling: SamplingParams, headers: Headers, bos: int | None) -> GenerateInput:
+        """What the engine is asked. `bos`: the model's."""
         body = self.body
         return GenerateInput(
             prompt=token_ids,
@@ -142,7 +149,7 @@ class ChatFormat:
             extra_key=body.cache_namespace,
             priority=body.priority or 0,
             routing_key=routing_key(body.routing_key, headers),
-            session=body.session,
+            session=_turn(body.session, token_ids, bos),
             markers=self.plan.markers,
             continues_text=bool(body.continue_final_message),
         )
@@ -280,13 +287,22 @@ def chat_router(context: ServerContext) -> APIRouter:
         most = client.model_info.context_length
         token_ids = await client.encode(said.text, add_special_tokens=False, most_tokens=most, param="messages")
         form = ChatFormat(body, plan, tokenizer, config.model_name, body.rid or new_id("chatcmpl"))
-        prompt = form.input(token_ids, sampling, request.headers)
+        prompt = form.input(token_ids, sampling, request.headers, client.model_info.bos_token_id)
         if body.stream:
             return await open_event_stream(request, _events(context, form, prompt))
         [outputs] = await until_disconnect(request.receive, context.collect(form.request_id, [prompt], FIELD_NAMES))
         return await written(lambda: json_response(form.answer(outputs)), outputs)
 
     return router
+
+
+def _turn(turn: SessionTurnInput | None, token_ids: list[int], bos: int | None) -> SessionTurnInput | None:
+    """Which token a chat begins with and its next turn does not: the model's BOS where the chat template writes it
+    once. A BOS that comes again begins each message (ChatML's `<|im_start|>` in some models), and belongs to it."""
+    if turn is None:
+        return None
+    opening = bos if bos is not None and token_ids.count(bos) == 1 else -1
+    return replace(turn, opening=opening)
 
 
 async def _said(context: ServerContext, body: ChatBody, tools: ToolRequest | None, formats: ReplyFormats) -> ChatText:

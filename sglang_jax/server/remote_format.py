@@ -61,6 +61,7 @@ def request_body(request: GenerateInput, name: str, context_length: int) -> dict
             "id": turn.session_id,
             "rid": turn.after,
             "turn": turn.name or request.request_id,
+            "opening": turn.opening,
         }
     return body
 

@@ -8,7 +8,6 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 
 from sglang_jax.engine.types import SessionOptions
-from sglang_jax.errors import ParameterError
 from sglang_jax.server.callers import current_caller
 from sglang_jax.server.context import ServerContext
 from sglang_jax.server.errors import ShuttingDownError
@@ -38,8 +37,6 @@ def sessions_router(context: ServerContext) -> APIRouter:
         """Opens a session, which is its caller's alone. The answer is its id, as a JSON string."""
         if context.draining:
             raise ShuttingDownError("the server is shutting down and opens no new sessions")
-        if body.session_id == "":
-            raise ParameterError("session_id is empty; leave it out to get one", param="session_id")
         owner = current_caller().tenant(tenant_of(request.headers))
         options = SessionOptions(
             session_id=body.session_id, owner=owner, streaming=bool(body.streaming), timeout=body.timeout

@@ -73,6 +73,16 @@ async def test_requests_arrive_whole_and_in_order(ends: tuple[ClientChannel, Cor
     assert list(core.receive(block=False)) == []
 
 
+@pytest.mark.parametrize("seconds", [3e6, 1e300])
+def test_a_core_may_be_told_to_sleep_for_longer_than_a_poll_can_take(
+    ends: tuple[ClientChannel, CoreChannel], seconds: float
+) -> None:
+    """As long as the only open session's timeout, which a client may choose."""
+    client, core = ends
+    client.send(AbortRequest(1))
+    assert list(core.receive(True, seconds)) == [AbortRequest(1)]
+
+
 async def test_any_sequence_mapping_and_float_can_be_sent(ends: tuple[ClientChannel, CoreChannel]) -> None:
     client, core = ends
     core.send(Reply(0, True))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from helpers.engine_fakes import FAKE_EOS, FAKE_VOCAB_SIZE, load_fake_model, load_tokenizer
 from helpers.replica_fakes import ToldReplicas, fake_replicas
@@ -50,6 +52,24 @@ def test_an_engines_sessions_end_with_their_blocks() -> None:
     named.close()
     with pytest.raises(EngineDeadError):
         named.generate("x")
+
+
+def test_what_no_core_can_read_is_refused_before_it_reaches_one() -> None:
+    wrong = [{"session_id": name} for name in (5, b"x", "", "\ud800")]
+    wrong += [{"timeout": seconds} for seconds in ("1", True, 0, -1.0, 10**400, float("inf"), float("nan"))]
+    with Engine(CONFIG, launch=launch) as engine:
+        for options in wrong:
+            with pytest.raises(ParameterError, match=next(iter(options))):
+                engine.open_session(**options)  # type: ignore[arg-type]
+        assert engine.generate("a", SAMPLING).output_ids == ORACLE.output([*b"a"], 3, 5, {FAKE_EOS})
+
+
+def test_a_block_ends_well_though_its_session_has_timed_out() -> None:
+    with Engine(CONFIG, launch=launch) as engine:
+        with engine.open_session(timeout=0.01) as session:
+            time.sleep(0.1)
+        with pytest.raises(SessionNotFoundError, match=session.id):
+            session.generate("x", SAMPLING)
 
 
 async def test_a_session_lives_with_one_replica_and_its_id_says_with_which() -> None:

@@ -83,6 +83,15 @@ def test_text_and_picture_of_a_report() -> None:
     assert "0 nodes" in as_text(empty)
 
 
+def test_ids_cannot_write_to_a_terminal() -> None:
+    bench = Bench()
+    bench.scheduler.sessions.open(OpenSession(0, "a\x1b[2J\nb\u202e", "\x07eve"))
+    lines = as_text({"replica": 0, **msgspec.to_builtins(bench.scheduler.report_cache())}).splitlines()
+    assert lines[-1].startswith(r"a\x1b[2J\nb\u202e")
+    assert r"\x07eve" in lines[-1]
+    assert all(line.isprintable() for line in lines)
+
+
 @pytest.mark.parametrize("more", [(), ((6, 64), (STATE, 24))], ids=["keys", "keys, windows and states"])
 def test_outputs_are_the_same_under_stress(more: tuple) -> None:
     """Every second step somebody loses its row, every third the cache what nobody depends on; and all get on."""

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import msgspec
 import pytest
 from click.testing import CliRunner
 from helpers.echo_server import EchoServer, serve_echo, wait_for
-from helpers.engine_fakes import FAKE_EOS, FAKE_VOCAB_SIZE, ByteTokenizer, load_fake_model, load_tokenizer
+from helpers.engine_fakes import (
+    FAKE_EOS,
+    FAKE_VOCAB_SIZE,
+    ByteTokenizer,
+    FakeModelCore,
+    load_fake_model,
+    load_tokenizer,
+)
 from helpers.replica_fakes import fake_replicas
 
 from sglang_jax.cli.cache_report import cache_report
 from sglang_jax.cli.main import run as run_command
-from sglang_jax.config import LoadBalanceMethod, ServerConfig
+from sglang_jax.config import EngineConfig, LoadBalanceMethod, ServerConfig
+from sglang_jax.engine.channel import CoreChannel
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.launch import launch_core
 from sglang_jax.engine.types import EngineClient
@@ -177,6 +188,57 @@ def test_the_openai_routes_take_turns_too(server: EchoServer) -> None:
     closed(server, session)
 
 
+class Opening(ByteTokenizer):
+    """Puts `before` at the front of texts; a chat begins as texts do, and each message with an STX."""
+
+    def __init__(self, before: str) -> None:
+        self.before = before
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return super().encode(self.before + text if add_special_tokens else text)
+
+    def render_chat(self, messages: Sequence[dict[str, object]], **options: Any) -> str:
+        return self.before + "".join(f"\2{message['content']}\n" for message in messages) + "\2"
+
+
+@pytest.mark.parametrize(
+    ("before", "bos"),
+    [pytest.param("\1", 1, id="BOS before texts"), pytest.param("", 2, id="BOS before each message"), ("", None)],
+)
+@pytest.mark.parametrize("router", [False, True])
+def test_what_begins_texts_is_left_out_within_a_session_and_what_begins_messages_is_not(
+    before: str, bos: int | None, router: bool
+) -> None:
+    def load(config: EngineConfig, channel: CoreChannel) -> FakeModelCore:
+        core = load_fake_model(config, channel)
+        info = dataclasses.replace(core.ready.model_info, bos_token_id=bos)
+        core.ready = msgspec.structs.replace(core.ready, model_info=info)
+        return core
+
+    async def launch(config: ServerConfig) -> EngineClient:
+        return await launch_core(config, in_process=True, load=load, load_tokenizer=lambda config: Opening(before))
+
+    async def connect(config: ServerConfig) -> EngineClient:
+        return await connect_engines(config, Opening(before))
+
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(serve_echo(launch=launch, page_size=4))
+        if router:
+            server = stack.enter_context(serve_echo(launch=connect, connect=f"127.0.0.1:{server.port}"))
+        session, length = opened(server), len(before)
+        fields = {"session_params": {"id": session}, "max_tokens": 3, "ignore_eos": True}
+        for number in range(2):
+            body = {"messages": [{"role": "user", "content": "ab"}], **fields}
+            length += len("\2ab\n\2")
+            assert post(server, "/v1/chat/completions", body).json()["usage"]["prompt_tokens"] == length, number
+            length += 3
+        for prompt, adds in (("x", 1), ([2, 7], 2)):
+            length += adds
+            answer = post(server, "/v1/completions", {"prompt": prompt, **fields}).json()
+            assert answer["usage"]["prompt_tokens"] == length
+            length += 3
+
+
 def test_a_session_goes_on_behind_a_stop_string(server: EchoServer) -> None:
     """The text ends at the string; the session, as whoever sends all of it would say, behind the last output token."""
     session = opened(server)
@@ -203,6 +265,15 @@ def test_sessions_time_out_while_the_engine_sleeps(server: EchoServer) -> None:
     time.sleep(0.4)
     wait_for(is_gone)
     refused(post(server, "/open_session", {"capacity_of_str_len": 0, "timeout": 0}), 400, "timeout")
+
+
+@pytest.mark.parametrize("timeout", [3e6, 1e308])
+def test_a_timeout_may_be_as_long_as_anybody_likes(server: EchoServer, timeout: float) -> None:
+    """The engine sleeps until the first session times out, if it has nothing else to do."""
+    session = opened(server, timeout=timeout)
+    time.sleep(0.1)
+    assert turn(server, session, "ab").status_code == 200
+    closed(server, session)
 
 
 def test_there_are_so_many_sessions_and_metrics_tell(server: EchoServer) -> None:
@@ -247,6 +318,27 @@ def test_operators_look_into_the_cache(server: EchoServer, tmp_path: Path) -> No
     assert "ann" in result.output
     assert picture.read_text().startswith("<svg")
     closed(server, session)
+
+
+def test_what_is_wrong_with_a_report_is_told_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = [httpx2.Response(200, text="<html>\x1b"), httpx2.Response(200, json=[]), httpx2.Response(500)]
+    answers.append(httpx2.Response(200, json={"replicas": []}))
+    monkeypatch.setattr(httpx2, "get", lambda *args, **options: answers.pop())
+    assert run_command(cache_report, "cache-report", ["--svg", str(tmp_path / "missing" / "cache.svg")]) == 2
+    while answers:
+        assert run_command(cache_report, "cache-report", []) == 2
+    monkeypatch.undo()
+    assert run_command(cache_report, "cache-report", ["--url", "http://[::1"]) == 2
+    assert run_command(cache_report, "cache-report", ["--url", "http://127.0.0.1:9", "--api-key", "ö"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 6
+    for line, words in zip(
+        told, ("cannot be written", "500", "no report", "no report", "answer", "answer"), strict=True
+    ):
+        assert words in line
+        assert line.isprintable()
 
 
 def test_a_report_of_a_server_that_says_no(server: EchoServer) -> None:
