@@ -210,6 +210,35 @@ def test_tensors_are_found_under_older_names_and_no_others_are_taken() -> None:
         CheckpointWeights.of(model, Tensors(shapes | {"embed_in.weight": (2, 3)}))
 
 
+def test_saved_buffers_have_the_values_of_the_checkpoint() -> None:
+    model = empty_model(twin_config({"model_type": "llama", "num_hidden_layers": 2}), torch.float32)
+    layer = model.get_submodule("model.layers.1")
+    layer.register_buffer("learnt", torch.ones(1))
+    layer.register_buffer("computed", torch.ones(1), persistent=False)
+    shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
+    CheckpointWeights.of(model, Tensors(shapes | {f"model.layers.1.{name}": (1,) for name in ("learnt", "computed")}))
+    assert float(layer.get_buffer("learnt")) == 0
+    assert float(layer.get_buffer("computed")) == 1
+    with pytest.raises(CheckpointError, match=r"learnt is \(2,\) in the checkpoint, and \(1,\) in the model"):
+        CheckpointWeights.of(model, Tensors(shapes | {"model.layers.1.learnt": (2,)}))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tiny"), [(32, 8, (8, 2)), (8, 1, (8, 1)), (2, 1, (2, 1)), (6, 6, (2, 2))]
+)
+def test_the_twin_has_several_kv_heads_where_the_model_has(heads: int, kv_heads: int, tiny: tuple[int, int]) -> None:
+    config = twin_config(
+        {
+            "model_type": "llama",
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "hidden_size": heads * 16,
+            "num_hidden_layers": 2,
+        }
+    )
+    assert (config.num_attention_heads, config.num_key_value_heads) == tiny
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [({"backend": "jax"}, "is the Torch backend's"), ({"tp_size": 2}, "tp_size must be 1, got 2")],
