@@ -75,14 +75,17 @@ class CudaCapture:
         self._memory = 0
 
     def capture(self, function: Callable[[], torch.Tensor]) -> Replay:
-        before = torch.cuda.memory_reserved(self._stream.device)
         # Kernels are compiled, and libraries allocate their workspaces, at the first run: not while capturing.
         function()
         self._stream.synchronize()
+        # Capturing begins by giving back what eager steps have left in the allocator: that is no part of what it takes.
+        # What the driver keeps of a graph is, and the allocator knows nothing of it.
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(self._stream.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             result = function()
-        self._memory += torch.cuda.memory_reserved(self._stream.device) - before
+        self._memory += free - torch.cuda.mem_get_info(self._stream.device)[0]
         return CudaReplay(graph, result)
 
     def memory(self) -> int:

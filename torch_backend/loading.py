@@ -214,7 +214,7 @@ def _capture(stream: Stream, config: EngineConfig, device: torch.device, kernels
     if device.type == "cpu" or config.disable_cuda_graph:
         return None
     if not kernels.capturable:
-        logger.info("Decode steps are not captured: %s attention reads lengths on the host", kernels.attention_name)
+        logger.info("Steps are not captured: %s attention reads lengths on the host", kernels.attention_name)
         return None
     return CudaCapture(cast("CudaStream", stream).stream)
 

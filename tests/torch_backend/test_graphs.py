@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +32,7 @@ from torch_backend.attention.reference import ReferenceAttention
 from torch_backend.batch import ForwardBatch
 from torch_backend.compilation.building import build_traced
 from torch_backend.compilation.traced_model import TracedTransformer
-from torch_backend.graphs import Bucket, Replay, StepGraphs, mixed_buckets, row_buckets
+from torch_backend.graphs import Bucket, CudaCapture, Replay, StepGraphs, mixed_buckets, row_buckets
 from torch_backend.kv_pages import KVPages, LayerMemory
 from torch_backend.loading import PagedTransformer
 from torch_backend.models import Transformer, build_model
@@ -488,6 +489,38 @@ def test_why_steps_with_prompts_are_not_captured_is_told(
         buckets = loading._mixed_buckets(EngineConfig(speculative_algorithm=algorithm), model, 32)
     assert buckets == (mixed_buckets(32) if reason is None else ())
     assert caplog.messages == ([] if reason is None else [f"Steps with prompts are not captured: {reason}"])
+
+
+def test_memory_of_captures_is_what_the_device_has_less_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not less by what the eager steps before have left in the allocator, as a prompt at warm-up does."""
+    free, cached = 10_000, 4_000
+
+    def empty_cache() -> None:
+        nonlocal free, cached
+        free, cached = free + cached, 0
+
+    @contextmanager
+    def graph(*_: object, **__: object) -> Iterator[None]:
+        nonlocal free
+        empty_cache()
+        yield
+        free -= 300
+
+    for name, stub in {
+        "graph_pool_handle": lambda: 1,
+        "empty_cache": empty_cache,
+        "mem_get_info": lambda _: (free, 20_000),
+        "memory_reserved": lambda _: 20_000 - free,
+        "CUDAGraph": SimpleNamespace,
+        "graph": graph,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stub)
+    stream = SimpleNamespace(device=CPU, synchronize=lambda: None)
+    capture = CudaCapture(cast("torch.cuda.Stream", stream))
+    for _ in range(2):
+        capture.capture(lambda: torch.zeros(1))
+        cached, free = 500, free - 500
+    assert capture.memory() == 600
 
 
 def test_buckets_of_steps_with_prompts() -> None:
