@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -241,13 +242,15 @@ def row_buckets(max_rows: int) -> tuple[int, ...]:
     return (*(rows for rows in steps if rows < max_rows), max_rows)
 
 
-def mixed_buckets(max_rows: int) -> tuple[Bucket, ...]:
-    """Steps with prompts to capture, with at most `max_rows` decode rows.
+def mixed_buckets(max_rows: int, prompt_tokens: int) -> tuple[Bucket, ...]:
+    """Steps with prompts to capture, with at most `max_rows` decode rows, of a runner whose steps have at most
+    `prompt_tokens` of prompts.
 
     Small ones: the host launches a step in some milliseconds, and for as long a GPU computes hundreds of tokens.
     """
     rows = (0, *(count for count in (8, 32, 64, 128) if count < max_rows), max_rows)
-    return tuple(Bucket(decode, prompt) for decode in rows for prompt in (16, 64, 128, 256, 512))
+    prompts = [most for less, most in pairwise((0, 16, 64, 128, 256, 512)) if less < prompt_tokens]
+    return tuple(Bucket(decode, prompt) for decode in rows for prompt in prompts)
 
 
 def _no_deltas() -> PageDeltas:

@@ -25,6 +25,7 @@ from sglang_jax.checkpoint import Checkpoint, open_checkpoint
 from sglang_jax.config import EngineConfig, ModelImpl, SpeculativeAlgorithm
 from sglang_jax.runner.page_tables import TableLayout
 from sglang_jax.runner.plan import LAST_TOKEN, PageDeltas, PoolSpec, RunnerSpec, StepPlan
+from sglang_jax.runner.sizing import Sizes
 from torch_backend import loading
 from torch_backend.attention.interface import AttentionImplementation, AttentionOptions, StepAttention
 from torch_backend.attention.native import NativeAttention
@@ -485,9 +486,10 @@ def test_why_steps_with_prompts_are_not_captured_is_told(
     states: bool, algorithm: SpeculativeAlgorithm, reason: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = cast(ModelConfig, SimpleNamespace(keeps_states=states))
+    sizes = Sizes((9,), max_rows=32, token_budget=64, max_context=64, prompt_tokens=64)
     with caplog.at_level(logging.INFO):
-        buckets = loading._mixed_buckets(EngineConfig(speculative_algorithm=algorithm), model, 32)
-    assert buckets == (mixed_buckets(32) if reason is None else ())
+        buckets = loading._mixed_buckets(EngineConfig(speculative_algorithm=algorithm), model, 32, sizes)
+    assert buckets == (mixed_buckets(32, 64) if reason is None else ())
     assert caplog.messages == ([] if reason is None else [f"Steps with prompts are not captured: {reason}"])
 
 
@@ -525,11 +527,15 @@ def test_memory_of_captures_is_what_the_device_has_less_of(monkeypatch: pytest.M
 
 def test_buckets_of_steps_with_prompts() -> None:
     """Few enough for a start: at 382 launches of some 12 us, twice each, the host takes a quarter of a second (an
-    estimate), and a GPU as many steps of at most 768 tokens."""
-    assert len(mixed_buckets(256)) == 30
-    assert max(map(sum, mixed_buckets(256))) == 768
-    assert {bucket.decode for bucket in mixed_buckets(20)} == {0, 8, 20}
-    assert {bucket.decode for bucket in mixed_buckets(8)} == {0, 8}
+    estimate), and a GPU as many steps of at most 768 tokens. What the driver takes to make graphs of them is not known
+    before a GPU has."""
+    assert len(mixed_buckets(256, 8192)) == 30
+    assert max(map(sum, mixed_buckets(256, 8192))) == 768
+    assert {bucket.decode for bucket in mixed_buckets(20, 8192)} == {0, 8, 20}
+    assert {bucket.decode for bucket in mixed_buckets(8, 8192)} == {0, 8}
+    # None that no step could fill.
+    for most, prompts in {16: {16}, 17: {16, 64}, 128: {16, 64, 128}, 8192: {16, 64, 128, 256, 512}}.items():
+        assert {bucket.prompt for bucket in mixed_buckets(8, most)} == prompts
 
 
 def test_buckets_of_rows() -> None:
