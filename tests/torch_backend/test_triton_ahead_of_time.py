@@ -56,8 +56,9 @@ def test_every_kernel_that_ships_has_a_row_on_every_chip_and_no_other_has() -> N
     assert sorted(set(RECORDED.kernels) - covered) == []
 
 
-def test_no_kernel_spills_registers_on_sm_90() -> None:
-    rows = rows_of(RECORDED, "sm_90 ")
+@pytest.mark.parametrize("chip", [80, 90])
+def test_no_kernel_spills_registers(chip: int) -> None:
+    rows = rows_of(RECORDED, f"sm_{chip} ")
     assert rows
     assert [name for name, figures in rows.items() if figures.stack_bytes] == []
 
