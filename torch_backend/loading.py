@@ -142,7 +142,7 @@ def _load_on(
         sampler=kernels.sampler,
         capture=capture,
         graph_buckets=row_buckets(most),
-        mixed_buckets=() if capture is None else _mixed_buckets(config, checkpoint.config, most),
+        mixed_buckets=() if capture is None else _mixed_buckets(config, checkpoint.config, most, sizes),
         weight_bytes=built.weight_bytes,
         kv_bytes=sum(group.page * pages for group, pages in zip(memory.groups, sizes.num_pages, strict=True)),
         details=details,
@@ -214,12 +214,12 @@ def _capture(stream: Stream, config: EngineConfig, device: torch.device, kernels
     if device.type == "cpu" or config.disable_cuda_graph:
         return None
     if not kernels.capturable:
-        logger.info("Decode steps are not captured: %s attention reads lengths on the host", kernels.attention_name)
+        logger.info("Steps are not captured: %s attention reads lengths on the host", kernels.attention_name)
         return None
     return CudaCapture(cast("CudaStream", stream).stream)
 
 
-def _mixed_buckets(config: EngineConfig, model: ModelConfig, most_rows: int) -> tuple[Bucket, ...]:
+def _mixed_buckets(config: EngineConfig, model: ModelConfig, most_rows: int, sizes: Sizes) -> tuple[Bucket, ...]:
     """Sizes of steps with prompts to capture, of at most `most_rows` decode rows."""
     reason = None
     if model.keeps_states:
@@ -229,7 +229,7 @@ def _mixed_buckets(config: EngineConfig, model: ModelConfig, most_rows: int) -> 
     if reason is not None:
         logger.info("Steps with prompts are not captured: %s", reason)
         return ()
-    return mixed_buckets(most_rows)
+    return mixed_buckets(most_rows, sizes.prompt_tokens)
 
 
 def _sizes(

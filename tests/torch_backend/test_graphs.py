@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from sglang_jax.checkpoint import Checkpoint, open_checkpoint
 from sglang_jax.config import EngineConfig, ModelImpl, SpeculativeAlgorithm
 from sglang_jax.runner.page_tables import TableLayout
 from sglang_jax.runner.plan import LAST_TOKEN, PageDeltas, PoolSpec, RunnerSpec, StepPlan
+from sglang_jax.runner.sizing import Sizes
 from torch_backend import loading
 from torch_backend.attention.interface import AttentionImplementation, AttentionOptions, StepAttention
 from torch_backend.attention.native import NativeAttention
@@ -31,7 +33,7 @@ from torch_backend.attention.reference import ReferenceAttention
 from torch_backend.batch import ForwardBatch
 from torch_backend.compilation.building import build_traced
 from torch_backend.compilation.traced_model import TracedTransformer
-from torch_backend.graphs import Bucket, Replay, StepGraphs, mixed_buckets, row_buckets
+from torch_backend.graphs import Bucket, CudaCapture, Replay, StepGraphs, mixed_buckets, row_buckets
 from torch_backend.kv_pages import KVPages, LayerMemory
 from torch_backend.loading import PagedTransformer
 from torch_backend.models import Transformer, build_model
@@ -484,19 +486,56 @@ def test_why_steps_with_prompts_are_not_captured_is_told(
     states: bool, algorithm: SpeculativeAlgorithm, reason: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = cast(ModelConfig, SimpleNamespace(keeps_states=states))
+    sizes = Sizes((9,), max_rows=32, token_budget=64, max_context=64, prompt_tokens=64)
     with caplog.at_level(logging.INFO):
-        buckets = loading._mixed_buckets(EngineConfig(speculative_algorithm=algorithm), model, 32)
-    assert buckets == (mixed_buckets(32) if reason is None else ())
+        buckets = loading._mixed_buckets(EngineConfig(speculative_algorithm=algorithm), model, 32, sizes)
+    assert buckets == (mixed_buckets(32, 64) if reason is None else ())
     assert caplog.messages == ([] if reason is None else [f"Steps with prompts are not captured: {reason}"])
+
+
+def test_memory_of_captures_is_what_the_device_has_less_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not less by what the eager steps before have left in the allocator, as a prompt at warm-up does."""
+    free, cached = 10_000, 4_000
+
+    def empty_cache() -> None:
+        nonlocal free, cached
+        free, cached = free + cached, 0
+
+    @contextmanager
+    def graph(*_: object, **__: object) -> Iterator[None]:
+        nonlocal free
+        empty_cache()
+        yield
+        free -= 300
+
+    for name, stub in {
+        "graph_pool_handle": lambda: 1,
+        "empty_cache": empty_cache,
+        "mem_get_info": lambda _: (free, 20_000),
+        "memory_reserved": lambda _: 20_000 - free,
+        "CUDAGraph": SimpleNamespace,
+        "graph": graph,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stub)
+    stream = SimpleNamespace(device=CPU, synchronize=lambda: None)
+    capture = CudaCapture(cast("torch.cuda.Stream", stream))
+    for _ in range(2):
+        capture.capture(lambda: torch.zeros(1))
+        cached, free = 500, free - 500
+    assert capture.memory() == 600
 
 
 def test_buckets_of_steps_with_prompts() -> None:
     """Few enough for a start: at 382 launches of some 12 us, twice each, the host takes a quarter of a second (an
-    estimate), and a GPU as many steps of at most 768 tokens."""
-    assert len(mixed_buckets(256)) == 30
-    assert max(map(sum, mixed_buckets(256))) == 768
-    assert {bucket.decode for bucket in mixed_buckets(20)} == {0, 8, 20}
-    assert {bucket.decode for bucket in mixed_buckets(8)} == {0, 8}
+    estimate), and a GPU as many steps of at most 768 tokens. What the driver takes to make graphs of them is not known
+    before a GPU has."""
+    assert len(mixed_buckets(256, 8192)) == 30
+    assert max(map(sum, mixed_buckets(256, 8192))) == 768
+    assert {bucket.decode for bucket in mixed_buckets(20, 8192)} == {0, 8, 20}
+    assert {bucket.decode for bucket in mixed_buckets(8, 8192)} == {0, 8}
+    # None that no step could fill.
+    for most, prompts in {16: {16}, 17: {16, 64}, 128: {16, 64, 128}, 8192: {16, 64, 128, 256, 512}}.items():
+        assert {bucket.prompt for bucket in mixed_buckets(8, most)} == prompts
 
 
 def test_buckets_of_rows() -> None:
