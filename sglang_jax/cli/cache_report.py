@@ -41,7 +41,7 @@ def cache_report(url: str, api_key: str | None, svg: Path | None) -> None:
 def _ask(url: str, api_key: str | None) -> list[dict[str, Any]]:
     environment = Environment()
     key = api_key or environment.admin_api_key or environment.api_key
-    headers = {"Authorization": f"Bearer {key}".encode()} if key else {}
+    headers = {b"Authorization": f"Bearer {key}".encode()} if key else {}
     try:
         response = httpx2.get(f"{url.rstrip('/')}/cache_report", headers=headers, timeout=SECONDS)
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
@@ -51,7 +51,7 @@ def _ask(url: str, api_key: str | None) -> list[dict[str, Any]]:
     try:
         reports: list[dict[str, Any]] = response.json()["replicas"]
     except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{url} answers what is no report of a cache: {_plain(response.text[:300])}") from error
+        raise ConfigError(f"{url} answers what is not a report of a cache: {_plain(response.text[:300])}") from error
     return reports
 
 
