@@ -1,12 +1,14 @@
 """Output tokens per second of the embedded model on a CPU, next to transformers' `generate` in the same run.
 
     python benchmarks/decode_cpu.py [--backend auto|jax|torch] [--json FILE] [--batch 1 8 32]
-                                    [--reference-python PYTHON | --no-reference]
+                                    [--reference-python PYTHON | --no-reference] [--peers PYTHON]
 
 Prompts of 64 tokens, 64 output tokens, greedy. "output tok/s" counts the whole of a batch, prefill included;
 "decode tok/s" from the first token on. transformers runs in processes of its own (`--reference-python` names an
 interpreter that has torch and transformers, this one by default), in float32 and bfloat16; the better one is quoted.
 It and the engine take turns, batch by batch, since machines drift: "ratio" is the median over the turns.
+`--peers` names an interpreter that has llama.cpp, which then takes turns too, on the GGUF file as it is:
+    python -m venv peers && peers/bin/pip install xllamacpp
 The memory bound of batch 1 is the bandwidth at which this machine reads a large array, over the bytes of the weights.
 """
 
@@ -26,6 +28,7 @@ import numpy as np
 from machine import report
 
 from sglang_jax import Engine, SamplingParams
+from sglang_jax.checkpoint import resolve_model
 from sglang_jax.config import EngineConfig
 
 PROMPT = 64
@@ -69,11 +72,11 @@ def measure_engine(engine: Engine, batch: int, run: int) -> Rates:
 
 
 class Reference:
-    """transformers in a process of its own, which waits while it is not asked."""
+    """Another engine in a process of its own, a script of this folder, which waits while it is not asked."""
 
-    def __init__(self, python: str, dtype: str) -> None:
-        script = Path(__file__).with_name("decode_transformers.py")
-        command = [python, str(script), "--dtype", dtype]
+    def __init__(self, python: str, script: str, *arguments: str) -> None:
+        command = [python, str(Path(__file__).with_name(script)), *arguments]
+        self._name = script
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def rate(self, batch: int) -> float:
@@ -83,7 +86,7 @@ class Reference:
         print(batch, file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()
         if not answer:
-            raise RuntimeError(f"transformers ended with status {self._process.wait()}")
+            raise RuntimeError(f"{self._name} ended with status {self._process.wait()}")
         return float(answer)
 
     def close(self) -> None:
@@ -91,11 +94,15 @@ class Reference:
         self._process.communicate()
 
 
-def measure(engine: Engine, references: Sequence[Reference], batch: int) -> dict[str, float]:
+def measure(
+    engine: Engine, references: Sequence[Reference], batch: int, peer: Reference | None = None
+) -> dict[str, float]:
     """Medians over `REPEATS` turns, after one that does not count."""
-    turns = []
+    turns, peers = [], []
     for run in range(REPEATS + 1):
         turns.append((measure_engine(engine, batch, run), [reference.rate(batch) for reference in references]))
+        if peer is not None:
+            peers.append(peer.rate(batch))
     ours = [rates for rates, _ in turns[1:]]
     row: dict[str, float] = {
         "output tok/s": statistics.median(rates.whole for rates in ours),
@@ -106,6 +113,11 @@ def measure(engine: Engine, references: Sequence[Reference], batch: int) -> dict
         best = max(by_dtype, key=statistics.median)
         row["transformers tok/s"] = statistics.median(best)
         row["ratio"] = statistics.median(rates.whole / theirs for rates, theirs in zip(ours, best, strict=True))
+    if peer is not None:
+        row["llama.cpp tok/s"] = statistics.median(peers[1:])
+        row["llama.cpp ratio"] = statistics.median(
+            rates.whole / theirs for rates, theirs in zip(ours, peers[1:], strict=True)
+        )
     return row
 
 
@@ -144,6 +156,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=["auto", "jax", "torch"], default="auto", help="what runs the model")
     parser.add_argument("--dtype", default="auto", help="dtype of the engine: auto, bfloat16, float32")
     parser.add_argument("--reference-python", default=sys.executable, help="interpreter that has torch")
+    parser.add_argument("--peers", help="interpreter that has xllamacpp: llama.cpp takes turns too")
     parser.add_argument("--no-reference", action="store_true", help="leave transformers out")
     arguments = parser.parse_args()
     config = EngineConfig(
@@ -157,10 +170,14 @@ def main() -> None:
     with ExitStack() as stack:
         references: list[Reference] = []
         for dtype in () if arguments.no_reference else ("float32", "bfloat16"):
-            references.append(Reference(arguments.reference_python, dtype))
+            references.append(Reference(arguments.reference_python, "decode_transformers.py", "--dtype", dtype))
             stack.callback(references[-1].close)
+        peer = None
+        if arguments.peers:
+            peer = Reference(arguments.peers, "decode_llama_cpp.py", str(resolve_model("demo").path))
+            stack.callback(peer.close)
         engine = stack.enter_context(Engine(config=config))
-        rows = [{"batch": batch, **measure(engine, references, batch)} for batch in arguments.batch]
+        rows = [{"batch": batch, **measure(engine, references, batch, peer)} for batch in arguments.batch]
         compiles = engine.stats.compiles_after_warm_up
         state = engine.state()
         weight_bytes, backend = int(state["weight_bytes"]), str(state["backend"])

@@ -111,7 +111,8 @@ REFUSED: Mapping[str, OtherFlag] = {
     "pp": OtherFlag(_ONE_MACHINE, takes_value=True),
     "pp_size": OtherFlag(_ONE_MACHINE, takes_value=True),
     "quantization": OtherFlag(
-        "not implemented: weights are held in --dtype; GGUF files of every block type are read, and widened",
+        "not implemented: weights are held in --dtype; GGUF files of every block type are read, and widened; "
+        "--keep-gguf-blocks keeps Q4_0, Q4_1 and Q8_0 as well on a CPU",
         takes_value=True,
     ),
     "speculative_config": OtherFlag(

@@ -41,6 +41,7 @@ def test_nothing_runs_beside_what_is_alone(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", *flags, "--basetemp", str(tmp_path / "base"), str(tmp_path)]
     # This may be a worker's own process, whose variables are not for others.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment["PYTHONPATH"] = str(ROOT / "tests")
     run = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 240}
     done = subprocess.run(command, **run, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

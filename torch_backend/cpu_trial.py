@@ -79,16 +79,19 @@ def _compile(form: CpuForm, cache_folder: Path) -> CpuKernels:
     from numba.core.errors import NumbaError
 
     from torch_backend.attention.cpu import CpuAttention
-    from torch_backend.cpu_kernels import block_matrix
+    from torch_backend.attention.cpu_prompts import CpuPrompts
+    from torch_backend.cpu_kernels import block_matrix, vectors
     from torch_backend.cpu_kernels.compiling import KernelCompiler
     from torch_backend.cpu_kernels.operations import CpuOperations
 
     compiler = KernelCompiler.keeping(cache_folder)
+    multiplies = form.dtype is torch.bfloat16 and vectors.supported()
     try:
+        prompts = CpuPrompts(compiler, form.heads) if multiplies and CpuPrompts.take(form.heads) else None
         return CpuKernels(
             CpuOperations(compiler, form.dtype, {heads.head_dim for heads in form.heads}),
-            CpuAttention(compiler, form.dtype, form.heads),
-            block_matrix.BlockProducts(compiler) if form.dtype is torch.bfloat16 and block_matrix.supported() else None,
+            CpuAttention(compiler, form.dtype, form.heads, prompts),
+            block_matrix.BlockProducts(compiler) if multiplies else None,
         )
     except (NumbaError, OSError, RuntimeError) as error:  # the last is how LLVM fails
         raise CpuKernelsError(f"numba cannot compile them ({error})") from error
@@ -136,15 +139,18 @@ def _results_of_attention(
     yield "keys", kv.keys, copy.keys
     yield "values", kv.values, copy.values
 
-    batch = ForwardBatch(
-        tokens=torch.zeros(len(lens), dtype=torch.int32),
-        positions=positions.int(),
-        write_slots=slots,
-        page_table=pages,
-        kv_lens=torch.tensor(lens, dtype=torch.int32),
-        query_starts=torch.arange(len(lens) + 1, dtype=torch.int32),
-        num_decode=len(lens),
-    )
     options = AttentionOptions(scale=head_dim**-0.5)
-    attended = kernels.attention.prepare(batch)(queries, kv, options)
-    yield "attention", attended, ReferenceAttention().prepare(batch)(queries, kv, options)
+    for what, counts in (("attention", [1] * len(lens)), ("attention of prompts", [1, 83, 30])):
+        starts = [sum(counts[:number]) for number in range(len(counts) + 1)]
+        batch = ForwardBatch(
+            tokens=torch.zeros(starts[-1], dtype=torch.int32),
+            positions=positions.int(),
+            write_slots=slots,
+            page_table=pages,
+            kv_lens=torch.tensor(lens, dtype=torch.int32),
+            query_starts=torch.tensor(starts, dtype=torch.int32),
+            num_decode=counts.count(1) if starts[-1] == len(lens) else 0,
+        )
+        asked = queries if batch.decode_only else numbers(starts[-1], *queries.shape[1:])
+        attended = kernels.attention.prepare(batch)(asked, kv, options)
+        yield what, attended, ReferenceAttention().prepare(batch)(asked, kv, options)

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -75,14 +76,17 @@ class CudaCapture:
         self._memory = 0
 
     def capture(self, function: Callable[[], torch.Tensor]) -> Replay:
-        before = torch.cuda.memory_reserved(self._stream.device)
         # Kernels are compiled, and libraries allocate their workspaces, at the first run: not while capturing.
         function()
         self._stream.synchronize()
+        # Capturing begins by giving back what eager steps have left in the allocator: that is no part of what it takes.
+        # What the driver keeps of a graph is, and the allocator knows nothing of it.
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(self._stream.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             result = function()
-        self._memory += torch.cuda.memory_reserved(self._stream.device) - before
+        self._memory += free - torch.cuda.mem_get_info(self._stream.device)[0]
         return CudaReplay(graph, result)
 
     def memory(self) -> int:
@@ -238,13 +242,15 @@ def row_buckets(max_rows: int) -> tuple[int, ...]:
     return (*(rows for rows in steps if rows < max_rows), max_rows)
 
 
-def mixed_buckets(max_rows: int) -> tuple[Bucket, ...]:
-    """Steps with prompts to capture, with at most `max_rows` decode rows.
+def mixed_buckets(max_rows: int, prompt_tokens: int) -> tuple[Bucket, ...]:
+    """Steps with prompts to capture, with at most `max_rows` decode rows, of a runner whose steps have at most
+    `prompt_tokens` of prompts.
 
     Small ones: the host launches a step in some milliseconds, and for as long a GPU computes hundreds of tokens.
     """
     rows = (0, *(count for count in (8, 32, 64, 128) if count < max_rows), max_rows)
-    return tuple(Bucket(decode, prompt) for decode in rows for prompt in (16, 64, 128, 256, 512))
+    prompts = [most for less, most in pairwise((0, 16, 64, 128, 256, 512)) if less < prompt_tokens]
+    return tuple(Bucket(decode, prompt) for decode in rows for prompt in prompts)
 
 
 def _no_deltas() -> PageDeltas:

@@ -14,7 +14,7 @@ from sglang_jax.architectures.model_config import CacheGroup, CacheKind, cache_g
 from sglang_jax.checkpoint import Checkpoint, ModelConfig
 from sglang_jax.checkpoint.kv_scales import ScalesOfLayers
 from sglang_jax.config import EngineConfig, KVCacheDtype, MambaDtype
-from sglang_jax.errors import CheckpointError
+from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.runner.kv_scales import scales_of_checkpoint
 from sglang_jax.runner.plan import RunnerSpec
 from sglang_jax.runner.sizing import (
@@ -27,7 +27,7 @@ from sglang_jax.runner.sizing import (
     refuse_beside_states,
 )
 from torch_backend.batch import ForwardBatch
-from torch_backend.block_weights import matrices_to_keep, measure_forms
+from torch_backend.block_weights import KeptMatrix, matrices_to_keep, measure_forms
 from torch_backend.cpu_trial import CpuForm
 from torch_backend.devices import available_memory, select_device, select_dtype
 from torch_backend.graphs import Bucket, CudaCapture, mixed_buckets, row_buckets
@@ -142,7 +142,7 @@ def _load_on(
         sampler=kernels.sampler,
         capture=capture,
         graph_buckets=row_buckets(most),
-        mixed_buckets=() if capture is None else _mixed_buckets(config, checkpoint.config, most),
+        mixed_buckets=() if capture is None else _mixed_buckets(config, checkpoint.config, most, sizes),
         weight_bytes=built.weight_bytes,
         kv_bytes=sum(group.page * pages for group, pages in zip(memory.groups, sizes.num_pages, strict=True)),
         details=details,
@@ -185,8 +185,7 @@ def _build(
         attention=kernels.attention,
         parallel=parallel,
     )
-    room = available_memory(device) - weight_bytes(model)
-    kept = matrices_to_keep(model, checkpoint.config, checkpoint.blocks, kernels.block_matrices, room)
+    kept = _blocks_to_keep(config, checkpoint, model, device, kernels)
 
     def load() -> None:
         load_weights(model, reader, checkpoint.config, kept=kept)
@@ -196,16 +195,31 @@ def _build(
     return _Built(model, weight_bytes(model, kept), load)
 
 
+def _blocks_to_keep(
+    config: EngineConfig, checkpoint: Checkpoint, model: Transformer, device: torch.device, kernels: Kernels
+) -> Sequence[KeptMatrix]:
+    if not config.keep_gguf_blocks:
+        return ()
+    if checkpoint.blocks is None:
+        raise ConfigError(f"keep_gguf_blocks: {checkpoint.source.path} is not a GGUF file with weights")
+    if kernels.block_matrices is None:
+        raise ConfigError(
+            "keep_gguf_blocks needs a CPU with avx512_bf16, numba and --dtype bfloat16: leave it out, or see the log"
+        )
+    room = available_memory(device) - weight_bytes(model)
+    return matrices_to_keep(model, checkpoint.config, checkpoint.blocks, kernels.block_matrices, room)
+
+
 def _capture(stream: Stream, config: EngineConfig, device: torch.device, kernels: Kernels) -> CudaCapture | None:
     if device.type == "cpu" or config.disable_cuda_graph:
         return None
     if not kernels.capturable:
-        logger.info("Decode steps are not captured: %s attention reads lengths on the host", kernels.attention_name)
+        logger.info("Steps are not captured: %s attention reads lengths on the host", kernels.attention_name)
         return None
     return CudaCapture(cast("CudaStream", stream).stream)
 
 
-def _mixed_buckets(config: EngineConfig, model: ModelConfig, most_rows: int) -> tuple[Bucket, ...]:
+def _mixed_buckets(config: EngineConfig, model: ModelConfig, most_rows: int, sizes: Sizes) -> tuple[Bucket, ...]:
     """Sizes of steps with prompts to capture, of at most `most_rows` decode rows."""
     reason = None
     if model.keeps_states:
@@ -215,7 +229,7 @@ def _mixed_buckets(config: EngineConfig, model: ModelConfig, most_rows: int) -> 
     if reason is not None:
         logger.info("Steps with prompts are not captured: %s", reason)
         return ()
-    return mixed_buckets(most_rows)
+    return mixed_buckets(most_rows, sizes.prompt_tokens)
 
 
 def _sizes(

@@ -131,8 +131,7 @@ class TorchRunner:
 
     **Arguments:** `model` and its KV pages are handed over; `stream` and `sampler` are the device's (the CPU's unless
     given); `graph_buckets` are the row counts of decode steps that `capture` captures (None: every step is eager), and
-    `mixed_buckets` the sizes of steps with prompts;
-    `details` go into the report.
+    `mixed_buckets` the sizes of steps with prompts; `details` go into the report.
     """
 
     def __init__(
@@ -190,7 +189,7 @@ class TorchRunner:
         return self._spec
 
     def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
-        """Runs a step of each kind on padding, so that kernels are built, and captures the decode steps."""
+        """Runs a step of each kind on padding, so that kernels are built, and captures steps."""
         longest = min(self._spec.token_budget, self._spec.max_context)
         decode = StepLayout.decode(self._spec.max_rows, 0, drafts=self._drafts, states=self._table.states)
         # A short prompt's keys may be shared out by kernels of their own.

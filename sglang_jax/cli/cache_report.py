@@ -51,7 +51,7 @@ def _ask(url: str, api_key: str | None) -> list[dict[str, Any]]:
     try:
         reports: list[dict[str, Any]] = response.json()["replicas"]
     except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{url} answers, but not with a report of a cache: {_plain(response.text[:300])}") from error
+        raise ConfigError(f"{url} answers what is not a report of a cache: {_plain(response.text[:300])}") from error
     return reports
 
 

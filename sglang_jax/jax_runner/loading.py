@@ -116,6 +116,8 @@ def choose_attention(config: EngineConfig, device: jax.Device) -> AttentionImple
     **Raises:** `ConfigError` for one, or for another option, that this backend does not have, and for a TPU that the
     kernels do not know.
     """
+    if config.keep_gguf_blocks:
+        raise ConfigError("keep_gguf_blocks is the torch backend's: leave it out, or choose --backend torch")
     on_tpu = device.platform == "tpu"
     backend = config.attention_backend
     if backend is AttentionBackend.AUTO:

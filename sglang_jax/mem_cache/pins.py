@@ -76,8 +76,8 @@ class Pins:
 
     def keep_within_share(self) -> None:
         """Lets idle pins go, the oldest first, while pins keep more of some pool than they may."""
-        while any(group.component.session > self.share * group.pool.total for group in self._groups):
-            if not any(not pin.busy for pin in self.held):
+        while self.held and any(group.component.session > self.share * group.pool.total for group in self._groups):
+            if all(pin.busy for pin in self.held):
                 return
             self.relieve()
 

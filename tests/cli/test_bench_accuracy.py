@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from sglang_jax.cli.bench.accuracy import Question, answer_start, bench_accuracy, read_task, score
+from sglang_jax.cli.bench.accuracy import Question, _values, answer_start, bench_accuracy, read_task, score
 from sglang_jax.cli.main import run
+from sglang_jax.engine.types import TokenLogprob
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,6 +57,13 @@ def test_a_line_at_fault_is_named(tmp_path: Path, line: str, message: str) -> No
     file.write_text(f'{{"prompt": "a", "choices": ["b", "c"], "answer": 0}}\n\n{line}\n')
     with pytest.raises(ValueError, match=rf"task\.jsonl:3: .*{message}"):
         read_task(file)
+
+
+@pytest.mark.parametrize("logprobs", [None, [], [-1.0, None]])
+def test_an_answer_without_logprobs_is_no_likely_one(logprobs: list[float | None] | None) -> None:
+    tokens = None if logprobs is None else [TokenLogprob(1, logprob, ()) for logprob in logprobs]
+    with pytest.raises(RuntimeError, match=r"the engine gave logprobs for \d of \d tokens"):
+        _values(tokens)
 
 
 @pytest.mark.usefixtures("echo_engine")

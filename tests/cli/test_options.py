@@ -70,6 +70,7 @@ OTHER_VALUES: dict[str, Any] = {
     "speculative_algorithm": "ngram",
     "speculative_num_draft_tokens": 3,
     "skip_warmup": True,
+    "keep_gguf_blocks": True,
     "watchdog_timeout": 30.0,
     "engine_start_timeout": 60.0,
     "max_engine_restarts": 2,

@@ -8,6 +8,7 @@ import torch
 
 from sglang_jax.config import EngineConfig
 from torch_backend.attention.cpu import CpuAttention
+from torch_backend.attention.cpu_prompts import CpuPrompts
 from torch_backend.attention.interface import HeadForm
 from torch_backend.cpu_kernels.block_matrix import BlockProducts
 from torch_backend.cpu_kernels.compiling import KernelCompiler
@@ -15,8 +16,9 @@ from torch_backend.cpu_kernels.operations import CpuOperations
 
 
 @functools.cache
-def cpu_attention(dtype: torch.dtype, *forms: HeadForm) -> CpuAttention:
-    return CpuAttention(_compiler(), dtype, forms)
+def cpu_attention(dtype: torch.dtype, *forms: HeadForm, prompts: bool = False) -> CpuAttention:
+    """`prompts`: a kernel computes these too."""
+    return CpuAttention(_compiler(), dtype, forms, CpuPrompts(_compiler(), forms) if prompts else None)
 
 
 @functools.cache

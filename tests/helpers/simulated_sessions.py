@@ -191,14 +191,19 @@ class SessionSimulation(Simulation):
         self.turn(name, [6], 1, 1, (), "last")
 
     @precondition(lambda self: any(talk.running is not None for talk in self.talks.values()))
-    @rule(name=st.sampled_from(NAMES), seen=st.integers(0, 4), steps=st.integers(0, 2))
+    @rule(name=st.sampled_from(NAMES), seen=st.integers(1, 4), steps=st.integers(0, 2))
     def stop_a_turn(self, name: str, seen: int, steps: int) -> None:
         """The client found a stop string, and the core may be a few tokens further, or at the end."""
         talk = self.talks[self._busy_one(name)]
         number = talk.running
         assert number is not None
+        for _ in range(8):
+            if self.bench.channel.streams.get(number):
+                break
+            self.watch.step()
+        self._look()
         seen = min(seen, len(self.bench.channel.streams.get(number, [])))
-        if not seen:
+        if not seen or talk.running != number:
             return
         talk.stopped = seen  # from now on it is over for the client, whatever the core still does
         for _ in range(steps):

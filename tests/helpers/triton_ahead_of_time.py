@@ -31,8 +31,13 @@ TABLE = ROOT / "tests" / "helpers" / "triton_table.json"
 
 # Compute capabilities, and the shared memory of one program there in bytes.
 SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-COMPILED_WHOLE = (80, 90, 100)
-"""Chips for which every kernel is compiled; for the others, which differ little from these, the representative ones."""
+COMPILED_WHOLE = 90
+"""The chip for which every kernel is compiled."""
+
+COMPILED_BUT_FOR_DECODE = (80, 100)
+"""Chips for which all kernels are but those of decode attention, and those of prompts on pages of another size than 16:
+page sizes change how keys are found, on all chips alike. Of what is left, and for chips that are not named here, the
+representative ones are."""
 
 SECONDS_PER_KERNEL = 120
 
@@ -197,14 +202,16 @@ def table_rows() -> list[str]:
     """The prefixes of the rows that the table has: see `COMPILED_WHOLE`."""
     from helpers.triton_inventory import REPRESENTATIVE, shipped_kernels
 
-    whole = [
-        row_prefix(chip, kernel.operation, kernel.configuration)
-        for chip in COMPILED_WHOLE
-        for kernel in shipped_kernels()
+    kernels = [(kernel.operation, kernel.configuration) for kernel in shipped_kernels()]
+    others = [
+        (operation, configuration)
+        for operation, configuration in kernels
+        if "attention" not in operation or (operation.startswith("extend") and "pages of 16" in configuration)
     ]
-    return whole + [
-        f"sm_{chip} {row}" for chip in SHARED_MEMORY if chip not in COMPILED_WHOLE for row in REPRESENTATIVE
-    ]
+    rows = [row_prefix(COMPILED_WHOLE, *kernel) for kernel in kernels]
+    rows += [row_prefix(chip, *kernel) for chip in COMPILED_BUT_FOR_DECODE for kernel in others]
+    rows += [f"sm_{chip} {row}" for chip in SHARED_MEMORY for row in REPRESENTATIVE]
+    return list(dict.fromkeys(rows))
 
 
 def row_prefix(capability: int, operation: str, configuration: str) -> str:

@@ -14,15 +14,11 @@ from helpers.simulation import simulate
 from helpers.stand_in_subject import StandInSubject
 
 from sglang_jax.runner.protocol import Runner
-from torch_backend.graphs import Bucket
 
 
 def captured_torch_runner(weights: Sequence[np.ndarray], **sizes: int) -> Runner:
-    """Steps of up to four decode rows are replayed; those of five and six are launched one by one."""
-    mixed = (Bucket(0, 8), Bucket(4, 32))
-    return stand_in_torch.stand_in_runner(
-        weights, capture=FakeCapture(), graph_buckets=(1, 2, 4), mixed_buckets=mixed, **sizes
-    )
+    """Decode steps of up to four rows are replayed; those of five and six are launched one by one."""
+    return stand_in_torch.stand_in_runner(weights, capture=FakeCapture(), graph_buckets=(1, 2, 4), **sizes)
 
 
 # For JAX each page size is a compilation of every program.

@@ -307,7 +307,7 @@ def test_books_that_do_not_add_up_at_idle_are_logged_and_counted(
     """Outside debug mode nothing looked; the server goes on."""
     release = KVCache.release_kv_cache
 
-    def leak(self: KVCache, record: RowKV, tokens: bytes, *, insert: bool) -> None:
+    def leak(self: KVCache, record: RowKV, tokens: bytes, *, insert: bool, kept: None) -> None:
         self.groups[0].table.pages[record.row, self.pages_for(record.kv_allocated_len) - 1] = 0
         self.lengths.kv_allocated[record.row] -= self.page_size
         self.lengths.kv_committed[record.row] = min(record.kv_committed_len, record.kv_allocated_len)

@@ -52,7 +52,7 @@ def skip_unlock(monkeypatch: pytest.MonkeyPatch) -> None:
 def free_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     release = KVCache.release_kv_cache
 
-    def release_twice(self: KVCache, record: RowKV, tokens: bytes, *, insert: bool) -> None:
+    def release_twice(self: KVCache, record: RowKV, tokens: bytes, *, insert: bool, kept: None) -> None:
         first = record.cache_protected_len // self.page_size
         group = self.groups[0]
         pages = group.table.run(record.row, first, self.pages_for(record.kv_allocated_len))
@@ -78,7 +78,7 @@ def protect_a_page_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """The matched length is taken for the protected one: the unaligned tail's page is nobody's."""
     release = KVCache.release_kv_cache
 
-    def release_less(self: KVCache, record: RowKV, tokens: bytes, *, insert: bool) -> None:
+    def release_less(self: KVCache, record: RowKV, tokens: bytes, *, insert: bool, kept: None) -> None:
         ceiling = self.pages_for(record.kv_committed_len) * self.page_size
         if not insert:
             self.lengths.cache_protected[record.row] = ceiling

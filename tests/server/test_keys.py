@@ -210,6 +210,8 @@ class TestWhoMayDoWhat:
             ("POST", "/v1/chat/completions"),
             ("POST", "/tokenize"),
             ("POST", "/detokenize"),
+            ("POST", "/open_session"),
+            ("POST", "/close_session"),
         }
         assert routes == everybodys | set(OPERATORS_ROUTES)
 

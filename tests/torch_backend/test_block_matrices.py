@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from helpers.cpu_kernels import block_products
 from helpers.gguf_files import make_tiny_gguf, write_gguf
 from helpers.small_configs import small_config
-from helpers.tiny_models import make_tiny_model, make_tiny_tokenizer
+from helpers.tiny_models import make_tiny_checkpoint, make_tiny_model, make_tiny_tokenizer
 from helpers.torch_paged_model import TorchPagedModel
 from torch.nn import functional
 
@@ -23,13 +24,22 @@ from sglang_jax.checkpoint import ParameterReader, open_checkpoint
 from sglang_jax.checkpoint.blocks import BlockFormat, BlockParameters, Blocks
 from sglang_jax.checkpoint.gguf_file import open_gguf
 from sglang_jax.checkpoint.gguf_reader import GgufReader
+from sglang_jax.config import AttentionBackend, EngineConfig
+from sglang_jax.errors import ConfigError
+from torch_backend.attention.native import NativeAttention
 from torch_backend.block_weights import matrices_to_keep
-from torch_backend.cpu_kernels import block_matrix
-from torch_backend.cpu_kernels.block_matrix import BlockMatrix, BlockProducts, supported
+from torch_backend.cpu_kernels import vectors
+from torch_backend.cpu_kernels.block_matrix import BlockMatrix, BlockProducts
+from torch_backend.cpu_kernels.vectors import supported
+from torch_backend.kernel_choice import Kernels
 from torch_backend.layers import by_rows
 from torch_backend.layers.by_rows import ByRows, Form, Product, set_limits
 from torch_backend.layers.feed_forward import FeedForward
 from torch_backend.layers.linear import Linear
+from torch_backend.loading import _blocks_to_keep
+from torch_backend.models import Transformer
+from torch_backend.native_operations import NativeOperations
+from torch_backend.native_sampler import NativeSampler
 from torch_backend.weights import load_weights, weight_bytes
 
 KINDS = (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0)
@@ -50,7 +60,7 @@ def stored(kind: GGMLQuantizationType, rows: int, columns: int, seed: int = 0) -
 
 
 def opened(
-    folder: Path, data: np.ndarray, kind: GGMLQuantizationType, architecture: str = "llama"
+    folder: Path, data: np.ndarray, kind: GGMLQuantizationType, architecture: str = "llama", interleaved: bool = False
 ) -> tuple[BlockParameters, ParameterReader, ParameterName]:
     """The query projection of a model of 2 heads of `rows / 2`, in a file."""
     _, block_bytes = GGML_QUANT_SIZES[kind]
@@ -66,6 +76,7 @@ def opened(
         head_dim=len(data) // 2,
         attention_bias=False,
     )
+    config = config.with_layers(lambda layer: replace(layer, mixer=replace(layer.mixer, interleaved_rope=interleaved)))
     file = open_gguf(write_gguf(folder / "x.gguf", architecture, {}, {"blk.0.attn_q.weight": (data, kind)}))
     reader = GgufReader(file, config)
     return BlockParameters(reader, config), ParameterReader(reader, config), ParameterName(Part.QUERY, layer=0)
@@ -79,12 +90,13 @@ def blocks_of(kind: GGMLQuantizationType, outputs: int, inputs: int, folder: Pat
 
 
 @every_kind
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize(("architecture", "interleaved"), [("llama", False), ("qwen2", False), ("qwen2", True)])
 def test_blocks_are_the_numbers_that_the_reader_widens(
-    kind: GGMLQuantizationType, architecture: str, tmp_path: Path
+    kind: GGMLQuantizationType, architecture: str, interleaved: bool, tmp_path: Path
 ) -> None:
-    """Llama's files have the rows of queries in another order."""
-    parameters, numbers, name = opened(tmp_path, stored(kind, 24, 160), kind, architecture)
+    """Llama's files have the rows of queries in another order than the model, and so have models whose rotary pairs
+    are neighbours."""
+    parameters, numbers, name = opened(tmp_path, stored(kind, 24, 160), kind, architecture, interleaved)
     for index in (None, (slice(12, 24), slice(0, 160)), (slice(0, 24), slice(32, 128))):
         assert parameters.format(name, index) is not None
         blocks = parameters.read(name, index)
@@ -206,7 +218,7 @@ def test_a_processor_without_the_units_is_known(monkeypatch: pytest.MonkeyPatch)
         ("+avx512bw,+avx512f,-avx512bf16", False),
         ("+avx512bf16,+avx512bw", True),
     ):
-        monkeypatch.setattr(block_matrix.config, "CPU_FEATURES", features)
+        monkeypatch.setattr(vectors.config, "CPU_FEATURES", features)
         assert supported() is expected
 
 
@@ -241,3 +253,25 @@ def test_the_quicker_form_serves(
     for rows in (1, expected, expected + 1, 65):
         served = few if rows <= expected else many
         assert all(float(each.multiply(torch.ones(rows, 1)).sum()) == rows * served[0] for each in products)
+
+
+def test_blocks_are_kept_where_they_are_asked_for_and_can_be(tmp_path: Path) -> None:
+    model = make_tiny_model("llama", hidden_size=128, intermediate_size=256)
+    file = make_tiny_gguf(tmp_path / "model.gguf", model, make_tiny_tokenizer(tmp_path), kind=GGMLQuantizationType.Q4_1)
+    plain = Kernels(NativeAttention(), AttentionBackend.NATIVE, NativeOperations(), NativeSampler())
+    able = replace(plain, block_matrices=block_products())
+
+    def kept(asked: bool, folder: Path, kernels: Kernels) -> int:
+        config = EngineConfig(model_path=str(folder), keep_gguf_blocks=asked)
+        model = TorchPagedModel(folder, dtype=torch.bfloat16, load=False).model
+        assert isinstance(model, Transformer)
+        return len(_blocks_to_keep(config, open_checkpoint(str(folder)), model, torch.device("cpu"), kernels))
+
+    assert kept(False, file, able) == 0
+    if supported():
+        assert kept(True, file, able) > 0
+    with pytest.raises(ConfigError, match="keep_gguf_blocks needs a CPU with avx512_bf16"):
+        kept(True, file, plain)
+    folder = make_tiny_checkpoint(tmp_path / "tensors", "llama")
+    with pytest.raises(ConfigError, match="tensors is not a GGUF file with weights"):
+        kept(True, folder, able)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,24 +20,27 @@ from helpers.stand_in_model import VOCAB, dense_logits, random_weights
 from helpers.stand_in_torch import CPU, StandIn, stand_in_runner
 from helpers.tiny_models import make_tiny_checkpoint
 
-from sglang_jax.architectures import CacheKind
+from sglang_jax.architectures import CacheKind, ModelConfig
 from sglang_jax.checkpoint import Checkpoint, open_checkpoint
-from sglang_jax.config import EngineConfig, ModelImpl
+from sglang_jax.config import EngineConfig, ModelImpl, SpeculativeAlgorithm
 from sglang_jax.runner.page_tables import TableLayout
 from sglang_jax.runner.plan import LAST_TOKEN, PageDeltas, PoolSpec, RunnerSpec, StepPlan
+from sglang_jax.runner.sizing import Sizes
+from torch_backend import loading
 from torch_backend.attention.interface import AttentionImplementation, AttentionOptions, StepAttention
 from torch_backend.attention.native import NativeAttention
 from torch_backend.attention.reference import ReferenceAttention
 from torch_backend.batch import ForwardBatch
 from torch_backend.compilation.building import build_traced
 from torch_backend.compilation.traced_model import TracedTransformer
-from torch_backend.graphs import Bucket, Replay, StepGraphs, mixed_buckets, row_buckets
+from torch_backend.graphs import Bucket, CudaCapture, Replay, StepGraphs, mixed_buckets, row_buckets
 from torch_backend.kv_pages import KVPages, LayerMemory
 from torch_backend.loading import PagedTransformer
 from torch_backend.models import Transformer, build_model
 from torch_backend.native_operations import NativeOperations
-from torch_backend.packing import StepInputs
+from torch_backend.packing import StepInputs, StepLayout
 from torch_backend.runner import TorchRunner
+from torch_backend.step import RowTensors, build_batch
 from torch_backend.streams import CpuThread
 from torch_backend.weights import load_weights
 
@@ -432,6 +438,18 @@ def test_steps_with_prompts_are_replayed(capture: Recorder) -> None:
     runner.close()
 
 
+def test_padding_stands_at_position_0_of_page_0() -> None:
+    """However many tokens of it there are: no sequence is as long."""
+    layout = StepLayout.mixed(2, 3, 40, 0)
+    packed = np.zeros(layout.size, np.int32)
+    layout.pack(replace(mixed_plan(1, 5), kv_lens=np.array([16, 5], np.int32)), NO_DELTAS, 9, packed)
+    rows = RowTensors.zeros(10, 4, CPU)
+    rows.page_table[:9] = 7
+    batch = build_batch(layout.unpack(torch.from_numpy(packed)), rows, 4)
+    assert batch.positions.tolist() == [15, 0, 0, 1, 2, 3, 4, *[0] * 35]
+    assert batch.write_slots.tolist() == [31, 0, 28, 29, 30, 31, 28, *[0] * 35]
+
+
 class DropsPadding(StandIn):
     """Computes no more tokens than the step it was captured with has."""
 
@@ -456,13 +474,68 @@ def test_steps_with_prompts_that_read_lengths_on_the_host_are_not_captured(refus
         StepGraphs((1,), FakeCapture(), lambda inputs: inputs.rows, CpuThread(), 9, CPU, mixed=MIXED, **refused)
 
 
+@pytest.mark.parametrize(
+    ("states", "algorithm", "reason"),
+    [
+        (False, SpeculativeAlgorithm.NONE, None),
+        (False, SpeculativeAlgorithm.NGRAM, "not with speculative_algorithm ngram"),
+        (True, SpeculativeAlgorithm.NONE, "layers that keep a recurrent state read lengths on the host"),
+    ],
+)
+def test_why_steps_with_prompts_are_not_captured_is_told(
+    states: bool, algorithm: SpeculativeAlgorithm, reason: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = cast(ModelConfig, SimpleNamespace(keeps_states=states))
+    sizes = Sizes((9,), max_rows=32, token_budget=64, max_context=64, prompt_tokens=64)
+    with caplog.at_level(logging.INFO):
+        buckets = loading._mixed_buckets(EngineConfig(speculative_algorithm=algorithm), model, 32, sizes)
+    assert buckets == (mixed_buckets(32, 64) if reason is None else ())
+    assert caplog.messages == ([] if reason is None else [f"Steps with prompts are not captured: {reason}"])
+
+
+def test_memory_of_captures_is_what_the_device_has_less_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not less by what the eager steps before have left in the allocator, as a prompt at warm-up does."""
+    free, cached = 10_000, 4_000
+
+    def empty_cache() -> None:
+        nonlocal free, cached
+        free, cached = free + cached, 0
+
+    @contextmanager
+    def graph(*_: object, **__: object) -> Iterator[None]:
+        nonlocal free
+        empty_cache()
+        yield
+        free -= 300
+
+    for name, stub in {
+        "graph_pool_handle": lambda: 1,
+        "empty_cache": empty_cache,
+        "mem_get_info": lambda _: (free, 20_000),
+        "memory_reserved": lambda _: 20_000 - free,
+        "CUDAGraph": SimpleNamespace,
+        "graph": graph,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stub)
+    stream = SimpleNamespace(device=CPU, synchronize=lambda: None)
+    capture = CudaCapture(cast("torch.cuda.Stream", stream))
+    for _ in range(2):
+        capture.capture(lambda: torch.zeros(1))
+        cached, free = 500, free - 500
+    assert capture.memory() == 600
+
+
 def test_buckets_of_steps_with_prompts() -> None:
     """Few enough for a start: at 382 launches of some 12 us, twice each, the host takes a quarter of a second (an
-    estimate), and a GPU as many steps of at most 768 tokens."""
-    assert len(mixed_buckets(256)) == 30
-    assert max(map(sum, mixed_buckets(256))) == 768
-    assert {bucket.decode for bucket in mixed_buckets(20)} == {0, 8, 20}
-    assert {bucket.decode for bucket in mixed_buckets(8)} == {0, 8}
+    estimate), and a GPU as many steps of at most 768 tokens. What the driver takes to make graphs of them is not known
+    before a GPU has."""
+    assert len(mixed_buckets(256, 8192)) == 30
+    assert max(map(sum, mixed_buckets(256, 8192))) == 768
+    assert {bucket.decode for bucket in mixed_buckets(20, 8192)} == {0, 8, 20}
+    assert {bucket.decode for bucket in mixed_buckets(8, 8192)} == {0, 8}
+    # None that no step could fill.
+    for most, prompts in {16: {16}, 17: {16, 64}, 128: {16, 64, 128}, 8192: {16, 64, 128, 256, 512}}.items():
+        assert {bucket.prompt for bucket in mixed_buckets(8, most)} == prompts
 
 
 def test_buckets_of_rows() -> None:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from sglang_jax import Engine
 from sglang_jax.checkpoint.foreign_config import load_foreign_config
+from sglang_jax.checkpoint.reader import Array, Index
 from sglang_jax.config import ALWAYS_RUN, CompilePass, chosen_passes
 from sglang_jax.errors import CheckpointError, ConfigError
 from torch_backend.compilation.graph import Program, calls
@@ -27,6 +28,7 @@ from torch_backend.compilation.passes.norms import fuse_norms, fuse_sums_with_no
 from torch_backend.compilation.step import add_rms_norm
 from torch_backend.compilation.trace import _check_guards, trace
 from torch_backend.compilation.twin import check_twin, twin_config
+from torch_backend.compilation.weights import CheckpointWeights
 
 ALL = PassManager(chosen_passes("all"))
 
@@ -176,6 +178,65 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
     (folder / "config.json").write_text(config.replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
     with pytest.raises(CheckpointError, match=r"lacks tensors of the model: gpt_neox\.layers\.2\."):
         Engine(**_options(folder))
+
+
+class Tensors:
+    """A reader of zeros of such names and shapes."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        self._shapes = shapes
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def read(self, name: str, index: Index | None = None) -> Array:
+        return np.zeros(self._shapes[name], np.float32)
+
+
+def test_tensors_are_found_under_older_names_and_no_others_are_taken() -> None:
+    model = empty_model(twin_config({"model_type": "gpt_neox", "num_hidden_layers": 2}), torch.float32)
+    shapes = {name.removeprefix("gpt_neox."): tuple(each.shape) for name, each in model.named_parameters()}
+    shapes["embed_out.weight"] = shapes.pop("lm_head.weight")
+    old = {f"layers.0.attention.{name}": (1,) for name in ("bias", "masked_bias", "rotary_emb.inv_freq")}
+    weights = CheckpointWeights.of(model, Tensors(shapes | old))
+    assert weights.names["lm_head.weight"] == "embed_out.weight"
+    assert weights.names["gpt_neox.embed_in.weight"] == "embed_in.weight"
+    with pytest.raises(CheckpointError, match=r"tensors that the model does not: layers\.7\.mlp\.bias$"):
+        CheckpointWeights.of(model, Tensors(shapes | {"layers.7.mlp.bias": (3,)}))
+    with pytest.raises(CheckpointError, match=r"embed_in\.weight is \(2, 3\) in the checkpoint, and \(128, "):
+        CheckpointWeights.of(model, Tensors(shapes | {"embed_in.weight": (2, 3)}))
+
+
+def test_saved_buffers_have_the_values_of_the_checkpoint() -> None:
+    model = empty_model(twin_config({"model_type": "llama", "num_hidden_layers": 2}), torch.float32)
+    layer = model.get_submodule("model.layers.1")
+    layer.register_buffer("learnt", torch.ones(1))
+    layer.register_buffer("computed", torch.ones(1), persistent=False)
+    shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
+    CheckpointWeights.of(model, Tensors(shapes | {f"model.layers.1.{name}": (1,) for name in ("learnt", "computed")}))
+    assert float(layer.get_buffer("learnt")) == 0
+    assert float(layer.get_buffer("computed")) == 1
+    with pytest.raises(CheckpointError, match=r"learnt is \(2,\) in the checkpoint, and \(1,\) in the model"):
+        CheckpointWeights.of(model, Tensors(shapes | {"model.layers.1.learnt": (2,)}))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tiny"), [(32, 8, (8, 2)), (8, 1, (8, 1)), (2, 1, (2, 1)), (6, 6, (2, 2))]
+)
+def test_the_twin_has_several_kv_heads_where_the_model_has(heads: int, kv_heads: int, tiny: tuple[int, int]) -> None:
+    config = twin_config(
+        {
+            "model_type": "llama",
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "hidden_size": heads * 16,
+            "num_hidden_layers": 2,
+        }
+    )
+    assert (config.num_attention_heads, config.num_key_value_heads) == tiny
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,13 @@ After a change of a kernel, `make kernel-table` writes the table anew; its diffe
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import helpers.triton_interpreter
 import pytest
+import torch
 import triton
 from helpers.triton_ahead_of_time import (
     SHARED_MEMORY,
@@ -21,6 +23,9 @@ from helpers.triton_ahead_of_time import (
     table_rows,
 )
 from helpers.triton_inventory import REPRESENTATIVE
+
+from torch_backend.kernels.chip import Chip
+from torch_backend.kernels.decode_attention import decode_tile
 
 assert helpers.triton_interpreter  # the kernels are imported here for their names
 
@@ -35,7 +40,7 @@ COMPILED = [
         for chip in SHARED_MEMORY
         if chip != 90
         for row in REPRESENTATIVE
-        if "head_dim 128, group 4, bfloat16" in row
+        if "attention: bfloat16, head_dim 128, group 4, bfloat16" in row
     ),
 ]
 
@@ -51,8 +56,9 @@ def test_every_kernel_that_ships_has_a_row_on_every_chip_and_no_other_has() -> N
     assert sorted(set(RECORDED.kernels) - covered) == []
 
 
-def test_no_kernel_spills_registers_on_sm_90() -> None:
-    rows = rows_of(RECORDED, "sm_90 ")
+@pytest.mark.parametrize("chip", [80, 90])
+def test_no_kernel_spills_registers(chip: int) -> None:
+    rows = rows_of(RECORDED, f"sm_{chip} ")
     assert rows
     assert [name for name, figures in rows.items() if figures.stack_bytes] == []
 
@@ -73,6 +79,19 @@ def test_extend_attention_runs_on_the_matrix_units_of_the_chip(chip: int, instru
     rows = {name: row for name, row in rows.items() if name.endswith(extending) and "float32" not in name}
     assert rows
     assert [name for name, figures in rows.items() if instruction not in figures.instructions] == []
+
+
+def test_programs_of_decode_attention_share_a_multiprocessor() -> None:
+    """More programs than it holds at a time would wait until the first have done all of their splits."""
+    rows = {name: row for name, row in RECORDED.kernels.items() if name.endswith(" decode_splits")}
+    assert rows
+    for name, row in rows.items():
+        found = re.match(r"sm_(\d+) .* head_dim (\d+), .* (\w+) pages of", name)
+        assert found is not None, name
+        chip = Chip(int(found[1]), processors=132)
+        programs = decode_tile(int(found[2]), getattr(torch, found[3]), chip).programs
+        # A program may have all but 1 KiB of a multiprocessor's, and that much is lost with each.
+        assert 1 <= programs <= (SHARED_MEMORY[chip.capability] + 1024) // (row.shared_bytes + 1024), name
 
 
 def test_attention_reads_keys_ahead() -> None:

@@ -1,4 +1,4 @@
-"""Attention of decode rows by CPU kernels, straight from their pages; of prompts by torch's operations."""
+"""Attention by CPU kernels, straight from the pages; of prompts by torch's operations where no kernel takes them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from torch_backend.attention.cpu_prompts import CpuPrompts, items_of
 from torch_backend.attention.interface import AttentionOptions, HeadForm
 from torch_backend.attention.native import NativeStep
 from torch_backend.batch import ForwardBatch
@@ -19,11 +20,19 @@ class CpuAttention:
     """`AttentionImplementation` for a CPU; for one thread at a time. A decode row's result does not depend on the
     other rows.
 
-    **Arguments:** `dtype`, bfloat16 or float32, of queries and pages alike; `forms` of all layers' heads.
+    **Arguments:** `dtype`, bfloat16 or float32, of queries and pages alike; `forms` of all layers' heads; `prompts`,
+    made for these, computes sequences of several tokens, instead of torch's operations.
     """
 
-    def __init__(self, compiler: KernelCompiler, dtype: torch.dtype, forms: Iterable[HeadForm]) -> None:
+    def __init__(
+        self,
+        compiler: KernelCompiler,
+        dtype: torch.dtype,
+        forms: Iterable[HeadForm],
+        prompts: CpuPrompts | None = None,
+    ) -> None:
         self._dtype = dtype
+        self.prompts = prompts
         self._decode = {
             form: Launcher(build_decode_attention(compiler, dtype.itemsize, form.head_dim, form.group), FIELDS)
             for form in forms
@@ -81,13 +90,33 @@ class CpuStep:
         self._attention = attention
         self._batch = batch
         self._num_keys = int(batch.kv_lens[: batch.num_decode].sum())
-        self._prompts = None if batch.decode_only else NativeStep(batch, first=batch.num_decode)
+        native = not batch.decode_only and attention.prompts is None
+        self._prompts = NativeStep(batch, first=batch.num_decode) if native else None
+        self._items: dict[tuple[int, int], torch.Tensor] = {}
 
     def __call__(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> torch.Tensor:
         """See `StepAttention`."""
+        if self._attention.prompts is not None and not self._batch.decode_only:
+            return self._by_kernels(self._attention.prompts, queries, kv, options)
         if self._prompts is not None and not self._batch.num_decode:
             return self._prompts(queries, kv, options)
         output = self._attention.attend(queries, kv, options, self._batch, self._num_keys)
         if self._prompts is not None:
             self._prompts.attend_into(output, queries, kv, options)
+        return output
+
+    def _by_kernels(
+        self, prompts: CpuPrompts, queries: torch.Tensor, kv: KVPages, options: AttentionOptions
+    ) -> torch.Tensor:
+        batch = self._batch
+        queries = queries.contiguous()
+        if batch.num_decode:
+            output = self._attention.attend(queries, kv, options, batch, self._num_keys)
+        else:
+            output = torch.empty_like(queries)
+        kv_heads = kv.keys.shape[1]
+        key = kv_heads, queries.shape[1] // kv_heads
+        if key not in self._items:
+            self._items[key] = items_of(batch, batch.num_decode, *key)
+        prompts.attend_into(output, queries, kv, options, batch, self._items[key])
         return output

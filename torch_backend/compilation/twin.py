@@ -78,8 +78,9 @@ def twin_config(values: Mapping[str, Any]) -> PreTrainedConfig:
     whole = config_of(values)
     names = whole.attribute_map
     had = under_usual_names(whole.to_dict(), names)
-    group = had["num_attention_heads"] // (had.get("num_key_value_heads") or had["num_attention_heads"])
-    kv_heads = 1 if group >= 4 else 2
+    had_kv_heads = had.get("num_key_value_heads") or had["num_attention_heads"]
+    group = had["num_attention_heads"] // had_kv_heads
+    kv_heads = min(had_kv_heads, 2)  # of one alone it does not show which queries read which keys
     head_dim = had["hidden_size"] // had["num_attention_heads"] if _has_lists(had.get("rope_parameters")) else _HEAD_DIM
     layers = _layers_of_each_kind(had)
     tiny: dict[str, Any] = {

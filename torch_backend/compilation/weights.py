@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -20,6 +20,9 @@ from torch_backend.compilation.graph import Weight
 
 _MOST_TOLD = 6
 
+_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+"""Of any model: tensors that older releases of transformers saved, and that are computed now."""
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointWeights:
@@ -30,7 +33,7 @@ class CheckpointWeights:
 
     @classmethod
     def of(cls, model: PreTrainedModel, reader: TensorReader) -> CheckpointWeights:
-        """Finds every parameter of the model, with or without the prefix that its body has.
+        """Finds every parameter of the model, with or without the prefix that its body has, and reads saved buffers.
 
         **Raises:** `CheckpointError` naming tensors that are missing, misshapen, or that the model does not have.
         """
@@ -51,10 +54,11 @@ class CheckpointWeights:
             raise CheckpointError(f"the checkpoint lacks tensors of the model: {_told(missing)}")
         further = _further_names(model)
         extra = {old for new, old in there.items() if new not in further} - set(names.values())
-        ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+        ignored = [re.compile(each) for each in (*_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ()))]
         extra = {name for name in extra if not any(pattern.search(name) for pattern in ignored)}
         if extra:
             raise CheckpointError(f"the checkpoint has tensors that the model does not: {_told(sorted(extra))}")
+        _read_buffers(model, reader, there)
         return cls(reader, names)
 
     def read(self, weight: Weight) -> torch.Tensor:
@@ -103,6 +107,20 @@ def _under_present_names(model: PreTrainedModel, names: Iterable[str]) -> dict[s
     split while loading keep theirs, and are then told as missing."""
     renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
     return {apply_renamings(name, renamings): name for name in sorted(names)}
+
+
+def _read_buffers(model: PreTrainedModel, reader: TensorReader, there: Mapping[str, str]) -> None:
+    """Gives buffers that transformers saves with a model, and so may have been learnt, the checkpoint's values."""
+    prefix, saved = f"{model.base_model_prefix}.", model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        found = there.get(name) or there.get(name.removeprefix(prefix))
+        if found is None or name not in saved or not buffer.is_floating_point():
+            continue
+        if reader.shape(found) != tuple(buffer.shape):
+            raise CheckpointError(
+                f"{found} is {reader.shape(found)} in the checkpoint, and {tuple(buffer.shape)} in the model"
+            )
+        buffer.copy_(torch.from_numpy(np.array(reader.read(found), dtype=np.float32)))
 
 
 def _further_names(model: PreTrainedModel) -> set[str]:

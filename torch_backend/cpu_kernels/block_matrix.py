@@ -6,15 +6,13 @@ import logging
 
 import numpy as np
 import torch
-from numba import config
-from numba.core.codegen import get_host_cpu_features
 from numba.core.errors import NumbaError
 from torch.nn import functional
 
 from sglang_jax.architectures.model_config import Activation
 from sglang_jax.checkpoint.blocks import BLOCK, BlockFormat, Blocks
 from sglang_jax.checkpoint.reader import Array
-from torch_backend.cpu_kernels import block_product, vectors
+from torch_backend.cpu_kernels import block_product
 from torch_backend.cpu_kernels.block_tiles import OUTPUTS
 from torch_backend.cpu_kernels.compiling import KernelCompiler
 from torch_backend.cpu_kernels.team import Launcher
@@ -147,12 +145,6 @@ def _random_blocks(form: BlockFormat, outputs: int, inputs: int) -> Blocks:
     if form is BlockFormat.EIGHT_BITS:
         return Blocks(form, levels.view(np.int8), scales, None)
     return Blocks(form, levels, scales, least)
-
-
-def supported() -> bool:
-    """Whether the processor that numba compiles for runs these kernels."""
-    named: str | None = config.CPU_FEATURES
-    return vectors.supported(get_host_cpu_features() if named is None else named)
 
 
 def _pack_four_bits(blocks: Blocks) -> tuple[Array, Array]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from llvmlite import ir
+from numba import config
 from numba.core import cgutils
+from numba.core.codegen import get_host_cpu_features
 
 NEEDED = ("avx512bw", "avx512bf16")
 """What a processor must have, as LLVM calls it."""
@@ -28,8 +30,11 @@ FLOATS, WORDS, DOUBLE_WORDS = ir.VectorType(F32, 16), ir.VectorType(I16, 32), ir
 BFLOATS = ir.VectorType(_BFloat(), 32)
 
 
-def supported(features: str) -> bool:
-    """Whether a processor with LLVM's `features` (`+avx2,-amx-tile,...`) runs these kernels."""
+def supported() -> bool:
+    """Whether the processor that numba compiles for runs kernels with these vectors. LLVM ends the process when it is
+    asked for instructions that it cannot have."""
+    named: str | None = config.CPU_FEATURES
+    features = get_host_cpu_features() if named is None else named
     return all(f"+{needed}" in features.split(",") for needed in NEEDED)
 
 

@@ -51,6 +51,11 @@ _LARGEST_SPLITS = 128
 _SMALLEST_DOT = 16
 _MERGED_AT_ONCE = tl.constexpr(8)
 
+_SHARED_OF_PROCESSOR = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024, 103: 228 * 1024}
+"""Bytes of shared memory of a multiprocessor, which its programs divide among themselves."""
+
+_LEAST_SHARED_OF_PROCESSOR = 100 * 1024
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeTile:
@@ -77,16 +82,18 @@ def decode_tile(head_dim: int, pages: torch.dtype, chip: Chip) -> DecodeTile:
     dimensions: with four of them a kilobyte takes a third fewer instructions than with eight.
     """
     if pages == torch.float32:
-        return DecodeTile(keys=16, warps=4, stages=2, programs=2)
-    if head_dim <= 64:
-        return DecodeTile(keys=64, warps=4, stages=3, programs=4)
-    if head_dim > 128:
-        return DecodeTile(keys=32, warps=8, stages=3, programs=2)
-    if pages.itemsize == 1:
-        return DecodeTile(keys=64, warps=4, stages=3, programs=3)
-    # By shared memory: of Hopper and the data-centre Blackwells, an A100, and chips with 100 KiB.
-    programs = {90: 3, 100: 3, 103: 3, 80: 2}.get(chip.capability, 1)
-    return DecodeTile(keys=64, warps=8, stages=3, programs=programs)
+        keys, warps, stages, most = 16, 4, 2, 2
+    elif head_dim <= 64:
+        keys, warps, stages, most = 64, 4, 3, 4
+    elif head_dim > 128:
+        keys, warps, stages, most = 32, 8, 3, 2
+    else:
+        keys, warps, stages, most = 64, 4 if pages.itemsize == 1 else 8, 3, 3
+    width = triton.next_power_of_2(head_dim)
+    # Tiles under way, and by the compiler's figures what queries, sums and the driver take.
+    shared = (stages - 1) * 2 * keys * width * pages.itemsize + 24 * width + 4096
+    programs = _SHARED_OF_PROCESSOR.get(chip.capability, _LEAST_SHARED_OF_PROCESSOR) // shared
+    return DecodeTile(keys, warps, stages, max(min(most, programs), 1))
 
 
 def splits_bound(kv_heads: int) -> int:

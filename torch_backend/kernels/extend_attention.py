@@ -381,7 +381,9 @@ def extend_blocks(
             kept, kept_weighted = sums + block_place, sums_weighted + block_place * WIDTH
             inside = lanes[:, None] * WIDTH + dims[None, :]
             if split > first_split:
-                tl.debug_barrier()  # other threads may have written what this one reads
+                # Other threads may have written what this one reads. Before they write anew, below, there are barriers
+                # of the compiler's: it brings what is read here through shared memory to the layout of products.
+                tl.debug_barrier()
                 largest, total, weighted = merged(
                     tl.load(kept + lanes),
                     tl.load(kept + sums_stride + lanes),

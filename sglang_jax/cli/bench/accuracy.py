@@ -132,7 +132,7 @@ def bench_accuracy(engine: EngineConfig, accuracy: AccuracyConfig) -> int:
         for result in running.batch(requests(), ordered=True):
             if result.error is not None:
                 raise result.error
-            logprobs.append(_values(result.outputs[0].prompt_logprobs or []))
+            logprobs.append(_values(result.outputs[0].prompt_logprobs))
     choices = iter(logprobs)
     figures = score(questions, [[next(choices) for _ in question.choices] for question in questions])
     click.echo(
@@ -152,5 +152,9 @@ def bench_accuracy(engine: EngineConfig, accuracy: AccuracyConfig) -> int:
     return 0
 
 
-def _values(tokens: Sequence[TokenLogprob]) -> list[float]:
-    return [token.logprob for token in tokens if token.logprob is not None]
+def _values(tokens: Sequence[TokenLogprob] | None) -> list[float]:
+    """Logprobs of an answer's tokens. Raises `RuntimeError` where one is missing: a sum without it would win."""
+    values = [token.logprob for token in tokens or () if token.logprob is not None]
+    if not values or len(values) < len(tokens or ()):
+        raise RuntimeError(f"the engine gave logprobs for {len(values)} of {len(tokens or ())} tokens of an answer")
+    return values

@@ -1,252 +1,34 @@
-"""Every option of the engine and the server: typed, documented, validated once.
-
-The only module that reads the environment.
-"""
+"""The options of an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Self
 
 from platformdirs import user_cache_dir
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from sglang_jax.config.choices import (
+    AttentionBackend,
+    Backend,
+    CompilePass,
+    Device,
+    Dtype,
+    EvictionPolicy,
+    GrammarLibrary,
+    KVCacheDtype,
+    LoadBalanceMethod,
+    LoadFormat,
+    MambaDtype,
+    ModelImpl,
+    SamplingDefaults,
+    SchedulePolicy,
+    SpeculativeAlgorithm,
+    chosen_passes,
+)
+from sglang_jax.config.environment import Environment
+from sglang_jax.config.keys import MIN_GROUP_SECRET, read_secret_file
 from sglang_jax.errors import ConfigError
-from sglang_jax.spellings import value_named
-
-MIN_GROUP_SECRET = 16
-"""Fewest characters of the secret of a group of nodes."""
-
-
-class Choice(StrEnum):
-    """One of several values, by any of its spellings."""
-
-    @classmethod
-    def _missing_(cls, value: object) -> Self | None:
-        name = value_named(cls.__name__, str(value))
-        return next((member for member in cls if member.value == name), None)
-
-
-class Backend(Choice):
-    """Name of an entry point in the group `sglang_jax.backends`, or auto."""
-
-    AUTO = "auto"
-    JAX = "jax"
-    TORCH = "torch"
-
-
-class Device(Choice):
-    AUTO = "auto"
-    CPU = "cpu"
-    TPU = "tpu"
-    CUDA = "cuda"
-
-
-class Dtype(Choice):
-    AUTO = "auto"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-    FLOAT32 = "float32"
-
-
-class LoadFormat(Choice):
-    AUTO = "auto"
-    SAFETENSORS = "safetensors"
-    GGUF = "gguf"
-    ORBAX = "orbax"
-    DUMMY = "dummy"
-
-
-class ModelImpl(Choice):
-    """Whose code a model is: ours, or that of transformers, which the Torch backend traces and rewrites."""
-
-    NATIVE = "native"
-    TRANSFORMERS = "transformers"
-
-
-class CompilePass(Choice):
-    """A rewriting of a model's graph (`torch_backend.compilation`)."""
-
-    NO_OPS = "no-ops"
-    PAGED_ATTENTION = "paged-attention"
-    NORM = "norm"
-    ROPE = "rope"
-    HEAD_NORM = "head-norm"
-    GATED_ACTIVATION = "gated-activation"
-    MERGE_LINEARS = "merge-linears"
-    ADD_NORM = "add-norm"
-
-
-PASS_SUMMARIES: Mapping[CompilePass, str] = {
-    CompilePass.NO_OPS: "casts, views, slices and products that change nothing are taken out",
-    CompilePass.PAGED_ATTENTION: "attention reads pages, and writes the step's keys and values first (always runs)",
-    CompilePass.NORM: "RMS norms, with weights w or 1 + w, are one operation",
-    CompilePass.ROPE: "rotary embedding of whole heads is part of writing keys and values",
-    CompilePass.HEAD_NORM: "RMS norms of each head are part of it too",
-    CompilePass.GATED_ACTIVATION: "SiLU or GELU (tanh) of a gate, times up, is one operation",
-    CompilePass.MERGE_LINEARS: "linear layers that read the same input (qkv, gate and up) are one matrix",
-    CompilePass.ADD_NORM: "a sum and the RMS norm of it are one operation",
-}
-"""What each pass does, in the order in which they run."""
-
-ALWAYS_RUN = frozenset({CompilePass.PAGED_ATTENTION})
-"""Without these nothing can be served."""
-
-
-def chosen_passes(names: str) -> frozenset[CompilePass]:
-    """What `compile_passes` chooses. Raises `ValueError` for a name that no pass has."""
-    if names in ("all", "none"):
-        return frozenset(CompilePass) if names == "all" else ALWAYS_RUN
-    known = {each.value: each for each in CompilePass}
-    given = [name.strip() for name in names.split(",")]
-    unknown = [name for name in given if name not in known]
-    if unknown:
-        raise ValueError(f"no pass is called {unknown[0]!r}: choose all, none, or of {', '.join(known)}")
-    return ALWAYS_RUN | {known[name] for name in given}
-
-
-class SchedulePolicy(Choice):
-    FCFS = "fcfs"
-    LPM = "lpm"
-    LOF = "lof"
-    PRIORITY = "priority"
-
-
-class EvictionPolicy(Choice):
-    LRU = "lru"
-    LFU = "lfu"
-    FIFO = "fifo"
-
-
-class LoadBalanceMethod(Choice):
-    CACHE_AWARE = "cache_aware"
-    ROUND_ROBIN = "round_robin"
-    LEAST_LOADED = "least_loaded"
-
-
-class AttentionBackend(Choice):
-    """`XLA` and `PALLAS` (TPU) are the JAX backend's; `NATIVE` (torch operations), `NUMBA` (CPU) and `TRITON` (GPU) the
-    torch backend's."""
-
-    AUTO = "auto"
-    REFERENCE = "reference"
-    XLA = "xla"
-    PALLAS = "pallas"
-    NATIVE = "native"
-    NUMBA = "numba"
-    TRITON = "triton"
-
-
-class KVCacheDtype(Choice):
-    AUTO = "auto"
-    FLOAT8_E4M3 = "fp8_e4m3"
-    INT8 = "int8"
-
-
-class MambaDtype(Choice):
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
-
-class SamplingDefaults(Choice):
-    """Where a sampling field that a request leaves out gets its value."""
-
-    MODEL = "model"
-    OPENAI = "openai"
-
-
-class GrammarLibrary(Choice):
-    """What follows the grammars of requests."""
-
-    LLGUIDANCE = "llguidance"
-    NONE = "none"
-
-
-class ToolCallParser(Choice):
-    """How a model writes calls of tools."""
-
-    AUTO = "auto"
-    HERMES = "hermes"
-    QWEN3_CODER = "qwen3_coder"
-    LLAMA3 = "llama3"
-    MISTRAL = "mistral"
-    DEEPSEEK = "deepseek"
-    GPT_OSS = "gpt_oss"
-    NONE = "none"
-
-
-class ReasoningParser(Choice):
-    """How a model writes its reasoning."""
-
-    NONE = "none"
-    AUTO = "auto"
-    DEEPSEEK_R1 = "deepseek_r1"
-    QWEN3 = "qwen3"
-    GPT_OSS = "gpt_oss"
-
-
-class SpeculativeAlgorithm(Choice):
-    """What guesses the tokens that a request samples next. `NGRAM` looks where the end of its text stood before."""
-
-    NONE = "none"
-    NGRAM = "ngram"
-
-
-class LogLevel(Choice):
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
-
-
-class LogFormat(Choice):
-    TEXT = "text"
-    JSON = "json"
-
-
-class Environment(BaseSettings):
-    """What is read from the environment; nothing else in the project reads it.
-
-    - `SGLANG_JAX_DEBUG_MEMORY=1`: every page has one recorded owner, and each step checks conservation.
-    - `SGLANG_JAX_API_KEY`, `SGLANG_JAX_ADMIN_API_KEY`: the server's keys, where no option gives them.
-    - `SGLANG_JAX_GROUP_SECRET`: what the nodes of a group know each other by, where `group_secret_file` is not given.
-    """
-
-    model_config = SettingsConfigDict(env_prefix="SGLANG_JAX_", hide_input_in_errors=True)
-
-    debug_memory: bool = False
-    api_key: str | None = None
-    admin_api_key: str | None = None
-    group_secret: str | None = None
-
-
-class TpuEnvironment(BaseSettings):
-    """What a TPU VM, or GKE in a container on one, says of its slice; `tpu.launch` alone looks at it.
-
-    - `TPU_ACCELERATOR_TYPE`: `v6e-8`; `TPU_TOPOLOGY`: `2x4`.
-    - `TPU_WORKER_ID`: which of the slice's hosts this is; `TPU_WORKER_HOSTNAMES`: all of them, with commas.
-    """
-
-    model_config = SettingsConfigDict(env_prefix="TPU_")
-
-    accelerator_type: str | None = None
-    topology: str | None = None
-    worker_id: int = 0
-    worker_hostnames: str = ""
-
-
-class VisibleDevices(BaseSettings):
-    """Which accelerators this process was told to use, in the words of their drivers; replicas share these.
-
-    - `CUDA_VISIBLE_DEVICES`: numbers or UUIDs of GPUs, with commas; `TPU_VISIBLE_CHIPS`: numbers of chips, likewise.
-    """
-
-    cuda_visible_devices: str | None = None
-    tpu_visible_chips: str | None = None
-
 
 PositiveInt = Annotated[int, Field(ge=1)]
 
@@ -284,6 +66,11 @@ class EngineConfig(BaseModel):
         None,
         description="folder to write the graphs of such a model to, before and after each pass, as text and SVG; "
         "default: none are written",
+    )
+    keep_gguf_blocks: bool = Field(
+        False,
+        description="keep GGUF's Q4_0, Q4_1 and Q8_0 matrices in their blocks as well, and multiply few rows by them: "
+        "faster steps on a CPU with avx512_bf16 (torch); bfloat16 then rounds otherwise in batches of other sizes",
     )
     backend: Backend = Field(
         Backend.AUTO,
@@ -513,114 +300,3 @@ class EngineConfig(BaseModel):
         if self.compilation_cache_dir is not None:
             return self.compilation_cache_dir
         return Path(user_cache_dir("sglang-jax")) / "compilation"
-
-
-def read_secret_file(path: Path) -> str:
-    """The file's text without spaces and line ends around it. Raises `ConfigError` if it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-
-
-def check_key(what: str, key: str) -> None:
-    """Raises `ConfigError` for a key that nobody could send, or that everybody would: an empty one."""
-    if not key:
-        raise ConfigError(f"{what} is empty, which would let everybody in: is a variable unset?")
-    if any(character.isspace() or not character.isprintable() for character in key):
-        raise ConfigError(f"{what} holds spaces or control characters, which no header can carry")
-
-
-def _one_key(name: str, given: str | None, file: Path | None, from_environment: str | None) -> str | None:
-    if given is not None and file is not None:
-        raise ConfigError(f"{name} and {name}_file are both given: leave one out")
-    if given is not None:
-        where, key = name, given
-    elif file is not None:
-        where, key = f"{name}_file {file}", read_secret_file(file)
-    elif from_environment is not None:
-        where, key = f"SGLANG_JAX_{name.upper()}", from_environment
-    else:
-        return None
-    check_key(where, key)
-    return key
-
-
-class ServerConfig(EngineConfig):
-    """An engine behind HTTP."""
-
-    max_queued_requests: PositiveInt | None = Field(
-        4096, description="maximum queued completions; more are refused with 503"
-    )
-    max_completions_per_request: PositiveInt = Field(
-        1024, description="maximum completions of an HTTP request (prompts times n); more are refused with 400"
-    )
-    host: str = Field("127.0.0.1", description="address to listen on")
-    port: int = Field(30000, ge=0, le=65535, description="port to listen on")
-    served_model_name: str | None = Field(None, description="name in /v1/models; default: model_path")
-    connect: str | None = Field(
-        None,
-        description="HOST:PORT,...: servers of the same model to load-balance across, instead of starting an engine",
-    )
-    drain_timeout: float = Field(
-        300.0,
-        ge=0.0,
-        allow_inf_nan=False,
-        description="maximum seconds to wait for running requests when the server or a replica is stopped",
-    )
-    api_key: str | None = Field(
-        None, description="bearer token required by every route except health; also read from SGLANG_JAX_API_KEY"
-    )
-    api_key_file: Path | None = Field(None, description="file with the API key, which keeps it out of process lists")
-    api_keys: Path | None = Field(None, description="YAML or JSON file of named keys with limits: see docs/security.md")
-    admin_api_key: str | None = Field(
-        None,
-        description="bearer token for routes that change the server's state or show other users' requests; other "
-        "keys may then not use them; also read from SGLANG_JAX_ADMIN_API_KEY",
-    )
-    admin_api_key_file: Path | None = Field(None, description="file with the admin API key")
-    max_body_bytes: PositiveInt = Field(
-        8 * 2**20, description="maximum bytes of a request body; larger ones are refused with 413"
-    )
-    max_connections: PositiveInt = Field(
-        4096, description="maximum open connections; a new one replaces an idle one, or gets 503"
-    )
-    client_timeout: float = Field(
-        30.0,
-        gt=0.0,
-        allow_inf_nan=False,
-        description="maximum seconds without progress in sending a request's headers or body, or in reading the "
-        "response; then the connection is closed",
-    )
-    allowed_hosts: str | None = Field(
-        None,
-        description="NAME,...: further host names accepted by a server that has no key and listens on loopback only; "
-        "* for all",
-    )
-    chat_template: str | None = Field(None, description="a Jinja file, or the template; default: the tokenizer's")
-    tool_call_parser: ToolCallParser = Field(
-        ToolCallParser.AUTO,
-        description="how the model writes calls of tools; auto: as its chat template does; none: requests with tools "
-        "are refused",
-    )
-    reasoning_parser: ReasoningParser = Field(
-        ReasoningParser.NONE,
-        description="how the model writes its reasoning, which then is told from its answers; auto: as its chat "
-        "template does; none: reasoning is part of the text",
-    )
-    max_tools_per_request: PositiveInt = Field(128, description="maximum tools of a request; more are refused with 400")
-    log_level: LogLevel = Field(LogLevel.INFO, description="minimum log level")
-    log_format: LogFormat = Field(LogFormat.TEXT, description="how log lines are written; json: one object per line")
-
-    def client_key(self) -> str | None:
-        """The key that clients send, if there is one. Raises `ConfigError` for one that is empty or cannot be read."""
-        return _one_key("api_key", self.api_key, self.api_key_file, Environment().api_key)
-
-    def admin_key(self) -> str | None:
-        """The key that operators send, likewise."""
-        return _one_key("admin_api_key", self.admin_api_key, self.admin_api_key_file, Environment().admin_api_key)
-
-    @property
-    def model_name(self) -> str:
-        """The name that clients send as `model`."""
-        return self.served_model_name or self.model_path

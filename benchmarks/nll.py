@@ -1,0 +1,82 @@
+"""Negative log-likelihood of a text under the embedded model, in nats for each token, by the form of the weights.
+
+    python benchmarks/nll.py [--backend torch|jax] [--text FILE ...] [--tokens 20000] [--chunks 16 512] [--json FILE]
+
+The text is cut into pieces of 1,000 tokens, which are prompts. A chunk of few tokens is computed as a decode step of so
+many rows is: on Torch's CPU path by matrices in blocks (see `docs/architecture.md`); a large one by packed matrices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+
+from machine import report
+
+from sglang_jax import Engine, SamplingParams
+from sglang_jax.checkpoint import load_tokenizer, resolve_tokenizer
+from sglang_jax.config import EngineConfig
+
+PIECE = 1000
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+def pieces(files: list[Path], tokens: int) -> list[list[int]]:
+    """The first `tokens` of the files, one file behind the other."""
+    tokenizer = load_tokenizer(resolve_tokenizer("demo"))
+    ids: list[int] = []
+    for file in files:
+        ids += tokenizer.encode(file.read_text(encoding="utf-8"))
+    ids = ids[:tokens]
+    return [ids[first : first + PIECE] for first in range(0, len(ids), PIECE)]
+
+
+def nll(backend: str, chunk: int, prompts: list[list[int]]) -> list[float]:
+    """Of each token but the first of a piece."""
+    config = EngineConfig(
+        model_path="demo",
+        backend=backend,
+        device="cpu",
+        context_length=1024,
+        chunked_prefill_size=chunk,
+        debug_memory=False,
+        disable_radix_cache=True,
+    )
+    params = SamplingParams(temperature=0.0, max_new_tokens=1)
+    found: list[float] = []
+    with Engine(config=config) as engine:
+        for prompt in prompts:
+            (output,) = engine.generate([prompt], params, return_logprob=True, logprob_start_len=0)
+            assert output.prompt_logprobs is not None
+            found += [-entry.logprob for entry in output.prompt_logprobs if entry.logprob is not None]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", choices=["jax", "torch"], default="torch")
+    parser.add_argument("--text", type=Path, nargs="+", default=sorted(DOCS.glob("*.md")), help="files of text")
+    parser.add_argument("--tokens", type=int, default=20_000)
+    parser.add_argument("--chunks", type=int, nargs="+", default=[16, 512], help="tokens of a step")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    arguments = parser.parse_args()
+    prompts = pieces(arguments.text, arguments.tokens)
+    by_chunk = {chunk: nll(arguments.backend, chunk, prompts) for chunk in arguments.chunks}
+    last = by_chunk[arguments.chunks[-1]]
+    rows = [
+        {
+            "tokens a step": chunk,
+            "tokens": len(found),
+            "nll": round(statistics.fmean(found), 5),
+            "largest difference of a token from the last row's": round(
+                max(abs(one - other) for one, other in zip(found, last, strict=True)), 4
+            ),
+        }
+        for chunk, found in by_chunk.items()
+    ]
+    report(f"Negative log-likelihood by the {arguments.backend} backend, SmolLM2-135M", rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

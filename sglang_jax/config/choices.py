@@ -1,0 +1,195 @@
+"""Options that are one of several values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Self
+
+from sglang_jax.spellings import value_named
+
+
+class Choice(StrEnum):
+    """One of several values, by any of its spellings."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Self | None:
+        name = value_named(cls.__name__, str(value))
+        return next((member for member in cls if member.value == name), None)
+
+
+class Backend(Choice):
+    """Name of an entry point in the group `sglang_jax.backends`, or auto."""
+
+    AUTO = "auto"
+    JAX = "jax"
+    TORCH = "torch"
+
+
+class Device(Choice):
+    AUTO = "auto"
+    CPU = "cpu"
+    TPU = "tpu"
+    CUDA = "cuda"
+
+
+class Dtype(Choice):
+    AUTO = "auto"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT32 = "float32"
+
+
+class LoadFormat(Choice):
+    AUTO = "auto"
+    SAFETENSORS = "safetensors"
+    GGUF = "gguf"
+    ORBAX = "orbax"
+    DUMMY = "dummy"
+
+
+class ModelImpl(Choice):
+    """Whose code a model is: ours, or that of transformers, which the Torch backend traces and rewrites."""
+
+    NATIVE = "native"
+    TRANSFORMERS = "transformers"
+
+
+class CompilePass(Choice):
+    """A rewriting of a model's graph (`torch_backend.compilation`)."""
+
+    NO_OPS = "no-ops"
+    PAGED_ATTENTION = "paged-attention"
+    NORM = "norm"
+    ROPE = "rope"
+    HEAD_NORM = "head-norm"
+    GATED_ACTIVATION = "gated-activation"
+    MERGE_LINEARS = "merge-linears"
+    ADD_NORM = "add-norm"
+
+
+PASS_SUMMARIES: Mapping[CompilePass, str] = {
+    CompilePass.NO_OPS: "casts, views, slices and products that change nothing are taken out",
+    CompilePass.PAGED_ATTENTION: "attention reads pages, and writes the step's keys and values first (always runs)",
+    CompilePass.NORM: "RMS norms, with weights w or 1 + w, are one operation",
+    CompilePass.ROPE: "rotary embedding of whole heads is part of writing keys and values",
+    CompilePass.HEAD_NORM: "RMS norms of each head are part of it too",
+    CompilePass.GATED_ACTIVATION: "SiLU or GELU (tanh) of a gate, times up, is one operation",
+    CompilePass.MERGE_LINEARS: "linear layers that read the same input (qkv, gate and up) are one matrix",
+    CompilePass.ADD_NORM: "a sum and the RMS norm of it are one operation",
+}
+"""What each pass does, in the order in which they run."""
+
+ALWAYS_RUN = frozenset({CompilePass.PAGED_ATTENTION})
+"""Without these nothing can be served."""
+
+
+def chosen_passes(names: str) -> frozenset[CompilePass]:
+    """What `compile_passes` chooses. Raises `ValueError` for a name that no pass has."""
+    if names in ("all", "none"):
+        return frozenset(CompilePass) if names == "all" else ALWAYS_RUN
+    known = {each.value: each for each in CompilePass}
+    given = [name.strip() for name in names.split(",")]
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise ValueError(f"no pass is called {unknown[0]!r}: choose all, none, or of {', '.join(known)}")
+    return ALWAYS_RUN | {known[name] for name in given}
+
+
+class SchedulePolicy(Choice):
+    FCFS = "fcfs"
+    LPM = "lpm"
+    LOF = "lof"
+    PRIORITY = "priority"
+
+
+class EvictionPolicy(Choice):
+    LRU = "lru"
+    LFU = "lfu"
+    FIFO = "fifo"
+
+
+class LoadBalanceMethod(Choice):
+    CACHE_AWARE = "cache_aware"
+    ROUND_ROBIN = "round_robin"
+    LEAST_LOADED = "least_loaded"
+
+
+class AttentionBackend(Choice):
+    """`XLA` and `PALLAS` (TPU) are the JAX backend's; `NATIVE` (torch operations), `NUMBA` (CPU) and `TRITON` (GPU) the
+    torch backend's."""
+
+    AUTO = "auto"
+    REFERENCE = "reference"
+    XLA = "xla"
+    PALLAS = "pallas"
+    NATIVE = "native"
+    NUMBA = "numba"
+    TRITON = "triton"
+
+
+class KVCacheDtype(Choice):
+    AUTO = "auto"
+    FLOAT8_E4M3 = "fp8_e4m3"
+    INT8 = "int8"
+
+
+class MambaDtype(Choice):
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class SamplingDefaults(Choice):
+    """Where a sampling field that a request leaves out gets its value."""
+
+    MODEL = "model"
+    OPENAI = "openai"
+
+
+class GrammarLibrary(Choice):
+    """What follows the grammars of requests."""
+
+    LLGUIDANCE = "llguidance"
+    NONE = "none"
+
+
+class ToolCallParser(Choice):
+    """How a model writes calls of tools."""
+
+    AUTO = "auto"
+    HERMES = "hermes"
+    QWEN3_CODER = "qwen3_coder"
+    LLAMA3 = "llama3"
+    MISTRAL = "mistral"
+    DEEPSEEK = "deepseek"
+    GPT_OSS = "gpt_oss"
+    NONE = "none"
+
+
+class ReasoningParser(Choice):
+    """How a model writes its reasoning."""
+
+    NONE = "none"
+    AUTO = "auto"
+    DEEPSEEK_R1 = "deepseek_r1"
+    QWEN3 = "qwen3"
+    GPT_OSS = "gpt_oss"
+
+
+class SpeculativeAlgorithm(Choice):
+    """What guesses the tokens that a request samples next. `NGRAM` looks where the end of its text stood before."""
+
+    NONE = "none"
+    NGRAM = "ngram"
+
+
+class LogLevel(Choice):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class LogFormat(Choice):
+    TEXT = "text"
+    JSON = "json"

@@ -1,0 +1,43 @@
+"""Keys and secrets, given as they are, by a file or by the environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sglang_jax.errors import ConfigError
+
+MIN_GROUP_SECRET = 16
+"""Fewest characters of the secret of a group of nodes."""
+
+
+def read_secret_file(path: Path) -> str:
+    """The file's text without spaces and line ends around it. Raises `ConfigError` if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def check_key(what: str, key: str) -> None:
+    """Raises `ConfigError` for a key that nobody could send, or that everybody would: an empty one."""
+    if not key:
+        raise ConfigError(f"{what} is empty, which would let everybody in: is a variable unset?")
+    if any(character.isspace() or not character.isprintable() for character in key):
+        raise ConfigError(f"{what} holds spaces or control characters, which no header can carry")
+
+
+def one_key(name: str, given: str | None, file: Path | None, from_environment: str | None) -> str | None:
+    """The key that an option, a file or the environment gives; None if none does. Raises `ConfigError` for an option
+    beside a file, a file that cannot be read, and a key that `check_key` refuses."""
+    if given is not None and file is not None:
+        raise ConfigError(f"{name} and {name}_file are both given: leave one out")
+    if given is not None:
+        where, key = name, given
+    elif file is not None:
+        where, key = f"{name}_file {file}", read_secret_file(file)
+    elif from_environment is not None:
+        where, key = f"SGLANG_JAX_{name.upper()}", from_environment
+    else:
+        return None
+    check_key(where, key)
+    return key

@@ -1,0 +1,92 @@
+"""The options of a server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from sglang_jax.config.choices import LogFormat, LogLevel, ReasoningParser, ToolCallParser
+from sglang_jax.config.engine import EngineConfig, PositiveInt
+from sglang_jax.config.environment import Environment
+from sglang_jax.config.keys import one_key
+
+
+class ServerConfig(EngineConfig):
+    """An engine behind HTTP."""
+
+    max_queued_requests: PositiveInt | None = Field(
+        4096, description="maximum queued completions; more are refused with 503"
+    )
+    max_completions_per_request: PositiveInt = Field(
+        1024, description="maximum completions of an HTTP request (prompts times n); more are refused with 400"
+    )
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(30000, ge=0, le=65535, description="port to listen on")
+    served_model_name: str | None = Field(None, description="name in /v1/models; default: model_path")
+    connect: str | None = Field(
+        None,
+        description="HOST:PORT,...: servers of the same model to load-balance across, instead of starting an engine",
+    )
+    drain_timeout: float = Field(
+        300.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="maximum seconds to wait for running requests when the server or a replica is stopped",
+    )
+    api_key: str | None = Field(
+        None, description="bearer token required by every route except health; also read from SGLANG_JAX_API_KEY"
+    )
+    api_key_file: Path | None = Field(None, description="file with the API key, which keeps it out of process lists")
+    api_keys: Path | None = Field(None, description="YAML or JSON file of named keys with limits: see docs/security.md")
+    admin_api_key: str | None = Field(
+        None,
+        description="bearer token for routes that change the server's state or show other users' requests; other "
+        "keys may then not use them; also read from SGLANG_JAX_ADMIN_API_KEY",
+    )
+    admin_api_key_file: Path | None = Field(None, description="file with the admin API key")
+    max_body_bytes: PositiveInt = Field(
+        8 * 2**20, description="maximum bytes of a request body; larger ones are refused with 413"
+    )
+    max_connections: PositiveInt = Field(
+        4096, description="maximum open connections; a new one replaces an idle one, or gets 503"
+    )
+    client_timeout: float = Field(
+        30.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="maximum seconds without progress in sending a request's headers or body, or in reading the "
+        "response; then the connection is closed",
+    )
+    allowed_hosts: str | None = Field(
+        None,
+        description="NAME,...: further host names accepted by a server that has no key and listens on loopback only; "
+        "* for all",
+    )
+    chat_template: str | None = Field(None, description="a Jinja file, or the template; default: the tokenizer's")
+    tool_call_parser: ToolCallParser = Field(
+        ToolCallParser.AUTO,
+        description="how the model writes calls of tools; auto: as its chat template does; none: requests with tools "
+        "are refused",
+    )
+    reasoning_parser: ReasoningParser = Field(
+        ReasoningParser.NONE,
+        description="how the model writes its reasoning, which then is told from its answers; auto: as its chat "
+        "template does; none: reasoning is part of the text",
+    )
+    max_tools_per_request: PositiveInt = Field(128, description="maximum tools of a request; more are refused with 400")
+    log_level: LogLevel = Field(LogLevel.INFO, description="minimum log level")
+    log_format: LogFormat = Field(LogFormat.TEXT, description="how log lines are written; json: one object per line")
+
+    def client_key(self) -> str | None:
+        """The key that clients send, if there is one. Raises `ConfigError` for one that is empty or cannot be read."""
+        return one_key("api_key", self.api_key, self.api_key_file, Environment().api_key)
+
+    def admin_key(self) -> str | None:
+        """The key that operators send, likewise."""
+        return one_key("admin_api_key", self.admin_api_key, self.admin_api_key_file, Environment().admin_api_key)
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients send as `model`."""
+        return self.served_model_name or self.model_path

@@ -1,0 +1,95 @@
+"""Attention of prompts by CPU kernels, straight from their pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+import torch
+
+from torch_backend.attention.interface import AttentionOptions, HeadForm
+from torch_backend.batch import ForwardBatch
+from torch_backend.cpu_kernels.compiling import KernelCompiler
+from torch_backend.cpu_kernels.prompt_attention import (
+    FIELDS,
+    build_prompt_attention,
+    scratch_bytes,
+    supported_head_dim,
+    tokens_of_item,
+)
+from torch_backend.cpu_kernels.team import Launcher
+from torch_backend.kv_pages import KVPages
+
+
+class CpuPrompts:
+    """Attention of sequences of several tokens, in bfloat16 with pages of that type; for one thread at a time. A
+    token's result depends neither on the chunk that it is computed in nor on other sequences.
+
+    **Arguments:** `forms` of all layers' heads, each of a size that `supported_head_dim` takes.
+    """
+
+    def __init__(self, compiler: KernelCompiler, forms: Iterable[HeadForm]) -> None:
+        self._launchers = {
+            form: Launcher(build_prompt_attention(compiler, form.head_dim, form.group), FIELDS) for form in forms
+        }
+        sizes = (each.slots * scratch_bytes(form.head_dim, form.group) for form, each in self._launchers.items())
+        self.scratch = torch.empty(max(sizes, default=0), dtype=torch.uint8)
+
+    @staticmethod
+    def take(forms: Iterable[HeadForm]) -> bool:
+        """Whether it computes with heads of such sizes."""
+        return all(supported_head_dim(form.head_dim) for form in forms)
+
+    def attend_into(
+        self,
+        output: torch.Tensor,
+        queries: torch.Tensor,
+        kv: KVPages,
+        options: AttentionOptions,
+        batch: ForwardBatch,
+        items: torch.Tensor,
+    ) -> None:
+        """Writes the tokens of the sequences that `items` (see `items_of`) name, and no others. All are contiguous, and
+        of bfloat16."""
+        _, kv_heads, page_size, head_dim = kv.keys.shape
+        launcher = self._launchers[HeadForm(head_dim, queries.shape[1] // kv_heads)]
+        sinks = None if options.sinks is None else options.sinks.float().contiguous()
+        launcher(
+            queries.numel() * 64,  # what a token costs, and more
+            len(items),
+            queries.data_ptr(),
+            kv.keys.data_ptr(),
+            kv.values.data_ptr(),
+            output.data_ptr(),
+            batch.page_table.data_ptr(),
+            batch.kv_lens.data_ptr(),
+            batch.query_starts.data_ptr(),
+            0 if sinks is None else sinks.data_ptr(),
+            items.data_ptr(),
+            self.scratch.data_ptr(),
+            launcher.slots,
+            batch.page_table.shape[1],
+            kv_heads,
+            page_size,
+            options.window or 0,
+            options.scale,
+            options.soft_cap or 0.0,
+        )
+
+
+def items_of(batch: ForwardBatch, first: int, kv_heads: int, group: int) -> torch.Tensor:
+    """The work of the sequences from the one numbered `first` on, int32 `[items, 4]` as the kernel reads it; what sees
+    the most keys first, so that threads end together."""
+    lens: list[int] = batch.kv_lens.tolist()
+    starts: list[int] = batch.query_starts.tolist()
+    size = tokens_of_item(group)
+    found: list[tuple[int, int, int, int, int]] = []
+    for sequence, (start, end) in enumerate(pairwise(starts)):
+        if sequence < first or lens[sequence] == 0:
+            continue
+        for token in range(0, end - start, size):
+            last = min(token + size, end - start)
+            keys = (last - token) * (lens[sequence] - (end - start) + last)
+            found += [(keys, sequence, kv_head, token, last) for kv_head in range(kv_heads)]
+    found.sort(key=lambda item: -item[0])
+    return torch.tensor([item[1:] for item in found], dtype=torch.int32).reshape(-1, 4)
