@@ -147,7 +147,7 @@ class Call:
         self._request_id = request_id
         self._field_names = field_names
         self._caller = caller
-        self._streams = [PromptStream(context, caller.own(prompt)) for prompt in prompts]
+        self._streams = [PromptStream(context, caller.own(prompt, request_id)) for prompt in prompts]
         self._merged: MergedStreams | None = None
         self._usage = None if caller.tokens is None else Usage(caller.tokens)
         self._completions = 0
