@@ -115,17 +115,14 @@ class Admission:
         tried: set[int] = set()
         reach = self._cache.num_free_rows + len(self._cache.open_rows) + MAX_SHARERS_PASSED
         for request in self._by_order(look, reach):
-            while self._younger_seats >= self.aged_turn - 1 and queue and self._has_its_turn(queue.oldest(), look):
-                look.aged = queue.oldest()
-                tried.add(look.aged.id)
-                yield look.aged
-            guest = self._guest(request, look)
-            if guest is not None and guest.id not in tried:
-                tried.add(guest.id)
-                yield guest
-            if request.kv is None and request.id not in tried:
-                tried.add(request.id)
-                yield request
+            for one in (self._guest(request, look), request):
+                while self._younger_seats >= self.aged_turn - 1 and queue and self._has_its_turn(queue.oldest(), look):
+                    look.aged = queue.oldest()
+                    tried.add(look.aged.id)
+                    yield look.aged
+                if one is not None and one.kv is None and one.id not in tried:
+                    tried.add(one.id)
+                    yield one
 
     def _guest(self, request: Request, look: _Look) -> Request | None:
         """Who goes before `request`, as it has no row and the client request of this one has: the first by turns, for
