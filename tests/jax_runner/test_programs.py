@@ -42,7 +42,7 @@ def test_every_program_writes_its_state_in_place() -> None:
     buckets = Buckets.ladder(ROWS, 16, 4)
     programs = Programs(STAND_IN, weights, state, buckets, page_size=4)
     for bucket in (buckets.decode[0], buckets.mixed[0]):
-        state, _ = programs.step(bucket, state, np.zeros(programs.layouts[bucket].size, np.int32))
+        state, _ = programs.step(bucket, weights, state, np.zeros(programs.layouts[bucket].size, np.int32))
     sampling = programs.update_rows(state.sampling, np.full((1, PACKED_ROW), ROWS, np.int32))
     sampling = programs.set_occurrences(sampling, 2, np.arange(VOCAB, dtype=np.int32))
     nothing = np.zeros(0, np.int32)
