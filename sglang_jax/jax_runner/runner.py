@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -123,6 +124,7 @@ class JaxRunner:
         self._counter = CompileCounter()
         self._compiles_in_warm_up = 0
         self._waiting: JaxStep | None = None
+        self._profiling = False
 
     @property
     def spec(self) -> RunnerSpec:
@@ -178,7 +180,8 @@ class JaxRunner:
         deltas = side_by_side(plan.page_deltas, self._spec.max_pages_per_row)
         deltas = self._apply_excess(deltas, bucket)
         packed = self._programs.layouts[bucket].pack(plan, deltas, unfolded.guesses)
-        self._state, outputs = self._programs.step(bucket, self._weights, self._state, packed)
+        with jax.profiler.StepTraceAnnotation("step", step_num=plan.step) if self._profiling else nullcontext():
+            self._state, outputs = self._programs.step(bucket, self._weights, self._state, packed)
         if plan.masked is None:
             outputs.tokens.copy_to_host_async()
             outputs = replace(outputs, logits=outputs.tokens)  # logits are not kept until somebody asks
@@ -192,6 +195,19 @@ class JaxRunner:
         self._state, (tokens, logprobs) = self._programs.sample(self._state, outputs, packed)
         tokens.copy_to_host_async()
         return StepOutputs(tokens, logprobs, outputs.prompt_logprobs, tokens)
+
+    def start_profile(self, folder: str) -> None:
+        """See `Runner`. `folder` is anything that JAX writes to, `gs://` too."""
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # every call of the host would take several times as long
+        jax.profiler.start_trace(folder, profiler_options=options)
+        self._profiling = True
+
+    def stop_profile(self) -> None:
+        """See `Runner`."""
+        self._profiling = False
+        jax.block_until_ready(self._state)
+        jax.profiler.stop_trace()
 
     def report(self) -> RunnerReport:
         return RunnerReport(

@@ -241,7 +241,8 @@ def make_step(
         hidden, kv = model.forward(weights, batch, state.kv)
         last_hidden = hidden if bucket.decode_only else hidden[jnp.maximum(inputs.query_starts[1:] - 1, 0)]
         logits = model.logits(weights, last_hidden)
-        tokens = reader.sample(logits, state.sampling, inputs.rows, inputs.kv_lens, sequences.samples)
+        with jax.named_scope("sample"):
+            tokens = reader.sample(logits, state.sampling, inputs.rows, inputs.kv_lens, sequences.samples)
         sampled, told = before.after(sequences, inputs.rows, tokens, most_guesses)
         new_state = DeviceState(kv, page_table, sampled.last_tokens, sampled.sampling, sampled.known)
         logprobs = _logprobs_of(reader, logits, tokens, inputs.top_logprobs, vocab_size)
