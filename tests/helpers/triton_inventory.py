@@ -71,7 +71,6 @@ REPRESENTATIVE = (
     "extend_attention of short chunks: bfloat16, head_dim 128, group 4, bfloat16 pages of 16: ",
     "convolve: bfloat16, width 4: ",
     "scan: delta rule, key_dim 128, value_dim 128, float32 states: ",
-    "scan: key_dim 256, value_dim 64, float32 states: ",
 )
 """One configuration of every kernel, and those nearest to a limit: `operation: configuration: `."""
 
