@@ -236,6 +236,7 @@ class EchoCore:
                 "logprob_start": message.logprob_start,
                 "extra_key": message.extra_key,
                 "tenant": message.tenant,
+                "flow": message.flow,
                 "priority": message.priority,
                 "logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()},
             }
