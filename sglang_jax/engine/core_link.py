@@ -175,6 +175,7 @@ class CoreLink:
                     extra_key=request.extra_key,
                     priority=request.priority,
                     tenant=request.tenant,
+                    flow=request.flow,
                     arrival=arrival,
                     session=self._turn(request),
                 )

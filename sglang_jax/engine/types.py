@@ -53,7 +53,8 @@ class GenerateInput:
     - `top_logprobs_num`: alternatives per position, at most `MAX_TOP_LOGPROBS`.
     - `extra_key`: cached KV is shared only between requests with the same one.
     - `priority`: higher goes first under the priority policy.
-    - `tenant`: whose it is; those of several tenants that wait have turns.
+    - `tenant`, `flow`: whose it is, and which of its calls it is part of; tenants that wait have turns, and so have
+      the calls of each.
     - `routing_key`: requests with the same one go to the same replica, as long as that serves.
     - `markers`: special tokens that are in the output's text though it leaves out special tokens: for who takes replies
       apart. No stop string is looked for in them.
@@ -72,6 +73,7 @@ class GenerateInput:
     extra_key: str | None = None
     priority: int = 0
     tenant: str = ""
+    flow: str = ""
     routing_key: str | None = None
     markers: frozenset[int] = frozenset()
     continues_text: bool = True
