@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.buckets import Buckets
 from sglang_jax.jax_runner.compiles import use_compilation_cache
 from sglang_jax.jax_runner.devices import available_memory, select_devices, select_dtype
+from sglang_jax.jax_runner.draft_model import DraftModel
 from sglang_jax.jax_runner.kv_scales import LENGTH, ROWS, calibrate_kv_scales, set_kv_scales
 from sglang_jax.jax_runner.orbax_checkpoint import restore_orbax
 from sglang_jax.jax_runner.parallel import TensorParallel
@@ -40,6 +42,7 @@ from sglang_jax.models import (
     bytes_of_groups,
     kv_cache_spec,
 )
+from sglang_jax.runner.draft_model import open_draft, with_draft
 from sglang_jax.runner.kv_scales import scales_of_checkpoint
 from sglang_jax.runner.plan import RunnerSpec
 from sglang_jax.runner.sizing import (
@@ -82,7 +85,8 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     kv_dtype = kv_dtype_of(config, dtype)
     platform = device.platform
     model = build_model(parallel.config, dtype=dtype, attention=attention, platform=platform, kv_dtype=kv_dtype)
-    memory, sizes = _sizes(config, parallel, model, devices, kv_dtype, state_dtypes_of(config, dtype))
+    draft = _build_draft(config, checkpoint, dtype, attention, platform)
+    memory, sizes = _sizes(config, parallel, model, devices, kv_dtype, state_dtypes_of(config, dtype), draft)
     kv_scales = scales_of_checkpoint(checkpoint, config.kv_cache_dtype)
     _load(model, checkpoint, parallel, mesh)
     _give_kv_scales(config, model, kv_scales, parallel, mesh, dtype)
@@ -91,13 +95,14 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
         kv_cache_spec(
             parallel.config,
             kv_dtype,
-            sizes.num_pages,
+            sizes.num_pages[: len(cache_groups(parallel.config))],
             config.page_size,
             platform=platform,
             state_dtypes=state_dtypes_of(config, dtype),
         ),
         mesh,
     )
+    drafting = None if draft is None else _load_draft(draft, len(cache_groups(parallel.config)), sizes, config, mesh)
     details = {
         "dtype": dtype.name,
         "kv_cache_dtype": kv_dtype.name,
@@ -107,7 +112,47 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     }
     if checkpoint.config.keeps_states:
         details["mamba_ssm_dtype"] = config.mamba_ssm_dtype.value
-    return JaxRunner(functions, weights, kv, runner_spec(config, memory, sizes, parallel), details, mesh)
+    if draft is not None:
+        details["speculative_draft_model_path"] = str(config.speculative_draft_model_path)
+    return JaxRunner(functions, weights, kv, runner_spec(config, memory, sizes, parallel), details, mesh, drafting)
+
+
+@dataclass(frozen=True, slots=True)
+class _BuiltDraft:
+    """A draft model without values. Its keys and values are of the type `dtype` of activations."""
+
+    checkpoint: Checkpoint
+    parallel: TensorParallel
+    model: Transformer
+    dtype: jnp.dtype
+
+
+def _build_draft(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    dtype: jnp.dtype,
+    attention: AttentionImplementation,
+    platform: str,
+) -> _BuiltDraft | None:
+    found = open_draft(config, checkpoint)
+    if found is None:
+        return None
+    parallel = TensorParallel.of(found.config, config.tp_size)
+    model = build_model(parallel.config, dtype=dtype, attention=attention, platform=platform, kv_dtype=dtype)
+    return _BuiltDraft(found, parallel, model, dtype)
+
+
+def _load_draft(draft: _BuiltDraft, first_group: int, sizes: Sizes, config: EngineConfig, mesh: Mesh) -> DraftModel:
+    _load(draft.model, draft.checkpoint, draft.parallel, mesh)
+    functions, weights = split_model(draft.model)
+    spec = kv_cache_spec(
+        draft.parallel.config,
+        draft.dtype,
+        sizes.num_pages[first_group:],
+        config.page_size,
+        platform=mesh.devices.flat[0].platform,
+    )
+    return DraftModel(functions, weights, allocate(spec, mesh), first_group)
 
 
 def choose_attention(config: EngineConfig, device: jax.Device) -> AttentionImplementation:
@@ -168,6 +213,7 @@ def _sizes(
     devices: Sequence[jax.Device],
     kv_dtype: jnp.dtype,
     state_dtypes: StateDtypes,
+    draft: _BuiltDraft | None,
 ) -> tuple[Memory, Sizes]:
     """By what each device holds of weights and pages, and the device with the least memory."""
     device, count = devices[0], parallel.size
@@ -177,6 +223,17 @@ def _sizes(
     memory = memory_of_one_device(
         parallel, model, kv_dtype, config.page_size, device.platform, available, state_dtypes=state_dtypes
     )
+    if draft is not None:
+        beside = memory_of_one_device(
+            draft.parallel,
+            draft.model,
+            draft.dtype,
+            config.page_size,
+            device.platform,
+            available,
+            state_dtypes=state_dtypes,
+        )
+        memory = with_draft(memory, beside.weights, beside.groups)
     sizes = choose_sizes(config, parallel.config.max_position, memory)
     logger.info(
         "%d x %s: %.0f MiB of weights, %s (%s), %d rows, %d tokens a step",

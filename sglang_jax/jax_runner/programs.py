@@ -15,6 +15,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
+from sglang_jax.jax_runner.draft_model import (
+    CATCH_UP_TOKENS,
+    DraftModel,
+    DraftState,
+    Guess,
+    RowState,
+    make_catch_up,
+    make_guess,
+)
 from sglang_jax.jax_runner.drafts import KnownTokens, set_known_tokens
 from sglang_jax.jax_runner.logprobs import Logprobs
 from sglang_jax.jax_runner.packing import SampleLayout, StepLayout
@@ -50,7 +59,8 @@ class Programs:
     for good (donated: KV pages are written in place) and returns it. Arguments that are numpy arrays are read while the
     program runs, so they must not be written to again.
 
-    `building` is entered around each build. `most_guesses`: drafts of a row in a step.
+    `building` is entered around each build. `most_guesses`: drafts of a row in a step. `draft`: who makes them, if that
+    is a model; weights and KV are then those of both.
     """
 
     def __init__(
@@ -63,8 +73,10 @@ class Programs:
         mesh: Mesh | None = None,
         table: TableLayout = ONE_GROUP,
         most_guesses: int = 0,
+        draft: DraftModel | None = None,
     ) -> None:
         self._model = model
+        self._draft = draft
         self._weights = weights
         self._state_shapes = jax.tree.map(
             lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), state
@@ -82,6 +94,9 @@ class Programs:
         self.sample_layouts = {rows: SampleLayout(rows, words, self.dump_row) for rows in {one.rows for one in buckets}}
         self.row_update_sizes = tuple(sorted({1, min(8, self.dump_row), self.dump_row}))
         self.text_sizes = self.row_update_sizes[:2]  # a text takes as much as a context, each time
+        rows = self.dump_row
+        self.guess_sizes = () if draft is None else tuple(b.rows for b in buckets.decode if b.rows < rows) or (rows,)
+        self.catch_up_sizes = () if draft is None else CATCH_UP_TOKENS
         self._built: dict[str, Executable] = {}
         self._logits_columns: int | None = None
         self.building: Building = nullcontext
@@ -101,7 +116,38 @@ class Programs:
         rows = len(found.logits)
         program = self._get(f"sample {rows} rows", lambda: self._build_sample(rows))
         sampled, outputs = program(SampledState.of(state), found.logits, found.tokens, packed)
-        return replace(state, last_tokens=sampled.last_tokens, sampling=sampled.sampling, known=sampled.known), outputs
+        state = replace(
+            state,
+            last_tokens=sampled.last_tokens,
+            sampling=sampled.sampling,
+            known=sampled.known,
+            drafted=sampled.drafted,
+        )
+        return state, outputs
+
+    def guess(self, state: DeviceState, packed: Int32) -> DeviceState:
+        """Has the draft model guess for as many rows as one of `guess_sizes`; see `pack_guesses`."""
+        size = packed.shape[1]
+        return self._run_draft(f"guess {size} rows", lambda: self._build_guess(size), state, packed)
+
+    def catch_up(self, state: DeviceState, packed: Int32) -> DeviceState:
+        """Has the draft model compute as many tokens as one of `catch_up_sizes`; see `pack_missed`."""
+        size = packed.shape[1]
+        return self._run_draft(f"catch up {size} tokens", lambda: self._build_catch_up(size), state, packed)
+
+    def _run_draft(self, name: str, build: Callable[[], Executable], state: DeviceState, packed: Int32) -> DeviceState:
+        assert self._draft is not None, "a runner with a draft model"
+        found = self._get(name, build)(self._draft.weights, *self._parts(state), packed)
+        own = state.kv[: len(state.kv) - len(self._draft.kv)]
+        return replace(state, kv=(*own, *found.kv), drafted=found.drafted)
+
+    def _parts(self, state: DeviceState) -> tuple[DraftState, RowState]:
+        """What the draft model's programs change, and what they read; of the state, or of its shapes."""
+        assert self._draft is not None, "a runner with a draft model"
+        kv = tuple(state.kv[len(state.kv) - len(self._draft.kv) :])
+        assert state.known is not None
+        assert state.drafted is not None
+        return DraftState(kv, state.drafted), RowState(state.page_table, state.known, state.sampling)
 
     def update_rows(self, sampling: SamplingState, packed: Int32) -> SamplingState:
         """Replaces the parameters of as many rows as one of `row_update_sizes`."""
@@ -147,6 +193,8 @@ class Programs:
         return {
             **{str(bucket): partial(self._build_step, bucket) for bucket in steps},
             **{f"sample {rows} rows": partial(self._build_sample, rows) for rows in sorted(self.sample_layouts)},
+            **{f"guess {size} rows": partial(self._build_guess, size) for size in self.guess_sizes},
+            **{f"catch up {size} tokens": partial(self._build_catch_up, size) for size in self.catch_up_sizes},
             **{f"update {size} rows": partial(self._build_row_updates, size) for size in self.row_update_sizes},
             **{
                 f"texts of {size} rows": partial(self._build_known_tokens, size)
@@ -175,6 +223,23 @@ class Programs:
         with nullcontext() if self._mesh is None else jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
             lowered = step.lower(self._weights, self._state_shapes, _integers(layout.size))
         self._logits_columns = lowered.out_info[1].logits.shape[1]
+        return lowered.compile()
+
+    def _build_guess(self, rows: int) -> Executable:
+        assert self._draft is not None, "a runner with a draft model"
+        return self._build_draft(make_guess(self._draft, rows, self._page_size, self._mesh, self._table), (2, rows))
+
+    def _build_catch_up(self, tokens: int) -> Executable:
+        assert self._draft is not None, "a runner with a draft model"
+        build = make_catch_up(self._draft, tokens, self._page_size, self._mesh, self._table)
+        return self._build_draft(build, (3, tokens))
+
+    def _build_draft(self, run: Guess, packed: tuple[int, int]) -> Executable:
+        assert self._draft is not None, "a runner with a draft model"
+        placement, _ = self._parts(self._placement)
+        program = jax.jit(run, donate_argnums=1, out_shardings=placement)
+        with nullcontext() if self._mesh is None else jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
+            lowered = program.lower(self._draft.weights, *self._parts(self._state_shapes), _integers(*packed))
         return lowered.compile()
 
     def _outputs_placement(self) -> StepOutputs | None:

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sglang_jax.jax_runner.buckets import Bucket, Buckets
+from sglang_jax.jax_runner.buckets import Buckets
 from sglang_jax.jax_runner.compiles import CompileCounter
-from sglang_jax.jax_runner.drafts import KnownTokens
+from sglang_jax.jax_runner.draft_model import DraftModel
+from sglang_jax.jax_runner.drafter import Drafter
+from sglang_jax.jax_runner.drafts import DraftedTokens, KnownTokens
 from sglang_jax.jax_runner.logprobs import Logprobs
 from sglang_jax.jax_runner.programs import DELTA_BLOCK, Programs
 from sglang_jax.jax_runner.sampling_state import SamplingState
@@ -102,7 +104,7 @@ class JaxRunner:
     returned.
 
     **Arguments:** `weights` and `kv` are handed over (`kv` is written in place, `close` frees both); `details` go into
-    the report; `mesh` is where weights and KV are, JAX's default device if None.
+    the report; `mesh` is where weights and KV are, JAX's default device if None; `draft` is handed over as well.
     """
 
     def __init__(
@@ -113,11 +115,15 @@ class JaxRunner:
         spec: RunnerSpec,
         details: Mapping[str, str],
         mesh: Mesh | None = None,
+        draft: DraftModel | None = None,
     ) -> None:
         page_size = spec.pools[0].page_size
+        if draft is not None:
+            model = draft.beside(model, len(weights), len(kv))
+            weights, kv = [*weights, *draft.weights], (*kv, *draft.kv)
         self._spec = spec
         self._details = dict(details)
-        self._state = DeviceState(kv, *empty_rows(spec, None if mesh is None else NamedSharding(mesh, PartitionSpec())))
+        self._state = DeviceState(kv, *empty_rows(spec, _whole_on(mesh), drafted=draft is not None))
         self._weights = weights
         self._weight_bytes = _nbytes(weights)
         self._kv_bytes = _nbytes(kv)
@@ -125,8 +131,9 @@ class JaxRunner:
         self._buckets = Buckets.ladder(spec.max_rows, spec.token_budget, page_size, len(spec.pools))
         self._table = TableLayout.of(spec)
         self._programs = Programs(
-            model, weights, self._state, self._buckets, page_size, mesh, self._table, spec.max_samples - 1
+            model, weights, self._state, self._buckets, page_size, mesh, self._table, spec.max_samples - 1, draft
         )
+        self._drafter = None if draft is None else Drafter(self._programs, spec.max_rows)
         self._counter = CompileCounter()
         self._compiles_in_warm_up = 0
         self._waiting: JaxStep | None = None
@@ -142,7 +149,8 @@ class JaxRunner:
         """
         steps = list(self._buckets)
         programs = len(self._programs.builders())
-        total = programs + len(steps) + len(self._programs.sample_layouts)
+        drafts = len(self._programs.guess_sizes) + len(self._programs.catch_up_sizes)
+        total = programs + len(steps) + len(self._programs.sample_layouts) + drafts
         self._programs.build_all(lambda done, _, what: progress(done, total, what))
         ran: dict[int, tuple[StepPlan, StepOutputs]] = {}
         for done, bucket in enumerate(steps, programs + 1):
@@ -159,6 +167,11 @@ class JaxRunner:
             self._state, (tokens, _) = self._programs.sample(self._state, found, packed)
             tokens.block_until_ready()
             progress(done, total, f"running sample {rows} rows")
+        if self._drafter is not None:
+            for done, (what, state) in enumerate(self._drafter.warm_up(self._state), total - drafts + 1):
+                self._state = state
+                jax.block_until_ready(state.drafted)
+                progress(done, total, f"running {what}")
         self._compiles_in_warm_up = self._counter.count
 
     def announce_builds(self, building: Building) -> None:
@@ -183,7 +196,11 @@ class JaxRunner:
         bucket = self._buckets.pick(plan.num_tokens, len(plan.rows), plan.num_decode)
         self._replace_rows(plan.row_updates)
         deltas = side_by_side(plan.page_deltas, self._spec.max_pages_per_row)
-        deltas = self._apply_excess(deltas, bucket)
+        deltas = self._apply_excess(deltas, 0 if self._guesses(unfolded) else bucket.deltas)
+        if self._drafter is not None:
+            if self._guesses(unfolded):
+                self._state = self._drafter.guess(self._state, unfolded)
+            self._drafter.launched(unfolded)
         packed = self._programs.layouts[bucket].pack(plan, deltas, unfolded.guesses)
         self._state, outputs = self._programs.step(bucket, self._state, packed)
         if plan.masked is None:
@@ -234,10 +251,14 @@ class JaxRunner:
                 known = self._programs.set_known_tokens(known, packed)
         self._state = replace(self._state, sampling=sampling, known=known)
 
-    def _apply_excess(self, deltas: PageDeltas, bucket: Bucket) -> PageDeltas:
-        """Applies all deltas where they are more than the bucket takes; what is left goes with the step."""
+    def _guesses(self, unfolded: Unfolded) -> bool:
+        """Whether a draft model has something to guess."""
+        return self._drafter is not None and bool(unfolded.guesses.any())
+
+    def _apply_excess(self, deltas: PageDeltas, most: int) -> PageDeltas:
+        """Applies all deltas where they are more than the step's program takes; what is left goes with the step."""
         count = len(deltas.rows)
-        if count <= bucket.deltas:
+        if count <= most:
             return deltas
         page_table = self._state.page_table
         for start in range(0, count, DELTA_BLOCK):
@@ -254,20 +275,25 @@ def _in_batches(updates: Sequence[Update], sizes: tuple[int, ...]) -> Iterator[t
         updates = updates[size:]
 
 
-EmptyRows = tuple[jax.Array, jax.Array, SamplingState, KnownTokens | None]
+EmptyRows = tuple[jax.Array, jax.Array, SamplingState, KnownTokens | None, DraftedTokens | None]
 
 
-def empty_rows(spec: RunnerSpec, placement: NamedSharding | None) -> EmptyRows:
-    """Page table, last tokens, sampling state and texts (if steps have drafts), the dump row included, whole on every
-    device (of every node)."""
+def empty_rows(spec: RunnerSpec, placement: NamedSharding | None, *, drafted: bool = False) -> EmptyRows:
+    """Page table, last tokens, sampling state, texts (if steps have drafts) and what a draft model has guessed (if one
+    does), the dump row included, whole on every device (of every node)."""
 
     def make() -> EmptyRows:
         rows = spec.max_rows + 1
         page_table = jnp.zeros((rows, spec.table_columns), jnp.int32)
         known = KnownTokens.empty(rows, spec.max_context) if spec.max_samples > 1 else None
-        return page_table, jnp.zeros(rows, jnp.int32), SamplingState.empty(rows, spec.vocab_size), known
+        guessed = DraftedTokens.empty(rows, spec.max_samples - 1) if drafted else None
+        return page_table, jnp.zeros(rows, jnp.int32), SamplingState.empty(rows, spec.vocab_size), known, guessed
 
     return jax.jit(make, out_shardings=placement)()
+
+
+def _whole_on(mesh: Mesh | None) -> NamedSharding | None:
+    return None if mesh is None else NamedSharding(mesh, PartitionSpec())
 
 
 def _part(deltas: PageDeltas, start: int, end: int) -> PageDeltas:

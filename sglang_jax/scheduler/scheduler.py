@@ -415,7 +415,9 @@ class Scheduler:
         begun, self._finished_at = max(launched.at, self._finished_at), self._clock()
         self.budget.observe(launched.planned.plan, self._finished_at - begun)
         if not launched.planned.chunks:
-            self._drafting.took(launched.planned.plan.num_tokens, self._finished_at - begun)
+            widths = launched.planned.decode.widths
+            most_drafts = 0 if widths is None else int(widths.max()) - 1
+            self._drafting.took(launched.planned.plan.num_tokens, self._finished_at - begun, most_drafts)
 
     def _advance_before_trouble(self, planned: Planned, result: StepResult) -> int:
         """Rows with drafts may have sampled something, and ended by it, before logits that are not finite."""
@@ -563,7 +565,8 @@ def _chunk_budget(config: EngineConfig, spec: RunnerSpec) -> ChunkBudget:
 def _drafting(config: EngineConfig, spec: RunnerSpec) -> Drafting:
     if config.speculative_algorithm is SpeculativeAlgorithm.NONE:
         return AllThatFit()
-    return WhatPays(spec.max_rows, spec.max_samples)
+    one_by_one = config.speculative_algorithm is SpeculativeAlgorithm.DRAFT
+    return WhatPays(spec.max_rows, spec.max_samples, one_by_one=one_by_one)
 
 
 def _retraction_key(request: Request) -> tuple[int, int, int]:

@@ -10,6 +10,7 @@ import numpy as np
 from helpers.stand_in_model import HIDDEN, LAYERS
 
 from sglang_jax.architectures import CacheKind
+from sglang_jax.jax_runner.draft_model import DraftModel
 from sglang_jax.jax_runner.runner import JaxRunner
 from sglang_jax.jax_runner.step import ModelFunctions, Weights
 from sglang_jax.layers.batch import ForwardBatch
@@ -53,9 +54,22 @@ def stand_in_runner(
     num_pages: int = 100,
     max_context: int = 64,
     max_samples: int = 1,
+    draft: Sequence[np.ndarray] | None = None,
 ) -> JaxRunner:
-    """A runner of the stand-in, whose unused pages hold NaN: reading one shows."""
-    pool = PoolSpec(CacheKind.FULL, num_pages, page_size)
-    spec = RunnerSpec((pool,), max_rows, token_budget, max_context, len(weights[0]), max_samples=max_samples)
-    kv = [jnp.full((num_pages, page_size, 2, HIDDEN), jnp.nan) for _ in range(LAYERS)]
-    return JaxRunner(model, [jnp.array(array) for array in weights], kv, spec, {})
+    """A runner of the stand-in, whose unused pages hold NaN: reading one shows. `draft`: the weights of another one
+    that guesses."""
+    pools = (PoolSpec(CacheKind.FULL, num_pages, page_size),) * (1 if draft is None else 2)
+    spec = RunnerSpec(
+        pools,
+        max_rows,
+        token_budget,
+        max_context,
+        len(weights[0]),
+        max_samples=max_samples,
+        drafts_beside_prompts=draft is None,
+    )
+    kv = [[jnp.full((num_pages, page_size, 2, HIDDEN), jnp.nan) for _ in range(LAYERS)] for _ in range(2)]
+    guessing = None
+    if draft is not None:
+        guessing = DraftModel(STAND_IN, [jnp.array(array) for array in draft], tuple(kv[1]), first_group=1)
+    return JaxRunner(model, [jnp.array(array) for array in weights], kv[0], spec, {}, draft=guessing)
