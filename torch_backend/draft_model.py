@@ -178,7 +178,7 @@ class Drafter:
         together = np.concatenate((rows, backs, [0], ends, rows[sequences], back_of_token)).astype(np.int32)
         on_device = self._to_device(together)
         number, total = len(rows), int(ends[-1])
-        who, back, starts, row_of_token, token_back = torch.split(on_device, (number, number, number + 1, total, total))
+        who, back, starts, row_of_token, token_back = torch.split(on_device, [number, number, number + 1, total, total])
         who, row_of_token = who.long(), row_of_token.long()
         kv_lens = self._known.lengths[who] - back
         positions = (self._known.lengths[row_of_token] - token_back).clamp(min=0)
