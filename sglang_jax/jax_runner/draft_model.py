@@ -33,15 +33,17 @@ CATCH_UP_TOKENS = (16, 128)
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
-    """A loaded draft model: what it computes, its weights, its KV pages.
+    """What a draft model computes. A runner has the weights, and what is kept of layers, of both models in one list
+    each, the draft model's last.
 
     - `first_group`: the number of its first cache group among those of both models.
+    - `num_weights`, `num_layers`: how many of the lists' last entries are its own.
     """
 
     functions: ModelFunctions
-    weights: Weights
-    kv: KVCaches
     first_group: int
+    num_weights: int
+    num_layers: int
 
     def forward(self, weights: Weights, batch: ForwardBatch, kv: KVCaches) -> tuple[jax.Array, KVCaches]:
         """Computes a batch that has the pages of both models."""
@@ -51,18 +53,29 @@ class DraftModel:
         hidden, kv = self.functions.forward(weights, own, kv)
         return hidden, tuple(kv)
 
-    def beside(self, model: ModelFunctions, num_weights: int, num_layers: int) -> ModelFunctions:
-        """`model`, of so many weights and layers, with the draft model beside it in steps with chunks. Weights and KV
-        are those of both, the model's first."""
+    def own(self, weights: Weights) -> Weights:
+        """Its weights, of those of both."""
+        return weights[len(weights) - self.num_weights :]
+
+    def split(self, kv: KVCaches) -> tuple[KVCaches, KVCaches]:
+        """What is kept of the model's layers, and of its own."""
+        first = len(kv) - self.num_layers
+        return tuple(kv[:first]), tuple(kv[first:])
+
+    def beside(self, model: ModelFunctions) -> ModelFunctions:
+        """`model`, with the draft model beside it in steps with chunks."""
 
         def forward(weights: Weights, batch: ForwardBatch, kv: KVCaches) -> tuple[jax.Array, KVCaches]:
-            own, of_draft = tuple(kv[:num_layers]), tuple(kv[num_layers:])
-            hidden, own = model.forward(weights[:num_weights], batch, own)
+            models, drafts = self.split(kv)
+            hidden, models = model.forward(weights[: len(weights) - self.num_weights], batch, models)
             if batch.tokens.shape[0] != batch.kv_lens.shape[0]:
-                _, of_draft = self.forward(weights[num_weights:], batch, of_draft)
-            return hidden, (*own, *of_draft)
+                _, drafts = self.forward(self.own(weights), batch, drafts)
+            return hidden, (*models, *drafts)
 
-        return ModelFunctions(forward, lambda weights, hidden: model.logits(weights[:num_weights], hidden))
+        def logits(weights: Weights, hidden: jax.Array) -> jax.Array:
+            return model.logits(weights[: len(weights) - self.num_weights], hidden)
+
+        return ModelFunctions(forward, logits)
 
 
 class DraftState(NamedTuple):

@@ -8,7 +8,7 @@ import numpy as np
 
 from sglang_jax.jax_runner.draft_model import pack_guesses, pack_missed
 from sglang_jax.jax_runner.programs import Programs
-from sglang_jax.jax_runner.step import DeviceState
+from sglang_jax.jax_runner.step import DeviceState, Weights
 from sglang_jax.runner.draft_model import AT_ONCE, DraftLag
 from sglang_jax.runner.drafts import Unfolded
 from sglang_jax.runner.plan import Int32
@@ -17,21 +17,22 @@ from sglang_jax.runner.plan import Int32
 class Drafter:
     """Runs the draft model's programs.
 
-    **Arguments:** `max_rows`: of the runner.
+    **Arguments:** `weights`: of both models; `max_rows`: of the runner.
     """
 
-    def __init__(self, programs: Programs, max_rows: int) -> None:
+    def __init__(self, programs: Programs, weights: Weights, max_rows: int) -> None:
         self._programs = programs
+        self._weights = weights
         self._lag = DraftLag(max_rows)
 
     def guess(self, state: DeviceState, unfolded: Unfolded) -> DeviceState:
         """The state in which `unfolded`, whose page-table deltas are applied, finds what it guesses."""
         programs = self._programs
         for packed in self._missed(*self._lag.missed(unfolded)):
-            state = programs.catch_up(state, packed)
+            state = programs.catch_up(self._weights, state, packed)
         drafting = int(np.count_nonzero(unfolded.guesses == 1))
         size = next(size for size in programs.guess_sizes if size >= drafting)
-        return programs.guess(state, pack_guesses(unfolded, size, programs.dump_row))
+        return programs.guess(self._weights, state, pack_guesses(unfolded, size, programs.dump_row))
 
     def launched(self, unfolded: Unfolded) -> None:
         """A plan runs, with drafts or without."""
@@ -43,11 +44,13 @@ class Drafter:
         for size in self._programs.guess_sizes:
             packed = np.full((2, size), 2, np.int32)
             packed[0] = dump_row
-            state = self._programs.guess(state, packed)
+            state = self._programs.guess(self._weights, state, packed)
             yield f"guess {size} rows", state
         for size in self._programs.catch_up_sizes:
             one = np.array([1], np.int32)
-            state = self._programs.catch_up(state, pack_missed(one * dump_row, one * 0, one, size, dump_row))
+            state = self._programs.catch_up(
+                self._weights, state, pack_missed(one * dump_row, one * 0, one, size, dump_row)
+            )
             yield f"catch up {size} tokens", state
 
     def _missed(self, rows: Int32, counts: Int32) -> Iterator[Int32]:

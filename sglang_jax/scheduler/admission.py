@@ -30,6 +30,10 @@ RETRY_STEPS = 8
 AGED_TURN = 8
 """Of so many rows given while the oldest request waits, the last goes to it."""
 
+GUEST_TURN = 2
+"""Of so many rows given while client requests wait that have none, the last goes to one of them, if the others would go
+to such as have one."""
+
 BACKFILL_SEATS = 32
 BACKFILL_STEPS = 256
 """So many requests, and for so many steps, may be given room past one that does not fit; then room is kept for it."""
@@ -62,6 +66,9 @@ class Admission:
 
     A request whose prompt goes on like one that is being computed is passed over until that prefix is in the tree:
     computing it once and waiting a step is cheaper than computing it twice.
+
+    Under policies that do not mind turns, a client request of a thousand prompts could have all rows for as long as it
+    likes: those that have no row are its *guests*, and are given every other one.
     """
 
     aged_turn = AGED_TURN
@@ -80,6 +87,7 @@ class Admission:
         self._queue = queue
         self._reserve = reserve
         self._younger_seats = 0
+        self._seats_past_guests = 0
 
     def admit(self, allowance: int, step: int) -> Decisions:
         """Decides who starts. `allowance`: prompt tokens that the step may compute; `step`: its number."""
@@ -107,13 +115,21 @@ class Admission:
         tried: set[int] = set()
         reach = self._cache.num_free_rows + len(self._cache.open_rows) + MAX_SHARERS_PASSED
         for request in self._by_order(look, reach):
-            while self._younger_seats >= self.aged_turn - 1 and queue and self._has_its_turn(queue.oldest(), look):
-                look.aged = queue.oldest()
-                tried.add(look.aged.id)
-                yield look.aged
-            if request.kv is None and request.id not in tried:
-                tried.add(request.id)
-                yield request
+            for one in (self._guest(request, look), request):
+                while self._younger_seats >= self.aged_turn - 1 and queue and self._has_its_turn(queue.oldest(), look):
+                    look.aged = queue.oldest()
+                    tried.add(look.aged.id)
+                    yield look.aged
+                if one is not None and one.kv is None and one.id not in tried:
+                    tried.add(one.id)
+                    yield one
+
+    def _guest(self, request: Request, look: _Look) -> Request | None:
+        """Who goes before `request`, as it has no row and the client request of this one has: the first by turns, for
+        every so many."""
+        if self._queue.minds_turns or self._seats_past_guests < GUEST_TURN - 1 or request.flow_key not in look.flows:
+            return None
+        return self._queue.guest(look.flows)
 
     @staticmethod
     def _has_its_turn(oldest: Request, look: _Look) -> bool:
@@ -166,8 +182,9 @@ class Admission:
 
     def _seat(self, request: Request, probe: Probe, look: _Look) -> None:
         oldest = self._queue.oldest()
-        self._queue.remove(request)
+        self._queue.seat(request)
         self._younger_seats = 0 if request is oldest else self._younger_seats + 1
+        self._seats_past_guests = self._seats_past_guests + 1 if request.flow_key in look.flows else 0
         self._rows.open(request, probe)
         look.add(request, probe)
 
@@ -218,6 +235,7 @@ class _Look:
         self.refused: list[Request] = []
         self.passed = 0
         self.aged: Request | None = None
+        self.flows = {request.flow_key for request in rows.requests if request is not None}
         self._rooms = [_Room(group) for group in cache.groups]
         self._counted = False
 
@@ -238,6 +256,7 @@ class _Look:
     def add(self, request: Request, probe: Probe) -> None:
         """A request was given a row."""
         self.seated.append(request)
+        self.flows.add(request.flow_key)
         self.work.add(request, request.prefill_len - probe.length)
         for room in self._rooms:
             room.add(request)
