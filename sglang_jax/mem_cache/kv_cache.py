@@ -333,10 +333,6 @@ class KVCache:
         runs = tuple([group.run(record, first, last, step is not None) for group in self.groups])
         run = bytes(tokens[protected * TOKEN_BYTES : length * TOKEN_BYTES])
         added = self.tree.insert(locked, run, runs, request_owner(row), record.serial)
-        if locked.parent is None:
-            self.tree.lock(added.node)
-        else:
-            self.tree.extend_lock(locked, added.node)
         repointed = [group.share(record, added, first, own, step) for group, own in zip(self.groups, runs, strict=True)]
         record.locked_node = added.node
         self.lengths.cache_protected[row] = length
