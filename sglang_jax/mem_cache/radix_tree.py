@@ -335,10 +335,7 @@ class RadixTree:
 
     def _accepts_end(self, node: Node) -> bool:
         """Whether a match may end at the node's end."""
-        for _, component in self._partial:  # a loop costs a third of what `all` does
-            if not component.accepts_end(node):
-                return False
-        return True
+        return all([component.accepts_end(node) for _, component in self._partial])
 
     def _remove_leaf(self, node: Node) -> Node:
         """Returns its parent."""
