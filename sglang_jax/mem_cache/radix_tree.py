@@ -271,9 +271,7 @@ class RadixTree:
 
         **Returns:** the node, and the pages of the path to its end.
         """
-        while node.parent is not None and (
-            length > most or node.dead or not self._accepts_end(node)
-        ):
+        while node.parent is not None and (length > most or node.dead or not self._accepts_end(node)):
             length -= node.length
             node = node.parent
         return node, length
@@ -327,15 +325,13 @@ class RadixTree:
         """Removes a leaf that nobody depends on and at whose end no match may end, so that what it holds serves nobody;
         then its parent, if that has become such a leaf."""
         while (
-            node.parent is not None
-            and not (node.children or node.locks or node.dead)
-            and not self._accepts_end(node)
+            node.parent is not None and not (node.children or node.locks or node.dead) and not self._accepts_end(node)
         ):
             node = self._remove_leaf(node)
 
     def _accepts_end(self, node: Node) -> bool:
         """Whether a match may end at the node's end."""
-        return all([component.accepts_end(node) for _, component in self._partial])
+        return all(component.accepts_end(node) for _, component in self._partial)
 
     def _remove_leaf(self, node: Node) -> Node:
         """Returns its parent."""

@@ -316,7 +316,7 @@ class Scheduler:
         elif self.cache.give_up_drafts() or self.cache.pins.relieve():
             return
         elif self.num_running > 1:
-            self._endings.retract_newest()
+            self.retract_newest()
         else:
             self._endings.end_the_only_one()
 
