@@ -56,7 +56,7 @@ from sglang_jax.runner.fake import FakeRunner
 from sglang_jax.runner.plan import PoolSpec, RunnerSpec
 from sglang_jax.scheduler.loop import SchedulerLoop
 
-CONTEXT, ROWS, VOCABULARY = 8192, 64, 49_152
+CONTEXT, ROWS, VOCABULARY, PROMPT_TOKENS = 8192, 64, 49_152, 512
 JSON = {"Content-Type": "application/json"}
 TIMEOUT = 60
 BROKEN = (OSError, http.client.HTTPException)
@@ -68,7 +68,7 @@ class EmptyCore:
 
     def __init__(self, config: EngineConfig, channel: CoreChannel) -> None:
         pool = PoolSpec(CacheKind.FULL, ROWS * CONTEXT // 8 // config.page_size + 1, config.page_size)
-        spec = RunnerSpec((pool,), ROWS, CONTEXT, config.chunked_prefill_size, VOCABULARY)
+        spec = RunnerSpec((pool,), ROWS, ROWS + PROMPT_TOKENS, CONTEXT, VOCABULARY, prompt_tokens=PROMPT_TOKENS)
         self._loop = SchedulerLoop(FakeRunner(spec), (), config, channel)
         info = ModelInfo(
             model_path="demo",

@@ -62,6 +62,7 @@ DEFAULTS_IN_WORDS = frozenset(
         "target_itl_ms",
         "compilation_cache_dir",
         "dump_graphs",
+        "profile_dir",
         "test_retract",
         "test_evict",
         "debug_memory",

@@ -128,8 +128,8 @@ class StepGraphs:
     what a captured step does, from the inputs on; `table`: of the cache groups, in each of which a row may take a page
     a step, and a prompt one for each `page_size` tokens; `drafts`: of a runner that drafts.
 
-    **Raises:** `ValueError` for `mixed` buckets of a runner that drafts, or whose model keeps states: their steps with
-    prompts read lengths on the host.
+    **Raises:** `ValueError` for `mixed` buckets of a runner that drafts, whose steps with prompts read lengths on the
+    host.
     """
 
     def __init__(
@@ -145,8 +145,8 @@ class StepGraphs:
         mixed: Sequence[Bucket] = (),
         page_size: int = 1,
     ) -> None:
-        if mixed and (drafts or table.states):
-            raise ValueError("steps with prompts are not captured where there are drafts or recurrent states")
+        if mixed and drafts:
+            raise ValueError("steps with prompts are not captured where there are drafts")
         self.layouts = {
             Bucket(rows): StepLayout.decode(rows, deltas=table.pools * rows, drafts=drafts, states=table.states)
             for rows in buckets
@@ -154,7 +154,9 @@ class StepGraphs:
         self._chunks = min(_CHUNKS, dump_row + 1)
         for bucket in mixed:
             pages = bucket.decode + self._chunks + bucket.prompt // page_size
-            self.layouts[bucket] = StepLayout.mixed(bucket.decode, self._chunks, bucket.prompt, table.pools * pages)
+            self.layouts[bucket] = StepLayout.mixed(
+                bucket.decode, self._chunks, bucket.prompt, table.pools * pages, states=table.states
+            )
         self._capture = capture
         self._forward = forward
         self._stream = stream

@@ -1,9 +1,9 @@
-"""Which implementations of attention, fused operations and sampling a device runs."""
+"""Which implementations of attention, recurrent states, fused operations and sampling a device runs."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -18,6 +18,8 @@ from torch_backend.cpu_trial import CpuForm, CpuKernelsError, make_cpu_kernels
 from torch_backend.native_operations import NativeOperations
 from torch_backend.native_sampler import NativeSampler
 from torch_backend.operations import Operations
+from torch_backend.recurrent.interface import StateImplementation
+from torch_backend.recurrent.native import NativeStates
 from torch_backend.sampler import TokenSampler
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,7 @@ class Kernels:
     sampler: TokenSampler
     block_matrices: BlockMatrices | None = None
     """What multiplies by matrices in the blocks of a checkpoint, where something does."""
+    states: StateImplementation = field(default_factory=NativeStates)
 
     @property
     def capturable(self) -> bool:
@@ -64,11 +67,13 @@ def choose_kernels(wanted: AttentionBackend, device: torch.device, form: CpuForm
     from torch_backend.attention.triton import TritonAttention
     from torch_backend.kernels.chip import Chip
     from torch_backend.kernels.operations import TritonOperations
+    from torch_backend.recurrent.triton import TritonStates
     from torch_backend.triton_sampler import TritonSampler
 
-    triton = name is AttentionBackend.TRITON
-    attention = TritonAttention(Chip.of(device)) if triton else _attention_without_kernels(name)
-    return Kernels(attention, name, TritonOperations(), TritonSampler())
+    if name is not AttentionBackend.TRITON:
+        return Kernels(_attention_without_kernels(name), name, TritonOperations(), TritonSampler())
+    chip = Chip.of(device)
+    return Kernels(TritonAttention(chip), name, TritonOperations(), TritonSampler(), states=TritonStates())
 
 
 def _on_cpu(name: AttentionBackend, wanted: AttentionBackend, form: CpuForm, cache_folder: Path) -> Kernels:

@@ -142,7 +142,7 @@ def _load_on(
         sampler=kernels.sampler,
         capture=capture,
         graph_buckets=row_buckets(most),
-        mixed_buckets=() if capture is None else _mixed_buckets(config, checkpoint.config, most, sizes),
+        mixed_buckets=() if capture is None else _mixed_buckets(config, checkpoint.config, kernels, most, sizes),
         weight_bytes=built.weight_bytes,
         kv_bytes=sum(group.page * pages for group, pages in zip(memory.groups, sizes.num_pages, strict=True)),
         details=details,
@@ -183,6 +183,7 @@ def _build(
         device=device,
         operations=kernels.operations,
         attention=kernels.attention,
+        states=kernels.states,
         parallel=parallel,
     )
     kept = _blocks_to_keep(config, checkpoint, model, device, kernels)
@@ -219,10 +220,12 @@ def _capture(stream: Stream, config: EngineConfig, device: torch.device, kernels
     return CudaCapture(cast("CudaStream", stream).stream)
 
 
-def _mixed_buckets(config: EngineConfig, model: ModelConfig, most_rows: int, sizes: Sizes) -> tuple[Bucket, ...]:
+def _mixed_buckets(
+    config: EngineConfig, model: ModelConfig, kernels: Kernels, most_rows: int, sizes: Sizes
+) -> tuple[Bucket, ...]:
     """Sizes of steps with prompts to capture, of at most `most_rows` decode rows."""
     reason = None
-    if model.keeps_states:
+    if model.keeps_states and kernels.states.reads_lengths:
         reason = "layers that keep a recurrent state read lengths on the host"
     elif config.max_samples > 1:
         reason = f"not with speculative_algorithm {config.speculative_algorithm.value}"

@@ -87,7 +87,7 @@ class StepLayout:
         )
 
     @classmethod
-    def mixed(cls, decode: int, chunks: int, prompt_tokens: int, deltas: int) -> StepLayout:
+    def mixed(cls, decode: int, chunks: int, prompt_tokens: int, deltas: int, *, states: bool = False) -> StepLayout:
         """Of `decode` rows that do, and `prompt_tokens` tokens of fewer than `chunks` sequences: the last one is
         padding."""
         return cls(
@@ -96,6 +96,7 @@ class StepLayout:
             deltas=deltas,
             tokens=decode + prompt_tokens,
             num_decode=decode,
+            states=states,
         )
 
     @property

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from sglang_jax.errors import ParameterError
 from sglang_jax.runner.drafts import REFUSED, Unfolded, fold, pack_texts, unfold
 from sglang_jax.runner.page_tables import TableLayout, side_by_side
 from sglang_jax.runner.plan import (
@@ -37,6 +39,7 @@ from torch_backend.graphs import Bucket, Capture, StepGraphs
 from torch_backend.logprobs import Logprobs, prompt_logprobs, token_logprobs
 from torch_backend.native_sampler import NativeSampler
 from torch_backend.packing import GUESS, StepInputs, StepLayout
+from torch_backend.profile import Profile
 from torch_backend.sampler import MaskedLines, TokenSampler, sample
 from torch_backend.sampling_state import Needs, RowNeeds, SamplingState
 from torch_backend.step import Model, RowTensors, build_batch, settle_drafts
@@ -179,6 +182,7 @@ class TorchRunner:
             )
         self._warm_graphs = 0
         self._waiting: TorchStep | None = None
+        self._profile: Profile | None = None
         self._weight_bytes = weight_bytes
         self._kv_bytes = kv_bytes
         self._details = dict(details or {})
@@ -244,6 +248,18 @@ class TorchRunner:
 
         self._waiting = TorchStep(unfolded, self._spec.max_samples, None, second)
         return self._waiting
+
+    def start_profile(self, folder: str) -> None:
+        """See `Runner`."""
+        if "://" in folder:
+            raise ParameterError(f"profiles of the torch backend are written to a local folder, got {folder}")
+        self._profile = self._stream.submit(lambda: Profile.start(Path(folder), self._device)).wait()
+
+    def stop_profile(self) -> None:
+        """See `Runner`."""
+        assert self._profile is not None, "no profile is taken"
+        profile, self._profile = self._profile, None
+        self._stream.submit(profile.stop).wait()
 
     def report(self) -> RunnerReport:
         graphs = 0 if self._graphs is None else len(self._graphs)

@@ -233,6 +233,10 @@ class EngineConfig(BaseModel):
         None, description="persistent compilation cache; default: the user's cache folder"
     )
     decode_log_interval: PositiveInt = Field(40, description="decode steps between two log lines")
+    profile_dir: str | None = Field(
+        None,
+        description="folder that /start_profile writes to (JAX: gs:// too); default: no profiles are taken",
+    )
     test_retract: PositiveInt | None = Field(
         None,
         description="for tests: retract a running request every so many steps, as though its memory were needed; "

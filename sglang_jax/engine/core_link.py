@@ -32,11 +32,16 @@ from sglang_jax.scheduler.messages import (
     SchedulerStats,
     SessionTurn,
     Shutdown,
+    StartProfile,
     StepOutputs,
+    StopProfile,
     StopRequest,
 )
 
 logger = logging.getLogger(__name__)
+
+Call = OpenSession | CloseSession | FlushCache | GetState | GetCacheReport | StartProfile | StopProfile
+"""What the core answers with a `Reply`."""
 
 STOP_SECONDS = 5.0
 """How long a core that was told to stop at once may take."""
@@ -170,6 +175,7 @@ class CoreLink:
                     extra_key=request.extra_key,
                     priority=request.priority,
                     tenant=request.tenant,
+                    flow=request.flow,
                     arrival=arrival,
                     session=self._turn(request),
                 )
@@ -215,6 +221,14 @@ class CoreLink:
         if not reply.ok:
             logger.info("The prefix cache was not emptied: %s", reply.message)
         return reply.ok
+
+    async def start_profile(self, folder: str, steps: int | None) -> str:
+        """See `Link.start_profile`."""
+        return (await self._call(StartProfile(next(self._numbers), folder, steps))).message
+
+    async def stop_profile(self) -> str:
+        """See `Link.stop_profile`."""
+        return (await self._call(StopProfile(next(self._numbers)))).message
 
     async def state(self) -> dict[str, object]:
         """See `Link.state`."""
@@ -308,7 +322,7 @@ class CoreLink:
         with contextlib.suppress(EngineDeadError):
             self._channel.send(message)
 
-    async def _call(self, message: OpenSession | CloseSession | FlushCache | GetState | GetCacheReport) -> Reply:
+    async def _call(self, message: Call) -> Reply:
         """Raises `EngineDeadError`, and what the core refuses the call with."""
         self.check_alive()
         waiting: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()

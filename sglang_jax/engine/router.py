@@ -242,6 +242,15 @@ class Router:
                 self._policy.reset(replica.index, replica.client.max_total_tokens)
         return all(done)
 
+    async def start_profile(self, folder: str, steps: int | None) -> list[str]:
+        """See `EngineClient.start_profile`; each of several replicas that serve has a folder of its own in `folder`."""
+        own = {replica: folder if self._alone else f"{folder}/replica-{replica.index}" for replica in self._serving()}
+        return await asyncio.gather(*(replica.client.start_profile(place, steps) for replica, place in own.items()))
+
+    async def stop_profile(self) -> list[str]:
+        """See `EngineClient.stop_profile`."""
+        return await asyncio.gather(*(replica.client.stop_profile() for replica in self._serving()))
+
     async def states(self) -> list[dict[str, object]]:
         """See `EngineClient.states`; a replica that does not serve has nothing but its state."""
         return await asyncio.gather(*(self._state(replica) for replica in self.replicas))

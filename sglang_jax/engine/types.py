@@ -53,7 +53,8 @@ class GenerateInput:
     - `top_logprobs_num`: alternatives per position, at most `MAX_TOP_LOGPROBS`.
     - `extra_key`: cached KV is shared only between requests with the same one.
     - `priority`: higher goes first under the priority policy.
-    - `tenant`: whose it is; those of several tenants that wait have turns.
+    - `tenant`, `flow`: whose it is, and which of its calls it is part of; tenants that wait have turns, and so have
+      the calls of each.
     - `routing_key`: requests with the same one go to the same replica, as long as that serves.
     - `markers`: special tokens that are in the output's text though it leaves out special tokens: for who takes replies
       apart. No stop string is looked for in them.
@@ -72,6 +73,7 @@ class GenerateInput:
     extra_key: str | None = None
     priority: int = 0
     tenant: str = ""
+    flow: str = ""
     routing_key: str | None = None
     markers: frozenset[int] = frozenset()
     continues_text: bool = True
@@ -348,6 +350,17 @@ class EngineClient(Protocol):
 
     async def flush_cache(self) -> bool:
         """Empties the prefix cache; False, and nothing is done, while requests run or wait."""
+        ...
+
+    async def start_profile(self, folder: str, steps: int | None) -> list[str]:
+        """Has each replica that serves record its next `steps` steps, all until `stop_profile` if None; returns the
+        folders. Raises `ParameterError` while a profile is taken, or for a folder that cannot be written;
+        `EngineDeadError`."""
+        ...
+
+    async def stop_profile(self) -> list[str]:
+        """Ends recordings, and returns their folders once they are written. Raises `ParameterError` if there is none;
+        `EngineDeadError`."""
         ...
 
     async def states(self) -> list[dict[str, object]]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
@@ -22,13 +22,12 @@ from sglang_jax.jax_runner.buckets import Buckets
 from sglang_jax.jax_runner.compiles import use_compilation_cache
 from sglang_jax.jax_runner.devices import available_memory, select_devices, select_dtype
 from sglang_jax.jax_runner.kv_scales import LENGTH, ROWS, calibrate_kv_scales, set_kv_scales
-from sglang_jax.jax_runner.orbax_checkpoint import restore_orbax
+from sglang_jax.jax_runner.model_programs import parameters, programs_of, split_model
 from sglang_jax.jax_runner.parallel import TensorParallel
+from sglang_jax.jax_runner.programs import Programs
 from sglang_jax.jax_runner.runner import JaxRunner
-from sglang_jax.jax_runner.step import KVCaches, ModelFunctions, Weights
 from sglang_jax.jax_runner.weights import load_weights
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import chip_of
-from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import make_mesh, partition_spec
 from sglang_jax.models import (
@@ -81,23 +80,31 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     attention = choose_attention(config, device)
     kv_dtype = kv_dtype_of(config, dtype)
     platform = device.platform
-    model = build_model(parallel.config, dtype=dtype, attention=attention, platform=platform, kv_dtype=kv_dtype)
+    build = partial(
+        build_model, parallel.config, dtype=dtype, attention=attention, platform=platform, kv_dtype=kv_dtype
+    )
+    model = build()
     memory, sizes = _sizes(config, parallel, model, devices, kv_dtype, state_dtypes_of(config, dtype))
     kv_scales = scales_of_checkpoint(checkpoint, config.kv_cache_dtype)
-    _load(model, checkpoint, parallel, mesh)
-    _give_kv_scales(config, model, kv_scales, parallel, mesh, dtype)
-    functions, weights = split_model(model)
-    kv = allocate(
-        kv_cache_spec(
-            parallel.config,
-            kv_dtype,
-            sizes.num_pages,
-            config.page_size,
-            platform=platform,
-            state_dtypes=state_dtypes_of(config, dtype),
-        ),
-        mesh,
+    cache = kv_cache_spec(
+        parallel.config,
+        kv_dtype,
+        sizes.num_pages,
+        config.page_size,
+        platform=platform,
+        state_dtypes=state_dtypes_of(config, dtype),
     )
+    spec = runner_spec(config, memory, sizes, parallel)
+    programs = programs_of(build(), parallel, cache, spec, config, mesh)
+    try:
+        _begin_building(programs, config, spec)
+        _load(model, checkpoint, parallel, mesh)
+        _give_kv_scales(config, model, kv_scales, parallel, mesh, dtype)
+        _, weights = split_model(model)
+        kv = allocate(cache, mesh)
+    except BaseException:
+        programs.abandon()
+        raise
     details = {
         "dtype": dtype.name,
         "kv_cache_dtype": kv_dtype.name,
@@ -107,7 +114,16 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     }
     if checkpoint.config.keeps_states:
         details["mamba_ssm_dtype"] = config.mamba_ssm_dtype.value
-    return JaxRunner(functions, weights, kv, runner_spec(config, memory, sizes, parallel), details, mesh)
+    return JaxRunner(programs, weights, kv, spec, details, mesh)
+
+
+def _begin_building(programs: Programs, config: EngineConfig, spec: RunnerSpec) -> None:
+    """While weights are read: what the warm-up will build or, without one, what a runner of one row needs for its first
+    answer. What a runner of several rows needs first, only its requests tell."""
+    if not config.skip_warmup:
+        programs.begin(programs.builders())
+    elif spec.max_rows == 1:
+        programs.begin(programs.of_short_answers())
 
 
 def choose_attention(config: EngineConfig, device: jax.Device) -> AttentionImplementation:
@@ -142,23 +158,6 @@ def kv_dtype_of(config: EngineConfig, dtype: jnp.dtype) -> jnp.dtype:
 def state_dtypes_of(config: EngineConfig, dtype: jnp.dtype) -> StateDtypes:
     """The types of recurrent states; `dtype` is that of activations."""
     return StateDtypes(activations=dtype, recurrent=jnp.dtype(config.mamba_ssm_dtype.value))
-
-
-def split_model(model: Transformer) -> tuple[ModelFunctions, Weights]:
-    """A loaded model as functions of a flat list of its weights, which is quick to hand over at every step."""
-    graph, state = nnx.split(model)
-    weights, structure = jax.tree.flatten(state)
-
-    def merge(weights: Weights) -> Transformer:
-        return nnx.merge(graph, jax.tree.unflatten(structure, weights))
-
-    def forward(weights: Weights, batch: ForwardBatch, kv: KVCaches) -> tuple[jax.Array, KVCaches]:
-        return merge(weights)(batch, kv)
-
-    def logits(weights: Weights, hidden: jax.Array) -> jax.Array:
-        return merge(weights).logits(hidden)
-
-    return ModelFunctions(forward, logits), weights
 
 
 def _sizes(
@@ -236,11 +235,6 @@ def _least_of_hosts(available: int) -> int:
     return int(mebibytes.min()) * 2**20
 
 
-def parameters(model: Transformer) -> list[Parameter]:
-    """In the order of the weights of `split_model`."""
-    return jax.tree.leaves(nnx.state(model), is_leaf=lambda node: isinstance(node, Parameter))
-
-
 def _bytes_on_one_device(parameter: Parameter, count: int) -> int:
     size = math.prod(parameter.shape) * parameter.dtype.itemsize
     return size // count if "tensor" in partition_spec(parameter.axes) else size
@@ -248,6 +242,8 @@ def _bytes_on_one_device(parameter: Parameter, count: int) -> int:
 
 def _load(model: Transformer, checkpoint: Checkpoint, parallel: TensorParallel, mesh: Mesh) -> None:
     if checkpoint.reader is None:
+        from sglang_jax.jax_runner.orbax_checkpoint import restore_orbax  # here: importing Orbax takes a second
+
         restore_orbax(checkpoint.source.path, model, checkpoint.config, mesh)
     else:
         load_weights(model, checkpoint.reader, checkpoint.config, mesh)

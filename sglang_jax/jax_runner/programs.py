@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -30,6 +32,7 @@ from sglang_jax.jax_runner.step import (
     make_sample,
     make_step,
 )
+from sglang_jax.runner.host_machine import available_host_memory
 from sglang_jax.runner.page_tables import ONE_GROUP, TableLayout
 from sglang_jax.runner.plan import Int32, PageDeltas, mask_words
 from sglang_jax.runner.pulse import Building
@@ -38,13 +41,26 @@ from sglang_jax.runner.row_updates import PACKED_ROW
 DELTA_BLOCK = 1024
 """Page-table entries that one run of the delta program overwrites."""
 
-_BUILT_AT_ONCE = 2
+_MEMORY_OF_A_BUILD = 2 << 30
+"""What the compiler may take at its most for a step of tens of layers, in bytes."""
+
+_PROMPT_OF_A_SHORT_ANSWER = 64
+"""Tokens: a question of a line or two in a chat template."""
 
 Executable = Callable[..., Any]
 
 
+def builds_at_once() -> int:
+    """While one program is traced, which takes one core, others compile: as many as there are cores, and memory."""
+    return max(1, min(len(os.sched_getaffinity(0)), available_host_memory() // _MEMORY_OF_A_BUILD))
+
+
 class Programs:
-    """Builds each program at its first use, or all of them at once by `build_all`.
+    """Builds each program at its first use, or before that on other threads: those that `begin` names, or all of them
+    by `build_all`.
+
+    Shapes with shardings will do for `weights` and `state`: building needs no more, so that programs are built while
+    weights are still read.
 
     Programs are called as compiled executables: no tracing, no look-up of shapes. Each takes the state that it changes
     for good (donated: KV pages are written in place) and returns it. Arguments that are numpy arrays are read while the
@@ -65,16 +81,14 @@ class Programs:
         most_guesses: int = 0,
     ) -> None:
         self._model = model
-        self._weights = weights
-        self._state_shapes = jax.tree.map(
-            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), state
-        )
+        self._weight_shapes = jax.tree.map(_shape_of, weights)
+        self._state_shapes = jax.tree.map(_shape_of, state)
         self._placement = jax.tree.map(lambda array: array.sharding, state)
         self._page_size = page_size
         self._mesh = mesh
-        self._table = table
+        self.table = table
         self._most_guesses = most_guesses
-        self._buckets = buckets
+        self.buckets = buckets
         self.dump_row = state.last_tokens.shape[0] - 1
         self.vocab_size = state.sampling.vocab_size
         self.layouts = {bucket: StepLayout(bucket, self.dump_row, states=table.states) for bucket in buckets}
@@ -83,15 +97,19 @@ class Programs:
         self.row_update_sizes = tuple(sorted({1, min(8, self.dump_row), self.dump_row}))
         self.text_sizes = self.row_update_sizes[:2]  # a text takes as much as a context, each time
         self._built: dict[str, Executable] = {}
+        self._begun: dict[str, Future[Executable]] = {}
+        self._lock = threading.Lock()  # of what is begun
         self._logits_columns: int | None = None
         self.building: Building = nullcontext
 
     def __len__(self) -> int:
         return len(self._built)
 
-    def step(self, bucket: Bucket, state: DeviceState, packed: Int32) -> tuple[DeviceState, StepOutputs]:
+    def step(
+        self, bucket: Bucket, weights: Weights, state: DeviceState, packed: Int32
+    ) -> tuple[DeviceState, StepOutputs]:
         """Runs one step; `packed` is of the bucket's layout."""
-        return self._get(str(bucket), lambda: self._build_step(bucket))(self._weights, state, packed)
+        return self._get(str(bucket), lambda: self._build_step(bucket))(weights, state, packed)
 
     def sample(
         self, state: DeviceState, found: StepOutputs, packed: Int32
@@ -125,25 +143,47 @@ class Programs:
         packed[:, :count] = (deltas.rows, deltas.columns, deltas.pages)
         return self._get("page deltas", self._build_deltas)(page_table, packed)
 
+    def begin(self, names: Iterable[str]) -> None:
+        """Starts to build programs of these names on other threads, in their order, and returns at once. What is not
+        done when one of them is used is waited for."""
+        builders = self.builders()
+        pool = ThreadPoolExecutor(builds_at_once(), thread_name_prefix="build")
+        with self._lock:
+            for name in names:
+                if name not in self._begun:
+                    self._begun[name] = pool.submit(self._build, name, builders[name])
+        pool.shutdown(wait=False)  # its threads end with what they were given
+
+    def abandon(self) -> None:
+        """Gives up what is begun and not yet being built."""
+        with self._lock:
+            self._begun = {name: future for name, future in self._begun.items() if not future.cancel()}
+
+    def of_short_answers(self) -> list[str]:
+        """Names of the programs that a single short prompt and its answer need."""
+        row_update = f"update {self.row_update_sizes[0]} rows"
+        tokens = min(_PROMPT_OF_A_SHORT_ANSWER, self.buckets.mixed[-1].tokens)
+        prompt = self.buckets.pick(tokens, num_rows=1, num_decode=0)
+        return [str(prompt), row_update, str(self.buckets.decode[0])]
+
     def build_all(self, progress: Callable[[int, int, str], None]) -> None:
-        """Builds what is not built yet, two at a time: while one is traced, which takes one core, another compiles.
+        """Builds what is not built yet, on as many threads as `builds_at_once` says.
 
         `progress(done, total, what)` is called on this thread, with the name of the program built last.
         """
-        builders = self.builders()
-        progress(0, len(builders), "compiling")
-        with ThreadPoolExecutor(_BUILT_AT_ONCE) as pool:
-            futures = {pool.submit(self._get, name, build): name for name, build in builders.items()}
+        names = list(self.builders())
+        progress(0, len(names), "compiling")
+        self.begin(names)
+        with self._lock:
+            futures = {future: name for name, future in self._begun.items()}
+        with self.building():
             for done, future in enumerate(as_completed(futures), 1):
                 future.result()
-                progress(done, len(builders), futures[future])
+                progress(done, len(names), futures[future])
 
     def builders(self) -> dict[str, Callable[[], Executable]]:
-        """How to build each program, by name; those that take longest first, so that none of them is waited for.
-
-        Shapes with shardings will do for weights and state: nothing is run.
-        """
-        steps = reversed(list(self._buckets))
+        """How to build each program, by name; those that take longest first, so that none of them is waited for."""
+        steps = reversed(list(self.buckets))
         return {
             **{str(bucket): partial(self._build_step, bucket) for bucket in steps},
             **{f"sample {rows} rows": partial(self._build_sample, rows) for rows in sorted(self.sample_layouts)},
@@ -159,21 +199,45 @@ class Programs:
 
     def _get(self, name: str, build: Callable[[], Executable]) -> Executable:
         program = self._built.get(name)
-        if program is None:
+        return self._build_or_wait(name, build) if program is None else program
+
+    def _build_or_wait(self, name: str, build: Callable[[], Executable]) -> Executable:
+        """Builds a program, unless another thread does so."""
+        with self._lock:
+            begun = self._begun.get(name)
+            own = begun is None or begun.cancel()
+            if begun is None or own:
+                begun = self._begun[name] = Future()
+        if not own:
+            with self.building():
+                return begun.result()
+        try:
+            begun.set_result(self._build(name, build))
+        except BaseException as error:
+            begun.set_exception(error)
+            raise
+        return begun.result()
+
+    def _build(self, name: str, build: Callable[[], Executable]) -> Executable:
+        try:
             with self.building():
                 program = self._built[name] = build()
+        except BaseException:
+            with self._lock:
+                self._begun.pop(name, None)  # whoever needs it next tries again
+            raise
         return program
 
     def _build_step(self, bucket: Bucket) -> Executable:
         layout = self.layouts[bucket]
         step = jax.jit(
-            make_step(self._model, layout, self._page_size, self._mesh, self._table, self._most_guesses),
+            make_step(self._model, layout, self._page_size, self._mesh, self.table, self._most_guesses),
             donate_argnums=1,
             out_shardings=(self._placement, self._outputs_placement()),
         )
         # Kernels ask for the mesh, to run on each device by itself, and for the chip that it is of.
         with nullcontext() if self._mesh is None else jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
-            lowered = step.lower(self._weights, self._state_shapes, _integers(layout.size))
+            lowered = step.lower(self._weight_shapes, self._state_shapes, _integers(layout.size))
         self._logits_columns = lowered.out_info[1].logits.shape[1]
         return lowered.compile()
 
@@ -202,7 +266,7 @@ class Programs:
     def _logits_shape(self, rows: int) -> jax.ShapeDtypeStruct:
         """Of what a step of so many rows gives for the second part. How wide logits are, a step tells once built."""
         if self._logits_columns is None:
-            smallest = self._buckets.decode[0]
+            smallest = self.buckets.decode[0]
             self._get(str(smallest), partial(self._build_step, smallest))
         sharding = None if self._mesh is None else logits_sharding(self._mesh)
         return jax.ShapeDtypeStruct((rows, self._logits_columns), jnp.float32, sharding=sharding)
@@ -227,6 +291,10 @@ class Programs:
 
         update = jax.jit(apply, donate_argnums=0, out_shardings=self._placement.page_table)
         return update.lower(self._state_shapes.page_table, _integers(3, DELTA_BLOCK)).compile()
+
+
+def _shape_of(array: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 def _integers(*shape: int) -> jax.ShapeDtypeStruct:

@@ -21,7 +21,7 @@ from sglang_jax.kernels.state_rows import StateRows
 from sglang_jax.layers.batch import ForwardBatch, GroupPages
 from sglang_jax.runner.drafts import REFUSED
 from sglang_jax.runner.page_tables import ONE_GROUP, TableLayout
-from sglang_jax.runner.plan import INVALID_TOKEN, NO_LOGPROBS
+from sglang_jax.runner.plan import INVALID_TOKEN, NO_LOGPROBS, RunnerSpec
 
 Weights = list[jax.Array]
 KVCaches = Any
@@ -115,6 +115,22 @@ class StepOutputs:
     logprobs: Logprobs
     prompt_logprobs: Logprobs | None
     logits: jax.Array
+
+
+EmptyRows = tuple[jax.Array, jax.Array, SamplingState, KnownTokens | None]
+
+
+def empty_rows(spec: RunnerSpec, placement: NamedSharding | None) -> EmptyRows:
+    """Page table, last tokens, sampling state and texts (if steps have drafts), the dump row included, whole on every
+    device (of every node)."""
+
+    def make() -> EmptyRows:
+        rows = spec.max_rows + 1
+        page_table = jnp.zeros((rows, spec.table_columns), jnp.int32)
+        known = KnownTokens.empty(rows, spec.max_context) if spec.max_samples > 1 else None
+        return page_table, jnp.zeros(rows, jnp.int32), SamplingState.empty(rows, spec.vocab_size), known
+
+    return jax.jit(make, out_shardings=placement)()
 
 
 def apply_deltas(page_table: jax.Array, rows: jax.Array, columns: jax.Array, pages: jax.Array) -> jax.Array:
@@ -225,7 +241,8 @@ def make_step(
         hidden, kv = model.forward(weights, batch, state.kv)
         last_hidden = hidden if bucket.decode_only else hidden[jnp.maximum(inputs.query_starts[1:] - 1, 0)]
         logits = model.logits(weights, last_hidden)
-        tokens = reader.sample(logits, state.sampling, inputs.rows, inputs.kv_lens, sequences.samples)
+        with jax.named_scope("sample"):
+            tokens = reader.sample(logits, state.sampling, inputs.rows, inputs.kv_lens, sequences.samples)
         sampled, told = before.after(sequences, inputs.rows, tokens, most_guesses)
         new_state = DeviceState(kv, page_table, sampled.last_tokens, sampled.sampling, sampled.known)
         logprobs = _logprobs_of(reader, logits, tokens, inputs.top_logprobs, vocab_size)

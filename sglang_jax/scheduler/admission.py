@@ -30,6 +30,13 @@ RETRY_STEPS = 8
 AGED_TURN = 8
 """Of so many rows given while the oldest request waits, the last goes to it."""
 
+GUEST_TURN = 2
+"""Of so many rows given while client requests wait that have none, the last goes to one of them, if the others would go
+to such as have one."""
+
+GUEST_ROWS = 32
+"""Of so many rows one is left free by client requests that have rows already, for those that have none."""
+
 BACKFILL_SEATS = 32
 BACKFILL_STEPS = 256
 """So many requests, and for so many steps, may be given room past one that does not fit; then room is kept for it."""
@@ -62,6 +69,10 @@ class Admission:
 
     A request whose prompt goes on like one that is being computed is passed over until that prefix is in the tree:
     computing it once and waiting a step is cheaper than computing it twice.
+
+    Under policies that do not mind turns, a client request of a thousand prompts could have all rows for as long as it
+    likes: those that have no row are its *guests*, and are given every other one. And under all policies, a row in
+    `GUEST_ROWS` is left free for guests, as those that a large client request has may be busy for minutes.
     """
 
     aged_turn = AGED_TURN
@@ -79,7 +90,9 @@ class Admission:
         self._rows = rows
         self._queue = queue
         self._reserve = reserve
+        self._guest_rows = len(rows.requests) // GUEST_ROWS
         self._younger_seats = 0
+        self._seats_past_guests = 0
 
     def admit(self, allowance: int, step: int) -> Decisions:
         """Decides who starts. `allowance`: prompt tokens that the step may compute; `step`: its number."""
@@ -89,13 +102,29 @@ class Admission:
         for request in self._candidates(look):
             if not self._cache.num_free_rows and not self._reclaim():
                 break
-            if not self._consider(request, look):
+            guest = self._instead_of(request, look)
+            if guest is None or not self._consider(guest, look):
                 break
         if not look.seated:
             self._queue.pause(RETRY_STEPS)
         elif self._queue:
             look.under_way.note_sharers(look.seated, self._queue.front(MAX_SHARERS_PASSED))
         return Decisions(look.seated, look.too_large)
+
+    def _instead_of(self, request: Request, look: _Look) -> Request | None:
+        """Who may have a row if `request` is next: itself, unless only those for guests are left and its client request
+        has one; then the first guest, None if there is none that was not looked at. Requests without a client's name,
+        as those of a script's engine, are nobody's rivals."""
+        if request is look.aged or not request.flow_key[1] or request.flow_key not in look.flows:
+            return request
+        while self._cache.num_free_rows <= self._guest_rows:
+            if not self._reclaim():
+                guest = self._queue.guest(look.flows)
+                if guest is None or guest.id in look.guests:
+                    return None
+                look.guests.add(guest.id)
+                return guest
+        return request
 
     def _reclaim(self) -> bool:
         """Takes rows of requests that are over; False if there are none to be had."""
@@ -107,13 +136,21 @@ class Admission:
         tried: set[int] = set()
         reach = self._cache.num_free_rows + len(self._cache.open_rows) + MAX_SHARERS_PASSED
         for request in self._by_order(look, reach):
-            while self._younger_seats >= self.aged_turn - 1 and queue and self._has_its_turn(queue.oldest(), look):
-                look.aged = queue.oldest()
-                tried.add(look.aged.id)
-                yield look.aged
-            if request.kv is None and request.id not in tried:
-                tried.add(request.id)
-                yield request
+            for one in (self._guest(request, look), request):
+                while self._younger_seats >= self.aged_turn - 1 and queue and self._has_its_turn(queue.oldest(), look):
+                    look.aged = queue.oldest()
+                    tried.add(look.aged.id)
+                    yield look.aged
+                if one is not None and one.kv is None and one.id not in tried:
+                    tried.add(one.id)
+                    yield one
+
+    def _guest(self, request: Request, look: _Look) -> Request | None:
+        """Who goes before `request`, as it has no row and the client request of this one has: the first by turns, for
+        every so many."""
+        if self._queue.minds_turns or self._seats_past_guests < GUEST_TURN - 1 or request.flow_key not in look.flows:
+            return None
+        return self._queue.guest(look.flows)
 
     @staticmethod
     def _has_its_turn(oldest: Request, look: _Look) -> bool:
@@ -166,8 +203,9 @@ class Admission:
 
     def _seat(self, request: Request, probe: Probe, look: _Look) -> None:
         oldest = self._queue.oldest()
-        self._queue.remove(request)
+        self._queue.seat(request)
         self._younger_seats = 0 if request is oldest else self._younger_seats + 1
+        self._seats_past_guests = self._seats_past_guests + 1 if request.flow_key in look.flows else 0
         self._rows.open(request, probe)
         look.add(request, probe)
 
@@ -218,6 +256,8 @@ class _Look:
         self.refused: list[Request] = []
         self.passed = 0
         self.aged: Request | None = None
+        self.flows = {request.flow_key for request in rows.requests if request is not None}
+        self.guests: set[int] = set()
         self._rooms = [_Room(group) for group in cache.groups]
         self._counted = False
 
@@ -238,6 +278,7 @@ class _Look:
     def add(self, request: Request, probe: Probe) -> None:
         """A request was given a row."""
         self.seated.append(request)
+        self.flows.add(request.flow_key)
         self.work.add(request, request.prefill_len - probe.length)
         for room in self._rooms:
             room.add(request)

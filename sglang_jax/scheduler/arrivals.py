@@ -60,7 +60,7 @@ class Arrivals:
             told_prompt_logprob=first_logprob,
             namespace=message.extra_key,
             priority=message.priority,
-            tenant=message.tenant,
+            flow_key=(message.tenant, message.flow),
             arrival=message.arrival,
             state=RequestState.WAITING if message.sampling.grammar is None else RequestState.COMPILING,
         )

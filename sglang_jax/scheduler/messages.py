@@ -35,7 +35,8 @@ class NewRequest(msgspec.Struct, tag="new", frozen=True, kw_only=True):
     - `stream`: tokens are published as they are sampled; otherwise all at once when the request ends.
     - `top_logprobs`: -1 for none; 0..20 alternatives beside each output token's logprob.
     - `logprob_start`: first prompt position whose logprob is wanted, -1 for none.
-    - `tenant`: whose it is; tenants that wait have turns, by the tokens that they ask for.
+    - `tenant`, `flow`: whose it is, and which of its client requests it is part of; tenants that wait have turns, by
+      the tokens that they ask for, and so have the client requests of each. Those without a name are one.
     - `arrival`: `time.monotonic()` of the client.
     - `session`: None for a request that stands alone.
     """
@@ -49,6 +50,7 @@ class NewRequest(msgspec.Struct, tag="new", frozen=True, kw_only=True):
     extra_key: str | None = None
     priority: int = 0
     tenant: str = ""
+    flow: str = ""
     arrival: float = 0.0
     session: SessionTurn | None = None
 
@@ -101,6 +103,21 @@ class GetCacheReport(msgspec.Struct, tag="cache_report", frozen=True):
     call: int
 
 
+class StartProfile(msgspec.Struct, tag="start_profile", frozen=True):
+    """Record what the runner does, for a folder. Answered by `Reply`. `steps`: after so many the recording ends by
+    itself; None for one that `StopProfile` ends."""
+
+    call: int
+    folder: str
+    steps: int | None = None
+
+
+class StopProfile(msgspec.Struct, tag="stop_profile", frozen=True):
+    """End the recording and write it. Answered by `Reply` once it is written."""
+
+    call: int
+
+
 class GetState(msgspec.Struct, tag="state", frozen=True):
     """Answered by `Reply` whose `state` has the scheduler's and the runner's figures."""
 
@@ -122,6 +139,8 @@ Inbound = (
     | FlushCache
     | GetState
     | GetCacheReport
+    | StartProfile
+    | StopProfile
     | Shutdown
 )
 

@@ -14,6 +14,9 @@ from sglang_jax.runner.plan import Int32
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.sessions import Turn
 
+FlowKey = tuple[str, str]
+"""A tenant, and which of its client requests a request is part of."""
+
 
 class RequestState(IntEnum):
     """A number, as looking one up takes a fraction of what other enums take.
@@ -50,7 +53,7 @@ class Waiting:
     """What admission remembers of a request in the queue.
 
     - `queued`: it is in the queue.
-    - `turn`: its place among the requests of all tenants, 0 for one that was retracted.
+    - `cost`: tokens that its turn takes, 0 for one that was retracted.
     - `work`: tokens that were still to be computed when it was queued or last looked at.
     - `refused_at`: the step at which it was first found not to fit, None before; `passed`: requests behind it that were
       given room since.
@@ -58,7 +61,7 @@ class Waiting:
     """
 
     queued: bool = False
-    turn: int = 0
+    cost: int = 0
     work: int = 0
     refused_at: int | None = None
     passed: int = 0
@@ -102,7 +105,7 @@ class Request:
     told_prompt_logprob: int
     namespace: Namespace
     priority: int
-    tenant: str = ""
+    flow_key: FlowKey = ("", "")
     arrival: float = 0.0
     first_token: float | None = None
     state: RequestState = RequestState.WAITING

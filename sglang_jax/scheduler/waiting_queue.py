@@ -3,117 +3,100 @@
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
-from operator import itemgetter
-from typing import Any
+from bisect import insort
+from collections.abc import Callable, Collection, Iterator
+from itertools import chain, islice
 
 from sglang_jax.config import SchedulePolicy
-from sglang_jax.scheduler.request import Request, RequestState, Waiting
+from sglang_jax.scheduler.order import Key, Order
+from sglang_jax.scheduler.request import FlowKey, Request, RequestState, Waiting
 from sglang_jax.scheduler.reserve import CLIP
-
-Key = tuple[int, int, int, int]
-
-_REQUEST = itemgetter(1)
-
-_EMPTY: Any = None
-"""In the place of an entry that was taken out."""
+from sglang_jax.scheduler.turns import Turns
 
 LONGEST_PREFIX_WINDOW = 128
 """Requests whose cached prefix is looked up when the longest goes first; a match of the whole queue each step would
 cost more than it saves."""
 
 
-class Turns:
-    """Places in one order for the requests of all tenants, so that each has an equal part of the tokens while it waits
-    (start-time fair queueing, Goyal, Vin and Cheng 1996). With one tenant it is the order of arrival."""
+class ByTurn:
+    """Requests of each priority by turns (`Turns`), and the retracted ones of this priority before them."""
 
     def __init__(self) -> None:
-        self._now = 0
-        self._ends: dict[str, int] = {}
+        self._retracted: dict[int, Order[Request]] = {}
+        self._turns: dict[int, Turns] = {}
+        self._priorities: list[int] = []
 
-    def take(self, tenant: str, tokens: int) -> int:
-        """The place of a tenant's next request, for so many tokens: where its last one ends, but not before those whose
-        turn it is: who asked for nothing saves nothing up."""
-        turn = max(self._now, self._ends.get(tenant, 0))
-        self._ends[tenant] = turn + tokens
-        return turn
-
-    def pass_to(self, turn: int) -> None:
-        """Whose turn it is."""
-        self._now = max(self._now, turn)
-
-    def clear(self) -> None:
-        """Nobody waits."""
-        self._now = 0
-        self._ends.clear()
-
-
-class Order:
-    """Requests by a key, lowest first; no two have the same, so that requests are never compared.
-
-    Most that are taken out are the first: their places stay, empty, until they are more than the others.
-    """
-
-    def __init__(self) -> None:
-        self._entries: list[tuple[Key, Request]] = []
-        self._begin = 0
-
-    def __len__(self) -> int:
-        return len(self._entries) - self._begin
-
-    def add(self, key: Key, request: Request) -> None:
-        if not len(self) or self._entries[-1][0] < key:
-            self._entries.append((key, request))
+    def add(self, priority: int, request: Request) -> None:
+        if priority not in self._turns:
+            self._retracted[priority], self._turns[priority] = Order(), Turns()
+            insort(self._priorities, -priority)
+        if request.state is RequestState.RETRACTED:
+            self._retracted[priority].add((request.sequence,), request)
         else:
-            insort(self._entries, (key, request), self._begin)
+            self._turns[priority].add(request)
 
-    def remove(self, key: Key, request: Request) -> None:
-        """Takes out a request that was added with this key."""
-        entries, begin = self._entries, self._begin
-        place = begin if entries[begin][1] is request else bisect_left(entries, (key,), begin)
-        assert entries[place][1] is request
-        if place > begin:
-            del entries[place]
-            return
-        entries[begin] = _EMPTY
-        self._begin += 1
-        if 2 * self._begin > len(entries):
-            del entries[: self._begin]
-            self._begin = 0
+    def remove(self, priority: int, request: Request, tokens: int) -> None:
+        """It was given so many tokens, or none, as it left."""
+        retracted, turns = self._retracted[priority], self._turns[priority]
+        if request.state is RequestState.RETRACTED:
+            retracted.remove((request.sequence,), request)
+        else:
+            turns.remove(request, tokens)
+        if not retracted and not turns:
+            del self._retracted[priority], self._turns[priority]
+            self._priorities.remove(-priority)
 
     def first(self, count: int) -> Iterator[Request]:
         """The first `count`, as they are now."""
-        return map(_REQUEST, self._entries[self._begin : self._begin + count])
+        if len(self._priorities) == 1:
+            return self._first_of(-self._priorities[0], count)
+        each = [self._first_of(-priority, count) for priority in self._priorities]
+        return islice(chain(*each), count)
+
+    def first_but_of(self, flows: Collection[FlowKey]) -> Request | None:
+        """The first that was not retracted, and is of none of these flows; None if there is nobody."""
+        every = (self._turns[-priority].first_but_of(flows) for priority in self._priorities)
+        return next((request for request in every if request is not None), None)
+
+    def _first_of(self, priority: int, count: int) -> Iterator[Request]:
+        retracted, turns = self._retracted[priority], self._turns[priority]
+        if not retracted:
+            return islice(turns.first(count), count)
+        return islice(chain(retracted.first(count), turns.first(count)), count)
 
 
 class WaitingQueue:
-    """Three orders of the same requests.
+    """Orders of the same requests.
 
-    By policy, where arrival is that of turns (`Turns`) if requests are of several tenants:
+    By turns (`Turns`), which is the order of arrival where clients send one prompt at a time, and by policy:
 
-    - fcfs: order of arrival. lof: longest allowed output first. Ties by arrival.
-    - priority: highest first, ties by arrival.
-    - lpm: among the first `LONGEST_PREFIX_WINDOW` by arrival, the longest cached prefix first.
+    - fcfs: turns. priority: highest first, those of one priority by turns.
+    - lpm: among the first `LONGEST_PREFIX_WINDOW` by turns, the longest cached prefix first.
+    - lof: longest allowed output first, ties by arrival.
 
     A retracted request stands before all others; under `priority`, before all others of its priority.
 
-    By work (highest priority, then fewest tokens to compute), and by age. No policy but fcfs keeps anyone from being
-    overtaken for ever; admission does, by giving every so many turns to the oldest.
+    By work (highest priority, then fewest tokens to compute), and by age. No policy keeps anyone from being overtaken
+    for ever; admission does, by giving every so many turns to the oldest.
     """
 
     def __init__(self, policy: SchedulePolicy, cached_prefix: Callable[[Request], int]) -> None:
         self._policy = policy
         self._cached_prefix = cached_prefix
-        self._by_policy = Order()
-        self._by_work = Order()
+        self._by_turn = ByTurn()
+        self._by_output: Order[Request] = Order()
+        self._by_work: Order[Request] = Order()
         self._by_age: list[tuple[int, int, Request]] = []
         self._added = 0
         self._pause = 0
-        self._turns = Turns()
 
     def __len__(self) -> int:
-        return len(self._by_policy)
+        return len(self._by_work)
+
+    @property
+    def minds_turns(self) -> bool:
+        """Whether the policy's own order is that of turns, within a priority."""
+        return self._policy in (SchedulePolicy.FCFS, SchedulePolicy.PRIORITY)
 
     def look_again(self) -> None:
         """Something was released, cached or queued: who does not fit may fit now."""
@@ -128,18 +111,19 @@ class WaitingQueue:
         if self._pause > 0:
             self._pause -= 1
             return False
-        return len(self._by_policy) > 0
+        return len(self._by_work) > 0
 
     def add(self, request: Request) -> None:
         """Enters a request at its place; a retracted one before its equals."""
         self.look_again()
         work = request.prefill_len - self._cached_prefix(request)
-        turn = 0
+        cost = 0
         if request.state is not RequestState.RETRACTED:
-            output = min(request.total_len - request.prefill_len, CLIP)
-            turn = self._turns.take(request.tenant, max(work + output, 1))
-        request.waiting = Waiting(queued=True, turn=turn, work=work)
-        self._by_policy.add(self._key(request), request)
+            cost = max(work + min(request.total_len - request.prefill_len, CLIP), 1)
+        request.waiting = Waiting(queued=True, cost=cost, work=work)
+        self._by_turn.add(self._priority(request), request)
+        if self._policy is SchedulePolicy.LOF:
+            self._by_output.add(_output_key(request), request)
         self._by_work.add(_work_key(request), request)
         self._added += 1
         heapq.heappush(self._by_age, (request.sequence, self._added, request))
@@ -148,14 +132,20 @@ class WaitingQueue:
             heapq.heapify(self._by_age)
 
     def remove(self, request: Request) -> None:
-        """Takes a request out; it must be in, in the state in which it came."""
+        """Takes a request out that leaves; it must be in, in the state in which it came."""
+        self._take_out(request, 0)
+
+    def seat(self, request: Request) -> None:
+        """Takes a request out whose turn it is."""
+        self._take_out(request, request.waiting.cost)
+
+    def _take_out(self, request: Request, tokens: int) -> None:
         self.look_again()
         request.waiting.queued = False
-        self._turns.pass_to(min(request.waiting.turn, next(self.front(1)).waiting.turn))
-        self._by_policy.remove(self._key(request), request)
+        self._by_turn.remove(self._priority(request), request, tokens)
+        if self._policy is SchedulePolicy.LOF:
+            self._by_output.remove(_output_key(request), request)
         self._by_work.remove(_work_key(request), request)
-        if not len(self):
-            self._turns.clear()
 
     def first(self, count: int) -> Iterator[Request]:
         """The first `count` requests in the order of the policy, as they are now."""
@@ -167,8 +157,14 @@ class WaitingQueue:
         return iter((head + window[LONGEST_PREFIX_WINDOW:])[:count])
 
     def front(self, count: int) -> Iterator[Request]:
-        """As `first`, but for lpm by arrival: nothing is looked up."""
-        return self._by_policy.first(count)
+        """As `first`, but for lpm by turns: nothing is looked up."""
+        if self._policy is SchedulePolicy.LOF:
+            return self._by_output.first(count)
+        return self._by_turn.first(count)
+
+    def guest(self, flows: Collection[FlowKey]) -> Request | None:
+        """The first by turns that is of none of these flows; None if there is nobody."""
+        return self._by_turn.first_but_of(flows)
 
     def least_work(self, count: int) -> Iterator[Request]:
         """The first `count` requests by priority and then by work."""
@@ -199,20 +195,20 @@ class WaitingQueue:
             return (0, 0)
         return (1, -self._cached_prefix(request))
 
-    def _key(self, request: Request) -> Key:
-        fresh = int(request.state is not RequestState.RETRACTED)
-        match self._policy:
-            case SchedulePolicy.LOF:
-                return (0, fresh, (request.prompt_len - request.total_len) * fresh, request.sequence)
-            case SchedulePolicy.PRIORITY:
-                return (-request.priority, fresh, request.waiting.turn, request.sequence)
-            case _:
-                return (0, fresh, request.waiting.turn, request.sequence)
+    def _priority(self, request: Request) -> int:
+        """Under which turns are had: its own, where the policy looks at priorities."""
+        return request.priority if self._policy is SchedulePolicy.PRIORITY else 0
 
 
 def _waits(request: Request) -> bool:
     return request.waiting.queued
 
 
+def _output_key(request: Request) -> Key:
+    if request.state is RequestState.RETRACTED:
+        return (0, 0, request.sequence)
+    return (1, request.prompt_len - request.total_len, request.sequence)
+
+
 def _work_key(request: Request) -> Key:
-    return (-request.priority, request.waiting.work, request.sequence, 0)
+    return (-request.priority, request.waiting.work, request.sequence)

@@ -12,6 +12,7 @@ from sglang_jax.server.callers import Callers
 from sglang_jax.server.context import ServerContext
 from sglang_jax.server.errors import install_error_handlers
 from sglang_jax.server.loads import loads_router
+from sglang_jax.server.long_work import LongWork
 from sglang_jax.server.metrics import ServerMetrics, metrics_router
 from sglang_jax.server.models import models_router
 from sglang_jax.server.native import native_router
@@ -33,6 +34,7 @@ def create_app(context: ServerContext) -> FastAPI:
     """An ASGI application that serves the context's engine. It must run on the event loop that the engine client
     runs on."""
     app = FastAPI(title="sglang-jax")
+    app.state.long_work = LongWork()
     install_error_handlers(app)
     for router in (
         native_router(context),

@@ -132,14 +132,15 @@ class Caller:
         """Whose what it sends is: its own, or, where an operator says so, somebody else's."""
         return said if self.admin and said else self.name
 
-    def own(self, prompt: GenerateInput) -> GenerateInput:
-        """The prompt as one of the caller's, in the part of the prefix cache that is its own. An operator, as a server
-        before this one is, may say whose it is."""
-        tenant = self.tenant(prompt.tenant)
+    def own(self, prompt: GenerateInput, request_id: str) -> GenerateInput:
+        """The prompt as one of the caller's, part of its request with this id, in the part of the prefix cache that is
+        its own. An operator, as a server before this one is, may say whose it is and what it is part of."""
+        tenant, flow = self.tenant(prompt.tenant), prompt.flow if self.admin and prompt.flow else request_id
         if not self.cache_secret:
-            return replace(prompt, tenant=tenant)
+            return replace(prompt, tenant=tenant, flow=flow)
         name = b"\1" + prompt.extra_key.encode("utf-8", "surrogatepass") if prompt.extra_key else b"\0"
-        return replace(prompt, tenant=tenant, extra_key="key-" + hmac.digest(self.cache_secret, name, "sha256").hex())
+        key = "key-" + hmac.digest(self.cache_secret, name, "sha256").hex()
+        return replace(prompt, tenant=tenant, flow=flow, extra_key=key)
 
 
 class Usage:

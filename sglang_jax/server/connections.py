@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import resource
 import sys
 import time
@@ -21,6 +22,12 @@ logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 32_768
 """Most bytes of a request's head: request line and headers."""
+
+_END_OF_HEAD = re.compile(rb"\n\r?\n")
+"""The blank line behind the headers, as h11 looks for it."""
+
+_LEAST_OF_TEXT = 0x21
+"""No request begins with a smaller byte."""
 
 SLICE, LEAST_SLICE = 8192, 512
 """Most and fewest bytes that are parsed before the event loop turns."""
@@ -66,7 +73,8 @@ class BoundedConnection(H11Protocol):
     - Where `max_connections` are open, a new one takes the place of that which has waited longest for a request; if all
       are at work, it is refused with 503. So silent connections keep nobody out.
 
-    What comes is parsed in slices, as a client may send a body in thousands of chunks at once. Of an answer whose
+    A head is parsed once it is whole: clients that send a line at a time would have h11 look at each. What comes
+    is parsed in slices, as a client may send a body in thousands of chunks at once. Of an answer whose
     length is not known, h11 writes the beginning and the end, and the connection the chunks between them: a chunk
     changes nothing in h11's state, and its checks cost an event as much as the engine's client.
     """
@@ -81,6 +89,8 @@ class BoundedConnection(H11Protocol):
         self._idle = idle
         self._rest = bytearray()
         self._slice = SLICE
+        self._parsing = False
+        self._looked_at = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
 
@@ -110,25 +120,47 @@ class BoundedConnection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Parses a slice of what came, and the rest in later turns of the event loop."""
         self._rest += data
-        if len(self._rest) == len(data):  # otherwise a later turn is on its way
+        if not self._parsing:  # otherwise a later turn is on its way
             self._parse()
 
     def _parse(self) -> None:
+        self._parsing = False
         if self.transport.is_closing():
             self._rest.clear()
             return
-        data = bytes(self._rest[: self._slice])
-        del self._rest[: self._slice]
+        size = self._size_of_next()
+        if size == 0:
+            self._unset_keepalive_if_required()
+            self._watch()
+            return
+        data = bytes(self._rest[:size])
+        del self._rest[:size]
         begin = time.thread_time()
         super().data_received(data)
         took = time.thread_time() - begin
         self._slice = next_slice(self._slice, took)
         self._watch()
         if self._rest:
+            self._parsing = True
             self.transport.pause_reading()
             self.loop.call_later(took * OTHERS_SHARE if took > SLICE_SECONDS / 2 else 0.0, self._parse)
         elif not self.flow.read_paused:
             self.transport.resume_reading()
+
+    def _size_of_next(self) -> int:
+        """Bytes to be parsed now: those of a head, where it is one's turn, or 0 until it is whole or too large."""
+        rest = self._rest
+        if self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0] or rest[:1] < bytes([_LEAST_OF_TEXT]):
+            return self._slice
+        end = _END_OF_HEAD.search(rest, self._looked_at)
+        if end is not None:
+            self._looked_at = 0
+            return end.end()
+        if len(rest) > MAX_HEAD_BYTES:
+            self._looked_at = 0
+            return len(rest)
+        self._looked_at = max(len(rest) - 2, 0)
+        return 0
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application, whose chunks are written past h11."""

@@ -26,7 +26,8 @@ ANY_MODEL = "default"
 """The model name of clients that do not care."""
 
 AT_A_TIME = 8
-"""Prompts of one request that are begun before the event loop turns: each takes some time to check and to send."""
+"""Completions of one request that are begun before the event loop turns, or one prompt's: each takes some time to
+check and to send."""
 
 ENGINE_NAMES = {"request_id": "rid"}
 """The engine's names of fields, and what clients call them on every route."""
@@ -147,22 +148,31 @@ class Call:
         self._request_id = request_id
         self._field_names = field_names
         self._caller = caller
-        self._streams = [PromptStream(context, caller.own(prompt)) for prompt in prompts]
+        self._prompts = prompts
+        self._single: PromptStream | None = None
         self._merged: MergedStreams | None = None
         self._usage = None if caller.tokens is None else Usage(caller.tokens)
         self._completions = 0
 
     async def __aenter__(self) -> Self:
-        prompts = [stream.prompt for stream in self._streams]
+        prompts = self._prompts
         self._completions = self._caller.enter(prompts)
         try:
             self._context.enter(self._request_id, prompts, self._caller)
         except RequestError:
             self._caller.leave(self._completions)
             raise
-        if len(self._streams) > 1:
-            self._merged = MergedStreams(self._streams, FLIGHTS_PER_ROW * self._context.client.max_running_requests)
+        if len(prompts) > 1:
+            most = FLIGHTS_PER_ROW * self._context.client.max_running_requests
+            most_each = max(prompt.sampling.n for prompt in prompts)
+            at_once = min(len(prompts), max(1, most // most_each))
+            self._merged = MergedStreams(map(self._stream, prompts), at_once, max(1, AT_A_TIME // most_each))
+        else:
+            self._single = self._stream(prompts[0])
         return self
+
+    def _stream(self, prompt: GenerateInput) -> PromptStream:
+        return PromptStream(self._context, self._caller.own(prompt, self._request_id))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -170,8 +180,8 @@ class Call:
         try:
             if self._merged is not None:
                 await self._merged.close()
-            else:
-                await self._streams[0].close()
+            elif self._single is not None:
+                await self._single.close()
         finally:
             self._context.leave(self._request_id)
             self._caller.leave(self._completions)
@@ -184,7 +194,8 @@ class Call:
             if self._merged is not None:
                 number, delta = await self._merged.next()
             else:
-                number, delta = 0, await self._streams[0].next()
+                assert self._single is not None, "it was entered"
+                number, delta = 0, await self._single.next()
         except RequestError as error:
             rename_field(error, self._field_names)
             raise
@@ -222,13 +233,14 @@ class PromptStream:
 class MergedStreams:
     """The deltas of several prompts as they come.
 
-    **Arguments:** `most_completions`: run at once, or wait in the engine; the prompts of others come before the rest.
+    **Arguments:** `streams`: made as they are needed; `at_once`: so many run or wait in the engine, and the prompts of
+    others come before the rest; `a_turn`: so many are begun before the event loop turns.
     """
 
-    def __init__(self, streams: Sequence[PromptStream], most_completions: int) -> None:
+    def __init__(self, streams: Iterator[PromptStream], at_once: int, a_turn: int) -> None:
         # One place: whoever cannot put its delta here lets the engine gather more for it.
         self._ready: asyncio.Queue[tuple[int, OutputDelta] | Exception | None] = asyncio.Queue(maxsize=1)
-        self._producer = asyncio.create_task(self._forward_all(streams, most_completions))
+        self._producer = asyncio.create_task(self._forward_all(streams, at_once, a_turn))
 
     async def next(self) -> tuple[int, OutputDelta]:
         """The next delta and the number of its stream. Raises `StopAsyncIteration` after the last, and what the first
@@ -245,14 +257,13 @@ class MergedStreams:
         self._producer.cancel()
         await asyncio.wait({self._producer})
 
-    async def _forward_all(self, streams: Sequence[PromptStream], most_completions: int) -> None:
-        most_each = max(stream.prompt.sampling.n for stream in streams)
-        todo = iter(enumerate(streams))
+    async def _forward_all(self, streams: Iterator[PromptStream], at_once: int, a_turn: int) -> None:
+        todo = enumerate(streams)
         try:
             async with asyncio.TaskGroup() as tasks:
-                for started in range(min(len(streams), max(1, most_completions // most_each))):
+                for started in range(at_once):
                     tasks.create_task(self._forward_each(todo))
-                    if started % AT_A_TIME == AT_A_TIME - 1:
+                    if started % a_turn == a_turn - 1:
                         await asyncio.sleep(0)
         except ExceptionGroup as group:
             await self._ready.put(group.exceptions[0])  # raised by `next`

@@ -143,6 +143,10 @@ ROUTING_KEY_HEADERS = ("x-routing-key", "x-smg-routing-key")
 TENANT_HEADER = "x-tenant"
 """Whose a request is, percent-encoded, as a server says it to one behind it. Operators alone are believed."""
 
+CLIENT_REQUEST_HEADER = "x-client-request"
+"""Which of its client's requests a request is part of, percent-encoded: a server sends each prompt of one by itself to
+those behind it. Operators alone are believed."""
+
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
@@ -201,6 +205,11 @@ def routing_key(field: str | None, headers: Headers) -> str | None:
 def tenant_of(headers: Headers) -> str:
     """What `TENANT_HEADER` says; empty where it says nothing."""
     return unquote(headers.get(TENANT_HEADER, ""))[:MAX_NAME_CHARACTERS]
+
+
+def flow_of(headers: Headers) -> str:
+    """What `CLIENT_REQUEST_HEADER` says; empty where it says nothing."""
+    return unquote(headers.get(CLIENT_REQUEST_HEADER, ""))[:MAX_NAME_CHARACTERS]
 
 
 def cache_namespace(extra_key: str | None, salt: str | None) -> str | None:

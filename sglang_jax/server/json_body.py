@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import numpy as np
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 
 from sglang_jax.server.errors import BodyTooComplexError
+from sglang_jax.server.long_work import LongWork
 
 MAX_DEPTH = 64
 """Deepest nesting of a body's objects and lists."""
@@ -24,7 +26,7 @@ MAX_VALUES = 1_048_576
 """Most values of a body, token ids and all."""
 
 LONG_BODY = 65_536
-"""Bodies of more bytes are looked at in a thread."""
+"""Bodies of more bytes are read as `LongWork`."""
 
 # What a byte is to the shape of JSON: a quote, an opening or a closing bracket, a comma, a colon, or nothing.
 _QUOTE, _OPEN, _CLOSE, _COMMA, _COLON = range(1, 6)
@@ -61,33 +63,52 @@ def check_shape(body: bytes) -> None:
             raise BodyTooComplexError(f"the body has {count} {what}; the limit is {limit}")
 
 
-class JsonRequest(Request):
-    """A request whose JSON holds no half of a surrogate pair.
+_UNREAD: Any = object()
+
+
+def parse(body: bytes) -> Any:
+    """The JSON of a body. Raises `JSONDecodeError`, for a string with half of a surrogate pair too.
 
     RFC 8259 (section 8.2) lets a string escape one half alone. Python keeps it, but such a string cannot be encoded:
     not for the tokenizer, and not for an error that repeats it.
     """
+    try:
+        value = json.loads(body)
+    except UnicodeDecodeError as error:
+        raise json.JSONDecodeError(f"the bytes are not UTF-8 ({error.reason})", "", error.start) from error
+    if _SURROGATE.search(body):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            escape = f"\\u{ord(error.object[error.start]):04x}"
+            text = body.decode()
+            place = text.lower().find(escape)
+            raise json.JSONDecodeError(f"a string holds half a surrogate pair, {escape}", text, place) from error
+    return value
+
+
+class JsonRequest(Request):
+    """A request whose JSON `parse` reads. `read`: what was made of the body already, or why nothing could be made of
+    it."""
+
+    read: Any = _UNREAD
 
     async def json(self) -> Any:
-        """The parsed body. Raises `JSONDecodeError`."""
-        try:
-            value = await super().json()
-        except UnicodeDecodeError as error:
-            raise json.JSONDecodeError(f"the bytes are not UTF-8 ({error.reason})", "", error.start) from error
-        body = await self.body()
-        if _SURROGATE.search(body):
-            try:
-                json.dumps(value, ensure_ascii=False).encode()
-            except UnicodeEncodeError as error:
-                escape = f"\\u{ord(error.object[error.start]):04x}"
-                text = body.decode()
-                place = text.lower().find(escape)
-                raise json.JSONDecodeError(f"a string holds half a surrogate pair, {escape}", text, place) from error
-        return value
+        """The parsed body; or what the route takes it for, which is checked. Raises `JSONDecodeError`."""
+        if isinstance(self.read, json.JSONDecodeError):
+            raise self.read
+        return parse(await self.body()) if self.read is _UNREAD else self.read
+
+    @property
+    def announces_json(self) -> bool:
+        """Whether FastAPI reads the body as JSON."""
+        kind, _, subtype = self.headers.get("content-type", "").partition(";")[0].strip().lower().partition("/")
+        return kind == "application" and (subtype == "json" or subtype.endswith("+json"))
 
 
 class JsonRoute(APIRoute):
-    """A route that reads its body as a `JsonRequest`."""
+    """A route that reads its body as a `JsonRequest`; a long one is parsed and checked as `LongWork`, and FastAPI finds
+    that there is nothing left to check."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """See FastAPI's `APIRoute`."""
@@ -99,7 +120,27 @@ class JsonRoute(APIRoute):
             if len(body) <= LONG_BODY:
                 check_shape(body)
             else:
-                await asyncio.to_thread(check_shape, body)
+                json_request.read = await long_work(request).run(len(body), partial(self._read, json_request, body))
             return await handle(json_request)
 
         return handle_json
+
+    def _read(self, request: JsonRequest, body: bytes) -> Any:
+        """What the route takes a long body for. Raises `BodyTooComplexError`, `RequestValidationError`."""
+        check_shape(body)
+        if self.body_field is None or not request.announces_json:
+            return _UNREAD
+        try:
+            value = parse(body)
+        except json.JSONDecodeError as error:
+            return error
+        checked, errors = self.body_field.validate(value, loc=("body",))
+        if errors:
+            raise RequestValidationError(errors)
+        return checked
+
+
+def long_work(request: Request) -> LongWork:
+    """That of the application which answers the request."""
+    work: LongWork = request.app.state.long_work
+    return work

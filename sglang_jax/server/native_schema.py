@@ -24,6 +24,7 @@ from sglang_jax.server.fields import (
     TokenIds,
     as_list,
     check_turns,
+    flow_of,
     routing_key,
     tenant_of,
 )
@@ -115,6 +116,7 @@ def native_request(
             continues_text=body.continues_text is not False,
             markers=frozenset(body.marker_token_ids or ()),
             tenant=tenant_of(headers),
+            flow=flow_of(headers),
             session=turns[number],
         )
         for number in range(count)

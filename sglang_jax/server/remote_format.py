@@ -15,13 +15,15 @@ from sglang_jax.logs import REQUEST_ID, REQUEST_ID_HEADER
 from sglang_jax.sampling.grammar import Grammar, GrammarKind
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.messages import DraftCounts
-from sglang_jax.server.fields import TENANT_HEADER
+from sglang_jax.server.fields import CLIENT_REQUEST_HEADER, TENANT_HEADER
 
 
 def request_headers(request: GenerateInput) -> dict[str, str]:
-    """Whose the request is, and what it is called in logs. Headers, as servers of an older version pass over those that
-    they do not know."""
+    """Whose the request is, what it is part of, and what it is called in logs. Headers, as servers of an older version
+    pass over those that they do not know."""
     headers = tenant_headers(request.tenant)
+    if request.flow:
+        headers[CLIENT_REQUEST_HEADER] = quote(request.flow)
     if request_id := REQUEST_ID.get():
         headers[REQUEST_ID_HEADER] = request_id
     return headers

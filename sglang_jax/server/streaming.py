@@ -24,6 +24,9 @@ Result = TypeVar("Result")
 FEW_LOGPROBS = 2048
 """So many logprobs are written on the event loop: about 2 ms."""
 
+LIKE_LOGPROBS = 16
+"""To write a completion takes about as long as so many logprobs."""
+
 DONE = b"data: [DONE]\n\n"
 
 _encoder = msgspec.json.Encoder()
@@ -39,9 +42,10 @@ def json_response(payload: object) -> Response:
 
 
 async def written(write: Callable[[], Result], outputs: Iterable[OutputDelta]) -> Result:
-    """What `write` makes of the outputs; in a thread where they hold so many logprobs that others would wait long."""
+    """What `write` makes of the outputs; in a thread where these are so many, or have so many logprobs, that others
+    would wait long."""
     count = sum(
-        (len(tokens) * (1 + len(tokens[-1].top)) if tokens else 0)
+        (len(tokens) * (1 + len(tokens[-1].top)) if tokens else LIKE_LOGPROBS // 2)
         for output in outputs
         for tokens in (output.logprobs, output.prompt_logprobs)
     )

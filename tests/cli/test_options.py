@@ -76,6 +76,7 @@ OTHER_VALUES: dict[str, Any] = {
     "max_engine_restarts": 2,
     "compilation_cache_dir": Path("some/cache"),
     "decode_log_interval": 7,
+    "profile_dir": "profiles",
     "test_retract": 5,
     "test_evict": 6,
     "debug_memory": True,

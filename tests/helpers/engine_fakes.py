@@ -36,7 +36,9 @@ from sglang_jax.scheduler.messages import (
     SchedulerStats,
     Shutdown,
     Started,
+    StartProfile,
     StepOutputs,
+    StopProfile,
     StopRequest,
     WireError,
     WireLogprob,
@@ -192,7 +194,7 @@ class EchoCore:
                 self._requests.pop(message.id, None)
             case FlushCache():
                 self._channel.send(Reply(message.call, not self._requests, "requests run" if self._requests else ""))
-            case OpenSession() | CloseSession():
+            case OpenSession() | CloseSession() | StartProfile() | StopProfile():
                 self._channel.send(Reply(message.call, True))
             case GetCacheReport():
                 self._channel.send(Reply(message.call, True, report=b"{}"))
@@ -236,6 +238,7 @@ class EchoCore:
                 "logprob_start": message.logprob_start,
                 "extra_key": message.extra_key,
                 "tenant": message.tenant,
+                "flow": message.flow,
                 "priority": message.priority,
                 "logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()},
             }

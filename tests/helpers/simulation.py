@@ -181,6 +181,7 @@ class Simulation(RuleBasedStateMachine):
                 logprob_start=logprob_start,
                 priority=seed,
                 tenant=("", "a", "b")[seed % 3],
+                flow=("", "x", "y")[new_tokens % 3],
             )
         except Undecided:
             return

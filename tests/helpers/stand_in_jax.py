@@ -10,8 +10,10 @@ import numpy as np
 from helpers.stand_in_model import HIDDEN, LAYERS
 
 from sglang_jax.architectures import CacheKind
+from sglang_jax.jax_runner.buckets import Buckets
+from sglang_jax.jax_runner.programs import Programs
 from sglang_jax.jax_runner.runner import JaxRunner
-from sglang_jax.jax_runner.step import ModelFunctions, Weights
+from sglang_jax.jax_runner.step import DeviceState, ModelFunctions, Weights, empty_rows
 from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.runner.plan import PoolSpec, RunnerSpec
 
@@ -58,4 +60,8 @@ def stand_in_runner(
     pool = PoolSpec(CacheKind.FULL, num_pages, page_size)
     spec = RunnerSpec((pool,), max_rows, token_budget, max_context, len(weights[0]), max_samples=max_samples)
     kv = [jnp.full((num_pages, page_size, 2, HIDDEN), jnp.nan) for _ in range(LAYERS)]
-    return JaxRunner(model, [jnp.array(array) for array in weights], kv, spec, {})
+    on_device = [jnp.array(array) for array in weights]
+    state = DeviceState(kv, *empty_rows(spec, None))
+    buckets = Buckets.ladder(max_rows, token_budget, page_size)
+    programs = Programs(model, on_device, state, buckets, page_size, most_guesses=max_samples - 1)
+    return JaxRunner(programs, on_device, kv, spec, {})

@@ -24,6 +24,7 @@ from torch_backend.layers.shard import ModelShard
 from torch_backend.models import Transformer, build_model
 from torch_backend.native_operations import NativeOperations
 from torch_backend.parallel import SINGLE, TensorParallel
+from torch_backend.recurrent.interface import StateImplementation
 from torch_backend.recurrent.rows import StateRows
 from torch_backend.weights import load_weights
 
@@ -43,6 +44,7 @@ class TorchPagedModel:
         *,
         dtype: torch.dtype = torch.float32,
         attention: AttentionImplementation | None = None,
+        states: StateImplementation | None = None,
         numba: bool = False,
         traced: bool = False,
         parallel: TensorParallel = SINGLE,
@@ -68,7 +70,7 @@ class TorchPagedModel:
             self.model, read = build_traced(EngineConfig(), checkpoint, **kinds)
             self.model.load(read)
         else:
-            self.model = build_model(config, parallel=parallel, **kinds)
+            self.model = build_model(config, parallel=parallel, states=states, **kinds)
         if load and not traced:
             load_weights(self.model, checkpoint.reader, config)
         self.keeps_states = config.keeps_states

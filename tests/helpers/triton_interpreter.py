@@ -193,7 +193,7 @@ class _Memory:
 
     def check(self, pointers: Any, mask: Any, access: str) -> None:
         lanes = np.asarray(pointers.data, dtype=np.uint64)
-        lanes = lanes[np.broadcast_to(mask.data, lanes.shape)] if mask is not None else lanes.ravel()
+        lanes = lanes[np.broadcast_to(mask.data, lanes.shape) != 0] if mask is not None else lanes.ravel()
         if access == "load":
             self.loads.elements += lanes.size
         size = np.uint64(max(1, pointers.get_element_ty().primitive_bitwidth // 8))

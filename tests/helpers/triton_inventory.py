@@ -24,6 +24,9 @@ from torch_backend.kernels.rotate_and_write import rotate_and_write
 from torch_backend.kernels.sample import greedy, sample
 from torch_backend.kv_pages import KVPages
 from torch_backend.operations import HeadNorms, Rotation
+from torch_backend.recurrent.rows import StateRows
+from torch_backend.recurrent.scan import ScanInputs
+from torch_backend.recurrent.triton import TritonStates
 
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _HIDDEN_SIZES = (576, 896, 2048, 3584, 4096, 5120, 8192)
@@ -66,6 +69,8 @@ REPRESENTATIVE = (
     "extend_attention: bfloat16, head_dim 128, group 4, bfloat16 pages of 16: ",
     "extend_attention: bfloat16, head_dim 256, group 4, float8_e4m3fn pages of 1: ",
     "extend_attention of short chunks: bfloat16, head_dim 128, group 4, bfloat16 pages of 16: ",
+    "convolve: bfloat16, width 4: ",
+    "scan: delta rule, key_dim 128, value_dim 128, float32 states: ",
 )
 """One configuration of every kernel, and those nearest to a limit: `operation: configuration: `."""
 
@@ -75,7 +80,16 @@ def shipped_kernels() -> list[ShippedKernel]:
     activations = [_activation(name, dtype) for name in ("silu_mul", "gelu_mul") for dtype in _TYPES]
     # Vocabularies whose rows are aligned to 16 bytes, and not.
     samples = [*_samples(128_256), *_samples(50_257)]
-    return [*_norms(), *_wide_weights(), *activations, *_rotations(), *samples, *_attention()]
+    return [
+        *_norms(),
+        *_wide_weights(),
+        *activations,
+        *_rotations(),
+        *samples,
+        *_attention(),
+        *_convolutions(),
+        *_scans(),
+    ]
 
 
 def _empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -238,3 +252,54 @@ def _extend(tokens: int, shape: _Shape, chip: Chip) -> None:
     plan = plan_extend(starts, kv_lens, 0, tokens, _LONGEST, form, chip)
     sums, output = Sums.allocate(plan, queries.device), torch.empty_like(queries)
     extend_attention(queries, kv, page_table, kv_lens, starts, 0, shape.options, plan, sums, output, chip)
+
+
+def _state_rows() -> StateRows:
+    """Of a step with chunks beside decode rows, whose sizes do not matter."""
+    numbers = _empty(torch.int64, _ROWS)
+    return StateRows(
+        begin=numbers,
+        fresh=_empty(torch.bool, _ROWS),
+        own=numbers,
+        sequences=_empty(torch.int64, _PROMPT_TOKENS),
+        offsets=_empty(torch.int64, _PROMPT_TOKENS),
+        query_starts=_empty(torch.int32, _ROWS + 1),
+        num_decode=_ROWS // 2,
+    )
+
+
+def _convolutions() -> Iterator[ShippedKernel]:
+    """Inputs are a part of what a layer's first product gives. LFM2's have width 3 and no part of its own."""
+    for dtype in _TYPES:
+        for width in (3, 4) if dtype == torch.bfloat16 else (4,):
+            for bias in (False, True) if dtype == torch.bfloat16 and width == 4 else (False,):
+                words = f"{_name(dtype)}, width {width}" + (", bias" if bias else "")
+                yield ShippedKernel("convolve", words, partial(_convolve, dtype, width, bias))
+
+
+def _convolve(dtype: torch.dtype, width: int, bias: bool, _: Chip) -> None:
+    channels = 8192
+    x = _empty(dtype, _PROMPT_TOKENS, 3 * channels)[:, channels : 2 * channels]
+    weight, pool = _empty(dtype, channels, width), _empty(dtype, _ROWS, width - 1, channels)
+    step = TritonStates().prepare(_state_rows())
+    step.convolve(x, weight, _empty(dtype, channels) if bias else None, pool)
+
+
+def _scans() -> Iterator[ShippedKernel]:
+    """Heads of Qwen3.5 and Qwen3-Next; of Mamba-2, Nemotron-H and Granite 4; of Falcon-H1."""
+    for key_dim, value_dim, delta in ((128, 128, True), (128, 64, False), (256, 64, False), (256, 128, False)):
+        for states in (torch.float32, torch.bfloat16):
+            rule = "delta rule, " if delta else ""
+            words = f"{rule}key_dim {key_dim}, value_dim {value_dim}, {_name(states)} states"
+            yield ShippedKernel("scan", words, partial(_scan, key_dim, value_dim, delta, states))
+
+
+def _scan(key_dim: int, value_dim: int, delta: bool, states: torch.dtype, _: Chip) -> None:
+    heads, groups = 32, 16 if delta else 1
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return _empty(torch.float32, _PROMPT_TOKENS, *shape)
+
+    keys, values = numbers(groups, key_dim), numbers(heads, value_dim)
+    inputs = ScanInputs(keys, keys, values, numbers(heads), numbers(heads) if delta else None)
+    TritonStates().prepare(_state_rows()).scan(inputs, _empty(states, _ROWS, heads, key_dim, value_dim))

@@ -165,8 +165,8 @@ class Watch:
         return [one for one in self._scheduler.rows.prefilling if one.state is RequestState.PREFILL]
 
     def _owes_a_row(self) -> bool:
-        """Whether the first by policy and the oldest would both fit into what the next step finds, on a cautious count,
-        and neither has a reason to wait."""
+        """Whether the first by policy, the oldest, and the guest whose turn it may be, would all fit into what the next
+        step finds, on a cautious count, and none has a reason to wait."""
         scheduler = self._scheduler
         cache, under_way = scheduler.cache, self._under_way()
         if not scheduler.queue or not cache.num_free_rows or scheduler.rows.num_leaving:
@@ -184,7 +184,10 @@ class Watch:
             cache.pages_for(one.prefill_len) - cache.pages_for(int(start))
             for one, start in zip(under_way, starts, strict=True)
         )
-        firsts = (next(scheduler.queue.first(1)), scheduler.queue.oldest())
+        firsts = [next(scheduler.queue.first(1)), scheduler.queue.oldest()]
+        if not scheduler.queue.minds_turns:
+            guest = scheduler.queue.guest({one.flow_key for one in scheduler.rows.requests if one is not None})
+            firsts += [guest] if guest is not None else []
         return all(
             self._fits(one, crossing, pages) and not any(self._shares(one, other) for other in under_way)
             for one in firsts

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import h11
 import pytest
 from helpers.echo_server import EchoServer, post_bytes, serve_echo, wait_for
 
@@ -45,7 +46,7 @@ def rest_of(connection: socket.socket) -> bytes:
 
 def healthy(server: EchoServer) -> bool:
     with connect(server) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        connection.sendall(healthy_request())
         return rest_of(connection).startswith(b"HTTP/1.1 200")
 
 
@@ -78,6 +79,52 @@ def test_a_head_that_trickles_ends_its_connection(strict: EchoServer) -> None:
                 connection.sendall(b"X: y\r\n")
                 time.sleep(0.1)
     assert time.monotonic() - begin < 10
+
+
+def test_a_head_is_parsed_once_it_is_whole(strict: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line at a time, h11 looked at each: two hundred such clients took most of a core."""
+    given: list[int] = []
+    receive = h11.Connection.receive_data
+
+    def noted(self: h11.Connection, data: bytes) -> None:
+        given.append(len(data))
+        receive(self, data)
+
+    monkeypatch.setattr(h11.Connection, "receive_data", noted)
+    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 20 + b"\r"
+    with connect(strict) as connection:
+        for _ in range(2):  # on a connection that is kept as well
+            for place in range(0, len(head), 9):
+                connection.sendall(head[place : place + 9])
+                time.sleep(0.002)
+            assert not given
+            connection.sendall(b"\n")
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += connection.recv(65536)
+            assert answer.startswith(b"HTTP/1.1 200")
+            assert given == [len(head) + 1]
+            given.clear()
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_a_request_behind_another_may_be_cut_anywhere(strict: EchoServer, cut: int) -> None:
+    first = (
+        b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 13\r\n\r\n"
+    )
+    first += b'{"text": "a"}'
+    second = b"GET /health HTTP/1.1\nHost: localhost\nConnection: close\n\n" if cut % 2 else healthy_request()
+    sent = first + second
+    with connect(strict) as connection:
+        connection.sendall(sent[: -cut * 7])
+        time.sleep(0.05)
+        connection.sendall(sent[-cut * 7 :])
+        answers = rest_of(connection)
+    assert answers.count(b"HTTP/1.1 200") == 2
+
+
+def healthy_request() -> bytes:
+    return b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 
 
 def test_silent_connections_keep_nobody_out(strict: EchoServer) -> None:

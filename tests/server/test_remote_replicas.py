@@ -142,7 +142,7 @@ def test_what_the_engine_is_asked_is_the_same(behind: EchoServer, router: EchoSe
         body = {"text": "abc", "sampling_params": fields, "extra_key": "salt", "priority": 2}
         assert server.http.post("/generate", json=body).status_code == 200
         last = dict(behind.seen()[-1])
-        last.pop("id")
+        del last["id"], last["flow"]
         seen.append(last)
     assert seen[1] == seen[0]
 
@@ -345,6 +345,16 @@ def test_a_server_before_another_says_whose_requests_are(tmp_path: Path) -> None
         assert tenant(behind, "client's", **{"X-Tenant": "one"}) == "api_key"
         assert tenant(behind, "operator's", **{"X-Tenant": "o%20ne"}) == "o ne"
         assert tenant(behind, "operator's") == "admin_api_key"
+        batch = {"text": ["abc", "abd"], "rid": ["p", "q"], "sampling_params": {"n": 2}}
+        for server, key in ((router, "one's"), (router, "other's"), (behind, "client's")):
+            answer = server.http.post("/generate", json=batch, headers={"Authorization": f"Bearer {key}"})
+            assert answer.status_code == 200
+            flows = [one["flow"] for one in behind.seen()[-4:]]
+            assert len(set(flows)) == 1, "prompts and completions of one request have one turn"
+            assert flows[0] != behind.seen()[-5]["flow"], "and no other's"
+        told = {"Authorization": "Bearer client's", "X-Client-Request": flows[0]}
+        assert behind.http.post("/generate", json=batch, headers=told).status_code == 200
+        assert behind.seen()[-1]["flow"] != flows[0]
 
 
 @pytest.mark.parametrize(
@@ -419,6 +429,7 @@ def test_a_request_arrives_as_it_was_sent(sampling: SamplingParams) -> None:
         markers=frozenset({7, 9}),
         continues_text=False,
         tenant="Ärger & Söhne",
+        flow="gen-\u00e4",
     )
     body = json.loads(json.dumps(request_body(sent, "x", 100)))
     headers = Headers(request_headers(sent))

@@ -28,6 +28,8 @@ from torch_backend.kernels.chip import Chip
 from torch_backend.kernels.operations import TritonOperations
 from torch_backend.native_operations import NativeOperations
 from torch_backend.native_sampler import NativeSampler
+from torch_backend.recurrent.native import NativeStates
+from torch_backend.recurrent.triton import TritonStates
 from torch_backend.triton_sampler import TritonSampler
 
 assert helpers.triton_interpreter
@@ -256,6 +258,7 @@ class TestKernels:
         assert isinstance(kernels.sampler, TritonSampler)
         # Only these read no lengths on the host, which a CUDA graph cannot do.
         assert kernels.capturable == (attention is TritonAttention)
+        assert isinstance(kernels.states, TritonStates if attention is TritonAttention else NativeStates)
 
     @pytest.mark.parametrize(
         ("wanted", "device", "known"),

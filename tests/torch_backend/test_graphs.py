@@ -22,8 +22,7 @@ from helpers.tiny_models import make_tiny_checkpoint
 
 from sglang_jax.architectures import CacheKind, ModelConfig
 from sglang_jax.checkpoint import Checkpoint, open_checkpoint
-from sglang_jax.config import EngineConfig, ModelImpl, SpeculativeAlgorithm
-from sglang_jax.runner.page_tables import TableLayout
+from sglang_jax.config import AttentionBackend, EngineConfig, ModelImpl, SpeculativeAlgorithm
 from sglang_jax.runner.plan import LAST_TOKEN, PageDeltas, PoolSpec, RunnerSpec, StepPlan
 from sglang_jax.runner.sizing import Sizes
 from torch_backend import loading
@@ -34,11 +33,16 @@ from torch_backend.batch import ForwardBatch
 from torch_backend.compilation.building import build_traced
 from torch_backend.compilation.traced_model import TracedTransformer
 from torch_backend.graphs import Bucket, CudaCapture, Replay, StepGraphs, mixed_buckets, row_buckets
+from torch_backend.kernel_choice import Kernels
 from torch_backend.kv_pages import KVPages, LayerMemory
 from torch_backend.loading import PagedTransformer
 from torch_backend.models import Transformer, build_model
 from torch_backend.native_operations import NativeOperations
+from torch_backend.native_sampler import NativeSampler
 from torch_backend.packing import StepInputs, StepLayout
+from torch_backend.recurrent.interface import StateImplementation
+from torch_backend.recurrent.native import NativeStates
+from torch_backend.recurrent.triton import TritonStates
 from torch_backend.runner import TorchRunner
 from torch_backend.step import RowTensors, build_batch
 from torch_backend.streams import CpuThread
@@ -468,27 +472,37 @@ def test_a_number_of_tokens_that_is_baked_into_a_capture_changes_what_is_sampled
     runner.close()
 
 
-@pytest.mark.parametrize("refused", [{"drafts": True}, {"table": TableLayout(groups=1, states=True)}])
-def test_steps_with_prompts_that_read_lengths_on_the_host_are_not_captured(refused: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="not captured where there are drafts or recurrent states"):
-        StepGraphs((1,), FakeCapture(), lambda inputs: inputs.rows, CpuThread(), 9, CPU, mixed=MIXED, **refused)
+def test_steps_with_prompts_that_read_lengths_on_the_host_are_not_captured() -> None:
+    with pytest.raises(ValueError, match="not captured where there are drafts"):
+        StepGraphs((1,), FakeCapture(), lambda inputs: inputs.rows, CpuThread(), 9, CPU, drafts=True, mixed=MIXED)
 
 
 @pytest.mark.parametrize(
-    ("states", "algorithm", "reason"),
+    ("keeps_states", "states", "algorithm", "reason"),
     [
-        (False, SpeculativeAlgorithm.NONE, None),
-        (False, SpeculativeAlgorithm.NGRAM, "not with speculative_algorithm ngram"),
-        (True, SpeculativeAlgorithm.NONE, "layers that keep a recurrent state read lengths on the host"),
+        (False, NativeStates(), SpeculativeAlgorithm.NONE, None),
+        (False, NativeStates(), SpeculativeAlgorithm.NGRAM, "not with speculative_algorithm ngram"),
+        (True, TritonStates(), SpeculativeAlgorithm.NONE, None),
+        (
+            True,
+            NativeStates(),
+            SpeculativeAlgorithm.NONE,
+            "layers that keep a recurrent state read lengths on the host",
+        ),
     ],
 )
 def test_why_steps_with_prompts_are_not_captured_is_told(
-    states: bool, algorithm: SpeculativeAlgorithm, reason: str | None, caplog: pytest.LogCaptureFixture
+    keeps_states: bool,
+    states: StateImplementation,
+    algorithm: SpeculativeAlgorithm,
+    reason: str | None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model = cast(ModelConfig, SimpleNamespace(keeps_states=states))
+    model = cast(ModelConfig, SimpleNamespace(keeps_states=keeps_states))
+    kernels = Kernels(NativeAttention(), AttentionBackend.TRITON, NativeOperations(), NativeSampler(), states=states)
     sizes = Sizes((9,), max_rows=32, token_budget=64, max_context=64, prompt_tokens=64)
     with caplog.at_level(logging.INFO):
-        buckets = loading._mixed_buckets(EngineConfig(speculative_algorithm=algorithm), model, 32, sizes)
+        buckets = loading._mixed_buckets(EngineConfig(speculative_algorithm=algorithm), model, kernels, 32, sizes)
     assert buckets == (mixed_buckets(32, 64) if reason is None else ())
     assert caplog.messages == ([] if reason is None else [f"Steps with prompts are not captured: {reason}"])
 

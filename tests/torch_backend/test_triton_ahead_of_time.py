@@ -81,6 +81,12 @@ def test_extend_attention_runs_on_the_matrix_units_of_the_chip(chip: int, instru
     assert [name for name, figures in rows.items() if instruction not in figures.instructions] == []
 
 
+def test_chunks_of_recurrent_layers_run_on_matrix_units() -> None:
+    rows = {name: row for name, row in RECORDED.kernels.items() if name.endswith((": relate_tokens", ": scan_blocks"))}
+    assert rows
+    assert [name for name, row in rows.items() if not {"mma", "wgmma", "tcgen05"}.intersection(row.instructions)] == []
+
+
 def test_programs_of_decode_attention_share_a_multiprocessor() -> None:
     """More programs than it holds at a time would wait until the first have done all of their splits."""
     rows = {name: row for name, row in RECORDED.kernels.items() if name.endswith(" decode_splits")}

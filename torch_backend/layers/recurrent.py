@@ -15,9 +15,9 @@ from sglang_jax.architectures.tensor_names import Kind, Part
 from torch_backend.layers.linear import Linear
 from torch_backend.layers.parameter import Loadable
 from torch_backend.native_operations import divide_by_rms
-from torch_backend.recurrent.convolution import convolve
-from torch_backend.recurrent.rows import StateRows, States
-from torch_backend.recurrent.scan import ScanInputs, scan
+from torch_backend.recurrent.interface import StepStates
+from torch_backend.recurrent.rows import States
+from torch_backend.recurrent.scan import ScanInputs
 
 _NORM_OF_KEYS = 1e-6
 
@@ -41,11 +41,9 @@ class Convolution(Loadable):
         self.weight = self.declare("weight", (channels, 1, width), dtype, Part.CONVOLUTION)
         self.bias = self.declare("bias", (channels,), dtype, Part.CONVOLUTION, kind=Kind.BIAS) if bias else None
 
-    def forward(self, x: torch.Tensor, pool: torch.Tensor, rows: StateRows) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, pool: torch.Tensor, step: StepStates) -> torch.Tensor:
         """`[T, channels]` → float32 `[T, channels]`; leaves the last inputs in the pool."""
-        found, tails = convolve(x, self.weight[:, 0], self.bias, rows.read(pool), rows)
-        rows.write(pool, tails)
-        return found
+        return step.convolve(x, self.weight[:, 0], self.bias, pool)
 
 
 class ShortConv(Loadable):
@@ -58,10 +56,10 @@ class ShortConv(Loadable):
         self.convolution = Convolution(inner, config.width, bias=bias, dtype=dtype)
         self.output = Linear(inner, hidden_size, (Part.STATE_OUTPUT,), bias=bias, dtype=dtype)
 
-    def forward(self, x: torch.Tensor, rows: StateRows, states: States) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, step: StepStates, states: States) -> torch.Tensor:
         """`[T, hidden]` → `[T, hidden]`; leaves the sequences' states in their slots."""
         before, after, inner = self.input(x).chunk(3, dim=-1)
-        found = self.convolution(before * inner, states[0], rows)
+        found = self.convolution(before * inner, states[0], step)
         output: torch.Tensor = self.output((after.float() * found).to(x.dtype))
         return output
 
@@ -87,11 +85,11 @@ class GatedDeltaNet(Loadable):
         self.output = Linear(inner, hidden_size, (Part.STATE_OUTPUT,), bias=False, dtype=dtype)
         self.config = config
 
-    def forward(self, x: torch.Tensor, rows: StateRows, states: States) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, step: StepStates, states: States) -> torch.Tensor:
         """`[T, hidden]` → `[T, hidden]`; leaves the sequences' states in their slots."""
         config, tokens = self.config, len(x)
         found, gate, rates, steps = torch.split(self.input(x), self._sizes, dim=-1)
-        found = functional.silu(self.convolution(found, states[0], rows), inplace=True)
+        found = functional.silu(self.convolution(found, states[0], step), inplace=True)
         all_keys = config.num_key_heads * config.key_dim
         queries, keys, values = torch.split(found, [all_keys, all_keys, self._sizes[1]], dim=-1)
         inputs = ScanInputs(
@@ -101,8 +99,7 @@ class GatedDeltaNet(Loadable):
             -self.decay_log.exp() * functional.softplus(steps.float() + self.decay_bias),
             rates.float().sigmoid(),
         )
-        outputs, matrices = scan(inputs, rows.read(states[1]).float(), rows)
-        rows.write(states[1], matrices)
+        outputs = step.scan(inputs, states[1])
         normed = divide_by_rms(outputs, config.norm.eps).to(x.dtype) * self.norm
         gated = normed.float() * functional.silu(gate.float()).view(outputs.shape)
         output: torch.Tensor = self.output(gated.view(tokens, -1).to(x.dtype))
@@ -132,11 +129,11 @@ class Mamba2(Loadable):
         self.output = Linear(config.inner, hidden_size, (Part.STATE_OUTPUT,), bias=config.out_bias, dtype=dtype)
         self.config = config
 
-    def forward(self, x: torch.Tensor, rows: StateRows, states: States) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, step: StepStates, states: States) -> torch.Tensor:
         """`[T, hidden]` → `[T, hidden]`; leaves the sequences' states in their slots."""
         config, tokens = self.config, len(x)
         gate, found, steps = torch.split(self.input(x), self._sizes, dim=-1)
-        found = functional.silu(self.convolution(found, states[0], rows), inplace=True)
+        found = functional.silu(self.convolution(found, states[0], step), inplace=True)
         all_directions = config.num_groups * config.state_size
         values, written, read = torch.split(found, [config.inner, all_directions, all_directions], dim=-1)
         values = values.view(tokens, -1, config.head_dim)
@@ -148,8 +145,7 @@ class Mamba2(Loadable):
             -self.decay_log.exp() * steps,
             None,
         )
-        outputs, matrices = scan(inputs, rows.read(states[1]).float(), rows)
-        rows.write(states[1], matrices)
+        outputs = step.scan(inputs, states[1])
         outputs = outputs.addcmul(values, self.skip[:, None]).view(tokens, -1)
         gated = self._gated(outputs, functional.silu(gate.float()))
         output: torch.Tensor = self.output(gated.to(x.dtype))

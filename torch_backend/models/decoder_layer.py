@@ -17,7 +17,7 @@ from torch_backend.layers.recurrent import RecurrentLayer, recurrent_layer
 from torch_backend.layers.shard import ModelShard
 from torch_backend.operations import Operations
 from torch_backend.parallel import TensorParallel
-from torch_backend.recurrent.rows import StateRows
+from torch_backend.recurrent.interface import StepStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class MixerStep:
     """What a step has computed for the mixers of some layers: for attention, and where sequences have their states."""
 
     attention: LayerStep | None
-    states: StateRows | None
+    states: StepStates | None
 
 
 class DecoderLayer(Loadable):

@@ -20,6 +20,8 @@ from torch_backend.layers.shard import ModelShard
 from torch_backend.models.decoder_layer import DecoderLayer, MixerStep
 from torch_backend.operations import Operations
 from torch_backend.parallel import SINGLE, TensorParallel
+from torch_backend.recurrent.interface import StateImplementation
+from torch_backend.recurrent.native import NativeStates
 from torch_backend.rotary import NoRotation, RotaryTables
 
 
@@ -34,6 +36,7 @@ class Transformer(nn.Module):
         device: torch.device,
         operations: Operations,
         attention: AttentionImplementation,
+        states: StateImplementation,
         parallel: TensorParallel,
     ) -> None:
         super().__init__()
@@ -67,18 +70,20 @@ class Transformer(nn.Module):
         self._num_groups = num_paged_groups(config)
         self._embedding_multiplier = float(torch.tensor(config.embedding_multiplier, dtype=dtype))
         self._attention = attention
+        self._states = states
 
     def forward(self, batch: ForwardBatch, kv: Sequence[LayerMemory]) -> torch.Tensor:
         """Hidden states `[T, hidden]` after the final norm. Writes the step's keys, values and states into `kv`, the
         memory of each layer."""
         batches = [batch.of_group(group) for group in range(self._num_groups)]
         attention = [self._attention.prepare(own) for own in batches]
+        states = None if batch.states is None else self._states.prepare(batch.states)
         rotations = [tables(batch.positions) for tables in self._rotary]
         steps = [
-            MixerStep(LayerStep(attention[group], rotations[rope], batches[group].write_slots), batch.states)
+            MixerStep(LayerStep(attention[group], rotations[rope], batches[group].write_slots), states)
             for rope, group in self._steps
         ]
-        steps.append(MixerStep(None, batch.states))
+        steps.append(MixerStep(None, states))
         x: torch.Tensor = self.embedding(batch.tokens)
         if self._embedding_multiplier != 1.0:
             x = x * self._embedding_multiplier
@@ -120,12 +125,21 @@ def build_model(
     device: torch.device,
     operations: Operations,
     attention: AttentionImplementation,
+    states: StateImplementation | None = None,
     parallel: TensorParallel = SINGLE,
 ) -> Transformer:
     """A model without values (`weights.load_weights` gives them), of which each rank of `parallel` holds its part.
 
+    **Arguments:** `states`: torch operations unless given.
+
     **Raises:** `ConfigError` if the model cannot be divided among so many ranks.
     """
     return Transformer(
-        config, dtype=dtype, device=device, operations=operations, attention=attention, parallel=parallel
+        config,
+        dtype=dtype,
+        device=device,
+        operations=operations,
+        attention=attention,
+        states=NativeStates() if states is None else states,
+        parallel=parallel,
     )

@@ -1,0 +1,58 @@
+"""Items by a key, lowest first, most of which are taken out at the front."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from operator import itemgetter
+from typing import Any, Generic, TypeVar
+
+Item = TypeVar("Item")
+Key = tuple[float, ...]
+
+_ITEM = itemgetter(1)
+
+_EMPTY: Any = None
+"""In the place of an entry that was taken out."""
+
+
+class Order(Generic[Item]):
+    """No two items have the same key, so that items are never compared.
+
+    Most that are taken out are the first: their places stay, empty, until they are more than the others.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Key, Item]] = []
+        self._begin = 0
+
+    def __len__(self) -> int:
+        return len(self._entries) - self._begin
+
+    def add(self, key: Key, item: Item) -> None:
+        if not len(self) or self._entries[-1][0] < key:
+            self._entries.append((key, item))
+        else:
+            insort(self._entries, (key, item), self._begin)
+
+    def remove(self, key: Key, item: Item) -> None:
+        """Takes out an item that was added with this key."""
+        entries, begin = self._entries, self._begin
+        place = begin if entries[begin][1] is item else bisect_left(entries, (key,), begin)
+        assert entries[place][1] is item
+        if place > begin:
+            del entries[place]
+            return
+        entries[begin] = _EMPTY
+        self._begin += 1
+        if 2 * self._begin > len(entries):
+            del entries[: self._begin]
+            self._begin = 0
+
+    def head(self) -> Item:
+        """The first. There must be one."""
+        return self._entries[self._begin][1]
+
+    def first(self, count: int) -> Iterator[Item]:
+        """The first `count`, as they are now."""
+        return map(_ITEM, self._entries[self._begin : self._begin + count])

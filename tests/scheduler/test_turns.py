@@ -1,0 +1,352 @@
+"""Equal parts for tenants that wait, and for the client requests of each: against what was given, counted anew."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from itertools import combinations
+
+import numpy as np
+import pytest
+from helpers.scheduling import Bench
+
+from sglang_jax.config import SchedulePolicy
+from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler.admission import AGED_TURN, GUEST_ROWS, Admission
+from sglang_jax.scheduler.request import FlowKey, Request, Waiting
+from sglang_jax.scheduler.turns import Shares, Turns
+from sglang_jax.scheduler.waiting_queue import WaitingQueue
+
+MOST = 40
+"""Tokens of the largest turn."""
+
+
+def waiting(sequence: int, tenant: str, flow: str, cost: int) -> Request:
+    request = Request(
+        id=sequence,
+        sequence=sequence,
+        sampling=SamplingParams(),
+        seed=0,
+        tokens=b"",
+        prompt_len=0,
+        total_len=0,
+        stop_ids=np.zeros(0, np.int32),
+        stream=False,
+        top_logprobs=-1,
+        next_prompt_logprob=0,
+        told_prompt_logprob=0,
+        namespace=None,
+        priority=0,
+        flow_key=(tenant, flow),
+    )
+    request.waiting = Waiting(queued=True, cost=cost)
+    return request
+
+
+class Books:
+    """What each of those who share was given while it and another waited without a pause."""
+
+    def __init__(self) -> None:
+        self._since: dict[tuple[str, str], Counter[str]] = {}
+
+    def note(self, present: set[str], served: str | None, tokens: int) -> None:
+        """`present`: who waits, or waited until it was `served` so many tokens."""
+        self._since = {pair: given for pair, given in self._since.items() if present.issuperset(pair)}
+        for pair in combinations(sorted(present), 2):
+            given = self._since.setdefault(pair, Counter())
+            if served in pair:
+                given[served] += tokens
+            one, other = pair
+            difference = abs(given[one] - given[other])
+            assert difference <= 2 * MOST, f"{one} and {other} waited, and one was given {difference} tokens more"
+
+
+class Crowd:
+    """Random arrivals, turns and leavers, with the books kept."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.turns = Turns()
+        self.waits: dict[FlowKey, list[Request]] = defaultdict(list)
+        self.tenants = Books()
+        self.flows: dict[str, Books] = defaultdict(Books)
+        self.count = 0
+
+    def arrive(self) -> None:
+        tenant = self.random.choice("abc")
+        flow = self.random.choice(["p", "q", f"new {self.count}"])
+        for _ in range(self.random.choice([1, 1, 5])):
+            self.count += 1
+            request = waiting(self.count, tenant, flow, self.random.choice([1, 10, MOST]))
+            self.turns.add(request)
+            self.waits[request.flow_key].append(request)
+
+    def leave(self) -> None:
+        requests = [request for flow in self.waits.values() for request in flow]
+        if requests:
+            request = self.random.choice(requests)
+            self.turns.remove(request)
+            self._forget(request)
+            self._note(None)
+
+    def serve(self) -> None:
+        request = next(self.turns.first(1), None)
+        if request is not None:
+            assert request is self.waits[request.flow_key][0], "those of a client request go in the order of arrival"
+            self._note(request)
+            self.turns.remove(request, request.waiting.cost)
+            self._forget(request)
+            self._note(None)
+
+    def check_order(self) -> None:
+        """What is said to come next comes next."""
+        said = [request.id for request in self.turns.first(self.count)]
+        trial = copy.deepcopy(self.turns)
+        for expected in said:
+            request = next(trial.first(1))
+            assert request.id == expected
+            trial.remove(request, request.waiting.cost)
+        assert not len(trial)
+
+    def _forget(self, request: Request) -> None:
+        self.waits[request.flow_key].remove(request)
+        if not self.waits[request.flow_key]:
+            del self.waits[request.flow_key]
+
+    def _note(self, served: Request | None) -> None:
+        tokens = 0 if served is None else served.waiting.cost
+        self.tenants.note({tenant for tenant, _ in self.waits}, served and served.flow_key[0], tokens)
+        for tenant in "abc":
+            mine = served is not None and served.flow_key[0] == tenant
+            flows = {flow for one, flow in self.waits if one == tenant}
+            self.flows[tenant].note(flows, served.flow_key[1] if served and mine else None, tokens)
+
+
+def run_crowds(steps: int = 250) -> None:
+    for seed in range(12):
+        crowd = Crowd(seed)
+        for _ in range(steps):
+            crowd.random.choice([crowd.arrive, crowd.serve, crowd.serve, crowd.leave])()
+
+
+def run_newcomers() -> None:
+    """Client requests of one prompt each come as fast as they are served; one of two prompts has its turns as well."""
+    turns, count, until = Turns(), 0, [0, 0]
+
+    def arrive(flow: str) -> None:
+        nonlocal count
+        count += 1
+        turns.add(waiting(count, "", flow, 10))
+
+    arrive("two")
+    arrive("two")
+    for step in range(200):
+        while len(turns) < 5:
+            arrive(f"newcomer {step} {len(turns)}")
+        request = next(turns.first(1))
+        turns.remove(request, 10)
+        if request.flow_key[1] == "two":
+            until = [until[1], step]
+    assert until[0] <= 1
+    assert 0 < until[1] <= 10, "its second turn"
+
+
+def run_leavers() -> None:
+    """A tenant whose requests leave before their turn has lost none of its turns."""
+    turns, count, given = Turns(), 0, Counter[str]()
+    for step in range(200):
+        for tenant in ("leaves", "stays"):
+            count += 2
+            turns.add(waiting(count, tenant, f"one {step}", 10))
+            gone = waiting(count + 1, tenant, f"other {step}", 10)
+            turns.add(gone)
+            if tenant == "leaves":
+                turns.remove(gone)
+        request = next(turns.first(1))
+        turns.remove(request, 10)
+        given[request.flow_key[0]] += 1
+    assert abs(given["leaves"] - given["stays"]) <= 1
+
+
+def run_comers_back() -> None:
+    """Who has one large request at a time, and the next as soon as that was served, gets no more than the others."""
+    turns, count, given = Turns(), 0, Counter[str]()
+    costs = {"large": 60, "one": 10, "other": 10}
+    for _ in range(600):
+        for flow, cost in costs.items():
+            if all(request.flow_key[1] != flow for request in turns.first(count)):
+                count += 1
+                turns.add(waiting(count, "", flow, cost))
+            if flow != "large":
+                count += 1
+                turns.add(waiting(count, "", flow, cost))
+        request = next(turns.first(1))
+        turns.remove(request, request.waiting.cost)
+        given[request.flow_key[1]] += request.waiting.cost
+    assert max(given.values()) - min(given.values()) <= 60, given
+
+
+def test_who_comes_back_has_had_its_turn() -> None:
+    run_comers_back()
+
+
+def test_those_that_wait_are_given_the_same() -> None:
+    run_crowds()
+
+
+def test_newcomers_keep_nobody_waiting() -> None:
+    run_newcomers()
+
+
+def test_who_leaves_was_given_nothing() -> None:
+    run_leavers()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_order_that_is_told_is_the_one_that_is_had(seed: int) -> None:
+    crowd = Crowd(seed)
+    for step in range(120):
+        crowd.random.choice([crowd.arrive, crowd.serve, crowd.leave])()
+        if step % 6 == 0:
+            crowd.check_order()
+
+
+def test_the_clock_is_the_mean_of_what_was_given() -> None:
+    crowd = Crowd(3)
+    for _ in range(400):
+        crowd.random.choice([crowd.arrive, crowd.serve, crowd.serve, crowd.leave])()
+        tenants = crowd.turns._tenants
+        for shares in (tenants, *(tenant.flows for tenant in tenants._children.values())):
+            given = [child.given for child in shares._children.values()] + list(shares._ahead.values())
+            assert shares._clock == pytest.approx(sum(given) / max(len(given), 1))
+            assert len(shares._next_caught_up) <= crowd.count
+
+
+def stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock tells where the one served last began."""
+
+    def go_on(self: Shares, tokens: float) -> None:
+        if len(self.order):
+            self._clock = max(self._clock, min(child.given for child in self._children.values()))
+
+    monkeypatch.setattr(Shares, "_go_on", go_on)
+
+
+def do_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
+    def go_on(self: Shares, tokens: float) -> None:
+        self._clock += tokens
+
+    monkeypatch.setattr(Shares, "_go_on", go_on)
+
+
+def forget_who_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who was served and has gone takes no part: the clock goes on too fast, and who comes back begins at it."""
+    leave = Shares._leave
+
+    def leave_and_forget(self: Shares, name: str, given: float) -> None:
+        leave(self, name, given)
+        self._ahead.clear()
+        self._next_caught_up.clear()
+
+    monkeypatch.setattr(Shares, "_leave", leave_and_forget)
+
+
+def charge_who_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    remove = Turns.remove
+    monkeypatch.setattr(
+        Turns, "remove", lambda self, request, tokens=0: remove(self, request, tokens or request.waiting.cost)
+    )
+
+
+@pytest.mark.parametrize("policy", SchedulePolicy)
+def test_a_client_request_of_many_prompts_delays_another_by_a_turn(
+    policy: SchedulePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of 64 prompts of one key, which the policy likes best, has all rows; another comes, and is next but one."""
+    assert seats_before_a_newcomer(policy) <= 2
+    monkeypatch.setattr(Admission, "_guest", lambda *arguments: None)
+    assert policy in (SchedulePolicy.FCFS, SchedulePolicy.PRIORITY) or seats_before_a_newcomer(policy) > AGED_TURN
+
+
+def seats_before_a_newcomer(policy: SchedulePolicy) -> int:
+    """Rows that the others are given until it has one."""
+    bench = Bench(rows=4, chunk=16, budget=32, options={"schedule_policy": policy})
+    prefix = [1 + (7 * i) % 37 for i in range(16)]
+
+    def sampling(tokens: int) -> SamplingParams:
+        return SamplingParams(max_new_tokens=tokens, seed=5, ignore_eos=True)
+
+    bench.add(prefix, sampling=sampling(1), flow="first")
+    bench.run()
+    for number in range(64):
+        bench.add([*prefix, 1 + number % 37], sampling=sampling(6 + number % 3), tenant="key", flow="many")
+    for _ in range(9):
+        bench.scheduler.step()
+    before = len(bench.channel.cached)
+    newcomer = bench.add([38, 39], sampling=sampling(2), tenant="key", flow="one")
+    for _ in range(400):
+        if newcomer in bench.channel.cached:
+            break
+        bench.scheduler.step()
+    return list(bench.channel.cached).index(newcomer) - before
+
+
+@pytest.mark.parametrize("policy", SchedulePolicy)
+def test_a_row_is_left_for_who_has_none(policy: SchedulePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the outputs are that a client request has all other rows for."""
+    assert steps_of_a_newcomer(policy) <= 2
+    monkeypatch.setattr(Admission, "_instead_of", lambda self, request, look: request)
+    assert steps_of_a_newcomer(policy) > 10
+
+
+def steps_of_a_newcomer(policy: SchedulePolicy, flow: str = "many") -> int:
+    """Until it has a row, after another client request has been given all that it may have."""
+    options = {"schedule_policy": policy, "schedule_conservativeness": 0.01}
+    bench = Bench(rows=GUEST_ROWS, pages=500, chunk=64, budget=128, context=40, options=options)
+    sampling = SamplingParams(max_new_tokens=30, seed=5, ignore_eos=True)
+    for number in range(2 * GUEST_ROWS):
+        bench.add([1 + number % 37, 1 + number // 37], sampling=sampling, flow=flow)
+    for _ in range(8):
+        bench.scheduler.step()
+    newcomer = bench.add([38, 39], sampling=sampling, flow="one")
+    for steps in range(100):
+        if newcomer in bench.channel.cached:
+            return steps
+        bench.scheduler.step()
+    raise AssertionError("it has none")
+
+
+def test_rows_are_left_for_nobody_where_requests_have_no_name() -> None:
+    assert steps_of_a_newcomer(SchedulePolicy.FCFS, flow="") > 10
+
+
+def test_a_newcomer_is_next_but_one_whatever_waits() -> None:
+    """But one: who came before it, and has had a turn like all. Of those that left nothing is counted."""
+    queue = WaitingQueue(SchedulePolicy.FCFS, lambda request: 0)
+    many = [waiting(number, "key", "many", 0) for number in range(1, 30)]
+    for request in many:
+        queue.add(request)
+    queue.seat(many[0])
+    for request in many[1:10]:
+        queue.remove(request)
+    queue.add(waiting(40, "key", "one", 0))
+    assert [request.sequence for request in queue.first(3)] == [11, 40, 12]
+
+
+FAULTS = [
+    (stand_still, run_newcomers),
+    (do_not_divide, run_crowds),
+    (forget_who_is_ahead, run_comers_back),
+    (charge_who_leaves, run_leavers),
+]
+
+
+@pytest.mark.parametrize(("plant", "run"), FAULTS, ids=lambda one: one.__name__)
+def test_a_planted_fault_is_caught(
+    plant: Callable[[pytest.MonkeyPatch], None], run: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        run()

@@ -1,0 +1,164 @@
+"""Long bodies, and requests of many prompts, leave the event loop to others."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import threading
+import time
+from typing import Any
+
+import pytest
+from helpers.echo_server import EchoServer
+
+from sglang_jax.engine.types import FinishKind, FinishReason, OutputDelta
+from sglang_jax.server import json_body
+from sglang_jax.server.context import MergedStreams
+from sglang_jax.server.json_body import LONG_BODY
+from sglang_jax.server.long_work import BYTES_PER_SECOND, OTHERS_SHARE, LongWork
+from sglang_jax.server.streaming import written
+
+JSON = {"Content-Type": "application/json"}
+PADDING = {"user": "x" * (LONG_BODY + 1)}
+"""Makes a body long, and changes nothing."""
+
+
+def burn(seconds: float) -> None:
+    begin = time.thread_time()
+    while time.thread_time() - begin < seconds:
+        pass
+
+
+class TestOneAtATime:
+    async def test_others_have_their_share_after_each_piece(self) -> None:
+        work, took = LongWork(), 0.02
+        ends: list[tuple[float, float]] = []
+
+        def piece() -> None:
+            begin = time.monotonic()
+            burn(took)
+            ends.append((begin, time.monotonic()))
+
+        await asyncio.gather(*(work.run(1000, piece) for _ in range(3)))
+        pauses = [after[0] - before[1] for before, after in itertools.pairwise(ends)]
+        assert min(pauses) >= took * OTHERS_SHARE * 0.9
+
+    async def test_small_pieces_go_before_large_ones_that_came_with_them(self) -> None:
+        work, done = LongWork(), list[str]()
+
+        async def do(name: str, size: int) -> None:
+            await work.run(size, lambda: done.append(name))
+
+        first = asyncio.create_task(do("first", 10))
+        large = [asyncio.create_task(do("large", 8 * BYTES_PER_SECOND)) for _ in range(3)]
+        await asyncio.sleep(0)
+        small = asyncio.create_task(do("small", 100))
+        await asyncio.gather(first, small, *large)
+        assert done == ["first", "small", "large", "large", "large"]
+
+    async def test_who_fails_or_leaves_keeps_nobody_waiting(self) -> None:
+        work = LongWork()
+        with pytest.raises(ZeroDivisionError):
+            await work.run(10, lambda: 1 / 0)
+        begun, go = threading.Event(), threading.Event()
+        running = asyncio.create_task(work.run(10, lambda: (begun.set(), go.wait(10))))
+        await asyncio.to_thread(begun.wait, 10)
+        waiting = [asyncio.create_task(work.run(10, lambda: "never")) for _ in range(2)]
+        await asyncio.sleep(0)
+        for task in (running, *waiting):
+            task.cancel()
+        go.set()
+        assert await asyncio.wait_for(work.run(10, lambda: "done"), 10) == "done"
+
+
+class TestLongBodies:
+    @pytest.fixture
+    def threads(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """Where bodies are parsed."""
+        seen: list[str] = []
+        parse = json_body.parse
+
+        def noted(body: bytes) -> Any:
+            seen.append(threading.current_thread().name)
+            return parse(body)
+
+        monkeypatch.setattr(json_body, "parse", noted)
+        return seen
+
+    def test_they_are_read_in_a_thread_and_answered_alike(self, server: EchoServer, threads: list[str]) -> None:
+        for body in ({"prompt": "abc"}, {"prompt": "abc", **PADDING}):
+            answer = server.http.post("/v1/completions", json=body)
+            assert answer.json()["choices"][0]["text"] == "abc", answer.text
+        assert len(threads) == 2, "each once"
+        assert "long-bodies" not in threads[0]
+        assert "long-bodies" in threads[1]
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            '{"prompt": 5.5, %s}',
+            '{"prompt": "a", "n": "two", %s}',
+            '{"prompt": "a", "best_guess": 3, %s}',
+            '{"prompt": ["a", 1], %s}',
+            '{%s, "prompt": "\\ud800"}',
+            '{%s, "prompt": "a',
+            '{"a": [%s]}',
+            "[%s]",
+        ],
+    )
+    @pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8", "text/plain"])
+    def test_their_errors_are_those_of_short_ones(
+        self, server: EchoServer, threads: list[str], content: str, kind: str
+    ) -> None:
+        answers = []
+        for padding in ('"user": "x"', json.dumps(PADDING)[1:-1]):
+            body = content.replace("%s", padding if content.startswith("{%") or "{" in content else padding[8:])
+            response = server.http.post("/v1/completions", content=body, headers={"Content-Type": kind})
+            error = response.json()["error"]
+            message = error["message"].partition(", got")[0].partition(" at character")[0]
+            answers.append((response.status_code, error["code"], error["param"], message))
+        assert answers[0] == answers[1]
+        assert answers[0][0] in (400, 415)
+        assert all("long-bodies" in name for name in threads[1:])
+
+
+async def test_prompts_of_one_request_are_begun_a_few_at_a_time() -> None:
+    class Stream:
+        async def next(self) -> OutputDelta:
+            await asyncio.sleep(3600)
+            raise AssertionError
+
+        async def close(self) -> None: ...
+
+    made: list[int] = []
+    streams = (made.append(number) or Stream() for number in range(500))
+    merged = MergedStreams(streams, 100, 4)  # type: ignore[arg-type]  # as far as it is used
+    most = 0
+    for _ in range(60):
+        before = len(made)
+        await asyncio.sleep(0)
+        most = max(most, len(made) - before)
+    assert (most, len(made)) == (4, 100)
+    await merged.close()
+
+
+async def test_many_completions_are_written_in_a_thread() -> None:
+    def outputs(count: int) -> list[OutputDelta]:
+        finish = FinishReason(FinishKind.LENGTH)
+        return [
+            OutputDelta(
+                index=index,
+                text="a",
+                token_ids=[1],
+                prompt_tokens=1,
+                completion_tokens=1,
+                cached_tokens=0,
+                finish=finish,
+            )
+            for index in range(count)
+        ]
+
+    names = [await written(lambda: threading.current_thread().name, outputs(count)) for count in (2, 1024)]
+    assert names[0] == threading.current_thread().name
+    assert names[1] != names[0]

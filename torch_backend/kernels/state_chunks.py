@@ -1,0 +1,336 @@
+"""Chunks of prompts through layers that keep a matrix for each head, by blocks of their tokens.
+
+What one token does is in `state_rows`. In a block of tokens that begins with the matrix S, let c be the sums of the
+logs of decays up to each token, D[i, j] = exp(c[i] - c[j]) for j <= i, and 0 above. For a delta rule, what each token
+writes depends on what those before it wrote, a triangular system (Yang et al. 2024, "Gated Delta Networks"):
+
+    A[i, j] = b[i] D[i, j] (k[i] . k[j])  for j < i
+    V = (I + A)^-1 b (V - exp(c) K S)
+
+Then, as in Mamba-2 (Dao and Gu 2024, "Transformers are SSMs", section 6), all of it is products of matrices:
+
+    outputs = exp(c) Q S + (D * Q K^T) V
+    S = exp(c[last]) S + (exp(c[last] - c) K)^T V
+
+The inverses and D * Q K^T depend on no state: one kernel takes those of all blocks at once. Another goes through the
+blocks of a sequence one by one, with some columns of S, which know nothing of the others, in registers. Products of
+float32 are three of TensorFloat-32 each, which loses next to nothing.
+
+The work is cut by the sequence's own tokens only, so that its result does not depend on what else is in the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from torch_backend.kernels.extend_plan import plan_blocks
+from torch_backend.kernels.state_rows import check_inputs
+from torch_backend.kernels.work_items import WorkItems
+from torch_backend.recurrent.rows import StateRows
+from torch_backend.recurrent.scan import ScanInputs
+
+_SMALLEST = 16
+"""The least side of a product on matrix units."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTile:
+    """What a program computes at once: so many tokens, and columns of a head's matrix, with so many warps. `keys`: so
+    many of a head's numbers are multiplied at once, since more do not fit into registers."""
+
+    tokens: int
+    values: int
+    warps: int
+    keys: int
+
+    @classmethod
+    def of(cls, inputs: ScanInputs) -> ChunkTile:
+        """The largest whose columns of a matrix, and what they are multiplied by, fit into registers."""
+        values = min(32, max(_SMALLEST, triton.next_power_of_2(inputs.values.shape[2])))
+        return cls(tokens=32 if inputs.keys.shape[2] <= 128 else 16, values=values, warps=4, keys=_SMALLEST)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMatrices:
+    """Of each block and head what depends on no state, token by token: float32 `[T, heads, tile.tokens]`.
+
+    - `alike`: `D * Q K^T`.
+    - `inverses`: of a delta rule, `(I + A)^-1`.
+    """
+
+    alike: torch.Tensor
+    inverses: torch.Tensor | None
+
+    @classmethod
+    def allocate(cls, inputs: ScanInputs, tile: ChunkTile) -> BlockMatrices:
+        """Room for a layer's."""
+        shape = (*inputs.decays.shape, tile.tokens)
+        alike, *inverses = (
+            torch.empty(shape, dtype=torch.float32, device=inputs.decays.device)
+            for _ in range(1 if inputs.rates is None else 2)
+        )
+        return cls(alike, inverses[0] if inverses else None)
+
+    def fits(self, inputs: ScanInputs, tile: ChunkTile) -> bool:
+        """It is as large as a layer's."""
+        same_size = self.alike.shape == (*inputs.decays.shape, tile.tokens)
+        return same_size and (self.inverses is None) == (inputs.rates is None)
+
+
+def plan_chunks(rows: StateRows, tokens: int, tile: ChunkTile) -> WorkItems:
+    """The blocks of the sequences behind the decode rows, of a step of so many tokens."""
+    sequences = len(rows.own) - rows.num_decode
+    # Every block is full but the last one of each sequence.
+    blocks = WorkItems.allocate(sequences, (tokens - rows.num_decode) // tile.tokens + sequences, rows.own.device)
+    plan_blocks[(sequences,)](
+        blocks.starts,
+        blocks.owners,
+        rows.query_starts,
+        sequences,
+        rows.num_decode,
+        TOKENS=tile.tokens,
+        BLOCK=128,
+        num_warps=1,
+    )
+    return blocks
+
+
+@triton.jit
+def _decay_between(decay, BLOCK: tl.constexpr):
+    """Of the sums of a block's decays `[BLOCK]`: what is left of each token's at those from it on, later by earlier."""
+    places = tl.arange(0, BLOCK)
+    passed = decay[:, None] - decay[None, :]
+    return tl.exp(tl.where(places[:, None] >= places[None, :], passed, float("-inf")))
+
+
+@triton.jit(do_not_specialize=["sequences", "num_decode"], do_not_specialize_on_alignment=["query_starts"])
+def relate_tokens(
+    queries,
+    keys,
+    decays,
+    rates,
+    alike,
+    inverses,
+    starts,
+    owners,
+    query_starts,
+    sequences,
+    num_decode,
+    query_stride,
+    key_stride,
+    HEADS: tl.constexpr,
+    TIMES: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LEVELS: tl.constexpr,
+):
+    """One program for each block and head: what depends on no state."""
+    item, head = tl.program_id(0), tl.program_id(1)
+    if item >= tl.load(starts + sequences):
+        return
+    row = tl.load(owners + item)
+    first = tl.load(query_starts + num_decode + row) + (item - tl.load(starts + row)) * BLOCK
+    places, lines = tl.arange(0, BLOCK), tl.arange(0, PART)
+    inside = first + places < tl.load(query_starts + num_decode + row + 1)
+    token = (first + places).to(tl.int64)
+    of_group = (head // TIMES) * KEY_DIM + lines[None, :]
+    between = _decay_between(tl.cumsum(tl.load(decays + token * HEADS + head, mask=inside, other=0.0), 0), BLOCK)
+    of_queries = tl.zeros([BLOCK, BLOCK], tl.float32)
+    of_keys = tl.zeros([BLOCK, BLOCK], tl.float32)
+    for part in tl.static_range(PARTS):
+        has_key = inside[:, None] & (part * PART + lines < KEY_DIM)[None, :]
+        key = tl.load(keys + token[:, None] * key_stride + of_group + part * PART, mask=has_key, other=0.0)
+        query = tl.load(queries + token[:, None] * query_stride + of_group + part * PART, mask=has_key, other=0.0)
+        of_queries = tl.dot(query, tl.trans(key), of_queries, input_precision="tf32x3")
+        if rates is not None:
+            of_keys = tl.dot(key, tl.trans(key), of_keys, input_precision="tf32x3")
+    at = (token * HEADS + head)[:, None] * BLOCK + places[None, :]
+    tl.store(alike + at, between * of_queries, mask=inside[:, None])
+    if rates is not None:
+        rate = tl.load(rates + token * HEADS + head, mask=inside, other=0.0)
+        below = places[:, None] > places[None, :]
+        system = tl.where(below, rate[:, None] * between * of_keys, 0.0)
+        tl.store(inverses + at, _inverse(system, BLOCK, LEVELS), mask=inside[:, None])
+
+
+@triton.jit
+def _inverse(system, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
+    """Of the identity plus a matrix `[BLOCK, BLOCK]` that is 0 but below the diagonal.
+
+    The inverse of a triangular matrix from those of the two smaller ones on its diagonal, X and Y, and what is below,
+    B: there it is -Y B X. Of all pairs at once, from size 1 on."""
+    places = tl.arange(0, BLOCK)
+    line, column = places[:, None], places[None, :]
+    inverse = tl.where(line == column, 1.0, tl.where(line // 2 == column // 2, -system, 0.0))
+    for level in tl.static_range(1, LEVELS):
+        of_pair = (line // (2 << level) == column // (2 << level)) & (line // (1 << level) != column // (1 << level))
+        left = tl.dot(inverse, tl.where(of_pair, system, 0.0), input_precision="tf32x3")
+        inverse -= tl.dot(left, inverse, input_precision="tf32x3")
+    return inverse
+
+
+@triton.jit(do_not_specialize=["num_decode"], do_not_specialize_on_alignment=["begin", "fresh", "own", "query_starts"])
+def scan_blocks(
+    queries,
+    keys,
+    values,
+    decays,
+    rates,
+    alike,
+    inverses,
+    pool,
+    outputs,
+    begin,
+    fresh,
+    own,
+    query_starts,
+    num_decode,
+    query_stride,
+    key_stride,
+    value_stride,
+    HEADS: tl.constexpr,
+    TIMES: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    VALUES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program for each sequence behind the decode rows, each head and some columns of its matrix."""
+    columns, head = tl.program_id(0) * VALUES + tl.arange(0, VALUES), tl.program_id(1)
+    row = num_decode + tl.program_id(2)
+    places, lines = tl.arange(0, BLOCK), tl.arange(0, PART)
+    has_column = columns < VALUE_DIM
+    size: tl.constexpr = HEADS * KEY_DIM * VALUE_DIM
+    of_head = head * KEY_DIM * VALUE_DIM + lines[:, None] * VALUE_DIM + columns[None, :]
+    old, has_old = pool + tl.load(begin + row) * size + of_head, tl.load(fresh + row) == 0
+    states = ()
+    for part in tl.static_range(PARTS):
+        of_part = (part * PART + lines < KEY_DIM)[:, None] & has_column[None, :]
+        found = tl.load(old + part * PART * VALUE_DIM, mask=of_part & has_old, other=0.0)
+        # Triton knows no other way to add to a tuple.
+        states = states + (found.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    last = tl.load(query_starts + row + 1)
+    for first in range(tl.load(query_starts + row), last, BLOCK):
+        inside = first + places < last
+        token = (first + places).to(tl.int64)
+        of_group = (head // TIMES) * KEY_DIM + lines[None, :]
+        key_at = keys + token[:, None] * key_stride + of_group
+        query_at = queries + token[:, None] * query_stride + of_group
+        logs = tl.load(decays + token * HEADS + head, mask=inside, other=0.0)
+        decay, passed = tl.cumsum(logs, 0), tl.sum(logs, 0)
+        there = tl.zeros([BLOCK, VALUES], tl.float32)
+        output = tl.zeros([BLOCK, VALUES], tl.float32)
+        for part in tl.static_range(PARTS):
+            has_key = inside[:, None] & (part * PART + lines < KEY_DIM)[None, :]
+            key = tl.load(key_at + part * PART, mask=has_key, other=0.0)
+            query = tl.load(query_at + part * PART, mask=has_key, other=0.0)
+            if rates is not None:
+                there = tl.dot(key, states[part], there, input_precision="tf32x3")
+            output = tl.dot(query, states[part], output, input_precision="tf32x3")
+        has_value = inside[:, None] & has_column[None, :]
+        value_at = values + token[:, None] * value_stride + head * VALUE_DIM + columns[None, :]
+        value = tl.load(value_at, mask=has_value, other=0.0)
+        since = tl.exp(decay)[:, None]
+        of_block = (token * HEADS + head)[:, None] * BLOCK + places[None, :]
+        if rates is not None:
+            rate = tl.load(rates + token * HEADS + head, mask=inside, other=0.0)
+            inverse = tl.load(inverses + of_block, mask=inside[:, None], other=0.0)
+            value = tl.dot(inverse, rate[:, None] * (value - since * there), input_precision="tf32x3")
+        related = tl.load(alike + of_block, mask=inside[:, None], other=0.0)
+        output = tl.dot(related, value, since * output, input_precision="tf32x3")
+        output_at = outputs + (token * HEADS + head)[:, None] * VALUE_DIM + columns[None, :]
+        tl.store(output_at, output, mask=has_value)
+        left = tl.exp(passed - decay)[:, None]
+        news = ()
+        for part in tl.static_range(PARTS):
+            has_key = inside[:, None] & (part * PART + lines < KEY_DIM)[None, :]
+            key = left * tl.load(key_at + part * PART, mask=has_key, other=0.0)
+            kept = tl.exp(passed) * states[part]
+            found = tl.dot(tl.trans(key), value, kept, input_precision="tf32x3")
+            news = news + (found,)  # type: ignore[assignment]  # noqa: RUF005
+        states = news
+    slot = tl.load(own + row)
+    if slot > 0:
+        for part in tl.static_range(PARTS):
+            of_part = (part * PART + lines < KEY_DIM)[:, None] & has_column[None, :]
+            new = pool + slot * size + of_head + part * PART * VALUE_DIM
+            tl.store(new, states[part].to(pool.dtype.element_ty), mask=of_part)
+
+
+def scan_chunks(
+    inputs: ScanInputs,
+    pool: torch.Tensor,
+    rows: StateRows,
+    outputs: torch.Tensor,
+    blocks: WorkItems,
+    matrices: BlockMatrices,
+    tile: ChunkTile,
+) -> None:
+    """The tokens behind the decode rows: see `StepStates`. Writes their places of `outputs`.
+
+    **Arguments:** `blocks` as `plan_chunks` gives them; `matrices` are overwritten.
+    """
+    check_inputs(inputs, pool)
+    if not matrices.fits(inputs, tile):
+        raise ValueError(f"matrices are {list(matrices.alike.shape)}, not of {list(inputs.decays.shape)} and {tile}")
+    _, heads, key_dim, value_dim = pool.shape
+    part = min(tile.keys, max(_SMALLEST, triton.next_power_of_2(key_dim)))
+    sequences = len(rows.own) - rows.num_decode
+    sizes = {
+        "HEADS": heads,
+        "TIMES": heads // inputs.keys.shape[1],
+        "KEY_DIM": key_dim,
+        "PART": part,
+        "PARTS": triton.cdiv(key_dim, part),
+        "BLOCK": tile.tokens,
+    }
+    relate_tokens[len(blocks.owners), heads](
+        inputs.queries,
+        inputs.keys,
+        inputs.decays,
+        inputs.rates,
+        matrices.alike,
+        matrices.inverses,
+        blocks.starts,
+        blocks.owners,
+        rows.query_starts,
+        sequences,
+        rows.num_decode,
+        inputs.queries.stride(0),
+        inputs.keys.stride(0),
+        LEVELS=tile.tokens.bit_length() - 1,
+        num_warps=4,
+        **sizes,
+    )
+    scan_blocks[triton.cdiv(value_dim, tile.values), heads, sequences](
+        inputs.queries,
+        inputs.keys,
+        inputs.values,
+        inputs.decays,
+        inputs.rates,
+        matrices.alike,
+        matrices.inverses,
+        pool,
+        outputs,
+        rows.begin,
+        rows.fresh,
+        rows.own,
+        rows.query_starts,
+        rows.num_decode,
+        inputs.queries.stride(0),
+        inputs.keys.stride(0),
+        inputs.values.stride(0),
+        VALUE_DIM=value_dim,
+        VALUES=tile.values,
+        num_warps=tile.warps,
+        num_stages=1,
+        **sizes,
+    )

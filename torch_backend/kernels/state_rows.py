@@ -1,0 +1,122 @@
+"""One token of each decode row through layers that keep a matrix for each head.
+
+For a head with the matrix S, query q, key k, value v, log of the decay g and, for a delta rule, a rate b:
+
+    S = exp(g) S;  v = b (v - k S) for a delta rule;  S = S + k v;  the output is q S
+
+which is one token of a gated delta net (Yang et al. 2024, "Gated Delta Networks"), and without rates of Mamba-2 (Dao
+and Gu 2024, "Transformers are SSMs"). The time is that of reading and writing S once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from torch_backend.recurrent.rows import StateRows
+from torch_backend.recurrent.scan import ScanInputs
+
+_VALUES = 32
+"""Columns of a matrix in one program; columns know nothing of each other."""
+
+
+@triton.jit
+def scan_one_token(
+    queries,
+    keys,
+    values,
+    decays,
+    rates,
+    pool,
+    outputs,
+    begin,
+    fresh,
+    own,
+    query_stride,
+    key_stride,
+    value_stride,
+    HEADS: tl.constexpr,
+    TIMES: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+):
+    """One program for each row, each head and some columns of its matrix."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    lines, columns = tl.arange(0, KEYS), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+    has_line, has_column = lines < KEY_DIM, columns < VALUE_DIM
+    output = outputs + (row * HEADS + head) * VALUE_DIM + columns
+    slot = tl.load(own + row)
+    if slot == 0:  # padding
+        tl.store(output, tl.zeros([VALUES], tl.float32), mask=has_column)
+    else:
+        inside = has_line[:, None] & has_column[None, :]
+        at = head * KEY_DIM * VALUE_DIM + lines[:, None] * VALUE_DIM + columns[None, :]
+        size: tl.constexpr = HEADS * KEY_DIM * VALUE_DIM
+        has_state = inside & (tl.load(fresh + row) == 0)
+        state = tl.load(pool + tl.load(begin + row) * size + at, mask=has_state, other=0.0).to(tl.float32)
+        group = (head // TIMES) * KEY_DIM + lines
+        key = tl.load(keys + row * key_stride + group, mask=has_line, other=0.0)
+        query = tl.load(queries + row * query_stride + group, mask=has_line, other=0.0)
+        value = tl.load(values + row * value_stride + head * VALUE_DIM + columns, mask=has_column, other=0.0)
+        state *= tl.exp(tl.load(decays + row * HEADS + head))
+        if rates is not None:
+            value = tl.load(rates + row * HEADS + head) * (value - tl.sum(key[:, None] * state, 0))
+        state += key[:, None] * value[None, :]
+        tl.store(output, tl.sum(query[:, None] * state, 0), mask=has_column)
+        tl.store(pool + slot * size + at, state.to(pool.dtype.element_ty), mask=inside)
+
+
+def scan_rows(inputs: ScanInputs, pool: torch.Tensor, rows: StateRows, outputs: torch.Tensor) -> None:
+    """The first `num_decode` tokens, which are each their sequence's only one: see `StepStates`. Writes their places of
+    `outputs`, zeros for padding."""
+    check_inputs(inputs, pool)
+    _, heads, key_dim, value_dim = pool.shape
+    keys = triton.next_power_of_2(key_dim)
+    columns = min(_VALUES, triton.next_power_of_2(value_dim))
+    scan_one_token[rows.num_decode, heads, triton.cdiv(value_dim, columns)](
+        inputs.queries,
+        inputs.keys,
+        inputs.values,
+        inputs.decays,
+        inputs.rates,
+        pool,
+        outputs,
+        rows.begin,
+        rows.fresh,
+        rows.own,
+        inputs.queries.stride(0),
+        inputs.keys.stride(0),
+        inputs.values.stride(0),
+        HEADS=heads,
+        TIMES=heads // inputs.keys.shape[1],
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        KEYS=keys,
+        VALUES=columns,
+        num_warps=4 if keys > 64 else 2,
+    )
+
+
+def check_inputs(inputs: ScanInputs, pool: torch.Tensor) -> None:
+    """**Raises:** `ValueError` for what the kernels do not read."""
+    tokens, groups, _ = inputs.keys.shape
+    _, heads, key_dim, value_dim = pool.shape
+    wanted = {
+        "queries": (inputs.queries, (tokens, groups, key_dim)),
+        "keys": (inputs.keys, (tokens, groups, key_dim)),
+        "values": (inputs.values, (tokens, heads, value_dim)),
+    }
+    for name, (found, shape) in wanted.items():
+        if found.shape != shape or found.stride()[1:] != (shape[2], 1) or found.dtype != torch.float32:
+            raise ValueError(
+                f"{name} are {found.dtype} {list(found.shape)} with strides {list(found.stride())}; wanted are float32 "
+                f"{list(shape)}, those of a token side by side"
+            )
+    for name, rates in (("decays", inputs.decays), ("rates", inputs.rates)):
+        if rates is not None and (rates.shape != (tokens, heads) or not rates.is_contiguous()):
+            raise ValueError(f"{name} are {list(rates.shape)}; wanted is a contiguous {[tokens, heads]}")
+    if heads % groups or not pool.is_contiguous():
+        raise ValueError(f"{heads} heads cannot share {groups} keys, or the pool {list(pool.shape)} is not contiguous")

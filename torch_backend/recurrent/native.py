@@ -1,0 +1,45 @@
+"""States by torch operations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from torch_backend.recurrent.convolution import convolve
+from torch_backend.recurrent.rows import StateRows
+from torch_backend.recurrent.scan import ScanInputs, scan
+
+
+class NativeStates:
+    """`StateImplementation` on any device."""
+
+    @property
+    def reads_lengths(self) -> bool:
+        """See `StateImplementation`."""
+        return True
+
+    def prepare(self, rows: StateRows) -> NativeStepStates:
+        """See `StateImplementation`."""
+        return NativeStepStates(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class NativeStepStates:
+    """`StepStates` of one step."""
+
+    rows: StateRows
+
+    def convolve(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pool: torch.Tensor
+    ) -> torch.Tensor:
+        """See `StepStates`."""
+        found, tails = convolve(x, weight, bias, self.rows.read(pool), self.rows)
+        self.rows.write(pool, tails)
+        return found
+
+    def scan(self, inputs: ScanInputs, pool: torch.Tensor) -> torch.Tensor:
+        """See `StepStates`."""
+        outputs, matrices = scan(inputs, self.rows.read(pool).float(), self.rows)
+        self.rows.write(pool, matrices)
+        return outputs
