@@ -48,7 +48,8 @@ class Component(ABC):
 
     @abstractmethod
     def attach_pages(self, node: Node, pages: Pages, previous_owner: int) -> None:
-        """A new leaf takes over `pages` `[pages of the node]` from the owner with this code."""
+        """A new leaf takes over `pages` `[pages of the node]`, the array as well, from the owner with this code, who
+        goes on to depend on all of them."""
 
     @abstractmethod
     def fill(self, node: Node, pages: Pages, previous_owner: int) -> None:

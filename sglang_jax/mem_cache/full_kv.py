@@ -28,8 +28,8 @@ class FullKV(PooledComponent):
 
     def attach_pages(self, node: Node, pages: Pages, previous_owner: int) -> None:
         self._move(pages, previous_owner, node_owner(node.id))
-        node.values.append(pages.copy())
-        self.evictable += len(pages)
+        node.values.append(pages)
+        self.protected += len(pages)
 
     def fill(self, node: Node, pages: Pages, previous_owner: int) -> None:
         """No node lacks a page."""

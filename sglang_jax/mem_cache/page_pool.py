@@ -48,6 +48,9 @@ class PagePool:
         """
         if self.ledger is not None:
             self.ledger.move(pages, owner, FREE)
+        if len(pages) == 1:
+            self._free_one(int(pages[0]))
+            return
         first, last = self.num_free + 1, self.num_free + 1 + len(pages)
         index = pages.astype(np.intp)  # or numpy does so at each use
         before = self._places[index]
@@ -56,10 +59,20 @@ class PagePool:
             raise _double_free(pages)
         places = np.arange(first, last, dtype=np.int32)
         self._places[index] = places
-        if last - first > 1 and np.count_nonzero(self._places[index] != places):
+        if np.count_nonzero(self._places[index] != places):
             raise _double_free(pages)
         self._stack[first:last] = pages
         self.num_free = last - 1
+
+    def _free_one(self, page: int) -> None:
+        """As `free`, of what costs numpy more than it is worth: eviction frees a page at a time."""
+        last = self.num_free + 1
+        before = int(self._places[page])
+        if before < last and self._stack[before] == page:
+            raise _double_free(np.array([page], np.int32))
+        self._places[page] = last
+        self._stack[last] = page
+        self.num_free = last
 
     def free_pages(self) -> Pages:
         """The free pages `[free]`, for checks."""

@@ -63,10 +63,9 @@ class WindowKV(PooledComponent):
     def attach_pages(self, node: Node, pages: Pages, previous_owner: int) -> None:
         live = pages if pages[0] else pages[np.count_nonzero(pages == 0) :]
         self._move(live, previous_owner, node_owner(node.id))
-        value = WindowPages(live.copy())
-        node.values.append(value)
-        self.evictable += len(live)
-        self._rank(node, value)
+        count = len(live)
+        node.values.append(WindowPages(live, {count: 1} if count else {}, count))
+        self.protected += count
 
     def fill(self, node: Node, pages: Pages, previous_owner: int) -> None:
         value = self.held(node)
