@@ -168,7 +168,11 @@ class EngineConfig(BaseModel):
     radix_eviction_policy: EvictionPolicy = Field(
         EvictionPolicy.LRU, description="which cached prefix is evicted first"
     )
-    max_sessions: PositiveInt = Field(1024, description="maximum open sessions; more are refused with 503")
+    max_sessions: PositiveInt = Field(
+        1024,
+        description="maximum open sessions; more are refused with 503, or take the place of an idle one of a key that "
+        "has more",
+    )
     session_timeout: float = Field(
         3600.0,
         gt=0.0,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -114,7 +115,7 @@ class Sessions:
             raise ParameterError(f"timeout must be a positive number of seconds, got {timeout}", param="timeout")
         if message.id in self._open:
             raise ParameterError(f"session {shown(message.id)} is open already", param="session_id")
-        if len(self._open) >= self._most:
+        if len(self._open) >= self._most and not self._make_room(message.owner):
             raise SessionLimitError(
                 f"session {shown(message.id)} cannot be opened: {len(self._open)} are open, which is the limit "
                 "(--max-sessions); close one, or try again later"
@@ -122,6 +123,18 @@ class Sessions:
         now = self._clock()
         self._open[message.id] = Session(message.id, message.owner, message.streaming, timeout, now)
         self._due = min(self._due, now + timeout)
+
+    def _make_room(self, owner: str) -> bool:
+        """Closes the session that has been idle longest of whoever has most, for one who has fewer: nobody may keep all
+        sessions from others. False if there is none such."""
+        held = Counter(session.owner for session in self._open.values())
+        greedy, count = held.most_common(1)[0]
+        if count <= held[owner] + 1:
+            return False
+        idle = [one for one in self._open.values() if one.owner == greedy and one.turn is None]
+        if idle:
+            self._close(min(idle, key=lambda one: one.used_at))
+        return bool(idle)
 
     def close(self, session_id: str, owner: str) -> None:
         """What the session keeps is let go; a turn that runs goes on to its end as a request of its own. Raises

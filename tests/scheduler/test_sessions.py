@@ -259,6 +259,31 @@ def test_there_are_at_most_so_many_sessions_and_one_of_a_name() -> None:
     Talk(bench, "c")
 
 
+def test_nobody_keeps_all_sessions_from_others() -> None:
+    """Who has fewer than another is given the one of the other's that has been idle longest."""
+    bench = Bench(options={"max_sessions": 4})
+    sessions = bench.scheduler.sessions
+
+    def has(owner: str) -> list[str]:
+        return [session.id for session in sessions.all() if session.owner == owner]
+
+    for name in "abcd":
+        sessions.open(OpenSession(0, name, "greedy", True))
+    with pytest.raises(SessionLimitError):
+        sessions.open(OpenSession(0, "e", "greedy", True))
+    prompt = {"sent": [5], "session": SessionTurn("a", "greedy", "1")}
+    bench.add([5], sampling=SamplingParams(max_new_tokens=4, ignore_eos=True, seed=1), **prompt)
+    sessions.open(OpenSession(0, "x", "other", True))
+    assert (has("greedy"), has("other")) == (["a", "c", "d"], ["x"])  # the turn of a session that runs is not lost
+    sessions.open(OpenSession(0, "y", "other", True))
+    assert (has("greedy"), has("other")) == (["a", "d"], ["x", "y"])
+    for owner in ("other", "greedy"):
+        with pytest.raises(SessionLimitError):
+            sessions.open(OpenSession(0, "z", owner, True))
+    bench.run()
+    bench.check_outputs()
+
+
 def test_the_oldest_idle_session_is_let_go_for_a_request_that_needs_the_room(bench: Bench) -> None:
     """It goes on, and computes what it has lost."""
     talks = [Talk(bench, name) for name in "abc"]
