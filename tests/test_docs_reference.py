@@ -48,6 +48,7 @@ DEFAULTS_IN_WORDS = frozenset(
         "revision",
         "tokenizer_path",
         "tokenizer_revision",
+        "speculative_draft_model_path",
         "context_length",
         "max_total_tokens",
         "swa_full_tokens_ratio",

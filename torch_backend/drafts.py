@@ -1,6 +1,7 @@
-"""Guessing what rows sample next, on the device: by where the end of a row's text has stood before in it.
+"""Guessing what rows sample next, on the device, and what counts of what was sampled behind guesses.
 
-This is prompt lookup decoding (Saxena 2023). A guess costs a query of the step, and is right where a text repeats
+Guesses are a draft model's (`draft_model.py`), or go by where the end of a row's text has stood before in it: that is
+prompt lookup decoding (Saxena 2023). A guess costs a query of the step, and is right where a text repeats
 itself: code that is edited, passages that are quoted.
 """
 
@@ -73,6 +74,42 @@ class KnownTokens:
         own = guesses.owners
         ahead = (guesses.numbers - 1) % (last[:, 0] - place).clamp(min=1)[own]
         return torch.where(best[own] >= 0, tokens[own, place[own] + 1 + ahead], DRAFT)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedTokens:
+    """What a draft model has guessed and computed.
+
+    - `tokens`: int32 `[rows + 1, drafts]`, of each row the guesses of the step that runs; `DRAFT` for none.
+    - `lengths`: int32 `[rows + 1]`, how many of a row's tokens, from the first on, have keys and values of the draft
+      model.
+    """
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+
+    @classmethod
+    def zeros(cls, rows: int, drafts: int, device: torch.device) -> DraftedTokens:
+        return cls(
+            torch.full((rows, drafts), DRAFT, dtype=torch.int32, device=device),
+            torch.zeros(rows, dtype=torch.int32, device=device),
+        )
+
+    def computed_beside(self, rows: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, num_decode: int) -> None:
+        """The draft model has computed tokens `[starts, ends)` of `rows`, all `[R]`. Before chunks, which are not among
+        the first `num_decode`, nothing is missed; what stands behind missed ones is computed again."""
+        before = self.lengths[rows]
+        chunks = torch.arange(len(rows), device=rows.device) >= num_decode
+        self.lengths.index_copy_(0, rows, torch.where(chunks | (before >= starts), ends, before))
+
+    def keep_right(self, known: KnownTokens) -> None:
+        """Once a step has told which guesses were right: what was computed of wrong ones is missing. Nor is what a row
+        sampled last computed."""
+        torch.minimum(self.lengths, known.lengths - 1, out=self.lengths)
+
+    def guess(self, guesses: Guesses) -> torch.Tensor:
+        """What rows are likely to sample, as `KnownTokens.guess`."""
+        return self.tokens[guesses.rows[guesses.owners], guesses.numbers - 1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,7 +203,12 @@ class EngineConfig(BaseModel):
     speculative_algorithm: SpeculativeAlgorithm = Field(
         SpeculativeAlgorithm.NONE,
         description="what guesses next tokens, to compute several of a request in one step with the same output; "
-        "ngram: earlier occurrences, in its own text, of the last tokens",
+        "ngram: earlier occurrences, in its own text, of the last tokens; draft: a second, smaller model",
+    )
+    speculative_draft_model_path: str | None = Field(
+        None,
+        description="the model that guesses, if speculative_algorithm is draft: given like model_path, with the same "
+        "vocabulary",
     )
     speculative_num_draft_tokens: int = Field(
         7, ge=1, le=31, description="maximum guesses per request and step; fewer are made where they do not pay"

@@ -1,12 +1,13 @@
-"""Guessing what rows sample next, on the device: by where the end of a row's text has stood before in it.
+"""Guessing what rows sample next, on the device, and what counts of what was sampled behind guesses.
 
-This is prompt lookup decoding (Saxena 2023). A guess costs a query of the step, and is right where a text repeats
+Guesses are a draft model's (`draft_model.py`), or go by where the end of a row's text has stood before in it: that is
+prompt lookup decoding (Saxena 2023). A guess costs a query of the step, and is right where a text repeats
 itself: code that is edited, passages that are quoted.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -44,6 +45,35 @@ class KnownTokens:
         )
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DraftedTokens:
+    """What a draft model has guessed and computed.
+
+    - `tokens`: int32 `[rows + 1, drafts]`, of each row the guesses of the step that runs; `DRAFT` for none.
+    - `lengths`: int32 `[rows + 1]`, how many of a row's tokens, from the first on, have keys and values of the draft
+      model.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+
+    @classmethod
+    def empty(cls, rows: int, drafts: int) -> DraftedTokens:
+        return cls(jnp.full((rows, drafts), DRAFT, jnp.int32), jnp.zeros(rows, jnp.int32))
+
+    def computed_beside(self, rows: jax.Array, starts: jax.Array, ends: jax.Array, chunks: jax.Array) -> DraftedTokens:
+        """The draft model has computed tokens `[starts, ends)` of `rows`, all `[R]`. Before `chunks` bool `[R]` nothing
+        is missing; what stands behind missing ones is computed again."""
+        before = self.lengths[rows]
+        return replace(self, lengths=self.lengths.at[rows].set(jnp.where(chunks | (before >= starts), ends, before)))
+
+    def up_to(self, known: KnownTokens) -> DraftedTokens:
+        """Once a step has told which guesses were right: what was computed of wrong ones is missing. Nor is what a row
+        sampled last computed."""
+        return replace(self, lengths=jnp.minimum(self.lengths, known.lengths - 1))
+
+
 class Sequences(NamedTuple):
     """What the sequences of a step do, `[R]` each.
 
@@ -61,11 +91,21 @@ class Sequences(NamedTuple):
 
     @classmethod
     def with_drafts(
-        cls, flags: jax.Array, rows: jax.Array, kv_lens: jax.Array, last_tokens: jax.Array, known: KnownTokens
+        cls,
+        flags: jax.Array,
+        rows: jax.Array,
+        kv_lens: jax.Array,
+        last_tokens: jax.Array,
+        known: KnownTokens,
+        drafted: DraftedTokens | None = None,
     ) -> Sequences:
+        """`drafted`: what a draft model guesses; None where the rows' texts say it."""
         guesses = flags // GUESS
         learnt = flags & LEARNT != 0
         kv_lens = jnp.where(learnt, known.lengths[rows] + guesses, kv_lens)
+        if drafted is not None:
+            own = jnp.where(guesses > 0, drafted.tokens[rows, guesses - 1], last_tokens)
+            return cls(flags & SAMPLES != 0, kv_lens, own, guesses)
         own = lax.cond(
             jnp.any(guesses > 0),
             lambda: jnp.where(guesses > 0, _guess(known.tokens[rows], known.lengths[rows], guesses), last_tokens),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -39,6 +40,8 @@ from sglang_jax.models import (
     bytes_of_groups,
     kv_cache_spec,
 )
+from sglang_jax.models.kv_cache import KVCacheSpec
+from sglang_jax.runner.draft_model import open_draft, with_draft
 from sglang_jax.runner.kv_scales import scales_of_checkpoint
 from sglang_jax.runner.plan import RunnerSpec
 from sglang_jax.runner.sizing import (
@@ -84,24 +87,30 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
         build_model, parallel.config, dtype=dtype, attention=attention, platform=platform, kv_dtype=kv_dtype
     )
     model = build()
-    memory, sizes = _sizes(config, parallel, model, devices, kv_dtype, state_dtypes_of(config, dtype))
+    draft = _build_draft(config, checkpoint, dtype, attention, platform)
+    memory, sizes = _sizes(config, parallel, model, devices, kv_dtype, state_dtypes_of(config, dtype), draft)
     kv_scales = scales_of_checkpoint(checkpoint, config.kv_cache_dtype)
     cache = kv_cache_spec(
         parallel.config,
         kv_dtype,
-        sizes.num_pages,
+        sizes.num_pages[: len(cache_groups(parallel.config))],
         config.page_size,
         platform=platform,
         state_dtypes=state_dtypes_of(config, dtype),
     )
+    own_cache = None if draft is None else draft.cache(sizes, config)
     spec = runner_spec(config, memory, sizes, parallel)
-    programs = programs_of(build(), parallel, cache, spec, config, mesh)
+    drafting = None if draft is None or own_cache is None else (draft.build(), draft.parallel, own_cache)
+    programs = programs_of(build(), parallel, cache, spec, config, mesh, drafting)
     try:
         _begin_building(programs, config, spec)
         _load(model, checkpoint, parallel, mesh)
         _give_kv_scales(config, model, kv_scales, parallel, mesh, dtype)
         _, weights = split_model(model)
         kv = allocate(cache, mesh)
+        if draft is not None and own_cache is not None:
+            _load(draft.model, draft.checkpoint, draft.parallel, mesh)
+            weights, kv = [*weights, *split_model(draft.model)[1]], (*kv, *allocate(own_cache, mesh))
     except BaseException:
         programs.abandon()
         raise
@@ -114,7 +123,42 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     }
     if checkpoint.config.keeps_states:
         details["mamba_ssm_dtype"] = config.mamba_ssm_dtype.value
+    if draft is not None:
+        details["speculative_draft_model_path"] = str(config.speculative_draft_model_path)
     return JaxRunner(programs, weights, kv, spec, details, mesh)
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A draft model without values, `model`, and what makes further ones. Its keys and values are of the type of
+    activations, `dtype`."""
+
+    checkpoint: Checkpoint
+    parallel: TensorParallel
+    build: Callable[[], Transformer]
+    model: Transformer
+    dtype: jnp.dtype
+    platform: str
+
+    def cache(self, sizes: Sizes, config: EngineConfig) -> KVCacheSpec:
+        """The last ones of the pages of `sizes` are its own."""
+        pages = sizes.num_pages[-len(cache_groups(self.parallel.config)) :]
+        return kv_cache_spec(self.parallel.config, self.dtype, pages, config.page_size, platform=self.platform)
+
+
+def _build_draft(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    dtype: jnp.dtype,
+    attention: AttentionImplementation,
+    platform: str,
+) -> _Draft | None:
+    found = open_draft(config, checkpoint)
+    if found is None:
+        return None
+    parallel = TensorParallel.of(found.config, config.tp_size)
+    build = partial(build_model, parallel.config, dtype=dtype, attention=attention, platform=platform, kv_dtype=dtype)
+    return _Draft(found, parallel, build, build(), dtype, platform)
 
 
 def _begin_building(programs: Programs, config: EngineConfig, spec: RunnerSpec) -> None:
@@ -167,6 +211,7 @@ def _sizes(
     devices: Sequence[jax.Device],
     kv_dtype: jnp.dtype,
     state_dtypes: StateDtypes,
+    draft: _Draft | None,
 ) -> tuple[Memory, Sizes]:
     """By what each device holds of weights and pages, and the device with the least memory."""
     device, count = devices[0], parallel.size
@@ -176,6 +221,17 @@ def _sizes(
     memory = memory_of_one_device(
         parallel, model, kv_dtype, config.page_size, device.platform, available, state_dtypes=state_dtypes
     )
+    if draft is not None:
+        beside = memory_of_one_device(
+            draft.parallel,
+            draft.model,
+            draft.dtype,
+            config.page_size,
+            device.platform,
+            available,
+            state_dtypes=state_dtypes,
+        )
+        memory = with_draft(memory, beside.weights, beside.groups)
     sizes = choose_sizes(config, parallel.config.max_position, memory)
     logger.info(
         "%d x %s: %.0f MiB of weights, %s (%s), %d rows, %d tokens a step",

@@ -9,8 +9,10 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from sglang_jax.architectures.model_config import cache_groups
 from sglang_jax.config import EngineConfig
 from sglang_jax.jax_runner.buckets import Buckets
+from sglang_jax.jax_runner.draft_model import DraftModel
 from sglang_jax.jax_runner.parallel import TensorParallel
 from sglang_jax.jax_runner.programs import Programs
 from sglang_jax.jax_runner.step import DeviceState, KVCaches, ModelFunctions, Weights, empty_rows
@@ -32,29 +34,45 @@ def programs_of(
     spec: RunnerSpec,
     config: EngineConfig,
     mesh: Mesh,
+    draft: tuple[Transformer, TensorParallel, KVCacheSpec] | None = None,
 ) -> Programs:
     """None of them is built yet.
 
     **Arguments:** `model` holds shapes, in the form that weights are loaded in. It is changed to the form that is
-    computed with, so the caller loads weights into another one of the same config.
+    computed with, so the caller loads weights into another one of the same config. `draft`: likewise, of a draft model.
     """
-    model.arrange(parallel.size)
-    functions, weights = split_model(model)
-    placed = [
-        jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=named_sharding(mesh, parameter.axes))
-        for weight, parameter in zip(weights, parameters(model), strict=True)
-    ]
-    rows = whole(jax.eval_shape(partial(empty_rows, spec, None)), mesh)
+    functions, placed = _placed(model, parallel, mesh)
+    kv, guesses = cache.memory(mesh), None
+    if draft is not None:
+        own, own_parallel, own_cache = draft
+        own_functions, own_placed = _placed(own, own_parallel, mesh)
+        first_group = len(cache_groups(parallel.config))
+        guesses = DraftModel(own_functions, first_group, len(own_placed), own_parallel.config.num_layers)
+        placed, kv = [*placed, *own_placed], (*kv, *own_cache.memory(mesh))
+    rows = whole(jax.eval_shape(partial(empty_rows, spec, None, drafted=draft is not None)), mesh)
     return Programs(
         functions,
         placed,
-        DeviceState(cache.memory(mesh), *rows),
+        DeviceState(kv, *rows),
         Buckets.ladder(spec.max_rows, spec.token_budget, config.page_size, len(spec.pools)),
         config.page_size,
         mesh,
         TableLayout.of(spec),
         spec.max_samples - 1,
+        guesses,
     )
+
+
+def _placed(
+    model: Transformer, parallel: TensorParallel, mesh: Mesh
+) -> tuple[ModelFunctions, list[jax.ShapeDtypeStruct]]:
+    """A model in the form that is computed with: its functions, and shapes of its weights with their places."""
+    model.arrange(parallel.size)
+    functions, weights = split_model(model)
+    return functions, [
+        jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=named_sharding(mesh, parameter.axes))
+        for weight, parameter in zip(weights, parameters(model), strict=True)
+    ]
 
 
 def split_model(model: Transformer) -> tuple[ModelFunctions, Weights]:

@@ -17,6 +17,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
+from sglang_jax.jax_runner.draft_model import (
+    CATCH_UP_TOKENS,
+    DraftModel,
+    DraftState,
+    Guess,
+    RowState,
+    make_catch_up,
+    make_guess,
+)
 from sglang_jax.jax_runner.drafts import KnownTokens, set_known_tokens
 from sglang_jax.jax_runner.logprobs import Logprobs
 from sglang_jax.jax_runner.packing import SampleLayout, StepLayout
@@ -66,7 +75,8 @@ class Programs:
     for good (donated: KV pages are written in place) and returns it. Arguments that are numpy arrays are read while the
     program runs, so they must not be written to again.
 
-    `building` is entered around each build. `most_guesses`: drafts of a row in a step.
+    `building` is entered around each build. `most_guesses`: drafts of a row in a step. `draft`: who makes them, if that
+    is a model; weights and state are then those of both.
     """
 
     def __init__(
@@ -79,8 +89,10 @@ class Programs:
         mesh: Mesh | None = None,
         table: TableLayout = ONE_GROUP,
         most_guesses: int = 0,
+        draft: DraftModel | None = None,
     ) -> None:
-        self._model = model
+        self._model = model if draft is None else draft.beside(model)
+        self.draft = draft
         self._weight_shapes = jax.tree.map(_shape_of, weights)
         self._state_shapes = jax.tree.map(_shape_of, state)
         self._placement = jax.tree.map(lambda array: array.sharding, state)
@@ -96,6 +108,9 @@ class Programs:
         self.sample_layouts = {rows: SampleLayout(rows, words, self.dump_row) for rows in {one.rows for one in buckets}}
         self.row_update_sizes = tuple(sorted({1, min(8, self.dump_row), self.dump_row}))
         self.text_sizes = self.row_update_sizes[:2]  # a text takes as much as a context, each time
+        rows = self.dump_row
+        self.guess_sizes = () if draft is None else tuple(b.rows for b in buckets.decode if b.rows < rows) or (rows,)
+        self.catch_up_sizes = () if draft is None else CATCH_UP_TOKENS
         self._built: dict[str, Executable] = {}
         self._begun: dict[str, Future[Executable]] = {}
         self._lock = threading.Lock()  # of what is begun
@@ -119,7 +134,44 @@ class Programs:
         rows = len(found.logits)
         program = self._get(f"sample {rows} rows", lambda: self._build_sample(rows))
         sampled, outputs = program(SampledState.of(state), found.logits, found.tokens, packed)
-        return replace(state, last_tokens=sampled.last_tokens, sampling=sampled.sampling, known=sampled.known), outputs
+        state = replace(
+            state,
+            last_tokens=sampled.last_tokens,
+            sampling=sampled.sampling,
+            known=sampled.known,
+            drafted=sampled.drafted,
+        )
+        return state, outputs
+
+    def guess(self, weights: Weights, state: DeviceState, packed: Int32) -> DeviceState:
+        """Has the draft model guess for as many rows as one of `guess_sizes`; see `pack_guesses`."""
+        size = packed.shape[1]
+        program = self._get(f"guess {size} rows", lambda: self._build_guess(size))
+        return self._run_draft(program, weights, state, packed)
+
+    def catch_up(self, weights: Weights, state: DeviceState, packed: Int32) -> DeviceState:
+        """Has the draft model compute as many tokens as one of `catch_up_sizes`; see `pack_missed`."""
+        size = packed.shape[1]
+        program = self._get(f"catch up {size} tokens", lambda: self._build_catch_up(size))
+        return self._run_draft(program, weights, state, packed)
+
+    def _run_draft(self, program: Executable, weights: Weights, state: DeviceState, packed: Int32) -> DeviceState:
+        draft = self._draft_model
+        found = program(draft.own(weights), *self._parts(state), packed)
+        models, _ = draft.split(state.kv)
+        return replace(state, kv=(*models, *found.kv), drafted=found.drafted)
+
+    @property
+    def _draft_model(self) -> DraftModel:
+        assert self.draft is not None, "a runner with a draft model"
+        return self.draft
+
+    def _parts(self, state: DeviceState) -> tuple[DraftState, RowState]:
+        """What the draft model's programs change, and what they read; of the state, or of its shapes."""
+        assert state.known is not None
+        assert state.drafted is not None
+        _, kv = self._draft_model.split(state.kv)
+        return DraftState(kv, state.drafted), RowState(state.page_table, state.known, state.sampling)
 
     def update_rows(self, sampling: SamplingState, packed: Int32) -> SamplingState:
         """Replaces the parameters of as many rows as one of `row_update_sizes`."""
@@ -187,6 +239,8 @@ class Programs:
         return {
             **{str(bucket): partial(self._build_step, bucket) for bucket in steps},
             **{f"sample {rows} rows": partial(self._build_sample, rows) for rows in sorted(self.sample_layouts)},
+            **{f"guess {size} rows": partial(self._build_guess, size) for size in self.guess_sizes},
+            **{f"catch up {size} tokens": partial(self._build_catch_up, size) for size in self.catch_up_sizes},
             **{f"update {size} rows": partial(self._build_row_updates, size) for size in self.row_update_sizes},
             **{
                 f"texts of {size} rows": partial(self._build_known_tokens, size)
@@ -240,6 +294,22 @@ class Programs:
             lowered = step.lower(self._weight_shapes, self._state_shapes, _integers(layout.size))
         self._logits_columns = lowered.out_info[1].logits.shape[1]
         return lowered.compile()
+
+    def _build_guess(self, rows: int) -> Executable:
+        return self._build_draft(
+            make_guess(self._draft_model, rows, self._page_size, self._mesh, self.table), (2, rows)
+        )
+
+    def _build_catch_up(self, tokens: int) -> Executable:
+        build = make_catch_up(self._draft_model, tokens, self._page_size, self._mesh, self.table)
+        return self._build_draft(build, (3, tokens))
+
+    def _build_draft(self, run: Guess, packed: tuple[int, int]) -> Executable:
+        placement, _ = self._parts(self._placement)
+        program = jax.jit(run, donate_argnums=1, out_shardings=placement)
+        weights = self._draft_model.own(self._weight_shapes)
+        with nullcontext() if self._mesh is None else jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
+            return program.lower(weights, *self._parts(self._state_shapes), _integers(*packed)).compile()
 
     def _outputs_placement(self) -> StepOutputs | None:
         """Outputs are whole on every device, so that every node can read them; but for the logits, which none does."""

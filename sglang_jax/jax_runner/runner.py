@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sglang_jax.jax_runner.buckets import Bucket
 from sglang_jax.jax_runner.compiles import CompileCounter
+from sglang_jax.jax_runner.drafter import Drafter
 from sglang_jax.jax_runner.logprobs import Logprobs
 from sglang_jax.jax_runner.programs import DELTA_BLOCK, Programs
 from sglang_jax.jax_runner.step import DeviceState, KVCaches, StepOutputs, Weights, empty_rows
@@ -115,12 +115,14 @@ class JaxRunner:
     ) -> None:
         self._spec = spec
         self._details = dict(details)
-        self._state = DeviceState(kv, *empty_rows(spec, None if mesh is None else NamedSharding(mesh, PartitionSpec())))
+        placement = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+        self._state = DeviceState(kv, *empty_rows(spec, placement, drafted=programs.draft is not None))
         self._weights = weights
         self._weight_bytes = _nbytes(weights)
         self._kv_bytes = _nbytes(kv)
         self._device = next(iter(self._state.last_tokens.devices()))
         self._programs = programs
+        self._drafter = None if programs.draft is None else Drafter(programs, weights, spec.max_rows)
         self._counter = CompileCounter()
         self._compiles_in_warm_up = 0
         self._waiting: JaxStep | None = None
@@ -137,7 +139,8 @@ class JaxRunner:
         """
         steps = list(self._programs.buckets)
         programs = len(self._programs.builders())
-        total = programs + len(steps) + len(self._programs.sample_layouts)
+        drafts = len(self._programs.guess_sizes) + len(self._programs.catch_up_sizes)
+        total = programs + len(steps) + len(self._programs.sample_layouts) + drafts
         self._programs.build_all(lambda done, _, what: progress(done, total, what))
         ran: dict[int, tuple[StepPlan, StepOutputs]] = {}
         for done, bucket in enumerate(steps, programs + 1):
@@ -154,6 +157,11 @@ class JaxRunner:
             self._state, (tokens, _) = self._programs.sample(self._state, found, packed)
             tokens.block_until_ready()
             progress(done, total, f"running sample {rows} rows")
+        if self._drafter is not None:
+            for done, (what, state) in enumerate(self._drafter.warm_up(self._state), total - drafts + 1):
+                self._state = state
+                jax.block_until_ready(state.drafted)
+                progress(done, total, f"running {what}")
         self._compiles_in_warm_up = self._counter.count
 
     def announce_builds(self, building: Building) -> None:
@@ -178,7 +186,11 @@ class JaxRunner:
         bucket = self._programs.buckets.pick(plan.num_tokens, len(plan.rows), plan.num_decode)
         self._replace_rows(plan.row_updates)
         deltas = side_by_side(plan.page_deltas, self._spec.max_pages_per_row)
-        deltas = self._apply_excess(deltas, bucket)
+        deltas = self._apply_excess(deltas, 0 if self._guesses(unfolded) else bucket.deltas)
+        if self._drafter is not None:
+            if self._guesses(unfolded):
+                self._state = self._drafter.guess(self._state, unfolded)
+            self._drafter.launched(unfolded)
         packed = self._programs.layouts[bucket].pack(plan, deltas, unfolded.guesses)
         with jax.profiler.StepTraceAnnotation("step", step_num=plan.step) if self._profiling else nullcontext():
             self._state, outputs = self._programs.step(bucket, self._weights, self._state, packed)
@@ -244,10 +256,14 @@ class JaxRunner:
                 known = self._programs.set_known_tokens(known, packed)
         self._state = replace(self._state, sampling=sampling, known=known)
 
-    def _apply_excess(self, deltas: PageDeltas, bucket: Bucket) -> PageDeltas:
-        """Applies all deltas where they are more than the bucket takes; what is left goes with the step."""
+    def _guesses(self, unfolded: Unfolded) -> bool:
+        """Whether a draft model has something to guess."""
+        return self._drafter is not None and bool(unfolded.guesses.any())
+
+    def _apply_excess(self, deltas: PageDeltas, most: int) -> PageDeltas:
+        """Applies all deltas where they are more than the step's program takes; what is left goes with the step."""
         count = len(deltas.rows)
-        if count <= bucket.deltas:
+        if count <= most:
             return deltas
         page_table = self._state.page_table
         for start in range(0, count, DELTA_BLOCK):

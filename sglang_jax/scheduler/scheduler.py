@@ -367,7 +367,9 @@ class Scheduler:
         self._endings.finished_at = ended
         self.budget.observe(launched.planned.plan, ended - begun)
         if not launched.planned.chunks:
-            self._drafting.took(launched.planned.plan.num_tokens, ended - begun)
+            widths = launched.planned.decode.widths
+            most_drafts = 0 if widths is None else int(widths.max()) - 1
+            self._drafting.took(launched.planned.plan.num_tokens, ended - begun, most_drafts)
 
     def _release_one(self) -> None:
         """While nothing is in flight nobody has to wait for the end of a step."""
@@ -404,4 +406,5 @@ def _chunk_budget(config: EngineConfig, spec: RunnerSpec) -> ChunkBudget:
 def _drafting(config: EngineConfig, spec: RunnerSpec) -> Drafting:
     if config.speculative_algorithm is SpeculativeAlgorithm.NONE:
         return AllThatFit()
-    return WhatPays(spec.max_rows, spec.max_samples)
+    one_by_one = config.speculative_algorithm is SpeculativeAlgorithm.DRAFT
+    return WhatPays(spec.max_rows, spec.max_samples, one_by_one=one_by_one)

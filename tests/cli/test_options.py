@@ -68,6 +68,7 @@ OTHER_VALUES: dict[str, Any] = {
     "sampling_defaults": "openai",
     "grammar_backend": "none",
     "speculative_algorithm": "ngram",
+    "speculative_draft_model_path": "some/smaller-model",
     "speculative_num_draft_tokens": 3,
     "skip_warmup": True,
     "keep_gguf_blocks": True,
