@@ -15,7 +15,8 @@ from pathlib import Path
 from machine import report
 
 from sglang_jax import Engine, SamplingParams
-from sglang_jax.checkpoint import load_tokenizer, resolve_tokenizer
+from sglang_jax.checkpoint import resolve_tokenizer
+from sglang_jax.checkpoint.tokenizer import load_tokenizer
 from sglang_jax.config import EngineConfig
 
 PIECE = 1000

@@ -109,6 +109,13 @@ class CapacityError(RequestError):
     code = "kv_capacity_exceeded"
 
 
+class UnreadError(RequestError):
+    """The output waits for a client that does not read it, and there is no more room for such."""
+
+    status = 408
+    code = "output_not_read"
+
+
 class NumericalError(RequestError):
     """The model produced logits that are not finite for this request."""
 

@@ -80,7 +80,6 @@ NEEDLESS: Mapping[str, OtherFlag] = {
 """Options for what is so anyway: accepted, with a line that says so."""
 
 _ONE_MACHINE = "not implemented: layers are spread by --tp-size, over several machines with --nnodes"
-_SPECULATION = "not implemented: --speculative-algorithm ngram guesses without a second model"
 _LORA = "not implemented: merge the adapter into the model's weights"
 _TLS = "not implemented: let a proxy in front of the server end TLS, see docs/security.md"
 _MEMORY = "not implemented: the KV cache lives in device memory only"
@@ -116,9 +115,10 @@ REFUSED: Mapping[str, OtherFlag] = {
         takes_value=True,
     ),
     "speculative_config": OtherFlag(
-        "given by options of their own: --speculative-algorithm ngram, --speculative-num-draft-tokens", takes_value=True
+        "given by options of their own: --speculative-algorithm, --speculative-draft-model-path, "
+        "--speculative-num-draft-tokens",
+        takes_value=True,
     ),
-    "speculative_draft_model_path": OtherFlag(_SPECULATION, takes_value=True),
     "ssl_ca_certs": OtherFlag(_TLS, takes_value=True),
     "ssl_certfile": OtherFlag(_TLS, takes_value=True),
     "ssl_keyfile": OtherFlag(_TLS, takes_value=True),

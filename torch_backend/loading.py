@@ -15,6 +15,7 @@ from sglang_jax.checkpoint import Checkpoint, ModelConfig
 from sglang_jax.checkpoint.kv_scales import ScalesOfLayers
 from sglang_jax.config import EngineConfig, KVCacheDtype, MambaDtype
 from sglang_jax.errors import CheckpointError, ConfigError
+from sglang_jax.runner.draft_model import open_draft, with_draft
 from sglang_jax.runner.kv_scales import scales_of_checkpoint
 from sglang_jax.runner.plan import RunnerSpec
 from sglang_jax.runner.sizing import (
@@ -36,9 +37,10 @@ from torch_backend.kv_pages import KVPages, LayerMemory, StateDtypes, kv_bytes_p
 from torch_backend.layers.shard import ModelShard
 from torch_backend.models import Transformer, build_model
 from torch_backend.parallel import SINGLE, TensorParallel
-from torch_backend.runner import TorchRunner
+from torch_backend.runner import DraftPart, TorchRunner
 from torch_backend.streams import CpuThread, CudaStream, Stream
 from torch_backend.weights import load_weights, weight_bytes
+from torch_backend.weights import weight_bytes as weight_bytes_of
 
 if TYPE_CHECKING:
     from torch_backend.compilation.traced_model import TracedTransformer
@@ -101,17 +103,37 @@ def _load_on(
     refuse_beside_states(config, checkpoint.config)
     state_dtypes = StateDtypes(dtype, _STATE_DTYPES[config.mamba_ssm_dtype])
     shard = ModelShard.of(checkpoint.config, parallel.rank, parallel.size)
-    form = CpuForm(dtype, kv_dtype, shard.head_forms(checkpoint.config))
+    guessing = open_draft(config, checkpoint)
+    head_forms = shard.head_forms(checkpoint.config)
+    if guessing is not None:
+        own_shard = ModelShard.of(guessing.config, parallel.rank, parallel.size)
+        head_forms = tuple(dict.fromkeys((*head_forms, *own_shard.head_forms(guessing.config))))
+    form = CpuForm(dtype, kv_dtype, head_forms)
     kernels = choose_kernels(config.attention_backend, device, form, config.cache_folder())
     built = _build(config, checkpoint, dtype, device, kernels, parallel)
+    draft = None if guessing is None else _build_draft(guessing, dtype, device, kernels, parallel)
     memory, sizes = _sizes(
-        config, checkpoint.config, shard, device, dtype, kv_dtype, state_dtypes, built.weight_bytes, parallel
+        config, checkpoint.config, shard, device, dtype, kv_dtype, state_dtypes, built.weight_bytes, parallel, draft
     )
     kv_scales = scales_of_checkpoint(checkpoint, config.kv_cache_dtype)
     built.load()
-    kv = _allocate(
-        checkpoint.config, shard, sizes.num_pages, config.page_size, kv_dtype, device, kv_scales, state_dtypes
-    )
+    own_groups = len(cache_groups(checkpoint.config))
+    own_pages = sizes.num_pages[:own_groups]
+    kv = _allocate(checkpoint.config, shard, own_pages, config.page_size, kv_dtype, device, kv_scales, state_dtypes)
+    drafting = None
+    if draft is not None:
+        draft.load()
+        pages = _allocate(
+            draft.config,
+            draft.shard,
+            sizes.num_pages[own_groups:],
+            config.page_size,
+            dtype,
+            device,
+            None,
+            state_dtypes,
+        )
+        drafting = DraftPart(PagedTransformer(draft.model, pages), own_groups)
     spec = RunnerSpec(
         pools=pool_specs(memory, sizes, config.page_size),
         max_rows=sizes.max_rows,
@@ -130,6 +152,8 @@ def _load_on(
     }
     if checkpoint.foreign is not None:
         details["model_impl"] = config.model_impl.value
+    if draft is not None:
+        details["speculative_draft_model_path"] = str(config.speculative_draft_model_path)
     if checkpoint.config.keeps_states:
         details["mamba_ssm_dtype"] = config.mamba_ssm_dtype.value
     most = min(config.cuda_graph_max_bs or _MOST_CAPTURED_ROWS, spec.max_rows)
@@ -143,10 +167,41 @@ def _load_on(
         capture=capture,
         graph_buckets=row_buckets(most),
         mixed_buckets=() if capture is None else _mixed_buckets(config, checkpoint.config, kernels, most, sizes),
-        weight_bytes=built.weight_bytes,
+        weight_bytes=built.weight_bytes + (0 if draft is None else weight_bytes_of(draft.model)),
         kv_bytes=sum(group.page * pages for group, pages in zip(memory.groups, sizes.num_pages, strict=True)),
         details=details,
+        draft=drafting,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _BuiltDraft:
+    """A draft model without values. Its keys and values are of the type of activations."""
+
+    config: ModelConfig
+    shard: ModelShard
+    model: Transformer
+    load: Callable[[], None]
+
+
+def _build_draft(
+    found: Checkpoint, dtype: torch.dtype, device: torch.device, kernels: Kernels, parallel: TensorParallel
+) -> _BuiltDraft:
+    if found.reader is None:
+        raise CheckpointError(
+            f"{found.source.path} is an Orbax checkpoint, which only the JAX backend restores: choose --backend jax, "
+            "or give the checkpoint that it was converted from"
+        )
+    model = build_model(
+        found.config,
+        dtype=dtype,
+        device=device,
+        operations=kernels.operations,
+        attention=kernels.attention,
+        parallel=parallel,
+    )
+    load = partial(load_weights, model, found.reader, found.config)
+    return _BuiltDraft(found.config, ModelShard.of(found.config, parallel.rank, parallel.size), model, load)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,25 +300,34 @@ def _sizes(
     state_dtypes: StateDtypes,
     weight_bytes: int,
     parallel: TensorParallel,
+    draft: _BuiltDraft | None,
 ) -> tuple[Memory, Sizes]:
     """Sizes that every rank agrees on, and what follows from them on this one."""
 
-    def bytes_of_one(group: CacheGroup) -> int:
-        """Of a page, or of a slot."""
-        layers = [model_config.layers[number] for number in group.layers]
-        if group.kind is CacheKind.STATE:
-            return sum(state_dtypes.bytes_of_slot(layer.recurrent.state) for layer in layers if layer.recurrent)
-        attention = layers[0].attention
-        assert attention is not None
-        kv_heads = len(shard.kv_heads(attention.num_kv_heads))
-        return config.page_size * kv_bytes_per_token(len(layers), kv_heads, attention.head_dim, kv_dtype)
+    def memory_of(model: ModelConfig, shard: ModelShard, kv_dtype: torch.dtype) -> tuple[GroupMemory, ...]:
+        def bytes_of_one(group: CacheGroup) -> int:
+            """Of a page, or of a slot."""
+            layers = [model.layers[number] for number in group.layers]
+            if group.kind is CacheKind.STATE:
+                return sum(state_dtypes.bytes_of_slot(layer.recurrent.state) for layer in layers if layer.recurrent)
+            attention = layers[0].attention
+            assert attention is not None
+            kv_heads = len(shard.kv_heads(attention.num_kv_heads))
+            return config.page_size * kv_bytes_per_token(len(layers), kv_heads, attention.head_dim, kv_dtype)
 
-    groups = [GroupMemory(bytes_of_one(group), group.kind, group.window) for group in cache_groups(model_config)]
+        return tuple(GroupMemory(bytes_of_one(group), group.kind, group.window) for group in cache_groups(model))
+
     # Processes on one CPU share its memory, and all of them must agree on the sizes.
     available = parallel.least(available_memory(device)) // (parallel.size if device.type == "cpu" else 1)
     memory = Memory(
-        platform=device.type, available=available, weights=-parallel.least(-weight_bytes), groups=tuple(groups)
+        platform=device.type,
+        available=available,
+        weights=-parallel.least(-weight_bytes),
+        groups=memory_of(model_config, shard, kv_dtype),
     )
+    if draft is not None:
+        own = -parallel.least(-weight_bytes_of(draft.model))
+        memory = with_draft(memory, own, memory_of(draft.config, draft.shard, dtype))
     sizes = choose_sizes(config, model_config.max_position, memory)
     logger.info(
         "%s on %s: %.0f MiB of weights, %s, %d rows, %d tokens a step",

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from sglang_jax.runner.drafts import REFUSED, Unfolded, fold, pack_texts, unfold
+from sglang_jax.errors import ParameterError
+from sglang_jax.runner.draft_model import DraftLag
+from sglang_jax.runner.drafts import REFUSED, Unfolded, fold, pack_hints, pack_texts, unfold
 from sglang_jax.runner.page_tables import TableLayout, side_by_side
 from sglang_jax.runner.plan import (
     INVALID_TOKEN,
@@ -32,11 +35,13 @@ from sglang_jax.runner.pulse import Building
 from sglang_jax.runner.row_updates import count_history, pack_row_updates
 from torch_backend.batch import ForwardBatch
 from torch_backend.devices import device_name
-from torch_backend.drafts import Guesses, KnownTokens, kept_samples
+from torch_backend.draft_model import Drafter, ToGuess, WithDraft
+from torch_backend.drafts import DraftedTokens, Guesses, KnownTokens, kept_samples
 from torch_backend.graphs import Bucket, Capture, StepGraphs
 from torch_backend.logprobs import Logprobs, prompt_logprobs, token_logprobs
 from torch_backend.native_sampler import NativeSampler
 from torch_backend.packing import GUESS, StepInputs, StepLayout
+from torch_backend.profile import Profile
 from torch_backend.sampler import MaskedLines, TokenSampler, sample
 from torch_backend.sampling_state import Needs, RowNeeds, SamplingState
 from torch_backend.step import Model, RowTensors, build_batch, settle_drafts
@@ -113,6 +118,14 @@ def _of_all_sequences(found: Logprobs | None, plan: StepPlan) -> TopLogprobs:
     return TopLogprobs(logprobs, top_ids, top_logprobs)
 
 
+@dataclass(frozen=True, slots=True)
+class DraftPart:
+    """A draft model with its KV pages. `first_group`: the number of its first cache group among those of both."""
+
+    model: Model
+    first_group: int
+
+
 class _Closed:
     """In the place of a model that was let go of."""
 
@@ -123,6 +136,10 @@ class _Closed:
         raise RuntimeError("the runner is closed")
 
 
+def _without_entries(deltas: PageDeltas) -> PageDeltas:
+    return PageDeltas(deltas.rows[:0], deltas.columns[:0], deltas.pages[:0])
+
+
 class TorchRunner:
     """`Runner` on one device, or one rank of several that run the same plans.
 
@@ -131,7 +148,8 @@ class TorchRunner:
 
     **Arguments:** `model` and its KV pages are handed over; `stream` and `sampler` are the device's (the CPU's unless
     given); `graph_buckets` are the row counts of decode steps that `capture` captures (None: every step is eager), and
-    `mixed_buckets` the sizes of steps with prompts; `details` go into the report.
+    `mixed_buckets` the sizes of steps with prompts; `details` go into the report; `draft`: a model with KV pages that
+    guesses, whose cache groups are the spec's last ones.
     """
 
     def __init__(
@@ -148,9 +166,10 @@ class TorchRunner:
         weight_bytes: int = 0,
         kv_bytes: int = 0,
         details: Mapping[str, str] | None = None,
+        draft: DraftPart | None = None,
     ) -> None:
         self._spec = spec
-        self._model: Model = model
+        self._model: Model = model if draft is None else WithDraft(model, draft.model, draft.first_group)
         self._device = device
         self._stream = stream or CpuThread()
         self._sampler = sampler or NativeSampler()
@@ -160,7 +179,13 @@ class TorchRunner:
         self._dump_row = spec.max_rows
         self._drafts = spec.max_samples > 1
         known = KnownTokens.zeros(rows, spec.max_context, device) if self._drafts else None
-        self._rows = RowTensors.zeros(rows, spec.table_columns, device, known)
+        drafted = None if draft is None else DraftedTokens.zeros(rows, spec.max_samples - 1, device)
+        self._rows = RowTensors.zeros(rows, spec.table_columns, device, known, drafted)
+        self._lag = DraftLag(spec.max_rows)
+        self._drafter = None
+        if draft is not None:
+            to_device = partial(integers_to_device, self._stream)
+            self._drafter = Drafter(draft.model, draft.first_group, self._rows, self._table, self._page_size, to_device)
         self._sampling = SamplingState.empty(rows, spec.vocab_size, device)
         self._needs = RowNeeds(rows)
         self._graphs: StepGraphs | None = None
@@ -179,6 +204,7 @@ class TorchRunner:
             )
         self._warm_graphs = 0
         self._waiting: TorchStep | None = None
+        self._profile: Profile | None = None
         self._weight_bytes = weight_bytes
         self._kv_bytes = kv_bytes
         self._details = dict(details or {})
@@ -199,6 +225,10 @@ class TorchRunner:
         ]
         kinds = {"a decode step": [decode], "a prefill step": prefill}
         graphs = self._graphs
+        drafter = self._drafter
+        if drafter is not None:
+            guess = partial(drafter.warm_up, self._dump_row, partial(self._sample_guesses, Needs.everything()))
+            self._stream.submit(guess).wait()
         total = len(kinds) + (0 if graphs is None else len(graphs.layouts))
         for done, (what, layouts) in enumerate(kinds.items(), 1):
             for layout in layouts:
@@ -232,18 +262,34 @@ class TorchRunner:
             raise RuntimeError(
                 f"step {plan.step} was launched while step {self._waiting.unfolded.plan.step} waits for its masks"
             )
+        wanted = None
+        if self._drafter is not None:
+            wanted = ToGuess.of(unfolded, *self._lag.missed(unfolded))
+            self._lag.launched(unfolded)
         self._needs.replace(plan.row_updates.sampling)
         needs = self._needs.of_step(plan, self._spec.max_samples)
         if plan.masked is None:
-            pending = self._stream.submit(partial(self._run, unfolded, needs))
+            pending = self._stream.submit(partial(self._run, unfolded, needs, wanted))
             return TorchStep(unfolded, self._spec.max_samples, pending)
-        forwarded = self._stream.submit(partial(self._forward_part, unfolded))
+        forwarded = self._stream.submit(partial(self._forward_part, unfolded, needs, wanted))
 
         def second(masks: TokenMasks) -> Pending[StepOutputs]:
             return self._stream.submit(lambda: self._sample_part(plan, forwarded.submitted(), needs, masks))
 
         self._waiting = TorchStep(unfolded, self._spec.max_samples, None, second)
         return self._waiting
+
+    def start_profile(self, folder: str) -> None:
+        """See `Runner`."""
+        if "://" in folder:
+            raise ParameterError(f"profiles of the torch backend are written to a local folder, got {folder}")
+        self._profile = self._stream.submit(lambda: Profile.start(Path(folder), self._device)).wait()
+
+    def stop_profile(self) -> None:
+        """See `Runner`."""
+        assert self._profile is not None, "no profile is taken"
+        profile, self._profile = self._profile, None
+        self._stream.submit(profile.stop).wait()
 
     def report(self) -> RunnerReport:
         graphs = 0 if self._graphs is None else len(self._graphs)
@@ -260,14 +306,14 @@ class TorchRunner:
     def close(self) -> None:
         """Waits for steps in flight, and lets go of the model and what was captured of it."""
         self._stream.close()
-        self._model, self._graphs, self._warm_graphs = _Closed(), None, 0
+        self._model, self._graphs, self._warm_graphs, self._drafter = _Closed(), None, 0, None
 
-    def _run(self, unfolded: Unfolded, needs: Needs) -> StepOutputs:
+    def _run(self, unfolded: Unfolded, needs: Needs, wanted: ToGuess | None) -> StepOutputs:
         """The whole step, on the stream."""
-        return self._sample_part(unfolded.plan, self._forward_part(unfolded), needs, None)
+        return self._sample_part(unfolded.plan, self._forward_part(unfolded, needs, wanted), needs, None)
 
-    def _forward_part(self, unfolded: Unfolded) -> _Forwarded:
-        """A step up to its logits, on the stream."""
+    def _forward_part(self, unfolded: Unfolded, needs: Needs, wanted: ToGuess | None) -> _Forwarded:
+        """A step up to its logits, on the stream. `wanted`: of a draft model."""
         plan = unfolded.plan
         if plan.row_updates.sampling:
             self._replace_rows(plan.row_updates.sampling)
@@ -275,7 +321,15 @@ class TorchRunner:
             texts = plan.row_updates.texts
             packed = pack_texts(texts, len(texts), self._dump_row, max(len(text.tokens) for text in texts))
             self._rows.known.replace(integers_to_device(self._stream, packed))
-        inputs, hidden = self._hidden(unfolded)
+        if plan.row_updates.hints and self._rows.known is not None:
+            hints = plan.row_updates.hints
+            self._rows.known.hint(integers_to_device(self._stream, pack_hints(hints, len(hints), self._dump_row)))
+        deltas = side_by_side(plan.page_deltas, self._spec.max_pages_per_row)
+        if self._drafter is not None and wanted is not None:
+            self._apply_deltas(deltas)
+            deltas = _without_entries(deltas)
+            self._drafter.guess(wanted, partial(self._sample_guesses, needs))
+        inputs, hidden = self._hidden(unfolded, deltas)
         logits = self._logits(plan, inputs, hidden) if plan.samples.any() else None
         found = tuple(self._prompt_logprobs(plan, inputs, wanted, hidden) for wanted in plan.prompt_logprobs)
         return _Forwarded(inputs, logits, tuple(self._logprobs_to_host(part) for part in found))
@@ -293,15 +347,19 @@ class TorchRunner:
             forwarded.prompt_logprobs,
         )
 
-    def _hidden(self, unfolded: Unfolded) -> tuple[StepInputs, torch.Tensor]:
+    def _sample_guesses(
+        self, needs: Needs, logits: torch.Tensor, rows: torch.Tensor, kv_lens: torch.Tensor
+    ) -> torch.Tensor:
+        return sample(logits, self._sampling, rows, kv_lens, needs, self._sampler)
+
+    def _hidden(self, unfolded: Unfolded, deltas: PageDeltas) -> tuple[StepInputs, torch.Tensor]:
         """The step's inputs on the device, and hidden states of its tokens."""
         plan, guesses = unfolded.plan, unfolded.guesses
-        deltas = side_by_side(plan.page_deltas, self._spec.max_pages_per_row)
         bucket = None if self._graphs is None else self._graphs.bucket(plan)
         if self._graphs is not None and bucket is not None:
             if len(deltas.rows) > self._graphs.layouts[bucket].deltas:
                 self._apply_deltas(deltas)
-                deltas = PageDeltas(deltas.rows[:0], deltas.columns[:0], deltas.pages[:0])
+                deltas = _without_entries(deltas)
             settle = partial(self._settle_drafts, unfolded) if self._drafts else None
             return self._graphs.run(bucket, plan, deltas, guesses, settle)
         layout = StepLayout.exact(plan, deltas, drafts=self._drafts, states=self._table.states)
@@ -310,7 +368,11 @@ class TorchRunner:
         inputs = layout.unpack(self._stream.to_device(host))
         if self._drafts:
             self._settle_drafts(unfolded, inputs)
-        return inputs, self._forward(inputs)
+        hidden = self._forward(inputs)
+        if self._rows.drafted is not None and layout.tokens:
+            starts = inputs.kv_lens - inputs.query_starts.diff()
+            self._rows.drafted.computed_beside(inputs.rows.long(), starts, inputs.kv_lens, layout.num_decode)
+        return inputs, hidden
 
     def _settle_drafts(self, unfolded: Unfolded, inputs: StepInputs) -> None:
         """Not captured: what it takes depends on the step's drafts, and most steps have none."""
@@ -357,6 +419,8 @@ class TorchRunner:
         kept, last = kept_samples(guesses, inputs.own[sampled], tokens, self._spec.max_samples - 1)
         self._rows.last_tokens.index_copy_(0, torch.where(last, rows, self._dump_row), tokens)
         known.append(rows, kv_lens, tokens, kept, last)
+        if self._rows.drafted is not None:
+            self._rows.drafted.keep_right(known)
         return torch.where(kept, tokens, REFUSED)
 
     def _masked_lines(self, plan: StepPlan, masks: TokenMasks) -> MaskedLines:

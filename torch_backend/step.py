@@ -9,7 +9,7 @@ import torch
 
 from sglang_jax.runner.page_tables import ONE_GROUP, TableLayout
 from torch_backend.batch import ForwardBatch, GroupPages
-from torch_backend.drafts import Guesses, KnownTokens
+from torch_backend.drafts import DraftedTokens, Guesses, KnownTokens
 from torch_backend.packing import GUESS, LEARNT, StepInputs
 from torch_backend.recurrent.rows import StateRows
 
@@ -33,20 +33,29 @@ class RowTensors:
     - `page_table`: int32 `[rows + 1, columns]`, those of all cache groups side by side (see `TableLayout`); the dump
       row holds page 0 alone.
     - `last_tokens`: int32 `[rows + 1]`, what each row sampled last.
-    - `known`: the rows' texts, where steps have drafts.
+    - `known`: the rows' texts, where steps have drafts; `drafted`: what a draft model has guessed, where there is one.
     """
 
     page_table: torch.Tensor
     last_tokens: torch.Tensor
     known: KnownTokens | None = None
+    drafted: DraftedTokens | None = None
 
     @classmethod
-    def zeros(cls, rows: int, pages: int, device: torch.device, known: KnownTokens | None = None) -> RowTensors:
+    def zeros(
+        cls,
+        rows: int,
+        pages: int,
+        device: torch.device,
+        known: KnownTokens | None = None,
+        drafted: DraftedTokens | None = None,
+    ) -> RowTensors:
         """For `rows` rows, the dump row included."""
         return cls(
             torch.zeros((rows, pages), dtype=torch.int32, device=device),
             torch.zeros(rows, dtype=torch.int32, device=device),
             known,
+            drafted,
         )
 
 
@@ -60,7 +69,8 @@ def settle_drafts(inputs: StepInputs, state: RowTensors, guesses: Guesses | None
     inputs.kv_lens.copy_(torch.where(learnt, lengths, inputs.kv_lens))
     inputs.own.copy_(state.last_tokens[rows])
     if guesses is not None:
-        inputs.own.index_copy_(0, guesses.sequences, known.guess(guesses))
+        found = known.guess(guesses) if state.drafted is None else state.drafted.guess(guesses)
+        inputs.own.index_copy_(0, guesses.sequences, found)
 
 
 def build_batch(

@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from sglang_jax.checkpoint.kv_scales import LARGEST_STORED
 from sglang_jax.config import Dtype, KVCacheDtype
@@ -27,19 +27,15 @@ from sglang_jax.jax_runner.loading import (
     choose_attention,
     kv_dtype_of,
     memory_of_one_device,
-    parameters,
     runner_spec,
-    split_model,
     state_dtypes_of,
 )
+from sglang_jax.jax_runner.model_programs import programs_of, whole
 from sglang_jax.jax_runner.parallel import TensorParallel
-from sglang_jax.jax_runner.programs import Executable, Programs
-from sglang_jax.jax_runner.runner import empty_rows
-from sglang_jax.jax_runner.step import DeviceState
+from sglang_jax.jax_runner.programs import Executable
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import make_mesh, named_sharding
 from sglang_jax.models import Transformer, build_model, kv_cache_spec
-from sglang_jax.runner.page_tables import TableLayout
 from sglang_jax.runner.sizing import choose_sizes, describe_pools
 from tpu.collectives import collectives_of
 from tpu.estimate import Estimate
@@ -52,7 +48,6 @@ _PLATFORM = "tpu"
 CALIBRATION = "calibrate scales"
 """The program that a server with an int8 cache runs once, if the checkpoint brings no scales of keys and values."""
 
-T = TypeVar("T")
 Builders = dict[str, Callable[[], Executable]]
 Names = dict[str, str]
 """Of weights, by what a program calls them."""
@@ -119,26 +114,9 @@ def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Bui
     )
     sizes = choose_sizes(options, parallel.config.max_position, memory)
     spec = runner_spec(options, memory, sizes, parallel)
-    model.arrange(parallel.size)
-    functions, weights = split_model(model)
-    placed = [
-        jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=named_sharding(mesh, parameter.axes))
-        for weight, parameter in zip(weights, parameters(model), strict=True)
-    ]
-    rows = _whole(jax.eval_shape(lambda: empty_rows(spec, None)), mesh)
     cache = kv_cache_spec(parallel.config, kv_dtype, sizes.num_pages, options.page_size, platform=_PLATFORM)
-    kv = cache.memory(mesh)
-    buckets = Buckets.ladder(spec.max_rows, spec.token_budget, options.page_size, len(spec.pools))
-    programs = Programs(
-        functions,
-        placed,
-        DeviceState(kv, *rows),
-        buckets,
-        options.page_size,
-        mesh,
-        TableLayout.of(spec),
-        spec.max_samples - 1,
-    )
+    programs = programs_of(model, parallel, cache, spec, options, mesh)
+    buckets = programs.buckets
     builders = programs.builders()
     if options.kv_cache_dtype is KVCacheDtype.INT8:
         builders[CALIBRATION] = partial(_build_calibration, model, parallel, mesh, dtype, options.page_size)
@@ -181,15 +159,8 @@ def _build_calibration(
     spec, batch = calibration_inputs(parallel, dtype, page_size, _PLATFORM)
     # Kernels ask for the mesh.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        compiled: Executable = program.lower(placed, spec.memory(mesh), _whole(batch, mesh)).compile()
+        compiled: Executable = program.lower(placed, spec.memory(mesh), whole(batch, mesh)).compile()
     return compiled
-
-
-def _whole(arrays: T, mesh: Mesh) -> T:
-    """The shapes of arrays that every device has all of."""
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    shape = partial(jax.ShapeDtypeStruct, sharding=everywhere)
-    return cast(T, jax.tree.map(lambda array: shape(array.shape, array.dtype), arrays))
 
 
 def _selected(names: list[str], buckets: Buckets, selection: Selection) -> list[str]:

@@ -158,6 +158,14 @@ class TimedRunner:
         self._log.decodes.append(len(plan.rows) if plan.num_decode == len(plan.rows) else 0)
         return self._runner.launch(plan)
 
+    def start_profile(self, folder: str) -> None:
+        """See `Runner`."""
+        self._runner.start_profile(folder)
+
+    def stop_profile(self) -> None:
+        """See `Runner`."""
+        self._runner.stop_profile()
+
     def report(self) -> RunnerReport:
         return self._runner.report()
 

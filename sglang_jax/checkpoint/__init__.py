@@ -1,6 +1,7 @@
 """Checkpoints: model configs, tensors and tokenizers from Hugging Face folders, GGUF files and the hub.
 
-Framework-free: tensors are numpy arrays, and neither jax nor torch is imported.
+Framework-free: tensors are numpy arrays, and neither jax nor torch is imported. Nor is transformers, which takes a
+second: `checkpoint.tokenizer`, which does, is imported where text is cut into tokens.
 """
 
 from sglang_jax.architectures.model_config import ModelConfig, RopeConfig, RopeKind
@@ -10,8 +11,6 @@ from sglang_jax.checkpoint.parameters import ParameterReader
 from sglang_jax.checkpoint.reader import TensorReader
 from sglang_jax.checkpoint.resolve import DEMO, ORBAX_MARKER, ModelSource, SourceKind, resolve_model, resolve_tokenizer
 from sglang_jax.checkpoint.tensors import check_tensors, expected_tensors
-from sglang_jax.checkpoint.text_stream import TextStream
-from sglang_jax.checkpoint.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
     "DEMO",
@@ -24,11 +23,8 @@ __all__ = [
     "RopeKind",
     "SourceKind",
     "TensorReader",
-    "TextStream",
-    "Tokenizer",
     "check_tensors",
     "expected_tensors",
-    "load_tokenizer",
     "open_checkpoint",
     "resolve_model",
     "resolve_tokenizer",

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
-
 from sglang_jax.architectures.json_fields import MOST_LAYERS, JsonFields
 from sglang_jax.architectures.model_config import AttentionConfig, LayerConfig, ModelConfig, NormConfig, SublayerNorms
 from sglang_jax.checkpoint.hf_config import CONFIG_FILE, GENERATION_CONFIG_FILE
@@ -38,7 +36,9 @@ def load_foreign_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
 
 def _normalised(given: JsonFields) -> dict[str, Any]:
     """All that transformers' config has, defaults too, under the usual names."""
-    from transformers import AutoConfig  # here: it imports torch where torch is installed
+    # Here: the first takes a while to import, and the second imports torch where torch is installed.
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
 
     values = dict(given.values)
     kind = values.pop("model_type", None)

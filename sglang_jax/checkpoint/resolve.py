@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
 from sglang_jax.checkpoint.hf_config import CONFIG_FILE
 from sglang_jax.config import LoadFormat
 from sglang_jax.errors import CheckpointError
@@ -110,6 +107,10 @@ def _looks_local(model_path: str) -> bool:
 
 
 def _download(repository: str, revision: str | None, *, weights: bool) -> Path:
+    # Here: most models are files of this machine, and the hub's client takes a while to import.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
     name = repr(repository) if revision is None else f"{repository!r} in revision {revision!r}"
     patterns = [*_TOKENIZER_PATTERNS, *(_WEIGHT_PATTERNS if weights else ())]
     try:

@@ -51,8 +51,9 @@ def convert(config: ConvertConfig) -> int:
     # Here, so that --help and bad flags are answered at once, and no other command imports a backend.
     import jax.numpy as jnp
 
-    from sglang_jax.checkpoint import load_tokenizer, open_checkpoint, write_hf_config
+    from sglang_jax.checkpoint import open_checkpoint, write_hf_config
     from sglang_jax.checkpoint.hf_config import CONFIG_FILE, GENERATION_CONFIG_FILE
+    from sglang_jax.checkpoint.tokenizer import load_tokenizer
     from sglang_jax.jax_runner.devices import select_device
     from sglang_jax.jax_runner.orbax_checkpoint import save_orbax
     from sglang_jax.jax_runner.weights import load_weights

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from sglang_jax.cli.options import Command, flag_name
-from sglang_jax.config import EngineConfig
+from sglang_jax.config import EngineConfig, GrammarLibrary
 from sglang_jax.errors import ParameterError
 from sglang_jax.sampling import GenerationDefaults, SamplingParams
 
@@ -68,8 +68,9 @@ def chosen_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
 def for_one_request(config: EngineConfig) -> EngineConfig:
     """The options, of which those left out fit one request at a time.
 
-    Programs are made when they are first needed: an answer needs one for its prompt and one for a token, and warming up
-    the others, for prompts of other lengths and for grammars, would take longer than the answer.
+    Programs are made when they are first needed, and those of a short prompt and its answer while weights are read:
+    warming up the others, for prompts of other lengths, would take longer than the answer. No option asks for a
+    grammar, so that nothing need be read for one.
     """
-    fitting = {"max_running_requests": 1, "skip_warmup": True}
+    fitting = {"max_running_requests": 1, "skip_warmup": True, "grammar_backend": GrammarLibrary.NONE}
     return config.model_copy(update={name: it for name, it in fitting.items() if name not in config.model_fields_set})

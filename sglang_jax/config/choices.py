@@ -177,10 +177,12 @@ class ReasoningParser(Choice):
 
 
 class SpeculativeAlgorithm(Choice):
-    """What guesses the tokens that a request samples next. `NGRAM` looks where the end of its text stood before."""
+    """What guesses the tokens that a request samples next. `NGRAM` looks where the end of its text stood before,
+    `DRAFT` is a second, smaller model."""
 
     NONE = "none"
     NGRAM = "ngram"
+    DRAFT = "draft"
 
 
 class LogLevel(Choice):

@@ -203,7 +203,13 @@ class EngineConfig(BaseModel):
     speculative_algorithm: SpeculativeAlgorithm = Field(
         SpeculativeAlgorithm.NONE,
         description="what guesses next tokens, to compute several of a request in one step with the same output; "
-        "ngram: earlier occurrences, in its own text, of the last tokens",
+        "ngram: earlier occurrences of the last tokens, in its own text and in recent outputs of its namespace; "
+        "draft: a second, smaller model",
+    )
+    speculative_draft_model_path: str | None = Field(
+        None,
+        description="the model that guesses, if speculative_algorithm is draft: given like model_path, with the same "
+        "vocabulary",
     )
     speculative_num_draft_tokens: int = Field(
         7, ge=1, le=31, description="maximum guesses per request and step; fewer are made where they do not pay"
@@ -233,6 +239,10 @@ class EngineConfig(BaseModel):
         None, description="persistent compilation cache; default: the user's cache folder"
     )
     decode_log_interval: PositiveInt = Field(40, description="decode steps between two log lines")
+    profile_dir: str | None = Field(
+        None,
+        description="folder that /start_profile writes to (JAX: gs:// too); default: no profiles are taken",
+    )
     test_retract: PositiveInt | None = Field(
         None,
         description="for tests: retract a running request every so many steps, as though its memory were needed; "

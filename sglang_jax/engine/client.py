@@ -126,6 +126,14 @@ class AsyncEngineClient:
         """See `EngineClient.flush_cache`; of all replicas that serve."""
         return await self.links.flush_cache(idle=not self._requests)
 
+    async def start_profile(self, folder: str, steps: int | None) -> list[str]:
+        """See `EngineClient.start_profile`."""
+        return await self.links.start_profile(folder, steps)
+
+    async def stop_profile(self) -> list[str]:
+        """See `EngineClient.stop_profile`."""
+        return await self.links.stop_profile()
+
     def loads(self) -> list[ReplicaLoad]:
         """See `EngineClient.loads`."""
         return self.links.loads()

@@ -17,7 +17,7 @@ from sglang_jax.engine.channel import ClientChannel, Published, Ready, Stopped
 from sglang_jax.engine.output import Completion, RequestOutputs, request_error
 from sglang_jax.engine.types import GenerateInput, ModelInfo, SessionOptions
 from sglang_jax.engine.watchdog import Watchdog
-from sglang_jax.errors import EngineDeadError
+from sglang_jax.errors import EngineDeadError, UnreadError
 from sglang_jax.runner.pulse import Pulse
 from sglang_jax.scheduler.messages import (
     AbortRequest,
@@ -32,11 +32,21 @@ from sglang_jax.scheduler.messages import (
     SchedulerStats,
     SessionTurn,
     Shutdown,
+    StartProfile,
     StepOutputs,
+    StopProfile,
     StopRequest,
 )
 
 logger = logging.getLogger(__name__)
+
+Call = OpenSession | CloseSession | FlushCache | GetState | GetCacheReport | StartProfile | StopProfile
+"""What the core answers with a `Reply`."""
+
+MOST_UNREAD_BYTES = 32 * 2**20
+UNREAD_SECONDS = 0.1
+"""Most memory of all streams that waits for their readers, about, and how often it is looked at. A reader that is only
+slow has room for hundreds of thousands of tokens."""
 
 STOP_SECONDS = 5.0
 """How long a core that was told to stop at once may take."""
@@ -101,6 +111,7 @@ class CoreLink:
         self._closing = False
         self._end: str | None = None
         self._over = asyncio.Event()
+        self._unread_at = 0.0
         self._watchdog: Watchdog | None = None
         if watchdog_timeout is not None and core.pulse is not None:
             self._watchdog = Watchdog(core.pulse, watchdog_timeout, self._waits, self._on_hang)
@@ -217,6 +228,14 @@ class CoreLink:
             logger.info("The prefix cache was not emptied: %s", reply.message)
         return reply.ok
 
+    async def start_profile(self, folder: str, steps: int | None) -> str:
+        """See `Link.start_profile`."""
+        return (await self._call(StartProfile(next(self._numbers), folder, steps))).message
+
+    async def stop_profile(self) -> str:
+        """See `Link.stop_profile`."""
+        return (await self._call(StopProfile(next(self._numbers)))).message
+
     async def state(self) -> dict[str, object]:
         """See `Link.state`."""
         reply = await self._call(GetState(next(self._numbers)))
@@ -254,6 +273,7 @@ class CoreLink:
         match message:
             case StepOutputs():
                 self._on_step(message)
+                self._look_for_unread()
             case SchedulerStats():
                 self._stats = message
             case Reply():
@@ -309,7 +329,7 @@ class CoreLink:
         with contextlib.suppress(EngineDeadError):
             self._channel.send(message)
 
-    async def _call(self, message: OpenSession | CloseSession | FlushCache | GetState | GetCacheReport) -> Reply:
+    async def _call(self, message: Call) -> Reply:
         """Raises `EngineDeadError`, and what the core refuses the call with."""
         self.check_alive()
         waiting: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
@@ -322,6 +342,28 @@ class CoreLink:
         if reply.error is not None:
             raise request_error(reply.error)
         return reply
+
+    def _look_for_unread(self) -> None:
+        """Ends the streams for which most waits until the others have room: an engine that is faster than its clients
+        would fill the memory before their time is up."""
+        now = time.monotonic()
+        if now < self._unread_at:
+            return
+        self._unread_at = now + UNREAD_SECONDS
+        waiting = {outputs: outputs.unread_bytes for outputs in self._requests}
+        total = sum(waiting.values())
+        while total > MOST_UNREAD_BYTES:
+            outputs = max(waiting, key=waiting.__getitem__)
+            size = waiting.pop(outputs)
+            logger.warning("A stream was ended, as %d MiB of it wait and %d MiB of all", size >> 20, total >> 20)
+            self.release(outputs)
+            outputs.give_up(
+                UnreadError(
+                    f"{size} bytes of this stream wait to be read, and {total} of all streams; the limit of all is "
+                    f"{MOST_UNREAD_BYTES}. Read streams as they come"
+                )
+            )
+            total -= size
 
     def _on_step(self, step: StepOutputs) -> None:
         """One pass over a step. Tokens come after their logprobs, so that a token that ends its output finds them."""

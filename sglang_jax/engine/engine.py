@@ -249,6 +249,27 @@ class Engine:
         self._check_open()
         return self._loop.run(self._client.flush_cache())
 
+    def start_profile(self, folder: str | None = None, *, num_steps: int | None = None) -> list[str]:
+        """Records what the engine computes, for [JAX's](https://docs.jax.dev/en/latest/profiling.html) or
+        [torch's](https://docs.pytorch.org/docs/stable/profiler.html) tools to show. Returns where the recordings will
+        be: one of each replica.
+
+        **Arguments:** `folder`: `profile_dir` if None; `num_steps`: how many steps, None for all until `stop_profile`.
+
+        **Raises:** `ParameterError` while a profile is taken, without any folder, or for one that cannot be written.
+        """
+        self._check_open()
+        place = folder or self.config.profile_dir
+        if place is None:
+            raise ParameterError("a profile needs a folder: give one, or Engine(profile_dir=...)")
+        return self._loop.run(self._client.start_profile(place, num_steps))
+
+    def stop_profile(self) -> list[str]:
+        """Ends the recording, and returns its folders once they are written. Raises `ParameterError` if there is
+        none."""
+        self._check_open()
+        return self._loop.run(self._client.stop_profile())
+
     def state(self) -> dict[str, object]:
         """The scheduler's and the runner's figures; with replicas, a list of those of each, as `replicas`."""
         self._check_open()

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import zmq
 
 from sglang_jax.config import EngineConfig
-from sglang_jax.engine.channel import ClientChannel, Published, Ready, StartFailed
+from sglang_jax.engine.channel import ClientChannel, CoreChannel, Published, Ready, StartFailed
 from sglang_jax.engine.client import AsyncEngineClient
-from sglang_jax.engine.core import CoreLoader
+from sglang_jax.engine.core import Core, CoreLoader
 from sglang_jax.engine.core_link import DUMP_SECONDS, LAST_WORDS_SECONDS, CoreHandle, CoreLink
 from sglang_jax.engine.placement import Placement
 from sglang_jax.engine.process import CoreProcess, CoreThread
@@ -42,16 +42,29 @@ async def launch_engine(
 
     **Raises:** `ConfigError`, `CheckpointError`; `EngineDeadError` if it failed for another reason.
     """
-    # Here, as the libraries that read checkpoints take longer to import than all the rest.
-    from sglang_jax.engine.model_core import load_core, load_text_tokenizer
-
     return await launch_core(
         config,
         in_process=in_process,
-        load=load_core,
-        load_tokenizer=load_tokenizer or load_text_tokenizer,
+        load=load_model,
+        load_tokenizer=load_tokenizer or tokenizer_of_model,
         placement=placement,
     )
+
+
+def load_model(config: EngineConfig, channel: CoreChannel) -> Core:
+    """Loads what `config` names: a `CoreLoader`, which imports the libraries that read checkpoints. They take longer
+    than all the rest, so the core's process imports them while this one is on its way."""
+    from sglang_jax.engine.model_core import load_core
+
+    return load_core(config, channel)
+
+
+def tokenizer_of_model(config: EngineConfig) -> TextTokenizer:
+    """The tokenizer that `config` names: a `TokenizerLoader`, which imports the libraries that read tokenizers. Raises
+    `CheckpointError`."""
+    from sglang_jax.engine.model_core import load_text_tokenizer
+
+    return load_text_tokenizer(config)
 
 
 async def launch_core(
@@ -89,10 +102,7 @@ async def launch_link(
 async def launch_replica_link(config: EngineConfig, placement: Placement | None) -> CoreLink:
     """A link to an engine core in a process of its own that serves the model which `config` names. Raises as
     `launch_engine` does."""
-    # Here, for the same reason as above.
-    from sglang_jax.engine.model_core import load_core
-
-    return await launch_link(config, in_process=False, load=load_core, placement=placement)
+    return await launch_link(config, in_process=False, load=load_model, placement=placement)
 
 
 async def _launch(

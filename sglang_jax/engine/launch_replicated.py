@@ -9,7 +9,7 @@ from functools import partial
 from sglang_jax.config import EngineConfig, LoadBalanceMethod
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.core_link import CoreLink
-from sglang_jax.engine.launch import TokenizerLoader, launch_replica_link
+from sglang_jax.engine.launch import TokenizerLoader, launch_replica_link, tokenizer_of_model
 from sglang_jax.engine.link import Link
 from sglang_jax.engine.placement import Placement
 from sglang_jax.engine.replica import Backoff, Replica, start_replicas
@@ -34,11 +34,7 @@ async def launch_engines(
 
     **Raises:** `ConfigError`, `CheckpointError`; `EngineDeadError` if an engine failed for another reason.
     """
-    if load_tokenizer is None:
-        # Here, as the libraries that read tokenizers take longer to import than all the rest.
-        from sglang_jax.engine.model_core import load_text_tokenizer
-
-        load_tokenizer = load_text_tokenizer
+    load_tokenizer = load_tokenizer or tokenizer_of_model
     if config.dp_size > 1:
         tokenizer = await asyncio.to_thread(load_tokenizer, config)
         replicas = await start_replicas(config, config.dp_size, launch, backoff=restarts(config))

@@ -76,6 +76,19 @@ class Link(Protocol):
         """See `EngineClient.flush_cache`."""
         ...
 
+    async def start_profile(self, folder: str, steps: int | None) -> str:
+        """Has it record what it computes, and returns the folder that the recording will be in: `folder`, or one that a
+        server elsewhere has for that. `steps`: how many, None for all until `stop_profile`.
+
+        **Raises:** `ParameterError` while a profile is taken, or if the folder cannot be written; `EngineDeadError`.
+        """
+        ...
+
+    async def stop_profile(self) -> str:
+        """Returns once the recording is written, with its folder. Raises `ParameterError` if there is none;
+        `EngineDeadError`."""
+        ...
+
     async def state(self) -> dict[str, object]:
         """The scheduler's and the runner's figures. Raises `EngineDeadError`."""
         ...
@@ -184,6 +197,10 @@ class Links(Protocol):
     async def states(self) -> list[dict[str, object]]: ...
 
     async def cache_reports(self) -> list[dict[str, object]]: ...
+
+    async def start_profile(self, folder: str, steps: int | None) -> list[str]: ...
+
+    async def stop_profile(self) -> list[str]: ...
 
     async def drain(self, index: int | None, timeout: float | None) -> None: ...
 

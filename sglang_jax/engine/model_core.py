@@ -10,7 +10,7 @@ from collections.abc import Callable
 from tqdm import tqdm
 
 from sglang_jax.architectures import CacheKind
-from sglang_jax.checkpoint import Checkpoint, load_tokenizer, open_checkpoint, resolve_tokenizer
+from sglang_jax.checkpoint import Checkpoint, open_checkpoint, resolve_tokenizer
 from sglang_jax.checkpoint.resolve import ModelSource
 from sglang_jax.checkpoint.token_table import load_token_table
 from sglang_jax.config import EngineConfig, GrammarLibrary, SamplingDefaults, ServerConfig
@@ -135,6 +135,8 @@ def generation_defaults(config: EngineConfig, checkpoint: Checkpoint) -> Generat
 
 def load_text_tokenizer(config: EngineConfig) -> TextTokenizer:
     """The tokenizer that `config` names. Raises `CheckpointError`."""
+    from sglang_jax.checkpoint.tokenizer import load_tokenizer  # here: a core needs none, and it takes long to import
+
     chat_template = config.chat_template if isinstance(config, ServerConfig) else None
     source = tokenizer_source(config)
     return load_tokenizer(

@@ -16,6 +16,12 @@ from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, Out
 from sglang_jax.errors import RequestError
 from sglang_jax.scheduler.messages import DraftCounts, Finished, WireError, WireLogprob
 
+TOKEN_BYTES, LOGPROB_BYTES, ALTERNATIVE_BYTES = 100, 150, 12
+"""What a token, its logprob and an alternative take while they wait, about."""
+
+PIECE_LOGPROBS = 2048
+"""Logprobs that a stream gives at once: about 2 ms to write."""
+
 _ERROR_CLASSES: dict[str, type[RequestError]] = {
     error.__name__: error
     for error in (
@@ -97,6 +103,7 @@ class Completion:
         self._text = text
         self._num_tokens = 0
         self._num_logprobs = 0
+        self._by_token = True
         self._new_tokens: list[int] = []
         self._new_text: list[str] = []
         self._new_logprobs: list[TokenLogprob | PackedLogprob] = []
@@ -131,6 +138,7 @@ class Completion:
 
     def add(self, delta: OutputDelta) -> None:
         """Adds what has become text elsewhere."""
+        self._by_token = False
         self._new_tokens += delta.token_ids
         self._num_tokens = delta.completion_tokens
         self._new_text.append(delta.text)
@@ -186,26 +194,46 @@ class Completion:
         """Something to take: a new token, or the end."""
         return bool(self._new_tokens) or (self.finish is not None and not self.delivered)
 
+    @property
+    def unread_bytes(self) -> int:
+        """Memory that waits until it is taken, about."""
+        each = LOGPROB_BYTES + ALTERNATIVE_BYTES * self.outputs.request.top_logprobs_num
+        return TOKEN_BYTES * len(self._new_tokens) + each * len(self._new_logprobs)
+
+    def forget(self) -> None:
+        """Nobody will take what waits."""
+        self._new_text, self._new_tokens, self._new_logprobs = [], [], []
+
     def take(self) -> OutputDelta:
-        """What is new since the last call."""
-        text = self._new_text
+        """What is new since the last call; of a stream with logprobs `PIECE_LOGPROBS` of them at most, as a reader who
+        comes late may find thousands of tokens."""
+        count = len(self._new_tokens)
+        if self._new_logprobs and self._by_token and self.outputs.request.stream:
+            count = min(count, max(1, PIECE_LOGPROBS // (1 + self.outputs.request.top_logprobs_num)))
+        left = len(self._new_tokens) - count
+        text, tokens, logprobs = self._new_text, self._new_tokens, self._new_logprobs
+        self._new_text, self._new_tokens, self._new_logprobs = [], [], []
+        if left:
+            self._new_text, self._new_tokens, self._new_logprobs = text[count:], tokens[count:], logprobs[count:]
+            text, tokens, logprobs = text[:count], tokens[:count], logprobs[:count]
+            self.outputs.in_pieces = True
+        finish = None if left else self.finish
         delta = OutputDelta(
             index=self._index,
             text=text[0] if len(text) == 1 else "".join(text),
-            token_ids=self._new_tokens,
+            token_ids=tokens,
             prompt_tokens=self.prompt_tokens,
-            completion_tokens=self._num_tokens,
+            completion_tokens=self._num_tokens - left,
             cached_tokens=self.cached_tokens,
             queue_seconds=None if self._begun else self.queue_seconds,
-            sampled=None if self.finish is None else self._sampled,
-            finish=self.finish,
-            logprobs=[one.unpacked() if isinstance(one, PackedLogprob) else one for one in self._new_logprobs],
+            sampled=None if finish is None else self._sampled,
+            finish=finish,
+            logprobs=[one.unpacked() if isinstance(one, PackedLogprob) else one for one in logprobs],
             prompt_logprobs=None if self._begun else self.outputs.prompt_logprobs,
             drafts=self.drafts,
         )
         self._begun = True
-        self._new_text, self._new_tokens, self._new_logprobs = [], [], []
-        self.delivered = self.finish is not None
+        self.delivered = finish is not None
         return delta
 
 
@@ -214,6 +242,7 @@ class RequestOutputs:
     request streams, otherwise each once, finished.
 
     - `started`: the link's core had begun the request.
+    - `in_pieces`: a completion gave a part of what there was.
     - `prompt_logprobs`: of the request's prompt, if they are wanted. The core computes them for the first completion;
       the others wait for them, and all share this one list: it may be larger by far than all that they say.
     """
@@ -226,6 +255,8 @@ class RequestOutputs:
         self.prompt_logprobs: list[TokenLogprob] | None = [] if wanted else None
         self._missing = len(request.prompt) - request.logprob_start_len if wanted else 0
         self._failure: RequestError | None = None
+        self._given_up = False
+        self.in_pieces = False
         self._news: asyncio.Future[None] | None = None
 
     def wake(self) -> None:
@@ -245,10 +276,27 @@ class RequestOutputs:
         self._failure = error
         self.wake()
 
+    @property
+    def unread_bytes(self) -> int:
+        """Memory of what streams and waits until it is taken, about."""
+        return sum(one.unread_bytes for one in self.completions) if self.request.stream else 0
+
+    def give_up(self, error: RequestError) -> None:
+        """What waits is dropped: the reader gets this error next."""
+        for completion in self.completions:
+            completion.forget()
+        self._given_up = True
+        self.fail(error)
+
     async def take(self) -> list[OutputDelta]:
         """Waits until something is new, and gives all that is; nothing once every output has given its last. Raises
         what `fail` was given."""
+        if self.in_pieces:  # others have a turn between two pieces of what was there at once
+            self.in_pieces = False
+            await asyncio.sleep(0)
         while True:
+            if self._given_up and self._failure is not None:
+                raise self._failure
             ready, ended = self._ready()
             if ready or ended:
                 return ready

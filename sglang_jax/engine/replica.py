@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.client import AsyncEngineClient
-from sglang_jax.engine.launch import TokenizerLoader, launch_engine
+from sglang_jax.engine.launch import TokenizerLoader, launch_engine, tokenizer_of_model
 from sglang_jax.engine.placement import Placement, place_replicas
 from sglang_jax.engine.types import ReplicaState, TextTokenizer
 from sglang_jax.errors import CheckpointError, ConfigError, EngineDeadError
@@ -307,7 +307,7 @@ class SharedTokenizer:
     """
 
     def __init__(self, load: TokenizerLoader | None = None) -> None:
-        self._load = load
+        self._load = load or tokenizer_of_model
         self._tokenizer: TextTokenizer | None = None
         self._lock = threading.Lock()
 
@@ -315,13 +315,5 @@ class SharedTokenizer:
         """See `TokenizerLoader`."""
         with self._lock:
             if self._tokenizer is None:
-                self._tokenizer = self._find()(config)
+                self._tokenizer = self._load(config)
             return self._tokenizer
-
-    def _find(self) -> TokenizerLoader:
-        if self._load is not None:
-            return self._load
-        # Here, as the libraries that read tokenizers take longer to import than all the rest.
-        from sglang_jax.engine.model_core import load_text_tokenizer
-
-        return load_text_tokenizer

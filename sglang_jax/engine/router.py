@@ -242,6 +242,15 @@ class Router:
                 self._policy.reset(replica.index, replica.client.max_total_tokens)
         return all(done)
 
+    async def start_profile(self, folder: str, steps: int | None) -> list[str]:
+        """See `EngineClient.start_profile`; each of several replicas that serve has a folder of its own in `folder`."""
+        own = {replica: folder if self._alone else f"{folder}/replica-{replica.index}" for replica in self._serving()}
+        return await asyncio.gather(*(replica.client.start_profile(place, steps) for replica, place in own.items()))
+
+    async def stop_profile(self) -> list[str]:
+        """See `EngineClient.stop_profile`."""
+        return await asyncio.gather(*(replica.client.stop_profile() for replica in self._serving()))
+
     async def states(self) -> list[dict[str, object]]:
         """See `EngineClient.states`; a replica that does not serve has nothing but its state."""
         return await asyncio.gather(*(self._state(replica) for replica in self.replicas))
@@ -260,7 +269,7 @@ class Router:
         """Lets one replica, or all in turn, finish what it has within `timeout` seconds, and starts it anew; meanwhile
         others take new requests.
 
-        **Raises:** `ParameterError` if there is no such replica, if it does not serve, or if another drain goes on;
+        **Raises:** `ParameterError` if there is no such replica, if it does not serve, or if another is draining;
         `EngineDeadError` if a replica does not come back: those after it are left alone then.
         """
         if index is not None and not 0 <= index < len(self.replicas):

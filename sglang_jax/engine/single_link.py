@@ -107,6 +107,14 @@ class SingleLink:
         """See `EngineClient.cache_reports`."""
         return await self._link.cache_reports()
 
+    async def start_profile(self, folder: str, steps: int | None) -> list[str]:
+        """See `EngineClient.start_profile`."""
+        return [await self._link.start_profile(folder, steps)]
+
+    async def stop_profile(self) -> list[str]:
+        """See `EngineClient.stop_profile`."""
+        return [await self._link.stop_profile()]
+
     async def drain(self, index: int | None, timeout: float | None) -> None:
         """See `EngineClient.drain`."""
         raise ParameterError(

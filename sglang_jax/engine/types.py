@@ -352,6 +352,17 @@ class EngineClient(Protocol):
         """Empties the prefix cache; False, and nothing is done, while requests run or wait."""
         ...
 
+    async def start_profile(self, folder: str, steps: int | None) -> list[str]:
+        """Has each replica that serves record its next `steps` steps, all until `stop_profile` if None; returns the
+        folders. Raises `ParameterError` while a profile is taken, or for a folder that cannot be written;
+        `EngineDeadError`."""
+        ...
+
+    async def stop_profile(self) -> list[str]:
+        """Ends recordings, and returns their folders once they are written. Raises `ParameterError` if there is none;
+        `EngineDeadError`."""
+        ...
+
     async def states(self) -> list[dict[str, object]]:
         """The scheduler's and runner's figures of each replica, for `/server_info`. Raises `EngineDeadError`."""
         ...

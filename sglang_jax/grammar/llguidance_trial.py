@@ -13,7 +13,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from sglang_jax.errors import GrammarError
 from sglang_jax.grammar.lark import HEADER_LINES, json_rule, tag_writer, to_lark
-from sglang_jax.grammar.places import MOST_SECONDS, find_fault
+from sglang_jax.grammar.places import MOST_SECONDS, find_fault, find_reference_fault
 from sglang_jax.sampling.grammar import Grammar, GrammarKind
 
 LIMITS = LLParserLimits(
@@ -83,11 +83,11 @@ class Trial:
 
 def brief(error: str) -> str:
     """Without excerpts, and places in a text that the client has not written."""
-    return _LEAD.sub("", _EXCERPT.split(error)[0].split("\n<state>")[0]).strip()
+    return _LEAD.sub("", _EXCERPT.split(error)[0].split("\n<state>")[0]).removesuffix("<non-verbose/>").strip()
 
 
 def _of_schema(field: str, schema: Any, message: str) -> GrammarError:
-    place, fault = find_fault(schema, _schema_fault)
+    place, fault = find_reference_fault(schema) or find_fault(schema, _schema_fault)
     where = f" at {place}" if place else ""
     return GrammarError(f"{field}{where}: {fault or message}", param=field)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import unquote
 
 _IN_MAPPINGS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _IN_LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
@@ -12,6 +13,70 @@ _ALONE = ("items", "additionalProperties", "not", "if", "then", "else", "contain
 
 MOST_LOOKS = 256
 MOST_SECONDS = 1.0
+
+
+def find_reference_fault(schema: Any) -> tuple[str, str] | None:
+    """The JSON pointer of the first schema with a `$ref` within the whole that leads nowhere, or back to itself before
+    anything is said, and that fault; None if there is none. References to other documents are not looked at."""
+    until = time.monotonic() + MOST_SECONDS
+    going: list[tuple[str, Any]] = [("", schema)]
+    seen: dict[str, bool] = {}
+    while going and time.monotonic() < until:
+        place, inner = going.pop()
+        pointer = _pointer(inner)
+        if pointer is not None:
+            if _resolve(schema, pointer) is _NOWHERE:
+                return place, f"Pointer '{pointer}' does not exist"
+            if _says_nothing(schema, inner, pointer, seen):
+                return place, f"$ref '#{pointer}' leads back to itself, and says nothing"
+        going.extend(reversed([(place + path, child) for path, child in _children(inner)]))
+    return None
+
+
+_NOWHERE = object()
+
+
+def _pointer(schema: Any) -> str | None:
+    """Where the `$ref` of a schema points to within the whole; None without one."""
+    found = schema.get("$ref") if isinstance(schema, dict) else None
+    if not isinstance(found, str) or not (found in ("", "#") or found.startswith("#/")):
+        return None
+    return unquote(found.removeprefix("#"))
+
+
+def _resolve(schema: Any, pointer: str) -> Any:
+    for part in pointer.split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(schema, dict) and key in schema:
+            schema = schema[key]
+        elif isinstance(schema, list) and key.isdecimal() and int(key) < len(schema):
+            schema = schema[int(key)]
+        else:
+            return _NOWHERE
+    return schema
+
+
+def _says_nothing(schema: Any, begin: Any, pointer: str, seen: dict[str, bool]) -> bool:
+    """Whether what a `$ref` leads to needs that reference again for the same value: by `$ref`s and `allOf` alone.
+    `seen`: what was found of pointers before."""
+    if pointer in seen:
+        return seen[pointer]
+    seen[pointer], followed = False, {pointer}
+    going = [_resolve(schema, pointer)]
+    while going:
+        inner = going.pop()
+        if inner is begin:
+            seen[pointer] = True
+            break
+        if not isinstance(inner, dict):
+            continue
+        if isinstance(inner.get("allOf"), list):
+            going.extend(inner["allOf"])
+        further = _pointer(inner)
+        if further is not None and further not in followed:
+            followed.add(further)
+            going.append(_resolve(schema, further))
+    return seen[pointer]
 
 
 def find_fault(schema: Any, fault_of: Callable[[Any], str]) -> tuple[str, str]:

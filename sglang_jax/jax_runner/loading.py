@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
@@ -22,13 +23,12 @@ from sglang_jax.jax_runner.buckets import Buckets
 from sglang_jax.jax_runner.compiles import use_compilation_cache
 from sglang_jax.jax_runner.devices import available_memory, select_devices, select_dtype
 from sglang_jax.jax_runner.kv_scales import LENGTH, ROWS, calibrate_kv_scales, set_kv_scales
-from sglang_jax.jax_runner.orbax_checkpoint import restore_orbax
+from sglang_jax.jax_runner.model_programs import parameters, programs_of, split_model
 from sglang_jax.jax_runner.parallel import TensorParallel
+from sglang_jax.jax_runner.programs import Programs
 from sglang_jax.jax_runner.runner import JaxRunner
-from sglang_jax.jax_runner.step import KVCaches, ModelFunctions, Weights
 from sglang_jax.jax_runner.weights import load_weights
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import chip_of
-from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import make_mesh, partition_spec
 from sglang_jax.models import (
@@ -40,6 +40,8 @@ from sglang_jax.models import (
     bytes_of_groups,
     kv_cache_spec,
 )
+from sglang_jax.models.kv_cache import KVCacheSpec
+from sglang_jax.runner.draft_model import open_draft, with_draft
 from sglang_jax.runner.kv_scales import scales_of_checkpoint
 from sglang_jax.runner.plan import RunnerSpec
 from sglang_jax.runner.sizing import (
@@ -81,23 +83,37 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     attention = choose_attention(config, device)
     kv_dtype = kv_dtype_of(config, dtype)
     platform = device.platform
-    model = build_model(parallel.config, dtype=dtype, attention=attention, platform=platform, kv_dtype=kv_dtype)
-    memory, sizes = _sizes(config, parallel, model, devices, kv_dtype, state_dtypes_of(config, dtype))
-    kv_scales = scales_of_checkpoint(checkpoint, config.kv_cache_dtype)
-    _load(model, checkpoint, parallel, mesh)
-    _give_kv_scales(config, model, kv_scales, parallel, mesh, dtype)
-    functions, weights = split_model(model)
-    kv = allocate(
-        kv_cache_spec(
-            parallel.config,
-            kv_dtype,
-            sizes.num_pages,
-            config.page_size,
-            platform=platform,
-            state_dtypes=state_dtypes_of(config, dtype),
-        ),
-        mesh,
+    build = partial(
+        build_model, parallel.config, dtype=dtype, attention=attention, platform=platform, kv_dtype=kv_dtype
     )
+    model = build()
+    draft = _build_draft(config, checkpoint, dtype, attention, platform)
+    memory, sizes = _sizes(config, parallel, model, devices, kv_dtype, state_dtypes_of(config, dtype), draft)
+    kv_scales = scales_of_checkpoint(checkpoint, config.kv_cache_dtype)
+    cache = kv_cache_spec(
+        parallel.config,
+        kv_dtype,
+        sizes.num_pages[: len(cache_groups(parallel.config))],
+        config.page_size,
+        platform=platform,
+        state_dtypes=state_dtypes_of(config, dtype),
+    )
+    own_cache = None if draft is None else draft.cache(sizes, config)
+    spec = runner_spec(config, memory, sizes, parallel)
+    drafting = None if draft is None or own_cache is None else (draft.build(), draft.parallel, own_cache)
+    programs = programs_of(build(), parallel, cache, spec, config, mesh, drafting)
+    try:
+        _begin_building(programs, config, spec)
+        _load(model, checkpoint, parallel, mesh)
+        _give_kv_scales(config, model, kv_scales, parallel, mesh, dtype)
+        _, weights = split_model(model)
+        kv = allocate(cache, mesh)
+        if draft is not None and own_cache is not None:
+            _load(draft.model, draft.checkpoint, draft.parallel, mesh)
+            weights, kv = [*weights, *split_model(draft.model)[1]], (*kv, *allocate(own_cache, mesh))
+    except BaseException:
+        programs.abandon()
+        raise
     details = {
         "dtype": dtype.name,
         "kv_cache_dtype": kv_dtype.name,
@@ -107,7 +123,51 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     }
     if checkpoint.config.keeps_states:
         details["mamba_ssm_dtype"] = config.mamba_ssm_dtype.value
-    return JaxRunner(functions, weights, kv, runner_spec(config, memory, sizes, parallel), details, mesh)
+    if draft is not None:
+        details["speculative_draft_model_path"] = str(config.speculative_draft_model_path)
+    return JaxRunner(programs, weights, kv, spec, details, mesh)
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A draft model without values, `model`, and what makes further ones. Its keys and values are of the type of
+    activations, `dtype`."""
+
+    checkpoint: Checkpoint
+    parallel: TensorParallel
+    build: Callable[[], Transformer]
+    model: Transformer
+    dtype: jnp.dtype
+    platform: str
+
+    def cache(self, sizes: Sizes, config: EngineConfig) -> KVCacheSpec:
+        """The last ones of the pages of `sizes` are its own."""
+        pages = sizes.num_pages[-len(cache_groups(self.parallel.config)) :]
+        return kv_cache_spec(self.parallel.config, self.dtype, pages, config.page_size, platform=self.platform)
+
+
+def _build_draft(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    dtype: jnp.dtype,
+    attention: AttentionImplementation,
+    platform: str,
+) -> _Draft | None:
+    found = open_draft(config, checkpoint)
+    if found is None:
+        return None
+    parallel = TensorParallel.of(found.config, config.tp_size)
+    build = partial(build_model, parallel.config, dtype=dtype, attention=attention, platform=platform, kv_dtype=dtype)
+    return _Draft(found, parallel, build, build(), dtype, platform)
+
+
+def _begin_building(programs: Programs, config: EngineConfig, spec: RunnerSpec) -> None:
+    """While weights are read: what the warm-up will build or, without one, what a runner of one row needs for its first
+    answer. What a runner of several rows needs first, only its requests tell."""
+    if not config.skip_warmup:
+        programs.begin(programs.builders())
+    elif spec.max_rows == 1:
+        programs.begin(programs.of_short_answers())
 
 
 def choose_attention(config: EngineConfig, device: jax.Device) -> AttentionImplementation:
@@ -144,23 +204,6 @@ def state_dtypes_of(config: EngineConfig, dtype: jnp.dtype) -> StateDtypes:
     return StateDtypes(activations=dtype, recurrent=jnp.dtype(config.mamba_ssm_dtype.value))
 
 
-def split_model(model: Transformer) -> tuple[ModelFunctions, Weights]:
-    """A loaded model as functions of a flat list of its weights, which is quick to hand over at every step."""
-    graph, state = nnx.split(model)
-    weights, structure = jax.tree.flatten(state)
-
-    def merge(weights: Weights) -> Transformer:
-        return nnx.merge(graph, jax.tree.unflatten(structure, weights))
-
-    def forward(weights: Weights, batch: ForwardBatch, kv: KVCaches) -> tuple[jax.Array, KVCaches]:
-        return merge(weights)(batch, kv)
-
-    def logits(weights: Weights, hidden: jax.Array) -> jax.Array:
-        return merge(weights).logits(hidden)
-
-    return ModelFunctions(forward, logits), weights
-
-
 def _sizes(
     config: EngineConfig,
     parallel: TensorParallel,
@@ -168,6 +211,7 @@ def _sizes(
     devices: Sequence[jax.Device],
     kv_dtype: jnp.dtype,
     state_dtypes: StateDtypes,
+    draft: _Draft | None,
 ) -> tuple[Memory, Sizes]:
     """By what each device holds of weights and pages, and the device with the least memory."""
     device, count = devices[0], parallel.size
@@ -177,6 +221,17 @@ def _sizes(
     memory = memory_of_one_device(
         parallel, model, kv_dtype, config.page_size, device.platform, available, state_dtypes=state_dtypes
     )
+    if draft is not None:
+        beside = memory_of_one_device(
+            draft.parallel,
+            draft.model,
+            draft.dtype,
+            config.page_size,
+            device.platform,
+            available,
+            state_dtypes=state_dtypes,
+        )
+        memory = with_draft(memory, beside.weights, beside.groups)
     sizes = choose_sizes(config, parallel.config.max_position, memory)
     logger.info(
         "%d x %s: %.0f MiB of weights, %s (%s), %d rows, %d tokens a step",
@@ -236,11 +291,6 @@ def _least_of_hosts(available: int) -> int:
     return int(mebibytes.min()) * 2**20
 
 
-def parameters(model: Transformer) -> list[Parameter]:
-    """In the order of the weights of `split_model`."""
-    return jax.tree.leaves(nnx.state(model), is_leaf=lambda node: isinstance(node, Parameter))
-
-
 def _bytes_on_one_device(parameter: Parameter, count: int) -> int:
     size = math.prod(parameter.shape) * parameter.dtype.itemsize
     return size // count if "tensor" in partition_spec(parameter.axes) else size
@@ -248,6 +298,8 @@ def _bytes_on_one_device(parameter: Parameter, count: int) -> int:
 
 def _load(model: Transformer, checkpoint: Checkpoint, parallel: TensorParallel, mesh: Mesh) -> None:
     if checkpoint.reader is None:
+        from sglang_jax.jax_runner.orbax_checkpoint import restore_orbax  # here: importing Orbax takes a second
+
         restore_orbax(checkpoint.source.path, model, checkpoint.config, mesh)
     else:
         load_weights(model, checkpoint.reader, checkpoint.config, mesh)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,7 +17,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
-from sglang_jax.jax_runner.drafts import KnownTokens, set_known_tokens
+from sglang_jax.jax_runner.draft_model import (
+    CATCH_UP_TOKENS,
+    DraftModel,
+    DraftState,
+    Guess,
+    RowState,
+    make_catch_up,
+    make_guess,
+)
+from sglang_jax.jax_runner.drafts import KnownTokens, set_hints, set_known_tokens
 from sglang_jax.jax_runner.logprobs import Logprobs
 from sglang_jax.jax_runner.packing import SampleLayout, StepLayout
 from sglang_jax.jax_runner.readers import logits_sharding
@@ -30,6 +41,7 @@ from sglang_jax.jax_runner.step import (
     make_sample,
     make_step,
 )
+from sglang_jax.runner.host_machine import available_host_memory
 from sglang_jax.runner.page_tables import ONE_GROUP, TableLayout
 from sglang_jax.runner.plan import Int32, PageDeltas, mask_words
 from sglang_jax.runner.pulse import Building
@@ -38,19 +50,33 @@ from sglang_jax.runner.row_updates import PACKED_ROW
 DELTA_BLOCK = 1024
 """Page-table entries that one run of the delta program overwrites."""
 
-_BUILT_AT_ONCE = 2
+_MEMORY_OF_A_BUILD = 2 << 30
+"""What the compiler may take at its most for a step of tens of layers, in bytes."""
+
+_PROMPT_OF_A_SHORT_ANSWER = 64
+"""Tokens: a question of a line or two in a chat template."""
 
 Executable = Callable[..., Any]
 
 
+def builds_at_once() -> int:
+    """While one program is traced, which takes one core, others compile: as many as there are cores, and memory."""
+    return max(1, min(len(os.sched_getaffinity(0)), available_host_memory() // _MEMORY_OF_A_BUILD))
+
+
 class Programs:
-    """Builds each program at its first use, or all of them at once by `build_all`.
+    """Builds each program at its first use, or before that on other threads: those that `begin` names, or all of them
+    by `build_all`.
+
+    Shapes with shardings will do for `weights` and `state`: building needs no more, so that programs are built while
+    weights are still read.
 
     Programs are called as compiled executables: no tracing, no look-up of shapes. Each takes the state that it changes
     for good (donated: KV pages are written in place) and returns it. Arguments that are numpy arrays are read while the
     program runs, so they must not be written to again.
 
-    `building` is entered around each build. `most_guesses`: drafts of a row in a step.
+    `building` is entered around each build. `most_guesses`: drafts of a row in a step. `draft`: who makes them, if that
+    is a model; weights and state are then those of both.
     """
 
     def __init__(
@@ -63,18 +89,18 @@ class Programs:
         mesh: Mesh | None = None,
         table: TableLayout = ONE_GROUP,
         most_guesses: int = 0,
+        draft: DraftModel | None = None,
     ) -> None:
-        self._model = model
-        self._weights = weights
-        self._state_shapes = jax.tree.map(
-            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), state
-        )
+        self._model = model if draft is None else draft.beside(model)
+        self.draft = draft
+        self._weight_shapes = jax.tree.map(_shape_of, weights)
+        self._state_shapes = jax.tree.map(_shape_of, state)
         self._placement = jax.tree.map(lambda array: array.sharding, state)
         self._page_size = page_size
         self._mesh = mesh
-        self._table = table
+        self.table = table
         self._most_guesses = most_guesses
-        self._buckets = buckets
+        self.buckets = buckets
         self.dump_row = state.last_tokens.shape[0] - 1
         self.vocab_size = state.sampling.vocab_size
         self.layouts = {bucket: StepLayout(bucket, self.dump_row, states=table.states) for bucket in buckets}
@@ -82,16 +108,23 @@ class Programs:
         self.sample_layouts = {rows: SampleLayout(rows, words, self.dump_row) for rows in {one.rows for one in buckets}}
         self.row_update_sizes = tuple(sorted({1, min(8, self.dump_row), self.dump_row}))
         self.text_sizes = self.row_update_sizes[:2]  # a text takes as much as a context, each time
+        rows = self.dump_row
+        self.guess_sizes = () if draft is None else tuple(b.rows for b in buckets.decode if b.rows < rows) or (rows,)
+        self.catch_up_sizes = () if draft is None else CATCH_UP_TOKENS
         self._built: dict[str, Executable] = {}
+        self._begun: dict[str, Future[Executable]] = {}
+        self._lock = threading.Lock()  # of what is begun
         self._logits_columns: int | None = None
         self.building: Building = nullcontext
 
     def __len__(self) -> int:
         return len(self._built)
 
-    def step(self, bucket: Bucket, state: DeviceState, packed: Int32) -> tuple[DeviceState, StepOutputs]:
+    def step(
+        self, bucket: Bucket, weights: Weights, state: DeviceState, packed: Int32
+    ) -> tuple[DeviceState, StepOutputs]:
         """Runs one step; `packed` is of the bucket's layout."""
-        return self._get(str(bucket), lambda: self._build_step(bucket))(self._weights, state, packed)
+        return self._get(str(bucket), lambda: self._build_step(bucket))(weights, state, packed)
 
     def sample(
         self, state: DeviceState, found: StepOutputs, packed: Int32
@@ -101,7 +134,44 @@ class Programs:
         rows = len(found.logits)
         program = self._get(f"sample {rows} rows", lambda: self._build_sample(rows))
         sampled, outputs = program(SampledState.of(state), found.logits, found.tokens, packed)
-        return replace(state, last_tokens=sampled.last_tokens, sampling=sampled.sampling, known=sampled.known), outputs
+        state = replace(
+            state,
+            last_tokens=sampled.last_tokens,
+            sampling=sampled.sampling,
+            known=sampled.known,
+            drafted=sampled.drafted,
+        )
+        return state, outputs
+
+    def guess(self, weights: Weights, state: DeviceState, packed: Int32) -> DeviceState:
+        """Has the draft model guess for as many rows as one of `guess_sizes`; see `pack_guesses`."""
+        size = packed.shape[1]
+        program = self._get(f"guess {size} rows", lambda: self._build_guess(size))
+        return self._run_draft(program, weights, state, packed)
+
+    def catch_up(self, weights: Weights, state: DeviceState, packed: Int32) -> DeviceState:
+        """Has the draft model compute as many tokens as one of `catch_up_sizes`; see `pack_missed`."""
+        size = packed.shape[1]
+        program = self._get(f"catch up {size} tokens", lambda: self._build_catch_up(size))
+        return self._run_draft(program, weights, state, packed)
+
+    def _run_draft(self, program: Executable, weights: Weights, state: DeviceState, packed: Int32) -> DeviceState:
+        draft = self._draft_model
+        found = program(draft.own(weights), *self._parts(state), packed)
+        models, _ = draft.split(state.kv)
+        return replace(state, kv=(*models, *found.kv), drafted=found.drafted)
+
+    @property
+    def _draft_model(self) -> DraftModel:
+        assert self.draft is not None, "a runner with a draft model"
+        return self.draft
+
+    def _parts(self, state: DeviceState) -> tuple[DraftState, RowState]:
+        """What the draft model's programs change, and what they read; of the state, or of its shapes."""
+        assert state.known is not None
+        assert state.drafted is not None
+        _, kv = self._draft_model.split(state.kv)
+        return DraftState(kv, state.drafted), RowState(state.page_table, state.known, state.sampling)
 
     def update_rows(self, sampling: SamplingState, packed: Int32) -> SamplingState:
         """Replaces the parameters of as many rows as one of `row_update_sizes`."""
@@ -117,6 +187,11 @@ class Programs:
         size = len(packed)
         return self._get(f"texts of {size} rows", lambda: self._build_known_tokens(size))(known, packed)
 
+    def set_hints(self, known: KnownTokens, packed: Int32) -> KnownTokens:
+        """Replaces the hints of as many rows as one of `text_sizes`; see `pack_hints`."""
+        size = len(packed)
+        return self._get(f"hints of {size} rows", lambda: self._build_hints(size))(known, packed)
+
     def apply_deltas(self, page_table: jax.Array, deltas: PageDeltas) -> jax.Array:
         """Overwrites at most `DELTA_BLOCK` entries of the page table."""
         count = len(deltas.rows)
@@ -125,33 +200,62 @@ class Programs:
         packed[:, :count] = (deltas.rows, deltas.columns, deltas.pages)
         return self._get("page deltas", self._build_deltas)(page_table, packed)
 
+    def begin(self, names: Iterable[str]) -> None:
+        """Starts to build programs of these names on other threads, in their order, and returns at once. What is not
+        done when one of them is used is waited for."""
+        builders = self.builders()
+        pool = ThreadPoolExecutor(builds_at_once(), thread_name_prefix="build")
+        with self._lock:
+            for name in names:
+                if name not in self._begun:
+                    self._begun[name] = pool.submit(self._build, name, builders[name])
+        pool.shutdown(wait=False)  # its threads end with what they were given
+
+    def abandon(self) -> None:
+        """Gives up what is begun and not yet being built."""
+        with self._lock:
+            self._begun = {name: future for name, future in self._begun.items() if not future.cancel()}
+
+    def of_short_answers(self) -> list[str]:
+        """Names of the programs that a single short prompt and its answer need."""
+        row_update = f"update {self.row_update_sizes[0]} rows"
+        tokens = min(_PROMPT_OF_A_SHORT_ANSWER, self.buckets.mixed[-1].tokens)
+        prompt = self.buckets.pick(tokens, num_rows=1, num_decode=0)
+        return [str(prompt), row_update, str(self.buckets.decode[0])]
+
     def build_all(self, progress: Callable[[int, int, str], None]) -> None:
-        """Builds what is not built yet, two at a time: while one is traced, which takes one core, another compiles.
+        """Builds what is not built yet, on as many threads as `builds_at_once` says.
 
         `progress(done, total, what)` is called on this thread, with the name of the program built last.
         """
-        builders = self.builders()
-        progress(0, len(builders), "compiling")
-        with ThreadPoolExecutor(_BUILT_AT_ONCE) as pool:
-            futures = {pool.submit(self._get, name, build): name for name, build in builders.items()}
+        names = list(self.builders())
+        progress(0, len(names), "compiling")
+        self.begin(names)
+        with self._lock:
+            futures = {future: name for name, future in self._begun.items()}
+        with self.building():
             for done, future in enumerate(as_completed(futures), 1):
                 future.result()
-                progress(done, len(builders), futures[future])
+                progress(done, len(names), futures[future])
 
     def builders(self) -> dict[str, Callable[[], Executable]]:
-        """How to build each program, by name; those that take longest first, so that none of them is waited for.
-
-        Shapes with shardings will do for weights and state: nothing is run.
-        """
-        steps = reversed(list(self._buckets))
+        """How to build each program, by name; those that take longest first, so that none of them is waited for."""
+        steps = reversed(list(self.buckets))
         return {
             **{str(bucket): partial(self._build_step, bucket) for bucket in steps},
             **{f"sample {rows} rows": partial(self._build_sample, rows) for rows in sorted(self.sample_layouts)},
+            **{f"guess {size} rows": partial(self._build_guess, size) for size in self.guess_sizes},
+            **{f"catch up {size} tokens": partial(self._build_catch_up, size) for size in self.catch_up_sizes},
             **{f"update {size} rows": partial(self._build_row_updates, size) for size in self.row_update_sizes},
             **{
                 f"texts of {size} rows": partial(self._build_known_tokens, size)
                 for size in self.text_sizes
                 if self._state_shapes.known is not None
+            },
+            **{
+                f"hints of {size} rows": partial(self._build_hints, size)
+                for size in self.text_sizes
+                if self._state_shapes.known is not None and self.draft is None
             },
             "set occurrences": self._build_occurrences,
             "page deltas": self._build_deltas,
@@ -159,23 +263,63 @@ class Programs:
 
     def _get(self, name: str, build: Callable[[], Executable]) -> Executable:
         program = self._built.get(name)
-        if program is None:
+        return self._build_or_wait(name, build) if program is None else program
+
+    def _build_or_wait(self, name: str, build: Callable[[], Executable]) -> Executable:
+        """Builds a program, unless another thread does so."""
+        with self._lock:
+            begun = self._begun.get(name)
+            own = begun is None or begun.cancel()
+            if begun is None or own:
+                begun = self._begun[name] = Future()
+        if not own:
+            with self.building():
+                return begun.result()
+        try:
+            begun.set_result(self._build(name, build))
+        except BaseException as error:
+            begun.set_exception(error)
+            raise
+        return begun.result()
+
+    def _build(self, name: str, build: Callable[[], Executable]) -> Executable:
+        try:
             with self.building():
                 program = self._built[name] = build()
+        except BaseException:
+            with self._lock:
+                self._begun.pop(name, None)  # whoever needs it next tries again
+            raise
         return program
 
     def _build_step(self, bucket: Bucket) -> Executable:
         layout = self.layouts[bucket]
         step = jax.jit(
-            make_step(self._model, layout, self._page_size, self._mesh, self._table, self._most_guesses),
+            make_step(self._model, layout, self._page_size, self._mesh, self.table, self._most_guesses),
             donate_argnums=1,
             out_shardings=(self._placement, self._outputs_placement()),
         )
         # Kernels ask for the mesh, to run on each device by itself, and for the chip that it is of.
         with nullcontext() if self._mesh is None else jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
-            lowered = step.lower(self._weights, self._state_shapes, _integers(layout.size))
+            lowered = step.lower(self._weight_shapes, self._state_shapes, _integers(layout.size))
         self._logits_columns = lowered.out_info[1].logits.shape[1]
         return lowered.compile()
+
+    def _build_guess(self, rows: int) -> Executable:
+        return self._build_draft(
+            make_guess(self._draft_model, rows, self._page_size, self._mesh, self.table), (2, rows)
+        )
+
+    def _build_catch_up(self, tokens: int) -> Executable:
+        build = make_catch_up(self._draft_model, tokens, self._page_size, self._mesh, self.table)
+        return self._build_draft(build, (3, tokens))
+
+    def _build_draft(self, run: Guess, packed: tuple[int, int]) -> Executable:
+        placement, _ = self._parts(self._placement)
+        program = jax.jit(run, donate_argnums=1, out_shardings=placement)
+        weights = self._draft_model.own(self._weight_shapes)
+        with nullcontext() if self._mesh is None else jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
+            return program.lower(weights, *self._parts(self._state_shapes), _integers(*packed)).compile()
 
     def _outputs_placement(self) -> StepOutputs | None:
         """Outputs are whole on every device, so that every node can read them; but for the logits, which none does."""
@@ -202,7 +346,7 @@ class Programs:
     def _logits_shape(self, rows: int) -> jax.ShapeDtypeStruct:
         """Of what a step of so many rows gives for the second part. How wide logits are, a step tells once built."""
         if self._logits_columns is None:
-            smallest = self._buckets.decode[0]
+            smallest = self.buckets.decode[0]
             self._get(str(smallest), partial(self._build_step, smallest))
         sharding = None if self._mesh is None else logits_sharding(self._mesh)
         return jax.ShapeDtypeStruct((rows, self._logits_columns), jnp.float32, sharding=sharding)
@@ -217,6 +361,12 @@ class Programs:
         update = jax.jit(set_known_tokens, donate_argnums=0, out_shardings=self._placement.known)
         return update.lower(known, _integers(size, 2 + known.tokens.shape[1])).compile()
 
+    def _build_hints(self, size: int) -> Executable:
+        known = self._state_shapes.known
+        assert known is not None, "a runner that drafts"
+        update = jax.jit(set_hints, donate_argnums=0, out_shardings=self._placement.known)
+        return update.lower(known, _integers(size, 1 + known.hints.shape[1])).compile()
+
     def _build_occurrences(self) -> Executable:
         update = jax.jit(set_occurrences, donate_argnums=0, out_shardings=self._placement.sampling)
         return update.lower(self._state_shapes.sampling, _integers(), _integers(self.vocab_size)).compile()
@@ -227,6 +377,10 @@ class Programs:
 
         update = jax.jit(apply, donate_argnums=0, out_shardings=self._placement.page_table)
         return update.lower(self._state_shapes.page_table, _integers(3, DELTA_BLOCK)).compile()
+
+
+def _shape_of(array: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 def _integers(*shape: int) -> jax.ShapeDtypeStruct:

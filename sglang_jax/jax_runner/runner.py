@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sglang_jax.jax_runner.buckets import Bucket, Buckets
 from sglang_jax.jax_runner.compiles import CompileCounter
-from sglang_jax.jax_runner.drafts import KnownTokens
+from sglang_jax.jax_runner.drafter import Drafter
 from sglang_jax.jax_runner.logprobs import Logprobs
 from sglang_jax.jax_runner.programs import DELTA_BLOCK, Programs
-from sglang_jax.jax_runner.sampling_state import SamplingState
-from sglang_jax.jax_runner.step import DeviceState, KVCaches, ModelFunctions, StepOutputs, Weights
+from sglang_jax.jax_runner.step import DeviceState, KVCaches, StepOutputs, Weights, empty_rows
 from sglang_jax.jax_runner.warmup import warmup_plan
-from sglang_jax.runner.drafts import Unfolded, fold, pack_texts, unfold
-from sglang_jax.runner.page_tables import TableLayout, side_by_side
+from sglang_jax.runner.drafts import Unfolded, fold, pack_hints, pack_texts, unfold
+from sglang_jax.runner.page_tables import side_by_side
 from sglang_jax.runner.plan import (
     NO_LOGPROBS,
     PageDeltas,
@@ -101,35 +99,34 @@ class JaxRunner:
     in, and returns: the device works through launches in order, since each takes the state that the one before
     returned.
 
-    **Arguments:** `weights` and `kv` are handed over (`kv` is written in place, `close` frees both); `details` go into
-    the report; `mesh` is where weights and KV are, JAX's default device if None.
+    **Arguments:** `programs` are those of the weights' model; `weights` and `kv` are handed over (`kv` is written in
+    place, `close` frees both); `details` go into the report; `mesh` is where weights and KV are, JAX's default device
+    if None.
     """
 
     def __init__(
         self,
-        model: ModelFunctions,
+        programs: Programs,
         weights: Weights,
         kv: KVCaches,
         spec: RunnerSpec,
         details: Mapping[str, str],
         mesh: Mesh | None = None,
     ) -> None:
-        page_size = spec.pools[0].page_size
         self._spec = spec
         self._details = dict(details)
-        self._state = DeviceState(kv, *empty_rows(spec, None if mesh is None else NamedSharding(mesh, PartitionSpec())))
+        placement = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+        self._state = DeviceState(kv, *empty_rows(spec, placement, drafted=programs.draft is not None))
         self._weights = weights
         self._weight_bytes = _nbytes(weights)
         self._kv_bytes = _nbytes(kv)
         self._device = next(iter(self._state.last_tokens.devices()))
-        self._buckets = Buckets.ladder(spec.max_rows, spec.token_budget, page_size, len(spec.pools))
-        self._table = TableLayout.of(spec)
-        self._programs = Programs(
-            model, weights, self._state, self._buckets, page_size, mesh, self._table, spec.max_samples - 1
-        )
+        self._programs = programs
+        self._drafter = None if programs.draft is None else Drafter(programs, weights, spec.max_rows)
         self._counter = CompileCounter()
         self._compiles_in_warm_up = 0
         self._waiting: JaxStep | None = None
+        self._profiling = False
 
     @property
     def spec(self) -> RunnerSpec:
@@ -140,15 +137,16 @@ class JaxRunner:
 
         Programs run in one order, the same in every process of a group.
         """
-        steps = list(self._buckets)
+        steps = list(self._programs.buckets)
         programs = len(self._programs.builders())
-        total = programs + len(steps) + len(self._programs.sample_layouts)
+        drafts = len(self._programs.guess_sizes) + len(self._programs.catch_up_sizes)
+        total = programs + len(steps) + len(self._programs.sample_layouts) + drafts
         self._programs.build_all(lambda done, _, what: progress(done, total, what))
         ran: dict[int, tuple[StepPlan, StepOutputs]] = {}
         for done, bucket in enumerate(steps, programs + 1):
             plan = warmup_plan(bucket, self._programs.dump_row, self._spec.max_context)
             packed = self._programs.layouts[bucket].pack(plan, plan.page_deltas[0])
-            self._state, outputs = self._programs.step(bucket, self._state, packed)
+            self._state, outputs = self._programs.step(bucket, self._weights, self._state, packed)
             outputs.tokens.block_until_ready()
             progress(done, total, f"running {bucket}")
             ran[bucket.rows] = plan, outputs
@@ -159,6 +157,11 @@ class JaxRunner:
             self._state, (tokens, _) = self._programs.sample(self._state, found, packed)
             tokens.block_until_ready()
             progress(done, total, f"running sample {rows} rows")
+        if self._drafter is not None:
+            for done, (what, state) in enumerate(self._drafter.warm_up(self._state), total - drafts + 1):
+                self._state = state
+                jax.block_until_ready(state.drafted)
+                progress(done, total, f"running {what}")
         self._compiles_in_warm_up = self._counter.count
 
     def announce_builds(self, building: Building) -> None:
@@ -172,7 +175,7 @@ class JaxRunner:
         """
         if self._spec.max_samples == 1:
             refuse_drafts(plan)
-        if not self._table.states:
+        if not self._programs.table.states:
             refuse_states(plan)
         if self._waiting is not None and self._waiting.second is not None:
             raise RuntimeError(
@@ -180,12 +183,17 @@ class JaxRunner:
             )
         unfolded = unfold(plan)
         plan = unfolded.plan
-        bucket = self._buckets.pick(plan.num_tokens, len(plan.rows), plan.num_decode)
+        bucket = self._programs.buckets.pick(plan.num_tokens, len(plan.rows), plan.num_decode)
         self._replace_rows(plan.row_updates)
         deltas = side_by_side(plan.page_deltas, self._spec.max_pages_per_row)
-        deltas = self._apply_excess(deltas, bucket)
+        deltas = self._apply_excess(deltas, 0 if self._guesses(unfolded) else bucket.deltas)
+        if self._drafter is not None:
+            if self._guesses(unfolded):
+                self._state = self._drafter.guess(self._state, unfolded)
+            self._drafter.launched(unfolded)
         packed = self._programs.layouts[bucket].pack(plan, deltas, unfolded.guesses)
-        self._state, outputs = self._programs.step(bucket, self._state, packed)
+        with jax.profiler.StepTraceAnnotation("step", step_num=plan.step) if self._profiling else nullcontext():
+            self._state, outputs = self._programs.step(bucket, self._weights, self._state, packed)
         if plan.masked is None:
             outputs.tokens.copy_to_host_async()
             outputs = replace(outputs, logits=outputs.tokens)  # logits are not kept until somebody asks
@@ -200,6 +208,19 @@ class JaxRunner:
         tokens.copy_to_host_async()
         return StepOutputs(tokens, logprobs, outputs.prompt_logprobs, tokens)
 
+    def start_profile(self, folder: str) -> None:
+        """See `Runner`. `folder` is anything that JAX writes to, `gs://` too."""
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # every call of the host would take several times as long
+        jax.profiler.start_trace(folder, profiler_options=options)
+        self._profiling = True
+
+    def stop_profile(self) -> None:
+        """See `Runner`."""
+        self._profiling = False
+        jax.block_until_ready(self._state)
+        jax.profiler.stop_trace()
+
     def report(self) -> RunnerReport:
         return RunnerReport(
             backend="jax",
@@ -212,14 +233,15 @@ class JaxRunner:
         )
 
     def close(self) -> None:
-        """Waits for what was launched, and frees the device's memory."""
+        """Waits for what was launched, and frees the device's memory. What is not built yet will not be."""
+        self._programs.abandon()
         jax.block_until_ready(self._state)
         self._counter.close()
         for array in jax.tree.leaves((self._state, self._weights)):
             array.delete()
 
     def _replace_rows(self, updates: RowUpdates) -> None:
-        """Sets the sampling state of rows, and their texts, in as few runs of the fixed sizes as it takes."""
+        """Sets the sampling state of rows, their texts and hints, in as few runs of the fixed sizes as it takes."""
         sampling, known = self._state.sampling, self._state.known
         for size, batch in _in_batches(updates.sampling, self._programs.row_update_sizes):
             packed = pack_row_updates(batch, size, self._programs.dump_row, self._spec.vocab_size)
@@ -232,12 +254,18 @@ class JaxRunner:
             for size, texts in _in_batches(updates.texts, self._programs.text_sizes):
                 packed = pack_texts(texts, size, self._programs.dump_row, self._spec.max_context + 1)
                 known = self._programs.set_known_tokens(known, packed)
+            for size, hints in _in_batches(updates.hints, self._programs.text_sizes):
+                known = self._programs.set_hints(known, pack_hints(hints, size, self._programs.dump_row))
         self._state = replace(self._state, sampling=sampling, known=known)
 
-    def _apply_excess(self, deltas: PageDeltas, bucket: Bucket) -> PageDeltas:
-        """Applies all deltas where they are more than the bucket takes; what is left goes with the step."""
+    def _guesses(self, unfolded: Unfolded) -> bool:
+        """Whether a draft model has something to guess."""
+        return self._drafter is not None and bool(unfolded.guesses.any())
+
+    def _apply_excess(self, deltas: PageDeltas, most: int) -> PageDeltas:
+        """Applies all deltas where they are more than the step's program takes; what is left goes with the step."""
         count = len(deltas.rows)
-        if count <= bucket.deltas:
+        if count <= most:
             return deltas
         page_table = self._state.page_table
         for start in range(0, count, DELTA_BLOCK):
@@ -252,22 +280,6 @@ def _in_batches(updates: Sequence[Update], sizes: tuple[int, ...]) -> Iterator[t
         size = next((size for size in sizes if size >= len(updates)), sizes[-1])
         yield size, updates[:size]
         updates = updates[size:]
-
-
-EmptyRows = tuple[jax.Array, jax.Array, SamplingState, KnownTokens | None]
-
-
-def empty_rows(spec: RunnerSpec, placement: NamedSharding | None) -> EmptyRows:
-    """Page table, last tokens, sampling state and texts (if steps have drafts), the dump row included, whole on every
-    device (of every node)."""
-
-    def make() -> EmptyRows:
-        rows = spec.max_rows + 1
-        page_table = jnp.zeros((rows, spec.table_columns), jnp.int32)
-        known = KnownTokens.empty(rows, spec.max_context) if spec.max_samples > 1 else None
-        return page_table, jnp.zeros(rows, jnp.int32), SamplingState.empty(rows, spec.vocab_size), known
-
-    return jax.jit(make, out_shardings=placement)()
 
 
 def _part(deltas: PageDeltas, start: int, end: int) -> PageDeltas:

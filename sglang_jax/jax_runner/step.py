@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sglang_jax.jax_runner.drafts import KnownTokens, Sequences, kept_samples
+from sglang_jax.jax_runner.buckets import Bucket
+from sglang_jax.jax_runner.drafts import DraftedTokens, KnownTokens, Sequences, kept_samples
 from sglang_jax.jax_runner.logprobs import Logprobs, prompt_logprobs
 from sglang_jax.jax_runner.packing import SampleLayout, StepInputs, StepLayout
 from sglang_jax.jax_runner.readers import LogitsReader, Masks, reader_over
@@ -21,7 +22,7 @@ from sglang_jax.kernels.state_rows import StateRows
 from sglang_jax.layers.batch import ForwardBatch, GroupPages
 from sglang_jax.runner.drafts import REFUSED
 from sglang_jax.runner.page_tables import ONE_GROUP, TableLayout
-from sglang_jax.runner.plan import INVALID_TOKEN, NO_LOGPROBS
+from sglang_jax.runner.plan import INVALID_TOKEN, NO_LOGPROBS, RunnerSpec
 
 Weights = list[jax.Array]
 KVCaches = Any
@@ -52,6 +53,7 @@ class DeviceState:
       row holds page 0 alone.
     - `last_tokens`: int32 `[rows + 1]`, what each row sampled last.
     - `known`: the rows' texts, where steps have drafts.
+    - `drafted`: what a draft model has guessed, where there is one.
     """
 
     kv: KVCaches
@@ -59,6 +61,7 @@ class DeviceState:
     last_tokens: jax.Array
     sampling: SamplingState
     known: KnownTokens | None = None
+    drafted: DraftedTokens | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -69,34 +72,37 @@ class SampledState:
     last_tokens: jax.Array
     sampling: SamplingState
     known: KnownTokens | None = None
+    drafted: DraftedTokens | None = None
 
     @classmethod
     def of(cls, state: DeviceState) -> SampledState:
-        return cls(state.last_tokens, state.sampling, state.known)
+        return cls(state.last_tokens, state.sampling, state.known, state.drafted)
 
     def inputs_of(self, flags: jax.Array, rows: jax.Array, kv_lens: jax.Array) -> Sequences:
         """What a step's sequences `[R]` compute, and how long they are."""
         last_tokens = self.last_tokens[rows]
         if self.known is None:
             return Sequences(flags > 0, kv_lens, last_tokens, None)
-        return Sequences.with_drafts(flags, rows, kv_lens, last_tokens, self.known)
+        return Sequences.with_drafts(flags, rows, kv_lens, last_tokens, self.known, self.drafted)
 
     def after(
         self, sequences: Sequences, rows: jax.Array, tokens: jax.Array, most_guesses: int
     ) -> tuple[SampledState, jax.Array]:
         """Once the sequences of a step have sampled `tokens` `[R]`; and these, as the host is told."""
         samples, told, last = sequences.samples, tokens, sequences.samples
-        known = self.known
+        known, drafted = self.known, self.drafted
         if known is not None and sequences.guesses is not None:
             kept, last = kept_samples(sequences.guesses, sequences.own, tokens, most_guesses)
             told = jnp.where(kept | ~samples, tokens, REFUSED)
             samples, last = samples & kept, samples & last
             known = known.append(rows, sequences.kv_lens, tokens, samples)
+            drafted = None if drafted is None else drafted.up_to(known)
         sampled = samples & (tokens != INVALID_TOKEN) & self.sampling.penalised[rows]
         state = SampledState(
             last_tokens=_remember(self.last_tokens, rows, tokens, last, known is not None),
             sampling=self.sampling.count(rows, tokens, sampled),
             known=known,
+            drafted=drafted,
         )
         return state, told
 
@@ -115,6 +121,23 @@ class StepOutputs:
     logprobs: Logprobs
     prompt_logprobs: Logprobs | None
     logits: jax.Array
+
+
+EmptyRows = tuple[jax.Array, jax.Array, SamplingState, KnownTokens | None, DraftedTokens | None]
+
+
+def empty_rows(spec: RunnerSpec, placement: NamedSharding | None, *, drafted: bool = False) -> EmptyRows:
+    """Page table, last tokens, sampling state, texts (if steps have drafts) and what a draft model has guessed (if one
+    does), the dump row included, whole on every device (of every node)."""
+
+    def make() -> EmptyRows:
+        rows = spec.max_rows + 1
+        page_table = jnp.zeros((rows, spec.table_columns), jnp.int32)
+        known = KnownTokens.empty(rows, spec.max_context) if spec.max_samples > 1 else None
+        guessed = DraftedTokens.empty(rows, spec.max_samples - 1) if drafted else None
+        return page_table, jnp.zeros(rows, jnp.int32), SamplingState.empty(rows, spec.vocab_size), known, guessed
+
+    return jax.jit(make, out_shardings=placement)()
 
 
 def apply_deltas(page_table: jax.Array, rows: jax.Array, columns: jax.Array, pages: jax.Array) -> jax.Array:
@@ -208,7 +231,7 @@ def make_step(
     """
     bucket = layout.bucket
     reader = reader_over(mesh)
-    whole = _on_every_device(mesh)
+    whole = on_every_device(mesh)
 
     def step(weights: Weights, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, StepOutputs]:
         vocab_size = state.sampling.vocab_size
@@ -223,11 +246,13 @@ def make_step(
         inputs = replace(inputs, kv_lens=sequences.kv_lens)
         batch = whole(build_batch(inputs, page_table, sequences.own, page_size, bucket.tokens, table))
         hidden, kv = model.forward(weights, batch, state.kv)
+        before = replace(before, drafted=_computed_beside(before.drafted, inputs, bucket))
         last_hidden = hidden if bucket.decode_only else hidden[jnp.maximum(inputs.query_starts[1:] - 1, 0)]
         logits = model.logits(weights, last_hidden)
-        tokens = reader.sample(logits, state.sampling, inputs.rows, inputs.kv_lens, sequences.samples)
+        with jax.named_scope("sample"):
+            tokens = reader.sample(logits, state.sampling, inputs.rows, inputs.kv_lens, sequences.samples)
         sampled, told = before.after(sequences, inputs.rows, tokens, most_guesses)
-        new_state = DeviceState(kv, page_table, sampled.last_tokens, sampled.sampling, sampled.known)
+        new_state = DeviceState(kv, page_table, sampled.last_tokens, sampled.sampling, sampled.known, sampled.drafted)
         logprobs = _logprobs_of(reader, logits, tokens, inputs.top_logprobs, vocab_size)
         of_prompts = None
         if not bucket.decode_only:
@@ -236,6 +261,15 @@ def make_step(
         return new_state, StepOutputs(told, logprobs, of_prompts, logits)
 
     return step
+
+
+def _computed_beside(drafted: DraftedTokens | None, inputs: StepInputs, bucket: Bucket) -> DraftedTokens | None:
+    """A draft model is computed in steps with chunks, beside the model."""
+    if drafted is None or bucket.decode_only:
+        return drafted
+    chunks = jnp.arange(inputs.rows.shape[0]) >= inputs.num_decode
+    starts = inputs.kv_lens - jnp.diff(inputs.query_starts)
+    return drafted.computed_beside(inputs.rows, starts, inputs.kv_lens, chunks)
 
 
 def make_sample(
@@ -247,7 +281,7 @@ def make_sample(
     Of the first part's tokens it counts whether they are tokens: logits that are not finite show there.
     """
     reader = reader_over(mesh)
-    whole = _on_every_device(mesh)
+    whole = on_every_device(mesh)
 
     def sample(
         state: SampledState, logits: jax.Array, first: jax.Array, packed: jax.Array
@@ -274,7 +308,7 @@ def _logprobs_of(
     )
 
 
-def _on_every_device(mesh: Mesh | None) -> Callable[[T], T]:
+def on_every_device(mesh: Mesh | None) -> Callable[[T], T]:
     """Gives every device all of some small arrays. Where nothing says so, the compiler may spread them, and with them
     whatever is computed of them: the rows of a batch, and so the residual stream."""
     if mesh is None:

@@ -318,10 +318,16 @@ class WindowGroup(Group):
         self.component.give_back()
 
     def share(self, record: RowKV, added: Insertion, first: int, own: Pages, step: int | None) -> bool:
+        # What it covers of the prefix before `first` stays covered, and what is new is already.
         row, there = record.row, added.already_there // self.page_size
-        repointed = there > 0 and self._repoint(row, added.node, first, own, there, step)
-        # What it covers of the prefix before `first` stays covered.
-        self.component.cover(added.node, min(len(own), first + len(own) - self.held_from(row)))
+        if there == 0:
+            return False
+        repointed = self._repoint(row, added.node, first, own, there, step)
+        covered = min(there, first + there - self.held_from(row))
+        if covered > 0:
+            above = added.node if there == len(own) else added.node.parent
+            assert above is not None
+            self.component.cover(above, covered)
         return repointed
 
     def release(self, record: RowKV, allocated: int) -> None:

@@ -91,7 +91,8 @@ class KVCache:
         self.open_rows: dict[int, RowKV] = {}
         self._windows = [group for group in self.groups if isinstance(group, WindowGroup)]
         self.trust = Trust(self.tree, self._windows, self.states)
-        self._steps_between = min([_MOST_BETWEEN, *(group.slack for group in self._windows)])
+        # A step with drafts may take a row further than a page.
+        self._steps_between = 1 if drafts else min([_MOST_BETWEEN, *(group.slack for group in self._windows)])
         self._steps_since_let_go = 0
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._max_rows = max_rows
@@ -231,7 +232,7 @@ class KVCache:
             else:
                 starts = np.cumsum(counts) - counts
                 self._give(np.repeat(rows, counts), np.arange(total) + np.repeat(first - starts, counts))
-        self.lengths.first_query[rows] = np.minimum(before, self.lengths.kv_committed[rows])
+        self.lengths.first_query[rows] = before
         self.lengths.kv_allocated[rows] = np.maximum(held, lengths)
         self.lengths.kv_planned[rows] = lengths
         return True
@@ -308,8 +309,9 @@ class KVCache:
         have yet. `tight`: to the page; else windows may keep a little of the tree's."""
         if self._windows:
             # What a request that is over leaves behind ends with what it has committed.
-            lengths = self.lengths.first_query if self.in_flight else self.lengths.kv_committed
-            reading = lengths[rows]
+            reading = self.lengths.kv_committed[rows]
+            if self.in_flight:  # by now it is known how many drafts of the step before that one were right
+                reading = np.minimum(reading, self.lengths.first_query[rows])
             for group in self._windows:
                 group.let_go(rows, reading, self.open_rows, tight)
 
@@ -331,10 +333,6 @@ class KVCache:
         runs = tuple([group.run(record, first, last, step is not None) for group in self.groups])
         run = bytes(tokens[protected * TOKEN_BYTES : length * TOKEN_BYTES])
         added = self.tree.insert(locked, run, runs, request_owner(row), record.serial)
-        if locked.parent is None:
-            self.tree.lock(added.node)
-        else:
-            self.tree.extend_lock(locked, added.node)
         repointed = [group.share(record, added, first, own, step) for group, own in zip(self.groups, runs, strict=True)]
         record.locked_node = added.node
         self.lengths.cache_protected[row] = length

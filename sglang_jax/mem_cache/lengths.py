@@ -21,7 +21,8 @@ class RowLengths:
 
     `kv_planned`: the length once all launched steps have run; where one in flight has drafts, the most that it may be.
     At most `kv_allocated`, and less than it where drafts were wrong: without `drafts` they are one array.
-    `first_query`: the first position that the row's last launched step may compute.
+    `first_query`: the first position that the row's last launched step computes; if drafts of the step before turn out
+    to be wrong it is `kv_committed`, once that step has finished.
     """
 
     def __init__(self, rows: int, drafts: bool = False) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -65,7 +66,7 @@ class Node:
         self.parent = parent
         self.namespace = namespace
         self.children: dict[bytes, Node] = {}
-        self.values: list[object] = []
+        self.values: list[Any] = []
         self.created = now
         self.last_access = now
         self.hits = 0
@@ -176,11 +177,12 @@ class RadixTree:
     def insert(
         self, below: Node, tokens: bytes, pages: tuple[Pages, ...], previous_owner: int, writer: int = 0
     ) -> Insertion:
-        """Adds the run `tokens` (whole pages) after the prefix that ends at `below`, which is not dead.
+        """Adds the run `tokens` (whole pages) after the prefix that ends at `below`, which is not dead. Who depends on
+        `below`, by a `lock` of it, depends on the end of the run from then on.
 
-        `pages`: one array per component, `[pages of the run]`, 0 where there is none. Of the part that is there already
-        components take what they lack. What is new becomes one leaf, computed by `writer`, to which components attach
-        the rest from the owner with code `previous_owner`.
+        `pages`: one array per component, `[pages of the run]`, 0 where there is none; they become the tree's. Of the
+        part that is there already components take what they lack. What is new becomes one leaf, computed by `writer`,
+        to which components attach the rest from the owner with code `previous_owner`.
         """
         self._now += 1
         if below.parent is None:
@@ -189,6 +191,7 @@ class RadixTree:
         for reached, start, end, whole in self._walk(below, tokens, len(tokens)):
             node = reached if whole else self._split(reached, end - start)
             node.last_access = self._now
+            self._lock_one(node)
             for index, component in self._partial:
                 component.fill(node, pages[index][start // self.page_bytes : end // self.page_bytes], previous_owner)
             there = end
@@ -197,7 +200,6 @@ class RadixTree:
             first = there // self.page_bytes
             for component, run in zip(self.components, pages, strict=True):
                 component.attach_pages(node, run[first:], previous_owner)
-        self._touch(node)
         return Insertion(node, there // TOKEN_BYTES)
 
     def lock(self, node: Node, *, session: bool = False) -> None:
@@ -227,13 +229,6 @@ class RadixTree:
             self._lock_one(each)
             self._enter_session(each)
         return True
-
-    def extend_lock(self, held: Node, node: Node) -> None:
-        """Who depends on `held` depends on `node` from now on, which is `held` or below it."""
-        while node is not held:
-            assert node.parent is not None, f"tree node {held.id} is not above"
-            self._lock_one(node)
-            node = node.parent
 
     def _lock_one(self, node: Node) -> None:
         if node.locks == 0:
@@ -277,9 +272,7 @@ class RadixTree:
 
         **Returns:** the node, and the pages of the path to its end.
         """
-        while node.parent is not None and (
-            length > most or node.dead or not all(component.accepts_end(node) for _, component in self._partial)
-        ):
+        while node.parent is not None and (length > most or node.dead or not self._accepts_end(node)):
             length -= node.length
             node = node.parent
         return node, length
@@ -333,11 +326,13 @@ class RadixTree:
         """Removes a leaf that nobody depends on and at whose end no match may end, so that what it holds serves nobody;
         then its parent, if that has become such a leaf."""
         while (
-            node.parent is not None
-            and not (node.children or node.locks or node.dead)
-            and not all(component.accepts_end(node) for _, component in self._partial)
+            node.parent is not None and not (node.children or node.locks or node.dead) and not self._accepts_end(node)
         ):
             node = self._remove_leaf(node)
+
+    def _accepts_end(self, node: Node) -> bool:
+        """Whether a match may end at the node's end."""
+        return False not in [component.accepts_end(node) for _, component in self._partial]
 
     def _remove_leaf(self, node: Node) -> Node:
         """Returns its parent."""
@@ -429,11 +424,10 @@ class RadixTree:
         return upper
 
     def _add_leaf(self, parent: Node, key: bytes, writer: int) -> Node:
+        """A leaf with the lock of who inserts it, who depends on its parent as well."""
         leaf = self._new_node(key, parent, parent.namespace, writer)
-        was_leaf = not parent.children
+        leaf.locks = 1
         parent.children[key[: self.page_bytes]] = leaf
-        if was_leaf:
-            self._touch(parent)
         return leaf
 
     def _new_node(self, key: bytes, parent: Node, namespace: Namespace, writer: int) -> Node:

@@ -59,14 +59,15 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, LayerMemory]:
         """x `[T, hidden]` is what the layer below has yet to add to the residual stream `[T, hidden]`."""
         x, residual = _add(self.attention_norm, x, residual)
-        attended, memory = self._mixed(x, batch, rotary, memory)
+        with jax.named_scope("mixer"):  # as profiles show it
+            attended, memory = self._mixed(x, batch, rotary, memory)
         if self.feed_forward is None:
             x = self._given(self.attention_post_norm, attended)
         elif self.config.parallel:
-            x = self._scaled(attended + self.feed_forward(x))
+            x = self._scaled(attended + self._fed(x))
         else:
             x, residual = _add(self.feed_forward_norm, self._given(self.attention_post_norm, attended), residual)
-            x = self._given(self.feed_forward_post_norm, self.feed_forward(x))
+            x = self._given(self.feed_forward_post_norm, self._fed(x))
         if self.scale is not None:
             scale = self.scale[...].astype(x.dtype)
             x, residual = x * scale, residual * scale
@@ -94,6 +95,11 @@ class DecoderLayer(nnx.Module):
             self.recurrent.arrange(wanted)
         if self.feed_forward is not None:
             self.feed_forward.arrange(wanted)
+
+    def _fed(self, x: jax.Array) -> jax.Array:
+        assert self.feed_forward is not None
+        with jax.named_scope("feed_forward"):
+            return self.feed_forward(x)
 
     def _given(self, norm: Norm | None, output: jax.Array) -> jax.Array:
         """What a block gives to the residual stream."""

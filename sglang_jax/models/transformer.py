@@ -142,7 +142,8 @@ class Transformer(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 `[m, vocab]` of hidden states `[m, hidden]`."""
-        logits = self._products(hidden)
+        with jax.named_scope("head"):
+            logits = self._products(hidden)
         if self.config.logit_multiplier != 1.0:
             logits = logits * self.config.logit_multiplier
         if self.config.logit_cap is not None:

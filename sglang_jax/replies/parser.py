@@ -14,6 +14,9 @@ from enum import Enum, auto
 from sglang_jax.replies.call_reader import CallReader, Reading
 from sglang_jax.replies.forms import CallForm, ReplyLayout
 
+_AT_ONCE = 4096
+"""Characters that are looked at together: what is held is copied with each call in it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Text:
@@ -139,15 +142,19 @@ class ReplyParser:
 
     def push(self, text: str) -> list[Piece]:
         """What more text makes certain."""
-        self._held += text
-        return self._run(final=False)
+        self._pieces = []
+        for start in range(0, len(text), _AT_ONCE):
+            self._held += text[start : start + _AT_ONCE]
+            self._run(final=False)
+        return self._pieces
 
     def finish(self) -> list[Piece]:
         """What was held back, at the end of the reply."""
-        return self._run(final=True)
-
-    def _run(self, *, final: bool) -> list[Piece]:
         self._pieces = []
+        self._run(final=True)
+        return self._pieces
+
+    def _run(self, *, final: bool) -> None:
         going = True
         while going:
             match self._region:
@@ -157,7 +164,6 @@ class ReplyParser:
                     going = self._reasoning(final=final)
                 case _Region.CALL:
                     going = self._call(final=final)
-        return self._pieces
 
     def _text(self, *, final: bool) -> bool:
         """Goes on to the next marker; whether there may be more to do."""

@@ -15,6 +15,7 @@ other. What a row samples does not depend on them, how much of it in one step do
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,6 +104,7 @@ class FakeRunner:
         self._texts: set[int] = set()
         self._next_step = 0
         self._handle: FakeHandle | None = None
+        self._profile: tuple[Path, int] | None = None
         self.plans: list[StepPlan] = []
         self.keep_plans = False
 
@@ -115,6 +117,16 @@ class FakeRunner:
 
     def announce_builds(self, building: Building) -> None:
         """Nothing is built."""
+
+    def start_profile(self, folder: str) -> None:
+        """Counts steps."""
+        self._profile = Path(folder), self._next_step
+
+    def stop_profile(self) -> None:
+        """Writes how many steps were launched meanwhile."""
+        assert self._profile is not None, "no profile is taken"
+        (folder, first), self._profile = self._profile, None
+        (folder / "steps.txt").write_text(str(self._next_step - first))
 
     def report(self) -> RunnerReport:
         return RunnerReport("fake", "none", 0, 0, 0, 0, {})
@@ -187,6 +199,8 @@ class FakeRunner:
         for update in plan.row_updates.sampling:
             self._texts.discard(update.row)
         self._texts.update(update.row for update in plan.row_updates.texts)
+        hinted = {update.row for update in plan.row_updates.hints}
+        assert self._texts.issuperset(hinted), "a row without a text has a hint"
         drafting = np.searchsorted(np.cumsum(plan.query_lens), drafts, side="right")
         assert self._texts.issuperset(plan.rows[drafting].tolist()), "a row drafts without a text"
 

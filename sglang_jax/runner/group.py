@@ -27,6 +27,18 @@ class WarmUp:
 
 
 @dataclass(frozen=True, slots=True)
+class StartProfile:
+    """Record what this process and its devices do, for this folder."""
+
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopProfile:
+    """Write the recording."""
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     """Leave the group and end."""
 
@@ -38,10 +50,10 @@ class GiveUp:
     reason: str
 
 
-Order = WarmUp | StepPlan | TokenMasks | Leave
+Order = WarmUp | StepPlan | TokenMasks | StartProfile | StopProfile | Leave
 """What a follower is told, in this order."""
 
-ORDERS: Codec[Order | GiveUp] = Codec(WarmUp, StepPlan, TokenMasks, Leave, GiveUp)
+ORDERS: Codec[Order | GiveUp] = Codec(WarmUp, StepPlan, TokenMasks, StartProfile, StopProfile, Leave, GiveUp)
 """Orders as they go from process to process, and what breaks in on them."""
 
 
@@ -115,6 +127,16 @@ class GroupRunner:
         self._followers.send(plan)
         return GroupStep(step, self._followers)
 
+    def start_profile(self, folder: str) -> None:
+        """See `Runner`: every process records its own part."""
+        self._runner.start_profile(folder)
+        self._followers.send(StartProfile(folder))
+
+    def stop_profile(self) -> None:
+        """See `Runner`."""
+        self._followers.send(StopProfile())
+        self._runner.stop_profile()
+
     def report(self) -> RunnerReport:
         """This process's."""
         return self._runner.report()
@@ -142,6 +164,10 @@ def follow(runner: Runner, next_order: Callable[[], Order], progress: Progress) 
                 in_flight[-1].sample(masks)
             case WarmUp():
                 runner.warm_up(_no_progress)
+            case StartProfile(folder):
+                runner.start_profile(folder)
+            case StopProfile():
+                runner.stop_profile()
             case Leave():
                 for step in in_flight:
                     step.result()

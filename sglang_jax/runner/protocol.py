@@ -61,6 +61,17 @@ class Runner(Protocol):
         """Starts a step and returns without waiting for it; of one with masked sequences all but the sampling."""
         ...
 
+    def start_profile(self, folder: str) -> None:
+        """Records what this process and its devices do from now on. To be called while no profile is taken.
+
+        **Raises:** `ParameterError` for a folder that the backend cannot write to.
+        """
+        ...
+
+    def stop_profile(self) -> None:
+        """Ends the recording once all that was launched has run, and writes it; that may take seconds."""
+        ...
+
     def report(self) -> RunnerReport: ...
 
     def close(self) -> None: ...

@@ -34,6 +34,9 @@ GUEST_TURN = 2
 """Of so many rows given while client requests wait that have none, the last goes to one of them, if the others would go
 to such as have one."""
 
+GUEST_ROWS = 32
+"""Of so many rows one is left free by client requests that have rows already, for those that have none."""
+
 BACKFILL_SEATS = 32
 BACKFILL_STEPS = 256
 """So many requests, and for so many steps, may be given room past one that does not fit; then room is kept for it."""
@@ -68,7 +71,8 @@ class Admission:
     computing it once and waiting a step is cheaper than computing it twice.
 
     Under policies that do not mind turns, a client request of a thousand prompts could have all rows for as long as it
-    likes: those that have no row are its *guests*, and are given every other one.
+    likes: those that have no row are its *guests*, and are given every other one. And under all policies, a row in
+    `GUEST_ROWS` is left free for guests, as those that a large client request has may be busy for minutes.
     """
 
     aged_turn = AGED_TURN
@@ -86,6 +90,7 @@ class Admission:
         self._rows = rows
         self._queue = queue
         self._reserve = reserve
+        self._guest_rows = len(rows.requests) // GUEST_ROWS
         self._younger_seats = 0
         self._seats_past_guests = 0
 
@@ -97,13 +102,29 @@ class Admission:
         for request in self._candidates(look):
             if not self._cache.num_free_rows and not self._reclaim():
                 break
-            if not self._consider(request, look):
+            guest = self._instead_of(request, look)
+            if guest is None or not self._consider(guest, look):
                 break
         if not look.seated:
             self._queue.pause(RETRY_STEPS)
         elif self._queue:
             look.under_way.note_sharers(look.seated, self._queue.front(MAX_SHARERS_PASSED))
         return Decisions(look.seated, look.too_large)
+
+    def _instead_of(self, request: Request, look: _Look) -> Request | None:
+        """Who may have a row if `request` is next: itself, unless only those for guests are left and its client request
+        has one; then the first guest, None if there is none that was not looked at. Requests without a client's name,
+        as those of a script's engine, are nobody's rivals."""
+        if request is look.aged or not request.flow_key[1] or request.flow_key not in look.flows:
+            return request
+        while self._cache.num_free_rows <= self._guest_rows:
+            if not self._reclaim():
+                guest = self._queue.guest(look.flows)
+                if guest is None or guest.id in look.guests:
+                    return None
+                look.guests.add(guest.id)
+                return guest
+        return request
 
     def _reclaim(self) -> bool:
         """Takes rows of requests that are over; False if there are none to be had."""
@@ -236,6 +257,7 @@ class _Look:
         self.passed = 0
         self.aged: Request | None = None
         self.flows = {request.flow_key for request in rows.requests if request is not None}
+        self.guests: set[int] = set()
         self._rooms = [_Room(group) for group in cache.groups]
         self._counted = False
 

@@ -50,8 +50,8 @@ class Drafting(Protocol):
         """Of `rows`, which had `widths` queries, `counts` of the tokens that were sampled are the row's: all `[n]`."""
         ...
 
-    def took(self, queries: int, seconds: float) -> None:
-        """A step without prompts had so many queries and took so long."""
+    def took(self, queries: int, seconds: float, most_drafts: int = 0) -> None:
+        """A step without prompts had so many queries, at most so many drafts of a row, and took so long."""
         ...
 
     def seated(self, rows: Index) -> None:
@@ -67,7 +67,7 @@ class AllThatFit:
 
     def observe(self, rows: Index, widths: Int32, counts: Int32) -> None: ...
 
-    def took(self, queries: int, seconds: float) -> None: ...
+    def took(self, queries: int, seconds: float, most_drafts: int = 0) -> None: ...
 
     def seated(self, rows: Index) -> None: ...
 
@@ -81,9 +81,14 @@ class WhatPays:
     A size that was not tried yet is taken to cost what the largest smaller one does, or half of the smallest, so that
     it is tried; and none to cost more than a larger one, as times are noisy. A row whose drafts did not pay is tried
     again every `_PROBE_EVERY` of its steps, as long as this takes next to no time.
+
+    `one_by_one`: drafts of a row are made one after the other, by a second model. A step then takes as long as one
+    without drafts, and so much for each that the row with the most has.
     """
 
-    def __init__(self, max_rows: int, max_samples: int) -> None:
+    def __init__(self, max_rows: int, max_samples: int, *, one_by_one: bool = False) -> None:
+        self._one_by_one = one_by_one
+        self._guess_seconds, self._guess_hope = 0.0, 1.0
         self._right: Float64 = np.zeros(max_rows)
         self._tried: Float64 = np.zeros(max_rows)
         self._idle: Int32 = np.zeros(max_rows, np.int32)
@@ -99,15 +104,19 @@ class WhatPays:
         widths = np.ones(count, np.int32)
         if room <= count or not (most > 1).any():
             return widths
+        if self._one_by_one and _padded(count) not in self._seconds:
+            return widths  # what guesses take is what they take more than that
         values = self._values(rows, most)
         order = np.argsort(-values, axis=None, kind="stable")
         order = order[: min(room - count, int(np.count_nonzero(values)))]
         gains = np.cumsum(values.reshape(-1)[order])
+        depths = np.maximum.accumulate(order % len(self._powers)) + 1
         drafts, best = 0, _WORTH * count / self._expect(count)
         for size in _sizes(count, count + len(order)):
-            rate = (count + gains[min(size - count, len(order)) - 1]) / self._expect(size)
+            last = min(size - count, len(order)) - 1
+            rate = (count + gains[last]) / self._expect(size, int(depths[last]))
             if rate > best:
-                drafts, best = min(size - count, len(order)), rate
+                drafts, best = last + 1, rate
         if drafts:
             np.add.at(widths, order[:drafts] // len(self._powers), 1)
         else:
@@ -120,7 +129,7 @@ class WhatPays:
         seconds = self._expect(len(rows))
         self._to_spend += _PROBE_SHARE * seconds
         idle = np.flatnonzero((self._idle[rows] >= _PROBE_EVERY) & (most > 1))[: room - len(rows)]
-        cost = self._seconds.get(_padded(len(rows) + len(idle)), seconds) - seconds
+        cost = self._seconds.get(_padded(len(rows) + len(idle)), seconds) - seconds + self._guess_seconds
         if cost > self._to_spend:
             return idle[:0]
         self._to_spend -= cost
@@ -138,15 +147,15 @@ class WhatPays:
         self._all_right = _ALL_MEMORY * self._all_right + float(right.mean())
         self._all_tried = _ALL_MEMORY * self._all_tried + float(tried.mean())
 
-    def took(self, queries: int, seconds: float) -> None:
+    def took(self, queries: int, seconds: float, most_drafts: int = 0) -> None:
         """See `Drafting`."""
+        if self._one_by_one and most_drafts:
+            own = max(seconds - self._expect(queries), 0.0) / most_drafts
+            self._guess_seconds, self._guess_hope = _learn(self._guess_seconds, own), 1.0
+            return
+        self._guess_hope = max(_HOPE * self._guess_hope, 1e-3)
         size = _padded(queries)
-        seconds, known = max(seconds, _LEAST_SECONDS), self._seconds.get(size)
-        if known is not None:
-            weight = _SLOWER if seconds > known else _FASTER
-            if seconds > known / 3.0:  # else what is known is of another time
-                seconds = known + weight * (min(seconds, 3.0 * known) - known)
-        self._seconds[size], self._hopes[size] = seconds, 1.0
+        self._seconds[size], self._hopes[size] = _learn(self._seconds.get(size), max(seconds, _LEAST_SECONDS)), 1.0
         for other in self._seconds:
             if other > size:
                 self._hopes[other] = max(_HOPE * self._hopes[other], 1e-3)
@@ -163,7 +172,7 @@ class WhatPays:
         values: Float64 = np.minimum(chance, 0.99)[:, None] ** self._powers
         return np.where(self._powers < most[:, None], values, 0.0)
 
-    def _expect(self, queries: int) -> float:
+    def _expect(self, queries: int, most_drafts: int = 0) -> float:
         """Seconds of a step."""
         size = _padded(queries)
         if not self._seconds:
@@ -171,7 +180,15 @@ class WhatPays:
         hoped = {other: took * self._hopes[other] for other, took in self._seconds.items()}
         larger = min((took for other, took in hoped.items() if other > size), default=math.inf)
         smaller = max((other for other in hoped if other <= size), default=0)
-        return min(hoped[smaller], larger) if smaller else 0.5 * larger
+        own = min(hoped[smaller], larger) if smaller else 0.5 * larger
+        return own + most_drafts * self._guess_hope * self._guess_seconds
+
+
+def _learn(known: float | None, seconds: float) -> float:
+    """What something takes, once it took so many seconds."""
+    if not known or seconds <= known / 3.0:  # what is known is of another time
+        return seconds
+    return known + (_SLOWER if seconds > known else _FASTER) * (min(seconds, 3.0 * known) - known)
 
 
 def _padded(queries: int) -> int:

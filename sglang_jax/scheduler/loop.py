@@ -25,8 +25,11 @@ from sglang_jax.scheduler.messages import (
     OpenSession,
     Reply,
     Shutdown,
+    StartProfile,
+    StopProfile,
     StopRequest,
 )
+from sglang_jax.scheduler.profiling import Profiling
 from sglang_jax.scheduler.publisher import wire_error
 from sglang_jax.scheduler.scheduler import Scheduler
 
@@ -63,6 +66,7 @@ class SchedulerLoop:
         self._pulse = pulse or Pulse()
         self._runner = runner
         self._channel = channel
+        self._profiling = Profiling(runner, self._pulse)
         self._draining = False
         self._stopped = False
         self._stats_at = 0.0
@@ -74,6 +78,7 @@ class SchedulerLoop:
         """
         while not self._stopped:
             self.turn()
+        self._profiling.close()
 
     def turn(self) -> None:
         """One round: messages, then a step if there is work."""
@@ -83,6 +88,7 @@ class SchedulerLoop:
             return
         scheduler.step()
         self._pulse.note(steps=scheduler.log.steps, busy=not scheduler.idle)
+        self._profiling.after_step(scheduler.log.steps)
         if scheduler.only_compiles:
             with self._pulse.building():
                 scheduler.constraints.wait(COMPILER_WAIT_SECONDS)
@@ -124,6 +130,8 @@ class SchedulerLoop:
             case GetCacheReport():
                 report = msgspec.json.encode(self.scheduler.report_cache())
                 self._channel.send(Reply(message.call, True, report=report))
+            case StartProfile() | StopProfile():
+                self._serve_profile(message)
             case Shutdown():
                 self._draining = True
                 self._stopped = not message.drain
@@ -139,6 +147,18 @@ class SchedulerLoop:
             self._channel.send(Reply(message.call, False, error.message, error=wire_error(error)))
         else:
             self._channel.send(Reply(message.call, True))
+
+    def _serve_profile(self, message: StartProfile | StopProfile) -> None:
+        try:
+            if isinstance(message, StartProfile):
+                folder = message.folder
+                self._profiling.start(folder, message.steps, self.scheduler.log.steps)
+            else:
+                folder = self._profiling.stop()
+        except RequestError as error:
+            self._channel.send(Reply(message.call, False, error.message, error=wire_error(error)))
+        else:
+            self._channel.send(Reply(message.call, True, folder))
 
     def _publish_stats(self) -> None:
         now = time.monotonic()

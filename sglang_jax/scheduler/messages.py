@@ -103,6 +103,21 @@ class GetCacheReport(msgspec.Struct, tag="cache_report", frozen=True):
     call: int
 
 
+class StartProfile(msgspec.Struct, tag="start_profile", frozen=True):
+    """Record what the runner does, for a folder. Answered by `Reply`. `steps`: after so many the recording ends by
+    itself; None for one that `StopProfile` ends."""
+
+    call: int
+    folder: str
+    steps: int | None = None
+
+
+class StopProfile(msgspec.Struct, tag="stop_profile", frozen=True):
+    """End the recording and write it. Answered by `Reply` once it is written."""
+
+    call: int
+
+
 class GetState(msgspec.Struct, tag="state", frozen=True):
     """Answered by `Reply` whose `state` has the scheduler's and the runner's figures."""
 
@@ -124,6 +139,8 @@ Inbound = (
     | FlushCache
     | GetState
     | GetCacheReport
+    | StartProfile
+    | StopProfile
     | Shutdown
 )
 

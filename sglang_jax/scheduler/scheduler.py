@@ -15,27 +15,28 @@ import msgspec
 import numpy as np
 
 from sglang_jax.config import EngineConfig, SpeculativeAlgorithm
-from sglang_jax.errors import CapacityError, NumericalError, RequestError
+from sglang_jax.errors import RequestError
 from sglang_jax.grammar.compiler import GrammarCompiler
 from sglang_jax.mem_cache.invariants import check_conservation, idle_fault
 from sglang_jax.mem_cache.kv_cache import KVCache
-from sglang_jax.mem_cache.lengths import ONE, Index
-from sglang_jax.runner.plan import INVALID_TOKEN, Int32, RunnerSpec, StepPlan, StepResult
+from sglang_jax.runner.plan import RunnerSpec
 from sglang_jax.runner.protocol import Runner, StepHandle
 from sglang_jax.scheduler.admission import Admission
 from sglang_jax.scheduler.arrivals import Arrivals
 from sglang_jax.scheduler.cache_report import CacheReport, report_cache
 from sglang_jax.scheduler.channel import Channel
 from sglang_jax.scheduler.chunking import ChunkBudget, FixedChunk, TimedChunk
-from sglang_jax.scheduler.constraints import Closed, Constraints
+from sglang_jax.scheduler.constraints import Constraints
 from sglang_jax.scheduler.drafting import AllThatFit, Drafting, WhatPays
-from sglang_jax.scheduler.judge import Judge
+from sglang_jax.scheduler.endings import Endings
 from sglang_jax.scheduler.messages import NewRequest
 from sglang_jax.scheduler.planner import OutOfPages, Planned, Planner
 from sglang_jax.scheduler.publisher import Publisher
+from sglang_jax.scheduler.recent_outputs import RecentOutputs
 from sglang_jax.scheduler.request import Request, RequestState
 from sglang_jax.scheduler.reserve import NewTokenReserve
-from sglang_jax.scheduler.rows import RECLAIMED_AT_ONCE, RELEASES_PER_STEP, Advance, Rows
+from sglang_jax.scheduler.rows import RECLAIMED_AT_ONCE, RELEASES_PER_STEP, Rows
+from sglang_jax.scheduler.sampled import Sampled
 from sglang_jax.scheduler.sessions import Sessions
 from sglang_jax.scheduler.step_log import StepLog
 from sglang_jax.scheduler.step_time import Padding
@@ -43,13 +44,6 @@ from sglang_jax.scheduler.stress import Stress, evict_all, retractable
 from sglang_jax.scheduler.waiting_queue import WaitingQueue
 
 logger = logging.getLogger(__name__)
-
-RETRACTIONS_IN_TURN = 4
-"""Who was retracted so often more than another is not retracted before it, whatever their priorities."""
-
-
-_FINISHED = ("stop", "length", None)
-"""How requests end whose output is what was asked for: None where the client saw enough."""
 
 
 class Launched(msgspec.Struct, frozen=True):
@@ -90,7 +84,6 @@ class Scheduler:
             eviction=config.radix_eviction_policy,
             debug=config.debug_memory,
         )
-        self.requests: dict[int, Request] = {}
         self.queue = WaitingQueue(config.schedule_policy, self._cached_prefix)
         self.rows = Rows(self.cache, self.queue, spec.max_rows, spec.max_context)
         self.sessions = Sessions(self.cache.pins, config.max_sessions, config.session_timeout, clock)
@@ -100,16 +93,31 @@ class Scheduler:
         self._arrivals = Arrivals(spec, eos_ids, config.random_seed, config.max_queued_requests)
         self._admission = Admission(self.cache, self.rows, self.queue, self.reserve)
         self._drafting = _drafting(config, spec)
-        self._planner = Planner(spec, self.budget, self.cache, self.rows, self._drafting)
-        self._judge = Judge(self.cache, self.rows)
+        drafts_by_texts = spec.max_samples > 1 and config.speculative_algorithm is not SpeculativeAlgorithm.DRAFT
+        self._recent = RecentOutputs(self.rows) if drafts_by_texts else None
+        self._planner = Planner(spec, self.budget, self.cache, self.rows, self._drafting, self._recent)
         self.constraints = Constraints(grammars, self.rows, spec.vocab_size, eos_ids)
         self._publisher = Publisher(channel, self.rows, drafts=spec.max_samples > 1)
         self.log = StepLog(self, config.decode_log_interval)
+        self._endings = Endings(
+            self.cache,
+            self.rows,
+            self.queue,
+            self._publisher,
+            self.constraints,
+            self.sessions,
+            self.reserve,
+            self.log.counts,
+            clock(),
+            self._recent,
+        )
+        self.requests = self._endings.requests
+        self._sampled = Sampled(
+            self.cache, self.rows, self._drafting, self.constraints, self._publisher, self._endings, self.log
+        )
         self._stress = Stress(config.test_retract, config.test_evict)
         self._clock = clock
-        self._finished_at = clock()
-        self._books_checked = True
-        self._all_picks: Index = np.arange(spec.max_rows)
+        self._books_checked_at = 0
         self._in_flight: Launched | None = None
 
     @property
@@ -196,7 +204,7 @@ class Scheduler:
         request = self.requests.get(request_id)
         if request is not None:
             self.log.counts.aborted += 1
-            self._end(request, "abort", insert=False)
+            self._endings.end(request, "abort", insert=False)
             self._release_one()
 
     def stop(self, request_id: int, num_tokens: int = -1) -> None:
@@ -204,7 +212,7 @@ class Scheduler:
         goes on behind its first `num_tokens` output tokens, or behind all (-1)."""
         request = self.requests.get(request_id)
         if request is not None:
-            self._end(request, None, insert=True)
+            self._endings.end(request, None, insert=True)
         if num_tokens >= 0:
             self.sessions.shorten(request_id, num_tokens)
         if request is not None:
@@ -217,6 +225,8 @@ class Scheduler:
         self._finish_in_flight()
         self.rows.release(self.rows.num_leaving)
         self.cache.flush()
+        if self._recent is not None:
+            self._recent.clear()
         return True
 
     def step(self) -> None:
@@ -247,23 +257,13 @@ class Scheduler:
         """What tests of whole servers asked for."""
         if self._stress.retracts(self.log.steps):
             self._finish_in_flight()
-            if ready := retractable(self.rows):
-                self._retract(max(ready, key=_retraction_key))
+            self._endings.retract_one_of(retractable(self.rows))
         if self._stress.evicts(self.log.steps):
             evict_all(self.cache)
 
     def retract_newest(self) -> bool:
-        """Takes the row of the least urgent, newest request; False if none runs. No step may be in flight.
-
-        The oldest of the highest priority keeps running, so that something always ends; but who was retracted
-        `RETRACTIONS_IN_TURN` times more than others is spared until they have caught up, so that no priority is kept
-        from ending for ever.
-        """
-        running = [request for request in self.rows.requests if request is not None and self.rows.runs(request)]
-        if not running:
-            return False
-        self._retract(max(running, key=_retraction_key))
-        return True
+        """See `Endings.retract_newest`. No step may be in flight."""
+        return self._endings.retract_newest()
 
     def drain_in_flight(self) -> None:
         """Waits for the step in flight, if there is one."""
@@ -272,7 +272,7 @@ class Scheduler:
     def _queue_compiled(self) -> None:
         for done in self.constraints.compiled():
             if done.error is not None:
-                self._end(done.request, "error", insert=False, error=done.error)
+                self._endings.end(done.request, "error", insert=False, error=done.error)
             else:
                 done.request.move_to(RequestState.WAITING)
                 self._enqueue(done.request)
@@ -281,15 +281,7 @@ class Scheduler:
         """The second part of a step: the matchers know by now what the step before sampled."""
         masks, closed = self.constraints.masks(launched.planned.masked)
         launched.handle.sample(masks)
-        self._close(closed)
-
-    def _close(self, closed: list[Closed]) -> None:
-        """Ends requests whose grammars let nothing more come."""
-        for one in closed:
-            if one.error is not None:
-                self._end(one.request, "error", insert=True, error=one.error)
-            else:
-                self._end(one.request, "stop", insert=True)
+        self._endings.close(closed)
 
     def _launch_next(self) -> Launched | None:
         while True:
@@ -315,9 +307,12 @@ class Scheduler:
             decisions = self._admission.admit(self._planner.allowance(decode), step)
             if decisions.seated:
                 self.rows.seat(decisions.seated)
-                self._drafting.seated(np.array([request.row for request in decisions.seated], np.intp))
+                rows = np.array([request.row for request in decisions.seated], np.intp)
+                self._drafting.seated(rows)
+                if self._recent is not None:
+                    self._recent.seated(rows)
             for request in decisions.too_large:
-                self._refuse_too_large(request)
+                self._endings.refuse_too_large(request)
         return self._planner.plan(step, decode)
 
     def _make_room(self) -> None:
@@ -332,15 +327,7 @@ class Scheduler:
         elif self.num_running > 1:
             self.retract_newest()
         else:
-            (request,) = (request for request in self.rows.requests if request is not None)
-            tokens = int(self.rows.num_tokens[request.row])
-            group = self.cache.too_small_for(tokens + 1) or self.cache.first_with_pages
-            assert group is not None, "states do not grow"
-            error = CapacityError(
-                f"the request needs KV of {tokens} tokens and runs alone, but the pool holds {group.size}; "
-                f"raise {group.remedy}"
-            )
-            self._end(request, "error", insert=False, error=error)
+            self._endings.end_the_only_one()
 
     def _announce(self, planned: Planned) -> None:
         """Publishes `Started` before a launch, so that after a crash executed requests can be told from queued ones."""
@@ -375,173 +362,38 @@ class Scheduler:
         self._note_time(launched)
         for chunk in planned.chunks:
             if chunk.last and chunk.request.first_token is None:
-                chunk.request.first_token = self._finished_at
+                chunk.request.first_token = self._endings.finished_at
         self.cache.settle(planned.plan.step)
         if planned.plan.copies:
             self.queue.look_again()  # what was copied from may go now
-        widths, sampled = planned.decode.widths, 0
-        if widths is not None:
-            counts = result.counts[: len(widths)]
-            self.cache.shorten(planned.decode.rows, widths - counts)
-            self._note_drafts(planned.decode.rows, widths, counts)
-            sampled = self._advance_before_trouble(planned, result)
-        self._judge_step(planned, result)
-        if planned.logprob_requests:
-            self._publisher.prompt_logprobs(planned, result)
-        if len(planned.sampling_rows):
-            sampled += self._advance(planned.plan, result, planned.sampling_rows, planned.picks, result.counts)
-        for chunk in planned.chunks:
-            if chunk.last and not chunk.request.samples and chunk.request.state is RequestState.DECODE:
-                self._end(chunk.request, "length", insert=True)
+        sampled = self._sampled.take_in(planned, result)
         self.log.finished(sampled)
         self.reserve.decay()
 
-    def _note_drafts(self, rows: Index, widths: Int32, counts: Int32) -> None:
-        self._drafting.observe(rows, widths, counts)
-        drafted = np.stack((widths > 1, widths - 1, counts - 1), axis=1).astype(np.int64)
-        self.rows.drafts[rows] += drafted
-        self.log.drafted(drafted)
-
-    def _judge_step(self, planned: Planned, result: StepResult) -> None:
-        verdict = self._judge.judge(planned, result)
-        for request in verdict.failed:
-            self._fail(request)
-        for request in verdict.restarted:
-            self._restart(request)
-        self._judge.prove(planned)
-
     def _note_time(self, launched: Launched) -> None:
         """The device ran the step since it had it and was done with the one before."""
-        begun, self._finished_at = max(launched.at, self._finished_at), self._clock()
-        self.budget.observe(launched.planned.plan, self._finished_at - begun)
+        begun, ended = max(launched.at, self._endings.finished_at), self._clock()
+        self._endings.finished_at = ended
+        self.budget.observe(launched.planned.plan, ended - begun)
         if not launched.planned.chunks:
-            self._drafting.took(launched.planned.plan.num_tokens, self._finished_at - begun)
-
-    def _advance_before_trouble(self, planned: Planned, result: StepResult) -> int:
-        """Rows with drafts may have sampled something, and ended by it, before logits that are not finite."""
-        counts = result.counts[: len(planned.decode.rows)]
-        last = result.tokens[self._all_picks[: len(counts)], counts - 1]
-        (picks,) = ((last <= INVALID_TOKEN) & (counts > 1)).nonzero()
-        if not len(picks):
-            return 0
-        return self._advance(planned.plan, result, planned.decode.rows[picks], picks, result.counts - 1)
-
-    def _advance(self, plan: StepPlan, result: StepResult, rows: Index, picks: Index | None, counts: Int32) -> int:
-        """Records the first `counts` `[sequences]` tokens that `rows` `[rows]` sampled, tells the clients, ends what
-        has ended; how many tokens there were. `picks`: indices of the rows in the plan, None where it has no others."""
-        if self.rows.num_leaving and not (staying := self.rows.active[rows]).all():
-            picks = self._all_picks[: len(rows)] if picks is None else picks
-            rows, picks = rows[staying], picks[staying]
-        tokens = result.tokens
-        if picks is not None:
-            tokens, counts = tokens[picks], counts[picks]
-        advance = self.rows.advance(rows, tokens, counts)
-        self.cache.lengths.kv_committed[rows] = advance.num_tokens - ONE
-        if plan.top_logprobs >= 0:
-            picks = self._all_picks[: len(rows)] if picks is None else picks
-            self._publisher.logprobs(result, rows, picks, advance.kept)
-        self._publisher.tokens(rows, tokens, advance.kept)
-        if self.rows.num_masked:
-            self._follow(rows, tokens, advance)
-        over = advance.stopped | advance.full
-        if np.count_nonzero(over):
-            (ended,) = (over & self.rows.active[rows]).nonzero()
-            last = self.rows.tokens[rows[ended], advance.num_tokens[ended] - 1].tolist()
-            for row, by_token, token in zip(rows[ended].tolist(), advance.stopped[ended].tolist(), last, strict=True):
-                request = self.rows.at(row)
-                if by_token:
-                    self._end(request, "stop", insert=True, matched_token=token)
-                else:
-                    self._end(request, "length", insert=True)
-        return len(rows) if tokens.shape[1] == 1 else int(advance.kept.sum())
-
-    def _follow(self, rows: Index, tokens: Int32, advance: Advance) -> None:
-        """Tells matchers what their rows sampled, one token each. A token that ends a request need not be followed."""
-        picks = np.flatnonzero(self.rows.masked[rows] & ~advance.stopped)
-        if len(picks):
-            requests = [self.rows.at(row) for row in rows[picks].tolist()]
-            self._close(self.constraints.follow(requests, tokens[picks, 0].tolist()))
-
-    def _end(
-        self,
-        request: Request,
-        kind: str | None,
-        *,
-        insert: bool,
-        matched_token: int | None = None,
-        error: RequestError | None = None,
-    ) -> None:
-        """Ends a request in any state. Its row is given back once no step in flight has it, see `Rows`."""
-        if kind is not None:
-            self._publisher.finished(
-                request, kind, last_step=self._finished_at, matched_token=matched_token, error=error
-            )
-        if request.waiting.queued:
-            self.queue.remove(request)
-        self.constraints.forget(request)
-        if request.turn is not None:
-            tokens = self._known_tokens(request) if kind in _FINISHED else None
-            self.sessions.end(request.turn, tokens, request.namespace, request.kv is not None)
-        request.move_to(RequestState.FINISHED)
-        del self.requests[request.id]
-        self.log.counts.finished += 1
-        self._books_checked = False
-        if request.kv is not None:
-            self.rows.leave(request, insert=insert)
-
-    def _known_tokens(self, request: Request) -> bytes:
-        """Prompt and output so far, as int32 bytes."""
-        if request.kv is None:
-            return request.tokens
-        return self.rows.token_bytes(request.row, 0, int(self.rows.num_tokens[request.row]))
+            widths = launched.planned.decode.widths
+            most_drafts = 0 if widths is None else int(widths.max()) - 1
+            self._drafting.took(launched.planned.plan.num_tokens, ended - begun, most_drafts)
 
     def _release_one(self) -> None:
         """While nothing is in flight nobody has to wait for the end of a step."""
         if self._in_flight is None:
             self.rows.release(1)
 
-    def _retract(self, request: Request) -> None:
-        """Takes a request's row and puts it, with its output, back into the queue before its equals."""
-        request.retractions += 1
-        self._back_to_queue(request)
-        self.rows.release(self.rows.num_leaving)
-        self.reserve.raise_ratio()
-        self.log.counts.retractions += 1
-
-    def _fail(self, request: Request) -> None:
-        error = NumericalError("the model's logits for this request are not finite")
-        self._end(request, "error", insert=False, error=error)
-
-    def _restart(self, request: Request) -> None:
-        """Has a request computed anew, prompt and output, from KV that is not in doubt."""
-        request.restarts += 1
-        self._back_to_queue(request)
-
-    def _back_to_queue(self, request: Request) -> None:
-        request.tokens = self._known_tokens(request)
-        request.drafts = self.rows.drafts_of(request)
-        self.rows.drafts[request.row] = 0
-        request.next_prompt_logprob = request.told_prompt_logprob
-        request.announced = False
-        request.move_to(RequestState.RETRACTED)
-        self.rows.leave(request, insert=False, requeue=True)
-
     def _check_books(self) -> None:
         """At idle every page is free or evictable. A fault is logged and counted; the server goes on."""
-        if self._books_checked:
+        if self._books_checked_at == self.log.counts.finished:
             return
-        self._books_checked = True
+        self._books_checked_at = self.log.counts.finished
         fault = idle_fault(self.cache)
         if fault:
             self.log.counts.memory_faults += 1
             logger.error("KV pages do not add up at idle: %s", fault)
-
-    def _refuse_too_large(self, request: Request) -> None:
-        """Admission found that a request does not fit even alone."""
-        group = self.cache.too_small_for(request.prefill_len)
-        assert group is not None
-        message = f"{request.prefill_len} tokens do not fit the KV pool of {group.size}; raise {group.remedy}"
-        self._end(request, "error", insert=False, error=CapacityError(message))
 
     def _cached_prefix(self, request: Request) -> int:
         """Tokens of a waiting request that the tree holds."""
@@ -563,9 +415,5 @@ def _chunk_budget(config: EngineConfig, spec: RunnerSpec) -> ChunkBudget:
 def _drafting(config: EngineConfig, spec: RunnerSpec) -> Drafting:
     if config.speculative_algorithm is SpeculativeAlgorithm.NONE:
         return AllThatFit()
-    return WhatPays(spec.max_rows, spec.max_samples)
-
-
-def _retraction_key(request: Request) -> tuple[int, int, int]:
-    """The largest is retracted first."""
-    return (-(request.retractions // RETRACTIONS_IN_TURN), -request.priority, request.sequence)
+    one_by_one = config.speculative_algorithm is SpeculativeAlgorithm.DRAFT
+    return WhatPays(spec.max_rows, spec.max_samples, one_by_one=one_by_one)

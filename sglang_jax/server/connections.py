@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import h11
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.utils import get_local_addr, get_remote_addr
 
 from sglang_jax.errors import RequestError
 from sglang_jax.server.errors import TooManyConnectionsError, error_body
@@ -95,8 +97,10 @@ class BoundedConnection(H11Protocol):
         self._unread_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """Makes room for the connection, or refuses it."""
-        super().connection_made(transport)
+        """Makes room for the connection, or refuses it. As uvicorn's, but that nothing is asked of the kernel for one
+        that may stay silent: of thousands that come at once, each is in the way of others."""
+        self.connections.add(self)
+        self.transport, self.flow, self.scheme = transport, FlowControl(transport), "http"
         if len(self.connections) > self._limits.max_connections:
             if not self._idle:
                 self._refuse(
@@ -135,6 +139,8 @@ class BoundedConnection(H11Protocol):
             return
         data = bytes(self._rest[:size])
         del self._rest[:size]
+        if self.server is None:
+            self.server, self.client = get_local_addr(self.transport), get_remote_addr(self.transport)
         begin = time.thread_time()
         super().data_received(data)
         took = time.thread_time() - begin

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
+from pathlib import PurePosixPath
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Depends, Response
+from pydantic import Field
 
 from sglang_jax.about import version
 from sglang_jax.engine.types import GenerateInput, ReplicaLoad, ReplicaState
 from sglang_jax.engine.validation import check_characters
-from sglang_jax.errors import ParameterError, PromptTooLongError, RequestError
+from sglang_jax.errors import ParameterError, PromptTooLongError, RequestError, cut
 from sglang_jax.sampling import SamplingParams
 from sglang_jax.server.callers import require_admin
 from sglang_jax.server.context import ServerContext, new_id
@@ -30,6 +32,9 @@ its text is tokenized, and characters may be tokens of their own."""
 
 MOST_TOKENIZED = 2**21
 """Most tokens of an answer of `/tokenize`."""
+
+MOST_PROFILED_STEPS = 10_000
+"""Of one recording: it is held in memory until it is written."""
 
 OPERATORS_ALONE = [Depends(require_admin)]
 """Of routes that change the server's state or show what others do."""
@@ -52,6 +57,14 @@ class DrainBody(Body):
     """`POST /drain_replica`. Without a number all replicas are drained, one after the other."""
 
     replica: int | None = None
+
+
+class ProfileBody(Body):
+    """`POST /start_profile`. `num_steps`: the recording ends by itself after so many. `output_dir`: a folder in
+    `--profile-dir`."""
+
+    num_steps: int | None = Field(None, ge=1, le=MOST_PROFILED_STEPS)
+    output_dir: str | None = None
 
 
 class TokenizeBody(Body):
@@ -191,6 +204,18 @@ def control_router(context: ServerContext) -> APIRouter:
             raise ParameterError("one of rid and abort_all must be given", param="rid")
         return {"success": True}
 
+    @router.post("/start_profile", dependencies=OPERATORS_ALONE)
+    async def start_profile(body: ProfileBody | None = None) -> dict[str, object]:
+        """Records what each replica computes, until `/stop_profile` or for `num_steps` steps, into `--profile-dir`."""
+        asked = body or ProfileBody()
+        folder = profile_folder(context.config.profile_dir, asked.output_dir)
+        return {"success": True, "folders": await context.client.start_profile(folder, asked.num_steps)}
+
+    @router.post("/stop_profile", dependencies=OPERATORS_ALONE)
+    async def stop_profile() -> dict[str, object]:
+        """Ends the recording that `/start_profile` began; answers once it is written."""
+        return {"success": True, "folders": await context.client.stop_profile()}
+
     @router.post("/drain_replica", dependencies=OPERATORS_ALONE)
     async def drain_replica(body: DrainBody) -> dict[str, object]:
         """Lets a replica finish what it has, for `--drain-timeout` at most, and starts it anew, or all in turn; answers
@@ -199,6 +224,20 @@ def control_router(context: ServerContext) -> APIRouter:
         return {"success": True}
 
     return router
+
+
+def profile_folder(root: str | None, within: str | None) -> str:
+    """Raises `ParameterError` without a `root`, and for a folder that is not in it."""
+    if root is None:
+        raise ParameterError("this server takes no profiles: start it with --profile-dir FOLDER", param="output_dir")
+    if within is None:
+        return root
+    parts = PurePosixPath(within).parts
+    if not parts or within.startswith("/") or ".." in parts or "\0" in within:
+        raise ParameterError(
+            f"output_dir must be a folder within --profile-dir, such as run-1, got {cut(within)!r}", param="output_dir"
+        )
+    return f"{root.rstrip('/')}/{'/'.join(parts)}"
 
 
 def tokenizer_router(context: ServerContext) -> APIRouter:

@@ -182,6 +182,20 @@ class RemoteLink:
         response = await self._call("POST", "/flush_cache")
         return response.status_code == 200
 
+    async def start_profile(self, folder: str, steps: int | None) -> str:
+        """See `Link.start_profile`: that server has a folder of its own for it."""
+        return await self._profile("/start_profile", {} if steps is None else {"num_steps": steps})
+
+    async def stop_profile(self) -> str:
+        """See `Link.stop_profile`."""
+        return await self._profile("/stop_profile", {})
+
+    async def _profile(self, path: str, body: dict[str, object]) -> str:
+        response = await self._call("POST", path, body)
+        if response.status_code != 200:
+            raise self._error(response)
+        return ", ".join(f"{self.address}: {folder}" for folder in response.json()["folders"])
+
     async def state(self) -> dict[str, object]:
         """What the server says of itself, that of its only replica where it has one."""
         response = await self._call("GET", "/server_info")
@@ -288,9 +302,9 @@ class RemoteLink:
         except httpx2.TransportError as error:
             logger.warning("%s was not told to abort a request: %s", self.address, error)
 
-    async def _call(self, method: str, path: str) -> httpx2.Response:
+    async def _call(self, method: str, path: str, body: dict[str, object] | None = None) -> httpx2.Response:
         try:
-            return await self._http.request(method, path, timeout=CONNECT_SECONDS)
+            return await self._http.request(method, path, json=body, timeout=CONNECT_SECONDS)
         except httpx2.TransportError as error:
             raise EngineDeadError(f"{self.address} does not answer: {type(error).__name__} {error}") from error
 

@@ -24,6 +24,7 @@ from sglang_jax.engine.launch_replicated import launch_engines
 from sglang_jax.engine.types import EngineClient
 from sglang_jax.errors import ConfigError
 from sglang_jax.runner.backends import load_follower
+from sglang_jax.server.allocator import give_memory_back
 from sglang_jax.server.app import create_app, create_context
 from sglang_jax.server.callers import Callers
 from sglang_jax.server.connections import (
@@ -135,6 +136,7 @@ def run(config: ServerConfig, launch: Launch = launch_or_connect) -> int:
     if config.node_rank > 0:
         load_follower(config)(config)
         return 0
+    give_memory_back()
     sys.setswitchinterval(SWITCH_SECONDS)
     callers = Callers.of(config)
     if not callers.asks_for_a_key and not is_loopback(config.host):

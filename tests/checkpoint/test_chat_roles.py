@@ -10,8 +10,9 @@ from helpers import chat_templates
 from helpers.chat_templates import byte_tokenizer
 from helpers.tiny_models import CHAT_TEMPLATE
 
-from sglang_jax.checkpoint import Tokenizer, load_tokenizer, resolve_model
+from sglang_jax.checkpoint import resolve_model
 from sglang_jax.checkpoint.chat_roles import OPENAI_ROLES
+from sglang_jax.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from sglang_jax.errors import ParameterError, RequestError
 
 ALL = list(OPENAI_ROLES)

@@ -10,8 +10,9 @@ import pytest
 from helpers.chat_templates import byte_tokenizer
 from helpers.tiny_models import CHAT_TEMPLATE
 
-from sglang_jax.checkpoint import Tokenizer, load_tokenizer, resolve_model
+from sglang_jax.checkpoint import resolve_model
 from sglang_jax.checkpoint.chat_tools import ArgumentForm, is_variable, learn_tools
+from sglang_jax.checkpoint.tokenizer import Tokenizer, load_tokenizer
 
 TOOL = {"type": "function", "function": {"name": "get", "description": "d<|im_end|>", "parameters": {"type": "object"}}}
 ARGUMENTS = '{"key":  "ä"}'

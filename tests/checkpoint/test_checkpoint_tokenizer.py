@@ -19,10 +19,10 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 
-from sglang_jax.checkpoint import ModelSource, SourceKind, Tokenizer, load_tokenizer, resolve_model, resolve_tokenizer
+from sglang_jax.checkpoint import ModelSource, SourceKind, resolve_model, resolve_tokenizer
 from sglang_jax.checkpoint.gguf_file import open_gguf
 from sglang_jax.checkpoint.gguf_tokenizer import gguf_tokenizer
-from sglang_jax.checkpoint.tokenizer import SHORT_TEXT
+from sglang_jax.checkpoint.tokenizer import SHORT_TEXT, Tokenizer, load_tokenizer
 from sglang_jax.errors import CheckpointError, ParameterError, RequestError
 
 TEXTS = [
@@ -362,7 +362,8 @@ def test_neither_torch_nor_jax_is_imported(folder: Path) -> None:
     """Torch is installed here, and transformers imports it at the slightest touch of a model's config."""
     program = f"""
 import sys
-from sglang_jax.checkpoint import load_tokenizer, open_checkpoint
+from sglang_jax.checkpoint import open_checkpoint
+from sglang_jax.checkpoint.tokenizer import load_tokenizer
 for path in ("demo", {str(folder)!r}):
     checkpoint = open_checkpoint(path)
     checkpoint.reader.read("model.norm.weight")

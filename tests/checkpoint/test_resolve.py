@@ -10,7 +10,7 @@ import httpx2
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
-from sglang_jax.checkpoint import ORBAX_MARKER, SourceKind, resolve, resolve_model, resolve_tokenizer
+from sglang_jax.checkpoint import ORBAX_MARKER, SourceKind, resolve_model, resolve_tokenizer
 from sglang_jax.config import EngineConfig, LoadFormat
 from sglang_jax.engine import model_core
 from sglang_jax.errors import CheckpointError
@@ -69,7 +69,7 @@ def test_load_format_must_agree(folder: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/none/such", "./none", "../none", "~/none/such", "a/b/c", "none.gguf", "a b"])
 def test_a_local_path_that_does_not_exist_is_not_sought_on_the_hub(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
     with pytest.raises(CheckpointError, match=r"does not exist \(looked at "):
         resolve_model(path)
 
@@ -78,7 +78,7 @@ def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*_: object, **__: object) -> str:
         raise LocalEntryNotFoundError("no connection, no cached snapshot")
 
-    monkeypatch.setattr(resolve, "snapshot_download", unreachable)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
     with pytest.raises(CheckpointError, match=r"hub could not be reached to download 'org/model'.*local folder"):
         resolve_model("org/model")
 
@@ -88,7 +88,7 @@ def test_a_hub_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         response = httpx2.Response(404, request=httpx2.Request("GET", "https://hub.example/org/model"))
         raise RepositoryNotFoundError("404: no such repository", response=response)
 
-    monkeypatch.setattr(resolve, "snapshot_download", refuse)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
     with pytest.raises(CheckpointError, match=r"hub did not give 'org/model' \(is the id right.*no such repository"):
         resolve_model("org/model")
 
@@ -102,7 +102,7 @@ def test_what_is_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
         asked.append((repository, revision, allow_patterns))
         return str(folder)
 
-    monkeypatch.setattr(resolve, "snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     source = resolve_model("org/model")
     assert (source.kind, source.path, source.name) == (SourceKind.SAFETENSORS, folder, "org/model")
     resolve_tokenizer("org/model")
@@ -124,8 +124,8 @@ def test_the_tokenizer_has_the_models_revision_or_its_own(folder: Path, monkeypa
         asked.append((repository, revision))
         return str(folder)
 
-    monkeypatch.setattr(resolve, "snapshot_download", download)
-    monkeypatch.setattr(model_core, "load_tokenizer", lambda source, **_: source)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("sglang_jax.checkpoint.tokenizer.load_tokenizer", lambda source, **_: source)
     for options in (
         {"revision": "a"},
         {"revision": "a", "tokenizer_revision": "b"},

@@ -12,8 +12,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from sglang_jax.checkpoint import ModelSource, SourceKind, load_tokenizer, resolve_model
+from sglang_jax.checkpoint import ModelSource, SourceKind, resolve_model
 from sglang_jax.checkpoint.token_table import load_token_table
+from sglang_jax.checkpoint.tokenizer import load_tokenizer
 from sglang_jax.errors import CheckpointError
 
 TEXTS = ["the fox 12", "  two  spaces\n\n\tand tabs  ", "naïve café, 東京 🙂👩‍👩‍👧", '{"a": [1, "\\"x"]}', "x"]

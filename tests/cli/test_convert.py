@@ -15,7 +15,8 @@ from helpers.kv_scale_checkpoints import add_tensors, scale_tensors
 from helpers.tiny_models import make_tiny_checkpoint
 from orbax.checkpoint import StandardCheckpointer
 
-from sglang_jax.checkpoint import ORBAX_MARKER, Checkpoint, SourceKind, load_tokenizer, open_checkpoint
+from sglang_jax.checkpoint import ORBAX_MARKER, Checkpoint, SourceKind, open_checkpoint
+from sglang_jax.checkpoint.tokenizer import load_tokenizer
 from sglang_jax.cli.convert import convert
 from sglang_jax.cli.main import run
 from sglang_jax.config import Dtype, EngineConfig, KVCacheDtype

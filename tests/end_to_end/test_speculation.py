@@ -16,6 +16,7 @@ from helpers.tiny_models import TINY_VOCAB_SIZE, make_tiny_checkpoint
 
 from sglang_jax.checkpoint import open_checkpoint
 from sglang_jax.config import Backend, EngineConfig, SpeculativeAlgorithm
+from sglang_jax.errors import ConfigError
 from sglang_jax.mem_cache.invariants import check_everything
 from sglang_jax.runner.backends import load_backend
 from sglang_jax.runner.protocol import Runner
@@ -56,6 +57,78 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     yield config, runner
     assert runner.report().compiles_after_warm_up == 0
     runner.close()
+
+
+def options(folder: Path, draft: Path, backend: str) -> EngineConfig:
+    return EngineConfig(
+        model_path=str(folder),
+        backend=Backend(backend),
+        device="cpu",
+        dtype="float32",
+        page_size=4,
+        chunked_prefill_size=16,
+        max_running_requests=4,
+        max_total_tokens=600,
+        context_length=160,
+        speculative_algorithm=SpeculativeAlgorithm.DRAFT,
+        speculative_draft_model_path=str(draft),
+        speculative_num_draft_tokens=3,
+    )
+
+
+@pytest.fixture(scope="module", params=["torch", pytest.param("jax", marks=pytest.mark.soak)])
+def guessed_by_another(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
+    """A model whose draft model is of another family, with windows, and knows fewer positions."""
+    folder, draft = (Path(tmp_path_factory.mktemp(name)) for name in ("model", "draft"))
+    case = FAMILIES["gemma3"]
+    make_tiny_checkpoint(folder, "qwen3")
+    make_tiny_checkpoint(draft, case.architecture, **{**case.changes, "max_position_embeddings": 100})
+    config = options(folder, draft, request.param)
+    runner = load_backend(config)(config, open_checkpoint(str(folder)))
+    runner.warm_up(lambda done, total, what: None)
+    yield config, runner
+    assert runner.report().compiles_after_warm_up == 0
+    runner.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_outputs_are_the_same_with_guesses_of_another_model(
+    guessed_by_another: tuple[EngineConfig, Runner], at_once: int
+) -> None:
+    _, runner = guessed_by_another
+    assert [pool.window for pool in runner.spec.pools] == [None, None, 7], "its groups are behind the model's"
+    check(*guessed_by_another, count=10, at_once=at_once, reuse=at_once > 1)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("at_once", [1, 8, 32])
+def test_many_outputs_are_the_same_with_guesses_of_another_model(
+    guessed_by_another: tuple[EngineConfig, Runner], at_once: int, reuse: bool
+) -> None:
+    check(*guessed_by_another, count=200, at_once=at_once, reuse=reuse)
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "vocabulary of 400 tokens.*model_path .* one of 384.*same vocabulary"),
+        ({"speculative_algorithm": SpeculativeAlgorithm.NGRAM}, "does nothing with speculative_algorithm ngram"),
+        ({"speculative_draft_model_path": None}, "say which model guesses, by --speculative-draft-model-path"),
+    ],
+)
+def test_a_draft_model_that_cannot_guess_is_refused(
+    backend: str, changes: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    folder, draft = tmp_path / "model", tmp_path / "draft"
+    make_tiny_checkpoint(folder, "llama")
+    make_tiny_checkpoint(draft, "llama", vocab_size=400)
+    config = options(folder, draft, backend).model_copy(update=changes)
+    with pytest.raises(ConfigError, match=words):
+        load_backend(config)(config, open_checkpoint(str(folder)))
 
 
 def requests(count: int) -> list[tuple[list[int], SamplingParams, int]]:

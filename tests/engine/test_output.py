@@ -16,9 +16,10 @@ from helpers.engine_fakes import ByteDecoder
 from helpers.scripted_core import ScriptedCore
 
 from sglang_jax import errors
+from sglang_jax.engine import core_link
 from sglang_jax.engine.cumulative import CumulativeOutputs
 from sglang_jax.engine.detokenizer import OutputText
-from sglang_jax.engine.output import Completion, RequestOutputs, request_error, token_logprob
+from sglang_jax.engine.output import PIECE_LOGPROBS, Completion, RequestOutputs, request_error, token_logprob
 from sglang_jax.engine.types import FinishKind, GenerateInput, GenerateOutput, OutputDelta
 from sglang_jax.errors import RequestError
 from sglang_jax.sampling import SamplingParams
@@ -45,6 +46,101 @@ def test_what_was_sampled_after_a_stop_string_is_dropped() -> None:
     assert (delta.text, delta.token_ids, delta.completion_tokens) == ("a", [97, 98], 2)
     assert [entry.token_id for entry in delta.logprobs] == [97, 98]
     assert each.delivered
+
+
+async def test_a_late_reader_of_a_stream_is_given_pieces() -> None:
+    """Thousands of tokens with twenty alternatives each, at once, held the event loop for a quarter of a second."""
+    request = GenerateInput(prompt=[1, 2, 3], stream=True, return_logprob=True, top_logprobs_num=20)
+    outputs = RequestOutputs(request)
+    one = Completion(outputs, index=0, prompt_tokens=3, text=OutputText(ByteDecoder(), (), frozenset({0})))
+    outputs.completions = [one]
+    tokens = [97 + number % 26 for number in range(1000)]
+    for token_id in tokens:
+        one.add_logprob(WireLogprob(token_id, -1.0, [token_id] * 20, [-1.0] * 20))
+        one.push(token_id)
+    assert one.unread_bytes > 1000 * 20 * 12
+    one.end(Finished(1, "length", None, 1000, b"", 0))
+    deltas: list[OutputDelta] = []
+    turns = 0
+    while ready := await outputs.take():
+        deltas += ready
+        asyncio.get_running_loop().call_soon(lambda: None)
+        turns += 1
+    assert max(21 * len(delta.token_ids) for delta in deltas) <= PIECE_LOGPROBS
+    assert [token for delta in deltas for token in delta.token_ids] == tokens
+    assert [entry.token_id for delta in deltas for entry in delta.logprobs] == tokens
+    assert "".join(delta.text for delta in deltas) == bytes(tokens).decode()
+    assert [delta.completion_tokens for delta in deltas] == list(np.cumsum([len(delta.token_ids) for delta in deltas]))
+    assert [delta.finish is not None for delta in deltas] == [False] * (turns - 1) + [True]
+    assert one.unread_bytes == 0
+
+
+async def test_others_have_a_turn_between_pieces() -> None:
+    request = GenerateInput(prompt=[1], stream=True, return_logprob=True)
+    outputs = RequestOutputs(request)
+    one = Completion(outputs, index=0, prompt_tokens=1, text=OutputText(ByteDecoder(), (), frozenset({0})))
+    outputs.completions = [one]
+    for _ in range(3 * PIECE_LOGPROBS):
+        one.add_logprob(logprob(97))
+        one.push(97)
+    seen: list[str] = []
+
+    async def read() -> None:
+        for _ in range(3):
+            await outputs.take()
+            seen.append("piece")
+
+    async def other() -> None:
+        for _ in range(2):
+            seen.append("other")
+            await asyncio.sleep(0)
+
+    await asyncio.gather(read(), other())
+    assert seen == ["piece", "other", "piece", "other", "piece"]
+
+
+async def test_streams_that_nobody_reads_have_a_size_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one for which most waits is ended; the others go on. What does not stream waits for its end."""
+    monkeypatch.setattr(core_link, "MOST_UNREAD_BYTES", 100_000)
+    monkeypatch.setattr(core_link, "UNREAD_SECONDS", 0.0)
+    core = ScriptedCore()
+    client = core.client()
+    sampling = SamplingParams(max_new_tokens=4000)
+    names = ("unread", "little", "whole")
+    streams = [
+        client.generate(GenerateInput(prompt=[1], sampling=sampling, stream=name != "whole", request_id=name))
+        for name in names
+    ]
+    first = [asyncio.create_task(anext(stream)) for stream in streams[:2]]
+    whole = asyncio.create_task(anext(streams[2]))
+    while len(core.new) < 3:
+        await asyncio.sleep(0.001)
+    unread, little, not_streamed = (message.id for message in core.new)
+
+    def step(counts: dict[int, int]) -> None:
+        ids = [wire_id for wire_id, count in counts.items() for _ in range(count)]
+        tokens = np.full(len(ids), 97, np.int32)
+        core.deliver(StepOutputs(ids=np.array(ids, np.int64).tobytes(), tokens=tokens.tobytes()))
+
+    step({unread: 1, little: 1})
+    assert [(await task).token_ids for task in first] == [[97], [97]]
+    for _ in range(12):
+        step({unread: 100, little: 10})
+    assert core.aborted == [unread]
+    with pytest.raises(errors.UnreadError, match=r"of this stream wait to be read.*the limit of all is 100000"):
+        await anext(streams[0])
+    assert (await anext(streams[1])).token_ids == [97] * 120
+    core.deliver(
+        StepOutputs(
+            ids=b"",
+            tokens=b"",
+            finished=[Finished(not_streamed, "length", None, 3000, np.full(3000, 97, np.int32).tobytes(), 0)],
+        )
+    )
+    assert len((await whole).token_ids) == 3000
+    for stream in streams:
+        await stream.aclose()
+    await client.close()
 
 
 @pytest.mark.parametrize("kind", ["abort", "length"])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from sglang_jax.checkpoint.token_table import TokenTable
-from sglang_jax.errors import GrammarError, GrammarUnavailableError
+from sglang_jax.errors import GrammarError, GrammarUnavailableError, ParameterError
 from sglang_jax.grammar.compiler import Compilation, GrammarCompiler
 from sglang_jax.grammar.interface import Progress
 from sglang_jax.grammar.llguidance_backend import LlguidanceBackend
@@ -145,12 +145,24 @@ def test_a_special_token_that_a_tag_names_is_that_token(backend: LlguidanceBacke
 NO_TYPE = {"properties": {"a": {"properties": {"b/c": {"type": "intger"}}}}}
 NO_KEYWORD = {"items": {"anyOf": [{}, {"type": "array", "contains": {}}]}}
 NO_PLACE = {"properties": {"a": {"$ref": "#/$defs/no"}}}
+LOOP = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+ALL_LOOP = {
+    "$defs": {"a/b": {"allOf": [{"type": "string"}, {"$ref": "#/$defs/a~1b"}]}},
+    "items": {"$ref": "#/$defs/a~1b"},
+}
+NO_PATTERN = {"type": "object", "properties": {"x": {"type": "string", "pattern": ["a"]}}}
 NO_TAG = {"format": {"type": "or", "elements": [{"type": "tagg"}]}}
 
 REFUSED: list[tuple[GrammarKind, Any, str]] = [
     (GrammarKind.JSON_SCHEMA, NO_TYPE, "at /properties/a/properties/b~1c: Invalid type: intger"),
     (GrammarKind.JSON_SCHEMA, NO_KEYWORD, "at /items/anyOf/1: Unimplemented keys"),
     (GrammarKind.JSON_SCHEMA, NO_PLACE, "at /properties/a: Pointer '/$defs/no' does not exist"),
+    (GrammarKind.JSON_SCHEMA, {"$ref": "#"}, "field: $ref '#' leads back to itself"),
+    (GrammarKind.JSON_SCHEMA, LOOP, "at /$defs/a: $ref '#/$defs/b' leads back to itself"),
+    (GrammarKind.JSON_SCHEMA, ALL_LOOP, "at /$defs/a~1b/allOf/1: $ref '#/$defs/a~1b' leads back to itself"),
+    (GrammarKind.JSON_SCHEMA, NO_PATTERN, "at /properties/x: Expected string for 'pattern'"),
+    (GrammarKind.JSON_SCHEMA, {"minimum": 10**400}, "number out of range"),
+    (GrammarKind.JSON_SCHEMA, {"enum": []}, "anyOf is empty"),
     (GrammarKind.REGEX, "(ab[c", "unclosed character class"),
     (GrammarKind.EBNF, "start: foo\nbar: /x/", "line 1, column 8: unknown name"),
     (GrammarKind.EBNF, 'root ::= "a" [0-9\n', "is not a valid grammar"),
@@ -165,6 +177,23 @@ def test_what_is_wrong_is_named_with_its_place(trial: Trial, kind: GrammarKind, 
         trial.lark(Grammar(kind, text, "field"))
     assert caught.value.message.startswith("field")
     assert (caught.value.param or "").startswith("field")
+
+
+RECURSIVE = {"$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"}
+ENDLESS = {"$defs": {"a": {"properties": {"n": {"$ref": "#/$defs/a"}}, "required": ["n"]}}, "$ref": "#/$defs/a"}
+EITHER = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}}, "$ref": "#/$defs/a"}
+
+
+@pytest.mark.parametrize("schema", [RECURSIVE, ENDLESS, EITHER])
+def test_schemas_that_refer_to_themselves_are_no_fault(trial: Trial, schema: dict[str, Any]) -> None:
+    assert "start" in trial.lark(json_grammar(schema))
+
+
+def test_a_schema_with_halves_of_surrogate_pairs_is_refused_with_the_place() -> None:
+    for schema in ({"const": "\ud800"}, {"properties": {"\udc00": {}}}, {"pattern": "a\ud83d"}):
+        with pytest.raises(ParameterError, match=r"lone surrogate U\+D[89C][03][0D] at character \d+") as caught:
+            json_grammar(schema, "guided_json")
+        assert caught.value.param == "guided_json"
 
 
 DEEP = "start: r0\n" + "\n".join(f'r{i}: "a" | "b" r{(i + 1) % 4000}' for i in range(4000))

@@ -13,9 +13,9 @@ from sglang_jax.config import EvictionPolicy
 from sglang_jax.mem_cache.eviction import EvictionOrder
 from sglang_jax.mem_cache.full_kv import FullKV
 from sglang_jax.mem_cache.kv_cache import KVCache
-from sglang_jax.mem_cache.ledger import PageLedger, request_owner
+from sglang_jax.mem_cache.ledger import PageLedger, Pages, request_owner
 from sglang_jax.mem_cache.page_pool import PagePool
-from sglang_jax.mem_cache.radix_tree import Namespace, Node, RadixTree
+from sglang_jax.mem_cache.radix_tree import Insertion, Namespace, Node, RadixTree
 from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.runner.plan import PoolSpec
 
@@ -61,9 +61,16 @@ class SmallTree:
         run = int32_bytes(tokens)
         pages = self.pool.alloc(len(run) // 4 // self.page_size, PREVIOUS_OWNER)
         assert pages is not None, "the test's pool is too small"
-        added = self.tree.insert(self.tree.root(namespace), run, (pages,), PREVIOUS_OWNER)
+        added = self.add(self.tree.root(namespace), run, pages)
         self.pool.free(pages[: added.already_there // self.page_size], PREVIOUS_OWNER)
         return added.node
+
+    def add(self, below: Node, run: bytes, *pages: Pages) -> Insertion:
+        """Inserts a run below a node, as a request does that depends on it and then goes."""
+        self.tree.lock(below)
+        added = self.tree.insert(below, run, pages, PREVIOUS_OWNER)
+        self.tree.unlock(added.node)
+        return added
 
     def peek(self, tokens: Iterable[int], namespace: Namespace = None) -> int:
         return self.tree.probe(int32_bytes(tokens), namespace).length

@@ -8,7 +8,7 @@ from helpers.engine_fakes import VOCAB_SIZE
 from helpers.tiny_models import make_tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from sglang_jax.checkpoint import Tokenizer
+from sglang_jax.checkpoint.tokenizer import Tokenizer
 
 PRINTS_ANY = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '\n' }}{% endfor %}"
 """As ChatML: whoever speaks is printed."""

@@ -36,7 +36,9 @@ from sglang_jax.scheduler.messages import (
     SchedulerStats,
     Shutdown,
     Started,
+    StartProfile,
     StepOutputs,
+    StopProfile,
     StopRequest,
     WireError,
     WireLogprob,
@@ -192,7 +194,7 @@ class EchoCore:
                 self._requests.pop(message.id, None)
             case FlushCache():
                 self._channel.send(Reply(message.call, not self._requests, "requests run" if self._requests else ""))
-            case OpenSession() | CloseSession():
+            case OpenSession() | CloseSession() | StartProfile() | StopProfile():
                 self._channel.send(Reply(message.call, True))
             case GetCacheReport():
                 self._channel.send(Reply(message.call, True, report=b"{}"))

@@ -109,6 +109,12 @@ class ToldLink:
         self.flushed += 1
         return not self.busy
 
+    async def start_profile(self, folder: str, steps: int | None) -> str:
+        return folder
+
+    async def stop_profile(self) -> str:
+        return ""
+
     async def cache_reports(self) -> list[dict[str, object]]:
         return [{"num_nodes": 3}]
 

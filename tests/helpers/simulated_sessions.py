@@ -173,7 +173,7 @@ class SessionSimulation(Simulation):
                 break
             self.turn(name, tail, 1 + 2 * number, number, (), "last")
             for _ in range(14):
-                if self.talks[name].running is None:
+                if name not in self.talks or self.talks[name].running is None:  # it may have timed out
                     break
                 self.watch.step()
 

@@ -64,6 +64,12 @@ class SleepingRunner:
     def announce_builds(self, building: Building) -> None:
         self._inner.announce_builds(building)
 
+    def start_profile(self, folder: str) -> None:
+        self._inner.start_profile(folder)
+
+    def stop_profile(self) -> None:
+        self._inner.stop_profile()
+
     def report(self) -> RunnerReport:
         return self._inner.report()
 

@@ -10,9 +10,13 @@ import numpy as np
 from helpers.stand_in_model import HIDDEN, LAYERS
 
 from sglang_jax.architectures import CacheKind
+from sglang_jax.jax_runner.buckets import Buckets
+from sglang_jax.jax_runner.draft_model import DraftModel
+from sglang_jax.jax_runner.programs import Programs
 from sglang_jax.jax_runner.runner import JaxRunner
-from sglang_jax.jax_runner.step import ModelFunctions, Weights
+from sglang_jax.jax_runner.step import DeviceState, ModelFunctions, Weights, empty_rows
 from sglang_jax.layers.batch import ForwardBatch
+from sglang_jax.runner.page_tables import TableLayout
 from sglang_jax.runner.plan import PoolSpec, RunnerSpec
 
 
@@ -53,9 +57,33 @@ def stand_in_runner(
     num_pages: int = 100,
     max_context: int = 64,
     max_samples: int = 1,
+    draft: Sequence[np.ndarray] | None = None,
 ) -> JaxRunner:
-    """A runner of the stand-in, whose unused pages hold NaN: reading one shows."""
-    pool = PoolSpec(CacheKind.FULL, num_pages, page_size)
-    spec = RunnerSpec((pool,), max_rows, token_budget, max_context, len(weights[0]), max_samples=max_samples)
-    kv = [jnp.full((num_pages, page_size, 2, HIDDEN), jnp.nan) for _ in range(LAYERS)]
-    return JaxRunner(model, [jnp.array(array) for array in weights], kv, spec, {})
+    """A runner of the stand-in, whose unused pages hold NaN: reading one shows. `draft`: the weights of another one
+    that guesses."""
+    models = 1 if draft is None else 2
+    spec = RunnerSpec(
+        (PoolSpec(CacheKind.FULL, num_pages, page_size),) * models,
+        max_rows,
+        token_budget,
+        max_context,
+        len(weights[0]),
+        max_samples=max_samples,
+        drafts_beside_prompts=draft is None,
+    )
+    kv = [jnp.full((num_pages, page_size, 2, HIDDEN), jnp.nan) for _ in range(models * LAYERS)]
+    if draft is not None:
+        kv = tuple(kv)  # type: ignore[assignment]
+    on_device = [jnp.array(array) for array in (*weights, *(draft or ()))]
+    state = DeviceState(kv, *empty_rows(spec, None, drafted=draft is not None))
+    programs = Programs(
+        model,
+        on_device,
+        state,
+        Buckets.ladder(max_rows, token_budget, page_size, models),
+        page_size,
+        table=TableLayout.of(spec),
+        most_guesses=max_samples - 1,
+        draft=None if draft is None else DraftModel(STAND_IN, 1, len(draft), LAYERS),
+    )
+    return JaxRunner(programs, on_device, kv, spec, {})

@@ -59,6 +59,12 @@ class Narrowed:
     def launch(self, plan: StepPlan) -> StepHandle:
         return Watched(self.inner.launch(plan), self.finished)
 
+    def start_profile(self, folder: str) -> None:
+        self.inner.start_profile(folder)
+
+    def stop_profile(self) -> None:
+        self.inner.stop_profile()
+
     def report(self) -> RunnerReport:
         return self.inner.report()
 

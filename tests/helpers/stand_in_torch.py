@@ -12,7 +12,7 @@ from sglang_jax.architectures import CacheKind
 from sglang_jax.runner.plan import PoolSpec, RunnerSpec
 from torch_backend.batch import ForwardBatch
 from torch_backend.graphs import Bucket, Capture
-from torch_backend.runner import TorchRunner
+from torch_backend.runner import DraftPart, TorchRunner
 
 CPU = torch.device("cpu")
 
@@ -58,10 +58,23 @@ def stand_in_runner(
     capture: Capture | None = None,
     graph_buckets: tuple[int, ...] = (),
     mixed_buckets: tuple[Bucket, ...] = (),
+    draft: Sequence[np.ndarray] | None = None,
 ) -> TorchRunner:
-    """A runner of the stand-in on the CPU. One that drafts captures no steps with prompts."""
-    pool = PoolSpec(CacheKind.FULL, num_pages, page_size)
-    spec = RunnerSpec((pool,), max_rows, token_budget, max_context, len(weights[0]), max_samples=max_samples)
+    """A runner of the stand-in on the CPU. One that drafts captures no steps with prompts. `draft`: the weights of
+    another one that guesses."""
+    pools = (PoolSpec(CacheKind.FULL, num_pages, page_size),) * (1 if draft is None else 2)
+    spec = RunnerSpec(
+        pools,
+        max_rows,
+        token_budget,
+        max_context,
+        len(weights[0]),
+        max_samples=max_samples,
+        drafts_beside_prompts=draft is None,
+    )
+    guessing = None if draft is None else DraftPart(model(draft, num_pages, page_size), first_group=1)
     paged = model(weights, num_pages, page_size)
     mixed = mixed_buckets if max_samples == 1 else ()
-    return TorchRunner(paged, spec, device=CPU, capture=capture, graph_buckets=graph_buckets, mixed_buckets=mixed)
+    return TorchRunner(
+        paged, spec, device=CPU, capture=capture, graph_buckets=graph_buckets, mixed_buckets=mixed, draft=guessing
+    )

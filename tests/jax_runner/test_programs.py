@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from sglang_jax.jax_runner.buckets import Buckets
 from sglang_jax.jax_runner.programs import Programs
 from sglang_jax.jax_runner.sampling_state import SamplingState
 from sglang_jax.jax_runner.step import DeviceState, ModelFunctions, Weights
+from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.runner.plan import PageDeltas
 from sglang_jax.runner.row_updates import PACKED_ROW
 
@@ -42,7 +44,7 @@ def test_every_program_writes_its_state_in_place() -> None:
     buckets = Buckets.ladder(ROWS, 16, 4)
     programs = Programs(STAND_IN, weights, state, buckets, page_size=4)
     for bucket in (buckets.decode[0], buckets.mixed[0]):
-        state, _ = programs.step(bucket, state, np.zeros(programs.layouts[bucket].size, np.int32))
+        state, _ = programs.step(bucket, weights, state, np.zeros(programs.layouts[bucket].size, np.int32))
     sampling = programs.update_rows(state.sampling, np.full((1, PACKED_ROW), ROWS, np.int32))
     sampling = programs.set_occurrences(sampling, 2, np.arange(VOCAB, dtype=np.int32))
     nothing = np.zeros(0, np.int32)
@@ -113,4 +115,91 @@ def test_launching_does_not_wait_for_the_device() -> None:
     for step in flying:
         step.finish()
     assert launched < 0.3 * (time.perf_counter() - start)
+    runner.close()
+
+
+def small_programs(model: ModelFunctions = STAND_IN) -> Programs:
+    """Of shapes alone."""
+    weights = jax.eval_shape(lambda: [jnp.array(array) for array in random_weights()])
+    state = DeviceState(
+        kv=[jnp.zeros((50, 4, 2, HIDDEN)) for _ in range(LAYERS)],
+        page_table=jnp.zeros((ROWS + 1, 16), jnp.int32),
+        last_tokens=jnp.zeros(ROWS + 1, jnp.int32),
+        sampling=SamplingState.empty(ROWS + 1, VOCAB),
+    )
+    shapes = jax.eval_shape(lambda: state)
+    return Programs(model, weights, shapes, Buckets.ladder(ROWS, 16, 4), page_size=4)
+
+
+def test_a_program_that_is_being_built_is_waited_for_and_not_built_again() -> None:
+    traced = threading.Barrier(2)
+    built: list[str] = []
+
+    def forward(weights: Weights, batch: ForwardBatch, kv: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+        built.append(threading.current_thread().name)
+        traced.wait()
+        return STAND_IN.forward(weights, batch, kv)
+
+    programs = small_programs(ModelFunctions(forward, STAND_IN.logits))
+    decode = programs.buckets.decode[0]
+    programs.begin([str(decode)])
+    traced.wait()
+    weights = [jnp.array(array) for array in random_weights()]
+    state = DeviceState(
+        kv=[jnp.zeros((50, 4, 2, HIDDEN)) for _ in range(LAYERS)],
+        page_table=jnp.zeros((ROWS + 1, 16), jnp.int32),
+        last_tokens=jnp.zeros(ROWS + 1, jnp.int32),
+        sampling=SamplingState.empty(ROWS + 1, VOCAB),
+    )
+    programs.step(decode, weights, state, np.zeros(programs.layouts[decode].size, np.int32))
+    assert [name.startswith("build") for name in built] == [True]
+    assert len(programs) == 1
+
+
+def test_a_build_that_fails_says_so_where_it_is_needed_and_is_tried_again() -> None:
+    tries: list[int] = []
+
+    def forward(weights: Weights, batch: ForwardBatch, kv: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+        tries.append(1)
+        raise RuntimeError("out of memory")
+
+    programs = small_programs(ModelFunctions(forward, STAND_IN.logits))
+    programs.begin([str(programs.buckets.decode[0])])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            programs.build_all(lambda done, total, what: None)
+    assert len(tries) > 2
+
+
+def test_what_is_abandoned_is_not_built() -> None:
+    release = threading.Event()
+    begun = threading.Event()
+
+    def forward(weights: Weights, batch: ForwardBatch, kv: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+        begun.set()
+        release.wait()
+        return STAND_IN.forward(weights, batch, kv)
+
+    programs = small_programs(ModelFunctions(forward, STAND_IN.logits))
+    programs.begin(programs.builders())
+    begun.wait()
+    programs.abandon()
+    release.set()
+    deadline = time.monotonic() + 60
+    while any(thread.name.startswith("build") for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert 0 < len(programs) < len(programs.builders())
+
+
+def test_a_short_answer_needs_no_other_programs() -> None:
+    """Whoever asks one question waits for nothing else."""
+    runner = stand_in_runner(random_weights(), max_rows=1, token_budget=256, max_context=128, num_pages=100)
+    programs = runner._programs
+    names = programs.of_short_answers()
+    programs.begin(names)
+    driver = PlanDriver(runner)
+    request = driver.admit([1, 2, 3] * 20)
+    driver.generate(request, 3)
+    assert runner.report().compiled_programs == len(names)
     runner.close()

@@ -105,8 +105,8 @@ class TestLifeCycle:
         check_everything(cache)
 
     def test_release_goes_in_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Insert, free what is the request's own, unlock, free the row; the lock goes on to the new node and the old
-        one is never without it, so that at no time an eviction could take what the request depends on."""
+        """Insert, by which the lock goes on to the new node, free what is the request's own, unlock, free the row: at
+        no time could an eviction take what the request depends on."""
         cache = small_cache()
         record = open_row(cache, PROMPT[:10])
         compute(cache, record, PROMPT[:10])
@@ -115,8 +115,7 @@ class TestLifeCycle:
         events: list[str] = []
         tail = cache.groups[0].table.run(record.row, 3, 5).tolist()
         free, tree, free_row = cache.groups[0].pool.free, cache.tree, cache._free_row
-        extend, unlock, insert = tree.extend_lock, tree.unlock, tree.insert
-        monkeypatch.setattr(tree, "extend_lock", lambda old, new: events.append("extend") or extend(old, new))
+        unlock, insert = tree.unlock, tree.insert
         monkeypatch.setattr(
             cache.groups[0].pool, "free", lambda p, o: events.append(f"free {p.tolist()}") or free(p, o)
         )
@@ -124,7 +123,7 @@ class TestLifeCycle:
         monkeypatch.setattr(tree, "insert", lambda *a: events.append("insert") or insert(*a))
         monkeypatch.setattr(cache, "_free_row", lambda *a: events.append("row") or free_row(*a))
         cache.release_kv_cache(record, int32_bytes(PROMPT[:13]), insert=True)
-        assert events == ["insert", "extend", f"free {tail}", "unlock", "row"]
+        assert events == ["insert", f"free {tail}", "unlock", "row"]
         check_everything(cache)
 
     def test_a_released_row_starts_clean_for_the_next(self) -> None:

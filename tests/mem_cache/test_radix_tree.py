@@ -45,7 +45,7 @@ class TestByHand:
         for run, there in ((A + B + C, 12), (A + B + D, 8), (A + B, 8), (D, 0), (A + B + C + D, 12)):
             pages = small.pool.alloc(len(run) // 4, PREVIOUS_OWNER)
             assert pages is not None
-            added = small.tree.insert(small.tree.root(None), int32_bytes(run), (pages,), PREVIOUS_OWNER)
+            added = small.add(small.tree.root(None), int32_bytes(run), pages)
             assert added.already_there == there
             small.pool.free(pages[: there // 4], PREVIOUS_OWNER)
             found = small.collect(added.node)
@@ -58,7 +58,7 @@ class TestByHand:
         below = small.match(int32_bytes(A), None)[0]
         pages = small.pool.alloc(2, PREVIOUS_OWNER)
         assert pages is not None
-        added = small.tree.insert(below, int32_bytes(B + C), (pages,), PREVIOUS_OWNER)
+        added = small.add(below, int32_bytes(B + C), pages)
         assert added.already_there == 4
         assert small.peek(A + B + C) == 12
         small.pool.free(pages[:1], PREVIOUS_OWNER)
@@ -138,18 +138,8 @@ class TestByHand:
         assert not small.tree.roots
         pages = small.pool.alloc(1, PREVIOUS_OWNER)
         assert pages is not None
-        small.tree.insert(root, int32_bytes(B), (pages,), PREVIOUS_OWNER)
+        small.add(root, int32_bytes(B), pages)
         assert small.peek(B, "mine") == 4
-
-    def test_the_tree_keeps_its_own_copy_of_the_pages(self) -> None:
-        """The caller's array is the page table's row, which lives on."""
-        small = SmallTree()
-        pages = small.pool.alloc(1, PREVIOUS_OWNER)
-        assert pages is not None
-        node = small.tree.insert(small.tree.root(None), int32_bytes(A), (pages,), PREVIOUS_OWNER).node
-        expected = pages.tolist()
-        pages[:] = 0
-        assert small.collect(node).tolist() == expected
 
 
 Path = tuple[int, ...]
@@ -206,7 +196,7 @@ class TreeModel(RuleBasedStateMachine):
             return
         pages = tuple(full.pool.alloc(count, PREVIOUS_OWNER) for full in self.small.fulls)
         known = self.modelled(tokens, namespace)
-        added = self.small.tree.insert(start, int32_bytes(run), pages, PREVIOUS_OWNER)
+        added = self.small.add(start, int32_bytes(run), *pages)
         assert already + added.already_there == len(known) * size
         duplicates = added.already_there // size
         for full, taken in zip(self.small.fulls, pages, strict=True):

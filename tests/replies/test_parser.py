@@ -555,3 +555,30 @@ def test_a_family_is_a_row_and_nothing_else() -> None:
     """A format that no code knows is read by its row."""
     row = CallFamily((CallForm("«call»", (Space(), Calls(), Literal("«end»"))),))
     check(Way(row), Reply('Hm. «call» {"name": "now", "arguments": {"a": 1}}«end»', "Hm.", (("now", {"a": 1}),)))
+
+
+def test_thousands_of_calls_at_once_take_time_by_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is held is looked at, and copied, with each call in it: all at once that was 3 seconds for 16,000 calls."""
+    family = CALLS[ToolCallParser.HERMES]
+    tools = {"f": Tool("f", {"type": "object"})}
+    layout = ReplyLayout(forms=family.forms, separator=family.separator, tools=tools, silent=family.silent)
+    looked_at = 0
+    find = parser._Markers.find
+
+    def counting(self: parser._Markers, text: str, *, final: bool) -> tuple[int, str]:
+        nonlocal looked_at
+        looked_at += len(text)
+        return find(self, text, final=final)
+
+    monkeypatch.setattr(parser._Markers, "find", counting)
+    number, machine = 3000, ReplyParser(layout)
+    one = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
+    pieces = machine.push(one * number) + machine.finish()
+    assert machine.num_calls == number
+    assert pieces[-1] == CallArguments(number - 1, '{"a": 1}')
+    assert looked_at < 3 * parser._AT_ONCE * number < number * len(one) * number / 10
+
+
+def test_a_long_text_is_one_piece() -> None:
+    text = "word " * 5000
+    assert ReplyParser(ReplyLayout()).push(text) == [Text(text.rstrip())]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from helpers import stand_in_jax, stand_in_torch
@@ -242,3 +246,24 @@ def test_a_plan_beyond_the_budget_is_refused_and_changes_nothing(driver: PlanDri
         driver.launch([(long, 40)])
     driver.release(long)
     assert driver.generate(driver.admit(PROMPTS[0]), 3) == greedy(PROMPTS[0], 3)
+
+
+def test_a_profile_shows_the_steps(runner: Runner, tmp_path: Path) -> None:
+    driver = PlanDriver(runner)
+    request = driver.admit(PROMPTS[0])
+    driver.generate(request, 2)
+    runner.start_profile(str(tmp_path))
+    driver.generate(request, 5)
+    runner.stop_profile()
+    driver.generate(request, 6)
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    if runner.report().backend == "torch":
+        (file,) = files
+        names = {event.get("name", "") for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
+        assert any(name.startswith("aten::") for name in names)
+    else:
+        (file,) = [file for file in files if file.name.endswith(".xplane.pb")]
+        profile = jax.profiler.ProfileData.from_file(str(file))
+        events = [event.name for plane in profile.planes for line in plane.lines for event in line.events]
+        assert events.count("step") == 3
+    driver.release(request)

@@ -120,3 +120,26 @@ def test_noisy_times_do_not_make_drafts_of_nothing(seed: int) -> None:
 
     serve(drafting, seconds, [0.0], 2000)
     assert np.mean(queries) < 1.2
+
+
+@pytest.mark.parametrize(("chance", "a_guess", "least"), [(0.0, 0.004, 0.97), (0.3, 0.008, 0.97), (0.9, 0.001, 1.8)])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_guesses_that_take_time_one_after_the_other_are_made_as_far_as_they_pay(
+    chance: float, a_guess: float, least: float, rows: int
+) -> None:
+    """A second model makes them: a step of the row with the most takes that much longer."""
+    drafting = WhatPays(4, 8, one_by_one=True)
+    rng = np.random.default_rng(1)
+    own = ROWS[:rows]
+    tokens = time = 0.0
+    for _ in range(2000):
+        widths = drafting.choose(own, np.full(rows, 8, np.int32), 32)
+        right = (rng.random((rows, 8)) < chance).cumprod(axis=1).sum(axis=1)
+        counts = 1 + np.minimum(right, widths - 1).astype(np.int32)
+        if (widths > 1).any():
+            drafting.observe(own, widths, counts)
+        most = int(widths.max()) - 1
+        took = memory_bound(int(widths.sum())) + a_guess * most
+        drafting.took(int(widths.sum()), took, most)
+        tokens, time = tokens + counts.sum(), time + took
+    assert tokens / time > least * rows / memory_bound(rows)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.scheduling import VOCAB, Bench
+from helpers.watch import Watch
 
 from sglang_jax.mem_cache.invariants import check_everything
 from sglang_jax.runner.fake import FakeRunner
@@ -100,6 +101,18 @@ def test_logprobs_are_those_of_each_token() -> None:
         told.append(bench.channel.logprobs[request])
     assert told[0] == told[1]
     assert len(told[0]) == 30
+
+
+@pytest.mark.parametrize("window", [5, 18, 60])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_row_holds_its_window_and_two_steps_however_many_drafts_are_right(window: int, page_size: int) -> None:
+    bench = drafting(max_samples=5, chunk=3, page_size=page_size, window=window, pages=128)
+    request = bench.add(prompt(3), sampling=endless(100))
+    watch = Watch(bench)  # it counts the pages
+    while not bench.scheduler.idle:
+        watch.step()
+    bench.check_outputs()
+    assert len(bench.channel.output(request)) == 100
 
 
 def test_where_pages_are_short_steps_go_without_drafts() -> None:

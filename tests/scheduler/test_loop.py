@@ -25,6 +25,8 @@ from sglang_jax.scheduler.messages import (
     Reply,
     SchedulerStats,
     Shutdown,
+    StartProfile,
+    StopProfile,
     StopRequest,
 )
 
@@ -212,6 +214,8 @@ def test_every_kind_of_message_has_its_case() -> None:
         FlushCache: FlushCache(1),
         GetState: GetState(1),
         GetCacheReport: GetCacheReport(1),
+        StartProfile: StartProfile(1, "/dev/null/none"),
+        StopProfile: StopProfile(1),
         Shutdown: Shutdown(),
     }
     assert set(served) == set(typing.get_args(Inbound))
@@ -222,6 +226,8 @@ def test_every_kind_of_message_has_its_case() -> None:
         OpenSession: lambda loop, channel: channel.replies[0].ok and loop.scheduler.sessions.count == 1,
         CloseSession: lambda loop, channel: channel.replies[0].error.name == "SessionNotFoundError",
         FlushCache: lambda loop, channel: not channel.replies[0].ok,
+        StartProfile: lambda loop, channel: "folder cannot be made" in channel.replies[0].error.message,
+        StopProfile: lambda loop, channel: "no profile is being taken" in channel.replies[0].error.message,
         GetCacheReport: lambda loop, channel: b"num_nodes" in channel.replies[0].report,
         GetState: lambda loop, channel: channel.replies[0].ok,
         Shutdown: lambda loop, channel: loop._draining,

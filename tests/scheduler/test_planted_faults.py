@@ -367,16 +367,13 @@ def keep_what_is_behind_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def reclaim_behind_the_longest_guess(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages behind the window of a query that is further on than the row may be."""
-    extend = KVCache.extend_rows
 
-    def extend_and_guess(self: KVCache, rows: np.ndarray, lengths: np.ndarray, **how: bool) -> bool:
-        before = self.lengths.kv_planned[rows]
-        done = extend(self, rows, lengths, **how)
-        if done:
-            self.lengths.first_query[rows] = before
-        return done
+    def let_go(self: KVCache, rows: np.ndarray, *, tight: bool = False) -> None:
+        reading = (self.lengths.first_query if self.in_flight else self.lengths.kv_committed)[rows]
+        for group in self._windows:
+            group.let_go(rows, reading, self.open_rows, tight)
 
-    monkeypatch.setattr(KVCache, "extend_rows", extend_and_guess)
+    monkeypatch.setattr(KVCache, "let_go", let_go)
 
 
 def donate_a_state_of_the_wrong_length(monkeypatch: pytest.MonkeyPatch) -> None:

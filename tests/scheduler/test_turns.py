@@ -14,7 +14,7 @@ from helpers.scheduling import Bench
 
 from sglang_jax.config import SchedulePolicy
 from sglang_jax.sampling.params import SamplingParams
-from sglang_jax.scheduler.admission import AGED_TURN, Admission
+from sglang_jax.scheduler.admission import AGED_TURN, GUEST_ROWS, Admission
 from sglang_jax.scheduler.request import FlowKey, Request, Waiting
 from sglang_jax.scheduler.turns import Shares, Turns
 from sglang_jax.scheduler.waiting_queue import WaitingQueue
@@ -291,6 +291,35 @@ def seats_before_a_newcomer(policy: SchedulePolicy) -> int:
             break
         bench.scheduler.step()
     return list(bench.channel.cached).index(newcomer) - before
+
+
+@pytest.mark.parametrize("policy", SchedulePolicy)
+def test_a_row_is_left_for_who_has_none(policy: SchedulePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the outputs are that a client request has all other rows for."""
+    assert steps_of_a_newcomer(policy) <= 2
+    monkeypatch.setattr(Admission, "_instead_of", lambda self, request, look: request)
+    assert steps_of_a_newcomer(policy) > 10
+
+
+def steps_of_a_newcomer(policy: SchedulePolicy, flow: str = "many") -> int:
+    """Until it has a row, after another client request has been given all that it may have."""
+    options = {"schedule_policy": policy, "schedule_conservativeness": 0.01}
+    bench = Bench(rows=GUEST_ROWS, pages=500, chunk=64, budget=128, context=40, options=options)
+    sampling = SamplingParams(max_new_tokens=30, seed=5, ignore_eos=True)
+    for number in range(2 * GUEST_ROWS):
+        bench.add([1 + number % 37, 1 + number // 37], sampling=sampling, flow=flow)
+    for _ in range(8):
+        bench.scheduler.step()
+    newcomer = bench.add([38, 39], sampling=sampling, flow="one")
+    for steps in range(100):
+        if newcomer in bench.channel.cached:
+            return steps
+        bench.scheduler.step()
+    raise AssertionError("it has none")
+
+
+def test_rows_are_left_for_nobody_where_requests_have_no_name() -> None:
+    assert steps_of_a_newcomer(SchedulePolicy.FCFS, flow="") > 10
 
 
 def test_a_newcomer_is_next_but_one_whatever_waits() -> None:

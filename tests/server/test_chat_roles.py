@@ -11,7 +11,7 @@ from helpers import chat_templates
 from helpers.chat_templates import byte_tokenizer
 from helpers.echo_server import EchoServer, serve_echo
 
-from sglang_jax.checkpoint import Tokenizer
+from sglang_jax.checkpoint.tokenizer import Tokenizer
 from sglang_jax.config import EngineConfig
 
 CHAT = "/v1/chat/completions"

@@ -15,6 +15,7 @@ import h11
 import pytest
 from helpers.echo_server import EchoServer, post_bytes, serve_echo, wait_for
 
+from sglang_jax.server import connections
 from sglang_jax.server.connections import LEAST_SLICE, MAX_HEAD_BYTES, SLICE, SLICE_SECONDS, next_slice
 
 TIMEOUT = 0.6
@@ -132,6 +133,19 @@ def test_silent_connections_keep_nobody_out(strict: EchoServer) -> None:
     assert healthy(strict)
     assert strict.http.post("/generate", json={"text": "a"}).json()["text"] == "a"
     assert rest_of(silent[0]) == b""
+    for connection in silent:
+        connection.close()
+
+
+def test_the_kernel_is_asked_nothing_of_silent_connections(strict: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their addresses took half of what accepting them did."""
+    asked: list[object] = []
+    for name in ("get_local_addr", "get_remote_addr"):
+        ask = getattr(connections, name)
+        monkeypatch.setattr(connections, name, lambda transport, ask=ask: asked.append(transport) or ask(transport))
+    silent = [connect(strict) for _ in range(5)]
+    assert healthy(strict)
+    assert len(asked) == 2
     for connection in silent:
         connection.close()
 

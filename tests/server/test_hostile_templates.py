@@ -13,7 +13,7 @@ from helpers.echo_server import serve_echo
 from helpers.engine_fakes import ByteTokenizer
 from helpers.tiny_models import make_tiny_tokenizer
 
-from sglang_jax.checkpoint import Tokenizer
+from sglang_jax.checkpoint.tokenizer import Tokenizer
 
 LOOPS = "".join("{% for " + name + " in messages %}" for name in "abcd") + "{% endfor %}" * 4
 BOMB = "{% if messages | length > 2 %}{{ 'a' * 3000000000 }}{% endif %}"

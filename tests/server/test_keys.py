@@ -31,6 +31,8 @@ OPERATORS_ROUTES = (
     ("GET", "/flush_cache"),
     ("POST", "/flush_cache"),
     ("POST", "/drain_replica"),
+    ("POST", "/start_profile"),
+    ("POST", "/stop_profile"),
     ("POST", "/abort_request"),
 )
 LONG = {"text": "a" * 1000, "sampling_params": {"max_new_tokens": 1000}}

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from sglang_jax.checkpoint import Tokenizer
+from sglang_jax.checkpoint.tokenizer import Tokenizer
 from sglang_jax.config import EngineConfig
 
 TOKENS = ["<unk>", "<s>", "</s>", "<0xE2>", "<0x82>", "<0xAC>", *"▁abcdefghijklmnopqrstuvwxyz"]

@@ -1,0 +1,214 @@
+"""Guessing what rows sample next by a second model, on the device: see `runner.draft_model`.
+
+A guess is sampled like the token that it is to be: by the row's parameters, and with the noise of its place. So two
+models that agree on what is likely sample alike, whatever the temperature (Leviathan et al. 2023 accept by chance what
+here is equal).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+
+from sglang_jax.jax_runner.drafts import DraftedTokens, KnownTokens
+from sglang_jax.jax_runner.packing import StepInputs
+from sglang_jax.jax_runner.readers import reader_over
+from sglang_jax.jax_runner.sampling_state import SamplingState
+from sglang_jax.jax_runner.step import KVCaches, ModelFunctions, Weights, build_batch, on_every_device
+from sglang_jax.layers.batch import ForwardBatch, GroupPages
+from sglang_jax.runner.drafts import Unfolded
+from sglang_jax.runner.page_tables import TableLayout
+from sglang_jax.runner.plan import DRAFT, INVALID_TOKEN, Int32
+
+CATCH_UP_TOKENS = (16, 128)
+"""Of the programs that compute what the draft model has missed."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """What a draft model computes. A runner has the weights, and what is kept of layers, of both models in one list
+    each, the draft model's last.
+
+    - `first_group`: the number of its first cache group among those of both models.
+    - `num_weights`, `num_layers`: how many of the lists' last entries are its own.
+    """
+
+    functions: ModelFunctions
+    first_group: int
+    num_weights: int
+    num_layers: int
+
+    def forward(self, weights: Weights, batch: ForwardBatch, kv: KVCaches) -> tuple[jax.Array, KVCaches]:
+        """Computes a batch that has the pages of both models."""
+        pages = (GroupPages(batch.write_slots, batch.page_table), *batch.further)
+        first, *further = pages[self.first_group :]
+        own = replace(batch, write_slots=first.write_slots, page_table=first.page_table, further=tuple(further))
+        hidden, kv = self.functions.forward(weights, own, kv)
+        return hidden, tuple(kv)
+
+    def own(self, weights: Weights) -> Weights:
+        """Its weights, of those of both."""
+        return weights[len(weights) - self.num_weights :]
+
+    def split(self, kv: KVCaches) -> tuple[KVCaches, KVCaches]:
+        """What is kept of the model's layers, and of its own."""
+        first = len(kv) - self.num_layers
+        return tuple(kv[:first]), tuple(kv[first:])
+
+    def beside(self, model: ModelFunctions) -> ModelFunctions:
+        """`model`, with the draft model beside it in steps with chunks."""
+
+        def forward(weights: Weights, batch: ForwardBatch, kv: KVCaches) -> tuple[jax.Array, KVCaches]:
+            models, drafts = self.split(kv)
+            hidden, models = model.forward(weights[: len(weights) - self.num_weights], batch, models)
+            if batch.tokens.shape[0] != batch.kv_lens.shape[0]:
+                _, drafts = self.forward(self.own(weights), batch, drafts)
+            return hidden, (*models, *drafts)
+
+        def logits(weights: Weights, hidden: jax.Array) -> jax.Array:
+            return model.logits(weights[: len(weights) - self.num_weights], hidden)
+
+        return ModelFunctions(forward, logits)
+
+
+class DraftState(NamedTuple):
+    """What the programs of the draft model change: they are given it for good, and return it."""
+
+    kv: KVCaches
+    drafted: DraftedTokens
+
+
+class RowState(NamedTuple):
+    """What the programs of the draft model read."""
+
+    page_table: jax.Array
+    known: KnownTokens
+    sampling: SamplingState
+
+
+Guess = Callable[[Weights, DraftState, RowState, jax.Array], DraftState]
+
+
+def pack_guesses(unfolded: Unfolded, size: int, dump_row: int) -> Int32:
+    """Rows with drafts and the number of each as int32 `[2, size]`; unused ones are in the dump row."""
+    first = np.flatnonzero(unfolded.guesses == 1)
+    packed = np.zeros((2, size), np.int32)
+    packed[0] = dump_row
+    packed[0, : len(first)] = unfolded.plan.rows[first]
+    packed[1, : len(first)] = np.add.reduceat(unfolded.guesses > 0, first)
+    return packed
+
+
+def make_guess(draft: DraftModel, rows: int, page_size: int, mesh: Mesh | None, table: TableLayout) -> Guess:
+    """Guesses what up to `rows` rows sample next, as a function of (weights, `DraftState`, `RowState`, packed): see
+    `pack_guesses`. The loop turns as often as the row with the most drafts has any."""
+    reader, whole = reader_over(mesh), on_every_device(mesh)
+
+    def run(weights: Weights, state: DraftState, given: RowState, packed: jax.Array) -> DraftState:
+        own, counts = whole((packed[0], packed[1]))
+        dump_row = given.page_table.shape[0] - 1
+        lengths = given.known.lengths[own]
+        most = state.drafted.tokens.shape[1]
+
+        def forward(
+            who: jax.Array, kv_lens: jax.Array, tokens: jax.Array, real: jax.Array, kv: KVCaches
+        ) -> tuple[jax.Array, KVCaches]:
+            who, kv_lens = jnp.where(real, who, dump_row), jnp.where(real, kv_lens, 1)
+            inputs = _decode_inputs(who, kv_lens)
+            batch = build_batch(inputs, given.page_table, tokens, page_size, len(who), table)
+            return draft.forward(weights, whole(batch), kv)
+
+        def sample(hidden: jax.Array, kv_lens: jax.Array, real: jax.Array) -> jax.Array:
+            logits = draft.functions.logits(weights, hidden)
+            tokens = reader.sample(logits, given.sampling, own, kv_lens, real)
+            return jnp.where(tokens == INVALID_TOKEN, DRAFT, tokens)
+
+        def turn(number: jax.Array, carry: tuple[KVCaches, jax.Array]) -> tuple[KVCaches, jax.Array]:
+            kv, found = carry
+            real = counts > number
+            before = lax.dynamic_index_in_dim(found, number - 1, 1, keepdims=False)
+            hidden, kv = forward(own, lengths + number, before, real, kv)
+            tokens = sample(hidden, lengths + number, real)
+            return kv, lax.dynamic_update_index_in_dim(found, tokens, number, 1)
+
+        # Of the last two tokens the first is computed where it was missed: see `AT_ONCE`.
+        active = counts > 0
+        places = jnp.maximum(jnp.concatenate((lengths - 2, lengths - 1)), 0)
+        missed = active & (state.drafted.lengths[own] < lengths - 1)
+        last_two = given.known.tokens[jnp.tile(own, 2), places]
+        hidden, kv = forward(jnp.tile(own, 2), places + 1, last_two, jnp.concatenate((missed, active)), state.kv)
+        found = jnp.full((rows, most), DRAFT, jnp.int32).at[:, 0].set(sample(hidden[rows:], lengths, active))
+        kv, found = lax.fori_loop(1, jnp.max(counts), turn, (kv, found))
+        drafted = state.drafted
+        computed = jnp.where(active, lengths + counts - 1, 0)
+        return DraftState(kv, DraftedTokens(drafted.tokens.at[own].set(found), drafted.lengths.at[own].set(computed)))
+
+    return run
+
+
+def pack_missed(rows: Int32, backs: Int32, counts: Int32, size: int, dump_row: int) -> Int32:
+    """What is to be computed of `rows` `[n]`, as int32 `[3, size]`: `counts` tokens of each, up to `backs` before the
+    end of what it has."""
+    packed = np.zeros((3, size), np.int32)
+    packed[0] = dump_row
+    packed[:, : len(rows)] = (rows, backs, counts)
+    return packed
+
+
+def make_catch_up(draft: DraftModel, tokens: int, page_size: int, mesh: Mesh | None, table: TableLayout) -> Guess:
+    """Has the draft model compute up to `tokens` tokens of rows that it has missed, as `make_guess`: see
+    `pack_missed`."""
+    whole = on_every_device(mesh)
+
+    def run(weights: Weights, state: DraftState, given: RowState, packed: jax.Array) -> DraftState:
+        rows, backs, counts = whole((packed[0], packed[1], packed[2]))
+        drafted = state.drafted
+        ends = given.known.lengths[rows] - backs
+        starts = jnp.clip(drafted.lengths[rows], ends - counts, ends)
+        query_ends = jnp.cumsum(jnp.where(counts > 0, ends - starts, 0))
+        inputs = replace(
+            _decode_inputs(rows, jnp.where(counts > 0, ends, 0)),
+            num_decode=jnp.zeros((), jnp.int32),
+            num_tokens=query_ends[-1],
+            query_starts=jnp.concatenate((jnp.zeros(1, jnp.int32), query_ends)),
+        )
+        places = jnp.arange(tokens, dtype=jnp.int32)
+        sequences = jnp.searchsorted(query_ends, places, side="right", method="compare_all")
+        sequences = jnp.minimum(sequences, len(rows) - 1)
+        positions = jnp.maximum(inputs.kv_lens[sequences] - (query_ends[sequences] - places), 0)
+        text = given.known.tokens[rows[sequences], positions]
+        batch = build_batch(replace(inputs, tokens=text), given.page_table, text, page_size, tokens, table)
+        _, kv = draft.forward(weights, whole(batch), state.kv)
+        computed = jnp.where(counts > 0, jnp.maximum(ends, drafted.lengths[rows]), 0)
+        return DraftState(kv, replace(drafted, lengths=drafted.lengths.at[rows].set(computed)))
+
+    return run
+
+
+def _decode_inputs(rows: jax.Array, kv_lens: jax.Array) -> StepInputs:
+    """Of a step of one token of each of `rows` `[R]`."""
+    nothing, number = jnp.zeros(0, jnp.int32), jnp.asarray(rows.shape[0], jnp.int32)
+    return StepInputs(
+        num_decode=number,
+        num_tokens=number,
+        top_logprobs=number,
+        prompt_top_logprobs=number,
+        rows=rows,
+        kv_lens=kv_lens,
+        flags=nothing,
+        query_starts=jnp.arange(rows.shape[0] + 1, dtype=jnp.int32),
+        delta_rows=nothing,
+        delta_columns=nothing,
+        delta_pages=nothing,
+        tokens=nothing,
+        prompt_targets=nothing,
+        copy_sources=nothing,
+        copy_targets=nothing,
+    )

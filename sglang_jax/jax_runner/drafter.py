@@ -1,0 +1,65 @@
+"""What a runner does with a draft model before a step with drafts: see `runner.draft_model`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from sglang_jax.jax_runner.draft_model import pack_guesses, pack_missed
+from sglang_jax.jax_runner.programs import Programs
+from sglang_jax.jax_runner.step import DeviceState, Weights
+from sglang_jax.runner.draft_model import AT_ONCE, DraftLag
+from sglang_jax.runner.drafts import Unfolded
+from sglang_jax.runner.plan import Int32
+
+
+class Drafter:
+    """Runs the draft model's programs.
+
+    **Arguments:** `weights`: of both models; `max_rows`: of the runner.
+    """
+
+    def __init__(self, programs: Programs, weights: Weights, max_rows: int) -> None:
+        self._programs = programs
+        self._weights = weights
+        self._lag = DraftLag(max_rows)
+
+    def guess(self, state: DeviceState, unfolded: Unfolded) -> DeviceState:
+        """The state in which `unfolded`, whose page-table deltas are applied, finds what it guesses."""
+        programs = self._programs
+        for packed in self._missed(*self._lag.missed(unfolded)):
+            state = programs.catch_up(self._weights, state, packed)
+        drafting = int(np.count_nonzero(unfolded.guesses == 1))
+        size = next(size for size in programs.guess_sizes if size >= drafting)
+        return programs.guess(self._weights, state, pack_guesses(unfolded, size, programs.dump_row))
+
+    def launched(self, unfolded: Unfolded) -> None:
+        """A plan runs, with drafts or without."""
+        self._lag.launched(unfolded)
+
+    def warm_up(self, state: DeviceState) -> Iterator[tuple[str, DeviceState]]:
+        """Runs each program, in the row in which nothing is kept; its name and the state."""
+        dump_row = self._programs.dump_row
+        for size in self._programs.guess_sizes:
+            packed = np.full((2, size), 2, np.int32)
+            packed[0] = dump_row
+            state = self._programs.guess(self._weights, state, packed)
+            yield f"guess {size} rows", state
+        for size in self._programs.catch_up_sizes:
+            one = np.array([1], np.int32)
+            state = self._programs.catch_up(
+                self._weights, state, pack_missed(one * dump_row, one * 0, one, size, dump_row)
+            )
+            yield f"catch up {size} tokens", state
+
+    def _missed(self, rows: Int32, counts: Int32) -> Iterator[Int32]:
+        """The parts in which `counts` tokens of `rows`, `[n]`, are computed, oldest first."""
+        sizes, dump_row = self._programs.catch_up_sizes, self._programs.dump_row
+        for start in range(0, len(rows), sizes[-1]):
+            own, left = rows[start : start + sizes[-1]], counts[start : start + sizes[-1]].copy()
+            while left.any():
+                size = next((size for size in sizes if size >= left.sum()), sizes[-1])
+                part = np.minimum(left, max(size // len(own), 1))
+                left -= part
+                yield pack_missed(own, AT_ONCE + left, part, size, dump_row)

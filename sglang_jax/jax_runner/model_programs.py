@@ -1,0 +1,104 @@
+"""The programs of a model, from the shapes of its weights: they can be built before a weight is read."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TypeVar, cast
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sglang_jax.architectures.model_config import cache_groups
+from sglang_jax.config import EngineConfig
+from sglang_jax.jax_runner.buckets import Buckets
+from sglang_jax.jax_runner.draft_model import DraftModel
+from sglang_jax.jax_runner.parallel import TensorParallel
+from sglang_jax.jax_runner.programs import Programs
+from sglang_jax.jax_runner.step import DeviceState, KVCaches, ModelFunctions, Weights, empty_rows
+from sglang_jax.layers.batch import ForwardBatch
+from sglang_jax.layers.parameter import Parameter
+from sglang_jax.layers.sharding import named_sharding
+from sglang_jax.models import Transformer
+from sglang_jax.models.kv_cache import KVCacheSpec
+from sglang_jax.runner.page_tables import TableLayout
+from sglang_jax.runner.plan import RunnerSpec
+
+T = TypeVar("T")
+
+
+def programs_of(
+    model: Transformer,
+    parallel: TensorParallel,
+    cache: KVCacheSpec,
+    spec: RunnerSpec,
+    config: EngineConfig,
+    mesh: Mesh,
+    draft: tuple[Transformer, TensorParallel, KVCacheSpec] | None = None,
+) -> Programs:
+    """None of them is built yet.
+
+    **Arguments:** `model` holds shapes, in the form that weights are loaded in. It is changed to the form that is
+    computed with, so the caller loads weights into another one of the same config. `draft`: likewise, of a draft model.
+    """
+    functions, placed = _placed(model, parallel, mesh)
+    kv, guesses = cache.memory(mesh), None
+    if draft is not None:
+        own, own_parallel, own_cache = draft
+        own_functions, own_placed = _placed(own, own_parallel, mesh)
+        first_group = len(cache_groups(parallel.config))
+        guesses = DraftModel(own_functions, first_group, len(own_placed), own_parallel.config.num_layers)
+        placed, kv = [*placed, *own_placed], (*kv, *own_cache.memory(mesh))
+    rows = whole(jax.eval_shape(partial(empty_rows, spec, None, drafted=draft is not None)), mesh)
+    return Programs(
+        functions,
+        placed,
+        DeviceState(kv, *rows),
+        Buckets.ladder(spec.max_rows, spec.token_budget, config.page_size, len(spec.pools)),
+        config.page_size,
+        mesh,
+        TableLayout.of(spec),
+        spec.max_samples - 1,
+        guesses,
+    )
+
+
+def _placed(
+    model: Transformer, parallel: TensorParallel, mesh: Mesh
+) -> tuple[ModelFunctions, list[jax.ShapeDtypeStruct]]:
+    """A model in the form that is computed with: its functions, and shapes of its weights with their places."""
+    model.arrange(parallel.size)
+    functions, weights = split_model(model)
+    return functions, [
+        jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=named_sharding(mesh, parameter.axes))
+        for weight, parameter in zip(weights, parameters(model), strict=True)
+    ]
+
+
+def split_model(model: Transformer) -> tuple[ModelFunctions, Weights]:
+    """A model as functions of a flat list of its weights, which is quick to hand over at every step."""
+    graph, state = nnx.split(model)
+    weights, structure = jax.tree.flatten(state)
+
+    def merge(weights: Weights) -> Transformer:
+        return nnx.merge(graph, jax.tree.unflatten(structure, weights))
+
+    def forward(weights: Weights, batch: ForwardBatch, kv: KVCaches) -> tuple[jax.Array, KVCaches]:
+        return merge(weights)(batch, kv)
+
+    def logits(weights: Weights, hidden: jax.Array) -> jax.Array:
+        return merge(weights).logits(hidden)
+
+    return ModelFunctions(forward, logits), weights
+
+
+def parameters(model: Transformer) -> list[Parameter]:
+    """In the order of the weights of `split_model`."""
+    return jax.tree.leaves(nnx.state(model), is_leaf=lambda node: isinstance(node, Parameter))
+
+
+def whole(arrays: T, mesh: Mesh) -> T:
+    """The shapes of arrays that every device has all of."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    shape = partial(jax.ShapeDtypeStruct, sharding=everywhere)
+    return cast(T, jax.tree.map(lambda array: shape(array.shape, array.dtype), arrays))

@@ -1,0 +1,176 @@
+"""How requests give up their rows: for good, or for a while, back to the queue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sglang_jax.errors import CapacityError, NumericalError, RequestError
+from sglang_jax.mem_cache.group import Group
+from sglang_jax.mem_cache.kv_cache import KVCache
+from sglang_jax.scheduler.constraints import Closed, Constraints
+from sglang_jax.scheduler.publisher import Publisher
+from sglang_jax.scheduler.recent_outputs import KEY_TOKENS, RecentOutputs
+from sglang_jax.scheduler.request import Request, RequestState
+from sglang_jax.scheduler.reserve import NewTokenReserve
+from sglang_jax.scheduler.rows import Rows
+from sglang_jax.scheduler.sessions import Sessions
+from sglang_jax.scheduler.step_log import Counts
+from sglang_jax.scheduler.waiting_queue import WaitingQueue
+
+RETRACTIONS_IN_TURN = 4
+"""Who was retracted so often more than another is not retracted before it, whatever their priorities."""
+
+_FINISHED = ("stop", "length", None)
+"""How requests end whose output is what was asked for: None where the client saw enough."""
+
+
+class Endings:
+    """Tells everybody that a request is over, or goes back to the queue: its client, the queue, its grammar, its
+    session. Its row is given back once no step in flight has it, see `Rows`.
+
+    `requests`: all that are not over; `finished_at`: when the newest of the steps ended that are done, in seconds of
+    the scheduler's clock.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        rows: Rows,
+        queue: WaitingQueue,
+        publisher: Publisher,
+        constraints: Constraints,
+        sessions: Sessions,
+        reserve: NewTokenReserve,
+        counts: Counts,
+        now: float,
+        recent: RecentOutputs | None = None,
+    ) -> None:
+        self._recent = recent
+        self.requests: dict[int, Request] = {}
+        self.finished_at = now
+        self._cache = cache
+        self._rows = rows
+        self._queue = queue
+        self._publisher = publisher
+        self._constraints = constraints
+        self._sessions = sessions
+        self._reserve = reserve
+        self._counts = counts
+
+    def end(
+        self,
+        request: Request,
+        kind: str | None,
+        *,
+        insert: bool,
+        matched_token: int | None = None,
+        error: RequestError | None = None,
+    ) -> None:
+        """Ends a request in any state, without a word for `kind` None. `insert`: its KV is worth keeping."""
+        if kind is not None:
+            self._publisher.finished(
+                request, kind, last_step=self.finished_at, matched_token=matched_token, error=error
+            )
+        if request.waiting.queued:
+            self._queue.remove(request)
+        self._constraints.forget(request)
+        if request.turn is not None:
+            tokens = self._known_tokens(request) if kind in _FINISHED else None
+            self._sessions.end(request.turn, tokens, request.namespace, request.kv is not None)
+        if self._recent is not None and request.kv is not None and kind in _FINISHED:
+            self._note_output(self._recent, request)
+        request.move_to(RequestState.FINISHED)
+        del self.requests[request.id]
+        self._counts.finished += 1
+        if request.kv is not None:
+            self._rows.leave(request, insert=insert)
+
+    def _note_output(self, recent: RecentOutputs, request: Request) -> None:
+        """With the end of the prompt, by which its first tokens are found."""
+        row, begin = request.row, max(request.prompt_len - KEY_TOKENS, 0)
+        recent.add(request.namespace, self._rows.tokens[row, begin : int(self._rows.num_tokens[row])])
+
+    def close(self, closed: Iterable[Closed]) -> None:
+        """Ends requests whose grammars let nothing more come."""
+        for one in closed:
+            if one.error is not None:
+                self.end(one.request, "error", insert=True, error=one.error)
+            else:
+                self.end(one.request, "stop", insert=True)
+
+    def fail(self, request: Request) -> None:
+        """What the model computed for a request is not finite."""
+        error = NumericalError("the model's logits for this request are not finite")
+        self.end(request, "error", insert=False, error=error)
+
+    def refuse_too_large(self, request: Request) -> None:
+        """Admission found that a request does not fit even alone."""
+        group = self._too_small_for(request.prefill_len)
+        message = f"{request.prefill_len} tokens do not fit the KV pool of {group.size}; raise {group.remedy}"
+        self.end(request, "error", insert=False, error=CapacityError(message))
+
+    def end_the_only_one(self) -> None:
+        """A request runs alone and has no room left."""
+        (request,) = (request for request in self._rows.requests if request is not None)
+        tokens = int(self._rows.num_tokens[request.row])
+        group = self._too_small_for(tokens + 1)
+        error = CapacityError(
+            f"the request needs KV of {tokens} tokens and runs alone, but the pool holds {group.size}; "
+            f"raise {group.remedy}"
+        )
+        self.end(request, "error", insert=False, error=error)
+
+    def _too_small_for(self, tokens: int) -> Group:
+        group = self._cache.too_small_for(tokens) or self._cache.first_with_pages
+        assert group is not None, "states do not grow"
+        return group
+
+    def retract_newest(self) -> bool:
+        """Retracts the least urgent, newest request; False if none runs.
+
+        The oldest of the highest priority keeps running, so that something always ends; but who was retracted
+        `RETRACTIONS_IN_TURN` times more than others is spared until they have caught up, so that no priority is kept
+        from ending for ever.
+        """
+        return self.retract_one_of([one for one in self._rows.requests if one is not None and self._rows.runs(one)])
+
+    def retract_one_of(self, running: list[Request]) -> bool:
+        """As `retract_newest`, among these."""
+        if not running:
+            return False
+        self.retract(max(running, key=_retraction_key))
+        return True
+
+    def retract(self, request: Request) -> None:
+        """Takes a request's row and puts it, with its output, back into the queue before its equals. No step may be in
+        flight."""
+        request.retractions += 1
+        self._back_to_queue(request)
+        self._rows.release(self._rows.num_leaving)
+        self._reserve.raise_ratio()
+        self._counts.retractions += 1
+
+    def restart(self, request: Request) -> None:
+        """Has a request computed anew, prompt and output, from KV that is not in doubt."""
+        request.restarts += 1
+        self._back_to_queue(request)
+
+    def _back_to_queue(self, request: Request) -> None:
+        request.tokens = self._known_tokens(request)
+        request.drafts = self._rows.drafts_of(request)
+        self._rows.drafts[request.row] = 0
+        request.next_prompt_logprob = request.told_prompt_logprob
+        request.announced = False
+        request.move_to(RequestState.RETRACTED)
+        self._rows.leave(request, insert=False, requeue=True)
+
+    def _known_tokens(self, request: Request) -> bytes:
+        """Prompt and output so far, as int32 bytes."""
+        if request.kv is None:
+            return request.tokens
+        return self._rows.token_bytes(request.row, 0, int(self._rows.num_tokens[request.row]))
+
+
+def _retraction_key(request: Request) -> tuple[int, int, int]:
+    """The largest is retracted first."""
+    return (-(request.retractions // RETRACTIONS_IN_TURN), -request.priority, request.sequence)

@@ -1,0 +1,73 @@
+"""A profile of the runner: started and ended by messages, or ended by itself after some steps."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from sglang_jax.errors import ParameterError
+from sglang_jax.runner.protocol import Runner
+from sglang_jax.runner.pulse import Pulse
+
+logger = logging.getLogger(__name__)
+
+
+class Profiling:
+    """Takes one profile at a time. `pulse`: writing one may take a while in which no step is made."""
+
+    def __init__(self, runner: Runner, pulse: Pulse) -> None:
+        self._runner = runner
+        self._pulse = pulse
+        self._folder: str | None = None
+        self._last: int | None = None
+
+    def start(self, folder: str, steps: int | None, made: int) -> None:
+        """`steps`: how many it is to last, None for one that `stop` ends; `made`: how many there were so far.
+
+        **Raises:** `ParameterError` while a profile is taken, and for a folder that cannot be written to.
+        """
+        if self._folder is not None:
+            raise ParameterError(f"a profile is being taken already, for {self._folder}: stop it first (/stop_profile)")
+        if "://" not in folder:
+            try:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ParameterError(f"the profile's folder cannot be made: {error}") from error
+        try:
+            with self._pulse.building():
+                self._runner.start_profile(folder)
+        except (OSError, RuntimeError) as error:  # another profile of this process, a driver without counters
+            raise ParameterError(f"the profile cannot be taken: {error}") from error
+        self._folder = folder
+        self._last = None if steps is None else made + steps
+        logger.info("Profiling %s, for %s", "until told to stop" if steps is None else f"{steps} steps", folder)
+
+    def after_step(self, made: int) -> None:
+        """To be called after every turn; `made` as for `start`."""
+        if self._last is not None and made >= self._last:
+            self.close()
+
+    def stop(self) -> str:
+        """Returns the folder. Raises `ParameterError` if no profile is taken."""
+        if self._folder is None:
+            raise ParameterError("no profile is being taken: start one first (/start_profile)")
+        return self._end()
+
+    def close(self) -> None:
+        """Writes what was not ended."""
+        if self._folder is not None:
+            try:
+                self._end()
+            except ParameterError as error:
+                logger.error("%s", error.message)
+
+    def _end(self) -> str:
+        assert self._folder is not None
+        folder, self._folder, self._last = self._folder, None, None
+        try:
+            with self._pulse.building():
+                self._runner.stop_profile()
+        except (OSError, RuntimeError) as error:
+            raise ParameterError(f"the profile was not written to {folder}: {error}") from error
+        logger.info("Wrote a profile to %s", folder)
+        return folder

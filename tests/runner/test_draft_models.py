@@ -1,0 +1,229 @@
+"""A second model that guesses: what it says changes how many steps an output takes, and no token of it; its keys and
+values are in step with the model's, whatever becomes of rows and pages. On both backends, with small models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from helpers.scheduling import RecordingChannel
+from helpers.stand_in_jax import stand_in_runner as stand_in_jax
+from helpers.stand_in_model import VOCAB, random_weights
+from helpers.stand_in_torch import stand_in_runner as stand_in_torch
+
+from sglang_jax.config import EngineConfig
+from sglang_jax.mem_cache.invariants import check_everything
+from sglang_jax.runner.draft_model import DraftLag
+from sglang_jax.runner.drafts import unfold
+from sglang_jax.runner.plan import DRAFT, LAST_TOKEN, PageDeltas, RunnerSpec, StepPlan
+from sglang_jax.runner.protocol import Runner, StepHandle
+from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler.drafting import AllThatFit
+from sglang_jax.scheduler.messages import NewRequest
+from sglang_jax.scheduler.scheduler import Scheduler
+
+MAKERS: dict[str, Callable[..., Runner]] = {"torch": stand_in_torch, "jax": stand_in_jax}
+WEIGHTS = random_weights()
+STYLES = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.9, top_p=0.9),
+    SamplingParams(temperature=0.0, repetition_penalty=1.3),
+)
+
+Edit = Callable[[StepPlan], StepPlan]
+
+
+def similar() -> list[np.ndarray]:
+    """Weights of a model that agrees with that of `WEIGHTS` at times."""
+    rng = np.random.default_rng(1)
+    return [part + rng.normal(0, 0.2 * part.std(), part.shape).astype(np.float32) for part in WEIGHTS]
+
+
+@dataclass
+class Shaped:
+    """A runner with another spec, whose plans are changed on their way."""
+
+    inner: Runner
+    spec: RunnerSpec
+    edit: Edit = lambda plan: plan
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        return self.inner.launch(self.edit(plan))
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def alike(request: pytest.FixtureRequest) -> Iterator[Runner]:
+    """A model that is its own draft model."""
+    runner = MAKERS[request.param](WEIGHTS, draft=WEIGHTS, max_samples=4, max_rows=8)
+    yield runner
+    runner.close()
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def unlike(request: pytest.FixtureRequest) -> Iterator[Runner]:
+    runner = MAKERS[request.param](WEIGHTS, draft=similar(), max_samples=4, max_rows=8)
+    yield runner
+    runner.close()
+
+
+@dataclass(frozen=True)
+class Served:
+    outputs: dict[int, list[int]]
+    drafts: int
+    right: int
+    retractions: int
+
+
+def serve(
+    runner: Runner,
+    at_once: int,
+    *,
+    drafts: bool = True,
+    reuse: bool = True,
+    pages: int | None = None,
+    styles: tuple[SamplingParams, ...] = STYLES[:2],
+    retract: int | None = None,
+    seed: int = 3,
+    edit: Edit = lambda plan: plan,
+) -> Served:
+    """Serves some requests, some of which begin alike. A runner's pages keep what was in them: who looks for what is
+    missing there asks for others, by `seed`."""
+    spec = replace(runner.spec, max_samples=runner.spec.max_samples if drafts else 1)
+    if pages is not None:
+        spec = replace(spec, pools=tuple(replace(pool, num_pages=pages) for pool in spec.pools))
+    channel = RecordingChannel()
+    config = EngineConfig(
+        model_path="none", chunked_prefill_size=16, disable_radix_cache=not reuse, test_retract=retract
+    )
+    scheduler = Scheduler(Shaped(runner, spec, edit), (2,), config, channel)  # type: ignore[arg-type]
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(3, VOCAB - 2, 13)
+    waiting = []
+    for number in range(1, 7):
+        prompt = rng.integers(3, VOCAB - 2, int(rng.integers(1, 24)))
+        prompt = np.concatenate((shared, prompt)) if number % 2 else prompt
+        sampling = replace(styles[number % len(styles)], seed=number, max_new_tokens=25, ignore_eos=True)
+        waiting.append(
+            NewRequest(id=number, token_ids=prompt.astype(np.int32).tobytes(), sampling=sampling, stream=True)
+        )
+    while waiting or not scheduler.idle:
+        while waiting and len(scheduler.requests) < at_once:
+            scheduler.add(waiting.pop(0))
+        scheduler.step()
+        check_everything(scheduler.cache)
+    counts = scheduler.log.counts
+    outputs = {number: channel.output(number) for number in range(1, 7)}
+    assert all(len(output) == 25 for output in outputs.values())
+    return Served(outputs, counts.draft_tokens, counts.accepted_tokens, counts.retractions)
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_a_model_that_is_its_own_draft_model_is_always_right(alike: Runner, at_once: int) -> None:
+    plain, found = serve(alike, at_once, drafts=False), serve(alike, at_once)
+    assert found.outputs == plain.outputs
+    assert found.drafts == found.right > 60
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_outputs_do_not_depend_on_what_another_model_guesses(unlike: Runner, at_once: int, reuse: bool) -> None:
+    plain = serve(unlike, at_once, drafts=False, reuse=reuse, styles=STYLES)
+    found = serve(unlike, at_once, reuse=reuse, styles=STYLES)
+    assert found.outputs == plain.outputs
+    assert 0 < found.right < found.drafts
+
+
+def test_the_draft_model_is_in_step_after_retractions(alike: Runner) -> None:
+    found = serve(alike, 3, retract=7)
+    assert found.retractions > 3
+    assert found.outputs == serve(alike, 3, drafts=False).outputs
+    assert found.drafts == found.right > 60
+
+
+class Seldom:
+    """A policy with drafts in one step of `every`."""
+
+    def __init__(self, every: int) -> None:
+        self._every, self._steps = every, 0
+
+    def choose(self, rows: np.ndarray, most: np.ndarray, room: int) -> np.ndarray:
+        self._steps += 1
+        return np.minimum(most, max(room // len(rows), 1)) if self._steps % self._every == 0 else np.ones_like(most)
+
+
+@pytest.mark.parametrize("every", [2, 7])
+def test_what_was_missed_while_there_were_no_drafts_is_computed(
+    alike: Runner, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seldom = Seldom(every)
+    monkeypatch.setattr(AllThatFit, "choose", lambda self, *arguments: seldom.choose(*arguments))
+    found = serve(alike, 2)
+    assert found.drafts == found.right > 10
+
+
+def test_keys_of_the_draft_model_that_are_a_token_off_show(alike: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: what was missed is taken to be a token less."""
+    seldom = Seldom(7)
+    monkeypatch.setattr(AllThatFit, "choose", lambda self, *arguments: seldom.choose(*arguments))
+    missed = DraftLag.missed
+
+    def short(self: DraftLag, unfolded: object) -> tuple[np.ndarray, np.ndarray]:
+        rows, counts = missed(self, unfolded)  # type: ignore[arg-type]
+        return rows, np.maximum(counts - 2, 0).astype(np.int32)
+
+    monkeypatch.setattr(DraftLag, "missed", short)
+    found = serve(alike, 2, seed=4)
+    assert found.right < found.drafts
+
+
+def test_a_group_of_the_draft_model_that_is_not_told_of_a_retraction_shows(alike: Runner) -> None:
+    """A planted fault: the pages that rows have after retractions are those of the model's group alone."""
+    steps = []
+
+    def keep_from(plan: StepPlan) -> StepPlan:
+        steps.append(plan)
+        if len(steps) < 12:
+            return plan
+        nothing = np.zeros(0, np.int32)
+        return replace(plan, page_deltas=(plan.page_deltas[0], PageDeltas(nothing, nothing, nothing)))
+
+    found = serve(alike, 3, retract=7, seed=5, edit=keep_from)
+    plain = serve(alike, 3, drafts=False, seed=5)
+    assert found.right < found.drafts
+    assert found.outputs == plain.outputs, "guesses never show in outputs"
+
+
+def plan(rows: list[int], widths: list[int], chunks: int = 0) -> StepPlan:
+    """Rows that decode with so many queries, and as many chunks of two tokens behind them."""
+    tokens = [token for width in widths for token in (LAST_TOKEN, *[DRAFT] * (width - 1))]
+    lengths = np.array(widths + [2] * chunks, np.int32)
+    return StepPlan(
+        step=0,
+        rows=np.array(rows, np.int32),
+        num_decode=sum(width == 1 for width in widths),
+        query_lens=lengths,
+        kv_lens=lengths + 9,
+        tokens=np.array(tokens + [5, 5] * chunks, np.int32),
+        samples=np.ones(len(lengths), bool),
+        page_deltas=(),
+    )
+
+
+def test_what_a_draft_model_has_missed_is_known_from_the_plans() -> None:
+    lag = DraftLag(4)
+
+    def missed(found: StepPlan) -> dict[int, int]:
+        rows, counts = lag.missed(unfold(found))
+        lag.launched(unfold(found))
+        return dict(zip(rows.tolist(), counts.tolist(), strict=True))
+
+    assert missed(plan([0, 1], [], chunks=2)) == {}
+    assert missed(plan([0, 1], [3, 2])) == {}
+    for _ in range(3):
+        assert missed(plan([0, 1], [1, 1])) == {}
+    assert missed(plan([1, 0], [1, 4])) == {0: 3}
+    assert missed(plan([0, 1], [2, 2])) == {1: 4}
+    lag.launched(unfold(plan([0, 1, 2], [1, 1], chunks=1)))
+    assert missed(plan([2, 0, 1], [1, 2, 2])) == {0: 1, 1: 1}, "two are computed at once, three were missed"

@@ -1,0 +1,72 @@
+"""Memory of threads and of large blocks goes back, in a process of its own each: these settings last."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from sglang_jax.server.allocator import ARENAS, give_memory_back
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has its own ways")
+
+SETTLED = "from sglang_jax.server.allocator import give_memory_back; assert give_memory_back()"
+
+LARGE_BLOCKS = """
+def resident():
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * 4096 / 2**20
+
+bytes(24 * 2**20)  # from now on, glibc's default keeps blocks up to this size in the heap
+before, blocks, kept = resident(), [], []
+for _ in range(8):
+    blocks.append(b"x" * (4 * 2**20))
+    kept.append(b"x" * 3000)  # lies behind it
+blocks.clear()
+print(resident() - before)
+"""
+
+THREADS = """
+import ctypes, sys, threading
+barrier = threading.Barrier(12)
+
+def work():
+    barrier.wait()
+    for _ in range(50):
+        blocks = [bytearray(3000) for _ in range(100)]
+    barrier.wait()
+
+threads = [threading.Thread(target=work) for _ in range(12)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+library = ctypes.CDLL(None)
+library.fopen.restype = ctypes.c_void_p
+file = ctypes.c_void_p(library.fopen(sys.argv[1].encode(), b"w"))
+library.malloc_info(0, file)
+library.fclose(file)
+with open(sys.argv[1]) as told:
+    print(told.read().count("<heap nr"))
+"""
+
+
+def told(*lines: str, path: str = "") -> float:
+    run = subprocess.run([sys.executable, "-c", "\n".join(lines), path], capture_output=True, text=True, check=True)
+    return float(run.stdout)
+
+
+def test_large_blocks_do_not_stay_in_the_heap() -> None:
+    assert told(SETTLED, LARGE_BLOCKS) < 2
+    assert told(LARGE_BLOCKS) > 16
+
+
+def test_threads_share_a_few_arenas(tmp_path: object) -> None:
+    path = f"{tmp_path}/arenas"
+    assert told(SETTLED, THREADS, path=path) <= ARENAS
+    assert told(THREADS, path=path) > ARENAS
+
+
+def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("musl", "1.2"))
+    assert not give_memory_back()

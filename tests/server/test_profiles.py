@@ -1,0 +1,92 @@
+"""`/start_profile` and `/stop_profile`: what is recorded, and what is refused."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers.echo_server import EchoServer, serve_echo
+from helpers.engine_fakes import load_fake_model, load_tokenizer
+
+OPTIONS = {"page_size": 4, "max_total_tokens": 512}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("profiles")
+
+
+@pytest.fixture(scope="module")
+def server(root: Path) -> Iterator[EchoServer]:
+    with serve_echo(load_fake_model, load_tokenizer, profile_dir=str(root), **OPTIONS) as server:
+        yield server
+
+
+def generate(server: EchoServer, tokens: int) -> None:
+    sampling = {"max_new_tokens": tokens, "ignore_eos": True}
+    assert server.http.post("/generate", json={"text": "ab", "sampling_params": sampling}).status_code == 200
+
+
+def recorded_steps(folder: Path) -> int:
+    deadline = time.monotonic() + 60
+    while not (folder / "steps.txt").is_file():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return int((folder / "steps.txt").read_text())
+
+
+def test_a_recording_lasts_until_it_is_stopped(server: EchoServer, root: Path) -> None:
+    generate(server, 5)
+    started = server.http.post("/start_profile")
+    assert (started.status_code, started.json()) == (200, {"success": True, "folders": [str(root)]})
+    generate(server, 20)
+    assert not (root / "steps.txt").exists()
+    assert server.http.post("/stop_profile").json() == {"success": True, "folders": [str(root)]}
+    assert 20 <= recorded_steps(root) <= 22  # a step may be launched beyond the last token
+
+
+def test_a_recording_of_some_steps_ends_by_itself(server: EchoServer, root: Path) -> None:
+    body = {"num_steps": 7, "output_dir": "runs/seven"}
+    assert server.http.post("/start_profile", json=body).json()["folders"] == [f"{root}/runs/seven"]
+    generate(server, 20)
+    assert 7 <= recorded_steps(root / "runs" / "seven") <= 9  # those in flight belong to it
+    assert "no profile is being taken" in server.http.post("/stop_profile").json()["error"]["message"]
+
+
+def test_one_at_a_time(server: EchoServer) -> None:
+    assert server.http.post("/start_profile", json={"output_dir": "first"}).status_code == 200
+    second = server.http.post("/start_profile", json={"output_dir": "second"})
+    assert second.status_code == 400
+    assert "being taken already" in second.json()["error"]["message"]
+    assert server.http.post("/stop_profile").status_code == 200
+
+
+@pytest.mark.parametrize("folder", ["/tmp", "../up", "a/../../b", "", "a\0b"])
+def test_no_client_chooses_a_folder_elsewhere(server: EchoServer, folder: str) -> None:
+    refused = server.http.post("/start_profile", json={"output_dir": folder})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "output_dir"
+
+
+@pytest.mark.parametrize("steps", [0, -1, 10_001, "many"])
+def test_a_number_of_steps_has_limits(server: EchoServer, steps: object) -> None:
+    refused = server.http.post("/start_profile", json={"num_steps": steps})
+    assert refused.status_code == 400
+    assert "num_steps" in refused.text
+
+
+def test_a_folder_that_cannot_be_made(server: EchoServer, root: Path) -> None:
+    (root / "file").write_text("")
+    refused = server.http.post("/start_profile", json={"output_dir": "file"})
+    assert refused.status_code == 400
+    assert "folder cannot be made" in refused.json()["error"]["message"]
+    generate(server, 1)
+
+
+def test_a_server_without_a_folder_takes_none() -> None:
+    with serve_echo(load_fake_model, load_tokenizer, **OPTIONS) as server:
+        refused = server.http.post("/start_profile", json={})
+        assert refused.status_code == 400
+        assert "--profile-dir FOLDER" in refused.json()["error"]["message"]

@@ -1,0 +1,195 @@
+"""Guessing what rows sample next by a second model, on the device: see `sglang_jax.runner.draft_model`.
+
+A guess is sampled like the token that it is to be: by the row's parameters, and with the noise of its place. So two
+models that agree on what is likely sample alike, whatever the temperature (Leviathan et al. 2023 accept by chance what
+here is equal).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from sglang_jax.runner.draft_model import AT_ONCE
+from sglang_jax.runner.drafts import Unfolded
+from sglang_jax.runner.page_tables import TableLayout
+from sglang_jax.runner.plan import DRAFT, INVALID_TOKEN, Int32
+from torch_backend.batch import ForwardBatch, GroupPages
+from torch_backend.drafts import DraftedTokens, KnownTokens
+from torch_backend.step import Model, RowTensors
+
+Sample = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Tokens int32 `[n]` of logits `[n, vocab]`, rows int64 `[n]` and lengths int32 `[n]`."""
+
+_MOST_AT_ONCE = 512
+"""Tokens of a forward pass over what the draft model has missed."""
+
+
+@dataclass(frozen=True, slots=True)
+class WithDraft:
+    """A model, and a draft model beside it in steps with chunks. `first_group`: the number of the draft model's first
+    cache group among those of both."""
+
+    model: Model
+    draft: Model
+    first_group: int
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """See `Model`: of the model."""
+        hidden = self.model.forward(batch)
+        if not batch.decode_only:
+            pages = (GroupPages(batch.write_slots, batch.page_table), *batch.further)
+            self.draft.forward(_with_pages(batch, pages[self.first_group :]))
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Model`: of the model."""
+        return self.model.logits(hidden)
+
+
+def _with_pages(batch: ForwardBatch, pages: tuple[GroupPages, ...]) -> ForwardBatch:
+    first, *further = pages
+    return replace(batch, write_slots=first.write_slots, page_table=first.page_table, further=tuple(further))
+
+
+@dataclass(frozen=True, slots=True)
+class ToGuess:
+    """What a step wants guessed, on the host: `rows` `[drafting]`, those with most drafts first, `counts` of drafts of
+    each; `late` `[late]`: rows of which the draft model has missed `missed` `[late]` tokens at most."""
+
+    rows: Int32
+    counts: Int32
+    late: Int32
+    missed: Int32
+
+    @classmethod
+    def of(cls, unfolded: Unfolded, late: Int32, missed: Int32) -> ToGuess | None:
+        """None for a step without drafts."""
+        (first,) = np.nonzero(unfolded.guesses == 1)
+        if not len(first):
+            return None
+        counts = np.add.reduceat(unfolded.guesses > 0, first).astype(np.int32)
+        order = np.argsort(-counts, kind="stable")
+        return cls(unfolded.plan.rows[first][order], counts[order], late, missed)
+
+
+class Drafter:
+    """Has a draft model guess, in the place where steps run.
+
+    **Arguments:** `draft`: with its KV pages; `rows`: what steps keep of rows; `to_device`: of integers.
+    """
+
+    def __init__(
+        self,
+        draft: Model,
+        first_group: int,
+        rows: RowTensors,
+        table: TableLayout,
+        page_size: int,
+        to_device: Callable[[Int32], torch.Tensor],
+    ) -> None:
+        assert rows.known is not None
+        assert rows.drafted is not None
+        self._draft = draft
+        self._first_group = first_group
+        self._page_table = rows.page_table
+        self._known: KnownTokens = rows.known
+        self._drafted: DraftedTokens = rows.drafted
+        self._table = table
+        self._page_size = page_size
+        self._to_device = to_device
+
+    def guess(self, wanted: ToGuess, sample: Sample) -> None:
+        """Writes the guesses to `DraftedTokens`. The page-table deltas of the step are applied."""
+        self._catch_up(wanted.late, wanted.missed)
+        on_device = self._to_device(np.stack((wanted.rows, wanted.counts)))
+        rows, counts = on_device[0].long(), on_device[1]
+        lengths = self._known.lengths[rows]
+        # Of the last two tokens the first is computed where it was missed: see `AT_ONCE`.
+        both = rows.repeat(2)
+        positions = torch.cat((lengths - 2, lengths - 1)).clamp(min=0)
+        write = torch.cat((self._drafted.lengths[rows] < lengths - 1, torch.ones_like(rows, dtype=torch.bool)))
+        hidden = self._decode(both, positions, self._known.tokens[both, positions.long()], write)[len(rows) :]
+        for number in range(int(wanted.counts[0])):
+            own = int(np.count_nonzero(wanted.counts > number))
+            rows, kv_lens = rows[:own], lengths[:own] + number
+            if number:
+                before = self._drafted.tokens[rows, number - 1]
+                hidden = self._decode(rows, kv_lens - 1, before, None)
+            tokens = sample(self._draft.logits(hidden), rows, kv_lens)
+            self._drafted.tokens[rows, number] = torch.where(tokens == INVALID_TOKEN, DRAFT, tokens)
+        self._drafted.lengths.index_copy_(0, on_device[0].long(), lengths + counts - 1)
+
+    def _decode(
+        self, rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, write: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Hidden states of `tokens` at `positions` of `rows`, one each, `[n]` all; `write`: whose keys are kept."""
+        starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
+        return self._forward(rows, rows, positions, tokens, positions + 1, starts, len(rows), write)
+
+    def _forward(
+        self,
+        rows: torch.Tensor,
+        row_of_token: torch.Tensor,
+        positions: torch.Tensor,
+        tokens: torch.Tensor,
+        kv_lens: torch.Tensor,
+        query_starts: torch.Tensor,
+        num_decode: int,
+        write: torch.Tensor | None,
+    ) -> torch.Tensor:
+        columns = (positions // self._page_size).long()
+        pages = []
+        for table in self._page_table.chunk(self._table.groups, 1)[self._first_group :]:
+            slots = table[row_of_token, columns].long() * self._page_size + positions % self._page_size
+            pages.append(GroupPages(slots if write is None else torch.where(write, slots, 0), table[rows]))
+        first, *further = pages
+        batch = ForwardBatch(
+            tokens=tokens.clamp(min=0),
+            positions=positions,
+            write_slots=first.write_slots,
+            page_table=first.page_table,
+            kv_lens=kv_lens,
+            query_starts=query_starts,
+            num_decode=num_decode,
+            further=tuple(further),
+        )
+        return self._draft.forward(batch)
+
+    def _catch_up(self, rows: Int32, missed: Int32) -> None:
+        """Computes up to `missed` tokens of each of `rows`, `[n]`, up to those that a guess begins with."""
+        for start in range(0, len(rows), _MOST_AT_ONCE):
+            own, left = rows[start : start + _MOST_AT_ONCE], missed[start : start + _MOST_AT_ONCE].copy()
+            while left.any():
+                part = np.minimum(left, max(_MOST_AT_ONCE // len(own), 1))
+                left -= part
+                going = part > 0
+                self._compute(own[going], AT_ONCE + left[going], part[going])
+
+    def _compute(self, rows: Int32, backs: Int32, counts: Int32) -> None:
+        """`counts` tokens of each of `rows`, up to `backs` before the end of what it has. What is there is read, and
+        not written again: its pages may be others' as well."""
+        ends = np.cumsum(counts)
+        sequences = np.repeat(np.arange(len(rows)), counts)
+        back_of_token = np.repeat(ends + backs, counts) - np.arange(ends[-1])
+        together = np.concatenate((rows, backs, [0], ends, rows[sequences], back_of_token)).astype(np.int32)
+        on_device = self._to_device(together)
+        number, total = len(rows), int(ends[-1])
+        who, back, starts, row_of_token, token_back = torch.split(on_device, [number, number, number + 1, total, total])
+        who, row_of_token = who.long(), row_of_token.long()
+        kv_lens = self._known.lengths[who] - back
+        positions = (self._known.lengths[row_of_token] - token_back).clamp(min=0)
+        tokens = self._known.tokens[row_of_token, positions.long()]
+        write = positions >= self._drafted.lengths[row_of_token]
+        self._forward(who, row_of_token, positions, tokens, kv_lens, starts, 0, write)
+        self._drafted.lengths.index_copy_(0, who, torch.maximum(self._drafted.lengths[who], kv_lens))
+
+    def warm_up(self, dump_row: int, sample: Sample) -> None:
+        """Runs what guesses take once, in the row in which nothing is kept."""
+        one = np.array([1], np.int32)
+        self._known.lengths[dump_row] = 4
+        self.guess(ToGuess(dump_row * one, 2 * one, dump_row * one, 2 * one), sample)
+        self._known.lengths[dump_row] = self._drafted.lengths[dump_row] = 0
