@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import VMEM_LIMITS, current_chip
 from sglang_jax.kernels.state_rows import StateRows
 from sglang_jax.kernels.state_scan import BLOCK, ScanInputs
 
@@ -29,7 +30,6 @@ _MOST_HEADS = 16
 """Of a program of decode rows. Each is written out: fewer make more programs, more a longer program."""
 
 _LANES = 128
-_VMEM_BYTES = 60 * 2**20
 _FLOAT32 = jnp.float32
 
 
@@ -107,7 +107,7 @@ def _decode_rows(inputs: ScanInputs, pool: jax.Array, rows: StateRows, turned: b
             jax.ShapeDtypeStruct(pool.shape, pool.dtype),
         ],
         input_output_aliases={6: 1},
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_VMEM_BYTES),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_LIMITS[current_chip()]),
         name="state_rows",
     )(
         rows.begin,
@@ -193,7 +193,7 @@ def _chunks(inputs: ScanInputs, pool: jax.Array, rows: StateRows, turned: bool) 
             jax.ShapeDtypeStruct(pool.shape, pool.dtype),
         ],
         input_output_aliases={9: 1},
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_VMEM_BYTES),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_LIMITS[current_chip()]),
         name="state_chunks",
     )(
         rows.num_decode[None],
