@@ -36,7 +36,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -63,13 +63,24 @@ BROKEN = (OSError, http.client.HTTPException)
 """What an attacker meets when the server has had enough of it."""
 
 
+class EmptyRunner(FakeRunner):
+    """Samples what follows from a token's place alone. Other fake models read all that a row holds for each token, so
+    that a few long outputs would take a core by themselves."""
+
+    def _forward(
+        self, row: int, start: int, tokens: list[int], begin: int, choice: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        self._kv_lens[row] = start + len(tokens)
+        return [0] * len(tokens), [choice[(7919 * row + 31 * start) % len(choice)]]
+
+
 class EmptyCore:
     """The scheduler over a runner without a model."""
 
     def __init__(self, config: EngineConfig, channel: CoreChannel) -> None:
         pool = PoolSpec(CacheKind.FULL, ROWS * CONTEXT // 8 // config.page_size + 1, config.page_size)
         spec = RunnerSpec((pool,), ROWS, ROWS + PROMPT_TOKENS, CONTEXT, VOCABULARY, prompt_tokens=PROMPT_TOKENS)
-        self._loop = SchedulerLoop(FakeRunner(spec), (), config, channel)
+        self._loop = SchedulerLoop(EmptyRunner(spec), (), config, channel)
         info = ModelInfo(
             model_path="demo",
             architecture="none",

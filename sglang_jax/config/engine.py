@@ -209,7 +209,8 @@ class EngineConfig(BaseModel):
     speculative_algorithm: SpeculativeAlgorithm = Field(
         SpeculativeAlgorithm.NONE,
         description="what guesses next tokens, to compute several of a request in one step with the same output; "
-        "ngram: earlier occurrences, in its own text, of the last tokens; draft: a second, smaller model",
+        "ngram: earlier occurrences of the last tokens, in its own text and in recent outputs of its namespace; "
+        "draft: a second, smaller model",
     )
     speculative_draft_model_path: str | None = Field(
         None,

@@ -19,7 +19,7 @@ from sglang_jax.server.context import ENGINE_NAMES, ServerContext
 from sglang_jax.server.json_body import JsonRoute
 from sglang_jax.server.logprobs import reported
 from sglang_jax.server.native_schema import GenerateBody, NativeRequest, native_request
-from sglang_jax.server.streaming import event, json_response, open_event_stream, until_disconnect, written
+from sglang_jax.server.streaming import event, json_list_response, open_event_stream, until_disconnect, written
 
 REPEATED_BYTES = 32 * 2**20
 """Bytes a second of events that repeat all so far, in all streams together: about a tenth of a core."""
@@ -67,10 +67,10 @@ class NativeFormat:
                 meta["output_top_logprobs"] = [self._top(one) for one in delta.logprobs]
         return {"text": delta.text, "output_ids": delta.token_ids, "meta_info": meta}
 
-    def whole(self, outputs: list[list[OutputDelta]]) -> object:
+    def whole(self, outputs: list[list[OutputDelta]]) -> Response:
         """The answer that does not stream, of the finished outputs of each prompt."""
-        answers = [self.answer(number, output) for number, group in enumerate(outputs) for output in group]
-        return answers[0] if self.request.single else answers
+        answers = (self.answer(number, output) for number, group in enumerate(outputs) for output in group)
+        return json_list_response(b"" if self.request.single else b"[", answers, b"" if self.request.single else b"]")
 
     def _entry(self, one: TokenLogprob) -> Entry:
         return (reported(one.logprob), one.token_id, self._text(one.token_id))
@@ -163,7 +163,7 @@ def native_router(context: ServerContext) -> APIRouter:
         names = {**ENGINE_NAMES, "prompt": call.prompt_field}
         work = context.collect(call.request_id, call.prompts, names)
         outputs = await until_disconnect(request.receive, work)
-        return await written(lambda: json_response(form.whole(outputs)), chain(*outputs))
+        return await written(lambda: form.whole(outputs), chain(*outputs))
 
     return router
 

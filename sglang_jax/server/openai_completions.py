@@ -23,7 +23,7 @@ from sglang_jax.server.logprobs import CompletionLogprobs, CompletionLogprobWrit
 from sglang_jax.server.openai_schema import COMPLETION_DEFAULT_MAX_TOKENS, CompletionBody
 from sglang_jax.server.openai_usage import Usage, UsageCount
 from sglang_jax.server.sampling import OPENAI_NAMES, openai_sampling
-from sglang_jax.server.streaming import event, json_response, open_event_stream, until_disconnect, written
+from sglang_jax.server.streaming import around, event, json_list_response, open_event_stream, until_disconnect, written
 
 FIELD_NAMES = {**ENGINE_NAMES, **OPENAI_NAMES, "top_logprobs_num": "logprobs"}
 
@@ -114,16 +114,14 @@ class CompletionFormat:
             matched_stop=finish.matched if finish is not None else None,
         )
 
-    def whole(self, outputs: list[list[OutputDelta]]) -> Completion:
+    def whole(self, outputs: list[list[OutputDelta]]) -> Response:
         """The answer that does not stream, of the finished outputs of each prompt."""
-        choices: list[CompletionChoice] = []
         for number, group in enumerate(outputs):
             for output in group:
                 self.usage.add(number, output)
-                choice = self.choice(number, output)
-                assert choice is not None  # it has finished
-                choices.append(choice)
-        return self.answer(choices, self.usage.total())
+        head, tail = around(self.answer([], self.usage.total()), "choices")
+        choices = (self.choice(number, output) for number, group in enumerate(outputs) for output in group)
+        return json_list_response(head, choices, tail)
 
     def _writer(self) -> CompletionLogprobWriter:
         return CompletionLogprobWriter(self.tokenizer, self._skip_special_tokens, from_prompt=bool(self.body.echo))
@@ -158,7 +156,7 @@ def completions_router(context: ServerContext) -> APIRouter:
         if body.stream:
             return await open_event_stream(request, _events(context, form, inputs))
         outputs = await until_disconnect(request.receive, context.collect(request_id, inputs, FIELD_NAMES))
-        return await written(lambda: json_response(form.whole(outputs)), chain(*outputs))
+        return await written(lambda: form.whole(outputs), chain(*outputs))
 
     return router
 

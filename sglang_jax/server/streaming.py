@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -27,6 +27,9 @@ FEW_LOGPROBS = 2048
 LIKE_LOGPROBS = 16
 """To write a completion takes about as long as so many logprobs."""
 
+RESPONSE_SLICE = 131_072
+"""Bytes of an answer that a connection is given at once."""
+
 DONE = b"data: [DONE]\n\n"
 
 _encoder = msgspec.json.Encoder()
@@ -37,8 +40,49 @@ def event(payload: object) -> bytes:
     return b"data: %b\n\n" % _encoder.encode(payload)
 
 
+class LongResponse(Response):
+    """JSON of megabytes, given to the connection a slice at a time as its client reads: whole it would be copied twice
+    on its way, and wait there in each copy."""
+
+    media_type = "application/json"
+
+    def __init__(self, parts: Sequence[bytes | bytearray]) -> None:
+        super().__init__(headers={"Content-Length": str(sum(map(len, parts)))})
+        self._parts = parts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        for part in self._parts:
+            for start in range(0, len(part), RESPONSE_SLICE):
+                body = bytes(part[start : start + RESPONSE_SLICE])
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
 def json_response(payload: object) -> Response:
-    return Response(_encoder.encode(payload), media_type="application/json")
+    return _response([_encoder.encode(payload)])
+
+
+def json_list_response(head: bytes, items: Iterable[object], tail: bytes) -> Response:
+    """JSON with a list between `head` and `tail`. Each item is written before the next is made: logprobs are several
+    times as large as what is written of them."""
+    content = bytearray()
+    for item in items:
+        content += (b"," if content else b"") + _encoder.encode(item)
+    return _response([head, content, tail])
+
+
+def _response(parts: Sequence[bytes | bytearray]) -> Response:
+    if sum(map(len, parts)) > RESPONSE_SLICE:
+        return LongResponse(parts)
+    return Response(b"".join(parts), media_type="application/json")
+
+
+def around(payload: object, field: str) -> tuple[bytes, bytes]:
+    """The JSON of `payload` before and behind the items of its list `field`, which must be empty."""
+    head, mark, tail = _encoder.encode(payload).partition(b'"%b":[]' % field.encode())
+    assert mark, f"no empty {field}"
+    return head + mark[:-1], mark[-1:] + tail
 
 
 async def written(write: Callable[[], Result], outputs: Iterable[OutputDelta]) -> Result:

@@ -7,6 +7,7 @@ import itertools
 import json
 import threading
 import time
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from sglang_jax.server import json_body
 from sglang_jax.server.context import MergedStreams
 from sglang_jax.server.json_body import LONG_BODY
 from sglang_jax.server.long_work import BYTES_PER_SECOND, OTHERS_SHARE, LongWork
-from sglang_jax.server.streaming import written
+from sglang_jax.server.streaming import RESPONSE_SLICE, json_list_response, json_response, written
 
 JSON = {"Content-Type": "application/json"}
 PADDING = {"user": "x" * (LONG_BODY + 1)}
@@ -141,6 +142,44 @@ async def test_prompts_of_one_request_are_begun_a_few_at_a_time() -> None:
         most = max(most, len(made) - before)
     assert (most, len(made)) == (4, 100)
     await merged.close()
+
+
+def test_items_of_an_answer_are_written_one_at_a_time() -> None:
+    """A thousand logprobs are made into ten times the memory of their JSON."""
+    items = ({f"token {number}": -1.5 - number for number in range(20_000)} for _ in range(20))
+    tracemalloc.start()
+    response = json_list_response(b"[", items, b"]")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    written_bytes = int(response.headers["Content-Length"])
+    assert written_bytes > 5_000_000
+    assert peak < 1.5 * written_bytes + 8_000_000
+
+
+async def test_a_long_answer_is_given_a_slice_at_a_time() -> None:
+    payload = [{"a": "b" * 100, "choices": "[]"}] * 5000
+    for response in (json_response(payload), json_list_response(b"[", payload, b"]")):
+        sent: list[dict[str, Any]] = []
+
+        async def send(message: Any, sent: list[dict[str, Any]] = sent) -> None:
+            sent.append(message)
+
+        await response({"type": "http"}, None, send)  # type: ignore[arg-type]  # nothing is received
+        bodies = [message["body"] for message in sent[1:]]
+        assert max(map(len, bodies)) <= RESPONSE_SLICE
+        assert json.loads(b"".join(bodies)) == payload
+        assert dict(sent[0]["headers"])[b"content-length"] == str(sum(map(len, bodies))).encode()
+
+
+def test_a_long_answer_arrives_whole(server: EchoServer) -> None:
+    body = {"prompt": "a" * 200, "echo": True, "logprobs": 20, "n": 12, "max_tokens": 1}
+    answer = server.http.post("/v1/completions", json=body)
+    assert len(answer.content) > RESPONSE_SLICE
+    assert [len(choice["logprobs"]["tokens"]) for choice in answer.json()["choices"]] == [201] * 12
+    body = {"text": "a" * 200, "sampling_params": {"n": 12, "max_new_tokens": 1}, "return_logprob": True}
+    answer = server.http.post("/generate", json={**body, "logprob_start_len": 0, "top_logprobs_num": 20})
+    assert len(answer.content) > RESPONSE_SLICE
+    assert len(answer.json()) == 12
 
 
 async def test_many_completions_are_written_in_a_thread() -> None:
