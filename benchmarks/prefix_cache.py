@@ -2,12 +2,15 @@
 
     python benchmarks/prefix_cache.py [--json FILE]
 
-Targets, medians: match at most 200 us, insert 300 us, eviction of one page (amortised over 2,000) 20 us. Pages are
-wanted one at a time; what an eviction frees beyond that (a leaf whose window is no longer whole goes with all that it
-has) serves those that are wanted next. `evict call us` is of a call, whatever it frees. The tree holds
+Targets, medians: match at most 200 us, insert 300 us, eviction of one page (amortised over 2,000) 20 us. The tree holds
 conversations: families of prompts that branch every few hundred tokens, so that a path has tens of nodes. A second
-group, of layers with a window of 1,024 tokens, should make each at most 1.5 times as slow; its pages are evicted then.
-Trees with and without it take turns, and all figures are processor time, so that other programs matter little.
+group, of layers with a window of 1,024 tokens, should make each at most 1.5 times as slow. Trees with and without it
+take turns, and all figures are processor time, so that other programs matter little.
+
+One page is wanted at a time, of the pool that `evicts` names. `evict call us` is of a call, whatever it frees, and
+`evict page us` of each page that it frees, of all pools: where a leaf goes, both groups give up what they have there,
+so a page of full attention takes one of the window with it, and a leaf whose window is no longer whole goes with all
+that it has, which serves those that want pages next.
 """
 
 from __future__ import annotations
@@ -70,7 +73,8 @@ def timed(action: Callable[[], object]) -> float:
 class Subject:
     """One tree, and microseconds that each operation on it took."""
 
-    def __init__(self, page_size: int, window: int | None) -> None:
+    def __init__(self, page_size: int, window: int | None, evicts: int) -> None:
+        self.evicts = evicts
         self._numbers = random.Random(1)
         self.window = window
         self.cache, self.prompts = build(page_size, window, self._numbers)
@@ -96,38 +100,46 @@ class Subject:
         cache.release_kv_cache(record, b"", insert=False)
 
     def evict(self) -> None:
-        """One page is wanted, so many times."""
-        tree, component = self.cache.tree, self.cache.groups[-1].component
+        """One page of one pool is wanted, so many times."""
+        tree, component = self.cache.tree, self.cache.groups[self.evicts].component
+        before = self._num_free()
 
         def evict() -> None:
-            self.freed += sum([tree.evict(component, 1) for _ in range(AT_A_TIME)])
+            for _ in range(AT_A_TIME):
+                tree.evict(component, 1)
 
         self.calls.append(timed(evict) / AT_A_TIME)
+        self.freed += self._num_free() - before
+
+    def _num_free(self) -> int:
+        """Free pages of all pools."""
+        return sum(group.pool.num_free for group in self.cache.groups)
 
 
 def measure(page_size: int) -> list[dict[str, object]]:
-    """Without and with a window, by turns: medians in microseconds, and of evictions the mean."""
-    subjects = [Subject(page_size, window) for window in (None, WINDOW)]
+    """Without a window and with one, of which either pool's pages are wanted, by turns: medians in microseconds, and of
+    evictions the mean."""
+    subjects = [Subject(page_size, window, evicts) for window, evicts in ((None, 0), (WINDOW, 0), (WINDOW, 1))]
     gc.collect()
     gc.freeze()  # else one tree would be searched for garbage in the figures of the other
     for _ in range(REPEATS):
         for subject in subjects:
             subject.match_and_insert()
     for subject in subjects * (EVICTIONS // AT_A_TIME):
-        if subject.freed < EVICTIONS:
-            subject.evict()
+        subject.evict()
     gc.unfreeze()
     return [
         {
             "page size": page_size,
-            "groups": 2 if subject.window else 1,
+            "groups": len(subject.cache.groups),
+            "evicts": subject.cache.groups[subject.evicts].name,
             "nodes": subject.nodes,
             "mean depth": subject.depth,
             "prompt tokens": PROMPT,
             "match us": statistics.median(subject.matches),
             "insert us": statistics.median(subject.inserts),
-            "evict page us": sum(subject.calls) * AT_A_TIME / subject.freed,
             "evict call us": statistics.mean(subject.calls),
+            "evict page us": sum(subject.calls) * AT_A_TIME / subject.freed,
         }
         for subject in subjects
     ]

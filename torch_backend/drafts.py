@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from sglang_jax.runner.drafts import LONGEST_MATCH, SHORTEST_MATCH, Unfolded
-from sglang_jax.runner.plan import DRAFT, Int32
+from sglang_jax.runner.plan import DRAFT, HINT_TOKENS, Int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +23,19 @@ class KnownTokens:
 
     - `tokens`: int32 `[rows + 1, max_context + 1]`, prompt and output; what stands behind a row's length is anything.
     - `lengths`: int32 `[rows + 1]`, tokens of each row that has sampled, the last of which is not computed yet.
+    - `hints`: int32 `[rows + 1, HINT_TOKENS]`, parts of other texts that are searched as well; `DRAFT` behind them.
     """
 
     tokens: torch.Tensor
     lengths: torch.Tensor
+    hints: torch.Tensor
 
     @classmethod
     def zeros(cls, rows: int, max_context: int, device: torch.device) -> KnownTokens:
         return cls(
             torch.zeros((rows, max_context + 1), dtype=torch.int32, device=device),
             torch.zeros(rows, dtype=torch.int32, device=device),
+            torch.full((rows, HINT_TOKENS), DRAFT, dtype=torch.int32, device=device),
         )
 
     @property
@@ -44,6 +47,11 @@ class KnownTokens:
         rows = packed[:, 0].long()
         self.tokens[:, : packed.shape[1] - 2].index_copy_(0, rows, packed[:, 2:])
         self.lengths.index_copy_(0, rows, packed[:, 1].contiguous())
+        self.hints.index_fill_(0, rows, DRAFT)
+
+    def hint(self, packed: torch.Tensor) -> None:
+        """Replaces the hints of rows: `packed` int32 `[n, 1 + HINT_TOKENS]`, see `pack_hints`."""
+        self.hints.index_copy_(0, packed[:, 0].long(), packed[:, 1:].contiguous())
 
     def append(
         self, rows: torch.Tensor, kv_lens: torch.Tensor, tokens: torch.Tensor, kept: torch.Tensor, last: torch.Tensor
@@ -57,23 +65,31 @@ class KnownTokens:
     def guess(self, guesses: Guesses) -> torch.Tensor:
         """What rows are likely to sample: int32 `[guesses]`, `DRAFT` where there is nothing to guess by.
 
-        Texts go on as they went on behind the latest of the places that look most like their ends. Where that is so
-        near that it runs out, the text is taken to repeat itself.
+        Texts go on as they went on behind the latest of the places that look most like their ends, or as their hints
+        do, where these look more like it. Where a text's place is so near that it runs out, the text is taken to
+        repeat itself.
         """
-        tokens = self.tokens[guesses.rows, : guesses.longest]
+        of_text = min(guesses.longest, self.tokens.shape[1])  # columns; those behind them are a hint's
+        tokens = torch.cat((self.tokens[guesses.rows, :of_text], self.hints[guesses.rows]), 1)
+        width = tokens.shape[1]
         last = self.lengths[guesses.rows].long()[:, None] - 1
-        columns = torch.arange(tokens.shape[1], device=tokens.device)
-        alike = columns < last
+        columns = torch.arange(width, device=tokens.device)
+        in_hint = columns >= of_text
+        since_begin = torch.where(in_hint, columns - of_text, columns)
+        alike = in_hint | (columns < last)
         matched = torch.zeros_like(tokens)
         for back in range(LONGEST_MATCH):
             wanted = tokens.gather(1, (last - back).clamp(min=0))
-            alike = alike & (tokens.roll(back, 1) == wanted) & (columns >= back)
+            alike = alike & (tokens.roll(back, 1) == wanted) & (since_begin >= back) & (last >= back)
             matched += alike
-        score = torch.where(matched >= SHORTEST_MATCH, matched.long() * tokens.shape[1] + columns, -1)
-        best, place = score.max(dim=1)
+        later = torch.where(in_hint, since_begin, columns + HINT_TOKENS)
+        best, place = torch.where(matched >= SHORTEST_MATCH, matched.long() * width + later, -1).max(dim=1)
         own = guesses.owners
-        ahead = (guesses.numbers - 1) % (last[:, 0] - place).clamp(min=1)[own]
-        return torch.where(best[own] >= 0, tokens[own, place[own] + 1 + ahead], DRAFT)
+        ahead = guesses.numbers - 1
+        ahead = torch.where(place[own] < of_text, ahead % (last[:, 0] - place).clamp(min=1)[own], ahead)
+        found = place[own] + 1 + ahead
+        known = (best[own] >= 0) & (found < width)
+        return torch.where(known, tokens[own, found.clamp(max=width - 1)], DRAFT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 
 from sglang_jax.errors import ParameterError
 from sglang_jax.runner.draft_model import DraftLag
-from sglang_jax.runner.drafts import REFUSED, Unfolded, fold, pack_texts, unfold
+from sglang_jax.runner.drafts import REFUSED, Unfolded, fold, pack_hints, pack_texts, unfold
 from sglang_jax.runner.page_tables import TableLayout, side_by_side
 from sglang_jax.runner.plan import (
     INVALID_TOKEN,
@@ -321,6 +321,9 @@ class TorchRunner:
             texts = plan.row_updates.texts
             packed = pack_texts(texts, len(texts), self._dump_row, max(len(text.tokens) for text in texts))
             self._rows.known.replace(integers_to_device(self._stream, packed))
+        if plan.row_updates.hints and self._rows.known is not None:
+            hints = plan.row_updates.hints
+            self._rows.known.hint(integers_to_device(self._stream, pack_hints(hints, len(hints), self._dump_row)))
         deltas = side_by_side(plan.page_deltas, self._spec.max_pages_per_row)
         if self._drafter is not None and wanted is not None:
             self._apply_deltas(deltas)

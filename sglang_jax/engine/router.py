@@ -269,7 +269,7 @@ class Router:
         """Lets one replica, or all in turn, finish what it has within `timeout` seconds, and starts it anew; meanwhile
         others take new requests.
 
-        **Raises:** `ParameterError` if there is no such replica, if it does not serve, or if another drain goes on;
+        **Raises:** `ParameterError` if there is no such replica, if it does not serve, or if another is draining;
         `EngineDeadError` if a replica does not come back: those after it are left alone then.
         """
         if index is not None and not 0 <= index < len(self.replicas):

@@ -16,7 +16,7 @@ from jax import lax
 
 from sglang_jax.jax_runner.packing import GUESS, LEARNT, SAMPLES
 from sglang_jax.runner.drafts import LONGEST_MATCH, SHORTEST_MATCH
-from sglang_jax.runner.plan import DRAFT
+from sglang_jax.runner.plan import DRAFT, HINT_TOKENS
 
 
 @jax.tree_util.register_dataclass
@@ -26,22 +26,29 @@ class KnownTokens:
 
     - `tokens`: int32 `[rows + 1, max_context + 1]`, prompt and output; what stands behind a row's length is anything.
     - `lengths`: int32 `[rows + 1]`, tokens of each row that has sampled, the last of which is not computed yet.
+    - `hints`: int32 `[rows + 1, HINT_TOKENS]`, parts of other texts that are searched as well; `DRAFT` behind them.
     """
 
     tokens: jax.Array
     lengths: jax.Array
+    hints: jax.Array
 
     @classmethod
     def empty(cls, rows: int, max_context: int) -> KnownTokens:
-        return cls(jnp.zeros((rows, max_context + 1), jnp.int32), jnp.zeros(rows, jnp.int32))
+        return cls(
+            jnp.zeros((rows, max_context + 1), jnp.int32),
+            jnp.zeros(rows, jnp.int32),
+            jnp.full((rows, HINT_TOKENS), DRAFT, jnp.int32),
+        )
 
     def append(self, rows: jax.Array, kv_lens: jax.Array, tokens: jax.Array, kept: jax.Array) -> KnownTokens:
         """Of all sequences `[R]` those that `kept` what they sampled: `tokens` stand at `kv_lens` of `rows`."""
         dump_row = self.lengths.shape[0] - 1
         rows = jnp.where(kept, rows, dump_row)
-        return KnownTokens(
-            self.tokens.at[rows, kv_lens].set(tokens),
-            self.lengths.at[rows].max(jnp.where(kept, kv_lens + 1, 0)),
+        return replace(
+            self,
+            tokens=self.tokens.at[rows, kv_lens].set(tokens),
+            lengths=self.lengths.at[rows].max(jnp.where(kept, kv_lens + 1, 0)),
         )
 
 
@@ -108,7 +115,7 @@ class Sequences(NamedTuple):
             return cls(flags & SAMPLES != 0, kv_lens, own, guesses)
         own = lax.cond(
             jnp.any(guesses > 0),
-            lambda: jnp.where(guesses > 0, _guess(known.tokens[rows], known.lengths[rows], guesses), last_tokens),
+            lambda: jnp.where(guesses > 0, _guess(known, rows, guesses), last_tokens),
             lambda: last_tokens,
         )
         return cls(flags & SAMPLES != 0, kv_lens, own, guesses)
@@ -117,25 +124,41 @@ class Sequences(NamedTuple):
 def set_known_tokens(known: KnownTokens, packed: jax.Array) -> KnownTokens:
     """Replaces the texts of rows: `packed` int32 `[n, 2 + max_context + 1]` has row, length and tokens of each."""
     rows, lengths, tokens = packed[:, 0], packed[:, 1], packed[:, 2:]
-    return KnownTokens(known.tokens.at[rows].set(tokens), known.lengths.at[rows].set(lengths))
+    return KnownTokens(
+        known.tokens.at[rows].set(tokens), known.lengths.at[rows].set(lengths), known.hints.at[rows].set(DRAFT)
+    )
 
 
-def _guess(tokens: jax.Array, lengths: jax.Array, guesses: jax.Array) -> jax.Array:
-    """Goes on as texts `[R, columns]` went on behind the latest of the places that look most like their ends. Where
-    that is so near that it runs out, the text is taken to repeat itself."""
+def set_hints(known: KnownTokens, packed: jax.Array) -> KnownTokens:
+    """Replaces the hints of rows: `packed` int32 `[n, 1 + HINT_TOKENS]`, see `pack_hints`."""
+    return replace(known, hints=known.hints.at[packed[:, 0]].set(packed[:, 1:]))
+
+
+def _guess(known: KnownTokens, rows: jax.Array, guesses: jax.Array) -> jax.Array:
+    """Goes on as texts of `rows` `[R]` went on behind the latest of the places that look most like their ends, or as
+    their hints do, where these look more like it. Where a text's place is so near that it runs out, the text is taken
+    to repeat itself."""
+    own = known.tokens.shape[1]  # columns of a text; those behind them are a hint's
+    tokens = jnp.concatenate((known.tokens[rows], known.hints[rows]), axis=1)
+    width = tokens.shape[1]
     columns = lax.broadcasted_iota(jnp.int32, tokens.shape, 1)
-    last = (lengths - 1)[:, None]
-    alike = columns < last
+    in_hint = columns >= own
+    since_begin = jnp.where(in_hint, columns - own, columns)
+    last = (known.lengths[rows] - 1)[:, None]
+    alike = in_hint | (columns < last)
     matched = jnp.zeros(tokens.shape, jnp.int32)
     for back in range(LONGEST_MATCH):
         wanted = jnp.take_along_axis(tokens, jnp.maximum(last - back, 0), axis=1)
-        alike &= (jnp.roll(tokens, back, axis=1) == wanted) & (columns >= back)
+        alike &= (jnp.roll(tokens, back, axis=1) == wanted) & (since_begin >= back) & (last >= back)
         matched += alike
-    score = jnp.where(matched >= SHORTEST_MATCH, matched * tokens.shape[1] + columns, -1)
+    later = jnp.where(in_hint, since_begin, columns + HINT_TOKENS)
+    score = jnp.where(matched >= SHORTEST_MATCH, matched * width + later, -1)
     place = jnp.argmax(score, axis=1)[:, None]
-    ahead = (guesses[:, None] - 1) % jnp.maximum(last - place, 1)
-    found = jnp.take_along_axis(tokens, place + 1 + ahead, axis=1)[:, 0]
-    return jnp.where(jnp.max(score, axis=1) >= 0, found, DRAFT)
+    ahead = guesses[:, None] - 1
+    ahead = jnp.where(place < own, ahead % jnp.maximum(last - place, 1), ahead)
+    found = jnp.take_along_axis(tokens, jnp.minimum(place + 1 + ahead, width - 1), axis=1)
+    found = jnp.where((jnp.max(score, axis=1) >= 0)[:, None] & (place + 1 + ahead < width), found, DRAFT)
+    return found[:, 0]
 
 
 def kept_samples(guesses: jax.Array, computed: jax.Array, sampled: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:

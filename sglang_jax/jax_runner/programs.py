@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
+from sglang_jax.jax_runner.compiler_options import options_of_step
 from sglang_jax.jax_runner.draft_model import (
     CATCH_UP_TOKENS,
     DraftModel,
@@ -26,7 +27,7 @@ from sglang_jax.jax_runner.draft_model import (
     make_catch_up,
     make_guess,
 )
-from sglang_jax.jax_runner.drafts import KnownTokens, set_known_tokens
+from sglang_jax.jax_runner.drafts import KnownTokens, set_hints, set_known_tokens
 from sglang_jax.jax_runner.logprobs import Logprobs
 from sglang_jax.jax_runner.packing import SampleLayout, StepLayout
 from sglang_jax.jax_runner.readers import logits_sharding
@@ -187,6 +188,11 @@ class Programs:
         size = len(packed)
         return self._get(f"texts of {size} rows", lambda: self._build_known_tokens(size))(known, packed)
 
+    def set_hints(self, known: KnownTokens, packed: Int32) -> KnownTokens:
+        """Replaces the hints of as many rows as one of `text_sizes`; see `pack_hints`."""
+        size = len(packed)
+        return self._get(f"hints of {size} rows", lambda: self._build_hints(size))(known, packed)
+
     def apply_deltas(self, page_table: jax.Array, deltas: PageDeltas) -> jax.Array:
         """Overwrites at most `DELTA_BLOCK` entries of the page table."""
         count = len(deltas.rows)
@@ -247,6 +253,11 @@ class Programs:
                 for size in self.text_sizes
                 if self._state_shapes.known is not None
             },
+            **{
+                f"hints of {size} rows": partial(self._build_hints, size)
+                for size in self.text_sizes
+                if self._state_shapes.known is not None and self.draft is None
+            },
             "set occurrences": self._build_occurrences,
             "page deltas": self._build_deltas,
         }
@@ -293,7 +304,8 @@ class Programs:
         with nullcontext() if self._mesh is None else jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
             lowered = step.lower(self._weight_shapes, self._state_shapes, _integers(layout.size))
         self._logits_columns = lowered.out_info[1].logits.shape[1]
-        return lowered.compile()
+        device = next(iter(jax.tree.leaves(self._weight_shapes)[0].sharding.device_set))
+        return lowered.compile(compiler_options=options_of_step(device.platform, device.device_kind, bucket))
 
     def _build_guess(self, rows: int) -> Executable:
         return self._build_draft(
@@ -350,6 +362,12 @@ class Programs:
         assert known is not None, "a runner that drafts"
         update = jax.jit(set_known_tokens, donate_argnums=0, out_shardings=self._placement.known)
         return update.lower(known, _integers(size, 2 + known.tokens.shape[1])).compile()
+
+    def _build_hints(self, size: int) -> Executable:
+        known = self._state_shapes.known
+        assert known is not None, "a runner that drafts"
+        update = jax.jit(set_hints, donate_argnums=0, out_shardings=self._placement.known)
+        return update.lower(known, _integers(size, 1 + known.hints.shape[1])).compile()
 
     def _build_occurrences(self) -> Executable:
         update = jax.jit(set_occurrences, donate_argnums=0, out_shardings=self._placement.sampling)

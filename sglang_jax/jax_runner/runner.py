@@ -17,7 +17,7 @@ from sglang_jax.jax_runner.logprobs import Logprobs
 from sglang_jax.jax_runner.programs import DELTA_BLOCK, Programs
 from sglang_jax.jax_runner.step import DeviceState, KVCaches, StepOutputs, Weights, empty_rows
 from sglang_jax.jax_runner.warmup import warmup_plan
-from sglang_jax.runner.drafts import Unfolded, fold, pack_texts, unfold
+from sglang_jax.runner.drafts import Unfolded, fold, pack_hints, pack_texts, unfold
 from sglang_jax.runner.page_tables import side_by_side
 from sglang_jax.runner.plan import (
     NO_LOGPROBS,
@@ -241,7 +241,7 @@ class JaxRunner:
             array.delete()
 
     def _replace_rows(self, updates: RowUpdates) -> None:
-        """Sets the sampling state of rows, and their texts, in as few runs of the fixed sizes as it takes."""
+        """Sets the sampling state of rows, their texts and hints, in as few runs of the fixed sizes as it takes."""
         sampling, known = self._state.sampling, self._state.known
         for size, batch in _in_batches(updates.sampling, self._programs.row_update_sizes):
             packed = pack_row_updates(batch, size, self._programs.dump_row, self._spec.vocab_size)
@@ -254,6 +254,8 @@ class JaxRunner:
             for size, texts in _in_batches(updates.texts, self._programs.text_sizes):
                 packed = pack_texts(texts, size, self._programs.dump_row, self._spec.max_context + 1)
                 known = self._programs.set_known_tokens(known, packed)
+            for size, hints in _in_batches(updates.hints, self._programs.text_sizes):
+                known = self._programs.set_hints(known, pack_hints(hints, size, self._programs.dump_row))
         self._state = replace(self._state, sampling=sampling, known=known)
 
     def _guesses(self, unfolded: Unfolded) -> bool:

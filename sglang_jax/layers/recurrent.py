@@ -15,8 +15,10 @@ from sglang_jax.architectures.model_config import (
 )
 from sglang_jax.architectures.tensor_names import Kind, Part
 from sglang_jax.kernels.causal_convolution import convolve
+from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.kernels.state_rows import StateRows
-from sglang_jax.kernels.state_scan import ScanInputs, scan
+from sglang_jax.kernels.state_scan import ScanInputs
+from sglang_jax.kernels.states import scan_states
 from sglang_jax.layers.linear import Linear
 from sglang_jax.layers.norm import Norm, divide_by_rms
 from sglang_jax.layers.parameter import parameter
@@ -29,15 +31,17 @@ _FLOAT32 = jnp.dtype(jnp.float32)
 _NORM_OF_KEYS = 1e-6
 
 
-def recurrent_layer(config: RecurrentConfig, hidden_size: int, *, dtype: jnp.dtype) -> RecurrentLayer:
-    """The layer of a config."""
+def recurrent_layer(
+    config: RecurrentConfig, hidden_size: int, *, dtype: jnp.dtype, implementation: AttentionImplementation
+) -> RecurrentLayer:
+    """The layer of a config, whose states are computed as `implementation` says (see `scan_states`)."""
     match config:
         case ShortConvConfig():
             return ShortConv(config, hidden_size, dtype=dtype)
         case GatedDeltaNetConfig():
-            return GatedDeltaNet(config, hidden_size, dtype=dtype)
+            return GatedDeltaNet(config, hidden_size, dtype=dtype, implementation=implementation)
         case Mamba2Config():
-            return Mamba2(config, hidden_size, dtype=dtype)
+            return Mamba2(config, hidden_size, dtype=dtype, implementation=implementation)
 
 
 class Convolution(nnx.Module):
@@ -79,7 +83,15 @@ class ShortConv(nnx.Module):
 class GatedDeltaNet(nnx.Module):
     """See `GatedDeltaNetConfig`."""
 
-    def __init__(self, config: GatedDeltaNetConfig, hidden_size: int, *, dtype: jnp.dtype) -> None:
+    def __init__(
+        self,
+        config: GatedDeltaNetConfig,
+        hidden_size: int,
+        *,
+        dtype: jnp.dtype,
+        implementation: AttentionImplementation,
+    ) -> None:
+        self.implementation = implementation
         hidden = [(Axis.HIDDEN, hidden_size)]
         inner, heads = config.num_value_heads * config.value_dim, (Axis.STATE_HEADS, config.num_value_heads)
         self.config = config
@@ -109,10 +121,10 @@ class GatedDeltaNet(nnx.Module):
             -jnp.exp(self.decay_log[...]) * steps,
             jax.nn.sigmoid(self.rate(x).astype(jnp.float32)),
         )
-        outputs, matrices = scan(inputs, rows.read(states[1]).astype(jnp.float32), rows)
+        outputs, matrices = scan_states(self.implementation, inputs, states[1], rows)
         gate = jax.nn.silu(self.gate(x).astype(jnp.float32)).reshape(outputs.shape)
         normed = self.norm(outputs.astype(x.dtype)).astype(jnp.float32) * gate
-        return self.output(normed.reshape(tokens, -1).astype(x.dtype)), (tails, rows.write(states[1], matrices))
+        return self.output(normed.reshape(tokens, -1).astype(x.dtype)), (tails, matrices)
 
     def arrange(self, wanted: WeightFormat) -> None:
         """Every matrix, once loaded, in another format."""
@@ -123,7 +135,15 @@ class GatedDeltaNet(nnx.Module):
 class Mamba2(nnx.Module):
     """See `Mamba2Config`."""
 
-    def __init__(self, config: Mamba2Config, hidden_size: int, *, dtype: jnp.dtype) -> None:
+    def __init__(
+        self,
+        config: Mamba2Config,
+        hidden_size: int,
+        *,
+        dtype: jnp.dtype,
+        implementation: AttentionImplementation,
+    ) -> None:
+        self.implementation = implementation
         hidden, inner = [(Axis.HIDDEN, hidden_size)], (Axis.CHANNELS, config.inner)
         heads = (Axis.STATE_HEADS, config.num_heads)
         self.config = config
@@ -154,10 +174,10 @@ class Mamba2(nnx.Module):
             -jnp.exp(self.decay_log[...]) * steps,
             None,
         )
-        outputs, matrices = scan(inputs, rows.read(states[1]).astype(jnp.float32), rows)
+        outputs, matrices = scan_states(self.implementation, inputs, states[1], rows)
         outputs = (outputs + values * self.skip[...][:, None]).reshape(tokens, -1)
         gated = self._gated(outputs, jax.nn.silu(gate.astype(jnp.float32)))
-        return self.output(gated.astype(x.dtype)), (tails, rows.write(states[1], matrices))
+        return self.output(gated.astype(x.dtype)), (tails, matrices)
 
     def _gated(self, outputs: jax.Array, gate: jax.Array) -> jax.Array:
         """Outputs float32 `[T, inner]` by their gate, normed where the config has a norm."""

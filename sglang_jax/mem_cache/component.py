@@ -130,7 +130,7 @@ class PooledComponent(Component):
         super().__init__(order)
         self.pool = pool
         self._given_up: list[Pages] = []
-        self._given_up_by: list[int] = []
+        self._given_up_by: list[int] = []  # filled where there is a ledger, which alone knows owners
 
     @abstractmethod
     def pages(self, node: Node) -> Pages:
@@ -141,20 +141,17 @@ class PooledComponent(Component):
         """The last `count` pages of the prefix that ends at `node`, `[count]`; not to be written to."""
 
     def give_back(self) -> None:
-        if self._given_up:
-            runs, owners = self._given_up, self._given_up_by
-            if len(runs) == 1:
-                self.pool.free(runs[0], owners[0])
-            elif self.pool.ledger is None:  # which alone knows owners
-                self.pool.free(np.concatenate(runs), 0)
-            else:
-                self.pool.free(np.concatenate(runs), np.repeat(owners, [len(run) for run in runs]))
+        runs, owners = self._given_up, self._given_up_by
+        if runs:
+            pages = runs[0] if len(runs) == 1 else np.concatenate(runs)
+            self.pool.free(pages, np.repeat(owners, [len(run) for run in runs]) if owners else 0)
             runs.clear()
             owners.clear()
 
     def _give_up(self, node: Node, pages: Pages) -> None:
         self._given_up.append(pages)
-        self._given_up_by.append(node_owner(node.id))
+        if self.pool.ledger is not None:
+            self._given_up_by.append(node_owner(node.id))
 
     def _move(self, pages: Pages, source: int, target: int) -> None:
         if self.pool.ledger is not None:

@@ -22,8 +22,7 @@ class FullKV(PooledComponent):
     complete = True
 
     def pages(self, node: Node) -> Pages:
-        value = node.values[self._index]
-        assert isinstance(value, np.ndarray)
+        value: Pages = node.values[self._index]
         return value
 
     def attach_pages(self, node: Node, pages: Pages, previous_owner: int) -> None:
@@ -109,7 +108,7 @@ class FullKV(PooledComponent):
         node.values[self._index] = held[:pages]
 
     def evict_at(self, node: Node, wanted: int) -> int:
-        return max(len(self.pages(node)) - wanted, 0)
+        return max(node.length - wanted, 0)
 
     def touch(self, node: Node) -> None:
         if not node.children and node.locks == 0:

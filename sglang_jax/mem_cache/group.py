@@ -318,9 +318,11 @@ class WindowGroup(Group):
         self.component.give_back()
 
     def share(self, record: RowKV, added: Insertion, first: int, own: Pages, step: int | None) -> bool:
-        row, there = record.row, added.already_there // self.page_size
-        repointed = there > 0 and self._repoint(row, added.node, first, own, there, step)
         # What it covers of the prefix before `first` stays covered, and what is new is already.
+        row, there = record.row, added.already_there // self.page_size
+        if there == 0:
+            return False
+        repointed = self._repoint(row, added.node, first, own, there, step)
         covered = min(there, first + there - self.held_from(row))
         if covered > 0:
             above = added.node if there == len(own) else added.node.parent

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -65,7 +66,7 @@ class Node:
         self.parent = parent
         self.namespace = namespace
         self.children: dict[bytes, Node] = {}
-        self.values: list[object] = []
+        self.values: list[Any] = []
         self.created = now
         self.last_access = now
         self.hits = 0
@@ -331,7 +332,7 @@ class RadixTree:
 
     def _accepts_end(self, node: Node) -> bool:
         """Whether a match may end at the node's end."""
-        return all(component.accepts_end(node) for _, component in self._partial)
+        return False not in [component.accepts_end(node) for _, component in self._partial]
 
     def _remove_leaf(self, node: Node) -> Node:
         """Returns its parent."""

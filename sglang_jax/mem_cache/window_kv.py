@@ -53,8 +53,7 @@ class WindowKV(PooledComponent):
 
     def held(self, node: Node) -> WindowPages:
         """What this component keeps at a node."""
-        value = node.values[self._index]
-        assert isinstance(value, WindowPages)
+        value: WindowPages = node.values[self._index]
         return value
 
     def pages(self, node: Node) -> Pages:
@@ -62,8 +61,9 @@ class WindowKV(PooledComponent):
 
     def attach_pages(self, node: Node, pages: Pages, previous_owner: int) -> None:
         live = pages if pages[0] else pages[np.count_nonzero(pages == 0) :]
-        self._move(live, previous_owner, node_owner(node.id))
         count = len(live)
+        if self.pool.ledger is not None:
+            self._move(live, previous_owner, node_owner(node.id))
         node.values.append(WindowPages(live, {count: 1} if count else {}, count))
         self.protected += count
 
@@ -109,13 +109,13 @@ class WindowKV(PooledComponent):
         return index
 
     def accepts_end(self, node: Node) -> bool:
-        run = 0
-        while run < self.reach and node.parent is not None:
-            live = len(self.held(node).pages)
-            run += live
-            if live < node.length:
-                return run >= self.reach
-            node = node.parent
+        place, missing, each = self._index, self.reach, node
+        while missing > 0 and each.parent is not None:
+            live = len(each.values[place].pages)
+            missing -= live
+            if live < each.length:
+                return missing <= 0
+            each = each.parent
         return True
 
     def collect(self, node: Node, count: int) -> Pages:

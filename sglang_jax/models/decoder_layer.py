@@ -43,7 +43,9 @@ class DecoderLayer(nnx.Module):
             else Attention(config.attention, hidden_size, dtype=dtype, kv_dtype=kv_dtype, implementation=attention)
         )
         self.recurrent = (
-            None if config.recurrent is None else recurrent_layer(config.recurrent, hidden_size, dtype=dtype)
+            None
+            if config.recurrent is None
+            else recurrent_layer(config.recurrent, hidden_size, dtype=dtype, implementation=attention)
         )
         self.attention_post_norm = norm(config.mixer_norms.post, Part.ATTENTION_POST_NORM)
         self.feed_forward_norm = norm(config.feed_forward_norms.pre, Part.FEED_FORWARD_NORM)

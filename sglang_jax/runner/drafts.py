@@ -12,7 +12,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sglang_jax.runner.plan import DRAFT, INVALID_TOKEN, Int32, StepPlan, StepResult, TextUpdate, TopLogprobs
+from sglang_jax.runner.plan import (
+    DRAFT,
+    HINT_TOKENS,
+    INVALID_TOKEN,
+    HintUpdate,
+    Int32,
+    StepPlan,
+    StepResult,
+    TextUpdate,
+    TopLogprobs,
+)
 
 REFUSED = -3
 """In the place of a token that was sampled behind a draft that was wrong."""
@@ -88,4 +98,15 @@ def pack_texts(updates: Sequence[TextUpdate], size: int, pad_row: int, width: in
     for entry, update in zip(packed, updates, strict=False):
         entry[:2] = update.row, len(update.tokens)
         entry[2 : 2 + len(update.tokens)] = update.tokens
+    return packed
+
+
+def pack_hints(updates: Sequence[HintUpdate], size: int, pad_row: int) -> Int32:
+    """Up to `size` hints as one int32 `[size, 1 + HINT_TOKENS]` array: row and tokens of each, `DRAFT` behind them,
+    which no text has. Unused entries are of row `pad_row`."""
+    packed = np.full((size, 1 + HINT_TOKENS), DRAFT, np.int32)
+    packed[:, 0] = pad_row
+    for entry, update in zip(packed, updates, strict=False):
+        entry[0] = update.row
+        entry[1 : 1 + len(update.tokens)] = update.tokens
     return packed

@@ -199,6 +199,8 @@ class FakeRunner:
         for update in plan.row_updates.sampling:
             self._texts.discard(update.row)
         self._texts.update(update.row for update in plan.row_updates.texts)
+        hinted = {update.row for update in plan.row_updates.hints}
+        assert self._texts.issuperset(hinted), "a row without a text has a hint"
         drafting = np.searchsorted(np.cumsum(plan.query_lens), drafts, side="right")
         assert self._texts.issuperset(plan.rows[drafting].tolist()), "a row drafts without a text"
 

@@ -161,13 +161,27 @@ class TextUpdate:
     tokens: Int32
 
 
+HINT_TOKENS = 64
+"""Of a hint at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class HintUpdate:
+    """How another text went on that has what a row's text ends with: `tokens` `[tokens]`, at most `HINT_TOKENS`, from
+    which drafts of the row are guessed as well. It replaces the row's hint; a row with a new text has none."""
+
+    row: int
+    tokens: Int32
+
+
 @dataclass(frozen=True, slots=True)
 class RowUpdates:
     """What changes of rows before a step runs, one field for each facet of a row. A facet knows nothing of others.
-    `texts`: only for runners whose `RunnerSpec.max_samples` is above 1."""
+    `texts`, and after them `hints`: only for runners whose `RunnerSpec.max_samples` is above 1."""
 
     sampling: tuple[SamplingUpdate, ...] = ()
     texts: tuple[TextUpdate, ...] = ()
+    hints: tuple[HintUpdate, ...] = ()
 
 
 NO_UPDATES = RowUpdates()

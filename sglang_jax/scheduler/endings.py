@@ -9,6 +9,7 @@ from sglang_jax.mem_cache.group import Group
 from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.scheduler.constraints import Closed, Constraints
 from sglang_jax.scheduler.publisher import Publisher
+from sglang_jax.scheduler.recent_outputs import KEY_TOKENS, RecentOutputs
 from sglang_jax.scheduler.request import Request, RequestState
 from sglang_jax.scheduler.reserve import NewTokenReserve
 from sglang_jax.scheduler.rows import Rows
@@ -42,7 +43,9 @@ class Endings:
         reserve: NewTokenReserve,
         counts: Counts,
         now: float,
+        recent: RecentOutputs | None = None,
     ) -> None:
+        self._recent = recent
         self.requests: dict[int, Request] = {}
         self.finished_at = now
         self._cache = cache
@@ -74,11 +77,18 @@ class Endings:
         if request.turn is not None:
             tokens = self._known_tokens(request) if kind in _FINISHED else None
             self._sessions.end(request.turn, tokens, request.namespace, request.kv is not None)
+        if self._recent is not None and request.kv is not None and kind in _FINISHED:
+            self._note_output(self._recent, request)
         request.move_to(RequestState.FINISHED)
         del self.requests[request.id]
         self._counts.finished += 1
         if request.kv is not None:
             self._rows.leave(request, insert=insert)
+
+    def _note_output(self, recent: RecentOutputs, request: Request) -> None:
+        """With the end of the prompt, by which its first tokens are found."""
+        row, begin = request.row, max(request.prompt_len - KEY_TOKENS, 0)
+        recent.add(request.namespace, self._rows.tokens[row, begin : int(self._rows.num_tokens[row])])
 
     def close(self, closed: Iterable[Closed]) -> None:
         """Ends requests whose grammars let nothing more come."""

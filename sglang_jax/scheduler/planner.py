@@ -14,6 +14,7 @@ from sglang_jax.runner.plan import (
     LAST_TOKEN,
     LOGPROB_BUCKETS,
     NO_LOGPROBS,
+    NO_UPDATES,
     Bool,
     Int32,
     PromptLogprobs,
@@ -25,6 +26,7 @@ from sglang_jax.runner.plan import (
 )
 from sglang_jax.scheduler.chunking import ChunkBudget, ChunkSharing
 from sglang_jax.scheduler.drafting import AllThatFit, Drafting
+from sglang_jax.scheduler.recent_outputs import RecentOutputs
 from sglang_jax.scheduler.request import Request
 from sglang_jax.scheduler.rows import Rows
 
@@ -80,8 +82,15 @@ class Planner:
     """Builds plans. A plan's arrays are never written to after it was built."""
 
     def __init__(
-        self, spec: RunnerSpec, budget: ChunkBudget, cache: KVCache, rows: Rows, drafting: Drafting | None = None
+        self,
+        spec: RunnerSpec,
+        budget: ChunkBudget,
+        cache: KVCache,
+        rows: Rows,
+        drafting: Drafting | None = None,
+        recent: RecentOutputs | None = None,
     ) -> None:
+        self._recent = recent
         self._token_budget = spec.token_budget
         self._max_samples = spec.max_samples
         self._drafting = drafting or AllThatFit()
@@ -131,6 +140,10 @@ class Planner:
         """Drafts for rows that are likely to pay, as far as `room` and free pages go; None for none."""
         most = np.minimum(left - 1, self._max_samples).astype(np.int32)
         most[self._rows.one_by_one[rows]] = 1
+        if self._recent is not None and room > len(rows):
+            hinted = self._recent.look(rows[most > 1])
+            if len(hinted):
+                self._drafting.seated(hinted)  # what their guesses came to was without it
         widths = self._drafting.choose(rows, most, room)
         drafting = widths > 1
         if not drafting.any():
@@ -170,6 +183,7 @@ class Planner:
             copies=self._cache.take_copies(rows, step),
             learnt=self._learnt(rows),
             masked=masked,
+            row_updates=self._row_updates(()),
             top_logprobs=self._top_logprobs(rows),
         )
         self._rows.last_step[rows] = step
@@ -300,11 +314,14 @@ class Planner:
         return Planned(plan, rows[picks], picks, decode, under_masks, tuple(chunks), newcomers, requests)
 
     def _row_updates(self, newcomers: tuple[Request, ...]) -> RowUpdates:
+        hints = () if self._recent is None else self._recent.take()
+        if not newcomers and not hints:
+            return NO_UPDATES
         sampling = tuple([_sampling_update(request) for request in newcomers])
         if self._max_samples == 1:
             return RowUpdates(sampling)
         texts = [TextUpdate(one.row, one.token_slice(0, one.prefill_len)) for one in newcomers if one.samples]
-        return RowUpdates(sampling, tuple(texts))
+        return RowUpdates(sampling, tuple(texts), hints)
 
     def _learnt_beside(self, decode_rows: Index, chunks: int) -> Bool | None:
         """As `_learnt`, with chunks behind the decode rows, whose starts are known."""

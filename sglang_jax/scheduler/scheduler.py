@@ -32,6 +32,7 @@ from sglang_jax.scheduler.endings import Endings
 from sglang_jax.scheduler.messages import NewRequest
 from sglang_jax.scheduler.planner import OutOfPages, Planned, Planner
 from sglang_jax.scheduler.publisher import Publisher
+from sglang_jax.scheduler.recent_outputs import RecentOutputs
 from sglang_jax.scheduler.request import Request, RequestState
 from sglang_jax.scheduler.reserve import NewTokenReserve
 from sglang_jax.scheduler.rows import RECLAIMED_AT_ONCE, RELEASES_PER_STEP, Rows
@@ -92,7 +93,9 @@ class Scheduler:
         self._arrivals = Arrivals(spec, eos_ids, config.random_seed, config.max_queued_requests)
         self._admission = Admission(self.cache, self.rows, self.queue, self.reserve)
         self._drafting = _drafting(config, spec)
-        self._planner = Planner(spec, self.budget, self.cache, self.rows, self._drafting)
+        drafts_by_texts = spec.max_samples > 1 and config.speculative_algorithm is not SpeculativeAlgorithm.DRAFT
+        self._recent = RecentOutputs(self.rows) if drafts_by_texts else None
+        self._planner = Planner(spec, self.budget, self.cache, self.rows, self._drafting, self._recent)
         self.constraints = Constraints(grammars, self.rows, spec.vocab_size, eos_ids)
         self._publisher = Publisher(channel, self.rows, drafts=spec.max_samples > 1)
         self.log = StepLog(self, config.decode_log_interval)
@@ -106,6 +109,7 @@ class Scheduler:
             self.reserve,
             self.log.counts,
             clock(),
+            self._recent,
         )
         self.requests = self._endings.requests
         self._sampled = Sampled(
@@ -221,6 +225,8 @@ class Scheduler:
         self._finish_in_flight()
         self.rows.release(self.rows.num_leaving)
         self.cache.flush()
+        if self._recent is not None:
+            self._recent.clear()
         return True
 
     def step(self) -> None:
@@ -301,7 +307,10 @@ class Scheduler:
             decisions = self._admission.admit(self._planner.allowance(decode), step)
             if decisions.seated:
                 self.rows.seat(decisions.seated)
-                self._drafting.seated(np.array([request.row for request in decisions.seated], np.intp))
+                rows = np.array([request.row for request in decisions.seated], np.intp)
+                self._drafting.seated(rows)
+                if self._recent is not None:
+                    self._recent.seated(rows)
             for request in decisions.too_large:
                 self._endings.refuse_too_large(request)
         return self._planner.plan(step, decode)

@@ -120,6 +120,7 @@ def test_layers_with_heads_of_their_own(tmp_path: Path) -> None:
             assert np.abs(logits - _logits(oracle, tokens)).max() < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("wren")
 def test_two_groups_that_see_all_are_served_together(tmp_path: Path) -> None:
     """Prompts that begin alike, twice: the second time their prefixes lie in the pages of both groups."""

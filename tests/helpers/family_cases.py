@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from helpers.parity_cases import STEPS, TOLERANCE, logits_of, prompts, transformers_logits
+from helpers.parity_cases import ARCHITECTURES, STEPS, TOLERANCE, logits_of, prompts, transformers_logits
 from helpers.tiny_models import make_tiny_checkpoint, make_tiny_model
 
 
@@ -148,6 +148,16 @@ HYBRIDS: dict[str, FamilyCase] = {
 """Families with layers that keep a recurrent state."""
 
 
+EVERY_FAMILY = FAMILIES | {name: FamilyCase(kind, 4, changes) for name, (kind, changes) in ARCHITECTURES.items()}
+
+PAGE_SIZES = (1, 16, 64)
+LONG = 70
+"""Tokens of a prompt that fill a page of any size, and more."""
+
+_MOST = 40
+"""Tokens of a row in a step."""
+
+
 class Paged(Protocol):
     """Either backend's paged model."""
 
@@ -207,3 +217,53 @@ def check_hybrid(case: FamilyCase, folder: Path, load: Callable[[Path, int, int]
         model.share(1, 2)
         _, found = model.run(first, ({2: 3, 0: 2}, {2: 1}, {2: len(longest) - start - 4}), (0, 0, start, 0))
         assert np.abs(found - expected[start:]).max() < TOLERANCE
+
+
+def check_alignments(
+    case: FamilyCase,
+    folder: Path,
+    load: Callable[[Path, int, int], Paged],
+    page_sizes: Sequence[int] = PAGE_SIZES,
+    every: int = 1,
+) -> None:
+    """Logits are transformers' wherever a prompt is parted into chunks, and equal to these for a request that finds the
+    prompt in pages already up to any page's end; in pages of each size. `every`: of so many places one.
+
+    `load` as for `check_family`.
+    """
+    checkpoint = make_tiny_checkpoint(folder, case.architecture, **case.changes)
+    (tokens,) = prompts((LONG,))
+    expected = logits_of(make_tiny_model(case.architecture, **case.changes), tokens)
+    for page_size in page_sizes:
+        model = load(checkpoint, page_size, -(-LONG // page_size))
+        for place in range(1, LONG, every):
+            (whole,) = model.run([tokens], _steps(0, place) + _steps(place, LONG))
+            assert np.abs(whole - expected).max() < TOLERANCE, f"chunks that part at {place}, pages of {page_size}"
+        for end in range(page_size, LONG, page_size):
+            (rest,) = model.run([tokens], _steps(end, LONG), (end,))
+            assert np.abs(rest - whole[end:]).max() < 2e-5, f"a hit of {end} tokens, pages of {page_size}"
+
+
+def check_state_alignments(
+    case: FamilyCase, folder: Path, load: Callable[[Path, int, int], Paged], page_sizes: Sequence[int] = PAGE_SIZES
+) -> None:
+    """`check_alignments` for models that keep states: who hits begins with the state of another."""
+    checkpoint = make_tiny_checkpoint(folder, case.architecture, **case.changes)
+    (tokens,) = prompts((LONG,))
+    expected = logits_of(make_tiny_model(case.architecture, **case.changes), tokens)
+    for page_size in page_sizes:
+        model = load(checkpoint, page_size, -(-LONG // page_size))
+        for place in range(1, LONG):
+            (head,) = model.run([tokens], _steps(0, place))
+            if place % page_size:
+                (rest,) = model.run([tokens], _steps(place, LONG), (place,))
+            else:
+                model.share(0, 1)
+                (rest,) = model.run([tokens, tokens], _steps(place, LONG, row=1), (0, place))
+            found = np.concatenate((head, rest))
+            assert np.abs(found - expected).max() < TOLERANCE, f"parted at {place}, pages of {page_size}"
+
+
+def _steps(first: int, last: int, row: int = 0) -> list[dict[int, int]]:
+    """Steps that compute tokens `[first, last)` of a row."""
+    return [{row: min(_MOST, last - start)} for start in range(first, last, _MOST)]

@@ -1,4 +1,4 @@
-"""Compiles the attention and write kernels for real TPUs, with libtpu's compiler and no TPU, in a process of its own.
+"""Compiles the kernels of attention, writes and states for real TPUs, with libtpu and no TPU, in a process of its own.
 
 libtpu reads its environment once, when it is loaded, and keeps what it loaded: the tests' own process is left alone.
 """
@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -52,6 +53,25 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class StateKernel:
+    """The scan of a layer with states, in a decode step (as many tokens as rows) or a mixed one."""
+
+    heads: int = 32
+    groups: int = 16
+    key_dim: int = 128
+    value_dim: int = 128
+    delta: bool = True
+    states: str = "float32"
+    tokens: int = 64
+    rows: int = 64
+    slots: int = 80
+
+    @property
+    def pool(self) -> tuple[int, ...]:
+        return self.slots, self.heads, self.key_dim, self.value_dim
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What the compiler said: an error or nothing, bytes that it updates in place, and bytes of temporary memory."""
 
@@ -60,9 +80,9 @@ class Outcome:
     temporary: int = 0
 
 
-def compile_kernels(chip: str, kernels: list[Kernel]) -> list[Outcome]:
+def compile_kernels(chip: str, kernels: Sequence[Kernel | StateKernel]) -> list[Outcome]:
     """One outcome for each kernel."""
-    request = json.dumps([asdict(kernel) for kernel in kernels])
+    request = json.dumps([(isinstance(kernel, StateKernel), asdict(kernel)) for kernel in kernels])
     root = Path(__file__).parents[2]
     # `make test` keeps libtpu in a folder of its own: wherever JAX can import it, it looks for a TPU.
     folders = [str(root), str(root / "tests"), str(Path(sys.prefix) / "libtpu"), os.environ.get("PYTHONPATH", "")]
@@ -77,7 +97,7 @@ def compile_kernels(chip: str, kernels: list[Kernel]) -> list[Outcome]:
     return [Outcome(**outcome) for outcome in json.loads(done.stdout.decode().splitlines()[-1])]
 
 
-def _compile(topology_name: str, kernels: list[Kernel]) -> list[Outcome]:
+def _compile(topology_name: str, kernels: list[Kernel | StateKernel]) -> list[Outcome]:
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -93,6 +113,9 @@ def _compile(topology_name: str, kernels: list[Kernel]) -> list[Outcome]:
     )
     from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import Shape, current_chip
     from sglang_jax.kernels.ragged_paged_attention.pallas.table import Entry, Phase, Source, tuned
+    from sglang_jax.kernels.state_rows import StateRows
+    from sglang_jax.kernels.state_scan import ScanInputs
+    from sglang_jax.kernels.state_scan_pallas import scan_in_place
     from sglang_jax.layers.batch import ForwardBatch
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name=topology_name)
@@ -154,10 +177,36 @@ def _compile(topology_name: str, kernels: list[Kernel]) -> list[Outcome]:
             return Outcome(str(error))
         return Outcome(None, memory.alias_size_in_bytes, memory.temp_size_in_bytes)
 
+    def one_of_states(kernel: StateKernel) -> Outcome:
+        of_tokens, rows = (lambda *shape: array((kernel.tokens, *shape), "float32")), array((kernel.rows,))
+        keys, decays = of_tokens(kernel.groups, kernel.key_dim), of_tokens(kernel.heads)
+        values = of_tokens(kernel.heads, kernel.value_dim)
+        inputs = ScanInputs(keys, keys, values, decays, decays if kernel.delta else None)
+        tokens, decode_only = array((kernel.tokens,)), kernel.tokens == kernel.rows
+        state_rows = StateRows(
+            begin=rows,
+            fresh=array((kernel.rows,), "bool"),
+            own=rows,
+            sequences=tokens,
+            offsets=tokens,
+            query_starts=array((kernel.rows + 1,)),
+            num_decode=array(()),
+            decode_only=decode_only,
+        )
+        try:
+            lowered = jax.jit(scan_in_place, donate_argnums=1).lower(
+                inputs, array(kernel.pool, kernel.states), state_rows
+            )
+            memory = lowered.compile().memory_analysis()
+        except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+            return Outcome(str(error))
+        return Outcome(None, memory.alias_size_in_bytes, memory.temp_size_in_bytes)
+
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return [one(kernel) for kernel in kernels]
+        return [one_of_states(kernel) if isinstance(kernel, StateKernel) else one(kernel) for kernel in kernels]
 
 
 if __name__ == "__main__":
-    found = _compile(sys.argv[1], [Kernel(**fields) for fields in json.load(sys.stdin)])
+    kinds = (Kernel, StateKernel)
+    found = _compile(sys.argv[1], [kinds[of_states](**fields) for of_states, fields in json.load(sys.stdin)])
     print(json.dumps([asdict(outcome) for outcome in found]))

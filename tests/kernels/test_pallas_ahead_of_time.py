@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
-from helpers.tpu_ahead_of_time import TOPOLOGIES, Kernel, Outcome, compile_kernels
+from helpers.tpu_ahead_of_time import TOPOLOGIES, Kernel, Outcome, StateKernel, compile_kernels
 
 LLAMA_8B = Kernel()
 QWEN3_32B = Kernel(heads=64, page_size=128)
@@ -39,6 +40,39 @@ TOO_LARGE = Kernel(kv_heads=32, tokens=64, rows=8, blocks=(16, 64))
 """Four buffers for 4096 keys of 32 heads take 256 MiB."""
 
 
+QWEN3_5 = StateKernel()
+MAMBA2 = StateKernel(heads=24, groups=1, value_dim=64, delta=False)
+
+STATES = [
+    QWEN3_5,
+    replace(QWEN3_5, tokens=512, rows=16),
+    replace(MAMBA2, tokens=512, rows=16),
+]
+
+MORE_STATES = [
+    MAMBA2,
+    StateKernel(heads=48, states="bfloat16", tokens=256, rows=256, slots=600),
+    StateKernel(heads=48, states="bfloat16", tokens=2048, rows=64),
+    StateKernel(
+        heads=128, groups=8, value_dim=64, delta=False, tokens=2048, rows=256, slots=300
+    ),  # Granite 4, Nemotron-H
+    StateKernel(heads=24, groups=1, key_dim=256, value_dim=64, delta=False, tokens=512, rows=64),  # Falcon-H1
+    StateKernel(heads=32, groups=2, key_dim=256, value_dim=128, delta=False, tokens=512, rows=64),
+]
+
+
+def check_states(kernels: list[StateKernel], outcomes: list[Outcome]) -> None:
+    """Pools are updated in place, and not copied."""
+    for kernel, outcome in zip(kernels, outcomes, strict=True):
+        assert outcome.error is None, (kernel, outcome.error)
+        pool = math.prod(kernel.pool) * {"float32": 4, "bfloat16": 2}[kernel.states]
+        assert outcome.in_place == pool, kernel
+        # Queries, keys, values and outputs, a head at a time, and decays, which fill a lane each.
+        tokens = kernel.tokens + 64
+        inputs = 4 * tokens * kernel.heads * (2 * kernel.key_dim + 2 * max(kernel.value_dim, 128) + 128)
+        assert outcome.temporary < max(2 * inputs, pool // 2), kernel
+
+
 def check(kernels: list[Kernel], outcomes: list[Outcome]) -> None:
     for kernel, outcome in zip(kernels, outcomes, strict=True):
         assert outcome.error is None, (kernel, outcome.error)
@@ -51,12 +85,17 @@ def check(kernels: list[Kernel], outcomes: list[Outcome]) -> None:
 
 @pytest.fixture(scope="module")
 def on_v6e() -> list[Outcome]:
-    return compile_kernels("v6e", [*KERNELS, TOO_LARGE])
+    return compile_kernels("v6e", [*STATES, *KERNELS, TOO_LARGE])
 
 
 @pytest.mark.slow
 def test_kernels_compile(on_v6e: list[Outcome]) -> None:
-    check(KERNELS, on_v6e[:-1])
+    check(KERNELS, on_v6e[len(STATES) : -1])
+
+
+@pytest.mark.slow
+def test_kernels_of_states_compile(on_v6e: list[Outcome]) -> None:
+    check_states(STATES, on_v6e[: len(STATES)])
 
 
 def test_blocks_that_do_not_fit_are_refused(on_v6e: list[Outcome]) -> None:
@@ -70,7 +109,9 @@ def test_blocks_that_do_not_fit_are_refused(on_v6e: list[Outcome]) -> None:
 )
 def test_a_mixed_step_compiles_for_other_chips(chip: str, kernel: Kernel) -> None:
     """It runs every kernel."""
-    check([kernel], compile_kernels(chip, [kernel]))
+    attention, states = compile_kernels(chip, [kernel, STATES[1]])
+    check([kernel], [attention])
+    check_states([STATES[1]], [states])
 
 
 @pytest.mark.soak
@@ -78,3 +119,10 @@ def test_a_mixed_step_compiles_for_other_chips(chip: str, kernel: Kernel) -> Non
 def test_every_form_compiles(chip: str) -> None:
     kernels = KERNELS + MORE
     check(kernels, compile_kernels(chip, kernels))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("chip", ["v5e", "v6e", "tpu7x"])
+def test_every_form_of_states_compiles(chip: str) -> None:
+    kernels = STATES + MORE_STATES
+    check_states(kernels, compile_kernels(chip, kernels))

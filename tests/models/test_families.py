@@ -6,24 +6,30 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers.family_cases import FAMILIES, HYBRIDS, check_family, check_hybrid
+from helpers.family_cases import (
+    EVERY_FAMILY,
+    FAMILIES,
+    HYBRIDS,
+    check_alignments,
+    check_family,
+    check_hybrid,
+    check_state_alignments,
+)
 from helpers.paged_model import PagedModel
+
+
+def _load(folder: Path, page_size: int, columns: int) -> PagedModel:
+    return PagedModel(folder, page_size=page_size, columns=columns)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
-    def load(folder: Path, page_size: int, columns: int) -> PagedModel:
-        return PagedModel(folder, page_size=page_size, columns=columns)
-
-    check_family(FAMILIES[name], tmp_path, load)
+    check_family(FAMILIES[name], tmp_path, _load)
 
 
 @pytest.mark.parametrize("page_size", [1, 64])
 def test_layers_with_other_heads_in_pages_of_any_size(page_size: int, tmp_path: Path) -> None:
-    def load(folder: Path, page_size: int, columns: int) -> PagedModel:
-        return PagedModel(folder, page_size=page_size, columns=columns)
-
-    check_family(replace(FAMILIES["gemma4"], page_size=page_size), tmp_path, load)
+    check_family(replace(FAMILIES["gemma4"], page_size=page_size), tmp_path, _load)
 
 
 _SLOW = {"mamba2", "granite_hybrid"}
@@ -34,7 +40,21 @@ _SLOW = {"mamba2", "granite_hybrid"}
     "name", [pytest.param(name, marks=[pytest.mark.soak] if name in _SLOW else []) for name in HYBRIDS]
 )
 def test_logits_of_models_that_keep_states_equal_transformers(name: str, tmp_path: Path) -> None:
-    def load(folder: Path, page_size: int, columns: int) -> PagedModel:
-        return PagedModel(folder, page_size=page_size, columns=columns)
+    check_hybrid(HYBRIDS[name], tmp_path, _load)
 
-    check_hybrid(HYBRIDS[name], tmp_path, load)
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", EVERY_FAMILY)
+def test_chunks_and_hits_at_every_place_in_pages_of_every_size(name: str, tmp_path: Path) -> None:
+    check_alignments(EVERY_FAMILY[name], tmp_path, _load)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_states_at_every_place_in_pages_of_every_size(name: str, tmp_path: Path) -> None:
+    check_state_alignments(HYBRIDS[name], tmp_path, _load)
+
+
+def test_chunks_and_hits_at_every_place(tmp_path: Path) -> None:
+    """The quick form of what is above: a family with windows, and pages larger than they are."""
+    check_alignments(FAMILIES["gemma3"], tmp_path, _load, (16,), every=5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,26 +15,37 @@ from hypothesis import strategies as st
 
 from sglang_jax.jax_runner import drafts as jax_drafts
 from sglang_jax.jax_runner.packing import GUESS, LEARNT, SAMPLES
-from sglang_jax.runner.drafts import LONGEST_MATCH, SHORTEST_MATCH
-from sglang_jax.runner.plan import DRAFT, INVALID_TOKEN
+from sglang_jax.runner.drafts import LONGEST_MATCH, SHORTEST_MATCH, pack_hints
+from sglang_jax.runner.plan import DRAFT, HINT_TOKENS, INVALID_TOKEN, HintUpdate
 from torch_backend import drafts as torch_drafts
 
 CONTEXT = 40
 MOST = 5
 LINES = 4 * (MOST + 1)
 WITH_DRAFTS = jax.jit(jax_drafts.Sequences.with_drafts)
+SET_HINTS = jax.jit(jax_drafts.set_hints)
 KEPT_SAMPLES = jax.jit(jax_drafts.kept_samples, static_argnums=3)
 
 
-def expected(text: Sequence[int], count: int) -> list[int]:
-    """The tokens after the latest of the places that share most with the text's end, as though it went on so."""
+def most_alike(text: Sequence[int], other: Sequence[int], places: int) -> tuple[int, int]:
+    """The latest of the first `places` of `other` that share most with the text's end: how much, and where."""
     best, where = 0, 0
-    for place in range(len(text) - 1):
+    for place in range(places):
         length = 0
-        while length < min(LONGEST_MATCH, place + 1) and text[place - length] == text[len(text) - 1 - length]:
+        while length < min(LONGEST_MATCH, place + 1, len(text)) and other[place - length] == text[-1 - length]:
             length += 1
         if length >= max(best, SHORTEST_MATCH):
             best, where = length, place
+    return best, where
+
+
+def expected(text: Sequence[int], hint: Sequence[int], count: int) -> list[int]:
+    """The tokens after the latest of the places that share most with the text's end, as though it went on so; or those
+    of its hint, where more is shared."""
+    best, where = most_alike(text, text, len(text) - 1)
+    hinted, place = most_alike(text, hint, len(hint))
+    if hinted > best:
+        return [*hint[place + 1 :], *[DRAFT] * count][:count]
     if not best:
         return [DRAFT] * count
     grown = list(text)
@@ -43,12 +55,14 @@ def expected(text: Sequence[int], count: int) -> list[int]:
     return grown[len(text) :]
 
 
-def by_jax(texts: list[list[int]], stale: int) -> list[list[int]]:
+def by_jax(texts: list[list[int]], hints: list[list[int]], stale: int) -> list[list[int]]:
     tokens = np.full((len(texts) + 1, CONTEXT + 1), stale, np.int32)
     for row, text in enumerate(texts):
         tokens[row, : len(text)] = text
     lengths = jnp.array([*map(len, texts), 0], jnp.int32)
-    known = jax_drafts.KnownTokens(jnp.array(tokens), lengths)
+    known = jax_drafts.KnownTokens.empty(len(texts) + 1, CONTEXT)
+    updates = [HintUpdate(row, np.array(hint, np.int32)) for row, hint in enumerate(hints)]
+    known = SET_HINTS(replace(known, tokens=jnp.array(tokens), lengths=lengths), pack_hints(updates, 8, len(texts)))
     rows = np.repeat(np.arange(len(texts)), MOST + 1)
     guesses = np.tile(np.arange(MOST + 1), len(texts))
     flags = jnp.array(SAMPLES | LEARNT | GUESS * guesses, jnp.int32)
@@ -61,12 +75,14 @@ def by_jax(texts: list[list[int]], stale: int) -> list[list[int]]:
     return own[:, 1:].tolist()
 
 
-def by_torch(texts: list[list[int]], stale: int) -> list[list[int]]:
+def by_torch(texts: list[list[int]], hints: list[list[int]], stale: int) -> list[list[int]]:
     known = torch_drafts.KnownTokens.zeros(len(texts) + 1, CONTEXT, torch.device("cpu"))
     known.tokens.fill_(stale)
     for row, text in enumerate(texts):
         known.tokens[row, : len(text)] = torch.tensor(text, dtype=torch.int32)
         known.lengths[row] = len(text)
+    updates = [HintUpdate(row, np.array(hint, np.int32)) for row, hint in enumerate(hints)]
+    known.hint(torch.from_numpy(pack_hints(updates, len(updates), len(texts))))
     numbers = torch.arange(1, MOST + 1).repeat(len(texts))
     rows = torch.arange(len(texts))
     owners, longest = rows.repeat_interleave(MOST), max(map(len, texts)) + 1
@@ -74,17 +90,20 @@ def by_torch(texts: list[list[int]], stale: int) -> list[list[int]]:
     return known.guess(guesses).view(len(texts), MOST).tolist()
 
 
-GUESSERS: dict[str, Callable[[list[list[int]], int], list[list[int]]]] = {"jax": by_jax, "torch": by_torch}
+Guesser = Callable[[list[list[int]], list[list[int]], int], list[list[int]]]
+GUESSERS: dict[str, Guesser] = {"jax": by_jax, "torch": by_torch}
+HINTS = st.lists(st.lists(st.integers(0, 3), max_size=HINT_TOKENS), min_size=3, max_size=3)
 TEXTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=3, max_size=3)
 
 
 @pytest.mark.parametrize("guess", GUESSERS.values(), ids=GUESSERS)
 @settings(max_examples=60, deadline=None)
-@given(texts=TEXTS, stale=st.integers(0, 3))
+@given(texts=TEXTS, hints=HINTS, stale=st.integers(0, 3))
 def test_guesses_are_how_the_text_went_on_before(
-    guess: Callable[[list[list[int]], int], list[list[int]]], texts: list[list[int]], stale: int
+    guess: Guesser, texts: list[list[int]], hints: list[list[int]], stale: int
 ) -> None:
-    assert guess(texts, stale) == [expected(text, MOST) for text in texts]
+    found = [expected(text, hint, MOST) for text, hint in zip(texts, hints, strict=True)]
+    assert guess(texts, hints, stale) == found
 
 
 @pytest.mark.parametrize("backend", GUESSERS)

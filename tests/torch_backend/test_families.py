@@ -5,8 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers.family_cases import FAMILIES, HYBRIDS, check_family, check_hybrid
+from helpers.family_cases import (
+    EVERY_FAMILY,
+    FAMILIES,
+    HYBRIDS,
+    check_alignments,
+    check_family,
+    check_hybrid,
+    check_state_alignments,
+)
 from helpers.torch_paged_model import TorchPagedModel
+
+
+def _load(folder: Path, page_size: int, columns: int) -> TorchPagedModel:
+    return TorchPagedModel(folder, page_size=page_size, columns=columns)
 
 
 @pytest.mark.parametrize("numba", [False, True], ids=["native", "numba"])
@@ -35,15 +47,30 @@ def test_logits_of_traced_models_equal_transformers(name: str, tmp_path: Path) -
 
 
 def test_layers_with_other_heads_in_large_pages(tmp_path: Path) -> None:
-    def load(folder: Path, page_size: int, columns: int) -> TorchPagedModel:
-        return TorchPagedModel(folder, page_size=page_size, columns=columns)
-
-    check_family(FAMILIES["gemma4"], tmp_path, load, (64,))
+    check_family(FAMILIES["gemma4"], tmp_path, _load, (64,))
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_logits_of_models_that_keep_states_equal_transformers(name: str, tmp_path: Path) -> None:
-    def load(folder: Path, page_size: int, columns: int) -> TorchPagedModel:
-        return TorchPagedModel(folder, page_size=page_size, columns=columns)
+    check_hybrid(HYBRIDS[name], tmp_path, _load)
 
-    check_hybrid(HYBRIDS[name], tmp_path, load)
+
+@pytest.mark.soak
+@pytest.mark.parametrize("numba", [False, True], ids=["native", "numba"])
+@pytest.mark.parametrize("name", EVERY_FAMILY)
+def test_chunks_and_hits_at_every_place_in_pages_of_every_size(name: str, numba: bool, tmp_path: Path) -> None:
+    def load(folder: Path, page_size: int, columns: int) -> TorchPagedModel:
+        return TorchPagedModel(folder, numba=numba, page_size=page_size, columns=columns)
+
+    check_alignments(EVERY_FAMILY[name], tmp_path, load)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_states_at_every_place_in_pages_of_every_size(name: str, tmp_path: Path) -> None:
+    check_state_alignments(HYBRIDS[name], tmp_path, _load)
+
+
+def test_chunks_and_hits_at_every_place(tmp_path: Path) -> None:
+    """The quick form of what is above: a family with windows, and pages larger than they are."""
+    check_alignments(FAMILIES["gemma3"], tmp_path, _load, (16,), every=5)

@@ -3,7 +3,7 @@
 A weight is `scale * level + least`, with a scale and a least weight of its block of 32. It is widened in registers and
 rounded to bfloat16, to the bits that the widened matrix has in memory. Pairs of products are added in float32
 (`vdpbf16ps`), a block of a tile after the other, whatever number of rows is multiplied at once. So a row has the same
-result, bit for bit, in any company.
+result, bit for bit, in any batch.
 
 Of levels of 4 bits, the 16 weights that a block can have are made first, and looked up by `vpermw`, which reads five
 bits of each 16-bit word and no more. Words hold the levels of the tile's four outputs, so that three shifts bring each

@@ -1,0 +1,165 @@
+"""How outputs went on lately, for guessing how others go on: an index of the last outputs of each namespace.
+
+A request's own text is searched on the device. Other outputs are searched here: whose last tokens stood in one of them
+is given what stood there and behind it (`HintUpdate`), which then is searched on the device like its own text.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_jax.mem_cache.lengths import Index
+from sglang_jax.mem_cache.radix_tree import Namespace
+from sglang_jax.runner.plan import HINT_TOKENS, HintUpdate, Int32
+from sglang_jax.scheduler.rows import Rows
+
+KEY_TOKENS = 4
+"""Tokens by which a place is found."""
+
+MOST_TOKENS = 1 << 15
+"""Of the outputs of a namespace, the latest ones."""
+
+MOST_NAMESPACES = 32
+"""Those that were used last: 32 of them take 20 MB."""
+
+_SLOTS = 2 * MOST_TOKENS
+_END = -1
+"""Behind each output: no token, so that no match and no hint reaches from one output into another."""
+
+_AHEAD = 16
+"""Tokens that a hint must still have before its row, or it is replaced by one that goes further."""
+
+_NOWHERE = -1
+
+
+class OutputsOfNamespace:
+    """The last outputs of one namespace: a ring of their tokens, and for each hash of `KEY_TOKENS` of them the latest
+    place with that hash.
+
+    A place is a number that grows with each token; `ring[place % MOST_TOKENS]` is its token. What a hash leads to is
+    compared before it counts, so that places with the same hash only hide each other. A token costs two writes to
+    arrays, a search the reading of a few tokens, however much is kept.
+    """
+
+    def __init__(self, begin: int = 0) -> None:
+        self._ring: Int32 = np.full(MOST_TOKENS, _END, np.int32)
+        self._places: NDArray[np.int64] = np.full(_SLOTS, _NOWHERE, np.int64)
+        self._begin = begin
+        self.end = begin
+
+    def add(self, tokens: Int32) -> None:
+        """Takes in `tokens` `[n]`: an output, and what stood before it."""
+        tokens = np.append(tokens[-(MOST_TOKENS - 1) :], np.int32(_END))
+        places = self.end + np.arange(len(tokens))
+        self._ring[places % MOST_TOKENS] = tokens
+        self.end += len(tokens)
+        if len(tokens) > KEY_TOKENS:
+            keys = np.lib.stride_tricks.sliding_window_view(tokens[:-1], KEY_TOKENS)
+            self._places[_hashes(keys)] = places[KEY_TOKENS - 1 : -1]  # of equal hashes the last one stays
+
+    def find(self, keys: Int32) -> NDArray[np.int64]:
+        """The latest place behind which each of `keys` `[n, KEY_TOKENS]` stands, the place of its last token; -1 for
+        those that are not kept."""
+        places = self._places[_hashes(keys)]
+        kept = places - (KEY_TOKENS - 1) >= max(self.end - MOST_TOKENS, self._begin)
+        same = (self._ring[(places[:, None] + _BACK) % MOST_TOKENS] == keys).all(axis=1)
+        return np.where(kept & same, places, _NOWHERE)
+
+    def hint(self, place: int) -> Int32:
+        """What stands at a place and behind it, the key first: at most `HINT_TOKENS`."""
+        first = place - (KEY_TOKENS - 1)
+        tokens = self._ring[np.arange(first, min(first + HINT_TOKENS, self.end)) % MOST_TOKENS]
+        ends = np.flatnonzero(tokens == _END)
+        return tokens[: ends[0]] if len(ends) else tokens
+
+
+_BACK = np.arange(1 - KEY_TOKENS, 1)
+_FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64)
+_SHIFT = np.uint64(64 - _SLOTS.bit_length() + 1)
+
+
+def _hashes(keys: Int32) -> NDArray[np.intp]:
+    """Slots of `keys` `[n, KEY_TOKENS]`: the upper bits of a sum of products (multiply-shift hashing, Dietzfelbinger
+    1996)."""
+    sums: NDArray[np.uint64] = (keys.astype(np.uint64) * _FACTORS).sum(axis=1, dtype=np.uint64)
+    return (sums >> _SHIFT).astype(np.intp)
+
+
+class RecentOutputs:
+    """The outputs of all namespaces, none of which shows in another's, and the hints that rows have.
+
+    **Arguments:** `rows`: whose tokens are searched for.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self._of: OrderedDict[Namespace, OutputsOfNamespace] = OrderedDict()
+        self._begin = 0
+        # What of the ring each row's hint covers.
+        self._covered_from: NDArray[np.int64] = np.full(len(rows.requests), _NOWHERE, np.int64)
+        self._covered_to = self._covered_from.copy()
+        self._pending: dict[int, HintUpdate] = {}
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def add(self, namespace: Namespace, tokens: Int32) -> None:
+        """An output of the namespace has ended; `tokens` `[n]` are its own, and a few before them."""
+        found = self._of.get(namespace)
+        if found is None:
+            if len(self._of) == MOST_NAMESPACES:
+                _, oldest = self._of.popitem(last=False)
+                self._begin = max(self._begin, oldest.end)
+            found = self._of[namespace] = OutputsOfNamespace(self._begin)
+        self._of.move_to_end(namespace)
+        found.add(tokens)
+
+    def look(self, rows: Index) -> Index:
+        """Searches for the ends of `rows`, as far as the host knows them: those that are given a hint."""
+        if not self._of:
+            return rows[:0]
+        hinted: list[int] = []
+        for namespace, own in self._by_namespace(rows).items():
+            outputs = self._of[namespace]
+            self._of.move_to_end(namespace)
+            ends = self._rows.num_tokens[own]
+            keys = self._rows.tokens[own[:, None], ends[:, None] + (_BACK - 1)]
+            places = outputs.find(keys)
+            here = (self._covered_from[own] <= places) & (places + _AHEAD <= self._covered_to[own])
+            for row, place in zip(*(part[(places >= 0) & ~here].tolist() for part in (own, places)), strict=True):
+                hint = outputs.hint(place)
+                end = place - (KEY_TOKENS - 1) + len(hint)
+                if len(hint) > KEY_TOKENS and end != self._covered_to[row]:
+                    self._pending[row] = HintUpdate(row, hint)
+                    self._covered_from[row], self._covered_to[row] = place, end
+                    hinted.append(row)
+        return np.array(hinted, np.intp)
+
+    def _by_namespace(self, rows: Index) -> dict[Namespace, Index]:
+        """Those of `rows` whose namespace has outputs and that are long enough."""
+        found: dict[Namespace, list[int]] = {}
+        for row in rows[self._rows.num_tokens[rows] >= KEY_TOKENS].tolist():
+            namespace = self._rows.at(row).namespace
+            if namespace in self._of:
+                found.setdefault(namespace, []).append(row)
+        return {namespace: np.array(own, np.intp) for namespace, own in found.items()}
+
+    def take(self) -> tuple[HintUpdate, ...]:
+        """The hints that runners were not told yet."""
+        if not self._pending:
+            return ()
+        pending, self._pending = tuple(self._pending.values()), {}
+        return pending
+
+    def seated(self, rows: Index) -> None:
+        """Other requests have these rows from now on."""
+        self._covered_from[rows] = self._covered_to[rows] = _NOWHERE
+        for row in rows.tolist():
+            self._pending.pop(row, None)
+
+    def clear(self) -> None:
+        """Forgets all outputs."""
+        self._of.clear()
