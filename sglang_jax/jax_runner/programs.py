@@ -304,7 +304,7 @@ class Programs:
         with nullcontext() if self._mesh is None else jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
             lowered = step.lower(self._weight_shapes, self._state_shapes, _integers(layout.size))
         self._logits_columns = lowered.out_info[1].logits.shape[1]
-        device = next(iter(jax.tree.leaves(self._weight_shapes)[0].sharding.device_set))
+        device = jax.devices()[0] if self._mesh is None else self._mesh.devices.flat[0]
         return lowered.compile(compiler_options=options_of_step(device.platform, device.device_kind, bucket))
 
     def _build_guess(self, rows: int) -> Executable:
