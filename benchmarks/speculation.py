@@ -1,7 +1,7 @@
-"""What guessing tokens gives: the embedded model on a CPU with `--speculative-algorithm ngram` and without, by turns.
+"""What guessing tokens gives: the embedded model on a CPU with `--speculative-algorithm` and without, by turns.
 
     python benchmarks/speculation.py [--backend jax|torch] [--rows 1 8] [--turns 3] [--drafts 7] [--dtype auto]
-                                     [--json FILE]
+                                     [--draft-model PATH] [--json FILE]
 
 Two engines take turns, a text at a time, and their outputs are compared token by token. Kinds of text:
 
@@ -107,6 +107,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--drafts", type=int, default=7, help="--speculative-num-draft-tokens")
+    parser.add_argument("--draft-model", help="--speculative-draft-model-path; n-grams guess unless given")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--json", type=Path)
@@ -120,7 +121,11 @@ def main() -> None:
         max_running_requests=max(32, 2 * max(arguments.rows)),
         disable_radix_cache=True,
     )
-    guesses = {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": arguments.drafts}
+    guesses = {
+        "speculative_algorithm": "draft" if arguments.draft_model else "ngram",
+        "speculative_draft_model_path": arguments.draft_model,
+        "speculative_num_draft_tokens": arguments.drafts,
+    }
     guessing_config = EngineConfig(**{**config.model_dump(), **guesses})
     with Engine(config) as plain, Engine(guessing_config) as guessing:
         for engine in (plain, guessing):

@@ -19,7 +19,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from sglang_jax.checkpoint.kv_scales import LARGEST_STORED
-from sglang_jax.config import Dtype, KVCacheDtype
+from sglang_jax.config import Dtype, KVCacheDtype, SpeculativeAlgorithm
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
 from sglang_jax.jax_runner.kv_scales import calibration_inputs, calibration_program
@@ -97,6 +97,11 @@ def _devices(topology: Topology, count: int) -> list[jax.Device]:
 
 def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Builders, Buckets, Names]:
     options, topology = request.options, request.topology
+    if options.speculative_algorithm is SpeculativeAlgorithm.DRAFT:
+        raise ConfigError(
+            "speculative_algorithm draft: tpu.check cannot tell yet what a draft model takes and costs; check each of "
+            "the two models without"
+        )
     if request.model.keeps_states:
         raise ConfigError(
             f"layers of a {request.model.architecture} keep a recurrent state: tpu.check cannot tell yet what they "

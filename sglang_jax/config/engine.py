@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Self
 
 from platformdirs import user_cache_dir
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from sglang_jax.config.choices import (
     AttentionBackend,
@@ -31,6 +32,11 @@ from sglang_jax.config.keys import MIN_GROUP_SECRET, read_secret_file
 from sglang_jax.errors import ConfigError
 
 PositiveInt = Annotated[int, Field(ge=1)]
+
+
+def _as_text(path: object) -> object:
+    """Python callers may give a path."""
+    return os.fspath(path) if isinstance(path, os.PathLike) else path
 
 
 class EngineConfig(BaseModel):
@@ -235,8 +241,9 @@ class EngineConfig(BaseModel):
         description="maximum consecutive restarts of an engine process that failed to start or ran less than a "
         "minute; the server exits with status 1 once none is left",
     )
-    compilation_cache_dir: Path | None = Field(
-        None, description="persistent compilation cache; default: the user's cache folder"
+    compilation_cache_dir: Annotated[str, BeforeValidator(_as_text)] | None = Field(
+        None,
+        description="persistent compilation cache (JAX: gs:// too); default: the user's cache folder",
     )
     decode_log_interval: PositiveInt = Field(40, description="decode steps between two log lines")
     profile_dir: str | None = Field(
@@ -305,8 +312,13 @@ class EngineConfig(BaseModel):
             )
         return secret.encode()
 
+    def cache_address(self) -> str:
+        """Where compiled programs are kept between runs: a local folder, or an address such as `gs://bucket/folder`."""
+        return self.compilation_cache_dir or str(Path(user_cache_dir("sglang-jax")) / "compilation")
+
     def cache_folder(self) -> Path:
-        """Where compiled programs are kept between runs."""
-        if self.compilation_cache_dir is not None:
-            return self.compilation_cache_dir
-        return Path(user_cache_dir("sglang-jax")) / "compilation"
+        """`cache_address` as a local folder. Raises `ConfigError` if it is none."""
+        address = self.cache_address()
+        if "://" in address:
+            raise ConfigError(f"the torch backend keeps what it compiles in a local folder, got {address}")
+        return Path(address)

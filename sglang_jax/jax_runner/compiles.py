@@ -31,9 +31,11 @@ class CompileCounter:
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
 
-def use_compilation_cache(folder: Path) -> None:
-    """Keeps every compiled program in `folder`, however small or quick to compile."""
-    folder.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+def use_compilation_cache(address: str) -> None:
+    """Keeps every compiled program in a folder, however small or quick to compile. `address`: the folder, here or
+    where etils' paths lead, such as `gs://bucket/folder`."""
+    if "://" not in address:
+        Path(address).mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", address)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

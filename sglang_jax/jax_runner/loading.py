@@ -73,7 +73,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     **Raises:** `ConfigError` for options that the machine or the model cannot meet, `CheckpointError` for weights that
     the model cannot take.
     """
-    use_compilation_cache(config.cache_folder())
+    use_compilation_cache(config.cache_address())
     refuse_beside_states(config, checkpoint.config)
     parallel = TensorParallel.of(checkpoint.config, config.tp_size)
     devices = select_devices(config.device, parallel.size)
@@ -118,7 +118,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
         "dtype": dtype.name,
         "kv_cache_dtype": kv_dtype.name,
         "attention": attention.value,
-        "compilation_cache": str(config.cache_folder()),
+        "compilation_cache": config.cache_address(),
         "tp_size": str(parallel.size),
     }
     if checkpoint.config.keeps_states:

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
+from sglang_jax.jax_runner.compiler_options import options_of_step
 from sglang_jax.jax_runner.draft_model import (
     CATCH_UP_TOKENS,
     DraftModel,
@@ -303,7 +304,8 @@ class Programs:
         with nullcontext() if self._mesh is None else jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
             lowered = step.lower(self._weight_shapes, self._state_shapes, _integers(layout.size))
         self._logits_columns = lowered.out_info[1].logits.shape[1]
-        return lowered.compile()
+        device = jax.devices()[0] if self._mesh is None else self._mesh.devices.flat[0]
+        return lowered.compile(compiler_options=options_of_step(device.platform, device.device_kind, bucket))
 
     def _build_guess(self, rows: int) -> Executable:
         return self._build_draft(

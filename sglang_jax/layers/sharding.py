@@ -6,10 +6,12 @@ change of the table, and no layer knows the mesh.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.architectures.axes import Axis
@@ -53,10 +55,25 @@ def named_sharding(mesh: Mesh, axes: Sequence[Axis]) -> NamedSharding:
 
 
 def make_mesh(devices: Sequence[jax.Device], *, data: int = 1, expert: int = 1) -> Mesh:
-    """A mesh (data, tensor, expert) of all `devices`; what `data` and `expert` leave is tensor parallel.
+    """A mesh (data, tensor, expert) of all `devices`; what `data` and `expert` leave is tensor parallel. On a TPU they
+    are in an order that goes along its links, as far as they have one.
 
     **Raises:** `ValueError` if the devices cannot be divided so.
     """
     if len(devices) % (data * expert):
         raise ValueError(f"{len(devices)} devices cannot be divided into data {data} x expert {expert}")
-    return Mesh(np.array(devices).reshape(data, -1, expert), MESH_AXES)
+    shape = (data, len(devices) // (data * expert), expert)
+    if _has_links(devices):
+        return Mesh(mesh_utils.create_device_mesh(shape, devices), MESH_AXES)
+    return Mesh(np.array(devices).reshape(shape), MESH_AXES)
+
+
+def _has_links(devices: Sequence[jax.Device]) -> bool:
+    """They are whole chips of a TPU that fill a box: neighbours in the mesh can be neighbours by their links."""
+    if devices[0].platform != "tpu":
+        return False
+    chips = {tuple(device.coords) for device in devices}
+    if len(devices) > len(chips) and not devices[0].device_kind.startswith("TPU7"):
+        return False  # of a v4 that is compiled for, and not there, each core is a device
+    box = math.prod(max(places) - min(places) + 1 for places in zip(*chips, strict=True))
+    return box == len(chips)

@@ -75,7 +75,7 @@ OTHER_VALUES: dict[str, Any] = {
     "watchdog_timeout": 30.0,
     "engine_start_timeout": 60.0,
     "max_engine_restarts": 2,
-    "compilation_cache_dir": Path("some/cache"),
+    "compilation_cache_dir": "some/cache",
     "decode_log_interval": 7,
     "profile_dir": "profiles",
     "test_retract": 5,

@@ -101,16 +101,6 @@ def test_outputs_are_the_same_with_guesses_of_another_model(
     check(*guessed_by_another, count=10, at_once=at_once, reuse=at_once > 1)
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("reuse", [False, True])
-@pytest.mark.parametrize("at_once", [1, 8, 32])
-def test_many_outputs_are_the_same_with_guesses_of_another_model(
-    guessed_by_another: tuple[EngineConfig, Runner], at_once: int, reuse: bool
-) -> None:
-    check(*guessed_by_another, count=200, at_once=at_once, reuse=reuse)
-
-
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 @pytest.mark.parametrize(
     ("changes", "words"),
@@ -195,9 +185,33 @@ def test_outputs_are_the_same_with_guesses_and_without(
     assert check(*served, count=15, at_once=at_once, reuse=at_once > 1) > right, "hardly any guess was right"
 
 
+@pytest.fixture(scope="module", params=["torch", "jax"])
+def backend_of_many(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", params=[SpeculativeAlgorithm.NGRAM, SpeculativeAlgorithm.DRAFT])
+def served_to_many(
+    request: pytest.FixtureRequest, backend_of_many: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple]:
+    """With room for guesses next to 32 requests."""
+    case = FAMILIES["gemma3"]
+    folder, draft = (Path(tmp_path_factory.mktemp(name)) for name in ("model", "draft"))
+    make_tiny_checkpoint(folder, case.architecture, **case.changes)
+    make_tiny_checkpoint(draft, "qwen3")
+    more: dict[str, object] = {"max_running_requests": 64, "max_total_tokens": 9600}
+    if request.param is SpeculativeAlgorithm.NGRAM:
+        more |= {"speculative_algorithm": request.param, "speculative_draft_model_path": None}
+    config = options(folder, draft, backend_of_many).model_copy(update=more)
+    runner = load_backend(config)(config, open_checkpoint(str(folder)))
+    yield config, runner
+    runner.close()
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("at_once", [1, 8, 32])
-def test_many_outputs_are_the_same(served: tuple[EngineConfig, Runner], at_once: int, reuse: bool) -> None:
-    check(*served, count=200, at_once=at_once, reuse=reuse)
+def test_many_outputs_are_the_same(served_to_many: tuple[EngineConfig, Runner], at_once: int, reuse: bool) -> None:
+    """200 requests, greedy and sampled."""
+    check(*served_to_many, count=200, at_once=at_once, reuse=reuse)

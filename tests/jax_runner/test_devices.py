@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from sglang_jax.config import Device, Dtype
+from sglang_jax.config import Device, Dtype, EngineConfig
 from sglang_jax.errors import ConfigError
-from sglang_jax.jax_runner.compiles import CompileCounter
+from sglang_jax.jax_runner.compiles import CompileCounter, use_compilation_cache
 from sglang_jax.jax_runner.devices import available_memory, select_device, select_dtype
 
 
@@ -64,7 +64,7 @@ _COMPILE_ONCE = """
 import jax, sys
 from pathlib import Path
 from sglang_jax.jax_runner.compiles import use_compilation_cache
-use_compilation_cache(Path(sys.argv[1]))
+use_compilation_cache(sys.argv[1])
 hits = []
 jax.monitoring.register_event_listener(lambda event, **kwargs: hits.append(event))
 jax.jit(lambda x: x * 3 + 1)(1.0)
@@ -80,3 +80,17 @@ def test_programs_are_kept_between_processes(tmp_path: Path) -> None:
     ]
     assert hits[0] == 0
     assert hits[1] >= 1
+
+
+def test_a_bucket_keeps_its_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A path would make one slash of two."""
+    monkeypatch.chdir(tmp_path)
+    set_to: dict[str, object] = {}
+    monkeypatch.setattr(jax.config, "update", set_to.__setitem__)
+    config = EngineConfig(compilation_cache_dir="gs://bucket/compiled")
+    use_compilation_cache(config.cache_address())
+    assert set_to["jax_compilation_cache_dir"] == "gs://bucket/compiled"
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match=r"local folder, got gs://bucket/compiled"):
+        config.cache_folder()
+    assert EngineConfig(compilation_cache_dir=tmp_path / "here").cache_address() == str(tmp_path / "here")

@@ -63,6 +63,61 @@ for tp_size in map(int, sys.argv[3:]):
 """
 
 
+_DRAFTS = """
+import sys
+from pathlib import Path
+from helpers.tiny_models import make_tiny_checkpoint
+from sglang_jax import Engine, SamplingParams
+from sglang_jax.config import EngineConfig
+
+# A vocabulary that no number of devices divides: each pads it. The draft model's one kv head is copied.
+for name, kind, kv_heads in (("model", "qwen3", 2), ("draft", "llama", 1)):
+    folder = Path(sys.argv[1]) / name
+    folder.mkdir()
+    make_tiny_checkpoint(folder, kind, num_attention_heads=4, num_key_value_heads=kv_heads, vocab_size=389)
+prompts = [[5, 6, 7, 9], [100, 3, 77, 200, 13, 14, 15, 16, 18, 40, 41, 42, 43, 44, 45, 46, 47, 48], [301]]
+greedy = SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True)
+random = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, seed=4, max_new_tokens=24, ignore_eos=True)
+
+def run(tp_size, **options):
+    config = EngineConfig(
+        model_path=sys.argv[1] + "/model", backend="jax", device="cpu", dtype="float32", tp_size=tp_size,
+        skip_warmup=True, max_total_tokens=512, max_running_requests=8, chunked_prefill_size=16, page_size=4,
+        compilation_cache_dir=sys.argv[2], **options,
+    )
+    with Engine(config=config) as engine:
+        outputs = [engine.generate(prompts, params) for params in (greedy, random)]
+        drafts = sum(out.drafts.drafts for found in outputs for out in found if out.drafts is not None)
+        return [[out.output_ids for out in found] for found in outputs], drafts
+
+alone, _ = run(1)
+found, drafts = run(
+    2,
+    speculative_algorithm="draft",
+    speculative_draft_model_path=sys.argv[1] + "/" + sys.argv[3],
+    speculative_num_draft_tokens=2,
+)
+assert found == alone, (found, alone)
+assert drafts > 4, drafts
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("draft", ["draft", "model"])
+def test_two_devices_with_a_draft_model_say_what_one_says_without(tmp_path: Path, draft: str) -> None:
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": xla_flags("--xla_force_host_platform_device_count=2"),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    }
+    arguments = [tmp_path, tmp_path / "cache", draft]
+    finished = subprocess.run(
+        [sys.executable, "-c", _DRAFTS, *arguments], env=environment, capture_output=True, text=True, timeout=880
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_one_two_four_and_eight_devices_say_the_same(tmp_path: Path) -> None:

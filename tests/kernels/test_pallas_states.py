@@ -171,6 +171,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("right", "wrong"), FAULTS.values(), ids=FAULTS)
 def test_a_planted_fault_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, right: str, wrong: str) -> None:
     text = Path(state_scan_pallas.__file__).read_text()

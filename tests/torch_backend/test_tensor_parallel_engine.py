@@ -16,7 +16,7 @@ import torch.distributed
 from helpers.tiny_models import make_tiny_checkpoint
 
 from sglang_jax import Engine, SamplingParams, json_grammar, regex_grammar
-from sglang_jax.config import Backend, Device, EngineConfig
+from sglang_jax.config import Backend, Device, EngineConfig, SpeculativeAlgorithm
 from sglang_jax.errors import ConfigError, EngineDeadError
 from sglang_jax.runner.pulse import Pulse
 
@@ -87,6 +87,25 @@ def test_two_processes_say_what_one_does(folder: Path, engine: Engine, beats: li
     (follower,) = followers()
     engine.shutdown()
     follower.wait(10)
+
+
+@pytest.mark.slow
+def test_two_processes_with_a_draft_model_say_what_one_does_without(
+    folder: Path, tmp_path: Path, beats: list[tuple[int, int]]
+) -> None:
+    draft = make_tiny_checkpoint(tmp_path, "qwen3", vocab_size=385)
+    guesses = {
+        "speculative_algorithm": SpeculativeAlgorithm.DRAFT,
+        "speculative_draft_model_path": str(draft),
+        "speculative_num_draft_tokens": 2,
+        "max_running_requests": 8,
+    }
+    with Engine(config=config(folder, tp_size=1)) as alone:
+        expected = [run(alone, GREEDY), run(alone, RANDOM)]
+    with Engine(config=config(folder, tp_size=2).model_copy(update=guesses)) as engine:
+        outputs = [engine.generate(PROMPTS, params) for params in (GREEDY, RANDOM)]
+    assert [[output.output_ids for output in found] for found in outputs] == expected
+    assert sum(output.drafts.drafts for found in outputs for output in found if output.drafts is not None) > 0
 
 
 @pytest.mark.alone

@@ -318,6 +318,7 @@ FAULTS: dict[str, tuple[ModuleType, str, str]] = {
 }
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("module", "right", "wrong"), FAULTS.values(), ids=FAULTS)
 def test_a_planted_fault_is_noticed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: ModuleType, right: str, wrong: str
