@@ -148,7 +148,10 @@ HYBRIDS: dict[str, FamilyCase] = {
 """Families with layers that keep a recurrent state."""
 
 
-EVERY_FAMILY = FAMILIES | {name: FamilyCase(kind, 4, changes) for name, (kind, changes) in ARCHITECTURES.items()}
+EVERY_FAMILY = FAMILIES | {
+    f"{name}_without_windows" if name in FAMILIES else name: FamilyCase(kind, 4, changes)
+    for name, (kind, changes) in ARCHITECTURES.items()
+}
 
 PAGE_SIZES = (1, 16, 64)
 LONG = 70

@@ -24,6 +24,8 @@ from sglang_jax.scheduler.drafting import AllThatFit
 from sglang_jax.scheduler.messages import NewRequest
 from sglang_jax.scheduler.scheduler import Scheduler
 
+pytestmark = pytest.mark.slow
+
 MAKERS: dict[str, Callable[..., Runner]] = {"torch": stand_in_torch, "jax": stand_in_jax}
 WEIGHTS = random_weights()
 STYLES = (
