@@ -194,16 +194,20 @@ class Watch:
         )
 
     def _fits(self, request: Request, decode_pages: int, pages: int) -> bool:
-        return all(self._fits_into(group, request, decode_pages, pages) for group in self._scheduler.cache.groups)
+        cache = self._scheduler.cache
+        cached = cache.peek(request.tokens, request.match_limit, request.namespace) // cache.page_size
+        paged = [group for group in cache.groups if not isinstance(group, StateGroup)]
+        if any(group.pool.num_free < decode_pages + pages for group in paged):
+            cached = 0  # what rows that run take first may be evicted from this very prefix
+        return all(self._fits_into(group, request, cached, decode_pages, pages) for group in cache.groups)
 
-    def _fits_into(self, group: Group, request: Request, decode_pages: int, pages: int) -> bool:
+    def _fits_into(self, group: Group, request: Request, cached: int, decode_pages: int, pages: int) -> bool:
         """Of a group with a window this counts all that a group without one would take, but for the request's own
-        prompt: while it is computed, it holds a window and two steps' tokens."""
+        prompt: while it is computed, it holds a window and two steps' tokens. `cached`: pages of its prefix."""
         if isinstance(group, StateGroup):
             return group.available >= 1
         scheduler = self._scheduler
         cache, table = scheduler.cache, scheduler.rows
-        cached = cache.peek(request.tokens, request.match_limit, request.namespace) // cache.page_size
         window = group.spec.window
         reach = 0 if window is None else max(cache.pages_for(window - 1), 1)
         kept = cached if window is None else min(cached, reach)
