@@ -44,14 +44,15 @@ class PrefixMap:
         if pages == 0:
             return
         run = np.zeros(pages, np.int32)
-        self._tree.insert(self._tree.root(namespace), tokens[: pages * page_bytes], (run,), 0)
+        inserted = self._tree.insert(self._tree.root(namespace), tokens[: pages * page_bytes], (run,), 0)
+        self._tree.unlock(inserted.node)
         self._tree.evict(self._pages, self._pages.evictable - self._capacity)
 
 
 class _CountedPages(Component):
     """Pages that are nothing but counted: all of them can go at any time, those of the least recently used leaf first.
 
-    A node needs no value: its key tells how many pages it has. Nothing is ever locked.
+    A node needs no value: its key tells how many pages it has. Locks last no longer than an insert.
     """
 
     complete = True
@@ -75,16 +76,16 @@ class _CountedPages(Component):
         return True
 
     def pin(self, node: Node) -> None:
-        """Nothing depends on what is remembered."""
+        self.order.discard(node)
 
     def unpin(self, node: Node) -> None:
-        """As `pin`."""
+        self.touch(node)
 
     def session_begins(self, node: Node) -> None:
-        """As `pin`."""
+        """No session depends on what is remembered."""
 
     def session_ends(self, node: Node) -> None:
-        """As `pin`."""
+        """As `session_begins`."""
 
     def lockable(self, node: Node, pages: int) -> int:
         return 0

@@ -190,10 +190,14 @@ class SessionSimulation(Simulation):
                 break
         self.turn(name, [6], 1, 1, (), "last")
 
-    @precondition(lambda self: any(talk.running is not None for talk in self.talks.values()))
     @rule(name=st.sampled_from(NAMES), seen=st.integers(1, 4), steps=st.integers(0, 2))
     def stop_a_turn(self, name: str, seen: int, steps: int) -> None:
-        """The client found a stop string, and the core may be a few tokens further, or at the end."""
+        """The client found a stop string, and the core may be a few tokens further, or at the end. Where no turn runs,
+        one is begun for it."""
+        if all(talk.running is None for talk in self.talks.values()):
+            self.turn(self._one_of_them(name), [5], 6, 2, (), "last")
+        if all(talk.running is None for talk in self.talks.values()):
+            return
         talk = self.talks[self._busy_one(name)]
         number = talk.running
         assert number is not None

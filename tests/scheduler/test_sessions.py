@@ -411,4 +411,4 @@ def test_schedules_with_sessions(schedules: int) -> None:
         "refused by SessionBusyError",
         "refused by ParameterError",
     ):
-        assert met[event] >= min(schedules // 100, 1), met
+        assert met[event] >= schedules // 100, met
