@@ -67,11 +67,12 @@ class SessionSimulation(Simulation):
         self.now = 0.0
         self.talks: dict[str, Talk] = {}
         self.lost_pins: set[Pin] = set()
+        self.cut_off = 0
         scheduler = self.bench.scheduler
         scheduler.sessions._clock = lambda: self.now
-        pins, step = scheduler.cache.pins, self.watch.step
+        pins, step, trust = scheduler.cache.pins, self.watch.step, scheduler.cache.trust
         pins.share = 1.0 if sizes["aged_turn"] == 8 else 0.5
-        let_go, move = pins.let_go, pins.move
+        let_go, move, distrust = pins.let_go, pins.move, trust.distrust
 
         def note_and_let_go(pin: Pin) -> None:
             self.lost_pins.add(pin)
@@ -81,11 +82,15 @@ class SessionSimulation(Simulation):
             self.lost_pins.discard(kept.pin)
             move(kept, record)
 
+        def note_and_distrust(record: RowKV) -> None:
+            self.cut_off += 1
+            distrust(record)
+
         def step_and_look() -> None:
             step()
             self._look()
 
-        pins.let_go, pins.move = note_and_let_go, note_and_move
+        pins.let_go, pins.move, trust.distrust = note_and_let_go, note_and_move, note_and_distrust
         self.watch.step = step_and_look
 
     @rule(
@@ -301,9 +306,8 @@ class SessionSimulation(Simulation):
     @property
     def _pins_are_exact(self) -> bool:
         """Pins end at the last page where nothing was cut off, and no state is wanted that there may be no slot for."""
-        cache, errors = self.bench.scheduler.cache, [one.error for one in self.bench.channel.finished.values()]
-        failed = any(error is not None and error.name == "NumericalError" for error in errors)
-        return cache.reuse and not failed and not self.doubtful and cache.states is None
+        cache = self.bench.scheduler.cache
+        return cache.reuse and not self.cut_off and not self.doubtful and cache.states is None
 
     def _check_pin(self, talk: Talk, session: Session) -> None:
         pin, node = session.pin, session.pin.node
