@@ -220,7 +220,7 @@ def test_a_retracted_request_goes_on_where_it_was(engine: Engine, folder: Path) 
     alone = [engine.generate(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
     with Engine(config=config(folder, max_total_tokens=160, schedule_conservativeness=0.01)) as small:
         together = small.generate(prompts, params)
-        assert small.stats.num_retractions > 0
+        assert int(str(small.state()["num_retractions"])) > 0  # of now: the last statistics may be older
     assert [output.output_ids for output in together] == [output.output_ids for output in alone]  # type: ignore
 
 

@@ -164,11 +164,16 @@ def test_a_build_that_fails_says_so_where_it_is_needed_and_is_tried_again() -> N
         raise RuntimeError("out of memory")
 
     programs = small_programs(ModelFunctions(forward, STAND_IN.logits))
-    programs.begin([str(programs.buckets.decode[0])])
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="out of memory"):
-            programs.build_all(lambda done, total, what: None)
-    assert len(tries) > 2
+    decode = programs.buckets.decode[0]
+    programs.begin([str(decode)])
+    with pytest.raises(RuntimeError, match="out of memory"):
+        programs.build_all(lambda done, total, what: None)
+    while any(thread.name.startswith("build") for thread in threading.enumerate()):
+        time.sleep(0.01)
+    before = len(tries)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        programs.step(decode, [], programs._state_shapes, np.zeros(programs.layouts[decode].size, np.int32))
+    assert len(tries) == before + 1
 
 
 def test_what_is_abandoned_is_not_built() -> None:
