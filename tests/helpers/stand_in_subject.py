@@ -97,7 +97,7 @@ class StandInSubject:
         self._weights = random_weights(seed=4, vocab=vocab)
         self._weights[0][vocab - 1] = np.nan
         if max_samples > 1:  # what is sampled among few tokens is what was sampled before, more often
-            self._weights[-1][:, 4:7] *= 12.0
+            self._weights[-1][:, 4:7] *= 24.0
         self._runners = {
             page_size: make_runner(
                 self._weights,
