@@ -24,8 +24,11 @@ class Profiling:
     def start(self, folder: str, steps: int | None, made: int) -> None:
         """`steps`: how many it is to last, None for one that `stop` ends; `made`: how many there were so far.
 
-        **Raises:** `ParameterError` while a profile is taken, and for a folder that cannot be written to.
+        **Raises:** `ParameterError` while a profile is taken, for a folder that cannot be written to, and for less than
+        one step.
         """
+        if steps is not None and steps < 1:
+            raise ParameterError(f"num_steps must be at least 1, got {steps}", param="num_steps")
         if self._folder is not None:
             raise ParameterError(f"a profile is being taken already, for {self._folder}: stop it first (/stop_profile)")
         if "://" not in folder:

@@ -51,7 +51,8 @@ def test_native_route_measures_what_the_server_does(tmp_path: Path, capsys: pyte
     assert line["requests_with_itl"] == 6
     assert line["request_rate"] == "inf"
     assert line["model"] is None
-    assert 95 <= line["median_ttft_ms"] < line["median_e2e_latency_ms"] - 90  # the tokens after the first
+    assert 95 <= line["median_ttft_ms"] < 1000
+    assert line["median_ttft_ms"] < line["median_e2e_latency_ms"] - 90  # the tokens after the first
     assert 18 <= line["median_itl_ms"] < 100
     assert 18 <= line["mean_tpot_ms"] < 100
     assert 230 <= line["median_e2e_latency_ms"] < 2000

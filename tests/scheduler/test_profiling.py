@@ -1,0 +1,48 @@
+"""What a profile's start and end do where they cannot do what they are asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sglang_jax.errors import ParameterError
+from sglang_jax.runner.pulse import Pulse
+from sglang_jax.scheduler.profiling import Profiling
+
+
+class FullDisk:
+    """A runner that can record, and can write nothing."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def start_profile(self, folder: str) -> None:
+        self.calls.append("start")
+
+    def stop_profile(self) -> None:
+        self.calls.append("stop")
+        raise OSError("no space left on device")
+
+
+def test_what_cannot_be_written_is_told_and_another_may_be_taken(tmp_path: Path) -> None:
+    runner = FullDisk()
+    profiling = Profiling(runner, Pulse())  # type: ignore[arg-type]  # as far as it is used
+    profiling.start(str(tmp_path), None, made=0)
+    with pytest.raises(ParameterError, match=r"not written to .*: no space left on device"):
+        profiling.stop()
+    profiling.start(str(tmp_path), 2, made=5)
+    profiling.after_step(6)
+    assert runner.calls == ["start", "stop", "start"]
+    profiling.after_step(7)  # nobody waits for an answer: it is logged, and the core goes on
+    assert runner.calls == ["start", "stop", "start", "stop"]
+    with pytest.raises(ParameterError, match="no profile is being taken"):
+        profiling.stop()
+
+
+@pytest.mark.parametrize("steps", [0, -1])
+def test_a_profile_lasts_a_step_at_least(steps: int, tmp_path: Path) -> None:
+    runner = FullDisk()
+    with pytest.raises(ParameterError, match=f"num_steps must be at least 1, got {steps}"):
+        Profiling(runner, Pulse()).start(str(tmp_path), steps, made=0)  # type: ignore[arg-type]
+    assert runner.calls == []
