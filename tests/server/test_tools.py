@@ -29,7 +29,8 @@ SECOND = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 @pytest.fixture(scope="module")
 def thinking() -> Iterator[EchoServer]:
-    with serve_echo(reasoning_parser="deepseek_r1", max_tools_per_request=2) as server:
+    # A pause between steps: what a client reads late comes merged into one event.
+    with serve_echo(model_path="echo:0.001", reasoning_parser="deepseek_r1", max_tools_per_request=2) as server:
         yield server
 
 
@@ -301,6 +302,8 @@ def test_reasoning_is_told_from_the_answer(thinking: EchoServer) -> None:
     assert choice["message"]["tool_calls"][0]["function"]["name"] == "get"
     said = stream(thinking, says, tools=[GET])[0]
     assert (said["reasoning"], said["content"]) == ("user: well", "It is so.")
+    said = stream(thinking, f"{'well, ' * 60}\n</think>It is so.")[0]
+    assert (said["reasoning"], said["content"]) == (f"user: {'well, ' * 60}".rstrip(), "It is so.\n")
     assert said["parts"] > 2
     assert stream(thinking, says, stream_reasoning=False)[0]["parts"] == 1
     assert stream(thinking, "never over", stream_reasoning=False)[0]["reasoning"] == "user: never over"
