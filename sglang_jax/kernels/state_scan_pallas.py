@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,25 +34,34 @@ _LANES = 128
 _FLOAT32 = jnp.float32
 
 
-def scan_in_place(inputs: ScanInputs, pool: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
+def scan_in_place(
+    inputs: ScanInputs, pool: jax.Array, rows: StateRows, *, checked: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """Outputs float32 `[T, heads, value_dim]`, zeros for padding, and the pool `[slots, heads, key_dim, value_dim]`
-    after the step."""
+    after the step. `checked`: with checks of addresses."""
     inputs = inputs.of_heads()
     # XLA lays an array out so that no lane stays empty: values of 64 numbers would be below each other, and a kernel
     # that wants them side by side would be given a copy of the whole pool.
     _, _, key_dim, value_dim = pool.shape
     turned = value_dim % _LANES != 0 and key_dim % _LANES == 0
     pool = pool.swapaxes(2, 3) if turned else pool
-    found, pool = _decode_rows(inputs, pool, rows, turned)
+    found, pool = _decode_rows(inputs, pool, rows, turned, checked)
     tokens = jnp.arange(inputs.values.shape[0])[:, None, None]
     if rows.decode_only:
         outputs = jnp.where(tokens < rows.num_decode, found, 0.0)
     else:
         found = jnp.pad(found, ((0, len(tokens) - len(found)), (0, 0), (0, 0)))
-        of_chunks, pool = _chunks(inputs, pool, rows, turned)
+        of_chunks, pool = _chunks(inputs, pool, rows, turned, checked)
         outputs = jnp.where(tokens < rows.query_starts[-1], of_chunks, 0.0)
         outputs = jnp.where(tokens < rows.num_decode, found, outputs)
     return outputs, pool.swapaxes(2, 3) if turned else pool
+
+
+def _compiler_params(*grid: Literal["parallel", "arbitrary"], checked: bool) -> pltpu.CompilerParams:
+    """No two programs along the axis of heads read or write the same matrix, so two cores may share them."""
+    return pltpu.CompilerParams(
+        dimension_semantics=grid, vmem_limit_bytes=VMEM_LIMITS[current_chip()], disable_bounds_checks=not checked
+    )
 
 
 def heads_at_once(heads: int) -> int:
@@ -62,7 +72,9 @@ def heads_at_once(heads: int) -> int:
 # -- Decode rows -------------------------------------------------------------------------------------------------------
 
 
-def _decode_rows(inputs: ScanInputs, pool: jax.Array, rows: StateRows, turned: bool) -> tuple[jax.Array, jax.Array]:
+def _decode_rows(
+    inputs: ScanInputs, pool: jax.Array, rows: StateRows, turned: bool, checked: bool
+) -> tuple[jax.Array, jax.Array]:
     """The first `num_decode` tokens, each its sequence's only one: outputs `[R, heads, value_dim]`, of which those of
     other rows are anything, and the pool. `turned`: values go along the lines of its matrices, and not keys."""
     count = len(rows.own)
@@ -107,7 +119,7 @@ def _decode_rows(inputs: ScanInputs, pool: jax.Array, rows: StateRows, turned: b
             jax.ShapeDtypeStruct(pool.shape, pool.dtype),
         ],
         input_output_aliases={6: 1},
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_LIMITS[current_chip()]),
+        compiler_params=_compiler_params("arbitrary", "parallel", checked=checked),
         name="state_rows",
     )(
         rows.begin,
@@ -145,7 +157,9 @@ def _one_token(begin, fresh, own, keys, values, factors, pool, outputs, written,
 # -- Chunks ------------------------------------------------------------------------------------------------------------
 
 
-def _chunks(inputs: ScanInputs, pool: jax.Array, rows: StateRows, turned: bool) -> tuple[jax.Array, jax.Array]:
+def _chunks(
+    inputs: ScanInputs, pool: jax.Array, rows: StateRows, turned: bool, checked: bool
+) -> tuple[jax.Array, jax.Array]:
     """All sequences behind the decode rows: outputs `[T, heads, value_dim]`, of which those of other tokens are
     anything, and the pool. `turned` as above."""
     tokens, heads, value_dim = inputs.values.shape
@@ -193,7 +207,7 @@ def _chunks(inputs: ScanInputs, pool: jax.Array, rows: StateRows, turned: bool) 
             jax.ShapeDtypeStruct(pool.shape, pool.dtype),
         ],
         input_output_aliases={9: 1},
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_LIMITS[current_chip()]),
+        compiler_params=_compiler_params("parallel", "arbitrary", checked=checked),
         name="state_chunks",
     )(
         rows.num_decode[None],
