@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -57,10 +56,13 @@ def scan_in_place(
     return outputs, pool.swapaxes(2, 3) if turned else pool
 
 
-def _compiler_params(*grid: Literal["parallel", "arbitrary"], checked: bool) -> pltpu.CompilerParams:
-    """No two programs along the axis of heads read or write the same matrix, so two cores may share them."""
+def _compiler_params(checked: bool) -> pltpu.CompilerParams:
+    """Of a grid of heads by sequences. Programs of different heads read and write different matrices, so that two cores
+    may share them."""
     return pltpu.CompilerParams(
-        dimension_semantics=grid, vmem_limit_bytes=VMEM_LIMITS[current_chip()], disable_bounds_checks=not checked
+        dimension_semantics=("parallel", "arbitrary"),
+        vmem_limit_bytes=VMEM_LIMITS[current_chip()],
+        disable_bounds_checks=not checked,
     )
 
 
@@ -92,7 +94,7 @@ def _decode_rows(
     factors = [grouped(jnp.exp(inputs.decays))] + ([] if inputs.rates is None else [grouped(inputs.rates)])
 
     def of_row(*shape: int, space: pltpu.MemorySpace = pltpu.VMEM) -> pl.BlockSpec:
-        index = lambda row, group, *_: (row, group, 0, 0)  # noqa: E731
+        index = lambda group, row, *_: (row, group, 0, 0)  # noqa: E731
         return pl.BlockSpec((1, 1, *shape), index, memory_space=space)
 
     decoding = jnp.arange(count) < rows.num_decode
@@ -102,16 +104,16 @@ def _decode_rows(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             # Without decode rows one program computes padding.
-            grid=(jnp.maximum(rows.num_decode, 1), groups),
+            grid=(groups, jnp.maximum(rows.num_decode, 1)),
             in_specs=[
                 of_row(*keys.shape[2:]),
                 of_row(*values.shape[2:]),
                 of_row(len(factors), at_once, space=pltpu.SMEM),
-                pl.BlockSpec(matrices, lambda row, group, begin, *_: (begin[row], group, 0, 0)),
+                pl.BlockSpec(matrices, lambda group, row, begin, *_: (begin[row], group, 0, 0)),
             ],
             out_specs=[
                 of_row(*values.shape[2:]),
-                pl.BlockSpec(matrices, lambda row, group, begin, fresh, own: (own[row], group, 0, 0)),
+                pl.BlockSpec(matrices, lambda group, row, begin, fresh, own: (own[row], group, 0, 0)),
             ],
         ),
         out_shape=[
@@ -119,7 +121,7 @@ def _decode_rows(
             jax.ShapeDtypeStruct(pool.shape, pool.dtype),
         ],
         input_output_aliases={6: 1},
-        compiler_params=_compiler_params("arbitrary", "parallel", checked=checked),
+        compiler_params=_compiler_params(checked),
         name="state_rows",
     )(
         rows.begin,
@@ -136,7 +138,7 @@ def _decode_rows(
 
 def _one_token(begin, fresh, own, keys, values, factors, pool, outputs, written, *, turned: bool, delta: bool):  # type: ignore[no-untyped-def]
     """Some heads of one row."""
-    is_new = fresh[pl.program_id(0)] != 0
+    is_new = fresh[pl.program_id(1)] != 0
     heads, of_keys = pool.shape[1], int(turned)
 
     def at(place: int, along_lines: bool) -> tuple[int | slice, ...]:
@@ -207,7 +209,7 @@ def _chunks(
             jax.ShapeDtypeStruct(pool.shape, pool.dtype),
         ],
         input_output_aliases={9: 1},
-        compiler_params=_compiler_params("parallel", "arbitrary", checked=checked),
+        compiler_params=_compiler_params(checked),
         name="state_chunks",
     )(
         rows.num_decode[None],

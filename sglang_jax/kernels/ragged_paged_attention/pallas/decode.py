@@ -190,9 +190,9 @@ def decode_attention(
 ) -> jax.Array:
     """Attention of the first `num_decode` rows.
 
-    **Arguments:** `queries` `[R, heads, lanes]`, R a multiple of `blocks.rows * cores`; `kv_pages` `[num_pages, kv_heads,
-    parts, page_size, lanes]`; `page_table` int32 `[R, 1, columns]`; `kv_lens` int32 `[R]`; `num_decode` int32 `[1]`;
-    `cores`: that share the work, a program at a time; `checked`: with checks of addresses.
+    **Arguments:** `queries` `[R, heads, lanes]`, R a multiple of `blocks.rows * cores`; `kv_pages` `[num_pages,
+    kv_heads, parts, page_size, lanes]`; `page_table` int32 `[R, 1, columns]`; `kv_lens` int32 `[R]`; `num_decode` int32
+    `[1]`; `cores`: that share the work, a program at a time; `checked`: with checks of addresses.
 
     **Returns:** `[R, heads, lanes]` in the type of the queries; 0 for the other rows.
     """
