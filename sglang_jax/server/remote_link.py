@@ -196,7 +196,8 @@ class RemoteLink:
     async def _profile(self, path: str, body: dict[str, object]) -> str:
         call = asyncio.create_task(self._call("POST", path, body, PROFILE_SECONDS))
         try:
-            await asyncio.wait({call, self._over}, return_when=asyncio.FIRST_COMPLETED)
+            either: list[asyncio.Future[Any]] = [call, self._over]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
                 raise EngineDeadError(f"{self.address}: {self._over.result()}")
         finally:
