@@ -253,7 +253,9 @@ class RequestOutputs:
         self.started = False
         wanted = request.return_logprob and request.logprob_start_len >= 0
         self.prompt_logprobs: list[TokenLogprob] | None = [] if wanted else None
-        self._missing = len(request.prompt) - request.logprob_start_len if wanted else 0
+        # A session has one completion, which waits for no other, and its core says how many tokens the turn adds.
+        shared = wanted and request.session is None
+        self._missing = len(request.prompt) - request.logprob_start_len if shared else 0
         self._failure: RequestError | None = None
         self._given_up = False
         self.in_pieces = False

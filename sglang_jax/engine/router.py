@@ -13,6 +13,7 @@ import numpy as np
 
 from sglang_jax.engine.link import Link, RoutedRequest
 from sglang_jax.engine.replica import Replica, close_replicas
+from sglang_jax.engine.replica_profiles import start_profiles, stop_profiles
 from sglang_jax.engine.routing import Candidate, RoutingPolicy, session_home, sticky_choice
 from sglang_jax.engine.types import (
     GenerateInput,
@@ -180,8 +181,7 @@ class Router:
         return session_id
 
     def _new_session_id(self) -> str:
-        if not (serving := self._serving()):
-            raise ReplicaLostError("no replica serves at the moment; try again later")
+        serving = self._some_serving()
         loads = {one.index: self._in_flight[one.index] + one.client.foreign_load for one in serving}
         least = {index for index, load in loads.items() if load == min(loads.values())}
         while session_home(made_up := uuid.uuid4().hex, len(self.replicas)) not in least:
@@ -243,13 +243,17 @@ class Router:
         return all(done)
 
     async def start_profile(self, folder: str, steps: int | None) -> list[str]:
-        """See `EngineClient.start_profile`; each of several replicas that serve has a folder of its own in `folder`."""
-        own = {replica: folder if self._alone else f"{folder}/replica-{replica.index}" for replica in self._serving()}
-        return await asyncio.gather(*(replica.client.start_profile(place, steps) for replica, place in own.items()))
+        """See `EngineClient.start_profile`; each of several replicas that serve has a folder of its own in `folder`,
+        and all record or none."""
+        serving = self._some_serving()
+        if self._alone:
+            return [await serving[0].client.start_profile(folder, steps)]
+        return await start_profiles(serving, [f"{folder}/replica-{one.index}" for one in serving], steps)
 
     async def stop_profile(self) -> list[str]:
         """See `EngineClient.stop_profile`."""
-        return await asyncio.gather(*(replica.client.stop_profile() for replica in self._serving()))
+        serving = self._some_serving()
+        return [await serving[0].client.stop_profile()] if self._alone else await stop_profiles(serving)
 
     async def states(self) -> list[dict[str, object]]:
         """See `EngineClient.states`; a replica that does not serve has nothing but its state."""
@@ -344,6 +348,11 @@ class Router:
     def _serving(self) -> list[Replica[Link]]:
         """An engine is lost some turns of the event loop before its replica knows."""
         return [one for one in self.replicas if one.state is ReplicaState.SERVING and one.client.alive]
+
+    def _some_serving(self) -> list[Replica[Link]]:
+        if not (serving := self._serving()):
+            raise ReplicaLostError("no replica serves at the moment; try again later")
+        return serving
 
     def _on_change(self, index: int) -> None:
         replica = self.replicas[index]

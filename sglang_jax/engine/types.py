@@ -49,7 +49,8 @@ class GenerateInput:
     - `prompt`: text, or token ids.
     - `request_id`: chosen by the client for `abort`; made up if None.
     - `stream`: outputs arrive as they grow; otherwise once, finished.
-    - `logprob_start_len`: first prompt position whose logprob is wanted; -1 for none.
+    - `logprob_start_len`: first prompt position whose logprob is wanted; -1 for none. In a session, of what the turn
+      adds.
     - `top_logprobs_num`: alternatives per position, at most `MAX_TOP_LOGPROBS`.
     - `extra_key`: cached KV is shared only between requests with the same one.
     - `priority`: higher goes first under the priority policy.

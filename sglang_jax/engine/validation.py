@@ -68,12 +68,6 @@ def _check_turn(request: GenerateInput, turn: SessionTurnInput) -> None:
             f"{request.sampling.n}",
             param="n",
         )
-    if request.return_logprob and request.logprob_start_len >= 0:
-        raise ParameterError(
-            f"logprob_start_len must be -1 for a turn of a session ({shown(turn.session_id)}): it has "
-            f"logprobs of its output, not of its prompt; got {request.logprob_start_len}",
-            param="logprob_start_len",
-        )
 
 
 def _check_text(name: str, text: str) -> None:
@@ -141,7 +135,7 @@ def check_length(request: GenerateInput, prompt_tokens: int, context_length: int
         )
     if request.return_logprob and not -1 <= request.logprob_start_len < prompt_tokens:
         raise ParameterError(
-            f"logprob_start_len must be in [-1, {prompt_tokens - 1}] for a prompt of {prompt_tokens} tokens, got "
+            f"logprob_start_len must be in [-1, {prompt_tokens - 1}] for {_described(request, prompt_tokens)}, got "
             f"{request.logprob_start_len}",
             param="logprob_start_len",
         )
@@ -155,6 +149,15 @@ def check_length(request: GenerateInput, prompt_tokens: int, context_length: int
                 f"the limit is {MAX_PROMPT_LOGPROBS}",
                 param="top_logprobs_num",
             )
+
+
+def _described(request: GenerateInput, prompt_tokens: int) -> str:
+    if request.session is None:
+        return f"a prompt of {prompt_tokens} tokens"
+    return (
+        f"a turn of {prompt_tokens} new tokens of session {shown(request.session.session_id)}, which it counts; "
+        "logprobs of earlier turns are those of a request without the session"
+    )
 
 
 def expand(sampling: SamplingParams, room: int) -> list[SamplingParams]:

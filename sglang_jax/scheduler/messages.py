@@ -34,7 +34,8 @@ class NewRequest(msgspec.Struct, tag="new", frozen=True, kw_only=True):
     - `token_ids`: int32 bytes.
     - `stream`: tokens are published as they are sampled; otherwise all at once when the request ends.
     - `top_logprobs`: -1 for none; 0..20 alternatives beside each output token's logprob.
-    - `logprob_start`: first prompt position whose logprob is wanted, -1 for none.
+    - `logprob_start`: first position of `token_ids` whose logprob is wanted, -1 for none. In a session it is counted
+      without the token that texts begin with, where that is left out.
     - `tenant`, `flow`: whose it is, and which of its client requests it is part of; tenants that wait have turns, by
       the tokens that they ask for, and so have the client requests of each. Those without a name are one.
     - `arrival`: `time.monotonic()` of the client.

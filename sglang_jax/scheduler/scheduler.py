@@ -178,7 +178,7 @@ class Scheduler:
             self.constraints.begin(request)
         else:
             self._enqueue(request)
-        if message.logprob_start == 0:
+        if request.told_prompt_logprob == 0:
             self._publisher.first_prompt_token(request)
 
     def _accept(self, message: NewRequest) -> Request:
@@ -187,7 +187,9 @@ class Scheduler:
             return self._arrivals.accept(message, self.num_waiting)
         self.sessions.look_after()  # one that has timed out is no more
         turn, prompt = self.sessions.next_turn(message.session, message.token_ids, message.extra_key)
-        request = self._arrivals.accept(msgspec.structs.replace(message, token_ids=prompt), self.num_waiting)
+        start = turn.position_in(prompt, message.logprob_start)
+        whole = msgspec.structs.replace(message, token_ids=prompt, logprob_start=start)
+        request = self._arrivals.accept(whole, self.num_waiting)
         self.sessions.begin(turn, request.id, request.prompt_len)
         request.turn = turn
         return request

@@ -41,6 +41,19 @@ class Turn:
         """The turn before it is still on its way into the cache."""
         return self.session.leaving is not None
 
+    def position_in(self, prompt: bytes, wanted: int) -> int:
+        """Where in its whole `prompt` (int32 bytes) is the position `wanted` of what the turn adds; -1, for none, is
+        -1. Raises `ParameterError` if the turn adds fewer tokens, with the one that texts begin with left out."""
+        before = len(self.session.tokens) // TOKEN_BYTES
+        added = len(prompt) // TOKEN_BYTES - before
+        if wanted >= added:
+            raise ParameterError(
+                f"logprob_start_len must be in [-1, {added - 1}], as this turn adds {added} tokens to session "
+                f"{shown(self.session.id)}, got {wanted}",
+                param="logprob_start_len",
+            )
+        return before + wanted if wanted >= 0 else wanted
+
     def kept(self) -> Kept | None:
         """Its row is about to be given back: what is to become of its session's pin, None if nothing."""
         session = self.session

@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 CONNECT_SECONDS = 5.0
 """How long a connection may take to be made, and a server to answer what needs no model."""
 
+PROFILE_SECONDS = 600.0
+"""How long a profile may take to begin or to be written: one of many steps has hundreds of megabytes."""
+
 HEALTH_SECONDS = 1.0
 """Between two looks at a server's health and load."""
 
@@ -191,7 +194,15 @@ class RemoteLink:
         return await self._profile("/stop_profile", {})
 
     async def _profile(self, path: str, body: dict[str, object]) -> str:
-        response = await self._call("POST", path, body)
+        call = asyncio.create_task(self._call("POST", path, body, PROFILE_SECONDS))
+        try:
+            either: list[asyncio.Future[Any]] = [call, self._over]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                raise EngineDeadError(f"{self.address}: {self._over.result()}")
+        finally:
+            call.cancel()
+        response = call.result()
         if response.status_code != 200:
             raise self._error(response)
         return ", ".join(f"{self.address}: {folder}" for folder in response.json()["folders"])
@@ -302,9 +313,12 @@ class RemoteLink:
         except httpx2.TransportError as error:
             logger.warning("%s was not told to abort a request: %s", self.address, error)
 
-    async def _call(self, method: str, path: str, body: dict[str, object] | None = None) -> httpx2.Response:
+    async def _call(
+        self, method: str, path: str, body: dict[str, object] | None = None, seconds: float = CONNECT_SECONDS
+    ) -> httpx2.Response:
+        timeout = httpx2.Timeout(seconds, connect=CONNECT_SECONDS)
         try:
-            return await self._http.request(method, path, json=body, timeout=CONNECT_SECONDS)
+            return await self._http.request(method, path, json=body, timeout=timeout)
         except httpx2.TransportError as error:
             raise EngineDeadError(f"{self.address} does not answer: {type(error).__name__} {error}") from error
 

@@ -35,6 +35,11 @@ def test_an_engines_sessions_end_with_their_blocks() -> None:
             history = [*b"Hello", *first.output_ids, 1, 2]
             assert second.output_ids == ORACLE.output(history, 3, 5, {FAKE_EOS})
             assert second.prompt_tokens == len(history)
+            scored = session.generate("z", {"max_new_tokens": 0}, return_logprob=True, logprob_start_len=0)
+            history += [*second.output_ids, *b"z"]
+            assert scored.prompt_logprobs is not None
+            assert [one.logprob for one in scored.prompt_logprobs] == ORACLE.prompt_logprobs(history)[-1:]
+            second = scored
             assert engine.stats.num_sessions == 1
             for unfinished in session.generate("x", {"max_new_tokens": 100, "ignore_eos": True}, stream=True):
                 assert unfinished.prompt_tokens == len(history) + len(second.output_ids) + 1

@@ -350,3 +350,33 @@ def test_pools_of_all_replicas_are_added_up_by_name() -> None:
     total = total_stats(several)
     assert total.groups == [GroupUsage("full", 20, 200), GroupUsage("swa", 60, 80)]
     assert (total.steps, total.token_usage) == (5, 0.75)
+
+
+async def test_all_replicas_record_a_profile_or_none(two: ToldReplicas, client: AsyncEngineClient) -> None:
+    assert await client.start_profile("a", None) == ["a/replica-0", "a/replica-1"]
+    assert await client.stop_profile() == ["a/replica-0", "a/replica-1"]
+    two.engine(1).profile_error = ParameterError("a profile is being taken already", param="output_dir")
+    with pytest.raises(ParameterError, match=r"^replica 1: a profile is being taken already; no") as seen:
+        await client.start_profile("b", 3)
+    assert seen.value.param == "output_dir"
+    assert [two.engine(index).profiles for index in (0, 1)] == [[], []]
+
+
+async def test_what_some_replicas_recorded_is_told(two: ToldReplicas, client: AsyncEngineClient) -> None:
+    await client.start_profile("a", None)
+    two.engine(0).profiles.clear()  # as after a restart
+    with pytest.raises(ParameterError, match=r"^replica 0: no profile is being taken; others wrote a/replica-1$"):
+        await client.stop_profile()
+    assert two.engine(1).profiles == []
+    two.engine(0).profile_error = EngineDeadError("killed")
+    with pytest.raises(ReplicaLostError, match=r"^replica 0: killed"):
+        await client.start_profile("b", None)
+    assert two.engine(1).profiles == []
+
+
+async def test_a_profile_needs_a_replica(two: ToldReplicas, client: AsyncEngineClient) -> None:
+    for index in (0, 1):
+        two.engine(index).die()
+    for attempt in (client.start_profile("a", None), client.stop_profile()):
+        with pytest.raises(ReplicaLostError, match="no replica serves"):
+            await attempt

@@ -19,7 +19,7 @@ from sglang_jax.engine.replica import Backoff, Replica
 from sglang_jax.engine.router import Router
 from sglang_jax.engine.routing import Balance, create_policy
 from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, ModelInfo, OutputDelta, SessionOptions
-from sglang_jax.errors import EngineDeadError, RequestError
+from sglang_jax.errors import EngineDeadError, ParameterError, RequestError
 from sglang_jax.scheduler.messages import SchedulerStats
 
 AT_ONCE = Backoff(first=0.0, most=0.0)
@@ -32,6 +32,7 @@ class ToldLink:
 
     - `asked`: requests that it has, by a name that it gave them; `started`: names of those that it began;
       `closed`, `flushed`: what it was told.
+    - `profiles`: folders that it records to; `profile_error`: what it raises when it is told to record.
     """
 
     model_info: ModelInfo = MODEL_INFO
@@ -45,6 +46,8 @@ class ToldLink:
         self.closed: list[bool] = []
         self.flushed = 0
         self.opened: list[str] = []
+        self.profiles: list[str] = []
+        self.profile_error: RequestError | None = None
         self.busy = False
         self.foreign_load = 0
         self.silent_seconds = 0.0
@@ -110,10 +113,15 @@ class ToldLink:
         return not self.busy
 
     async def start_profile(self, folder: str, steps: int | None) -> str:
+        if self.profile_error is not None:
+            raise self.profile_error
+        self.profiles.append(folder)
         return folder
 
     async def stop_profile(self) -> str:
-        return ""
+        if not self.profiles:
+            raise ParameterError("no profile is being taken")
+        return self.profiles.pop()
 
     async def cache_reports(self) -> list[dict[str, object]]:
         return [{"num_nodes": 3}]

@@ -30,15 +30,17 @@ class Talk:
     def session(self) -> Session:
         return self.bench.scheduler.sessions._open[self.name]
 
-    def send(self, tail: list[int], new_tokens: int = 6, after: str | None = None, owner: str = "me") -> int:
-        """Sends a turn; its number."""
+    def send(
+        self, tail: list[int], new_tokens: int = 6, after: str | None = None, owner: str = "me", **asked: int
+    ) -> int:
+        """Sends a turn; its number. `asked`: fields of the request."""
         turn = SessionTurn(self.name, owner, str(self.bench._next_id), after)
         sampling = SamplingParams(max_new_tokens=new_tokens, seed=5, ignore_eos=True)
-        return self.bench.add([*self.history, *tail], sampling=sampling, sent=tail, session=turn)
+        return self.bench.add([*self.history, *tail], sampling=sampling, sent=tail, session=turn, **asked)
 
-    def turn(self, tail: list[int], new_tokens: int = 6) -> int:
+    def turn(self, tail: list[int], new_tokens: int = 6, **asked: int) -> int:
         """A whole turn; its number."""
-        number = self.send(tail, new_tokens)
+        number = self.send(tail, new_tokens, **asked)
         self.bench.run()
         self.history = [*self.bench.prompts[number], *self.bench.channel.output(number)]
         check_everything(self.bench.scheduler.cache)
@@ -218,6 +220,59 @@ def test_the_token_that_texts_begin_with_is_left_out_within_a_session() -> None:
         talk.history = [*bench.prompts[number], *bench.wanted[number]]
     number = bench.add([*talk.history, 1], 3, sent=[1], session=SessionTurn("s", "me", "x", None, 1))
     assert "adds nothing" in refusal(bench, number)[1]
+
+
+def told_of(bench: Bench, number: int, begins: int) -> list[tuple[int, float | None]]:
+    """Token and logprob of a whole prompt, from position `begins` on, as the oracle has them."""
+    prompt = bench.prompts[number]
+    return list(zip(prompt, [None, *bench.oracle.prompt_logprobs(prompt)], strict=True))[begins:]
+
+
+def test_logprobs_of_a_turns_prompt_are_those_of_the_whole_conversation(bench: Bench) -> None:
+    """From each position of what the turn adds, the first included, which the turn before it predicts. That costs no
+    turn what its session keeps: where nothing was sampled or the client saw less, what it keeps may end at a page's
+    start, and the token in front of it is computed again."""
+    talk = Talk(bench)
+    for number, start in enumerate([0, 2, 0, 6, 3, 0, 1, 0]):
+        before, tail = len(talk.history), [1 + (5 * number + k) % 36 for k in range(1 + start + number % 4)]
+        turn = talk.turn(tail, new_tokens=(number * 3) % 8, logprob_start=start, top_logprobs=0)
+        assert bench.channel.prompt_logprobs[turn] == told_of(bench, turn, before + start), f"turn {number}"
+        assert bench.channel.cached[turn] >= before - 1 - 2 * bench.page_size
+    number = talk.turn([5, 6, 7], logprob_start=-1, top_logprobs=0)
+    assert number not in bench.channel.prompt_logprobs
+    bench.check_outputs()
+
+
+def test_logprobs_of_a_turn_that_was_retracted_come_once(bench: Bench) -> None:
+    talk = Talk(bench)
+    talk.turn([1, 2, 3, 4, 5, 6])
+    number = talk.send([1 + k % 30 for k in range(30)], new_tokens=12, logprob_start=0, top_logprobs=0)
+    for steps in (1, 2, 4):
+        for _ in range(steps):
+            bench.scheduler.step()
+        bench.scheduler.drain_in_flight()
+        bench.scheduler.retract_newest()
+    bench.run()
+    assert bench.channel.prompt_logprobs[number] == told_of(bench, number, len(talk.history))
+    bench.check_outputs()
+
+
+def test_logprobs_are_counted_in_what_a_turn_adds() -> None:
+    """Without the token that texts begin with, where that is left out; what is beyond is refused, and changes
+    nothing."""
+    bench = Bench()
+    talk = Talk(bench)
+    talk.turn([1, 5, 6])
+    for start, wanted in ((2, "must be in [-1, 1], as this turn adds 2 tokens to session 's', got 2"), (1, "")):
+        turn = SessionTurn("s", "me", "x", None, 1)
+        prompt = [*talk.history, 7, 8]
+        number = bench.add(prompt, 3, sent=[1, 7, 8], session=turn, logprob_start=start, top_logprobs=0)
+        if wanted:
+            name, message = refusal(bench, number)
+            assert (name, wanted in message) == ("ParameterError", True), message
+    bench.run()
+    assert bench.channel.prompt_logprobs[number] == told_of(bench, number, len(prompt) - 1)
+    assert bench.channel.output(number) == bench.wanted[number]
 
 
 def test_sessions_time_out_when_no_turn_comes_and_never_during_one() -> None:

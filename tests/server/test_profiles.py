@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from helpers.echo_server import EchoServer, serve_echo
-from helpers.engine_fakes import load_fake_model, load_tokenizer
+from helpers.engine_fakes import ByteTokenizer, load_fake_model, load_tokenizer
+
+from sglang_jax.config import ServerConfig
+from sglang_jax.engine.types import EngineClient
+from sglang_jax.errors import EngineDeadError
+from sglang_jax.runner.fake import FakeRunner
+from sglang_jax.server import remote_link
+from sglang_jax.server.remote_replicas import connect_engines
 
 OPTIONS = {"page_size": 4, "max_total_tokens": 512}
 
@@ -90,3 +100,50 @@ def test_a_server_without_a_folder_takes_none() -> None:
         refused = server.http.post("/start_profile", json={})
         assert refused.status_code == 400
         assert "--profile-dir FOLDER" in refused.json()["error"]["message"]
+
+
+@pytest.fixture
+def writes_slowly(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Recordings are written once this is set."""
+    may_end, stop = threading.Event(), FakeRunner.stop_profile
+
+    def stop_later(runner: FakeRunner) -> None:
+        assert may_end.wait(60)
+        stop(runner)
+
+    monkeypatch.setattr(FakeRunner, "stop_profile", stop_later)
+    monkeypatch.setattr(remote_link, "CONNECT_SECONDS", 0.5)
+    return may_end
+
+
+async def gone(*_: object) -> NoReturn:
+    raise EngineDeadError("it is gone", started=False)
+
+
+async def connect(config: ServerConfig) -> EngineClient:
+    return await connect_engines(config, ByteTokenizer())
+
+
+def test_a_server_behind_a_router_may_take_its_time(
+    root: Path, writes_slowly: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        serve_echo(load_fake_model, load_tokenizer, profile_dir=str(root / "behind"), **OPTIONS) as behind,
+        serve_echo(launch=connect, connect=f"127.0.0.1:{behind.port}", profile_dir=str(root)) as router,
+        ThreadPoolExecutor() as pool,
+    ):
+        assert router.http.post("/start_profile").status_code == 200
+        stopped = pool.submit(router.http.post, "/stop_profile")
+        with pytest.raises(TimeoutError):
+            stopped.result(1.5)  # beyond what a server may take to answer otherwise
+        writes_slowly.set()
+        assert stopped.result(30).json()["folders"] == [f"127.0.0.1:{behind.port}: {root}/behind"]
+        assert router.http.post("/start_profile").status_code == 200
+        writes_slowly.clear()
+        stopped = pool.submit(router.http.post, "/stop_profile")
+        with pytest.raises(TimeoutError):
+            stopped.result(0.5)
+        monkeypatch.setattr(remote_link, "_get", gone)
+        lost = stopped.result(30)
+        assert (lost.status_code, lost.json()["error"]["code"]) == (503, "replica_lost")
+        writes_slowly.set()

@@ -161,7 +161,8 @@ def test_a_turn_is_one_prompt_with_one_output(server: EchoServer) -> None:
     session = opened(server)
     try:
         refused(turn(server, session, "a", sampling_params={"n": 2}), 400, session)
-        refused(turn(server, session, "a", return_logprob=True, logprob_start_len=0), 400, session)
+        beyond = turn(server, session, "ab", return_logprob=True, logprob_start_len=2)
+        assert refused(beyond, 400, session, "[-1, 1]", "2 new tokens", "got 2")["param"] == "logprob_start_len"
         refused(turn(server, session, ["a", "b"]), 400, session, "one after the other")
         several = {"prompt": ["a", "b"], "session_params": {"id": session}}
         refused(post(server, "/v1/completions", several), 400, session, "one after the other")
@@ -169,6 +170,30 @@ def test_a_turn_is_one_prompt_with_one_output(server: EchoServer) -> None:
         assert len(with_logprobs["meta_info"]["output_token_logprobs"]) == 5
     finally:
         closed(server, session)
+
+
+def test_logprobs_of_turns_are_those_of_requests_with_the_whole_conversation(server: EchoServer) -> None:
+    """In streams too; and `echo` tells of what it repeats."""
+    session, history = opened(server), list[int]()
+    wanted = {"return_logprob": True, "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 5, "seed": 3}}
+    for number, text in enumerate(("first ", "second", "the third turn", "4")):
+        prompt = [*history, *text.encode()]
+        alone = {**wanted, "input_ids": prompt, "logprob_start_len": len(history)}
+        expected = post(server, "/generate", alone).json()["meta_info"]["input_token_logprobs"]
+        answer = turn(server, session, text, stream=number == 2, **wanted)
+        found = json.loads(answer.text.split("\n\n")[-3].removeprefix("data: ")) if number == 2 else answer.json()
+        assert found["meta_info"]["input_token_logprobs"] == expected, number
+        assert [one[1] for one in expected] == list(text.encode())
+        assert (expected[0][0] is None) == (number == 0)
+        history = [*prompt, *found["output_ids"]]
+    body = {"max_tokens": 3, "seed": 3, "temperature": 1.0, "logprobs": 0, "echo": True}
+    whole = post(server, "/v1/completions", {**body, "prompt": [*history, *b"and more"]}).json()["choices"][0]
+    last = {**body, "prompt": "and more", "session_params": {"id": session}}
+    part = post(server, "/v1/completions", last).json()["choices"][0]
+    assert part["logprobs"]["tokens"][:8] == list("and more")
+    assert part["logprobs"]["token_logprobs"] == whole["logprobs"]["token_logprobs"][len(history) :]
+    assert part["logprobs"]["text_offset"][:8] == list(range(8))
+    closed(server, session)
 
 
 def test_the_openai_routes_take_turns_too(server: EchoServer) -> None:

@@ -1,0 +1,74 @@
+"""Profiles of several replicas: all take one, or none does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from sglang_jax.engine.link import Link
+from sglang_jax.engine.replica import Replica
+from sglang_jax.errors import EngineDeadError, ParameterError, ReplicaLostError, RequestError
+
+logger = logging.getLogger(__name__)
+
+Serving = Sequence[Replica[Link]]
+"""Replicas that serve."""
+
+
+async def start_profiles(serving: Serving, folders: Sequence[str], steps: int | None) -> list[str]:
+    """Each records to its own of `folders`. Returns the folders of the recordings.
+
+    **Raises:** `ParameterError` or `ReplicaLostError` with what the first said that cannot record; those that had begun
+    are stopped.
+    """
+    own = dict(zip(serving, folders, strict=True))
+    begun, failed = await _each(serving, lambda replica: replica.client.start_profile(own[replica], steps))
+    if failed:
+        _, unstopped = await _each([one for one in serving if one not in failed], _stop)
+        for replica, error in unstopped.items():
+            logger.warning("The profile of replica %d was not stopped: %s", replica.index, error.message)
+        raise _first(failed, "no replica records now")
+    return begun
+
+
+async def stop_profiles(serving: Serving) -> list[str]:
+    """Returns the folders of what was recorded.
+
+    **Raises:** `ParameterError` or `ReplicaLostError` with what the first said that wrote no recording, and the folders
+    of those that did.
+    """
+    written, failed = await _each(serving, _stop)
+    if failed:
+        raise _first(failed, f"others wrote {', '.join(written)}" if written else "no other wrote one")
+    return written
+
+
+def _stop(replica: Replica[Link]) -> Awaitable[str]:
+    return replica.client.stop_profile()
+
+
+async def _each(
+    serving: Serving, ask: Callable[[Replica[Link]], Awaitable[str]]
+) -> tuple[list[str], dict[Replica[Link], RequestError]]:
+    """What each answered, and what those raised that did not."""
+    answers = await asyncio.gather(*(ask(replica) for replica in serving), return_exceptions=True)
+    folders: list[str] = []
+    failed: dict[Replica[Link], RequestError] = {}
+    for replica, answer in zip(serving, answers, strict=True):
+        if isinstance(answer, str):
+            folders.append(answer)
+        elif isinstance(answer, RequestError):
+            failed[replica] = answer
+        else:
+            raise answer
+    return folders, failed
+
+
+def _first(failed: dict[Replica[Link], RequestError], others: str) -> RequestError:
+    """What the first that failed said, and what became of the others."""
+    replica, error = next(iter(failed.items()))
+    message = f"replica {replica.index}: {error.message}; {others}"
+    if isinstance(error, EngineDeadError):
+        return ReplicaLostError(message)
+    return ParameterError(message, param=error.param)
