@@ -27,7 +27,7 @@ class ServerConfig(EngineConfig):
     connect: str | None = Field(
         None,
         description="HOST:PORT,...: servers of the same model to load-balance across, instead of starting an engine; "
-        "with local in the list: beside this server's own",
+        "with local in the list: next to this server's own",
     )
     drain_timeout: float = Field(
         300.0,

@@ -78,7 +78,7 @@ def read_addresses(text: str) -> tuple[list[str], bool]:
     if len(set(parts)) < len(parts):
         raise ConfigError(f"connect names a server twice: {text}")
     if not addresses:
-        raise ConfigError(f"connect names no other server: {text}; leave it out for this server's engines alone")
+        raise ConfigError(f"connect names no other server: {text}; leave it out to have this server's engines only")
     return addresses, len(addresses) < len(parts)
 
 
