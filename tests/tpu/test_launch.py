@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import shlex
+import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import httpx2
 import pytest
 from click.testing import CliRunner
+from helpers.echo_server import wait_for
 from helpers.small_configs import small_config
 
 import sglang_jax.server.serve
@@ -233,3 +239,61 @@ def test_the_server_is_started_with_the_same_arguments(monkeypatch: pytest.Monke
     result = CliRunner().invoke(launch, ["--port", "31000"], standalone_mode=False)
     assert result.return_value == 7
     assert started[0][-2:] == ["--port", "31000"]
+
+
+HOST = """
+import sys
+sys.path.insert(0, {root!r})
+import tpu.launch
+from sglang_jax.cli.main import run
+from tpu.machine import Machine
+from tpu.topologies import parse_topology
+
+if __name__ == "__main__":
+    machine = Machine(parse_topology("v6e:2x4"), int(sys.argv[1]), ("127.0.0.1", "127.0.0.2"))
+    tpu.launch.detect_machine = lambda environment: machine
+    sys.exit(run(tpu.launch.launch, "tpu.launch", sys.argv[2:]))
+"""
+"""A host of a slice of two, which are addresses of this machine."""
+
+OPTIONS = [
+    *("--dp-size", "2", "--tp-size", "1", "--device", "cpu", "--skip-warmup", "--load-balance-method", "round_robin"),
+    *("--max-running-requests", "1", "--context-length", "256", "--max-total-tokens", "512", "--page-size", "16"),
+]
+
+
+@pytest.mark.soak
+def test_two_hosts_share_requests_until_one_is_killed(tmp_path: Path) -> None:
+    """The same command on both, on the CPU."""
+    program = tmp_path / "host.py"
+    program.write_text(HOST.format(root=str(Path(__file__).parents[2])))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    commands = [[sys.executable, str(program), str(worker), "--port", port, *OPTIONS] for worker in range(2)]
+    hosts = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for command in commands]
+    try:
+        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as http:
+
+            def loads() -> list[dict[str, Any]]:
+                try:
+                    return http.get("/v1/loads").json()["loads"]
+                except httpx2.TransportError:
+                    return []
+
+            def ask() -> str:
+                body = {"text": "The capital of France is", "sampling_params": {"max_new_tokens": 3, "temperature": 0}}
+                return http.post("/generate", json=body).json()["text"]
+
+            wait_for(lambda: [load["state"] for load in loads()] == ["serving"] * 2, 300)
+            assert len({ask() for _ in range(4)}) == 1
+            assert [load["num_used_tokens"] > 0 or load["gen_throughput"] > 0 for load in loads()] == [True, True]
+            hosts[1].kill()
+            wait_for(lambda: loads()[1]["state"] != "serving", 30)
+            assert {ask() for _ in range(2)} == {ask()}
+            hosts[0].terminate()
+            assert hosts[0].wait(60) == 0
+    finally:
+        for host in hosts:
+            host.kill()
+            host.wait()
