@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
-from gguf import GGMLQuantizationType, dequantize
+from gguf import GGMLQuantizationType, quants
 from numpy.typing import NDArray
 
 from sglang_jax.architectures.manifest import manifest_of
@@ -26,24 +26,27 @@ _PLAIN_DTYPES: dict[GGMLQuantizationType, np.dtype] = {
     GGMLQuantizationType.F16: np.dtype(np.float16),
     GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
 }
-_BLOCK_TYPES = frozenset(
-    {
-        GGMLQuantizationType.Q8_0,
-        GGMLQuantizationType.Q4_0,
-        GGMLQuantizationType.Q4_1,
-        GGMLQuantizationType.Q5_0,
-        GGMLQuantizationType.Q5_1,
-        GGMLQuantizationType.Q4_K,
-        GGMLQuantizationType.Q5_K,
-        GGMLQuantizationType.Q6_K,
-    }
-)
+_BLOCK_TYPES = {
+    GGMLQuantizationType.Q8_0: quants.Q8_0,
+    GGMLQuantizationType.Q4_0: quants.Q4_0,
+    GGMLQuantizationType.Q4_1: quants.Q4_1,
+    GGMLQuantizationType.Q5_0: quants.Q5_0,
+    GGMLQuantizationType.Q5_1: quants.Q5_1,
+    GGMLQuantizationType.Q4_K: quants.Q4_K,
+    GGMLQuantizationType.Q5_K: quants.Q5_K,
+    GGMLQuantizationType.Q6_K: quants.Q6_K,
+}
+"""What widens blocks of each type."""
+
 _BLOCK_FORMATS = {
     GGMLQuantizationType.Q4_0: BlockFormat.FOUR_BITS,
     GGMLQuantizationType.Q4_1: BlockFormat.FOUR_BITS,
     GGMLQuantizationType.Q8_0: BlockFormat.EIGHT_BITS,
 }
-SUPPORTED_TYPES = frozenset(_PLAIN_DTYPES) | _BLOCK_TYPES
+SUPPORTED_TYPES = frozenset(_PLAIN_DTYPES) | frozenset(_BLOCK_TYPES)
+
+_AT_A_TIME = 2**16
+"""Weights that are widened at once: enough to make little of what a call costs, and few enough for a core's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +170,15 @@ def _stored_tensors(config: ModelConfig) -> dict[str, _Known]:
 
 
 def _dequantize(raw: Array, tensor: GgufTensor) -> Array:
+    """Rows as float32, those of blocks `[rows, bytes]`; others stay as they are."""
     if tensor.kind is None or tensor.kind in _PLAIN_DTYPES:
         return raw
-    if raw.size == 0:
-        return np.empty((0, tensor.shape[-1]), dtype=np.float32)
-    values: Array = dequantize(np.ascontiguousarray(raw), tensor.kind)
+    width = tensor.shape[-1]
+    values: Array = np.empty((len(raw), width), np.float32)
+    rows = max(_AT_A_TIME // width, 1)
+    for first in range(0, len(raw), rows):
+        some = np.ascontiguousarray(raw[first : first + rows])
+        values[first : first + rows] = _BLOCK_TYPES[tensor.kind].dequantize_rows(some)
     return values
 
 

@@ -6,7 +6,9 @@ structure is repeated here.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -24,8 +26,17 @@ from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import named_sharding
 from sglang_jax.models.parameters import ModelParameter, parameters_of
 from sglang_jax.models.transformer import Transformer
+from sglang_jax.runner.host_machine import cpu_cores
 
 Index = tuple[slice, ...]
+_MOST_HELD = 2 << 30
+"""Bytes of parameters that are read at a time, or one parameter."""
+
+_MOST_READS = 16
+
+_COLUMNS = 64
+"""Copied at once."""
+
 ReadPart = Callable[[Index], Array]
 """Reads the part of a parameter at an index: one slice for each axis."""
 
@@ -33,28 +44,61 @@ ReadPart = Callable[[Index], Array]
 def load_weights(model: Transformer, reader: TensorReader, config: ModelConfig, mesh: Mesh) -> None:
     """Gives every parameter of `model` its value, of the model's dtype, spread over `mesh` by its axes.
 
-    At any time the host holds no more than the parts of one parameter. `config` is the checkpoint's; a layer of the
-    model with more kv heads has each of the checkpoint's several times, and a model with a larger vocabulary has zeros
-    past the checkpoint's.
+    Several are read at a time where there are cores for that; the host holds the parts of one parameter, or of several
+    that take no more than 2 GiB. `config` is the checkpoint's; a layer of the model with more kv heads has each of the
+    checkpoint's several times, and a model with a larger vocabulary has zeros past the checkpoint's.
 
     Scales of keys and values are not among them: see `kv_scales`.
 
     **Raises:** `CheckpointError` naming tensors that are missing, extra or misshapen.
     """
     check_tensors(reader, config)
-    source = _Source(ParameterReader(reader, config), model.config)
-    for parameter in parameters_of(model):
-        _place(parameter.value, source.of(parameter), mesh)
+    parameters = ParameterReader(reader, config)
+    pool = ThreadPoolExecutor(_reads_at_once(), thread_name_prefix="weights")
+    under_way: deque[tuple[Parameter, Future[jax.Array], int]] = deque()
+    held = 0
+    try:
+        for parameter in parameters_of(model):
+            target = parameter.value.get_value()
+            size = target.size * target.dtype.itemsize
+            while under_way and held + size > _MOST_HELD:
+                held -= _finish(*under_way.popleft())
+            read = _Source(parameters, model.config, target.dtype).of(parameter)
+            under_way.append((parameter.value, pool.submit(_read_parts, parameter.value, read, mesh), size))
+            held += size
+        for each in under_way:
+            _finish(*each)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _place(parameter: Parameter, read: ReadPart, mesh: Mesh) -> None:
-    target = parameter.get_value()
+def _reads_at_once() -> int:
+    """Half of the cores: the others build programs meanwhile."""
+    return min(max(len(cpu_cores()) // 2, 1), _MOST_READS)
+
+
+def _finish(parameter: Parameter, array: Future[jax.Array], size: int) -> int:
+    parameter.set_value(array.result())
+    return size
+
+
+def _read_parts(parameter: Parameter, read: ReadPart, mesh: Mesh) -> jax.Array:
+    """A parameter's value, of which each device of this process has its part."""
 
     def part(index: Index) -> np.ndarray:
         # A copy, in order: a view of the file would keep it open, and a transposed one would be read against the grain.
-        return np.array(read(index), dtype=target.dtype, order="C")
+        return _in_order(read(index))
 
-    parameter.set_value(jax.make_array_from_callback(target.shape, named_sharding(mesh, parameter.axes), part))
+    sharding = named_sharding(mesh, parameter.axes)
+    return jax.make_array_from_callback(parameter.get_value().shape, sharding, part)
+
+
+def _in_order(array: Array) -> Array:
+    """A copy in C order, by blocks of columns: of a transposed matrix both sides then stay in a core's cache."""
+    copy: Array = np.empty(array.shape, array.dtype)
+    for first in range(0, array.shape[-1], _COLUMNS):
+        copy[..., first : first + _COLUMNS] = array[..., first : first + _COLUMNS]
+    return copy
 
 
 def stored_channels(name: ParameterName, built: ModelConfig, stored: ModelConfig) -> list[int]:
@@ -68,11 +112,13 @@ def stored_channels(name: ParameterName, built: ModelConfig, stored: ModelConfig
 
 class _Source:
     """Reads parameters by their axes in the model; a checkpoint's matrices are [out, in]. `built`: the model's config,
-    whose layers may have more kv heads than the checkpoint's."""
+    whose layers may have more kv heads than the checkpoint's. `dtype`: what is read is given this type at once, while
+    it lies as it is stored: turned round, it would take several times as long."""
 
-    def __init__(self, reader: ParameterReader, built: ModelConfig) -> None:
+    def __init__(self, reader: ParameterReader, built: ModelConfig, dtype: np.dtype) -> None:
         self._reader = reader
         self._built = built
+        self._dtype = dtype
 
     def of(self, parameter: ModelParameter) -> ReadPart:
         """What reads a parameter."""
@@ -175,7 +221,7 @@ class _Source:
                 stored_index.append(slice(own.start * head_dim, own.stop * head_dim))
                 shape += [own.stop - own.start, head_dim]
             flat += group
-        found = self._reader.read(name, tuple(stored_index)).reshape(shape)
+        found = self._reader.read(name, tuple(stored_index)).astype(self._dtype, copy=False).reshape(shape)
         if chosen is not None:
             found = np.take(found, chosen, axis=flat.index(Axis.KV_HEADS))
         if flat.count(Axis.HEAD_DIM) and len(flat) > len(spec.axes):

@@ -6,6 +6,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
 import ml_dtypes
 import numpy as np
 import pytest
@@ -166,6 +167,15 @@ def test_blocks_are_dequantised(tmp_path: Path, kind: GGMLQuantizationType) -> N
     part = reader.read(HF_NAME, (slice(3, 6), slice(17, 300)))
     np.testing.assert_array_equal(part, values[3:6, 17:300])
     assert reader.read(HF_NAME, (slice(4, 4),)).shape == (0, COLUMNS)
+
+
+@pytest.mark.parametrize("kind", list(ORACLES), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("rows", [127, 128, 300])
+def test_many_rows_are_widened_as_few_are(tmp_path: Path, kind: GGMLQuantizationType, rows: int) -> None:
+    data = random_blocks(kind, rows)
+    file = write_gguf(tmp_path / "x.gguf", "llama", {}, {NAME: (data, kind)})
+    values = GgufReader(open_gguf(file), config()).read(HF_NAME)
+    np.testing.assert_array_equal(values, gguf.dequantize(data, kind))
 
 
 @pytest.mark.parametrize(
