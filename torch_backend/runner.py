@@ -28,6 +28,7 @@ from sglang_jax.runner.plan import (
     TopLogprobs,
     one_each,
     refuse_drafts,
+    refuse_foreign_memory,
     refuse_states,
 )
 from sglang_jax.runner.protocol import RunnerReport
@@ -251,6 +252,7 @@ class TorchRunner:
             refuse_drafts(plan)
         if not self._table.states:
             refuse_states(plan)
+        refuse_foreign_memory(plan, self._spec)
         unfolded = unfold(plan)
         plan = unfolded.plan
         if plan.num_tokens > self._spec.token_budget or len(plan.rows) > self._spec.max_rows:

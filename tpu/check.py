@@ -142,6 +142,7 @@ def _options(model: str, tp: int, set_: dict[str, object]) -> EngineConfig:
                 "model_path": model,
                 "tp_size": tp,
                 "device": Device.TPU,
+                "debug_memory": False,
                 "dtype": Dtype(str(set_["dtype"])),
             }
         )

@@ -266,7 +266,8 @@ class EngineConfig(BaseModel):
     )
     debug_memory: bool = Field(
         default_factory=lambda: Environment().debug_memory,
-        description="record the owner of every KV page and check the accounting at every step (slow)",
+        description="record the owner of every KV page and check the accounting at every step; on TPUs, compile "
+        "checks of addresses into kernels (slow)",
     )
 
     @model_validator(mode="after")

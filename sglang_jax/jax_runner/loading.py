@@ -172,6 +172,7 @@ def _begin_building(programs: Programs, config: EngineConfig, spec: RunnerSpec) 
 
 def choose_attention(config: EngineConfig, device: jax.Device) -> AttentionImplementation:
     """The implementation that the options ask for; `auto` is the kernels for TPU there, and XLA's operations elsewhere.
+    With `debug_memory` kernels check addresses.
 
     **Raises:** `ConfigError` for one, or for another option, that this backend does not have, and for a TPU that the
     kernels do not know.
@@ -191,6 +192,8 @@ def choose_attention(config: EngineConfig, device: jax.Device) -> AttentionImple
         raise ConfigError(f"attention_backend pallas is for TPU, and the device is a {device.platform}: choose auto")
     if backend is AttentionBackend.PALLAS:
         chip_of(device.device_kind)
+        if config.debug_memory:
+            return AttentionImplementation.PALLAS_CHECKED
     return _ATTENTION[backend]
 
 

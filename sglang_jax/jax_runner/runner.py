@@ -31,6 +31,7 @@ from sglang_jax.runner.plan import (
     mask_words,
     one_each,
     refuse_drafts,
+    refuse_foreign_memory,
     refuse_states,
 )
 from sglang_jax.runner.protocol import RunnerReport
@@ -177,6 +178,7 @@ class JaxRunner:
             refuse_drafts(plan)
         if not self._programs.table.states:
             refuse_states(plan)
+        refuse_foreign_memory(plan, self._spec)
         if self._waiting is not None and self._waiting.second is not None:
             raise RuntimeError(
                 f"step {plan.step} was launched while step {self._waiting.plan.step} waits for its masks"

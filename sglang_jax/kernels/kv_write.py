@@ -39,22 +39,25 @@ def write_kv_on_tpu(
     values: jax.Array,
     runs: jax.Array,
     kv_scales: jax.Array | None = None,
+    *,
+    checked: bool = False,
 ) -> jax.Array:
-    """`kv_storage.write_kv` into tiled pages, but for page 0, of which nothing is written. `runs`: see `find_runs`."""
+    """`kv_storage.write_kv` into tiled pages, but for page 0, of which nothing is written. `runs`: see `find_runs`;
+    `checked`: with checks of addresses."""
     rows = rows_of_pages(kv_pages, keys, values, kv_scales)
     if kv_pages.dtype.itemsize == 1:
         rows = rows.astype(jnp.bfloat16)
-    return write_kv_tiles(kv_pages, rows.transpose(1, 2, 0, 3), runs, tile=_tile_of(kv_pages))
+    return write_kv_tiles(kv_pages, rows.transpose(1, 2, 0, 3), runs, tile=_tile_of(kv_pages), checked=checked)
 
 
-def find_runs(kv_pages: jax.Array, write_slots: jax.Array) -> jax.Array:
+def find_runs(kv_pages: jax.Array, write_slots: jax.Array, checked: bool = False) -> jax.Array:
     """Which tokens go into one tile of a page together: the same in all layers that share page ids, so that a step
     finds them once.
 
     Tokens that write into one tile must follow each other, in the order of their slots, as those of a sequence do.
 
     **Arguments:** `kv_pages`: of one of the layers, for its shape and type; `write_slots` int32 `[T]`, `page *
-    page_size + offset`.
+    page_size + offset`; `checked`: with checks of addresses.
 
     **Returns:** int32 `[programs, 6, tokens of a program]`: of each run its page, the slot of the page that its tile
     begins with, the token (perhaps of another run) that would lie there, how far into the tile the run begins, and how
@@ -69,7 +72,7 @@ def find_runs(kv_pages: jax.Array, write_slots: jax.Array) -> jax.Array:
         in_specs=[pl.BlockSpec((None, 1, width), lambda program: (program, 0, 0), memory_space=pltpu.SMEM)],
         out_specs=pl.BlockSpec((None, _LINES, width), lambda program: (program, 0, 0), memory_space=pltpu.SMEM),
         out_shape=jax.ShapeDtypeStruct((slots.shape[0], _LINES, width), jnp.int32),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), disable_bounds_checks=not checked),
         name="kv_write_runs",
     )(slots)
 
@@ -126,7 +129,9 @@ def _find_runs(
     runs[_TOTALS, 1] = partial
 
 
-def write_kv_tiles(kv_pages: jax.Array, rows: jax.Array, runs: jax.Array, *, tile: int) -> jax.Array:
+def write_kv_tiles(
+    kv_pages: jax.Array, rows: jax.Array, runs: jax.Array, *, tile: int, checked: bool = False
+) -> jax.Array:
     """Stores one row of each head and part per token; nothing is stored for slots of page 0.
 
     **Arguments:** `kv_pages` `[num_pages, kv_heads, parts, page_size, lanes]`; `rows` `[kv_heads, parts, T, lanes]`,
@@ -155,7 +160,8 @@ def write_kv_tiles(kv_pages: jax.Array, rows: jax.Array, runs: jax.Array, *, til
         ],
         out_shape=jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
         input_output_aliases={2: 0},
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        # One after the other: where a run goes on in the next program, both write the same tile.
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), disable_bounds_checks=not checked),
         name="kv_write",
     )(runs, rows, kv_pages)
 

@@ -33,25 +33,37 @@ _LANES = 128
 _FLOAT32 = jnp.float32
 
 
-def scan_in_place(inputs: ScanInputs, pool: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
+def scan_in_place(
+    inputs: ScanInputs, pool: jax.Array, rows: StateRows, *, checked: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """Outputs float32 `[T, heads, value_dim]`, zeros for padding, and the pool `[slots, heads, key_dim, value_dim]`
-    after the step."""
+    after the step. `checked`: with checks of addresses."""
     inputs = inputs.of_heads()
     # XLA lays an array out so that no lane stays empty: values of 64 numbers would be below each other, and a kernel
     # that wants them side by side would be given a copy of the whole pool.
     _, _, key_dim, value_dim = pool.shape
     turned = value_dim % _LANES != 0 and key_dim % _LANES == 0
     pool = pool.swapaxes(2, 3) if turned else pool
-    found, pool = _decode_rows(inputs, pool, rows, turned)
+    found, pool = _decode_rows(inputs, pool, rows, turned, checked)
     tokens = jnp.arange(inputs.values.shape[0])[:, None, None]
     if rows.decode_only:
         outputs = jnp.where(tokens < rows.num_decode, found, 0.0)
     else:
         found = jnp.pad(found, ((0, len(tokens) - len(found)), (0, 0), (0, 0)))
-        of_chunks, pool = _chunks(inputs, pool, rows, turned)
+        of_chunks, pool = _chunks(inputs, pool, rows, turned, checked)
         outputs = jnp.where(tokens < rows.query_starts[-1], of_chunks, 0.0)
         outputs = jnp.where(tokens < rows.num_decode, found, outputs)
     return outputs, pool.swapaxes(2, 3) if turned else pool
+
+
+def _compiler_params(checked: bool) -> pltpu.CompilerParams:
+    """Of a grid of heads by sequences. Programs of different heads read and write different matrices, so that two cores
+    may share them."""
+    return pltpu.CompilerParams(
+        dimension_semantics=("parallel", "arbitrary"),
+        vmem_limit_bytes=VMEM_LIMITS[current_chip()],
+        disable_bounds_checks=not checked,
+    )
 
 
 def heads_at_once(heads: int) -> int:
@@ -62,7 +74,9 @@ def heads_at_once(heads: int) -> int:
 # -- Decode rows -------------------------------------------------------------------------------------------------------
 
 
-def _decode_rows(inputs: ScanInputs, pool: jax.Array, rows: StateRows, turned: bool) -> tuple[jax.Array, jax.Array]:
+def _decode_rows(
+    inputs: ScanInputs, pool: jax.Array, rows: StateRows, turned: bool, checked: bool
+) -> tuple[jax.Array, jax.Array]:
     """The first `num_decode` tokens, each its sequence's only one: outputs `[R, heads, value_dim]`, of which those of
     other rows are anything, and the pool. `turned`: values go along the lines of its matrices, and not keys."""
     count = len(rows.own)
@@ -80,7 +94,7 @@ def _decode_rows(inputs: ScanInputs, pool: jax.Array, rows: StateRows, turned: b
     factors = [grouped(jnp.exp(inputs.decays))] + ([] if inputs.rates is None else [grouped(inputs.rates)])
 
     def of_row(*shape: int, space: pltpu.MemorySpace = pltpu.VMEM) -> pl.BlockSpec:
-        index = lambda row, group, *_: (row, group, 0, 0)  # noqa: E731
+        index = lambda group, row, *_: (row, group, 0, 0)  # noqa: E731
         return pl.BlockSpec((1, 1, *shape), index, memory_space=space)
 
     decoding = jnp.arange(count) < rows.num_decode
@@ -90,16 +104,16 @@ def _decode_rows(inputs: ScanInputs, pool: jax.Array, rows: StateRows, turned: b
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             # Without decode rows one program computes padding.
-            grid=(jnp.maximum(rows.num_decode, 1), groups),
+            grid=(groups, jnp.maximum(rows.num_decode, 1)),
             in_specs=[
                 of_row(*keys.shape[2:]),
                 of_row(*values.shape[2:]),
                 of_row(len(factors), at_once, space=pltpu.SMEM),
-                pl.BlockSpec(matrices, lambda row, group, begin, *_: (begin[row], group, 0, 0)),
+                pl.BlockSpec(matrices, lambda group, row, begin, *_: (begin[row], group, 0, 0)),
             ],
             out_specs=[
                 of_row(*values.shape[2:]),
-                pl.BlockSpec(matrices, lambda row, group, begin, fresh, own: (own[row], group, 0, 0)),
+                pl.BlockSpec(matrices, lambda group, row, begin, fresh, own: (own[row], group, 0, 0)),
             ],
         ),
         out_shape=[
@@ -107,7 +121,7 @@ def _decode_rows(inputs: ScanInputs, pool: jax.Array, rows: StateRows, turned: b
             jax.ShapeDtypeStruct(pool.shape, pool.dtype),
         ],
         input_output_aliases={6: 1},
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_LIMITS[current_chip()]),
+        compiler_params=_compiler_params(checked),
         name="state_rows",
     )(
         rows.begin,
@@ -124,7 +138,7 @@ def _decode_rows(inputs: ScanInputs, pool: jax.Array, rows: StateRows, turned: b
 
 def _one_token(begin, fresh, own, keys, values, factors, pool, outputs, written, *, turned: bool, delta: bool):  # type: ignore[no-untyped-def]
     """Some heads of one row."""
-    is_new = fresh[pl.program_id(0)] != 0
+    is_new = fresh[pl.program_id(1)] != 0
     heads, of_keys = pool.shape[1], int(turned)
 
     def at(place: int, along_lines: bool) -> tuple[int | slice, ...]:
@@ -145,7 +159,9 @@ def _one_token(begin, fresh, own, keys, values, factors, pool, outputs, written,
 # -- Chunks ------------------------------------------------------------------------------------------------------------
 
 
-def _chunks(inputs: ScanInputs, pool: jax.Array, rows: StateRows, turned: bool) -> tuple[jax.Array, jax.Array]:
+def _chunks(
+    inputs: ScanInputs, pool: jax.Array, rows: StateRows, turned: bool, checked: bool
+) -> tuple[jax.Array, jax.Array]:
     """All sequences behind the decode rows: outputs `[T, heads, value_dim]`, of which those of other tokens are
     anything, and the pool. `turned` as above."""
     tokens, heads, value_dim = inputs.values.shape
@@ -193,7 +209,7 @@ def _chunks(inputs: ScanInputs, pool: jax.Array, rows: StateRows, turned: bool) 
             jax.ShapeDtypeStruct(pool.shape, pool.dtype),
         ],
         input_output_aliases={9: 1},
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_LIMITS[current_chip()]),
+        compiler_params=_compiler_params(checked),
         name="state_chunks",
     )(
         rows.num_decode[None],

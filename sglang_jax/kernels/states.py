@@ -21,7 +21,7 @@ def scan_states(
 
     **Returns:** outputs float32 `[T, heads, value_dim]`, those of padding of no account, and the pool after the step.
     """
-    if implementation is AttentionImplementation.PALLAS:
-        return scan_in_place(inputs, pool, rows)
+    if implementation.for_tpu:
+        return scan_in_place(inputs, pool, rows, checked=implementation.checked)
     outputs, states = scan(inputs, rows.read(pool).astype(jnp.float32), rows)
     return outputs, rows.write(pool, states)

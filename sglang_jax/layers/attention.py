@@ -125,7 +125,7 @@ def with_write_plan(implementation: AttentionImplementation, batch: ForwardBatch
     """A cache group's batch with what all its layers have in common as they write; `kv_pages` are those of one."""
     find = partial(plan_writes, implementation, kv_pages)
     mesh = jax.sharding.get_abstract_mesh()
-    if implementation is AttentionImplementation.PALLAS and not mesh.empty:
+    if implementation.for_tpu and not mesh.empty:
         whole = PartitionSpec()
         find = jax.shard_map(find, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
     return replace(batch, write_plan=find(batch.write_slots))
@@ -167,7 +167,7 @@ def write_and_attend(
         return attended, kv_pages
 
     mesh = jax.sharding.get_abstract_mesh()
-    if implementation is not AttentionImplementation.PALLAS or mesh.empty:
+    if not implementation.for_tpu or mesh.empty:
         return run(queries, keys, values, kv_pages, batch, options)
     heads = partition_spec((Axis.TOKENS, Axis.HEADS, Axis.HEAD_DIM))
     kv_heads = partition_spec((Axis.TOKENS, Axis.KV_HEADS, Axis.HEAD_DIM))

@@ -323,3 +323,38 @@ def refuse_drafts(plan: StepPlan) -> None:
     """
     if plan.learnt is not None or int(plan.tokens.min()) < LAST_TOKEN:
         raise ValueError(f"step {plan.step} has drafts, or rows after drafts: this runner samples one token a row")
+
+
+def refuse_foreign_memory(plan: StepPlan, spec: RunnerSpec) -> None:
+    """No page or slot outside its pool, and no row longer than its page table, gets to a device: there it would end the
+    process without a word of what was wrong.
+
+    **Raises:** `ValueError` naming the first row at fault.
+    """
+    for number, (deltas, pool) in enumerate(zip(plan.page_deltas, spec.pools, strict=True)):
+        if _outside(deltas.pages, pool.num_pages):
+            first = int(np.argmax(deltas.pages.view(np.uint32) >= pool.num_pages))
+            raise ValueError(
+                f"step {plan.step} gives row {deltas.rows[first]} page {deltas.pages[first]} in column "
+                f"{deltas.columns[first]} of page table {number}: its pool has pages 0 to {pool.num_pages - 1}"
+            )
+    for copies in plan.copies:
+        slots = spec.pools[copies.pool].num_pages
+        for places in (copies.sources, copies.targets):
+            if _outside(places, slots):
+                raise ValueError(
+                    f"step {plan.step} copies states between slots {copies.sources.tolist()} and "
+                    f"{copies.targets.tolist()}: pool {copies.pool} has slots 0 to {slots - 1}"
+                )
+    most = spec.max_pages_per_row * spec.pools[0].page_size
+    if _outside(plan.kv_lens, most + 1):
+        first = int(np.argmax(plan.kv_lens.view(np.uint32) > most))
+        raise ValueError(
+            f"step {plan.step} has {plan.kv_lens[first]} tokens in row {plan.rows[first]}: a row of the page table "
+            f"holds at most {most}"
+        )
+
+
+def _outside(numbers: Int32, end: int) -> bool:
+    """Whether any is not in `[0, end)`. Seen without a sign, what is below 0 is above all others."""
+    return numbers.size > 0 and int(numbers.view(np.uint32).max()) >= end

@@ -19,6 +19,7 @@ from uvicorn.protocols.utils import get_local_addr, get_remote_addr
 
 from sglang_jax.errors import RequestError
 from sglang_jax.server.errors import TooManyConnectionsError, error_body
+from sglang_jax.server.held_answers import HeldAnswers, share_limit
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +58,11 @@ def bounded_connections(limits: ConnectionLimits) -> type[H11Protocol]:
     """uvicorn's connections with these limits, which all of them share."""
     # In the order in which they began to wait for a request; the first has waited longest.
     idle: dict[BoundedConnection, None] = {}
+    held = HeldAnswers()
 
     class Connection(BoundedConnection):
         def __init__(self, *arguments: object, **options: object) -> None:
-            super().__init__(limits, idle, *arguments, **options)
+            super().__init__(limits, idle, held, *arguments, **options)
 
     return Connection
 
@@ -71,7 +73,8 @@ class BoundedConnection(H11Protocol):
     - A client has `client_timeout` for the whole head of a request, from the connection's start or from the head's
       first byte; uvicorn itself closes those that are idle between two requests.
     - A client that reads nothing of an answer for that time is cut off. Until then uvicorn's write buffer holds 64 KiB
-      and one event, and the engine is not asked for more.
+      and one event, and the engine is not asked for more. Of long answers that are whole only so much
+      waits: see `HeldAnswers`.
     - Where `max_connections` are open, a new one takes the place of that which has waited longest for a request; if all
       are at work, it is refused with 503. So silent connections keep nobody out.
 
@@ -82,13 +85,19 @@ class BoundedConnection(H11Protocol):
     """
 
     def __init__(
-        self, limits: ConnectionLimits, idle: dict[BoundedConnection, None], *arguments: object, **options: object
+        self,
+        limits: ConnectionLimits,
+        idle: dict[BoundedConnection, None],
+        held: HeldAnswers,
+        *arguments: object,
+        **options: object,
     ) -> None:
         super().__init__(*arguments, **options)  # type: ignore[arg-type]  # those of uvicorn's own
         self._application = self.app
         self.app = self._run
         self._limits = limits
         self._idle = idle
+        self._held = held
         self._rest = bytearray()
         self._slice = SLICE
         self._parsing = False
@@ -186,6 +195,7 @@ class BoundedConnection(H11Protocol):
                 body = message["body"]
                 transport.write(b"%x\r\n%b\r\n" % (len(body), body))  # RFC 9112, section 7.1
 
+        share_limit(scope, self._held, transport.abort)
         await self._application(scope, receive, send_or_write)
 
     def on_response_complete(self) -> None:

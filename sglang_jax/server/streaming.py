@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from sglang_jax.engine.types import OutputDelta
 from sglang_jax.errors import RequestError
 from sglang_jax.server.errors import error_body, internal_error
+from sglang_jax.server.held_answers import hold
 
 logger = logging.getLogger(__name__)
 
@@ -42,20 +43,24 @@ def event(payload: object) -> bytes:
 
 class LongResponse(Response):
     """JSON of megabytes, given to the connection a slice at a time as its client reads: whole it would be copied twice
-    on its way, and wait there in each copy."""
+    on its way, and wait there in each copy. What waits of all of them has a limit."""
 
     media_type = "application/json"
 
     def __init__(self, parts: Sequence[bytes | bytearray]) -> None:
-        super().__init__(headers={"Content-Length": str(sum(map(len, parts)))})
+        self._size = sum(map(len, parts))
+        super().__init__(headers={"Content-Length": str(self._size)})
         self._parts = parts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        for part in self._parts:
-            for start in range(0, len(part), RESPONSE_SLICE):
-                body = bytes(part[start : start + RESPONSE_SLICE])
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+        with hold(scope, self._size) as sent:
+            for part in self._parts:
+                for start in range(0, len(part), RESPONSE_SLICE):
+                    body = bytes(part[start : start + RESPONSE_SLICE])
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                    if not sent(len(body)):
+                        return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -11,7 +11,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+
+from tpu.schedule import DUMP_FLAGS
 
 TOPOLOGIES = {
     "v4": "v4:2x2x1",
@@ -50,6 +53,7 @@ class Kernel:
     sinks: bool = False
     scales: bool = False
     blocks: tuple[int, int] | None = None
+    checked: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class StateKernel:
     tokens: int = 64
     rows: int = 64
     slots: int = 80
+    checked: bool = False
 
     @property
     def pool(self) -> tuple[int, ...]:
@@ -80,8 +85,8 @@ class Outcome:
     temporary: int = 0
 
 
-def compile_kernels(chip: str, kernels: Sequence[Kernel | StateKernel]) -> list[Outcome]:
-    """One outcome for each kernel."""
+def compile_kernels(chip: str, kernels: Sequence[Kernel | StateKernel], dumps: Path | None = None) -> list[Outcome]:
+    """One outcome for each kernel. `dumps`: a folder for the compiler's schedules."""
     request = json.dumps([(isinstance(kernel, StateKernel), asdict(kernel)) for kernel in kernels])
     root = Path(__file__).parents[2]
     # `make test` keeps libtpu in a folder of its own: wherever JAX can import it, it looks for a TPU.
@@ -91,7 +96,12 @@ def compile_kernels(chip: str, kernels: Sequence[Kernel | StateKernel]) -> list[
         [sys.executable, __file__, TOPOLOGIES[chip]],
         input=request.encode(),
         stdout=subprocess.PIPE,
-        env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": path},
+        env={
+            **os.environ,
+            **_ENVIRONMENT,
+            "PYTHONPATH": path,
+            **({} if dumps is None else {"LIBTPU_INIT_ARGS": DUMP_FLAGS.format(folder=dumps)}),
+        },
         check=True,
     )
     return [Outcome(**outcome) for outcome in json.loads(done.stdout.decode().splitlines()[-1])]
@@ -126,6 +136,7 @@ def _compile(topology_name: str, kernels: list[Kernel | StateKernel]) -> list[Ou
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=whole)
 
     def step(
+        pallas: AttentionImplementation,
         kv_pages: jax.Array,
         queries: jax.Array,
         keys: jax.Array,
@@ -133,7 +144,6 @@ def _compile(topology_name: str, kernels: list[Kernel | StateKernel]) -> list[Ou
         batch: ForwardBatch,
         options: AttentionOptions,
     ) -> tuple[jax.Array, jax.Array]:
-        pallas = AttentionImplementation.PALLAS
         kv_pages = write_kv(pallas, kv_pages, keys, values, batch.write_slots, options=options)
         return ragged_paged_attention(pallas, queries, kv_pages, batch, scale=0.1, options=options), kv_pages
 
@@ -169,8 +179,9 @@ def _compile(topology_name: str, kernels: list[Kernel | StateKernel]) -> list[Ou
             )
             tuned()[own, Phase.PREFILL] = Entry(own, Phase.PREFILL, *kernel.blocks, Source.SCHEDULE)
         try:
-            lowered = jax.jit(step, donate_argnums=0).lower(
-                array(shape, kernel.storage), queries, fresh, fresh, batch, options
+            pallas = AttentionImplementation.PALLAS_CHECKED if kernel.checked else AttentionImplementation.PALLAS
+            lowered = jax.jit(step, static_argnums=0, donate_argnums=1).lower(
+                pallas, array(shape, kernel.storage), queries, fresh, fresh, batch, options
             )
             memory = lowered.compile().memory_analysis()
         except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
@@ -194,7 +205,7 @@ def _compile(topology_name: str, kernels: list[Kernel | StateKernel]) -> list[Ou
             decode_only=decode_only,
         )
         try:
-            lowered = jax.jit(scan_in_place, donate_argnums=1).lower(
+            lowered = jax.jit(partial(scan_in_place, checked=kernel.checked), donate_argnums=1).lower(
                 inputs, array(kernel.pool, kernel.states), state_rows
             )
             memory = lowered.compile().memory_analysis()

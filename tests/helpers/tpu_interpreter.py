@@ -24,21 +24,25 @@ class CopyMode(StrEnum):
 
 
 @contextmanager
-def interpreter(mode: CopyMode) -> Iterator[None]:
-    """Kernels that are traced within run in the interpreter."""
-    params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode.value, uninitialized_memory="nan")
+def interpreter(mode: CopyMode, cores: int = 1) -> Iterator[None]:
+    """Kernels that are traced within run in the interpreter, on a device of so many cores."""
+    params = pltpu.InterpretParams(
+        detect_races=True, dma_execution_mode=mode.value, uninitialized_memory="nan", num_cores_or_threads=cores
+    )
     with pltpu.force_tpu_interpret_mode(params):
         yield
 
 
 class Interpreted:
     """A function with its first and static arguments, in the interpreter: compiled once for each mode and shape.
+    `cores`: of the device.
 
     The machine's code is not optimised: such a program is some thousand callbacks, and takes longer to compile than to
     run.
     """
 
-    def __init__(self, function: Callable[..., Any], *first: Any, **static: Any) -> None:
+    def __init__(self, function: Callable[..., Any], *first: Any, cores: int = 1, **static: Any) -> None:
+        self._cores = cores
         options = {"xla_backend_optimization_level": 0}
         self._compiled = {
             mode: jax.jit(partial(function, *first, **static), compiler_options=options) for mode in CopyMode
@@ -47,7 +51,7 @@ class Interpreted:
     def run(self, mode: CopyMode, *args: Any, **kwargs: Any) -> tuple[Any, bool]:
         """The result, and whether there was a race."""
         try:
-            with interpreter(mode):
+            with interpreter(mode, self._cores):
                 result = jax.block_until_ready(self._compiled[mode](*args, **kwargs))
         except Exception:
             pltpu.reset_tpu_interpret_mode_state()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from helpers.tpu_ahead_of_time import TOPOLOGIES, Kernel, Outcome, StateKernel, compile_kernels
@@ -112,6 +114,49 @@ def test_a_mixed_step_compiles_for_other_chips(chip: str, kernel: Kernel) -> Non
     attention, states = compile_kernels(chip, [kernel, STATES[1]])
     check([kernel], [attention])
     check_states([STATES[1]], [states])
+
+
+SHARED = {"paged_attention_decode", "paged_attention_prefill", "kv_write_runs", "state_rows", "state_chunks"}
+ALONE = {"kv_write"}
+"""Kernels of a mixed step whose programs two cores share, and that one core runs: what two of its programs write may
+lie in one tile."""
+
+
+SMALL = Kernel(heads=2, kv_heads=1, tokens=512, rows=32, columns=8)
+SMALL_STATES = StateKernel(heads=18, groups=18, tokens=128, rows=4, slots=8)
+"""Of all kernels, quick to compile: writing a schedule down takes as long as making it."""
+
+
+def schedules(folder: Path) -> dict[str, str]:
+    """The compiler's schedules, by kernel."""
+    found = {}
+    for path in folder.glob("*-final_bundles.txt"):
+        name = re.fullmatch(r"\d+-(\w+?)(\.\d+)*-\d+-final_bundles.txt", path.name)
+        if name is not None and name[1] in SHARED | ALONE:
+            found[name[1]] = path.read_text()
+    assert found.keys() == SHARED | ALONE
+    return found
+
+
+@pytest.mark.slow
+def test_two_cores_of_a_device_share_programs(tmp_path: Path) -> None:
+    """The schedule has the cores meet before a kernel that both run; the second passes over others."""
+    mixed = [SMALL, SMALL_STATES]
+    assert {outcome.error for outcome in compile_kernels("v5p", mixed, tmp_path)} == {None}
+    found = schedules(tmp_path)
+    assert {name for name, text in found.items() if "BarrierMegacore" in text} == SHARED
+    assert not any(CHECK in text for text in found.values())
+
+
+CHECK = "BoundsCheck"
+"""What an address outside its array is reported as, with the copy or the load."""
+
+
+@pytest.mark.slow
+def test_debugging_compiles_checks_in(tmp_path: Path) -> None:
+    kernels = [replace(SMALL, checked=True), replace(SMALL_STATES, checked=True)]
+    assert {outcome.error for outcome in compile_kernels("v6e", kernels, tmp_path)} == {None}
+    assert {name for name, text in schedules(tmp_path).items() if CHECK not in text} == set()
 
 
 @pytest.mark.soak

@@ -12,7 +12,7 @@ from helpers.attention_steps import Case, Step, make_step
 from helpers.tpu_interpreter import CopyMode, Interpreted
 
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation, ragged_paged_attention
-from sglang_jax.kernels.ragged_paged_attention.pallas import blocks, prefill
+from sglang_jax.kernels.ragged_paged_attention.pallas import blocks, prefill, shapes
 from sglang_jax.kernels.ragged_paged_attention.pallas.decode import DecodeBlocks
 from sglang_jax.kernels.ragged_paged_attention.pallas.pages import PageFetcher
 from sglang_jax.kernels.ragged_paged_attention.pallas.prefill import HEADS_TOGETHER, PrefillBlocks
@@ -35,8 +35,8 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @cache
-def kernel(scale: float) -> Interpreted:
-    return Interpreted(ragged_paged_attention, AttentionImplementation.PALLAS, scale=scale)
+def kernel(scale: float, cores: int = 1) -> Interpreted:
+    return Interpreted(ragged_paged_attention, AttentionImplementation.PALLAS, scale=scale, cores=cores)
 
 
 def attend(step: Step, mode: CopyMode, attention: Interpreted | None = None) -> tuple[np.ndarray, bool]:
@@ -45,9 +45,9 @@ def attend(step: Step, mode: CopyMode, attention: Interpreted | None = None) -> 
     return np.asarray(output, np.float32), raced
 
 
-def check(case: Case, mode: CopyMode, seed: int = 0) -> None:
+def check(case: Case, mode: CopyMode, seed: int = 0, attention: Interpreted | None = None) -> None:
     step = make_step(case, seed)
-    output, raced = attend(step, mode)
+    output, raced = attend(step, mode, attention)
     assert not raced
     real = int(step.batch.query_starts[-1])
     bound = EXACT if case.storage == "float32" else ROUNDED
@@ -98,6 +98,53 @@ def test_short_chunks_in_a_wide_block_of_queries(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(blocks, "_prefill_by_costs", lambda shape: PrefillBlocks(256, 128 // shape.page_size))
     case = replace(mixed((100, 60, 150, 5), (100, 60, 40, 5), 0), tokens=256, kv_heads=1, group=1)
     check(case, CopyMode.EAGER)
+
+
+TWO_CORES = {
+    "decode rows on both": decode(260, 1, 256, 2, 5, 3),
+    "decode rows on one": decode(129, 40),
+    "a chunk over the edge": mixed((9, 150, 7), (1, 37, 7), 1),
+    "a chunk up to the edge, empty ones at it": mixed((24, 0, 30, 0, 20), (24, 0, 8, 0, 15), 0),
+    "chunks on one": mixed((150, 9), (10, 9), 0),
+    "a chunk on the other": mixed((1, 2, 3, 4, 200, 5), (1, 1, 1, 1, 20, 5), 4),
+    "nothing": mixed((), (), 0),
+}
+
+
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As v4 and v5p have them; blocks of queries of which the first core has two and the second one or two."""
+    monkeypatch.setitem(shapes.CORES, shapes.Chip.INTERPRETER, 2)
+    monkeypatch.setattr(blocks, "_decode_by_costs", lambda shape: DecodeBlocks(1, 128 // shape.page_size))
+
+
+def check_on_two_cores(name: str, mode: CopyMode) -> None:
+    case = replace(TWO_CORES[name], kv_heads=1)
+    check(case, mode, attention=kernel(make_step(case).scale, cores=2))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("two_cores")
+def test_two_cores_share_the_work() -> None:
+    check_on_two_cores("a chunk over the edge", CopyMode.EAGER)
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("two_cores")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", TWO_CORES)
+def test_two_cores_share_any_work(name: str, mode: CopyMode) -> None:
+    check_on_two_cores(name, mode)
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("two_cores")
+def test_a_missing_wait_on_two_cores_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PageFetcher, "wait_for_block", lambda *_: None)
+    step = make_step(replace(TWO_CORES["decode rows on both"], kv_heads=1))
+    attention = Interpreted(ragged_paged_attention, AttentionImplementation.PALLAS, scale=step.scale, cores=2)
+    _, raced = attend(step, CopyMode.EAGER, attention)
+    assert raced
 
 
 LONG = mixed((9, 320, 300, 20), (1, 1, 20, 9), 2)

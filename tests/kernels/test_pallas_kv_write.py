@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,6 +66,36 @@ def test_pages_after_a_write(monkeypatch: pytest.MonkeyPatch, form: str, mode: C
         assert not raced
         np.testing.assert_array_equal(from_storage(found[1:]), from_storage(expected[1:]))
         np.testing.assert_array_equal(from_storage(found[0]), from_storage(before[0]))
+
+
+def write_on_two_cores(monkeypatch: pytest.MonkeyPatch) -> tuple[jax.Array, jax.Array, bool]:
+    """A sequence of which a tile's slots are written by two programs: the pages as they should be and as they are, and
+    whether there was a race."""
+    monkeypatch.setattr(kv_write, "_TOKENS_PER_PROGRAM", 32)
+    before = jnp.zeros(page_shape(PAGES, 1, PAGE_SIZE, 64, tiled=True), jnp.float32)
+    keys, values = jnp.asarray(np.random.default_rng(0).standard_normal((2, 64, 1, 64)), jnp.float32)
+    slots = jnp.arange(PAGE_SIZE + 4, PAGE_SIZE + 4 + 64, dtype=jnp.int32)
+
+    def write_on_tpu(pages: jax.Array, keys: jax.Array, values: jax.Array, slots: jax.Array) -> jax.Array:
+        return write_kv_on_tpu(pages, keys, values, find_runs(pages, slots))
+
+    found, raced = Interpreted(write_on_tpu, cores=2).run(CopyMode.EAGER, before, keys, values, slots)
+    return write_kv(before, keys, values, slots), found, raced
+
+
+def test_a_tile_of_two_programs_on_a_device_of_two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, found, raced = write_on_two_cores(monkeypatch)
+    assert not raced
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.soak
+def test_cores_that_share_the_writing_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = kv_write.pltpu.CompilerParams
+    shared = partial(params, dimension_semantics=("parallel",))
+    monkeypatch.setattr(kv_write.pltpu, "CompilerParams", lambda dimension_semantics, **others: shared(**others))
+    expected, found, raced = write_on_two_cores(monkeypatch)
+    assert raced or not np.array_equal(found, expected)
 
 
 def test_values_beyond_an_8_bit_type_become_its_largest() -> None:

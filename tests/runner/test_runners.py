@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -246,6 +247,29 @@ def test_a_plan_beyond_the_budget_is_refused_and_changes_nothing(driver: PlanDri
         driver.launch([(long, 40)])
     driver.release(long)
     assert driver.generate(driver.admit(PROMPTS[0]), 3) == greedy(PROMPTS[0], 3)
+
+
+@pytest.mark.parametrize("beyond", [0, 2**30, -(2**30)], ids=["by one", "by far", "below 0"])
+def test_a_page_outside_the_pool_is_refused_by_name_and_changes_nothing(driver: PlanDriver, beyond: int) -> None:
+    page = driver.runner.spec.pools[0].num_pages + beyond
+    driver.free_pages.append(page)
+    wrong = driver.admit(PROMPTS[0])
+    with pytest.raises(ValueError, match=rf"row {wrong.row} page {page} in column \d+ of page table 0: its pool has"):
+        driver.launch([(wrong, len(PROMPTS[0]))])
+    wrong.pages.remove(page)
+    driver.release(wrong)
+    assert driver.generate(driver.admit(PROMPTS[0]), 3) == greedy(PROMPTS[0], 3)
+
+
+def test_a_row_beyond_its_page_table_is_refused(driver: PlanDriver) -> None:
+    long = driver.admit(PROMPTS[0])
+    most = driver.runner.spec.max_pages_per_row * driver.page_size
+    launched = driver.launch([(long, len(PROMPTS[0]))])
+    launched.finish()
+    wrong = replace(launched.plan, kv_lens=np.array([most + 1], np.int32))
+    with pytest.raises(ValueError, match=rf"{most + 1} tokens in row {long.row}: .* at most {most}"):
+        driver.runner.launch(wrong)
+    driver.release(long)
 
 
 def test_a_profile_shows_the_steps(runner: Runner, tmp_path: Path) -> None:

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers.scheduling import VOCAB, Bench
 
+from sglang_jax.architectures import CacheKind
 from sglang_jax.runner.fake_model import Oracle
-from sglang_jax.runner.plan import DRAFT, LAST_TOKEN, PageDeltas, SlotCopies, StepPlan, refuse_drafts, refuse_states
+from sglang_jax.runner.plan import (
+    DRAFT,
+    LAST_TOKEN,
+    PageDeltas,
+    PoolSpec,
+    RunnerSpec,
+    SlotCopies,
+    StepPlan,
+    refuse_drafts,
+    refuse_foreign_memory,
+    refuse_states,
+)
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.chunking import TimedChunk
 from sglang_jax.scheduler.scheduler import Scheduler
@@ -204,6 +217,27 @@ def test_a_runner_without_states_refuses_copies() -> None:
     )
     with pytest.raises(ValueError, match="step 3 copies states"):
         refuse_states(plan)
+
+
+def test_slots_outside_the_pool_are_not_copied() -> None:
+    one = np.ones(1, np.int32)
+    nothing = PageDeltas(NOTHING, NOTHING, NOTHING)
+    plan = StepPlan(
+        step=3,
+        rows=np.zeros(1, np.int32),
+        num_decode=1,
+        query_lens=one,
+        kv_lens=9 * one,
+        tokens=np.array([LAST_TOKEN], np.int32),
+        samples=np.ones(1, np.bool_),
+        page_deltas=(nothing, nothing),
+        copies=(SlotCopies(1, one, 4 * one),),
+    )
+    pools = (PoolSpec(CacheKind.FULL, 9, 16), PoolSpec(CacheKind.STATE, 4, 16))
+    spec = RunnerSpec(pools, max_rows=1, token_budget=1, max_context=32, vocab_size=9)
+    with pytest.raises(ValueError, match=r"between slots \[1\] and \[4\]: pool 1 has slots 0 to 3"):
+        refuse_foreign_memory(plan, spec)
+    refuse_foreign_memory(replace(plan, copies=(SlotCopies(1, one, 3 * one),)), spec)
 
 
 def test_the_benchmark_of_fair_prefill_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import h11
 import pytest
 from helpers.echo_server import EchoServer, post_bytes, serve_echo, wait_for
 
-from sglang_jax.server import connections
+from sglang_jax.server import connections, held_answers
 from sglang_jax.server.connections import LEAST_SLICE, MAX_HEAD_BYTES, SLICE, SLICE_SECONDS, next_slice
 
 TIMEOUT = 0.6
@@ -201,6 +201,27 @@ def test_a_client_that_reads_a_long_answer_slowly_gets_it(strict: EchoServer) ->
             received += len(more)
             if time.monotonic() - begin < 3 * TIMEOUT:
                 time.sleep(TIMEOUT / 6)
+
+
+def test_of_long_answers_that_nobody_reads_one_is_held(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = post_bytes("/tokenize", {"prompt": ["a" * 60_000] * 30})
+    monkeypatch.setattr(held_answers, "MOST_HELD_BYTES", 100_000)
+    with serve_echo() as server:
+        size = len(server.http.post("/tokenize", json={"prompt": ["a" * 60_000] * 30}).content)
+        first, second = connect(server), connect(server)
+        for connection in (first, second):
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+            connection.sendall(asked)
+            assert connection.recv(1) == b"H"  # its answer is on its way
+        assert len(rest_of(first)) < size
+        received = 0
+        while received < size:
+            more = second.recv(65536)
+            assert more
+            received += len(more)
+    assert caplog.text.count("An answer was cut off") == 1
 
 
 def test_a_head_has_a_size(strict: EchoServer) -> None:

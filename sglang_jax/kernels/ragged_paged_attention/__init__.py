@@ -28,11 +28,26 @@ _NO_OPTIONS = AttentionOptions()
 
 class AttentionImplementation(StrEnum):
     """`REFERENCE` looks at every slot that a sequence could have; `XLA` at those that it has; `PALLAS` does too, with
-    kernels for TPU, and takes tiled pages alone (`kernels.kv_storage`)."""
+    kernels for TPU, and takes tiled pages alone (`kernels.kv_storage`).
+
+    `PALLAS_CHECKED` is the same with a check of each address compiled in: one outside its array stops the core with an
+    error that names the copy. For debugging: to start a copy takes two and a half times as many instructions.
+    """
 
     REFERENCE = "reference"
     XLA = "xla"
     PALLAS = "pallas"
+    PALLAS_CHECKED = "pallas_checked"
+
+    @property
+    def for_tpu(self) -> bool:
+        """Kernels for TPU, with checks or without."""
+        return self in (AttentionImplementation.PALLAS, AttentionImplementation.PALLAS_CHECKED)
+
+    @property
+    def checked(self) -> bool:
+        """Kernels check addresses."""
+        return self is AttentionImplementation.PALLAS_CHECKED
 
 
 def ragged_paged_attention(
@@ -60,8 +75,9 @@ def ragged_paged_attention(
             return reference_attention(queries, kv_pages, batch, scale=scale, options=options)
         case AttentionImplementation.XLA:
             return xla_attention(queries, kv_pages, batch, scale=scale, options=options)
-        case AttentionImplementation.PALLAS:
-            return pallas_attention(queries, kv_pages, batch, scale=scale, options=options)
+        case AttentionImplementation.PALLAS | AttentionImplementation.PALLAS_CHECKED:
+            checked = implementation.checked
+            return pallas_attention(queries, kv_pages, batch, scale=scale, options=options, checked=checked)
 
 
 def plan_writes(
@@ -71,7 +87,7 @@ def plan_writes(
 
     **Arguments:** `kv_pages`: of one of the layers; `write_slots` as in `write_kv`.
     """
-    return find_runs(kv_pages, write_slots) if implementation is AttentionImplementation.PALLAS else None
+    return find_runs(kv_pages, write_slots, implementation.checked) if implementation.for_tpu else None
 
 
 def write_kv(
@@ -86,10 +102,10 @@ def write_kv(
 ) -> jax.Array:
     """Stores the keys and values of a step's tokens in a layer's pages: see `kv_storage.write_kv`.
 
-    `PALLAS` writes nothing into page 0, the pad page, and wants tokens that share a page to follow each other. `plan`:
-    of `plan_writes`, made here if there is none.
+    Kernels for TPU write nothing into page 0, the pad page, and want tokens that share a page to follow each other.
+    `plan`: of `plan_writes`, made here if there is none.
     """
-    if implementation is AttentionImplementation.PALLAS:
-        runs = find_runs(kv_pages, write_slots) if plan is None else plan
-        return write_kv_on_tpu(kv_pages, keys, values, runs, options.kv_scales)
+    if implementation.for_tpu:
+        runs = find_runs(kv_pages, write_slots, implementation.checked) if plan is None else plan
+        return write_kv_on_tpu(kv_pages, keys, values, runs, options.kv_scales, checked=implementation.checked)
     return kv_storage.write_kv(kv_pages, keys, values, write_slots, options.kv_scales)

@@ -12,16 +12,23 @@ from sglang_jax.kernels.ragged_paged_attention.options import AttentionOptions
 from sglang_jax.kernels.ragged_paged_attention.pallas.blocks import decode_blocks, prefill_blocks
 from sglang_jax.kernels.ragged_paged_attention.pallas.decode import decode_attention
 from sglang_jax.kernels.ragged_paged_attention.pallas.prefill import prefill_attention
-from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import VMEM_LIMITS, Shape, current_chip
+from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import CORES, VMEM_LIMITS, Shape, current_chip
 from sglang_jax.kernels.ragged_paged_attention.sequences import Sequences
 
 _LANES = 128
 
 
 def pallas_attention(
-    queries: jax.Array, kv_pages: jax.Array, batch: Sequences, *, scale: float, options: AttentionOptions
+    queries: jax.Array,
+    kv_pages: jax.Array,
+    batch: Sequences,
+    *,
+    scale: float,
+    options: AttentionOptions,
+    checked: bool = False,
 ) -> jax.Array:
-    """`ragged_paged_attention` over pages in the TPU's layout (`kernels.kv_storage`).
+    """`ragged_paged_attention` over pages in the TPU's layout (`kernels.kv_storage`). `checked`: with checks of
+    addresses.
 
     **Raises:** `ValueError` for pages whose rows are not whole registers; `ConfigError` for an unknown chip.
     """
@@ -38,9 +45,12 @@ def pallas_attention(
     padded = jnp.pad(queries, ((0, 0), (0, 0), (0, lanes - head_dim)))
     num_decode = batch.num_decode.reshape(1)
 
-    blocks = decode_blocks(shape, rows, columns)
+    cores = CORES.get(chip, 1)
+
+    blocks = decode_blocks(shape, -(-rows // cores), columns)
+    sharing = min(cores, -(-rows // blocks.rows))
     output = decode_attention(
-        jnp.pad(padded[:rows], ((0, -rows % blocks.rows), (0, 0), (0, 0))),
+        jnp.pad(padded[:rows], ((0, -rows % (blocks.rows * sharing)), (0, 0), (0, 0))),
         kv_pages,
         page_table,
         batch.kv_lens,
@@ -49,11 +59,14 @@ def pallas_attention(
         options=options,
         blocks=blocks,
         vmem_limit=VMEM_LIMITS[chip],
+        cores=sharing,
+        checked=checked,
     )[:rows]
     if tokens > rows:
         wide = prefill_blocks(shape, tokens, columns)
+        sharing = min(cores, -(-tokens // wide.queries))
         prefilled = prefill_attention(
-            jnp.pad(padded.swapaxes(0, 1), ((0, 0), (0, -tokens % wide.queries), (0, 0))),
+            jnp.pad(padded.swapaxes(0, 1), ((0, 0), (0, -tokens % (wide.queries * sharing)), (0, 0))),
             kv_pages,
             page_table,
             batch.kv_lens,
@@ -63,6 +76,8 @@ def pallas_attention(
             options=options,
             blocks=wide,
             vmem_limit=VMEM_LIMITS[chip],
+            cores=sharing,
+            checked=checked,
         ).swapaxes(0, 1)[:tokens]
         decoded = jnp.pad(output, ((0, tokens - rows), (0, 0), (0, 0)))
         output = jnp.where((jnp.arange(tokens) < num_decode)[:, None, None], decoded, prefilled)

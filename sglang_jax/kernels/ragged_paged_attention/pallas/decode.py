@@ -1,6 +1,6 @@
 """Attention of decode rows, one query each: bound by the speed at which keys and values arrive.
 
-Rows are worked off one after the other, each in blocks of keys, and the pages of the next `DEPTH - 1` blocks, be they
+A core works rows off one after the other, each in blocks of keys, and the pages of the next `DEPTH - 1` blocks, be they
 this row's or of those after it, are always under way: a block of one kv head is a few hundred KiB, which arrive in less
 time than the first byte of a copy takes. All query heads of a row go through the matrix units together: row r
 of the left operand holds query head r in the lanes of its own kv head and zeros elsewhere, so that one product with
@@ -48,9 +48,9 @@ the pipeline (`tpu.kernel_costs`) half of it for one kv head of Qwen3-32B on v6e
 _ROWS_OF_NUMBERS = 4
 """Rows whose page numbers are there or on their way. Rows may be a block long each."""
 
-_NUMBER, _DONE, _PAGES, _FIRST_PAGE = range(4)
-"""What is started next: of which row, and of the row's pages how many are started, how many there are, and in which
-column of the page table they begin."""
+_TURN, _DONE, _PAGES, _FIRST_PAGE = range(4)
+"""What is started next: of which row (by its turn), and of the row's pages how many are started, how many there are,
+and in which column of the page table they begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,10 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The walk over rows, of which the first `active` take part, and their pages ahead of them.
+    """The walk over the rows of a core, of which those below `active` take part, and their pages ahead of them.
+
+    Rows count in the order in which the core comes to them: `turn` t is row `number_of(t)`. Cores take the programs
+    of `at_once` rows in turn, so that all have as many rows whatever the bucket's padding.
 
     `ahead`: SMEM int32 `[4]`, the block whose copies are started next.
     """
@@ -84,14 +87,24 @@ class _Rows:
     active: jax.Array
     window: int | None
     ahead: Ref
+    core: Scalar
+    cores: int
+    at_once: int
+
+    def number_of(self, turn: Scalar) -> Scalar:
+        """The row's place in the batch."""
+        if self.cores == 1:
+            return turn
+        return (turn // self.at_once * self.cores + self.core) * self.at_once + turn % self.at_once
 
     def begin(self) -> None:
         """Starts the copies that the first blocks wait for."""
-        for number in range(_ROWS_OF_NUMBERS):
+        for turn in range(_ROWS_OF_NUMBERS):
+            number = self.number_of(turn)
 
             @pl.when(number < self.active)
-            def _(number: int = number) -> None:
-                self.fetcher.start_numbers(number, number)
+            def _(number: Scalar = number, turn: int = turn) -> None:
+                self.fetcher.start_numbers(number, turn)
 
         self._go_on_with(jnp.int32(0))
         for slot in range(DEPTH - 1):
@@ -121,9 +134,9 @@ class _Rows:
 
     def _start_next(self, slot: Scalar) -> None:
         """Starts the copies of the next block, if there is one, into a buffer."""
-        number, done, pages = self.ahead[_NUMBER], self.ahead[_DONE], self.ahead[_PAGES]
+        turn, done, pages = self.ahead[_TURN], self.ahead[_DONE], self.ahead[_PAGES]
         at_once = self.fetcher.pages_per_block
-        numbers_slot = number % _ROWS_OF_NUMBERS
+        number, numbers_slot = self.number_of(turn), turn % _ROWS_OF_NUMBERS
 
         @pl.when(number < self.active)
         def _() -> None:
@@ -137,19 +150,21 @@ class _Rows:
 
             @pl.when(done + at_once >= pages)
             def _() -> None:
-                self._start_row_after(number, numbers_slot)
+                self._start_row_after(turn, numbers_slot)
 
-    def _start_row_after(self, number: jax.Array, numbers_slot: jax.Array) -> None:
+    def _start_row_after(self, turn: jax.Array, numbers_slot: jax.Array) -> None:
         """The numbers of the row are no longer needed: those of a later one take their place."""
+        later = self.number_of(turn + _ROWS_OF_NUMBERS)
 
-        @pl.when(number + _ROWS_OF_NUMBERS < self.active)
+        @pl.when(later < self.active)
         def _() -> None:
-            self.fetcher.start_numbers(number + _ROWS_OF_NUMBERS, numbers_slot)
+            self.fetcher.start_numbers(later, numbers_slot)
 
-        self._go_on_with(number + 1)
+        self._go_on_with(turn + 1)
 
-    def _go_on_with(self, number: jax.Array) -> None:
-        self.ahead[_NUMBER] = number
+    def _go_on_with(self, turn: jax.Array) -> None:
+        number = self.number_of(turn)
+        self.ahead[_TURN] = turn
 
         @pl.when(number < self.active)
         def _() -> None:
@@ -170,11 +185,14 @@ def decode_attention(
     options: AttentionOptions,
     blocks: DecodeBlocks,
     vmem_limit: int,
+    cores: int = 1,
+    checked: bool = False,
 ) -> jax.Array:
     """Attention of the first `num_decode` rows.
 
-    **Arguments:** `queries` `[R, heads, lanes]`, R a multiple of `blocks.rows`; `kv_pages` `[num_pages, kv_heads,
-    parts, page_size, lanes]`; `page_table` int32 `[R, 1, columns]`; `kv_lens` int32 `[R]`; `num_decode` int32 `[1]`.
+    **Arguments:** `queries` `[R, heads, lanes]`, R a multiple of `blocks.rows * cores`; `kv_pages` `[num_pages,
+    kv_heads, parts, page_size, lanes]`; `page_table` int32 `[R, 1, columns]`; `kv_lens` int32 `[R]`; `num_decode` int32
+    `[1]`; `cores`: that share the work, a program at a time; `checked`: with checks of addresses.
 
     **Returns:** `[R, heads, lanes]` in the type of the queries; 0 for the other rows.
     """
@@ -182,13 +200,13 @@ def decode_attention(
     _, kv_heads, parts, page_size, _ = kv_pages.shape
     columns = page_table.shape[2]
     per_head = constants_per_head(heads, kv_heads, scale, options)
-    block = pl.BlockSpec((blocks.rows, heads, lanes), lambda program, *_: (program, 0, 0))
+    block = pl.BlockSpec((blocks.rows, heads, lanes), lambda core, step, *_: (step * cores + core, 0, 0))
     compute_dtype = type_of_products(kv_pages.dtype)
     return pl.pallas_call(
-        functools.partial(_kernel, options=static_options(options)),
+        functools.partial(_kernel, options=static_options(options), cores=cores),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(rows // blocks.rows,),
+            grid=(cores, rows // blocks.rows // cores),
             in_specs=[
                 block,
                 pl.BlockSpec(per_head.shape, lambda *_: (0, 0, 0)),
@@ -211,7 +229,9 @@ def decode_attention(
         ),
         out_shape=jax.ShapeDtypeStruct(queries.shape, queries.dtype),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit, disable_bounds_checks=True
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=vmem_limit,
+            disable_bounds_checks=not checked,
         ),
         name="paged_attention_decode",
     )(kv_lens, num_decode, queries.astype(compute_dtype), per_head, page_table, kv_pages)
@@ -237,14 +257,15 @@ def _kernel(
     numbers_arrived: Ref,
     *,
     options: StaticOptions,
+    cores: int,
 ) -> None:
     fetcher = PageFetcher(kv_pages, page_table, buffers, page_numbers, kv_arrived, numbers_arrived)
-    walk = _Rows(fetcher, kv_lens, num_decode[0], options.window, ahead)
+    rows, core, step = queries.shape[0], pl.program_id(0), pl.program_id(1)
+    walk = _Rows(fetcher, kv_lens, num_decode[0], options.window, ahead, core, cores, rows)
     sums = _Sums(largest, total, weighted)
-    rows = queries.shape[0]
-    first_row = pl.program_id(0) * rows
+    first_row = (step * cores + core) * rows
 
-    @pl.when((pl.program_id(0) == 0) & (walk.active > 0))
+    @pl.when((step == 0) & (first_row < walk.active))
     def _() -> None:
         next_slot[0] = 0
         walk.begin()

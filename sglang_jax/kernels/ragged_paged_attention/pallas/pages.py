@@ -5,8 +5,8 @@ two of prefill's and four of decode's: while one block is computed, the pages of
 numbers of as many sequences lie in scalar memory, so that its size bounds neither the running requests nor, in
 practice, their lengths.
 
-The kernels are compiled without checks of addresses, which take as long as starting a copy does: the page numbers
-are the scheduler's, whose ledger is checked in every test, and the interpreter checks each access.
+The kernels are compiled without checks of addresses, which take as long as starting a copy does: a runner refuses
+plans with pages outside a pool, the interpreter checks each access, and `--debug-memory` compiles checks in.
 
 A copy that was started is waited for exactly once, by the same count of pages; a block without pages starts and
 waits for nothing.

@@ -70,24 +70,28 @@ def prefill_attention(
     options: AttentionOptions,
     blocks: PrefillBlocks,
     vmem_limit: int,
+    cores: int = 1,
+    checked: bool = False,
 ) -> jax.Array:
     """Attention of all sequences but the first `num_decode`.
 
-    **Arguments:** `queries` `[heads, T, lanes]`, T a multiple of `blocks.queries`; `kv_pages` `[num_pages, kv_heads,
-    parts, page_size, lanes]`; `page_table` int32 `[R, 1, columns]`; `kv_lens` int32 `[R]`; `query_starts` int32
-    `[R + 1]`; `num_decode` int32 `[1]`.
+    **Arguments:** `queries` `[heads, T, lanes]`, T a multiple of `blocks.queries * cores`; `kv_pages` `[num_pages,
+    kv_heads, parts, page_size, lanes]`; `page_table` int32 `[R, 1, columns]`; `kv_lens` int32 `[R]`; `query_starts`
+    int32 `[R + 1]`; `num_decode` int32 `[1]`; `cores`: that share the work, each with blocks that follow one another;
+    `checked`: with checks of addresses.
 
     **Returns:** `[heads, T, lanes]` in the type of the queries; 0 for tokens of other sequences and padding.
     """
     heads, tokens, lanes = queries.shape
     _, kv_heads, parts, page_size, _ = kv_pages.shape
     columns = page_table.shape[2]
-    block = pl.BlockSpec((heads, blocks.queries, lanes), lambda program, *_: (0, program, 0))
+    of_a_core = tokens // blocks.queries // cores
+    block = pl.BlockSpec((heads, blocks.queries, lanes), lambda core, step, *_: (0, core * of_a_core + step, 0))
     return pl.pallas_call(
         functools.partial(_kernel, options=static_options(options)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
-            grid=(tokens // blocks.queries,),
+            grid=(cores, of_a_core),
             in_specs=[block, pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pl.ANY)],
             out_specs=block,
             scratch_shapes=[
@@ -105,7 +109,9 @@ def prefill_attention(
         ),
         out_shape=jax.ShapeDtypeStruct(queries.shape, queries.dtype),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit, disable_bounds_checks=True
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=vmem_limit,
+            disable_bounds_checks=not checked,
         ),
         name="paged_attention_prefill",
     )(
@@ -143,13 +149,14 @@ def _kernel(
 ) -> None:
     fetcher = PageFetcher(kv_pages, page_table, buffers, page_numbers, kv_arrived, numbers_arrived)
     heads, width, lanes = queries.shape
-    walk = Walk(fetcher, kv_lens, query_starts, num_decode, width, options.window)
+    core, step, steps = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
+    walk = Walk(fetcher, kv_lens, query_starts, num_decode, width, options.window, (core + 1) * steps * width)
     sums = _Sums(largest, total, weighted, scores, row_largest)
-    first_place = pl.program_id(0) * width
+    first_place = (core * steps + step) * width
 
-    @pl.when(pl.program_id(0) == 0)
+    @pl.when(step == 0)
     def _() -> None:
-        walk.begin().store(state)
+        walk.begin(first_place).store(state)
 
     @pl.loop(0, heads)
     def _(head: jax.Array) -> None:

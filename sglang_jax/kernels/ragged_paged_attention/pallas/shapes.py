@@ -50,6 +50,10 @@ VMEM_LIMITS = {
 """What a kernel may take: three quarters of a chip's 16, 128 or 64 MiB, the rest being XLA's."""
 
 
+CORES = {Chip.V4: 2, Chip.V5P: 2}
+"""Tensor cores that one device has, where it has several: they share the programs of a kernel."""
+
+
 def chip_of(device_kind: str) -> Chip:
     """The chip that JAX calls so.
 

@@ -62,7 +62,8 @@ class Cursor:
 
 @dataclass(frozen=True)
 class Walk:
-    """Goes through the sequences from `num_decode` on, in blocks of `width` queries and of pages.
+    """Goes through the sequences from `num_decode` on, in blocks of `width` queries and of pages, up to the token at
+    `last_place` (exclusive), where another core goes on.
 
     - `kv_lens` int32 `[R]`, `query_starts` int32 `[R + 1]`, `num_decode` int32 `[1]`: scalar memory.
     """
@@ -73,6 +74,7 @@ class Walk:
     num_decode: Ref
     width: int
     window: int | None
+    last_place: Scalar
 
     @property
     def sequences(self) -> int:
@@ -84,14 +86,16 @@ class Walk:
         """Those that are no padding."""
         return self.query_starts[self.sequences]
 
-    def begin(self) -> Cursor:
-        """The cursor of the first program, with the first pages on their way."""
-        sequence = self._with_queries_after(self.num_decode[0] - 1)
+    def begin(self, first_place: Scalar) -> Cursor:
+        """The cursor of a core's first program, whose queries begin at `first_place`, with the first pages on their
+        way."""
+        sequence = self._with_queries_after(self.num_decode[0] - 1, first_place)
         following = self._with_queries_after(sequence)
+        place = jnp.maximum(self.query_starts[sequence], first_place)
         self._start_numbers(sequence, 0)
-        self._start_sequence(sequence, 0, 0)
+        self._start_sequence(sequence, place, 0, 0)
         self._start_numbers(following, 1)
-        return Cursor(sequence, following, self.query_starts[sequence], jnp.int32(0), jnp.int32(0))
+        return Cursor(sequence, following, place, jnp.int32(0), jnp.int32(0))
 
     def through_block(
         self, cursor: Cursor, end_place: Scalar, attend: Callable[[Span, Scalar, Scalar], None]
@@ -122,13 +126,14 @@ class Walk:
             def _() -> None:
                 self._start_block(span, index + 1, cursor.numbers_slot, 1 - slot)
 
-            @pl.when(last & goes_on)
+            @pl.when(last & goes_on & (end_place < self.last_place))
             def _() -> None:
                 self._start_first_block(span.sequence, end_place, cursor.numbers_slot, 1 - slot)
 
             @pl.when(last & jnp.logical_not(goes_on))
             def _() -> None:
-                self._start_sequence(cursor.following, 1 - cursor.numbers_slot, 1 - slot)
+                place = self.query_starts[cursor.following]
+                self._start_sequence(cursor.following, place, 1 - cursor.numbers_slot, 1 - slot)
                 self._start_numbers(after, cursor.numbers_slot)
 
             done = index * pages_per_block
@@ -143,17 +148,19 @@ class Walk:
             slot=(cursor.slot + blocks) % 2,
         )
 
-    def _with_queries_after(self, sequence: Scalar) -> jax.Array:
-        """The next sequence that has queries, or R."""
+    def _with_queries_after(self, sequence: Scalar, first_place: Scalar = 0) -> jax.Array:
+        """The next sequence that has queries from `first_place` on, or R if that begins where another core goes on."""
         starts, sequences = self.query_starts, self.sequences
+        end = jnp.minimum(self.tokens, self.last_place)
+
+        def has_none(candidate: jax.Array) -> jax.Array:
+            last = starts[jnp.minimum(candidate + 1, sequences)]
+            return (starts[candidate] < end) & (last <= jnp.maximum(starts[candidate], first_place))
+
         found = jax.lax.while_loop(
-            lambda candidate: (
-                (starts[candidate] < self.tokens) & (starts[candidate] == starts[jnp.minimum(candidate + 1, sequences)])
-            ),
-            lambda candidate: candidate + 1,
-            jnp.minimum(jnp.int32(sequence) + 1, sequences),
+            has_none, lambda candidate: candidate + 1, jnp.minimum(jnp.int32(sequence) + 1, sequences)
         )
-        return jnp.where(starts[found] < self.tokens, found, sequences)
+        return jnp.where(starts[found] < end, found, sequences)
 
     def _span_at(self, sequence: Scalar, first: Scalar, block_end: Scalar) -> Span:
         last = jnp.minimum(self.query_starts[sequence + 1], block_end)
@@ -177,8 +184,8 @@ class Walk:
         def _() -> None:
             self.fetcher.start_numbers(sequence, numbers_slot)
 
-    def _start_sequence(self, sequence: Scalar, numbers_slot: Scalar, slot: Scalar) -> None:
+    def _start_sequence(self, sequence: Scalar, place: Scalar, numbers_slot: Scalar, slot: Scalar) -> None:
         @pl.when(sequence < self.sequences)
         def _() -> None:
             self.fetcher.wait_for_numbers(sequence, numbers_slot)
-            self._start_first_block(sequence, self.query_starts[sequence], numbers_slot, slot)
+            self._start_first_block(sequence, place, numbers_slot, slot)

@@ -1,0 +1,97 @@
+"""Answers of megabytes that wait for their clients: how much of all is held."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from starlette.types import Scope
+
+logger = logging.getLogger(__name__)
+
+MOST_HELD_BYTES = 64 * 2**20
+
+_EXTENSION = "sglang_jax.held_answers"
+"""Of ASGI's `extensions`: where a connection tells the application with whom it shares the limit, and how to end it."""
+
+
+class HeldAnswer:
+    """An answer that its client has still to read. `left`: bytes of it; `dropped`: nobody will read them."""
+
+    def __init__(self, left: int, drop: Callable[[], None]) -> None:
+        self.left = left
+        self.dropped = False
+        self._drop = drop
+
+    def drop(self) -> None:
+        """Ends the connection."""
+        self.dropped = True
+        self._drop()
+
+
+class HeldAnswers:
+    """The long answers of a server. Beyond `MOST_HELD_BYTES` together the one is cut off whose client read last before
+    all others did; the only one never is. Clients that read keep theirs.
+
+    All methods run on one event loop.
+    """
+
+    def __init__(self) -> None:
+        # In the order in which their clients read last.
+        self._answers: dict[HeldAnswer, None] = {}
+        self.num_bytes = 0
+
+    def add(self, answer: HeldAnswer) -> None:
+        """An answer is ready; others may have to go for it."""
+        self._answers[answer] = None
+        self.num_bytes += answer.left
+        while self.num_bytes > MOST_HELD_BYTES and len(self._answers) > 1:
+            oldest = next(iter(self._answers))
+            logger.warning(
+                "An answer was cut off with %d bytes unread, as %d MiB of all answers wait to be read and its client "
+                "read before the others did",
+                oldest.left,
+                self.num_bytes >> 20,
+            )
+            self.remove(oldest)
+            oldest.drop()
+
+    def sent(self, answer: HeldAnswer, size: int) -> None:
+        """So many bytes of an answer are its client's, or on their way."""
+        answer.left -= size
+        if answer in self._answers:
+            self.num_bytes -= size
+            self._answers[answer] = self._answers.pop(answer)
+
+    def remove(self, answer: HeldAnswer) -> None:
+        """Nothing more of it is held."""
+        if answer in self._answers:
+            del self._answers[answer]
+            self.num_bytes -= answer.left
+
+
+def share_limit(scope: Scope, held: HeldAnswers, drop: Callable[[], None]) -> None:
+    """Tells the application of a request on a connection, which `drop` ends."""
+    scope.setdefault("extensions", {})[_EXTENSION] = (held, drop)
+
+
+@contextmanager
+def hold(scope: Scope, size: int) -> Iterator[Callable[[int], bool]]:
+    """Holds an answer of `size` bytes. What it yields is to be called with the size of each part that was sent, and
+    tells whether the rest is still wanted. Without a connection that shares a limit there is none."""
+    held, drop = scope.get("extensions", {}).get(_EXTENSION, (None, None))
+    if held is None:
+        yield lambda _: True
+        return
+    answer = HeldAnswer(size, drop)
+    held.add(answer)
+
+    def sent(part: int) -> bool:
+        held.sent(answer, part)
+        return not answer.dropped
+
+    try:
+        yield sent
+    finally:
+        held.remove(answer)
