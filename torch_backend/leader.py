@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from sglang_jax.checkpoint import Checkpoint
 from sglang_jax.config import EngineConfig
 from sglang_jax.runner.group import GroupRunner
-from sglang_jax.runner.sizing import refuse_spread_states
 from torch_backend.devices import select_device
 from torch_backend.followers import LocalFollowers
 from torch_backend.loading import load_rank
@@ -31,7 +30,6 @@ def launch_group(config: EngineConfig, checkpoint: Checkpoint) -> TorchGroupRunn
 
     **Raises:** `ConfigError`, `CheckpointError` as for one device; `RuntimeError` if another process fails.
     """
-    refuse_spread_states(checkpoint.config, config.tp_size)
     select_device(config.device, config.tp_size - 1)
     followers = LocalFollowers(config, logging.getLogger().getEffectiveLevel())
     with ExitStack() as undo:

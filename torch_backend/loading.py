@@ -309,7 +309,8 @@ def _sizes(
             """Of a page, or of a slot."""
             layers = [model.layers[number] for number in group.layers]
             if group.kind is CacheKind.STATE:
-                return sum(state_dtypes.bytes_of_slot(layer.recurrent.state) for layer in layers if layer.recurrent)
+                own = (shard.recurrent(layer.recurrent) for layer in layers if layer.recurrent is not None)
+                return sum(state_dtypes.bytes_of_slot(recurrent.state) for recurrent in own)
             attention = layers[0].attention
             assert attention is not None
             kv_heads = len(shard.kv_heads(attention.num_kv_heads))
@@ -354,7 +355,7 @@ def _allocate(
     """Pages, or slots, of every layer: of each group `num_pages`; `scales` are of all kv heads."""
     memory: list[LayerMemory] = []
     for number, (layer, group) in enumerate(zip(config.layers, group_of_layers(config), strict=True)):
-        arrays = () if layer.recurrent is None else layer.recurrent.state
+        arrays = () if layer.recurrent is None else shard.recurrent(layer.recurrent).state
         states = state_dtypes.allocate(num_pages[-1], arrays, device)
         pages = None
         if layer.attention is not None and group is not None:

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from sglang_jax.architectures.axes import Axis
-from sglang_jax.architectures.manifest import ParameterName, manifest_of
+from sglang_jax.architectures.manifest import ParameterName, ParameterSpec, manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.architectures.recurrent_shards import rows_of_device
 from sglang_jax.checkpoint import ParameterReader, TensorReader, check_tensors
 from sglang_jax.checkpoint.reader import Array
 from torch_backend.layers.packed import packing_works
@@ -134,12 +135,22 @@ def sources(model: Transformer, config: ModelConfig, *, tied_head: bool = False)
         if isinstance(module, Loadable):
             for name, made_of in module.sources.items():
                 names = [ParameterName(part, made_of.kind, number) for part in made_of.parts]
-                yield module, name, [ParameterPart(each, _index(model.shard, config, each)) for each in names]
+                parts = [ParameterPart(each, index) for each in names for index in _indices(model.shard, config, each)]
+                yield module, name, parts
 
 
-def _index(shard: ModelShard, config: ModelConfig, name: ParameterName) -> tuple[slice, ...]:
-    """The rank's part of a parameter: of heads, of columns of the feed-forward layer, of rows of the vocabulary."""
+def _indices(shard: ModelShard, config: ModelConfig, name: ParameterName) -> list[tuple[slice, ...]]:
+    """The rank's part of a parameter: of heads, of columns of the feed-forward layer, of rows of the vocabulary; of
+    channels that are several sections a part of each, one behind the other."""
     spec = manifest_of(config).specs[name]
+    whole = _index(shard, spec)
+    if not spec.sections:
+        return [whole]
+    rows = rows_of_device(spec.sections, shard.rank, shard.size)
+    return [(slice(part.start, part.stop), *whole[1:]) for part in rows]
+
+
+def _index(shard: ModelShard, spec: ParameterSpec) -> tuple[slice, ...]:
     index = []
     for axes, (length, *inner) in zip(spec.axes, spec.sizes, strict=True):
         width = math.prod(inner)

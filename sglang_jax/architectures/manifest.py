@@ -22,6 +22,7 @@ from sglang_jax.architectures.model_config import (
     RecurrentConfig,
     ShortConvConfig,
 )
+from sglang_jax.architectures.recurrent_shards import Sections, convolution_sections, input_sections
 from sglang_jax.architectures.registry import family_named
 from sglang_jax.architectures.tensor_names import WHOLE_MODEL, Kind, Part, gguf_name, hf_name
 
@@ -57,6 +58,8 @@ class ParameterSpec:
       apart, as where all rows rotate. 0 where all do, or none.
     - `factors`: runs of rows, and what each is multiplied by when it is read: the multipliers of a model are part of
       its loaded weights. Empty where all are 1.
+    - `sections`: of channels along the first axis, of each of which a device has a part where several share the layer
+      (`recurrent_shards`). Empty where it has a part of the axis.
     - `block`, `blocks`: the tensor has so many blocks of rows for each head, of which this parameter is that one.
     """
 
@@ -72,6 +75,7 @@ class ParameterSpec:
     block: int = 0
     blocks: int = 1
     factors: Factors = ()
+    sections: Sections = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -166,6 +170,7 @@ class _Shaped:
     block: int = 0
     blocks: int = 1
     factors: Factors = ()
+    sections: Sections = ()
 
 
 def _specs(config: ModelConfig) -> Iterator[ParameterSpec]:
@@ -212,6 +217,7 @@ def _named(config: ModelConfig, parameters: list[_Shaped], layer: int | None) ->
             parameter.block,
             parameter.blocks,
             parameter.factors if any(factor != 1.0 for _, factor in parameter.factors) else (),
+            parameter.sections,
         )
 
 
@@ -267,35 +273,45 @@ def _attention(attention: AttentionConfig, hidden: int) -> Iterator[_Shaped]:
 
 
 def _recurrent(mixer: RecurrentConfig, hidden: int) -> Iterator[_Shaped]:
+    inputs = input_sections(mixer)
+    rows = sum(section.units * section.rows for section in inputs)
+    bias = False if isinstance(mixer, GatedDeltaNetConfig) else mixer.bias
+    for linear in _linear(Part.STATE_INPUT, ((rows,), (hidden,)), (_CHANNELS, _HIDDEN), bias):
+        yield replace(linear, sections=inputs, factors=_input_factors(mixer, linear.kind))
     match mixer:
         case ShortConvConfig():
             inner, out_bias, conv_bias, given = mixer.channels, mixer.bias, mixer.bias, 1.0
-            yield from _linear(Part.STATE_INPUT, ((3 * inner,), (hidden,)), (_CHANNELS, _HIDDEN), mixer.bias)
         case GatedDeltaNetConfig():
             inner, out_bias, conv_bias, given = mixer.num_value_heads * mixer.value_dim, False, False, 1.0
-            yield from _linear(Part.STATE_INPUT, ((mixer.channels,), (hidden,)), (_CHANNELS, _HIDDEN), False)
             yield from _linear(Part.STATE_GATE, ((inner,), (hidden,)), (_CHANNELS, _HIDDEN), False)
             for part in (Part.UPDATE_RATE, Part.DECAY_INPUT):
                 yield from _linear(part, ((mixer.num_value_heads,), (hidden,)), (_STATE_HEADS, _HIDDEN), False)
             yield from (_of_state_heads(part, mixer.num_value_heads) for part in (Part.DECAY_BIAS, Part.DECAY_LOG))
-            yield _Shaped(Part.STATE_NORM, Kind.WEIGHT, (_CHANNELS,), ((mixer.value_dim,),), mixer.norm.offset)
+            # One for all heads, so every device has it.
+            norm = (((Axis.HEAD_DIM,),), ((mixer.value_dim,),))
+            yield _Shaped(Part.STATE_NORM, Kind.WEIGHT, *norm, mixer.norm.offset)
         case Mamba2Config():
             inner, out_bias, conv_bias = mixer.inner, mixer.out_bias, mixer.conv_bias
             given = mixer.output_multiplier
-            sizes, taken = ((sum(mixer.parts),), (hidden,)), mixer.input_multiplier
-            for linear in _linear(Part.STATE_INPUT, sizes, (_CHANNELS, _HIDDEN), mixer.bias):
-                by = taken if linear.kind is Kind.WEIGHT else 1.0
-                factors = zip(mixer.parts, mixer.part_multipliers, strict=True)
-                yield replace(linear, factors=tuple((rows, factor * by) for rows, factor in factors))
             for part in (Part.DECAY_BIAS, Part.DECAY_LOG, Part.SKIP):
                 yield _of_state_heads(part, mixer.num_heads)
             if mixer.norm is not None:
                 yield _Shaped(Part.STATE_NORM, Kind.WEIGHT, (_CHANNELS,), ((inner,),), mixer.norm.offset)
-    taps = ((mixer.channels,), (1,), (mixer.width,))
-    yield _Shaped(Part.CONVOLUTION, Kind.WEIGHT, (_CHANNELS, (Axis.ONE,), (Axis.TAPS,)), taps)
+    channels, taps = convolution_sections(mixer), ((mixer.channels,), (1,), (mixer.width,))
+    kernel = _Shaped(Part.CONVOLUTION, Kind.WEIGHT, (_CHANNELS, (Axis.ONE,), (Axis.TAPS,)), taps, sections=channels)
+    yield kernel
     if conv_bias:
-        yield _Shaped(Part.CONVOLUTION, Kind.BIAS, (_CHANNELS,), ((mixer.channels,),))
+        yield replace(kernel, kind=Kind.BIAS, axes=kernel.axes[:1], sizes=taps[:1])
     yield from _linear(Part.STATE_OUTPUT, ((hidden,), (inner,)), (_HIDDEN, _CHANNELS), out_bias, given=given)
+
+
+def _input_factors(mixer: RecurrentConfig, kind: Kind) -> Factors:
+    """What the parts of a Mamba-2's projection are multiplied by; of the weight as well what the layer takes."""
+    if not isinstance(mixer, Mamba2Config):
+        return ()
+    taken = mixer.input_multiplier if kind is Kind.WEIGHT else 1.0
+    pairs = zip(mixer.parts, mixer.part_multipliers, strict=True)
+    return tuple((rows, factor * taken) for rows, factor in pairs)
 
 
 def _of_state_heads(part: Part, heads: int) -> _Shaped:

@@ -132,11 +132,13 @@ class StateDtype(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StateArray:
-    """One array of what a layer keeps of a sequence in the place of keys: `shape` of one slot."""
+    """One array of what a layer keeps of a sequence in the place of keys: `shape` of one slot. `spread`: the axis of
+    `shape` along which devices that share the layer have each a part."""
 
     name: str
     shape: tuple[int, ...]
     dtype: StateDtype
+    spread: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,11 +147,13 @@ class ShortConvConfig:
     convolution runs over the last `width` tokens of each channel by itself.
 
     - `bias`: of both projections and of the convolution.
+    - `shards`: devices that share it (`recurrent_shards.spread`); channels of its parameters lie device by device.
     """
 
     channels: int
     width: int
     bias: bool = False
+    shards: int = 1
 
     @property
     def state(self) -> tuple[StateArray, ...]:
@@ -164,7 +168,7 @@ class GatedDeltaNetConfig:
 
     Queries, keys and values pass a convolution over the last `width` tokens and a SiLU; each key head serves
     `num_value_heads / num_key_heads` neighbouring value heads. `norm` is over each head's output, which is then
-    multiplied by the SiLU of a gate.
+    multiplied by the SiLU of a gate. `shards`: as in `ShortConvConfig`.
     """
 
     num_key_heads: int
@@ -173,6 +177,7 @@ class GatedDeltaNetConfig:
     value_dim: int
     width: int
     norm: NormConfig
+    shards: int = 1
 
     @property
     def channels(self) -> int:
@@ -183,7 +188,7 @@ class GatedDeltaNetConfig:
     def state(self) -> tuple[StateArray, ...]:
         """The last inputs of the convolution, and each head's matrix."""
         matrix = (self.num_value_heads, self.key_dim, self.value_dim)
-        return (_tail(self.width, self.channels), StateArray("matrix", matrix, StateDtype.RECURRENT))
+        return (_tail(self.width, self.channels), StateArray("matrix", matrix, StateDtype.RECURRENT, 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +206,7 @@ class Mamba2Config:
     - `bias`: of the projection of the input; `out_bias`: of that of the output; `conv_bias`: of the convolution.
     - `input_multiplier`, `output_multiplier`: of what the layer takes and gives; `part_multipliers`: of the parts of
       the projection, which are gate, input, directions written and read, step sizes.
+    - `shards`: as in `ShortConvConfig`.
     """
 
     num_heads: int
@@ -219,6 +225,7 @@ class Mamba2Config:
     input_multiplier: float = 1.0
     part_multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
     output_multiplier: float = 1.0
+    shards: int = 1
 
     @property
     def inner(self) -> int:
@@ -240,7 +247,7 @@ class Mamba2Config:
     def state(self) -> tuple[StateArray, ...]:
         """The last inputs of the convolution, and each head's matrix."""
         matrix = (self.num_heads, self.state_size, self.head_dim)
-        return (_tail(self.width, self.channels), StateArray("matrix", matrix, StateDtype.RECURRENT))
+        return (_tail(self.width, self.channels), StateArray("matrix", matrix, StateDtype.RECURRENT, 0))
 
 
 RecurrentConfig = ShortConvConfig | GatedDeltaNetConfig | Mamba2Config
@@ -255,9 +262,13 @@ class SideBySide:
     recurrent: RecurrentConfig
 
 
+Mixer = AttentionConfig | RecurrentConfig | SideBySide
+"""What mixes tokens."""
+
+
 def _tail(width: int, channels: int) -> StateArray:
     """The inputs of a convolution that the next token's output reads, oldest first."""
-    return StateArray("tail", (width - 1, channels), StateDtype.ACTIVATIONS)
+    return StateArray("tail", (width - 1, channels), StateDtype.ACTIVATIONS, 1)
 
 
 class Activation(StrEnum):
@@ -308,7 +319,7 @@ class LayerConfig:
     - `learnt_scale`: the checkpoint has a number by which the residual stream is multiplied after the layer.
     """
 
-    mixer: AttentionConfig | RecurrentConfig | SideBySide
+    mixer: Mixer
     feed_forward: FeedForwardConfig | None
     mixer_norms: SublayerNorms
     feed_forward_norms: SublayerNorms

@@ -19,8 +19,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.manifest import manifest_of
@@ -29,6 +30,7 @@ from sglang_jax.checkpoint.kv_scales import KVScales
 from sglang_jax.checkpoint.orbax_marker import KV_SCALES
 from sglang_jax.checkpoint.resolve import ORBAX_MARKER
 from sglang_jax.errors import CheckpointError
+from sglang_jax.jax_runner.weights import stored_channels
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import named_sharding
 from sglang_jax.models.parameters import HEAD, parameters_of
@@ -104,11 +106,13 @@ def restore_orbax(folder: Path, model: Transformer, config: ModelConfig, mesh: M
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A parameter of a model by its path there, and its shape in the checkpoint."""
+    """A parameter of a model by its path there, and its shape in the checkpoint. `channels`: the checkpoint's, in the
+    model's order, where devices that share a recurrent layer have them device by device; else empty."""
 
     path: str
     parameter: Parameter
     shape: tuple[int, ...]
+    channels: list[int]
 
     @property
     def kv_heads(self) -> int | None:
@@ -124,7 +128,12 @@ def _stored(model: Transformer, config: ModelConfig) -> list[_Stored]:
     """All parameters that the manifest of `config` has, tied embeddings once; `model` may be spread differently."""
     manifest = manifest_of(config)
     return [
-        _Stored(parameter.path, parameter.value, manifest.fused_shape(parameter.names, parameter.value.axes))
+        _Stored(
+            parameter.path,
+            parameter.value,
+            manifest.fused_shape(parameter.names, parameter.value.axes),
+            stored_channels(parameter.names[0], model.config, config),
+        )
         for parameter in parameters_of(model)
         if not (config.tie_word_embeddings and HEAD in parameter.names)
     ]
@@ -133,6 +142,12 @@ def _stored(model: Transformer, config: ModelConfig) -> list[_Stored]:
 def _to_restore(stored: _Stored, mesh: Mesh) -> jax.ShapeDtypeStruct:
     """The stored form, spread so that every device has at least its part of what is made of it."""
     parameter = stored.parameter
+    if stored.channels:
+        axis = parameter.axes.index(Axis.CHANNELS)
+        sharding = named_sharding(mesh, parameter.axes)
+        if stored.shape[axis] % mesh.shape["tensor"]:
+            sharding = NamedSharding(mesh, PartitionSpec())
+        return jax.ShapeDtypeStruct(stored.shape, parameter.dtype, sharding=sharding)
     if stored.kv_heads is None:
         # Orbax fills what is longer than stored, the vocabulary, with zeros.
         return jax.ShapeDtypeStruct(parameter.shape, parameter.dtype, sharding=named_sharding(mesh, parameter.axes))
@@ -144,6 +159,10 @@ def _to_restore(stored: _Stored, mesh: Mesh) -> jax.ShapeDtypeStruct:
 def _built(found: jax.Array, stored: _Stored, mesh: Mesh) -> jax.Array:
     """The model's form of a stored parameter."""
     parameter = stored.parameter
+    if stored.channels:
+        order, axis = np.array(stored.channels), parameter.axes.index(Axis.CHANNELS)
+        put = jax.jit(lambda rows: jnp.take(rows, order, axis=axis), out_shardings=named_sharding(mesh, parameter.axes))
+        return put(found)
     if stored.kv_heads is None:
         return found
     axis = parameter.axes.index(Axis.KV_HEADS)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from sglang_jax.architectures.model_config import LayerConfig, ModelConfig
+from sglang_jax.architectures.model_config import AttentionConfig, LayerConfig, Mixer, ModelConfig, SideBySide
+from sglang_jax.architectures.recurrent_shards import spread
 from sglang_jax.errors import ConfigError
-from sglang_jax.runner.sizing import refuse_spread_states
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,8 +14,9 @@ class TensorParallel:
     """A model over `size` devices.
 
     - `config`: the model as it is built. A layer with fewer kv heads than there are devices has a kv head for each
-      device, neighbours being the same head of the checkpoint: each serves the query heads of its own device. Its
-      vocabulary is a multiple of the devices: what lies past the checkpoint's is padding that nothing uses.
+      device, neighbours being the same head of the checkpoint: each serves the query heads of its own device. So it is
+      with what heads of a recurrent layer share (`recurrent_shards`). Its vocabulary is a multiple of the devices: what
+      lies past the checkpoint's is padding that nothing uses.
     - `vocab_size`: the checkpoint's.
     """
 
@@ -29,8 +30,6 @@ class TensorParallel:
 
         **Raises:** `ConfigError` if it cannot be divided so.
         """
-        if size > 1:
-            refuse_spread_states(config, size)
         for mixer in config.attention:
             heads, kv_heads = mixer.num_heads, mixer.num_kv_heads
             if heads % size or (kv_heads % size and size % kv_heads):
@@ -45,11 +44,19 @@ class TensorParallel:
                 "tp_size that divides it"
             )
 
-        def copied(layer: LayerConfig) -> LayerConfig:
-            if (attention := layer.attention) is None or layer.recurrent is not None:
-                return layer  # layers that keep a state are on one device
-            kv_heads = attention.num_kv_heads
-            return replace(layer, mixer=replace(attention, num_kv_heads=kv_heads * max(size // kv_heads, 1)))
+        def shared(mixer: Mixer) -> Mixer:
+            match mixer:
+                case AttentionConfig():
+                    kv_heads = mixer.num_kv_heads
+                    return replace(mixer, num_kv_heads=kv_heads * max(size // kv_heads, 1))
+                case SideBySide():
+                    attention, recurrent = shared(mixer.attention), spread(mixer.recurrent, size)
+                    assert isinstance(attention, AttentionConfig)
+                    return SideBySide(attention=attention, recurrent=recurrent)
+            return spread(mixer, size)
 
-        built = replace(config.with_layers(copied), vocab_size=-(-config.vocab_size // size) * size)
+        def shared_layer(layer: LayerConfig) -> LayerConfig:
+            return replace(layer, mixer=shared(layer.mixer))
+
+        built = replace(config.with_layers(shared_layer), vocab_size=-(-config.vocab_size // size) * size)
         return cls(built, size, config.vocab_size)

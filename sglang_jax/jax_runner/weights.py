@@ -13,10 +13,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from numpy.typing import NDArray
 
 from sglang_jax.architectures.axes import Axis
-from sglang_jax.architectures.manifest import ParameterName
+from sglang_jax.architectures.manifest import ParameterName, manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.architectures.recurrent_shards import rows_by_device
 from sglang_jax.checkpoint.parameters import ParameterReader
 from sglang_jax.checkpoint.reader import Array, TensorReader
 from sglang_jax.checkpoint.tensors import check_tensors
@@ -99,6 +101,15 @@ def _in_order(array: Array) -> Array:
     return copy
 
 
+def stored_channels(name: ParameterName, built: ModelConfig, stored: ModelConfig) -> list[int]:
+    """The channels of a parameter of the `stored` model that devices which share a recurrent layer have in the `built`
+    one, one device behind the other; none where each has a run of the parameter as it is stored."""
+    recurrent = None if name.layer is None else built.layers[name.layer].recurrent
+    if recurrent is None or recurrent.shards == 1:
+        return []
+    return rows_by_device(manifest_of(stored).specs[name].sections, recurrent.shards)
+
+
 class _Source:
     """Reads parameters by their axes in the model; a checkpoint's matrices are [out, in]. `built`: the model's config,
     whose layers may have more kv heads than the checkpoint's. `dtype`: what is read is given this type at once, while
@@ -116,11 +127,26 @@ class _Source:
             return self._fused_heads(names, axes, shape)
         if len(names) > 1:
             return self._stacked(names, axes)
+        if channels := stored_channels(names[0], self._built, self._reader.config):
+            return self._in_runs(names[0], axes, np.array(channels))
         return self._padded(names[0], axes, shape) if Axis.VOCABULARY in axes else self._plain(names[0], axes)
 
     def _plain(self, name: ParameterName, axes: tuple[Axis, ...]) -> ReadPart:
         """One part with its axes in the model's order."""
         return lambda index: self._read(name, axes, index)
+
+    def _in_runs(self, name: ParameterName, axes: tuple[Axis, ...], rows: NDArray[np.int64]) -> ReadPart:
+        """One part whose channels are the stored `rows`."""
+        at = axes.index(Axis.CHANNELS)
+
+        def read(index: Index) -> Array:
+            wanted = rows[index[at]]
+            runs = np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1)
+            slices = (slice(int(run[0]), int(run[-1]) + 1) for run in runs)
+            found = [self._read(name, axes, (*index[:at], run, *index[at + 1 :])) for run in slices]
+            return np.concatenate(found, axis=at)
+
+        return read
 
     def _stacked(self, names: tuple[ParameterName, ...], axes: tuple[Axis, ...]) -> ReadPart:
         """Gate and up: `[hidden, 2, intermediate]`, or their biases `[2, intermediate]`."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import ParamSpec, TypeVar
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.model_config import (
@@ -13,6 +18,7 @@ from sglang_jax.architectures.model_config import (
     RecurrentConfig,
     ShortConvConfig,
 )
+from sglang_jax.architectures.recurrent_shards import of_one_device
 from sglang_jax.architectures.tensor_names import Kind, Part
 from sglang_jax.kernels.causal_convolution import convolve
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
@@ -22,10 +28,17 @@ from sglang_jax.kernels.states import scan_states
 from sglang_jax.layers.linear import Linear
 from sglang_jax.layers.norm import Norm, divide_by_rms
 from sglang_jax.layers.parameter import parameter
+from sglang_jax.layers.sharding import partition_spec
 from sglang_jax.layers.weight_format import WeightFormat
 
 States = tuple[jax.Array, ...]
 """A layer's pools, `[slots, ...]` each, in the order of its config's `state`."""
+
+ConvolutionWeights = tuple[jax.Array, jax.Array | None]
+"""A kernel `[channels, 1, width]`, and a bias `[channels]` if there is one."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 _NORM_OF_KEYS = 1e-6
@@ -52,11 +65,10 @@ class Convolution(nnx.Module):
         self.kernel = parameter(axes, dtype, Part.CONVOLUTION)
         self.bias = parameter(axes[:1], dtype, Part.CONVOLUTION, kind=Kind.BIAS) if bias else None
 
-    def __call__(self, x: jax.Array, pool: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
-        """`[T, channels]` → float32 `[T, channels]`, and the pool of last inputs after the step."""
-        bias = None if self.bias is None else self.bias[...]
-        found, tails = convolve(x, self.kernel[...][:, 0], bias, rows.read(pool), rows)
-        return found, rows.write(pool, tails)
+    @property
+    def weights(self) -> ConvolutionWeights:
+        """What `_convolve` takes."""
+        return self.kernel[...], None if self.bias is None else self.bias[...]
 
 
 class ShortConv(nnx.Module):
@@ -64,15 +76,18 @@ class ShortConv(nnx.Module):
 
     def __init__(self, config: ShortConvConfig, hidden_size: int, *, dtype: jnp.dtype) -> None:
         hidden, inner = [(Axis.HIDDEN, hidden_size)], config.channels
+        self.config = config
         self.input = _linear(hidden, (Axis.CHANNELS, 3 * inner), Part.STATE_INPUT, bias=config.bias, dtype=dtype)
         self.convolution = Convolution(inner, config.width, bias=config.bias, dtype=dtype)
         self.output = _linear([(Axis.CHANNELS, inner)], hidden[0], Part.STATE_OUTPUT, bias=config.bias, dtype=dtype)
 
     def __call__(self, x: jax.Array, rows: StateRows, states: States) -> tuple[jax.Array, States]:
         """`[T, hidden]` → `[T, hidden]`, and the layer's pools after the step."""
-        before, after, inner = jnp.split(self.input(x), 3, axis=-1)
-        found, tails = self.convolution(before * inner, states[0], rows)
-        return self.output((after.astype(jnp.float32) * found).astype(x.dtype)), (tails,)
+        run = _on_each_device(
+            _short_convolution, self.config.shards, [_CHANNELS, _WEIGHTS, _TAILS, _ALL], [_CHANNELS, _TAILS]
+        )
+        found, tails = run(self.input(x), self.convolution.weights, states[0], rows)
+        return self.output(found), (tails,)
 
     def arrange(self, wanted: WeightFormat) -> None:
         """Every matrix, once loaded, in another format."""
@@ -102,29 +117,30 @@ class GatedDeltaNet(nnx.Module):
         self.decay_bias = parameter([heads], _FLOAT32, Part.DECAY_BIAS)
         self.decay_log = parameter([heads], _FLOAT32, Part.DECAY_LOG)
         self.convolution = Convolution(config.channels, config.width, bias=False, dtype=dtype)
-        self.norm = Norm([(Axis.CHANNELS, config.value_dim)], config.norm, dtype, Part.STATE_NORM)
+        self.norm = Norm([(Axis.HEAD_DIM, config.value_dim)], config.norm, dtype, Part.STATE_NORM)
         self.output = _linear([(Axis.CHANNELS, inner)], hidden[0], Part.STATE_OUTPUT, dtype=dtype)
 
     def __call__(self, x: jax.Array, rows: StateRows, states: States) -> tuple[jax.Array, States]:
         """`[T, hidden]` → `[T, hidden]`, and the layer's pools after the step."""
-        config, tokens = self.config, x.shape[0]
-        found, tails = self.convolution(self.input(x), states[0], rows)
-        found = jax.nn.silu(found)
-        all_keys = config.num_key_heads * config.key_dim
-        queries, keys, values = jnp.split(found, (all_keys, 2 * all_keys), axis=-1)
-        queries, keys = (_unit(x.reshape(tokens, -1, config.key_dim)) for x in (queries, keys))
-        steps = jax.nn.softplus(self.decay(x).astype(jnp.float32) + self.decay_bias[...])
-        inputs = ScanInputs(
-            queries * config.key_dim**-0.5,
-            keys,
-            values.reshape(tokens, -1, config.value_dim),
-            -jnp.exp(self.decay_log[...]) * steps,
-            jax.nn.sigmoid(self.rate(x).astype(jnp.float32)),
+        run = _on_each_device(
+            partial(_delta_net, of_one_device(self.config), self.implementation),
+            self.config.shards,
+            [_CHANNELS, _OF_HEADS, _OF_HEADS, _WEIGHTS, _HEADS, _HEADS, _TAILS, _MATRICES, _ALL],
+            [_HEAD_OUTPUTS, _TAILS, _MATRICES],
         )
-        outputs, matrices = scan_states(self.implementation, inputs, states[1], rows)
+        outputs, tails, matrices = run(
+            self.input(x),
+            self.rate(x),
+            self.decay(x),
+            self.convolution.weights,
+            self.decay_bias[...],
+            self.decay_log[...],
+            *states,
+            rows,
+        )
         gate = jax.nn.silu(self.gate(x).astype(jnp.float32)).reshape(outputs.shape)
         normed = self.norm(outputs.astype(x.dtype)).astype(jnp.float32) * gate
-        return self.output(normed.reshape(tokens, -1).astype(x.dtype)), (tails, matrices)
+        return self.output(normed.reshape(x.shape[0], -1).astype(x.dtype)), (tails, matrices)
 
     def arrange(self, wanted: WeightFormat) -> None:
         """Every matrix, once loaded, in another format."""
@@ -159,23 +175,21 @@ class Mamba2(nnx.Module):
 
     def __call__(self, x: jax.Array, rows: StateRows, states: States) -> tuple[jax.Array, States]:
         """`[T, hidden]` → `[T, hidden]`, and the layer's pools after the step."""
-        config, tokens = self.config, x.shape[0]
-        gate, found, steps = jnp.split(self.input(x), (config.inner, config.inner + config.channels), axis=-1)
-        found, tails = self.convolution(found, states[0], rows)
-        all_directions = config.num_groups * config.state_size
-        values, written, read = jnp.split(jax.nn.silu(found), (config.inner, config.inner + all_directions), axis=-1)
-        values = values.reshape(tokens, -1, config.head_dim)
-        steps = jax.nn.softplus(steps.astype(jnp.float32) + self.decay_bias[...])
-        steps = jnp.clip(steps, config.least_step, config.most_step)
-        inputs = ScanInputs(
-            read.reshape(tokens, -1, config.state_size),
-            written.reshape(tokens, -1, config.state_size),
-            values * steps[..., None],
-            -jnp.exp(self.decay_log[...]) * steps,
-            None,
+        run = _on_each_device(
+            partial(_mamba, of_one_device(self.config), self.implementation),
+            self.config.shards,
+            [_CHANNELS, _WEIGHTS, _HEADS, _HEADS, _HEADS, _TAILS, _MATRICES, _ALL],
+            [_CHANNELS, _CHANNELS, _TAILS, _MATRICES],
         )
-        outputs, matrices = scan_states(self.implementation, inputs, states[1], rows)
-        outputs = (outputs + values * self.skip[...][:, None]).reshape(tokens, -1)
+        outputs, gate, tails, matrices = run(
+            self.input(x),
+            self.convolution.weights,
+            self.decay_bias[...],
+            self.decay_log[...],
+            self.skip[...],
+            *states,
+            rows,
+        )
         gated = self._gated(outputs, jax.nn.silu(gate.astype(jnp.float32)))
         return self.output(gated.astype(x.dtype)), (tails, matrices)
 
@@ -203,6 +217,109 @@ def _linear(
     inputs: list[tuple[Axis, int]], output: tuple[Axis, int], part: Part, *, bias: bool = False, dtype: jnp.dtype
 ) -> Linear:
     return Linear(inputs, [output], (part,), bias=bias, dtype=dtype)
+
+
+_CHANNELS = partition_spec((Axis.TOKENS, Axis.CHANNELS))
+_OF_HEADS = partition_spec((Axis.TOKENS, Axis.STATE_HEADS))
+_HEADS = partition_spec((Axis.STATE_HEADS,))
+_WEIGHTS = partition_spec((Axis.CHANNELS,))
+_HEAD_OUTPUTS = partition_spec((Axis.TOKENS, Axis.STATE_HEADS, Axis.HEAD_DIM))
+_TAILS = partition_spec((Axis.PAGES, Axis.TAPS, Axis.CHANNELS))
+_MATRICES = partition_spec((Axis.PAGES, Axis.STATE_HEADS))
+_ALL = PartitionSpec()
+"""Which part of an argument or a result of `_on_each_device` belongs to a device."""
+
+
+def _on_each_device(
+    run: Callable[P, T], shards: int, taken: Sequence[PartitionSpec], given: Sequence[PartitionSpec]
+) -> Callable[P, T]:
+    """`run` by each of the devices that share a layer, with its part of the arguments, under their mesh; nothing is
+    exchanged. So channels are parted as they lie on one device, and kernels run there for its own heads."""
+    if shards == 1:
+        return run
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.shard_map(run, mesh=mesh, in_specs=tuple(taken), out_specs=tuple(given), check_vma=False)
+
+
+def _convolve(
+    x: jax.Array, weights: ConvolutionWeights, pool: jax.Array, rows: StateRows
+) -> tuple[jax.Array, jax.Array]:
+    """`[T, channels]` → float32 `[T, channels]`, and the pool of last inputs after the step."""
+    kernel, bias = weights
+    found, tails = convolve(x, kernel[:, 0], bias, rows.read(pool), rows)
+    return found, rows.write(pool, tails)
+
+
+def _short_convolution(
+    x: jax.Array, weights: ConvolutionWeights, pool: jax.Array, rows: StateRows
+) -> tuple[jax.Array, jax.Array]:
+    """`[T, 3 * channels]` → `[T, channels]`, and the pool after the step."""
+    before, after, inner = jnp.split(x, 3, axis=-1)
+    found, tails = _convolve(before * inner, weights, pool, rows)
+    return (after.astype(jnp.float32) * found).astype(x.dtype), tails
+
+
+def _delta_net(
+    config: GatedDeltaNetConfig,
+    implementation: AttentionImplementation,
+    x: jax.Array,
+    rates: jax.Array,
+    steps: jax.Array,
+    weights: ConvolutionWeights,
+    decay_bias: jax.Array,
+    decay_log: jax.Array,
+    tails: jax.Array,
+    matrices: jax.Array,
+    rows: StateRows,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`[T, channels]` of queries, keys and values, and `[T, heads]` of rates and steps → float32
+    `[T, heads, value_dim]`, and the pools after the step."""
+    tokens, all_keys = x.shape[0], config.num_key_heads * config.key_dim
+    found, tails = _convolve(x, weights, tails, rows)
+    queries, keys, values = jnp.split(jax.nn.silu(found), (all_keys, 2 * all_keys), axis=-1)
+    queries, keys = (_unit(part.reshape(tokens, -1, config.key_dim)) for part in (queries, keys))
+    steps = jax.nn.softplus(steps.astype(jnp.float32) + decay_bias)
+    inputs = ScanInputs(
+        queries * config.key_dim**-0.5,
+        keys,
+        values.reshape(tokens, -1, config.value_dim),
+        -jnp.exp(decay_log) * steps,
+        jax.nn.sigmoid(rates.astype(jnp.float32)),
+    )
+    outputs, matrices = scan_states(implementation, inputs, matrices, rows)
+    return outputs, tails, matrices
+
+
+def _mamba(
+    config: Mamba2Config,
+    implementation: AttentionImplementation,
+    x: jax.Array,
+    weights: ConvolutionWeights,
+    decay_bias: jax.Array,
+    decay_log: jax.Array,
+    skip: jax.Array,
+    tails: jax.Array,
+    matrices: jax.Array,
+    rows: StateRows,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """`[T, sum(config.parts)]` → the output float32 `[T, inner]`, its gate `[T, inner]`, and the pools after the
+    step."""
+    tokens, all_directions = x.shape[0], config.num_groups * config.state_size
+    gate, found, steps = jnp.split(x, (config.inner, config.inner + config.channels), axis=-1)
+    found, tails = _convolve(found, weights, tails, rows)
+    values, written, read = jnp.split(jax.nn.silu(found), (config.inner, config.inner + all_directions), axis=-1)
+    values = values.reshape(tokens, -1, config.head_dim)
+    steps = jax.nn.softplus(steps.astype(jnp.float32) + decay_bias)
+    steps = jnp.clip(steps, config.least_step, config.most_step)
+    inputs = ScanInputs(
+        read.reshape(tokens, -1, config.state_size),
+        written.reshape(tokens, -1, config.state_size),
+        values * steps[..., None],
+        -jnp.exp(decay_log) * steps,
+        None,
+    )
+    outputs, matrices = scan_states(implementation, inputs, matrices, rows)
+    return (outputs + values * skip[:, None]).reshape(tokens, -1), gate, tails, matrices
 
 
 def _unit(x: jax.Array) -> jax.Array:

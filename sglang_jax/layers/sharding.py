@@ -32,8 +32,8 @@ MESH_AXIS: dict[Axis, str | None] = {
     Axis.PAGES: None,
     Axis.PAGE_OFFSET: None,
     Axis.KEY_OR_VALUE: None,
-    Axis.CHANNELS: None,
-    Axis.STATE_HEADS: None,
+    Axis.CHANNELS: "tensor",
+    Axis.STATE_HEADS: "tensor",
     Axis.TAPS: None,
     Axis.ONE: None,
 }

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.model_config import (
     CacheGroup,
     CacheKind,
@@ -21,7 +22,7 @@ from sglang_jax.architectures.model_config import (
 from sglang_jax.kernels.kv_storage import page_shape
 from sglang_jax.layers.platform import PlatformForm
 from sglang_jax.layers.recurrent import States
-from sglang_jax.layers.sharding import KV_AXES, named_sharding
+from sglang_jax.layers.sharding import KV_AXES, MESH_AXIS, named_sharding
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 
@@ -38,20 +39,34 @@ def pages_of(memory: LayerMemory) -> jax.Array:
 
 
 @dataclass(frozen=True, slots=True)
+class StatePool:
+    """One array of a layer's states, `[slots, ...]`, and how its axes go over the mesh."""
+
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+    spec: PartitionSpec
+
+    def on(self, mesh: Mesh) -> jax.ShapeDtypeStruct:
+        """Its shape spread over a mesh."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=NamedSharding(mesh, self.spec))
+
+
+@dataclass(frozen=True, slots=True)
 class KVCacheSpec:
     """`shapes` of each layer's pages, `[num_pages, kv_heads, parts, page_size, lanes]`, and the `storage` type; `()`
     for a layer without pages. `states`: shapes and types of each layer's pools for its state, none for attention."""
 
     shapes: tuple[tuple[int, ...], ...]
     storage: jnp.dtype
-    states: tuple[tuple[jax.ShapeDtypeStruct, ...], ...]
+    states: tuple[tuple[StatePool, ...], ...]
 
     def memory(self, mesh: Mesh) -> KVCaches:
-        """Shapes that stand for what each layer keeps, kv heads spread over the mesh's tensor axis."""
-        pages, whole = named_sharding(mesh, KV_AXES), NamedSharding(mesh, PartitionSpec())
+        """Shapes that stand for what each layer keeps, kv heads and heads of states spread over the mesh's tensor
+        axis."""
+        pages = named_sharding(mesh, KV_AXES)
 
-        def of(shape: tuple[int, ...], states: tuple[jax.ShapeDtypeStruct, ...]) -> LayerMemory:
-            pools = tuple(jax.ShapeDtypeStruct(state.shape, state.dtype, sharding=whole) for state in states)
+        def of(shape: tuple[int, ...], states: tuple[StatePool, ...]) -> LayerMemory:
+            pools = tuple(state.on(mesh) for state in states)
             if not shape:
                 return pools
             paged = jax.ShapeDtypeStruct(shape, self.storage, sharding=pages)
@@ -109,9 +124,16 @@ class StateDtypes:
         return self.activations if kind is StateDtype.ACTIVATIONS else self.recurrent
 
 
-def _pools(layer: LayerConfig, slots: int, dtypes: StateDtypes) -> tuple[jax.ShapeDtypeStruct, ...]:
+def _pools(layer: LayerConfig, slots: int, dtypes: StateDtypes) -> tuple[StatePool, ...]:
     arrays = () if layer.recurrent is None else layer.recurrent.state
-    return tuple(jax.ShapeDtypeStruct((slots, *array.shape), dtypes.of(array.dtype)) for array in arrays)
+    return tuple(
+        StatePool(
+            (slots, *array.shape),
+            dtypes.of(array.dtype),
+            PartitionSpec(*[None] * (1 + array.spread), MESH_AXIS[Axis.STATE_HEADS]),
+        )
+        for array in arrays
+    )
 
 
 def allocate(spec: KVCacheSpec, mesh: Mesh) -> KVCaches:

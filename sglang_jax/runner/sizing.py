@@ -249,18 +249,6 @@ def _contents(group: GroupMemory, pages: int, page_size: int) -> str:
     return f"{pages * page_size} KV tokens{f' with a window of {group.window}' if group.window else ''}"
 
 
-def refuse_spread_states(config: ModelConfig, size: int) -> None:
-    """For a model that is to be spread over `size` devices.
-
-    **Raises:** `ConfigError` for one with layers that keep a recurrent state.
-    """
-    if config.keeps_states:
-        raise ConfigError(
-            f"tp_size {size}: layers of the model keep a recurrent state, which cannot be spread over devices yet: "
-            "choose tp_size 1, and --dp-size for several devices"
-        )
-
-
 def refuse_beside_states(config: EngineConfig, model: ModelConfig) -> None:
     """Raises `ConfigError` for what does not go with layers that keep a recurrent state yet: a cache of 8 bits, and
     guessed tokens, of which wrong ones would stay in the states."""

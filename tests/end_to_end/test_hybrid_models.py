@@ -162,7 +162,7 @@ def test_states_of_half_the_size_on_request(backend: Backend, folder: Path) -> N
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"tp_size": 2}, "tp_size 2: layers of the model keep a recurrent state.*choose tp_size 1, and --dp-size"),
+        ({"tp_size": 3}, "4 heads and 2 kv heads cannot be spread over 3"),
         (
             {"kv_cache_dtype": KVCacheDtype.FLOAT8_E4M3},
             "kv_cache_dtype fp8_e4m3: layers of the model keep.*choose auto",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,6 +78,7 @@ class PagedModel:
             return model.logits(hidden)[:, : parallel.vocab_size], kv_caches
 
         self._step = jax.jit(step, donate_argnums=1)
+        self._mesh = mesh.abstract_mesh if mesh.size > 1 else None
 
     def run(
         self,
@@ -94,7 +96,8 @@ class PagedModel:
         logits: list[list[np.ndarray]] = [[] for _ in sequences]
         for step in steps:
             batch = self.batch(sequences, done, step)
-            found, self.kv_caches = self._step(self.state, self.kv_caches, batch)
+            with nullcontext() if self._mesh is None else jax.sharding.use_abstract_mesh(self._mesh):
+                found, self.kv_caches = self._step(self.state, self.kv_caches, batch)
             rows = np.split(np.asarray(found), np.cumsum(list(step.values())))
             for (row, count), part in zip(step.items(), rows, strict=False):
                 done[row] += count

@@ -76,7 +76,7 @@ class TorchPagedModel:
         self.keeps_states = config.keeps_states
         self.kv: list[LayerMemory] = []
         for layer in config.layers:
-            arrays = () if layer.recurrent is None else layer.recurrent.state
+            arrays = () if layer.recurrent is None else shard.recurrent(layer.recurrent).state
             states = StateDtypes(dtype, torch.float32).allocate(2 + 2 * ROWS, arrays, self.model.device)
             pages = None
             if layer.attention is not None:

@@ -102,6 +102,56 @@ assert drafts > 4, drafts
 """
 
 
+_STATES = """
+import sys
+from helpers.tiny_models import make_tiny_checkpoint
+from pathlib import Path
+from sglang_jax import Engine, SamplingParams
+from sglang_jax.config import EngineConfig
+
+# One key head, which both devices have.
+folder = make_tiny_checkpoint(Path(sys.argv[1]), "qwen3_5_text", linear_num_key_heads=1)
+shared = [(7 * number) % 380 + 3 for number in range(37)]
+prompts = [[*shared, 5, 6], [*shared, 9], [301], shared[:21]]
+greedy = SamplingParams(temperature=0.0, max_new_tokens=16, ignore_eos=True)
+random = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, seed=4, max_new_tokens=8, ignore_eos=True)
+
+def run(tp_size):
+    config = EngineConfig(
+        model_path=str(folder), backend="jax", device="cpu", dtype="float32", tp_size=tp_size, skip_warmup=True,
+        max_total_tokens=256, max_running_requests=4, chunked_prefill_size=16, page_size=4, max_mamba_cache_size=10,
+        compilation_cache_dir=sys.argv[2],
+    )
+    with Engine(config=config) as engine:
+        outputs = [engine.generate(prompts, params) for params in (greedy, random, greedy)]
+        with engine.open_session() as session:
+            outputs.append([session.generate(shared[:number], greedy) for number in (5, 9, 3)])
+        assert [out.cached_tokens for out in outputs[2]] == [32, 32, 0, 0], outputs
+        return [[out.output_ids for out in found] for found in outputs]
+
+assert run(2) == run(1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_devices_with_states_say_what_one_says(tmp_path: Path) -> None:
+    """Prompts that begin with the states of others, and turns of a session."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": xla_flags("--xla_force_host_platform_device_count=2"),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    }
+    finished = subprocess.run(
+        [sys.executable, "-c", _STATES, tmp_path, tmp_path / "cache"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=580,
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("draft", ["draft", "model"])

@@ -105,6 +105,7 @@ import numpy as np
 from flax import nnx
 from helpers.small_configs import small_config
 from sglang_jax.architectures import NormConfig, QKNorm
+from sglang_jax.architectures.model_config import Mamba2Config, SublayerNorms
 from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.jax_runner.orbax_checkpoint import restore_orbax, save_orbax
 from sglang_jax.jax_runner.parallel import TensorParallel
@@ -119,7 +120,14 @@ def build(config):
 plain = small_config(num_heads=8, num_kv_heads=2, vocab_size=97, attention_bias=True, tie_word_embeddings=False)
 norm = QKNorm(norm=NormConfig(eps=1e-5, wide=True), whole=True)
 whole_norms = plain.with_layers(lambda layer: replace(layer, mixer=replace(layer.mixer, qk_norm=norm)))
-for config, folder, sizes in ((plain, "plain", (2, 4, 8)), (whole_norms, "whole_norms", (8,))):
+# Channels that devices have each a part of: of 7 sections of unlike length, some of them copied.
+mamba = Mamba2Config(
+    num_heads=8, head_dim=4, state_size=5, num_groups=2, width=4, norm=norm.norm, bias=True, out_bias=True
+)
+bare = {"mixer": mamba, "feed_forward": None, "feed_forward_norms": SublayerNorms()}
+states = replace(plain, architecture="mamba2").with_layers(lambda layer: replace(layer, **bare))
+models = ((plain, "plain", (2, 4, 8)), (whole_norms, "whole_norms", (8,)), (states, "states", (2, 4)))
+for config, folder, sizes in models:
     reader = DummyReader(config, seed=3)
     whole = build(config)
     load_weights(whole, reader, config, make_mesh(jax.devices()[:1]))

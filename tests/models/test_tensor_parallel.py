@@ -72,16 +72,57 @@ for logits, wanted in zip(PagedModel(folder, mesh=mesh).run(sequences, steps), e
     assert np.abs(logits - wanted).max() < 2e-4
 """
 
+_STATES = """
+import re
+import sys
+from pathlib import Path
 
-@pytest.mark.parametrize("program", [_PROGRAM, _OTHER_HEADS], ids=["alike", "other heads"])
-def test_logits_on_four_devices(program: str, tmp_path: Path) -> None:
+import jax
+import numpy as np
+from helpers.family_cases import HYBRIDS, check_hybrid
+from helpers.paged_model import PagedModel
+from sglang_jax.layers.sharding import make_mesh
+
+# Fewer key heads and groups than devices, of which neighbours have the same; a norm over heads of two devices; both
+# kinds of mixer side by side. A sum over devices for embeddings, of each mixer and of each feed-forward part, or norm.
+for name in sys.argv[2:]:
+    size = 2 if name == "falcon_h1" else 4
+    mesh = make_mesh(jax.devices()[:size])
+    models = []
+
+    def load(folder, page_size, columns):
+        models.append(PagedModel(folder, mesh=mesh, page_size=page_size, columns=columns))
+        return models[-1]
+
+    # Against transformers, chunks and cache hits among it.
+    check_hybrid(HYBRIDS[name], Path(sys.argv[1], name), load)
+    (model,) = models
+    assert all(leaf.addressable_shards[0].data.size * size == leaf.size for leaf in jax.tree.leaves(model.kv_caches))
+    batch = model.batch([np.arange(9)] * 4, [0] * 4, {row: 1 for row in range(4)})
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        program = model._step.lower(model.state, model.kv_caches, batch).compile().as_text()
+    collectives = re.findall(r" (all-[a-z]+|collective-permute|reduce-scatter)[(]", program)
+    assert collectives == ["all-reduce"] * 5, (name, collectives)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "names"),
+    [
+        pytest.param(_PROGRAM, (), id="alike"),
+        pytest.param(_OTHER_HEADS, (), id="other heads"),
+        pytest.param(_STATES, ("qwen3_5", "mamba2"), id="heads with states"),
+        pytest.param(_STATES, ("lfm2", "falcon_h1"), id="other layers with states", marks=pytest.mark.soak),
+    ],
+)
+def test_logits_on_four_devices(program: str, names: tuple[str, ...], tmp_path: Path) -> None:
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": xla_flags("--xla_force_host_platform_device_count=4"),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
     }
     finished = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
+        [sys.executable, "-c", program, str(tmp_path), *names],
         env=environment,
         capture_output=True,
         text=True,

@@ -52,6 +52,15 @@ FORM: dict[str, Any] = {
 }
 CONFIG = dense_decoder(**FORM)
 
+HYBRID_FORMS: list[tuple[str, dict[str, Any]]] = [
+    ("lfm2", {"conv_bias": True}),
+    ("qwen3_5_text", {"linear_num_key_heads": 1}),
+    ("mamba2", {}),
+    ("mamba2", {"n_groups": 1}),
+    ("falcon_h1", {}),
+]
+"""Also of one key head, or of one group with a norm over all heads, for two ranks."""
+
 
 @dataclass(frozen=True)
 class OneOf:
@@ -99,7 +108,7 @@ def load(config: ModelConfig, rank: int, size: int) -> tuple[Transformer, Counti
 
 def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
     """Biases that must be added once, one kv head for two ranks, a vocabulary that two do not divide, norms of what
-    ranks have summed, and blocks side by side whose sum is summed once."""
+    ranks have summed, and blocks side by side whose sum is summed once; recurrent layers of each kind."""
     checkpoints = [
         make_tiny_checkpoint(tmp_path / "biases", "llama", attention_bias=True, mlp_bias=True),
         make_tiny_checkpoint(tmp_path / "one_kv_head", "qwen3", num_key_value_heads=1, tie_word_embeddings=True),
@@ -107,6 +116,10 @@ def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
         *(
             make_tiny_checkpoint(tmp_path / name, FAMILIES[name].architecture, **FAMILIES[name].changes)
             for name in ("gemma2", "cohere2")
+        ),
+        *(
+            make_tiny_checkpoint(tmp_path / str(number), kind, **more)
+            for number, (kind, more) in enumerate(HYBRID_FORMS)
         ),
     ]
     ranks = run_ranks(checkpoints, 2, prompts()[:3], STEPS, tmp_path)

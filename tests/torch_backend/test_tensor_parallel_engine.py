@@ -108,6 +108,24 @@ def test_two_processes_with_a_draft_model_say_what_one_does_without(
     assert sum(output.drafts.drafts for found in outputs for output in found if output.drafts is not None) > 0
 
 
+@pytest.mark.slow
+def test_two_processes_with_states_say_what_one_does(tmp_path: Path) -> None:
+    """Prompts that begin with the states of others, and turns of a session."""
+    folder = make_tiny_checkpoint(tmp_path, "mamba2", n_groups=1)
+    shared = [(7 * number) % 380 + 3 for number in range(37)]
+    prompts = [[*shared, 5, 6], [*shared, 9], [301], shared[:21]]
+    found = []
+    for size in (1, 2):
+        sizes = {"page_size": 4, "max_mamba_cache_size": 10}
+        with Engine(config=config(folder, size).model_copy(update=sizes)) as engine:
+            outputs = [engine.generate(prompts, params) for params in (GREEDY, RANDOM, GREEDY)]
+            with engine.open_session() as session:
+                outputs.append([session.generate(shared[:number], GREEDY) for number in (5, 9, 3)])
+        assert [out.cached_tokens for out in outputs[2]] == [32, 32, 0, 0]
+        found.append([[out.output_ids for out in each] for each in outputs])
+    assert found[0] == found[1]
+
+
 @pytest.mark.alone
 def test_a_lost_rank_ends_the_engine_with_an_error(engine: Engine) -> None:
     run(engine, GREEDY)

@@ -14,7 +14,9 @@ from sglang_jax.architectures.model_config import (
 from sglang_jax.architectures.tensor_names import Kind, Part
 from torch_backend.layers.linear import Linear
 from torch_backend.layers.parameter import Loadable
+from torch_backend.layers.shard import ModelShard
 from torch_backend.native_operations import divide_by_rms
+from torch_backend.parallel import TensorParallel
 from torch_backend.recurrent.interface import StepStates
 from torch_backend.recurrent.rows import States
 from torch_backend.recurrent.scan import ScanInputs
@@ -22,15 +24,17 @@ from torch_backend.recurrent.scan import ScanInputs
 _NORM_OF_KEYS = 1e-6
 
 
-def recurrent_layer(config: RecurrentConfig, hidden_size: int, *, dtype: torch.dtype) -> RecurrentLayer:
-    """The layer of a config."""
-    match config:
-        case ShortConvConfig():
-            return ShortConv(config, hidden_size, dtype=dtype)
-        case GatedDeltaNetConfig():
-            return GatedDeltaNet(config, hidden_size, dtype=dtype)
-        case Mamba2Config():
-            return Mamba2(config, hidden_size, dtype=dtype)
+def recurrent_layer(
+    config: RecurrentConfig, hidden_size: int, shard: ModelShard, *, dtype: torch.dtype, parallel: TensorParallel
+) -> RecurrentLayer:
+    """A rank's part of the layer of a config. What it gives is to be summed over ranks."""
+    match shard.recurrent(config):
+        case ShortConvConfig() as own:
+            return ShortConv(own, hidden_size, shard, dtype=dtype)
+        case GatedDeltaNetConfig() as own:
+            return GatedDeltaNet(own, hidden_size, dtype=dtype)
+        case Mamba2Config() as own:
+            return Mamba2(own, hidden_size, shard, dtype=dtype, parallel=parallel)
 
 
 class Convolution(Loadable):
@@ -49,12 +53,13 @@ class Convolution(Loadable):
 class ShortConv(Loadable):
     """See `ShortConvConfig`."""
 
-    def __init__(self, config: ShortConvConfig, hidden_size: int, *, dtype: torch.dtype) -> None:
+    def __init__(self, config: ShortConvConfig, hidden_size: int, shard: ModelShard, *, dtype: torch.dtype) -> None:
         super().__init__()
         inner, bias = config.channels, config.bias
         self.input = Linear(hidden_size, 3 * inner, (Part.STATE_INPUT,), bias=bias, dtype=dtype)
         self.convolution = Convolution(inner, config.width, bias=bias, dtype=dtype)
-        self.output = Linear(inner, hidden_size, (Part.STATE_OUTPUT,), bias=bias, dtype=dtype)
+        # The sum over ranks adds the output's bias once.
+        self.output = Linear(inner, hidden_size, (Part.STATE_OUTPUT,), bias=bias and shard.first, dtype=dtype)
 
     def forward(self, x: torch.Tensor, step: StepStates, states: States) -> torch.Tensor:
         """`[T, hidden]` → `[T, hidden]`; leaves the sequences' states in their slots."""
@@ -112,9 +117,11 @@ class GatedDeltaNet(Loadable):
 
 
 class Mamba2(Loadable):
-    """See `Mamba2Config`."""
+    """See `Mamba2Config`. The norm is over parts of the heads of all ranks."""
 
-    def __init__(self, config: Mamba2Config, hidden_size: int, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: Mamba2Config, hidden_size: int, shard: ModelShard, *, dtype: torch.dtype, parallel: TensorParallel
+    ) -> None:
         super().__init__()
         heads = (config.num_heads,)
         self._sizes = [config.inner, config.channels, config.num_heads]
@@ -126,8 +133,10 @@ class Mamba2(Loadable):
         self.norm = None
         if config.norm is not None:
             self.norm = self.declare("norm", (config.inner,), torch.float32, Part.STATE_NORM)
-        self.output = Linear(config.inner, hidden_size, (Part.STATE_OUTPUT,), bias=config.out_bias, dtype=dtype)
+        bias = config.out_bias and shard.first
+        self.output = Linear(config.inner, hidden_size, (Part.STATE_OUTPUT,), bias=bias, dtype=dtype)
         self.config = config
+        self._parallel = parallel
 
     def forward(self, x: torch.Tensor, step: StepStates, states: States) -> torch.Tensor:
         """`[T, hidden]` → `[T, hidden]`; leaves the sequences' states in their slots."""
@@ -158,9 +167,20 @@ class Mamba2(Loadable):
             return outputs * gate
         if not config.norm_before_gate:
             outputs = outputs * gate
-        parts = outputs.view(len(outputs), config.norm_groups, -1)
-        outputs = divide_by_rms(parts, config.norm.eps).view(outputs.shape) * self.norm
+        outputs = self._normed(outputs, config.norm.eps) * self.norm
         return outputs * gate if config.norm_before_gate else outputs
+
+    def _normed(self, outputs: torch.Tensor, eps: float) -> torch.Tensor:
+        """This rank's `[T, inner]`, each part of the norm over its root mean square."""
+        parts, ranks = self.config.norm_groups, self._parallel.size
+        if parts % ranks == 0:
+            return divide_by_rms(outputs.view(len(outputs), parts // ranks, -1), eps).view(outputs.shape)
+        # Neighbours have parts of one part: each tells the mean of its own, and those of its part are summed.
+        sharers = ranks // parts
+        means = outputs.new_zeros((len(outputs), parts))
+        own = self._parallel.rank // sharers
+        means[:, own] = outputs.square().mean(-1) / sharers
+        return outputs * self._parallel.all_reduce(means)[:, own, None].add(eps).rsqrt()
 
     def pack(self) -> None:
         """See `Transformer.pack`."""

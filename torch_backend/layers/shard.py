@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang_jax.architectures.axes import Axis
-from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.architectures.model_config import ModelConfig, RecurrentConfig
+from sglang_jax.architectures.recurrent_shards import of_one_device, spread
 from sglang_jax.errors import ConfigError
-from sglang_jax.runner.sizing import refuse_spread_states
 from torch_backend.attention.interface import HeadForm
 
 
@@ -44,6 +44,10 @@ class ModelShard:
         """Its part of a feed-forward layer of `length` columns."""
         return _part(length, self.rank, self.size)
 
+    def recurrent(self, config: RecurrentConfig) -> RecurrentConfig:
+        """Its part of a recurrent layer."""
+        return of_one_device(spread(config, self.size))
+
     def head_forms(self, config: ModelConfig) -> tuple[HeadForm, ...]:
         """What its kernels must know of heads: the form of every layer, each once."""
         forms = (
@@ -61,6 +65,8 @@ class ModelShard:
                 return self.kv_heads(length)
             case Axis.INTERMEDIATE:
                 return self.intermediate(length)
+            case Axis.CHANNELS | Axis.STATE_HEADS:
+                return _part(length, self.rank, self.size)
             case Axis.VOCABULARY:
                 return self.vocabulary
         return range(length)
@@ -69,10 +75,8 @@ class ModelShard:
     def of(cls, config: ModelConfig, rank: int, size: int) -> ModelShard:
         """The part of `rank`.
 
-        **Raises:** `ConfigError` if heads or the feed-forward layer cannot be divided by `size`.
+        **Raises:** `ConfigError` if heads, a recurrent layer or the feed-forward layer cannot be divided by `size`.
         """
-        if size > 1:
-            refuse_spread_states(config, size)
         for mixer in config.attention:
             heads, kv_heads = mixer.num_heads, mixer.num_kv_heads
             if heads % size or (kv_heads % size and size % kv_heads):
@@ -86,6 +90,9 @@ class ModelShard:
                 f"a feed-forward layer of {indivisible[0]} columns cannot be spread over {size} processes: "
                 "choose a tensor parallel size that divides it"
             )
+        for layer in config.layers:
+            if layer.recurrent is not None:
+                spread(layer.recurrent, size)
         rows = -(-config.vocab_size // size)
         first_row = min(rank * rows, config.vocab_size)
         return cls(

@@ -55,7 +55,7 @@ class DecoderLayer(Loadable):
                 config.attention, hidden_size, shard, dtype=dtype, operations=operations, parallel=parallel
             )
         if config.recurrent is not None:
-            self.recurrent = recurrent_layer(config.recurrent, hidden_size, dtype=dtype)
+            self.recurrent = recurrent_layer(config.recurrent, hidden_size, shard, dtype=dtype, parallel=parallel)
         self.attention_post_norm = norm(config.mixer_norms.post, Part.ATTENTION_POST_NORM)
         self.feed_forward_norm = norm(config.feed_forward_norms.pre, Part.FEED_FORWARD_NORM)
         self.feed_forward: FeedForward | None = None

@@ -1,0 +1,110 @@
+"""Which channels of a recurrent layer a device has, and which layers cannot be shared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from sglang_jax.architectures.model_config import (
+    GatedDeltaNetConfig,
+    Mamba2Config,
+    NormConfig,
+    RecurrentConfig,
+    ShortConvConfig,
+)
+from sglang_jax.architectures.recurrent_shards import (
+    convolution_sections,
+    input_sections,
+    of_one_device,
+    rows_by_device,
+    rows_of_device,
+    spread,
+)
+from sglang_jax.errors import ConfigError
+
+NORM = NormConfig(eps=1e-5)
+
+
+def delta_net(keys: int, values: int) -> GatedDeltaNetConfig:
+    return GatedDeltaNetConfig(num_key_heads=keys, num_value_heads=values, key_dim=3, value_dim=2, width=4, norm=NORM)
+
+
+def mamba(heads: int, groups: int, norm_groups: int = 1, norm: NormConfig | None = NORM) -> Mamba2Config:
+    return Mamba2Config(
+        num_heads=heads, head_dim=2, state_size=3, num_groups=groups, width=4, norm=norm, norm_groups=norm_groups
+    )
+
+
+def short(channels: int) -> ShortConvConfig:
+    return ShortConvConfig(channels=channels, width=3)
+
+
+LAYERS = [
+    (short(8), 4),
+    (delta_net(4, 8), 2),
+    (delta_net(2, 8), 8),
+    (delta_net(4, 4), 4),
+    (mamba(8, 4, 4), 2),
+    (mamba(8, 1), 4),
+    (mamba(8, 2, 2), 8),
+]
+
+
+@pytest.mark.parametrize(("layer", "size"), LAYERS, ids=str)
+def test_a_device_has_the_channels_that_its_heads_read(layer: RecurrentConfig, size: int) -> None:
+    """Of a head's channels the convolution and the projection have each what the head of that number reads."""
+    for sections in (convolution_sections(layer), input_sections(layer)):
+        stored = [
+            [(number, unit, row) for row in range(section.rows)]
+            for number, section in enumerate(sections)
+            for unit in range(section.units)
+        ]
+        rows = [row for unit in stored for row in unit]
+        found = [rows[number] for number in rows_by_device(sections, size)]
+        heads = max(section.units for section in sections)
+        wanted = []
+        for device in range(size):
+            own = range(device * heads // size, (device + 1) * heads // size)
+            for number, section in enumerate(sections):
+                units = dict.fromkeys(head * section.units // heads for head in own)
+                wanted += [(number, unit, row) for unit in units for row in range(section.rows)]
+        assert found == wanted
+        for device in range(size):
+            parts = rows_of_device(sections, device, size)
+            of_one = input_sections if sections == input_sections(layer) else convolution_sections
+            built = of_one(of_one_device(spread(layer, size)))
+            assert [len(part) for part in parts] == [section.units * section.rows for section in built]
+
+
+@pytest.mark.parametrize(("layer", "size"), LAYERS, ids=str)
+def test_devices_share_states_and_have_copies_of_what_they_all_read(layer: RecurrentConfig, size: int) -> None:
+    built = spread(layer, size)
+    for whole, mine in zip(built.state, of_one_device(built).state, strict=True):
+        shape = list(whole.shape)
+        shape[whole.spread] //= size
+        assert mine.shape == tuple(shape)
+        assert math.prod(mine.shape) * size == math.prod(whole.shape)
+    assert built.state[-1].shape[-2:] == layer.state[-1].shape[-2:] or isinstance(layer, ShortConvConfig)
+    assert spread(layer, 1) is layer
+    assert np.prod(built.state[0].shape) >= np.prod(layer.state[0].shape)
+
+
+@pytest.mark.parametrize(
+    ("layer", "size", "message"),
+    [
+        (lambda: short(6), 4, "a short convolution of 6 channels cannot be spread over 4 devices: choose a tp_size"),
+        (lambda: delta_net(2, 4), 8, "a delta net of 4 value heads and 2 key heads cannot be spread over 8 devices"),
+        (lambda: delta_net(3, 6), 2, "6 value heads and 3 key heads cannot be spread over 2 devices"),
+        (lambda: mamba(6, 2), 4, "Mamba-2 of 6 heads in 2 groups with a norm over 1 parts cannot be spread over 4"),
+        (lambda: mamba(12, 3, norm=None), 2, "Mamba-2 of 12 heads in 3 groups cannot be spread over 2 devices"),
+        (lambda: mamba(12, 2, norm_groups=3), 2, "with a norm over 3 parts cannot be spread over 2 devices"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_with_its_numbers(
+    layer: Callable[[], RecurrentConfig], size: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        spread(layer(), size)
