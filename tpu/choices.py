@@ -23,46 +23,71 @@ _SMALL_HBM = 20 * GIB
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Options of the server, and why they are these."""
+    """Options of the server, and why they are these. `replicas`: of the whole slice."""
 
     tp: int
+    replicas: int
     page_size: int
     mem_fraction_static: float
     reasons: tuple[str, ...]
 
 
-def choose(machine: Machine, model: ModelConfig, *, tp: int | None = None) -> Choices:
-    """Options for a model on a slice; `tp` where it was asked for.
+def choose(machine: Machine, model: ModelConfig, *, tp: int | None = None, replicas: int = 1) -> Choices:
+    """Options for a model on a slice; `tp`: of each of `replicas`, where it was asked for.
 
-    **Raises:** `ConfigError` if the model cannot be spread over the slice, or its weights do not fit.
+    **Raises:** `ConfigError` if the slice cannot be divided so, the model cannot be spread over a replica's devices, or
+    its weights do not fit.
     """
     topology = machine.topology
+    devices = devices_of_a_replica(machine, replicas)
     fraction = memory_fraction(topology.chip)
-    chosen = tp or _largest_tp(model, topology.devices)
-    if len(machine.hosts) > 1 and chosen != topology.devices:
+    chosen = tp or _largest_tp(model, devices)
+    if chosen > devices:
+        raise ConfigError(f"--tp-size {chosen} is more than the {devices} devices of each of {replicas} replicas")
+    hosts = max(len(machine.hosts), 1)
+    if replicas < hosts and chosen != devices:
         raise ConfigError(
-            f"{topology} has {len(machine.hosts)} hosts and {topology.devices} devices, which all must take part, and "
-            f"the model can be spread over {chosen}: choose a smaller slice"
+            f"{topology} has {hosts} hosts and {devices} devices, which all must take part in one replica, and the "
+            f"model can be spread over {chosen}: choose a smaller slice, or --dp-size {hosts}, a replica on each host"
         )
     weights = weight_bytes(model) // chosen
     usable = int(topology.chip.hbm * fraction)
     if weights >= usable:
         raise ConfigError(
             f"{weights / GIB:.1f} GiB of weights on each of {chosen} devices do not fit in {usable / GIB:.1f} GiB of "
-            f"{topology}: choose a larger slice"
+            f"{topology}: choose a larger slice" + ("" if replicas == 1 else ", or fewer replicas with --dp-size")
         )
     return Choices(
         tp=chosen,
+        replicas=replicas,
         page_size=PAGE_SIZE,
         mem_fraction_static=fraction,
         reasons=(
             f"tp {chosen}: "
-            + ("as asked for" if tp else f"the most of {topology.devices} devices that the model can be spread over"),
+            + ("as asked for" if tp else f"the most of {devices} devices that the model can be spread over"),
             f"page size {PAGE_SIZE}: whole tiles of memory",
             f"mem-fraction-static {fraction:g}: {weights / GIB:.1f} GiB of weights and up to "
             f"{(usable - weights) / GIB:.1f} GiB of KV pages on each device of {topology.chip.hbm / GIB:.1f} GiB",
         ),
     )
+
+
+def devices_of_a_replica(machine: Machine, replicas: int) -> int:
+    """Devices of a slice by replicas. Of a slice of several hosts one replica has all, or each has a part of a host.
+
+    **Raises:** `ConfigError` if they cannot be divided so.
+    """
+    topology, hosts = machine.topology, max(len(machine.hosts), 1)
+    if replicas > 1 and replicas % hosts:
+        raise ConfigError(
+            f"{topology} has {hosts} hosts, and each replica lies on one of them: --dp-size must be a multiple of "
+            f"{hosts}, got {replicas}"
+        )
+    if topology.devices % replicas:
+        raise ConfigError(
+            f"the {topology.devices} devices of {topology} cannot be divided among {replicas} replicas (--dp-size)"
+        )
+    return topology.devices // replicas
 
 
 def memory_fraction(chip: Chip) -> float:

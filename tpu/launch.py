@@ -12,47 +12,78 @@ from sglang_jax.checkpoint.opening import open_checkpoint
 from sglang_jax.cli.main import run
 from sglang_jax.cli.serve import serve
 from sglang_jax.config import LoadFormat, TpuEnvironment
+from sglang_jax.engine.placement import Placement, alone_in_a_slice
+from sglang_jax.errors import ConfigError
+from sglang_jax.server.local_hosts import is_loopback
 from tpu.choices import MEETING_PORT, Choices, choose
 from tpu.machine import Machine, detect_machine
 
 _SERVER = "sglang_jax.launch_server"
+_PORT = 30000
+"""The server's own default."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.option("--model-path", default="demo", show_default=True, help="a folder, a .gguf file, a hub id, or demo")
 @click.option("--tp-size", type=click.IntRange(min=1), help="devices of a replica; default: as many as there are")
+@click.option(
+    "--dp-size",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="replicas of the model on the slice; on several hosts a multiple of their number, behind host 0",
+)
+@click.option("--host", help="address to listen on; default: the server's, and with replicas on other hosts their own")
+@click.option("--port", type=click.IntRange(0, 65535), default=None, help="port to listen on; default: 30000")
 @click.option("--dry-run", is_flag=True, help="print the server's command and end")
 @click.argument("server_options", nargs=-1, type=click.UNPROCESSED)
-def launch(*, model_path: str, tp_size: int | None, dry_run: bool, server_options: Sequence[str]) -> int:
+def launch(
+    *,
+    model_path: str,
+    tp_size: int | None,
+    dp_size: int,
+    host: str | None,
+    port: int | None,
+    dry_run: bool,
+    server_options: Sequence[str],
+) -> int:
     """Start the server with options for this TPU. Other options of the server may follow, and win."""
     machine = detect_machine(TpuEnvironment())
     config = open_checkpoint(model_path, LoadFormat.DUMMY).config
-    choices = choose(machine, config, tp=tp_size)
-    arguments = [*server_arguments(machine, choices, model_path), *server_options]
+    choices = choose(machine, config, tp=tp_size, replicas=dp_size)
+    listening = listening_arguments(machine, choices, host, port)
+    arguments = [*server_arguments(machine, choices, model_path), *listening, *server_options]
     where = f", host {machine.worker} of {len(machine.hosts)}" if machine.hosts else ""
     click.echo(
         f"{machine.topology} ({machine.topology.chips} chips, {machine.topology.devices} devices){where}", err=True
     )
     for reason in choices.reasons:
         click.echo(f"  {reason}", err=True)
-    command = shlex.join(["python", "-m", _SERVER, *arguments])
+    placement = own_placement(machine, choices)
+    environment = () if placement is None else placement.environment
+    command = shlex.join([*map("=".join, environment), "python", "-m", _SERVER, *arguments])
     if dry_run:
         click.echo(command)
         return 0
     click.echo(command, err=True)
+    if placement is not None:
+        placement.apply()
     return run(serve, "python -m tpu.launch", arguments)
 
 
 def server_arguments(machine: Machine, choices: Choices, model_path: str) -> list[str]:
-    """Flags of the server for one host of a slice."""
+    """Flags of the server for one host of a slice, but for where it listens."""
     arguments = ["--model-path", model_path, "--backend", "jax", "--device", "tpu"]
     arguments += ["--tp-size", str(choices.tp), "--page-size", str(choices.page_size)]
     arguments += ["--mem-fraction-static", f"{choices.mem_fraction_static:g}"]
-    return arguments + host_arguments(machine)
+    on_each = choices.replicas // max(len(machine.hosts), 1)
+    if on_each > 1:
+        arguments += ["--dp-size", str(on_each)]
+    return arguments + (host_arguments(machine) if choices.replicas == 1 else [])
 
 
 def host_arguments(machine: Machine) -> list[str]:
-    """How a host of several finds the others; none for a host alone."""
+    """How a host of several finds the others of one replica; none for a host alone."""
     if len(machine.hosts) < 2:
         return []
     return [
@@ -60,6 +91,33 @@ def host_arguments(machine: Machine) -> list[str]:
         *("--node-rank", str(machine.worker)),
         *("--dist-init-addr", f"{machine.hosts[0]}:{MEETING_PORT}"),
     ]
+
+
+def listening_arguments(machine: Machine, choices: Choices, host: str | None, port: int | None) -> list[str]:
+    """Where a host listens, as `--host` and `--port` say. With replicas on several hosts each has a server of its own,
+    and that of host 0 gives requests to its own replicas and to the others' servers.
+
+    **Raises:** `ConfigError` for an address or a port by which host 0 could not find the others.
+    """
+    if choices.replicas == 1 or len(machine.hosts) < 2:
+        return [*([] if host is None else ["--host", host]), *([] if port is None else ["--port", str(port)])]
+    number = _PORT if port is None else port
+    if number == 0:
+        raise ConfigError("--port 0 is another port on each host, and host 0 must know it: choose one")
+    if machine.worker == 0:
+        others = ",".join(f"{address}:{number}" for address in machine.hosts[1:])
+        return [*([] if host is None else ["--host", host]), "--port", str(number), "--connect", f"local,{others}"]
+    own = host or machine.hosts[machine.worker]
+    if own != machine.hosts[machine.worker] and is_loopback(own):
+        raise ConfigError(f"--host {own}: host 0 must reach this one; choose 0.0.0.0, or leave it out")
+    return ["--host", own, "--port", str(number)]
+
+
+def own_placement(machine: Machine, choices: Choices) -> Placement | None:
+    """What shows a host of several its own chips alone, where one replica has them all; several see to that themselves,
+    and for others there is nothing to say."""
+    hosts = len(machine.hosts)
+    return alone_in_a_slice(machine.topology.chips // hosts) if hosts > 1 and choices.replicas == hosts else None
 
 
 if __name__ == "__main__":

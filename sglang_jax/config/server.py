@@ -26,7 +26,8 @@ class ServerConfig(EngineConfig):
     served_model_name: str | None = Field(None, description="name in /v1/models; default: model_path")
     connect: str | None = Field(
         None,
-        description="HOST:PORT,...: servers of the same model to load-balance across, instead of starting an engine",
+        description="HOST:PORT,...: servers of the same model to load-balance across, instead of starting an engine; "
+        "with local in the list: next to this server's own",
     )
     drain_timeout: float = Field(
         300.0,

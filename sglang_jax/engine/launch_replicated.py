@@ -12,7 +12,7 @@ from sglang_jax.engine.core_link import CoreLink
 from sglang_jax.engine.launch import TokenizerLoader, launch_replica_link, tokenizer_of_model
 from sglang_jax.engine.link import Link
 from sglang_jax.engine.placement import Placement
-from sglang_jax.engine.replica import Backoff, Replica, start_replicas
+from sglang_jax.engine.replica import Backoff, Replica, placed_replicas, start_all
 from sglang_jax.engine.router import Router
 from sglang_jax.engine.routing import MOST_AHEAD, Balance, create_policy
 from sglang_jax.engine.types import ReplicaState, TextTokenizer
@@ -35,11 +35,12 @@ async def launch_engines(
     **Raises:** `ConfigError`, `CheckpointError`; `EngineDeadError` if an engine failed for another reason.
     """
     load_tokenizer = load_tokenizer or tokenizer_of_model
-    if config.dp_size > 1:
+    replicas = own_replicas(config, launch)
+    if len(replicas) > 1:
         tokenizer = await asyncio.to_thread(load_tokenizer, config)
-        replicas = await start_replicas(config, config.dp_size, launch, backoff=restarts(config))
+        await start_all(replicas)
         return replicated_client(config, replicas, tokenizer)
-    replica: Replica[Link] = Replica(0, partial(launch, config, None), backoff=restarts(config))
+    (replica,) = replicas
     starting = asyncio.create_task(replica.start())
     try:
         tokenizer = await asyncio.to_thread(load_tokenizer, config)
@@ -50,6 +51,16 @@ async def launch_engines(
         await replica.close()
         raise
     return replicated_client(config, [replica], tokenizer)
+
+
+def own_replicas(config: EngineConfig, launch: LaunchLink = launch_replica_link) -> list[Replica[Link]]:
+    """The engines of this server, as many as `dp_size` says, not started yet; one has all of the machine.
+
+    **Raises:** `ConfigError` if the machine has no room for so many.
+    """
+    if config.dp_size > 1:
+        return list(placed_replicas(config, config.dp_size, launch, backoff=restarts(config)))
+    return [Replica(0, partial(launch, config, None), backoff=restarts(config))]
 
 
 def restarts(config: EngineConfig) -> Backoff:

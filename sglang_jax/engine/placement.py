@@ -144,6 +144,17 @@ def _on_chips(tp_size: int, count: int) -> list[Placement]:
     ]
 
 
+def alone_in_a_slice(chips: int) -> Placement:
+    """One replica on all chips of a host whose slice has other hosts: to libtpu the host is a slice by itself.
+
+    **Raises:** `ConfigError` for a number of chips that no host has.
+    """
+    if chips not in _CHIP_BOUNDS:
+        raise ConfigError(f"a host has {', '.join(map(str, _CHIP_BOUNDS))} TPU chips, got {chips}")
+    environment = _chip_environment([str(number) for number in range(chips)], _LIBTPU_PORT)
+    return Placement(name="this host", device=Device.TPU, environment=environment)
+
+
 def _chip_environment(chips: Sequence[str], port: int) -> tuple[tuple[str, str], ...]:
     """libtpu in this process is a slice of its own, of these chips alone."""
     return (
@@ -153,6 +164,9 @@ def _chip_environment(chips: Sequence[str], port: int) -> tuple[tuple[str, str],
         ("TPU_PROCESS_ADDRESSES", f"localhost:{port}"),
         ("TPU_PROCESS_PORT", str(port)),
         ("CLOUD_TPU_TASK_ID", "0"),
+        # Those of GKE name the other hosts of the slice.
+        ("TPU_WORKER_ID", "0"),
+        ("TPU_WORKER_HOSTNAMES", "localhost"),
         ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
     )
 

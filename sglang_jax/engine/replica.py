@@ -266,13 +266,30 @@ async def start_replicas(
     **Raises:** `ConfigError` if the machine has no room for so many, and what `launch` raises; no engine is left
     running then.
     """
+    replicas = placed_replicas(config, count, launch, backoff=backoff)
+    await start_all(replicas)
+    return replicas
+
+
+def placed_replicas(
+    config: EngineConfig,
+    count: int,
+    launch: Callable[[EngineConfig, Placement], Awaitable[EngineT_co]],
+    *,
+    backoff: Backoff | None = None,
+) -> list[Replica[EngineT_co]]:
+    """As `start_replicas` starts them, not started yet. Raises `ConfigError` if the machine has no room for so many."""
     placements = place_replicas(config, count)
-    replicas = [
+    for placement in placements:
+        logger.info("%s", placement)
+    return [
         Replica(index, partial(launch, placement.options(config), placement), backoff=backoff)
         for index, placement in enumerate(placements)
     ]
-    for placement in placements:
-        logger.info("%s", placement)
+
+
+async def start_all(replicas: Sequence[Replica[EngineT_co]]) -> None:
+    """Waits until all of them serve. Raises what the first that failed raised; no engine is left running then."""
     try:
         async with asyncio.TaskGroup() as starts:
             for replica in replicas:
@@ -282,7 +299,6 @@ async def start_replicas(
         if isinstance(error, ExceptionGroup):
             raise error.exceptions[0] from None
         raise
-    return replicas
 
 
 async def close_replicas(replicas: Sequence[Replica[EngineT_co]], *, drain: bool = False) -> None:

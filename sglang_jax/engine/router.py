@@ -61,7 +61,7 @@ class Router:
     - `replicas`: at least one serves.
     - `policy`: which replica a request goes to, unless its `routing_key` tells.
     - `max_waiting`: most requests that wait while no replica serves; None: no limit.
-    - `addresses`: HOST:PORT of each replica, where they are servers of their own.
+    - `addresses`: HOST:PORT of each replica, empty for engines of this server; none where all are.
     """
 
     def __init__(
@@ -278,15 +278,15 @@ class Router:
         """
         if index is not None and not 0 <= index < len(self.replicas):
             raise ParameterError(f"replica must be from 0 to {len(self.replicas) - 1}, got {index}", param="replica")
-        if any(self._addresses):
+        todo = self.replicas if index is None else [self.replicas[index]]
+        if servers := [address for one in todo if (address := self._addresses[one.index])]:
             raise ParameterError(
-                f"the replicas are servers of their own ({', '.join(self._addresses)}): end one by SIGTERM, which "
+                f"the replicas are servers of their own ({', '.join(servers)}): end one by SIGTERM, which "
                 "lets its requests finish while new ones go to the others, and start it again",
                 param="replica",
             )
         if self._draining:
             raise ParameterError("replicas are already being drained; wait until that is done", param="replica")
-        todo = self.replicas if index is None else [self.replicas[index]]
         idle = [one for one in todo if one.state is not ReplicaState.SERVING]
         if idle:
             raise ParameterError(

@@ -106,8 +106,8 @@ def serve_echo(
 ) -> Iterator[EchoServer]:
     """Runs a server for as long as the block lasts, over the engine that `launch` makes if it is given. `options` are
     those of `ServerConfig`."""
+    listener = bind("127.0.0.1", options.pop("port", 0))
     config = ServerConfig(**{"model_path": "echo", **options})
-    listener = bind("127.0.0.1", 0)
     ready = threading.Event()
     running: list[EchoServer] = []
     servers: list[uvicorn.Server] = []

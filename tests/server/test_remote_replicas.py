@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,17 @@ import httpx2
 import numpy as np
 import pytest
 from helpers.echo_server import EchoServer, serve_echo, wait_for
-from helpers.engine_fakes import MODEL_INFO, ByteDecoder, ByteTokenizer
+from helpers.engine_fakes import MODEL_INFO, ByteDecoder, ByteTokenizer, load_echo
 from starlette.datastructures import Headers
 
-from sglang_jax.config import ServerConfig
+from sglang_jax.config import EngineConfig, ServerConfig
+from sglang_jax.engine.core_link import CoreLink
 from sglang_jax.engine.detokenizer import OutputText
+from sglang_jax.engine.launch import launch_link
 from sglang_jax.engine.output import Completion, RequestOutputs
+from sglang_jax.engine.placement import Placement
 from sglang_jax.engine.types import EngineClient, GenerateInput
-from sglang_jax.errors import ConfigError, EngineDeadError
+from sglang_jax.errors import CheckpointError, ConfigError, EngineDeadError
 from sglang_jax.sampling import GenerationDefaults, SamplingParams
 from sglang_jax.sampling.grammar import Grammar, GrammarKind, choice_grammar, json_grammar, tag_grammar
 from sglang_jax.server import remote_link
@@ -365,6 +369,8 @@ def test_a_server_before_another_says_whose_requests_are(tmp_path: Path) -> None
         ("a:1,b:x", "got 'b:x' in it"),
         ("a:70000", "got 'a:70000' in it"),
         ("a:1,a:1", "names a server twice"),
+        ("local,a:1,local", "names a server twice"),
+        ("local", "names no other server: local"),
     ],
 )
 def test_addresses_that_cannot_be_read(text: str, words: str) -> None:
@@ -373,12 +379,54 @@ def test_addresses_that_cannot_be_read(text: str, words: str) -> None:
 
 
 def test_addresses() -> None:
-    assert read_addresses("a:1, b.example:2,[::1]:3") == ["a:1", "b.example:2", "[::1]:3"]
+    assert read_addresses("a:1, b.example:2,[::1]:3") == (["a:1", "b.example:2", "[::1]:3"], False)
+    assert read_addresses("a:1,local") == (["a:1"], True)
 
 
 async def test_engines_here_and_elsewhere_are_refused() -> None:
-    with pytest.raises(ConfigError, match="dp_size and nnodes must be 1, got 2 and 1"):
+    with pytest.raises(ConfigError, match="without local in the list dp_size must be 1, and nnodes always, got 2 and"):
         await connect(config(connect="a:1", dp_size=2))
+    with pytest.raises(ConfigError, match="nnodes always, got 1 and 2"):
+        await connect(config(connect="a:1,local", nnodes=2, dist_init_addr="a:2"))
+
+
+async def launch_local(config: EngineConfig, placement: Placement | None) -> CoreLink:
+    return await launch_link(config, in_process=False, load=load_echo, placement=placement)
+
+
+async def connect_beside(config: ServerConfig) -> EngineClient:
+    return await connect_engines(config, ByteTokenizer(), launch_local)
+
+
+def test_own_engines_beside_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share the requests. The server elsewhere is not needed at the start, and found once it is there; the engine
+    here is the only one that this server drains."""
+    monkeypatch.setattr(remote_link, "HEALTH_SECONDS", 0.05)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    connected = serve_echo(launch=connect_beside, connect=f"{address},local", load_balance_method="round_robin")
+    with connected as router:
+        own, other = router.engine.loads()
+        assert (own.state.value, own.address, other.address) == ("serving", "", address)
+        assert other.state.value != "serving"
+        assert router.http.post("/generate", json={"text": "abc"}).json()["text"] == "abc"
+        with serve_echo(port=int(address.split(":")[1])) as behind:
+            wait_for(lambda: router.engine.loads()[1].state.value == "serving", 20)
+            for _ in range(4):
+                assert router.http.post("/generate", json={"text": "abc"}).json()["text"] == "abc"
+            assert len(behind.seen()) == 2
+            assert "servers of their own" in router.http.post("/drain_replica", json={}).text
+            assert router.http.post("/drain_replica", json={"replica": 0}).status_code == 200
+            assert router.engine.loads()[0].restarts == 1
+
+
+async def test_own_engines_that_fail_end_the_start(behind: EchoServer) -> None:
+    async def fail(config: EngineConfig, placement: Placement | None) -> CoreLink:
+        raise CheckpointError("no such model")
+
+    with pytest.raises(CheckpointError, match="no such model"):
+        await connect_engines(config(connect=f"local,127.0.0.1:{behind.port}"), ByteTokenizer(), fail)
 
 
 SAMPLINGS = [

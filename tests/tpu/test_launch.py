@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import shlex
+import socket
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import httpx2
 import pytest
 from click.testing import CliRunner
+from helpers.echo_server import wait_for
 from helpers.small_configs import small_config
 
+import sglang_jax.server.serve
 import tpu.launch
 from sglang_jax.cli.serve import serve
-from sglang_jax.config import TpuEnvironment
+from sglang_jax.config import ServerConfig, TpuEnvironment
 from sglang_jax.errors import ConfigError
+from sglang_jax.server.remote_replicas import read_addresses
 from tpu.choices import Choices, choose, weight_bytes
 from tpu.launch import host_arguments, launch, server_arguments
 from tpu.machine import Machine, detect_machine
@@ -113,7 +123,7 @@ def test_every_host_is_told_its_number_and_where_to_meet() -> None:
 
 
 def test_the_server_takes_these_flags() -> None:
-    arguments = server_arguments(machine_of("v6e:4x4", hosts=4, worker=3), Choices(16, 64, 0.9, ()), "some/model")
+    arguments = server_arguments(machine_of("v6e:4x4", hosts=4, worker=3), Choices(16, 1, 64, 0.9, ()), "some/model")
     known = {name for parameter in serve.params for name in parameter.opts}
     assert {argument for argument in arguments if argument.startswith("--")} <= known
 
@@ -129,6 +139,99 @@ def test_a_dry_run_prints_the_command_with_the_users_options_last(monkeypatch: p
     assert "v6e:1x1 (1 chips, 1 devices)" in result.stderr
 
 
+V6E_16 = machine_of("v6e:4x4", hosts=4)
+
+
+@pytest.mark.parametrize(
+    ("machine", "replicas", "tp"),
+    [(V6E_16, 4, 4), (V6E_16, 8, 2), (machine_of("v6e:2x4"), 2, 4), (machine_of("tpu7x:2x2x1"), 4, 2)],
+)
+def test_replicas_divide_the_slice(machine: Machine, replicas: int, tp: int) -> None:
+    assert choose(machine, small_config(), replicas=replicas) == Choices(
+        tp, replicas, 64, 0.9, choose(machine, small_config(), replicas=replicas).reasons
+    )
+
+
+@pytest.mark.parametrize(
+    ("machine", "options", "words"),
+    [
+        (V6E_16, {"replicas": 2}, "has 4 hosts, and each replica lies on one .* a multiple of 4, got 2"),
+        (V6E_16, {"replicas": 12}, "16 devices of v6e:4x4 cannot be divided among 12 replicas"),
+        (machine_of("v6e:2x2"), {"replicas": 3}, "4 devices of v6e:2x2 cannot be divided among 3 replicas"),
+        (V6E_16, {"replicas": 4, "tp": 8}, "--tp-size 8 is more than the 4 devices of each of 4 replicas"),
+        (V6E_16, {"tp": 4}, "choose a smaller slice, or --dp-size 4, a replica on each host"),
+    ],
+)
+def test_slices_that_cannot_be_divided_so_are_refused(machine: Machine, options: dict[str, int], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        choose(machine, small_config(), **options)
+
+
+def test_weights_that_fit_no_part_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"30\.5 GiB of weights on each of 2 devices .* fewer replicas with --dp-size"
+    ):
+        choose(V6E_16, load_shape("qwen3-32b"), replicas=8)
+
+
+def dry_run(monkeypatch: pytest.MonkeyPatch, machine: Machine, *options: str) -> list[str]:
+    """Words of the command for one host."""
+    monkeypatch.setattr(tpu.launch, "detect_machine", lambda environment: machine)
+    result = CliRunner().invoke(launch, ["--dry-run", *options], standalone_mode=False, catch_exceptions=False)
+    assert result.return_value == 0, result.output
+    return shlex.split(result.stdout)
+
+
+@pytest.mark.parametrize("worker", range(4))
+def test_the_same_command_starts_a_replica_on_each_host_and_host_0_finds_them(
+    monkeypatch: pytest.MonkeyPatch, worker: int
+) -> None:
+    command = dry_run(monkeypatch, replace(V6E_16, worker=worker), "--dp-size", "4", "--tp-size", "1")
+    begin = command.index("python")
+    visible = dict(word.split("=") for word in command[:begin])
+    assert (visible["TPU_VISIBLE_CHIPS"], visible["TPU_PROCESS_BOUNDS"]) == ("0,1,2,3", "1,1,1")
+    assert (visible["TPU_WORKER_ID"], visible["TPU_WORKER_HOSTNAMES"]) == ("0", "localhost")
+    config = config_of(monkeypatch, command[begin + 3 :])
+    assert (config.nnodes, config.dp_size, config.port) == (1, 1, 30000)
+    if worker:
+        assert (config.host, config.connect) == (f"10.0.0.{worker}", None)
+    else:
+        assert config.connect is not None
+        assert read_addresses(config.connect) == (["10.0.0.1:30000", "10.0.0.2:30000", "10.0.0.3:30000"], True)
+        assert config.host == "127.0.0.1"
+
+
+def config_of(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> ServerConfig:
+    """As the server would read them."""
+    seen: list[ServerConfig] = []
+    monkeypatch.setattr(sglang_jax.server.serve, "run", lambda config: seen.append(config) or 0)
+    serve.main(arguments, standalone_mode=False)
+    return seen[0]
+
+
+def test_several_replicas_on_each_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server of a host shows each of them its chips."""
+    command = dry_run(
+        monkeypatch, V6E_16, "--dp-size", "8", "--port", "31000", "--host", "0.0.0.0", "--log-level", "debug"
+    )
+    assert command[0] == "python"
+    config = config_of(monkeypatch, command[3:])
+    assert (config.dp_size, config.tp_size, config.host) == (2, 1, "0.0.0.0")
+    assert config.connect == "local,10.0.0.1:31000,10.0.0.2:31000,10.0.0.3:31000"
+    assert config.log_level.value == "debug"
+
+
+@pytest.mark.parametrize(
+    ("worker", "options", "words"),
+    [(1, ["--host", "localhost"], "host 0 must reach this one; choose 0.0.0.0"), (0, ["--port", "0"], "choose one")],
+)
+def test_hosts_that_could_not_find_each_other_are_refused(
+    monkeypatch: pytest.MonkeyPatch, worker: int, options: list[str], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        dry_run(monkeypatch, replace(V6E_16, worker=worker), "--dp-size", "4", "--tp-size", "1", *options)
+
+
 def test_the_server_is_started_with_the_same_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
     monkeypatch.setattr(tpu.launch, "detect_machine", lambda environment: machine_of("v6e:1x1"))
@@ -136,3 +239,61 @@ def test_the_server_is_started_with_the_same_arguments(monkeypatch: pytest.Monke
     result = CliRunner().invoke(launch, ["--port", "31000"], standalone_mode=False)
     assert result.return_value == 7
     assert started[0][-2:] == ["--port", "31000"]
+
+
+HOST = """
+import sys
+sys.path.insert(0, {root!r})
+import tpu.launch
+from sglang_jax.cli.main import run
+from tpu.machine import Machine
+from tpu.topologies import parse_topology
+
+if __name__ == "__main__":
+    machine = Machine(parse_topology("v6e:2x4"), int(sys.argv[1]), ("127.0.0.1", "127.0.0.2"))
+    tpu.launch.detect_machine = lambda environment: machine
+    sys.exit(run(tpu.launch.launch, "tpu.launch", sys.argv[2:]))
+"""
+"""A host of a slice of two, which are addresses of this machine."""
+
+OPTIONS = [
+    *("--dp-size", "2", "--tp-size", "1", "--device", "cpu", "--skip-warmup", "--load-balance-method", "round_robin"),
+    *("--max-running-requests", "1", "--context-length", "256", "--max-total-tokens", "512", "--page-size", "16"),
+]
+
+
+@pytest.mark.soak
+def test_two_hosts_share_requests_until_one_is_killed(tmp_path: Path) -> None:
+    """The same command on both, on the CPU."""
+    program = tmp_path / "host.py"
+    program.write_text(HOST.format(root=str(Path(__file__).parents[2])))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    commands = [[sys.executable, str(program), str(worker), "--port", port, *OPTIONS] for worker in range(2)]
+    hosts = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for command in commands]
+    try:
+        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as http:
+
+            def loads() -> list[dict[str, Any]]:
+                try:
+                    return http.get("/v1/loads").json()["loads"]
+                except httpx2.TransportError:
+                    return []
+
+            def ask() -> str:
+                body = {"text": "The capital of France is", "sampling_params": {"max_new_tokens": 3, "temperature": 0}}
+                return http.post("/generate", json=body).json()["text"]
+
+            wait_for(lambda: [load["state"] for load in loads()] == ["serving"] * 2, 300)
+            assert len({ask() for _ in range(4)}) == 1
+            assert [load["num_used_tokens"] > 0 or load["gen_throughput"] > 0 for load in loads()] == [True, True]
+            hosts[1].kill()
+            wait_for(lambda: loads()[1]["state"] != "serving", 30)
+            assert {ask() for _ in range(2)} == {ask()}
+            hosts[0].terminate()
+            assert hosts[0].wait(60) == 0
+    finally:
+        for host in hosts:
+            host.kill()
+            host.wait()
