@@ -131,7 +131,8 @@ given = jax.device_put(
 def layer(*given):
     run = partial(recurrent._delta_net, of_one_device(built), AttentionImplementation.PALLAS)
     of = recurrent
-    taken = of._CHANNELS, of._OF_HEADS, of._OF_HEADS, of._WEIGHTS, of._HEADS, of._HEADS, of._TAILS, of._MATRICES, of._ALL
+    taken = of._CHANNELS, of._OF_HEADS, of._OF_HEADS, of._WEIGHTS, of._HEADS, of._HEADS
+    taken += of._TAILS, of._MATRICES, of._ALL
     return of._on_each_device(run, SIZE, taken, (of._HEAD_OUTPUTS, of._TAILS, of._MATRICES))(*given)
 
 with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
