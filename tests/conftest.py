@@ -12,6 +12,7 @@ import pytest
 from helpers.quick_programs import compile_quickly
 
 from sglang_jax.runner import host_machine
+from torch_backend.openmp import spin_shortly
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -21,6 +22,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 if "TESTS_CPU_INFO" in os.environ:  # tests/on_other_cpus.py hides features of this CPU
     host_machine._CPU_FEATURES = Path(os.environ["TESTS_CPU_INFO"])
 compile_quickly()
+spin_shortly()
 
 WORKER = "PYTEST_XDIST_WORKER"
 """Set in the processes among which `make test` divides the tests."""

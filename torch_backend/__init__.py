@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from sglang_jax.config import KVCacheDtype, ModelImpl
 from sglang_jax.errors import ConfigError, how_to_install
+from torch_backend.openmp import spin_shortly
 
 if TYPE_CHECKING:
     from sglang_jax.checkpoint.opening import Checkpoint
@@ -36,6 +37,7 @@ def create_runner(config: EngineConfig, checkpoint: Checkpoint) -> Runner:
         raise ConfigError(
             f"model_impl transformers: its graph is not spread over devices, tp_size must be 1, got {config.tp_size}"
         )
+    spin_shortly()
     if config.tp_size > 1:
         from torch_backend.leader import launch_group
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_jax.architectures.hf_rope import rope_to_hf
-from sglang_jax.architectures.model_config import ModelConfig, RopeConfig
+from sglang_jax.architectures.model_config import FeedForwardConfig, ModelConfig, RopeConfig
 
 
 def dense_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -14,7 +14,7 @@ def dense_to_hf(config: ModelConfig) -> dict[str, Any]:
     attention = layer.attention
     inner = layer.feed_forward
     assert attention is not None
-    assert inner is not None
+    assert isinstance(inner, FeedForwardConfig)
     rope = attention.rope or RopeConfig()
     return {
         "model_type": config.architecture,

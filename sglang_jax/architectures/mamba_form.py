@@ -53,16 +53,17 @@ def mamba_of_hybrid(fields: JsonFields, hidden_size: int, inner: int | None = No
     return mamba
 
 
-def check_mamba(fields: JsonFields, mamba: Mamba2Config, inner: int) -> None:
-    """Raises `CheckpointError` for heads that are not so many numbers, or do not share groups."""
+def check_mamba(fields: JsonFields, mamba: Mamba2Config, inner: int, activation: str = "hidden_act") -> None:
+    """Raises `CheckpointError` for heads that are not so many numbers, or do not share groups, and unless the field
+    `activation` says silu."""
     if mamba.inner != inner or mamba.num_heads % mamba.num_groups:
         raise CheckpointError(
             f"{fields.file}: {mamba.num_heads} heads of {mamba.head_dim} in {mamba.num_groups} groups: they must be "
             f"{inner} numbers, and groups must have as many heads each"
         )
-    if (activation := fields.string("hidden_act") or "silu") != "silu":
+    if (found := fields.string(activation) or "silu") != "silu":
         raise CheckpointError(
-            f"{fields.file}: hidden_act {activation!r} of a Mamba-2 layer is not supported; supported: silu"
+            f"{fields.file}: {activation} {found!r} of a Mamba-2 layer is not supported; supported: silu"
         )
 
 

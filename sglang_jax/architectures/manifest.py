@@ -21,6 +21,7 @@ from sglang_jax.architectures.model_config import (
     ModelConfig,
     RecurrentConfig,
     ShortConvConfig,
+    SquaredReluConfig,
 )
 from sglang_jax.architectures.recurrent_shards import Sections, convolution_sections, input_sections
 from sglang_jax.architectures.registry import family_named
@@ -318,8 +319,12 @@ def _of_state_heads(part: Part, heads: int) -> _Shaped:
     return _Shaped(part, Kind.WEIGHT, (_STATE_HEADS,), ((heads,),))
 
 
-def _feed_forward(feed_forward: FeedForwardConfig, hidden: int) -> Iterator[_Shaped]:
+def _feed_forward(feed_forward: FeedForwardConfig | SquaredReluConfig, hidden: int) -> Iterator[_Shaped]:
     inner, outer = (feed_forward.size,), (hidden,)
+    if isinstance(feed_forward, SquaredReluConfig):
+        yield from _linear(Part.UP, (inner, outer), (_INTERMEDIATE, _HIDDEN), feed_forward.bias)
+        yield from _linear(Part.DOWN, (outer, inner), (_HIDDEN, _INTERMEDIATE), feed_forward.bias)
+        return
     for part, given in ((Part.GATE, feed_forward.gate_multiplier), (Part.UP, 1.0)):
         yield from _linear(part, (inner, outer), (_INTERMEDIATE, _HIDDEN), feed_forward.bias, given=given)
     given = feed_forward.output_multiplier

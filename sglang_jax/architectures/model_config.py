@@ -291,6 +291,14 @@ class FeedForwardConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SquaredReluConfig:
+    """`down(relu(up(x)) ** 2)` (So et al. 2021, "Primer")."""
+
+    size: int
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SublayerNorms:
     """The norms of an attention or feed-forward block: of its input (`pre`), and of its output before it is added to
     the residual stream (`post`)."""
@@ -312,15 +320,15 @@ class LayerConfig:
     """A decoder layer: what mixes tokens (attention, a recurrent layer, or both) and feed-forward, each added to the
     residual stream.
 
-    - `feed_forward`: None for a layer without.
+    - `mixer`, `feed_forward`: None for a layer without; it has one of them at least.
 
     - `parallel`: both read the same normalised input (`mixer_norms.pre`), and their sum is added.
     - `residual_multiplier`: of what is added.
     - `learnt_scale`: the checkpoint has a number by which the residual stream is multiplied after the layer.
     """
 
-    mixer: Mixer
-    feed_forward: FeedForwardConfig | None
+    mixer: Mixer | None
+    feed_forward: FeedForwardConfig | SquaredReluConfig | None
     mixer_norms: SublayerNorms
     feed_forward_norms: SublayerNorms
     parallel: bool = False
@@ -377,7 +385,7 @@ class ModelConfig:
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
 
     @property
-    def feed_forward(self) -> tuple[FeedForwardConfig, ...]:
+    def feed_forward(self) -> tuple[FeedForwardConfig | SquaredReluConfig, ...]:
         """Of the layers that have a feed-forward part, in their order."""
         return tuple(layer.feed_forward for layer in self.layers if layer.feed_forward is not None)
 

@@ -140,7 +140,6 @@ _MEANINGS = {
     "vision_config": "images",
     "type_vocab_size": "an encoder",
     "kv_lora_rank": "keys and values in a compressed form",
-    "ssm_state_size": "a recurrent state",
     "norm_epsilon": "norms of another kind",
     "layer_norm_epsilon": "norms of another kind",
     "num_attention_heads_per_layer": "layers with heads of their own",
@@ -163,6 +162,7 @@ _COMMON_VALUES = {
     "num_heads": 8,
     "n_groups": 1,
     "mamba_n_heads": 8,
+    "layers_block_type": ["full_attention"] * 4,
 }
 
 

@@ -56,7 +56,7 @@ class TensorParallel:
             return spread(mixer, size)
 
         def shared_layer(layer: LayerConfig) -> LayerConfig:
-            return replace(layer, mixer=shared(layer.mixer))
+            return layer if layer.mixer is None else replace(layer, mixer=shared(layer.mixer))
 
         built = replace(config.with_layers(shared_layer), vocab_size=-(-config.vocab_size // size) * size)
         return cls(built, size, config.vocab_size)

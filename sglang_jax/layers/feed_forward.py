@@ -1,4 +1,4 @@
-"""The gated feed-forward layer."""
+"""Feed-forward layers: gated ones, and one with a squared nonlinearity."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sglang_jax.architectures.axes import Axis
-from sglang_jax.architectures.model_config import Activation, FeedForwardConfig
+from sglang_jax.architectures.model_config import Activation, FeedForwardConfig, SquaredReluConfig
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.layers.linear import Linear
 from sglang_jax.layers.weight_format import WeightFormat
@@ -19,6 +19,15 @@ _ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
     Activation.SILU: jax.nn.silu,
     Activation.GELU_TANH: partial(jax.nn.gelu, approximate=True),
 }
+
+
+def feed_forward_layer(
+    config: FeedForwardConfig | SquaredReluConfig, hidden_size: int, *, dtype: jnp.dtype
+) -> FeedForward | SquaredRelu:
+    """The layer of a config."""
+    if isinstance(config, SquaredReluConfig):
+        return SquaredRelu(config, hidden_size, dtype=dtype)
+    return FeedForward(config, hidden_size, dtype=dtype)
 
 
 class FeedForward(nnx.Module):
@@ -42,4 +51,22 @@ class FeedForward(nnx.Module):
     def arrange(self, wanted: WeightFormat) -> None:
         """Every matrix, once loaded, in another format."""
         self.gate_up.arrange(wanted)
+        self.down.arrange(wanted)
+
+
+class SquaredRelu(nnx.Module):
+    """See `SquaredReluConfig`."""
+
+    def __init__(self, config: SquaredReluConfig, hidden_size: int, *, dtype: jnp.dtype) -> None:
+        hidden, inner = [(Axis.HIDDEN, hidden_size)], [(Axis.INTERMEDIATE, config.size)]
+        self.up = Linear(hidden, inner, (Part.UP,), bias=config.bias, dtype=dtype)
+        self.down = Linear(inner, hidden, (Part.DOWN,), bias=config.bias, dtype=dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`[T, hidden]` → `[T, hidden]`."""
+        return self.down(jnp.square(jax.nn.relu(self.up(x))), of_outputs=True)
+
+    def arrange(self, wanted: WeightFormat) -> None:
+        """Every matrix, once loaded, in another format."""
+        self.up.arrange(wanted)
         self.down.arrange(wanted)

@@ -12,7 +12,7 @@ from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.layers.attention import Attention, RotaryTables
 from sglang_jax.layers.batch import ForwardBatch
-from sglang_jax.layers.feed_forward import FeedForward
+from sglang_jax.layers.feed_forward import feed_forward_layer
 from sglang_jax.layers.norm import Norm
 from sglang_jax.layers.parameter import parameter
 from sglang_jax.layers.recurrent import recurrent_layer
@@ -50,7 +50,7 @@ class DecoderLayer(nnx.Module):
         self.attention_post_norm = norm(config.mixer_norms.post, Part.ATTENTION_POST_NORM)
         self.feed_forward_norm = norm(config.feed_forward_norms.pre, Part.FEED_FORWARD_NORM)
         inner = config.feed_forward
-        self.feed_forward = None if inner is None else FeedForward(inner, hidden_size, dtype=dtype)
+        self.feed_forward = None if inner is None else feed_forward_layer(inner, hidden_size, dtype=dtype)
         self.feed_forward_post_norm = norm(config.feed_forward_norms.post, Part.FEED_FORWARD_POST_NORM)
         self.scale = parameter([(Axis.ONE, 1)], dtype, Part.LAYER_SCALE) if config.learnt_scale else None
 
@@ -58,6 +58,9 @@ class DecoderLayer(nnx.Module):
         self, x: jax.Array, residual: jax.Array, batch: ForwardBatch, rotary: RotaryTables | None, memory: LayerMemory
     ) -> tuple[jax.Array, jax.Array, LayerMemory]:
         """x `[T, hidden]` is what the layer below has yet to add to the residual stream `[T, hidden]`."""
+        if self.config.mixer is None:
+            x, residual = _add(self.feed_forward_norm, x, residual)
+            return *self._with_scale(self._given(self.feed_forward_post_norm, self._fed(x)), residual), memory
         x, residual = _add(self.attention_norm, x, residual)
         with jax.named_scope("mixer"):  # as profiles show it
             attended, memory = self._mixed(x, batch, rotary, memory)
@@ -68,10 +71,14 @@ class DecoderLayer(nnx.Module):
         else:
             x, residual = _add(self.feed_forward_norm, self._given(self.attention_post_norm, attended), residual)
             x = self._given(self.feed_forward_post_norm, self._fed(x))
-        if self.scale is not None:
-            scale = self.scale[...].astype(x.dtype)
-            x, residual = x * scale, residual * scale
-        return x, residual, memory
+        return *self._with_scale(x, residual), memory
+
+    def _with_scale(self, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Both by the layer's number, if it has one."""
+        if self.scale is None:
+            return x, residual
+        scale = self.scale[...].astype(x.dtype)
+        return x * scale, residual * scale
 
     def _mixed(
         self, x: jax.Array, batch: ForwardBatch, rotary: RotaryTables | None, memory: LayerMemory

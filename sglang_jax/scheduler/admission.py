@@ -35,7 +35,7 @@ GUEST_TURN = 2
 to such as have one."""
 
 GUEST_ROWS = 32
-"""Of so many rows one is left free by client requests that have rows already, for those that have none."""
+"""Of so many rows one is kept for client requests that have none: others leave it free until one of these has it."""
 
 BACKFILL_SEATS = 32
 BACKFILL_STEPS = 256
@@ -72,7 +72,8 @@ class Admission:
 
     Under policies that do not mind turns, a client request of a thousand prompts could have all rows for as long as it
     likes: those that have no row are its *guests*, and are given every other one. And under all policies, a row in
-    `GUEST_ROWS` is left free for guests, as those that a large client request has may be busy for minutes.
+    `GUEST_ROWS` is for guests alone, as those that a large client request has may be busy for minutes. While guests
+    have theirs, all others are had by turns: else who comes with one prompt at a time would be given every row.
     """
 
     aged_turn = AGED_TURN
@@ -117,12 +118,14 @@ class Admission:
         as those of a script's engine, are nobody's rivals."""
         if request is look.aged or not request.flow_key[1] or request.flow_key not in look.flows:
             return request
-        while self._cache.num_free_rows <= self._guest_rows:
+        while (kept := self._guest_rows) >= (free := self._cache.num_free_rows):
+            if kept - look.count_guests() < free:
+                break
             if not self._reclaim():
                 guest = self._queue.guest(look.flows)
-                if guest is None or guest.id in look.guests:
+                if guest is None or not look.try_once(guest):
                     return None
-                look.guests.add(guest.id)
+                look.guest = guest
                 return guest
         return request
 
@@ -131,18 +134,17 @@ class Admission:
         return self._rows.release(RECLAIMED_AT_ONCE) > 0
 
     def _candidates(self, look: _Look) -> Iterator[Request]:
-        """Waiting requests in the order in which to look at them; the oldest comes whenever it is its turn."""
+        """Waiting requests in the order in which to look at them, each once: an order may tell of such as this look has
+        taken out of the queue since. The oldest comes whenever it is its turn."""
         queue = self._queue
-        tried: set[int] = set()
         reach = self._cache.num_free_rows + len(self._cache.open_rows) + MAX_SHARERS_PASSED
         for request in self._by_order(look, reach):
             for one in (self._guest(request, look), request):
                 while self._younger_seats >= self.aged_turn - 1 and queue and self._has_its_turn(queue.oldest(), look):
                     look.aged = queue.oldest()
-                    tried.add(look.aged.id)
+                    look.try_once(look.aged)
                     yield look.aged
-                if one is not None and one.kv is None and one.id not in tried:
-                    tried.add(one.id)
+                if one is not None and one.waiting.queued and look.try_once(one):
                     yield one
 
     def _guest(self, request: Request, look: _Look) -> Request | None:
@@ -204,6 +206,7 @@ class Admission:
     def _seat(self, request: Request, probe: Probe, look: _Look) -> None:
         oldest = self._queue.oldest()
         self._queue.seat(request)
+        request.waiting.as_guest = request is look.guest
         self._younger_seats = 0 if request is oldest else self._younger_seats + 1
         self._seats_past_guests = self._seats_past_guests + 1 if request.flow_key in look.flows else 0
         self._rows.open(request, probe)
@@ -256,8 +259,9 @@ class _Look:
         self.refused: list[Request] = []
         self.passed = 0
         self.aged: Request | None = None
+        self.guest: Request | None = None
         self.flows = {request.flow_key for request in rows.requests if request is not None}
-        self.guests: set[int] = set()
+        self._tried: set[int] = set()
         self._rooms = [_Room(group) for group in cache.groups]
         self._counted = False
 
@@ -265,6 +269,16 @@ class _Look:
     def spoken_for(self) -> bool:
         """Whether prompts under way can use all tokens of the step."""
         return self.work.total >= self.allowance
+
+    def count_guests(self) -> int:
+        """Requests that have a row which is for guests."""
+        return sum([one.waiting.as_guest for one in (*self._rows.requests, *self.seated) if one is not None])
+
+    def try_once(self, request: Request) -> bool:
+        """Notes that a request is looked at; False if it was before."""
+        first = request.id not in self._tried
+        self._tried.add(request.id)
+        return first
 
     def fits(self, request: Request, probe: Probe, *, without_sessions: bool = False) -> bool:
         """Whether every group has room for a request, beside what runs and the share kept for the output of all; or

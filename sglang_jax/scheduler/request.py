@@ -57,6 +57,7 @@ class Waiting:
     - `work`: tokens that were still to be computed when it was queued or last looked at.
     - `refused_at`: the step at which it was first found not to fit, None before; `passed`: requests behind it that were
       given room since.
+    - `as_guest`: it was given a row that is kept for client requests that have none.
     - `seen`, `idle_looks`: cached tokens at the last look, and looks since they grew, while a prefix of it is computed.
     """
 
@@ -65,6 +66,7 @@ class Waiting:
     work: int = 0
     refused_at: int | None = None
     passed: int = 0
+    as_guest: bool = False
     seen: int = 0
     idle_looks: int = 0
 

@@ -50,13 +50,19 @@ class ByTurn:
         """The first `count`, as they are now."""
         if len(self._priorities) == 1:
             return self._first_of(-self._priorities[0], count)
-        each = [self._first_of(-priority, count) for priority in self._priorities]
-        return islice(chain(*each), count)
+        return islice(self._first_of_each(count), count)
 
     def first_but_of(self, flows: Collection[FlowKey]) -> Request | None:
         """The first that was not retracted, and is of none of these flows; None if there is nobody."""
         every = (self._turns[-priority].first_but_of(flows) for priority in self._priorities)
         return next((request for request in every if request is not None), None)
+
+    def _first_of_each(self, count: int) -> Iterator[Request]:
+        """Priority by priority, each looked at once the ones before it are through: clients choose how many there
+        are."""
+        for negative in self._priorities[:count]:
+            if -negative in self._turns:  # a look may have taken its last request out meanwhile
+                yield from self._first_of(-negative, count)
 
     def _first_of(self, priority: int, count: int) -> Iterator[Request]:
         retracted, turns = self._retracted[priority], self._turns[priority]

@@ -31,7 +31,7 @@ def refusal(folder: Path, config: dict[str, Any]) -> str:
         ("bert", "BertForMaskedLM", ["type_vocab_size 2 (an encoder)"]),
         ("t5", "T5ForConditionalGeneration", ["is_encoder_decoder True (an encoder beside the decoder)"]),
         ("whisper", "WhisperForConditionalGeneration", ["num_mel_bins 80 (audio)", " and 12 more"]),
-        ("nemotron_h", "NemotronHForCausalLM", ["ssm_state_size 128 (a recurrent state)"]),
+        ("jamba", "JambaForCausalLM", ["num_experts 16 (a mixture of experts)", "mamba_dt_rank 256"]),
         ("qwen3_next", "Qwen3NextForCausalLM", ["num_experts 512 (a mixture of experts)"]),
         ("starcoder2", "Starcoder2ForCausalLM", ["norm_epsilon 1e-05 (norms of another kind)"]),
         ("gpt2", "GPT2LMHeadModel", ["n_embd 768", "n_layer 12"]),

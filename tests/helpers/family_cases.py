@@ -144,6 +144,7 @@ HYBRIDS: dict[str, FamilyCase] = {
     "mamba2": FamilyCase("mamba2", 4),
     "falcon_h1": FamilyCase("falcon_h1", 16),
     "granite_hybrid": FamilyCase("granitemoehybrid", 1),
+    "nemotron_h": FamilyCase("nemotron_h", 4),
 }
 """Families with layers that keep a recurrent state."""
 

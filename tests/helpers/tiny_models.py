@@ -109,6 +109,19 @@ _ARCHITECTURE_CONFIG: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.4,
         "logits_scaling": 1.7,
     },
+    "nemotron_h": {
+        "num_hidden_layers": None,
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
+        "head_dim": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "use_bias": True,
+        "mlp_bias": True,
+        "time_step_min": 0.2,
+    },
     "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 16},
 }
 

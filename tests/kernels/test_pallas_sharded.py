@@ -81,6 +81,71 @@ for wanted in sys.argv[1:]:
 """
 
 
+_STATES = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+from functools import partial
+from helpers.tpu_interpreter import CopyMode, Interpreted
+from jax.sharding import NamedSharding, PartitionSpec
+from sglang_jax.architectures.model_config import GatedDeltaNetConfig, NormConfig
+from sglang_jax.architectures.recurrent_shards import of_one_device, rows_by_device, convolution_sections, spread
+from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
+from sglang_jax.kernels.state_rows import StateRows
+from sglang_jax.layers import recurrent
+from sglang_jax.layers.sharding import make_mesh
+
+SIZE, ROWS, TOKENS, SLOTS = 2, 4, 96, 9
+whole = GatedDeltaNetConfig(
+    num_key_heads=1, num_value_heads=4, key_dim=8, value_dim=16, width=4, norm=NormConfig(eps=1e-5)
+)
+built, order = spread(whole, SIZE), np.array(rows_by_device(convolution_sections(whole), SIZE))
+rng = np.random.default_rng(0)
+counts = np.array([1, 70, 9, 0])
+starts = np.concatenate(([0], np.cumsum(counts)))
+sequences = np.minimum(np.searchsorted(starts[1:], np.arange(TOKENS), side="right"), ROWS - 1)
+numbers = {
+    "begin": [3, 5, 1, 0], "own": [3, 2, 1, 0], "sequences": sequences,
+    "offsets": np.arange(TOKENS) - starts[sequences], "query_starts": starts, "num_decode": 1,
+}
+rows = StateRows(
+    fresh=jnp.array([False, False, True, True]), decode_only=False,
+    **{name: jnp.asarray(value, jnp.int32) for name, value in numbers.items()},
+)
+def random(*shape):
+    return rng.standard_normal(shape, np.float32)
+x, rates, steps = random(TOKENS, whole.channels), random(TOKENS, 4), random(TOKENS, 4)
+kernel, tails, matrices = random(whole.channels, 1, 4), random(SLOTS, 3, whole.channels), random(SLOTS, 4, 8, 16)
+bias, log = random(4), random(4)
+
+expected = recurrent._delta_net(
+    whole, AttentionImplementation.XLA, *map(jnp.asarray, (x, rates, steps)), (jnp.asarray(kernel), None),
+    *map(jnp.asarray, (bias, log, tails, matrices)), rows,
+)
+mesh = make_mesh(jax.devices()[:SIZE])
+everywhere = NamedSharding(mesh, PartitionSpec())
+given = jax.device_put(
+    (x[:, order], rates, steps, (kernel[order], None), bias, log, tails[..., order], matrices, rows), everywhere
+)
+
+def layer(*given):
+    run = partial(recurrent._delta_net, of_one_device(built), AttentionImplementation.PALLAS)
+    of = recurrent
+    taken = of._CHANNELS, of._OF_HEADS, of._OF_HEADS, of._WEIGHTS, of._HEADS, of._HEADS
+    taken += of._TAILS, of._MATRICES, of._ALL
+    return of._on_each_device(run, SIZE, taken, (of._HEAD_OUTPUTS, of._TAILS, of._MATRICES))(*given)
+
+with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    (outputs, kept, after), raced = Interpreted(layer).run(CopyMode.EAGER, *given)
+assert not raced
+used = starts[-1]
+np.testing.assert_allclose(outputs[:used], expected[0][:used], rtol=2e-4, atol=2e-5)
+np.testing.assert_array_equal(np.asarray(kept)[1:4], np.asarray(expected[1])[1:4][..., order])
+np.testing.assert_allclose(after[1:], expected[2][1:], rtol=2e-4, atol=2e-5)
+assert after.sharding.shard_shape(after.shape) == (SLOTS, 2, 8, 16)
+"""
+
+
 @pytest.mark.slow
 def test_each_device_attends_for_its_own_heads() -> None:
     """With a window, a soft cap, sinks of each head and scales of each kv head; pages are written by each as well."""
@@ -93,5 +158,19 @@ def test_each_device_attends_for_its_own_heads() -> None:
     }
     cases = ["options,4,eager", "float8,2,on_wait"]
     command = [sys.executable, "-c", _PROGRAM, *cases]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr[-4000:]
+
+
+@pytest.mark.soak
+def test_each_device_scans_the_states_of_its_own_heads() -> None:
+    """With a key head that both devices have."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": xla_flags("--xla_force_host_platform_device_count=2"),
+        "NPROC": "16",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    }
+    command = [sys.executable, "-c", _STATES]
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr[-4000:]

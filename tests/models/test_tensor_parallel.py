@@ -102,7 +102,7 @@ for name in sys.argv[2:]:
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         program = model._step.lower(model.state, model.kv_caches, batch).compile().as_text()
     collectives = re.findall(r" (all-[a-z]+|collective-permute|reduce-scatter)[(]", program)
-    assert collectives == ["all-reduce"] * 5, (name, collectives)
+    assert collectives == ["all-reduce"] * {"nemotron_h": 8}.get(name, 5), (name, collectives)
 """
 
 
@@ -112,7 +112,9 @@ for name in sys.argv[2:]:
         pytest.param(_PROGRAM, (), id="alike"),
         pytest.param(_OTHER_HEADS, (), id="other heads"),
         pytest.param(_STATES, ("qwen3_5", "mamba2"), id="heads with states"),
-        pytest.param(_STATES, ("lfm2", "falcon_h1"), id="other layers with states", marks=pytest.mark.soak),
+        pytest.param(
+            _STATES, ("lfm2", "falcon_h1", "nemotron_h"), id="other layers with states", marks=pytest.mark.soak
+        ),
     ],
 )
 def test_logits_on_four_devices(program: str, names: tuple[str, ...], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from helpers.scheduling import Bench
 
 from sglang_jax.config import SchedulePolicy
 from sglang_jax.sampling.params import SamplingParams
-from sglang_jax.scheduler.admission import AGED_TURN, GUEST_ROWS, Admission
+from sglang_jax.scheduler.admission import AGED_TURN, GUEST_ROWS, Admission, _Look
 from sglang_jax.scheduler.request import FlowKey, Request, Waiting
 from sglang_jax.scheduler.turns import Shares, Turns
 from sglang_jax.scheduler.waiting_queue import WaitingQueue
@@ -224,6 +224,20 @@ def test_the_clock_is_the_mean_of_what_was_given() -> None:
             assert len(shares._next_caught_up) <= crowd.count
 
 
+def test_what_is_remembered_of_who_was_served_does_not_grow_with_how_often() -> None:
+    """Short requests may be served past those that wait: each left an entry until the clock had caught up with it."""
+    turns = Turns()
+    turns.add(waiting(1, "waits", "one", MOST))
+    for number in range(2, 2000):
+        request = waiting(number, "comes back", f"flow {number}", 1)
+        turns.add(request)
+        turns.remove(request, 1)
+    assert len(turns._tenants._ahead) == 1
+    assert len(turns._tenants._next_caught_up) < 100
+    turns.remove(turns._tenants._children["waits"].head, MOST)
+    assert not len(turns)
+
+
 def stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock tells where the one served last began."""
 
@@ -316,6 +330,66 @@ def steps_of_a_newcomer(policy: SchedulePolicy, flow: str = "many") -> int:
             return steps
         bench.scheduler.step()
     raise AssertionError("it has none")
+
+
+def test_who_comes_with_one_prompt_at_a_time_has_its_part_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows end one at a time. All that did were given to those that had none, one after the other: a key with a batch
+    had one in eight where half were due."""
+    assert 18 <= rows_of_a_batch() <= 23
+    monkeypatch.setattr(_Look, "count_guests", lambda self: 0)
+    assert rows_of_a_batch() < 9
+
+
+def rows_of_a_batch(ends: int = 40) -> int:
+    """Of so many rows, those that the client request of many prompts is given; the other key always waits as well."""
+    bench = Bench(rows=GUEST_ROWS, pages=1600, chunk=64, budget=128, context=200)
+    sampling, keys = SamplingParams(max_new_tokens=190, seed=5, ignore_eos=True), dict[int, str]()
+
+    def add(key: str, flow: str) -> None:
+        number = len(keys)
+        keys[bench.add([1 + number % 37, 1 + number // 37], sampling=sampling, tenant=key, flow=flow)] = key
+
+    for _ in range(100):
+        add("batch", "all")
+    for end in range(ends):
+        for _ in range(3 if end else 12):
+            while sum(request.flow_key[0] == "single" for request in bench.scheduler.queue.requests()) < 3:
+                add("single", f"one {len(keys)}")
+            bench.scheduler.step()
+        assert bench.scheduler.num_running == GUEST_ROWS
+        running = [request.id for request in bench.scheduler.rows.requests if request is not None]
+        bench.scheduler.abort(running[end * 7 % len(running)])
+    return sum(keys[request] == "batch" for request in list(bench.channel.cached)[-ends + 1 :])
+
+
+@pytest.mark.parametrize("policy", SchedulePolicy)
+def test_who_fits_no_pool_is_refused_once_by_whichever_way_it_was_met(policy: SchedulePolicy) -> None:
+    """Met as the first that has no row, out of its turn, it came up a second time in its turn, and the core ended."""
+    options = {"schedule_policy": policy, "schedule_conservativeness": 0.01}
+    bench = Bench(rows=GUEST_ROWS, pages=200, chunk=64, budget=128, context=1000, options=options)
+    sampling = SamplingParams(max_new_tokens=12, seed=5, ignore_eos=True)
+    for number in range(2 * GUEST_ROWS):
+        bench.add([1 + number % 37, 1 + number // 37], sampling=sampling, flow="many")
+    while bench.scheduler.num_running < GUEST_ROWS - 1:
+        bench.scheduler.step()
+    large = bench.add([1 + number % 37 for number in range(900)], sampling=sampling, flow="one")
+    bench.run()
+    assert bench.channel.finished[large].error is not None
+    assert "do not fit the KV pool" in bench.channel.finished[large].error.message
+    bench.check_outputs()
+
+
+def test_a_look_at_the_queue_costs_the_same_whatever_priorities_clients_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All priorities were looked at, each time: 5,000 of them took ten milliseconds."""
+    queue = WaitingQueue(SchedulePolicy.PRIORITY, lambda request: 0)
+    for number in range(1, 200):
+        request = waiting(number, "key", f"one {number}", 0)
+        request.priority = number
+        queue.add(request)
+    looked_at, first = [], Turns.first
+    monkeypatch.setattr(Turns, "first", lambda self, count: looked_at.append(self) or first(self, count))
+    assert [request.priority for request in queue.first(5)] == [199, 198, 197, 196, 195]
+    assert len(looked_at) <= 6
 
 
 def test_rows_are_left_for_nobody_where_requests_have_no_name() -> None:

@@ -287,7 +287,6 @@ def test_an_endless_body_ends_its_connection(strict: EchoServer) -> None:
 
 
 def test_nothing_is_left(strict: EchoServer) -> None:
-    strict.http.close()
     wait_for(lambda: not strict.context.in_flight and strict.running() == 0)
     assert [task for task in strict.tasks() if "run_asgi" in task] == []
 

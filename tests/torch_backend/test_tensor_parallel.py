@@ -58,6 +58,7 @@ HYBRID_FORMS: list[tuple[str, dict[str, Any]]] = [
     ("mamba2", {}),
     ("mamba2", {"n_groups": 1}),
     ("falcon_h1", {}),
+    ("nemotron_h", {}),
 ]
 """Also of one key head, or of one group with a norm over all heads, for two ranks."""
 

@@ -1,4 +1,4 @@
-"""The gated feed-forward layer."""
+"""Feed-forward layers: gated ones, and one with a squared nonlinearity."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from sglang_jax.architectures.model_config import Activation, FeedForwardConfig
+from sglang_jax.architectures.model_config import Activation, FeedForwardConfig, SquaredReluConfig
 from sglang_jax.architectures.tensor_names import Part
 from torch_backend.layers.by_rows import ByRows, Form, Product
 from torch_backend.layers.linear import Linear
@@ -15,6 +15,20 @@ from torch_backend.layers.packed import PackedMatrix
 from torch_backend.layers.parameter import forget
 from torch_backend.layers.shard import ModelShard
 from torch_backend.operations import Operations
+
+
+def feed_forward_layer(
+    config: FeedForwardConfig | SquaredReluConfig,
+    hidden_size: int,
+    shard: ModelShard,
+    *,
+    dtype: torch.dtype,
+    operations: Operations,
+) -> FeedForward | SquaredRelu:
+    """A rank's part of the layer of a config."""
+    if isinstance(config, SquaredReluConfig):
+        return SquaredRelu(config, hidden_size, shard, dtype=dtype)
+    return FeedForward(config, hidden_size, shard, dtype=dtype, operations=operations)
 
 
 class FeedForward(nn.Module):
@@ -55,6 +69,27 @@ class FeedForward(nn.Module):
             self.by_rows = ByRows(form, few, packed, self.gate_up.weight.dtype)
             self._gated = self.by_rows.multiply
         self.gate_up.weight = forget(self.gate_up.weight)
+        self.down.pack()
+
+
+class SquaredRelu(nn.Module):
+    """See `SquaredReluConfig`."""
+
+    def __init__(self, config: SquaredReluConfig, hidden_size: int, shard: ModelShard, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        inner = len(shard.intermediate(config.size))
+        self.up = Linear(hidden_size, inner, (Part.UP,), bias=config.bias, dtype=dtype)
+        # The sum over ranks adds the output's bias once.
+        self.down = Linear(inner, hidden_size, (Part.DOWN,), bias=config.bias and shard.first, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[T, hidden]` → this rank's part of `[T, hidden]`, to be summed over ranks."""
+        output: torch.Tensor = self.down(self.up(x).relu_().square_())
+        return output
+
+    def pack(self) -> None:
+        """Packs the loaded weights for the CPU's kernels, and forgets the plain ones."""
+        self.up.pack()
         self.down.pack()
 
 

@@ -10,7 +10,7 @@ from sglang_jax.architectures.model_config import LayerConfig, NormConfig
 from sglang_jax.architectures.tensor_names import Part
 from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.attention import Attention, LayerStep
-from torch_backend.layers.feed_forward import FeedForward
+from torch_backend.layers.feed_forward import FeedForward, SquaredRelu, feed_forward_layer
 from torch_backend.layers.norm import Norm, add_without_norm
 from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.recurrent import RecurrentLayer, recurrent_layer
@@ -58,9 +58,11 @@ class DecoderLayer(Loadable):
             self.recurrent = recurrent_layer(config.recurrent, hidden_size, shard, dtype=dtype, parallel=parallel)
         self.attention_post_norm = norm(config.mixer_norms.post, Part.ATTENTION_POST_NORM)
         self.feed_forward_norm = norm(config.feed_forward_norms.pre, Part.FEED_FORWARD_NORM)
-        self.feed_forward: FeedForward | None = None
+        self.feed_forward: FeedForward | SquaredRelu | None = None
         if config.feed_forward is not None:
-            self.feed_forward = FeedForward(config.feed_forward, hidden_size, shard, dtype=dtype, operations=operations)
+            self.feed_forward = feed_forward_layer(
+                config.feed_forward, hidden_size, shard, dtype=dtype, operations=operations
+            )
         self.feed_forward_post_norm = norm(config.feed_forward_norms.post, Part.FEED_FORWARD_POST_NORM)
         self.scale = self.declare("scale", (1,), dtype, Part.LAYER_SCALE) if config.learnt_scale else None
         self._parallel = parallel
@@ -69,6 +71,9 @@ class DecoderLayer(Loadable):
         self, x: torch.Tensor, residual: torch.Tensor | None, step: MixerStep, memory: LayerMemory
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x `[T, hidden]` is what the layer below has yet to add to the residual stream, which begins with it."""
+        if self.config.mixer is None:
+            x, residual = _add(self.feed_forward_norm, x, residual)
+            return self._with_scale(self._fed(x), residual)
         x, residual = _add(self.attention_norm, x, residual)
         attended = self._mixed(x, step, memory)
         if self.feed_forward is None:
@@ -77,7 +82,16 @@ class DecoderLayer(Loadable):
             x = self._given(None, attended + self.feed_forward(x))
         else:
             x, residual = _add(self.feed_forward_norm, self._given(self.attention_post_norm, attended), residual)
-            x = self._given(self.feed_forward_post_norm, self.feed_forward(x))
+            x = self._fed(x)
+        return self._with_scale(x, residual)
+
+    def _fed(self, x: torch.Tensor) -> torch.Tensor:
+        """What the feed-forward part gives to the residual stream."""
+        assert self.feed_forward is not None
+        return self._given(self.feed_forward_post_norm, self.feed_forward(x))
+
+    def _with_scale(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both by the layer's number, if it has one."""
         return (x, residual) if self.scale is None else (x * self.scale, residual * self.scale)
 
     def pack(self) -> None:

@@ -1,0 +1,162 @@
+"""Nemotron-H (NVIDIA, 2025), dense: each layer is Mamba-2, attention without positions, or a feed-forward part."""
+
+from __future__ import annotations
+
+from sglang_jax.architectures.json_fields import MOST_LAYERS, JsonFields
+from sglang_jax.architectures.mamba_form import check_mamba, is_set, mamba_names
+from sglang_jax.architectures.model_config import (
+    AttentionConfig,
+    LayerConfig,
+    Mamba2Config,
+    ModelConfig,
+    NormConfig,
+    SquaredReluConfig,
+    SublayerNorms,
+)
+from sglang_jax.architectures.registry import Family
+from sglang_jax.architectures.tensor_names import Part, TensorName
+from sglang_jax.errors import CheckpointError, shown
+
+_NAME = "nemotron_h"
+_LAYERS = "backbone.layers"
+_MAMBA, _ATTENTION, _FEED_FORWARD, _EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
+_SPELLINGS = {
+    **dict.fromkeys((_MAMBA, "mamba", "M"), _MAMBA),
+    **dict.fromkeys((_ATTENTION, "attention", "*"), _ATTENTION),
+    **dict.fromkeys((_FEED_FORWARD, "-"), _FEED_FORWARD),
+    **dict.fromkeys((_EXPERTS, "E"), _EXPERTS),
+}
+_UNUSED = (
+    "expand",
+    "mamba_proj_bias",
+    "mamba_ssm_cache_dtype",
+    "moe_intermediate_size",
+    "moe_latent_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_overlap",
+    "mtp_layers_block_type",
+    "n_group",
+    "n_routed_experts",
+    "n_shared_experts",
+    "norm_topk_prob",
+    "num_experts_per_tok",
+    "num_nextn_predict_layers",
+    "routed_scaling_factor",
+    "time_step_limit",
+    "topk_group",
+    "use_mamba_kernels",
+)
+"""Every file has these: of layers with experts, of heads for training, of kernels, and what transformers' own class
+does not compute by."""
+
+
+def configure(fields: JsonFields) -> ModelConfig:
+    for name in _UNUSED:
+        fields.value(name)
+    eps = fields.number("layer_norm_epsilon")
+    norm = NormConfig(eps=1e-5 if eps is None else eps)
+    norms, none = SublayerNorms(pre=norm), SublayerNorms()
+    mamba, attention, feed_forward = _mamba(fields, norm), _attention(fields), _feed_forward(fields)
+    layer_of = {
+        _MAMBA: LayerConfig(mixer=mamba, feed_forward=None, mixer_norms=norms, feed_forward_norms=none),
+        _ATTENTION: LayerConfig(mixer=attention, feed_forward=None, mixer_norms=norms, feed_forward_norms=none),
+        _FEED_FORWARD: LayerConfig(mixer=None, feed_forward=feed_forward, mixer_norms=none, feed_forward_norms=norms),
+    }
+    ends = fields.integers("eos_token_id") if "eos_token_id" in fields.values else (2,)
+    return ModelConfig(
+        architecture=_NAME,
+        vocab_size=fields.required_integer("vocab_size"),
+        hidden_size=fields.required_integer("hidden_size"),
+        layers=tuple(layer_of[kind] for kind in _kinds(fields)),
+        final_norm=norm,
+        max_position=fields.count("max_position_embeddings") or 4096,
+        tie_word_embeddings=is_set(fields, "tie_word_embeddings", default=False),
+        eos_token_ids=ends,
+        bos_token_id=fields.integer("bos_token_id") if "bos_token_id" in fields.values else 1,
+        dtype=fields.string("dtype") or fields.string("torch_dtype") or "float32",
+    )
+
+
+def _kinds(fields: JsonFields) -> list[str]:
+    """Of each layer. Raises `CheckpointError` for kinds that are not known, and for experts."""
+    pattern = fields.string("hybrid_override_pattern")
+    found = fields.strings("layers_block_type") or fields.strings("layer_types") or tuple(pattern or "")
+    unknown = sorted({one for one in found if one not in _SPELLINGS})
+    count = fields.count("num_hidden_layers") or len(found)
+    if not found or unknown or len(found) != count or count > MOST_LAYERS:
+        seen = ", ".join(map(shown, unknown)) or f"{len(found)} entries for {count} layers"
+        raise CheckpointError(
+            f"{fields.file}: layers_block_type (or hybrid_override_pattern) has {seen}; supported: {_MAMBA} (M), "
+            f"{_ATTENTION} (*) or {_FEED_FORWARD} (-) for each layer, {MOST_LAYERS} at most"
+        )
+    kinds = [_SPELLINGS[one] for one in found]
+    if _EXPERTS in kinds:
+        raise CheckpointError(
+            f"{fields.file}: layer {kinds.index(_EXPERTS)} has experts: of Nemotron-H only dense models are supported, "
+            "which have none"
+        )
+    return kinds
+
+
+def _mamba(fields: JsonFields, norm: NormConfig) -> Mamba2Config:
+    groups = fields.count("n_groups") or 8
+    bias = is_set(fields, "use_bias", default=False)
+    least = fields.number("time_step_min")
+    mamba = Mamba2Config(
+        num_heads=fields.count("mamba_num_heads") or 128,
+        head_dim=fields.count("mamba_head_dim") or 64,
+        state_size=fields.count("ssm_state_size") or 128,
+        num_groups=groups,
+        width=fields.count("conv_kernel") or 4,
+        norm=norm,
+        norm_groups=groups,
+        least_step=0.001 if least is None else least,
+        bias=bias,
+        out_bias=bias,
+        conv_bias=is_set(fields, "use_conv_bias", default=True),
+    )
+    check_mamba(fields, mamba, mamba.inner, activation="mamba_hidden_act")
+    return mamba
+
+
+def _attention(fields: JsonFields) -> AttentionConfig:
+    heads = fields.required_integer("num_attention_heads")
+    kv_heads = (fields.count("num_key_value_heads") or heads) if "num_key_value_heads" in fields.values else 8
+    head_dim = fields.count("head_dim") or fields.count("attention_head_dim") or 128
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"{fields.file}: num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})"
+        )
+    return AttentionConfig(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, scale=head_dim**-0.5, rope=None)
+
+
+def _feed_forward(fields: JsonFields) -> SquaredReluConfig:
+    if (activation := fields.string("mlp_hidden_act") or "relu2") != "relu2":
+        raise CheckpointError(f"{fields.file}: mlp_hidden_act {activation!r} is not supported; supported: relu2")
+    bias = is_set(fields, "mlp_bias", default=False)
+    return SquaredReluConfig(size=fields.required_integer("intermediate_size"), bias=bias)
+
+
+def _name(tensor: str) -> TensorName:
+    return TensorName(tensor, layers=_LAYERS)
+
+
+FAMILY = Family(
+    name=_NAME,
+    class_name="NemotronHForCausalLM",
+    configure=configure,
+    names={
+        **mamba_names("mixer", _LAYERS),
+        Part.EMBEDDING: TensorName("backbone.embeddings"),
+        Part.FINAL_NORM: TensorName("backbone.norm_f"),
+        Part.HEAD: TensorName("lm_head"),
+        Part.ATTENTION_NORM: _name("norm"),
+        Part.FEED_FORWARD_NORM: _name("norm"),
+        Part.QUERY: _name("mixer.q_proj"),
+        Part.KEY: _name("mixer.k_proj"),
+        Part.VALUE: _name("mixer.v_proj"),
+        Part.OUTPUT: _name("mixer.o_proj"),
+        Part.UP: _name("mixer.up_proj"),
+        Part.DOWN: _name("mixer.down_proj"),
+    },
+)
