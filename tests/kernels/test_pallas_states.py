@@ -156,7 +156,7 @@ FAULTS = {
         "state = state + key * value * factors[0, 0, 0, head]\n",
     ),
     "output before the update": ("jnp.sum(query * state", "jnp.sum(query * (state - key * value)"),
-    "decode begins with a free slot": ("is_new = fresh[pl.program_id(0)] != 0", "is_new = fresh[pl.program_id(0)] > 1"),
+    "decode begins with a free slot": ("is_new = fresh[pl.program_id(1)] != 0", "is_new = fresh[pl.program_id(1)] > 1"),
     "chunk begins with a free slot": ("jnp.where(fresh[row] != 0", "jnp.where(fresh[row] > 1"),
     "decode begins with its own slot": ("begin, *_: (begin[row]", "begin, fresh, own: (own[row]"),
     "decode writes where it began": ("begin, fresh, own: (own[row]", "begin, fresh, own: (begin[row]"),
