@@ -1,10 +1,12 @@
 """What the TPU compiler says of the attention kernels: bundles, spills, memory, beside JAX's shipped kernel.
 
     python benchmarks/tpu_kernel_estimate.py [--chips v6e tpu7x] [--models llama-8b qwen3-32b] [--pages 64 128]
-        [--json FILE]
+        [--rival FOLDER] [--json FILE]
 
 Needs libtpu and no TPU: `pip install --no-deps --target FOLDER libtpu` and PYTHONPATH=FOLDER. Every kernel is compiled
-for the chip and its final schedule is read (`tpu.schedule`). Columns:
+for the chip and its final schedule is read (`tpu.schedule`). `--rival`: where the package tpu-inference lies
+(`pip install --no-deps --target FOLDER tpu-inference`), whose third ragged kernel, in the blocks that its own table
+says, is compiled in the same run for steps of decode rows alone. Columns:
 
 - `loop`, `per_key_head`, `spills`: see `tpu.kernel_costs.Cost`, which also says what such an estimate leaves out.
 - `compute_us`: `cycles` by the clock that the chip's peak of products implies.
@@ -17,12 +19,15 @@ for the chip and its final schedule is read (`tpu.schedule`). Columns:
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import types
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +54,8 @@ SHIPPED_KEYS, SHIPPED_QUERY_HEADS = 1024, 32 * 32
 """The shipped kernel's blocks, as its own table has them for v5e and v6e, 32 heads, and contexts of 1024 tokens, the
 longest that it holds: 32 queries. It has none for 64 heads, which get half the queries. Without an entry it takes 128
 pages, which takes minutes to compile, as do 32 queries of 64 heads."""
+QUICK = (8, 128, 8, 128)
+"""Blocks of the rival's kernel for prompts."""
 COLUMNS = 4096
 """Tokens that a row's part of the page table has room for."""
 
@@ -88,7 +95,40 @@ def shipped(schedule: Loop, step: Step, heads: int, queries: int, pages: int, pa
     return Cost(loop, 1000 * loop / (keys * heads * served), block_loop.vector_spills, blocks * loop, 0)
 
 
-def compile_all(chip_name: str, model: str, page_size: int, folder: Path) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Rival:
+    """tpu-inference's kernel: `fetched` keys of a row's block, `computed` keys of one turn of its inner loop."""
+
+    name: str
+    fetched: int
+    computed: int
+
+    def cost(self, schedule: Loop, step: Step, heads: int) -> Cost:
+        """Of decode rows: a loop over rows, in it one over blocks, in it one over what is computed at once. What a row
+        takes beside its blocks is left out, as most of it is in branches of which few are taken."""
+        (inner,) = loops_with_products(schedule)
+        block_loop = next(loop for loop in schedule.walk() if inner in loop.loops)
+        loop = len(block_loop.bundles) + self.fetched // self.computed * len(inner.bundles)
+        cycles = sum(-(-length // self.fetched) * loop for length in step.kv_lens)
+        per_key_head = 1000 * loop / (self.fetched * heads)
+        return Cost(loop, per_key_head, inner.vector_spills, cycles, sum(step.kv_lens))
+
+
+def load_rival(folder: Path, generation: int) -> Any:
+    """The module of the rival's kernel, without the packages around it, which import what serves there. It asks which
+    chip the machine has, and is told the one that is compiled for."""
+    for name in ("tpu_inference", "tpu_inference.kernels"):
+        package = types.ModuleType(name)
+        package.__path__ = [str(folder.joinpath(*name.split(".")))]
+        sys.modules[name] = package
+    module = importlib.import_module("tpu_inference.kernels.ragged_paged_attention.v3.kernel")
+    module.get_tpu_version = lambda: generation
+    return module
+
+
+def compile_all(
+    chip_name: str, model: str, page_size: int, folder: Path, rival_folder: Path | None
+) -> list[dict[str, Any]]:
     """Rows of the table for one chip, model and page size, in a process of its own: libtpu reads its flags once."""
     import jax
     import jax.numpy as jnp
@@ -121,6 +161,7 @@ def compile_all(chip_name: str, model: str, page_size: int, folder: Path) -> lis
         products_per_cycle = 524_288 if info.generation >= 6 else 131_072
         chip = Chip(info.bf16_ops_per_second / products_per_cycle / 1e6, info.mem_bw_bytes_per_second / 1e6)
         shape = Shape.of(current_chip(), heads, kv_heads, HEAD_DIM, page_size, "bfloat16")
+        rival = None if rival_folder is None else load_rival(rival_folder, info.generation)
     columns = COLUMNS // page_size
     bytes_per_key = shape.bytes_per_key
     rows = []
@@ -184,6 +225,27 @@ def compile_all(chip_name: str, model: str, page_size: int, folder: Path) -> lis
         place = {"chip": chip_name, "model": model, "page": page_size, "case": case.name}
         rows.append({**place, "kernel": "ours", **ours, "bytes_us": bytes_us, **waiting})
         rows.append({**place, "kernel": "shipped", **theirs, "bytes_us": bytes_us})
+        if rival is None or case.tokens > case.decode_rows:
+            continue
+        sizes_of = (jnp.bfloat16, jnp.bfloat16, heads, kv_heads, HEAD_DIM, page_size, tokens, sequences, columns)
+        chosen = rival.get_default_block_sizes(*sizes_of, case=rival.RpaCase.DECODE)
+        kernel = Rival("RPAd", chosen["bkv_sz"], chosen["bkv_csz"])
+        fresh = array((tokens, kv_heads, HEAD_DIM), jnp.bfloat16)
+        text = run(
+            # Its kernel for prompts, which finds nothing to do, in blocks that compile quickly.
+            partial(rival.ragged_paged_attention, vmem_limit_bytes=VMEM_LIMITS[shape.chip], m_block_sizes=QUICK),
+            queries,
+            fresh,
+            fresh,
+            array(rival.get_kv_cache_shape(1024, page_size, kv_heads, HEAD_DIM, jnp.bfloat16), jnp.bfloat16),
+            kv_lens,
+            array((sequences * columns,)),
+            starts,
+            array((3,)),
+        )
+        part = kernel.cost(read_schedule(folder, kernel.name), case, heads)
+        best = _row([part], [f"1x{kernel.fetched}"], text, chip)
+        rows.append({**place, "kernel": "tpu-inference", **best, "bytes_us": bytes_us})
     return rows
 
 
@@ -213,22 +275,23 @@ def main() -> None:
     parser.add_argument("--chips", nargs="+", choices=TOPOLOGIES, default=["v6e", "tpu7x"])
     parser.add_argument("--models", nargs="+", choices=HEADS, default=["llama-8b", "qwen3-32b"])
     parser.add_argument("--pages", nargs="+", type=int, default=[64, 128])
+    parser.add_argument("--rival", type=Path, default=None)
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--dumped-to", type=Path, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.dumped_to is not None:
-        print(json.dumps(compile_all(args.chips[0], args.models[0], args.pages[0], args.dumped_to)))
+        print(json.dumps(compile_all(args.chips[0], args.models[0], args.pages[0], args.dumped_to, args.rival)))
         return
     rows = []
     for chip in args.chips:
         for model in args.models:
             for page_size in args.pages:
-                rows += _in_own_process(chip, model, page_size)
+                rows += _in_own_process(chip, model, page_size, args.rival)
                 print(f"{chip}, {model}, pages of {page_size}: done", file=sys.stderr)
     report("Attention kernels by the TPU compiler's schedule", rows, args.json)
 
 
-def _in_own_process(chip: str, model: str, page_size: int) -> list[dict[str, Any]]:
+def _in_own_process(chip: str, model: str, page_size: int, rival: Path | None) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         quiet = {
             "JAX_PLATFORMS": "cpu",
@@ -238,6 +301,7 @@ def _in_own_process(chip: str, model: str, page_size: int) -> list[dict[str, Any
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         }
         own = ["--chips", chip, "--models", model, "--pages", str(page_size), "--dumped-to", folder]
+        own += [] if rival is None else ["--rival", str(rival)]
         done = subprocess.run(
             [sys.executable, __file__, *own],
             env={

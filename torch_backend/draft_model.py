@@ -79,13 +79,15 @@ class ToGuess:
 class Drafter:
     """Has a draft model guess, in the place where steps run.
 
-    **Arguments:** `draft`: with its KV pages; `rows`: what steps keep of rows; `to_device`: of integers.
+    **Arguments:** `draft`: with its KV pages; `windows`: of its cache groups, None for those that see everything;
+    `rows`: what steps keep of rows; `to_device`: of integers.
     """
 
     def __init__(
         self,
         draft: Model,
         first_group: int,
+        windows: tuple[int | None, ...],
         rows: RowTensors,
         table: TableLayout,
         page_size: int,
@@ -95,6 +97,7 @@ class Drafter:
         assert rows.drafted is not None
         self._draft = draft
         self._first_group = first_group
+        self._windows = windows
         self._page_table = rows.page_table
         self._known: KnownTokens = rows.known
         self._drafted: DraftedTokens = rows.drafted
@@ -143,8 +146,11 @@ class Drafter:
     ) -> torch.Tensor:
         columns = (positions // self._page_size).long()
         pages = []
-        for table in self._page_table.chunk(self._table.groups, 1)[self._first_group :]:
+        tables = self._page_table.chunk(self._table.groups, 1)[self._first_group :]
+        for table, window in zip(tables, self._windows, strict=True):
             slots = table[row_of_token, columns].long() * self._page_size + positions % self._page_size
+            if window is not None:  # pages that it has left behind may be somebody else's by now
+                slots = torch.where(positions >= self._known.lengths[row_of_token] - window, slots, 0)
             pages.append(GroupPages(slots if write is None else torch.where(write, slots, 0), table[rows]))
         first, *further = pages
         batch = ForwardBatch(

@@ -186,7 +186,10 @@ class TorchRunner:
         self._drafter = None
         if draft is not None:
             to_device = partial(integers_to_device, self._stream)
-            self._drafter = Drafter(draft.model, draft.first_group, self._rows, self._table, self._page_size, to_device)
+            windows = tuple(pool.window for pool in spec.pools[draft.first_group :])
+            self._drafter = Drafter(
+                draft.model, draft.first_group, windows, self._rows, self._table, self._page_size, to_device
+            )
         self._sampling = SamplingState.empty(rows, spec.vocab_size, device)
         self._needs = RowNeeds(rows)
         self._graphs: StepGraphs | None = None

@@ -38,17 +38,30 @@ class DraftModel:
 
     - `first_group`: the number of its first cache group among those of both models.
     - `num_weights`, `num_layers`: how many of the lists' last entries are its own.
+    - `windows`: of its cache groups, None for those that see everything.
     """
 
     functions: ModelFunctions
     first_group: int
     num_weights: int
     num_layers: int
+    windows: tuple[int | None, ...]
 
-    def forward(self, weights: Weights, batch: ForwardBatch, kv: KVCaches) -> tuple[jax.Array, KVCaches]:
-        """Computes a batch that has the pages of both models."""
+    def forward(
+        self, weights: Weights, batch: ForwardBatch, kv: KVCaches, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, KVCaches]:
+        """Computes a batch that has the pages of both models. `lengths` int32 `[T]`: how many tokens the row of each
+        token has, where tokens far behind their ends are computed. What windows have left behind is not kept: those
+        pages may be somebody else's by now."""
         pages = (GroupPages(batch.write_slots, batch.page_table), *batch.further)
-        first, *further = pages[self.first_group :]
+
+        def kept(group: GroupPages, window: int | None) -> GroupPages:
+            if lengths is None or window is None:
+                return group
+            return replace(group, write_slots=jnp.where(batch.positions >= lengths - window, group.write_slots, 0))
+
+        own_pages = zip(pages[self.first_group :], self.windows, strict=True)
+        first, *further = [kept(group, window) for group, window in own_pages]
         own = replace(batch, write_slots=first.write_slots, page_table=first.page_table, further=tuple(further))
         hidden, kv = self.functions.forward(weights, own, kv)
         return hidden, tuple(kv)
@@ -185,7 +198,7 @@ def make_catch_up(draft: DraftModel, tokens: int, page_size: int, mesh: Mesh | N
         positions = jnp.maximum(inputs.kv_lens[sequences] - (query_ends[sequences] - places), 0)
         text = given.known.tokens[rows[sequences], positions]
         batch = build_batch(replace(inputs, tokens=text), given.page_table, text, page_size, tokens, table)
-        _, kv = draft.forward(weights, whole(batch), state.kv)
+        _, kv = draft.forward(weights, whole(batch), state.kv, given.known.lengths[rows[sequences]])
         computed = jnp.where(counts > 0, jnp.maximum(ends, drafted.lengths[rows]), 0)
         return DraftState(kv, replace(drafted, lengths=drafted.lengths.at[rows].set(computed)))
 

@@ -57,9 +57,10 @@ class Drafter:
         """The parts in which `counts` tokens of `rows`, `[n]`, are computed, oldest first."""
         sizes, dump_row = self._programs.catch_up_sizes, self._programs.dump_row
         for start in range(0, len(rows), sizes[-1]):
-            own, left = rows[start : start + sizes[-1]], counts[start : start + sizes[-1]].copy()
-            while left.any():
+            own, left = rows[start : start + sizes[-1]], counts[start : start + sizes[-1]]
+            while len(own):
                 size = next((size for size in sizes if size >= left.sum()), sizes[-1])
-                part = np.minimum(left, max(size // len(own), 1))
-                left -= part
+                part = np.minimum(left, size // len(own))
+                left = left - part
                 yield pack_missed(own, AT_ONCE + left, part, size, dump_row)
+                own, left = own[left > 0], left[left > 0]

@@ -47,7 +47,8 @@ def programs_of(
         own, own_parallel, own_cache = draft
         own_functions, own_placed = _placed(own, own_parallel, mesh)
         first_group = len(cache_groups(parallel.config))
-        guesses = DraftModel(own_functions, first_group, len(own_placed), own_parallel.config.num_layers)
+        windows = tuple(pool.window for pool in spec.pools[first_group:])
+        guesses = DraftModel(own_functions, first_group, len(own_placed), own_parallel.config.num_layers, windows)
         placed, kv = [*placed, *own_placed], (*kv, *own_cache.memory(mesh))
     rows = whole(jax.eval_shape(partial(empty_rows, spec, None, drafted=draft is not None)), mesh)
     return Programs(

@@ -28,7 +28,10 @@ class Norm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """`[..., *sizes]` → the same shape and type."""
         scale = self.scale[...]
-        axes = tuple(range(-scale.ndim, 0))
+        return self.scaled_by(scale, x, axes=tuple(range(-scale.ndim, 0)))
+
+    def scaled_by(self, scale: jax.Array, x: jax.Array, *, axes: tuple[int, ...]) -> jax.Array:
+        """The norm over `axes` with another scale, whose shape goes along the last axes of x."""
         wide = x.astype(jnp.float32)
         if self.kind is NormKind.LAYER:
             wide = wide - jnp.mean(wide, axis=axes, keepdims=True)

@@ -23,6 +23,9 @@ Place = tuple[float, int]
 """Who has the lowest is next: tokens that a child was given, and when the first of its requests came."""
 
 
+_FEW = 64
+
+
 class _Child(ABC):
     """One of those that share: `given`: tokens that it was given, or the clock where it began later; `place`: with
     which it stands among the others, None while nothing of it waits."""
@@ -115,6 +118,9 @@ class Shares(Generic[Child]):
         elif given > self._clock:
             self._ahead[name] = given
             heapq.heappush(self._next_caught_up, (given, name))
+            if len(self._next_caught_up) > 2 * len(self._ahead) + _FEW:  # most have come back since
+                self._next_caught_up = [(given, name) for name, given in self._ahead.items()]
+                heapq.heapify(self._next_caught_up)
         else:
             self._go_on(self._clock - given)  # what was its part others have had
 

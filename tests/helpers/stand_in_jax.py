@@ -84,6 +84,6 @@ def stand_in_runner(
         page_size,
         table=TableLayout.of(spec),
         most_guesses=max_samples - 1,
-        draft=None if draft is None else DraftModel(STAND_IN, 1, len(draft), LAYERS),
+        draft=None if draft is None else DraftModel(STAND_IN, 1, len(draft), LAYERS, (None,)),
     )
     return JaxRunner(programs, on_device, kv, spec, {})

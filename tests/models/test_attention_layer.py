@@ -13,6 +13,7 @@ from flax import nnx
 from helpers.attention_steps import softmax_attention
 from helpers.small_configs import small_config
 
+from sglang_jax.architectures.model_config import NormConfig, NormKind, QKNorm
 from sglang_jax.kernels.kv_storage import page_shape
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.layers.attention import Attention
@@ -25,17 +26,17 @@ CONFIG = small_config(num_heads=4, num_kv_heads=2, head_dim=HEAD_DIM)
 TOKENS, PAGE_SIZE = 12, 4
 
 
-def layer_with_weights(kv_dtype: jnp.dtype | None = None, **options: Any) -> Attention:
+def layer_with_weights(kv_dtype: jnp.dtype | None = None, dtype: str = "float32", **options: Any) -> Attention:
     layer = Attention(
         replace(CONFIG.layers[0].mixer, **options),
         CONFIG.hidden_size,
-        dtype=jnp.dtype("float32"),
+        dtype=jnp.dtype(dtype),
         implementation=AttentionImplementation.XLA,
         kv_dtype=kv_dtype,
     )
     rng = np.random.default_rng(1)
     for parameter in jax.tree.leaves(nnx.state(layer), is_leaf=lambda node: isinstance(node, Parameter)):
-        parameter.set_value(jnp.asarray(rng.standard_normal(parameter.shape), jnp.float32))
+        parameter.set_value(jnp.asarray(rng.standard_normal(parameter.shape), parameter.dtype))
     return layer
 
 
@@ -66,6 +67,9 @@ def test_options_of_a_layer_reach_its_attention(options: dict[str, Any]) -> None
     rotary = (jnp.cos(angles), jnp.sin(angles))
     pages = jnp.zeros(page_shape(4, 2, PAGE_SIZE, HEAD_DIM, tiled=False), jnp.float32)
     found, _ = layer(x, batch(), rotary, pages)
+    layer.together = True
+    together, _ = layer(x, batch(), rotary, pages)
+    np.testing.assert_allclose(together, found, atol=1e-5 * float(np.abs(found).max()), rtol=0)
     fused = layer.qkv(x)
     queries, keys = apply_rotary(fused[:, :, :2], *rotary), apply_rotary(fused[:, :, 2], *rotary)
     sinks = np.asarray(layer.sinks[...]).reshape(2, 2) if layer.sinks is not None else None
@@ -80,6 +84,42 @@ def test_options_of_a_layer_reach_its_attention(options: dict[str, Any]) -> None
     )
     expected = layer.output(jnp.asarray(attended.reshape(TOKENS, 4, -1), jnp.float32))
     np.testing.assert_allclose(found, expected, atol=1e-3 * np.abs(expected).max(), rtol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "norm",
+    [None, NormConfig(eps=1e-6), NormConfig(eps=1e-6, wide=True), NormConfig(eps=1e-6, kind=NormKind.LAYER)],
+    ids=["no", "plain", "wide", "layer"],
+)
+@pytest.mark.parametrize("rotated", [True, False])
+def test_norms_and_rotation_of_all_parts_together_are_those_of_each(
+    dtype: str, norm: NormConfig | None, rotated: bool
+) -> None:
+    """As on TPUs. Values stay as they were to the bit; products and sums of the others may be rounded once less."""
+    layer = layer_with_weights(dtype=dtype, qk_norm=None if norm is None else QKNorm(norm=norm))
+    rng = np.random.default_rng(2)
+    fused = jnp.asarray(rng.standard_normal((TOKENS, 2, 4, HEAD_DIM)), dtype)
+    angles = rng.uniform(0, 6, (TOKENS, HEAD_DIM // 2)).astype(np.float32)
+    rotary = (jnp.cos(angles), jnp.sin(angles)) if rotated else None
+    *expected, values = layer._apart(fused, rotary)
+    *found, same = layer._together(fused, rotary)
+    np.testing.assert_array_equal(same, values)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        wide = np.asarray(one, np.float32), np.asarray(other, np.float32)
+        np.testing.assert_allclose(*wide, atol=1e-6, rtol=1e-6 if dtype == "float32" else 2**-7)
+        assert (wide[0] != wide[1]).mean() < 0.2
+
+
+def test_only_kernels_for_tpu_have_them_together() -> None:
+    def of(implementation: AttentionImplementation, **options: Any) -> Attention:
+        config = replace(CONFIG.layers[0].mixer, **options)
+        return Attention(config, CONFIG.hidden_size, dtype=jnp.dtype("float32"), implementation=implementation)
+
+    assert of(AttentionImplementation.PALLAS).together
+    assert not of(AttentionImplementation.XLA).together
+    assert not of(AttentionImplementation.PALLAS, qk_norm=QKNorm(norm=NormConfig(eps=1e-6), whole=True)).together
 
 
 def test_only_8_bit_pages_have_scales() -> None:

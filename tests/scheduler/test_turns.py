@@ -224,6 +224,20 @@ def test_the_clock_is_the_mean_of_what_was_given() -> None:
             assert len(shares._next_caught_up) <= crowd.count
 
 
+def test_what_is_remembered_of_who_was_served_does_not_grow_with_how_often() -> None:
+    """Short requests may be served past those that wait: each left an entry until the clock had caught up with it."""
+    turns = Turns()
+    turns.add(waiting(1, "waits", "one", MOST))
+    for number in range(2, 2000):
+        request = waiting(number, "comes back", f"flow {number}", 1)
+        turns.add(request)
+        turns.remove(request, 1)
+    assert len(turns._tenants._ahead) == 1
+    assert len(turns._tenants._next_caught_up) < 100
+    turns.remove(turns._tenants._children["waits"].head, MOST)
+    assert not len(turns)
+
+
 def stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock tells where the one served last began."""
 

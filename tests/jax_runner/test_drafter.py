@@ -1,0 +1,75 @@
+"""What a draft model has missed is computed in programs of a few sizes: every token once, the oldest first, and nothing
+is written to pages that are the row's no more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sglang_jax.jax_runner.draft_model import DraftModel, DraftState, RowState, make_catch_up, pack_missed
+from sglang_jax.jax_runner.drafter import Drafter
+from sglang_jax.jax_runner.drafts import DraftedTokens, KnownTokens
+from sglang_jax.jax_runner.step import ModelFunctions
+from sglang_jax.runner.draft_model import AT_ONCE
+from sglang_jax.runner.page_tables import TableLayout
+
+SIZES, DUMP_ROW = (16, 128), 400
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [1],
+        [16],
+        [300],
+        [5] * 19 + [50],  # once the others are through, the rest fits the smallest program, which has 16 places
+        [1] * 17,
+        [1] * 129 + [40],
+        list(range(1, 200, 3)),
+    ],
+    ids=str,
+)
+def test_each_missed_token_is_computed_once_the_oldest_first(counts: list[int]) -> None:
+    drafter = Drafter(SimpleNamespace(catch_up_sizes=SIZES, dump_row=DUMP_ROW), (), DUMP_ROW)  # type: ignore[arg-type]
+    rows = np.arange(len(counts), dtype=np.int32)
+    left = dict(enumerate(counts))
+    for packed in drafter._missed(rows, np.array(counts, np.int32)):
+        size = packed.shape[1]
+        assert size in SIZES
+        assert packed[2].sum() <= size
+        for row, back, count in packed.T.tolist():
+            if row == DUMP_ROW:
+                assert count == 0
+                continue
+            assert count > 0
+            left[row] -= count
+            assert back == AT_ONCE + left[row], "up to where the next part begins"
+    assert not any(left.values())
+
+
+def test_nothing_is_written_behind_windows() -> None:
+    """Those pages were given back, and the table on the device still names them: they may be somebody else's."""
+
+    def forward(weights: object, batch: object, kv: object) -> tuple[object, list[object]]:
+        return None, [batch.write_slots, batch.further[0].write_slots]  # type: ignore[attr-defined]
+
+    page_size, columns, length = 4, 8, 20
+    draft = DraftModel(ModelFunctions(forward, forward), 1, 0, 2, (None, 5))  # type: ignore[arg-type]
+    pages = jnp.arange(1, 1 + 3 * columns, dtype=jnp.int32)
+    table = jnp.stack([pages, pages * 0])
+    drafted = DraftedTokens.empty(2, 3)
+    known = replace(KnownTokens.empty(2, columns * page_size), lengths=jnp.array([length, 0], jnp.int32))
+    run = make_catch_up(draft, 16, page_size, None, TableLayout(3))
+    packed = pack_missed(np.zeros(1, np.int32), np.array([AT_ONCE]), np.array([14]), 16, 1)
+    state = run([], DraftState((), drafted), RowState(table, known, None), jnp.asarray(packed))  # type: ignore[arg-type]
+    full, window = (np.asarray(slots) for slots in state.kv)
+    positions = np.arange(length - AT_ONCE - 14, length - AT_ONCE)
+    own = np.asarray(pages).reshape(3, columns)[:, positions // page_size] * page_size + positions % page_size
+    assert full[:14].tolist() == own[1].tolist()
+    assert window[:14].tolist() == np.where(positions >= length - 5, own[2], 0).tolist()
+    assert not full[14:].any()
+    assert not window[14:].any()
