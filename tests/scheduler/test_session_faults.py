@@ -151,7 +151,7 @@ FAULTS: list[Plant] = [
 PLACES: dict[Plant, dict[str, Strategy]] = {
     lock_and_keep_no_window_or_state: {"groups": st.sampled_from([(5,), (None, 7), (None, STATE)])},
     go_on_behind_what_nobody_saw: {"groups": st.just((None,)), "pages": st.just(64)},
-    begin_before_the_last_turn_is_cached: {"groups": st.just((None,)), "pages": st.just(64), "lazy": st.just(True)},
+    begin_before_the_last_turn_is_cached: {"groups": st.just((None,)), "pages": st.just(64)},
 }
 """Sizes with which a fault shows, where few of those that are drawn else would do."""
 
