@@ -43,7 +43,7 @@ def test_a_runner_has_threads_that_soon_sleep(tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    assert "GOMP_SPINCOUNT = '1000'" in ran.stderr
+    assert "GOMP_SPINCOUNT = '20000'" in ran.stderr
 
 
 @pytest.mark.parametrize("name", CHOSEN)
