@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -12,15 +13,20 @@ logger = logging.getLogger(__name__)
 
 MOST_HELD_BYTES = 64 * 2**20
 
+PAUSE_SECONDS = 1.0
+"""Who has read nothing for so long may lose an answer; who reads does not, however much comes for others."""
+
 _EXTENSION = "sglang_jax.held_answers"
 """Of ASGI's `extensions`: where a connection tells the application with whom it shares the limit, and how to end it."""
 
 
 class HeldAnswer:
-    """An answer that its client has still to read. `left`: bytes of it; `dropped`: nobody will read them."""
+    """An answer that its client has still to read. `left`: bytes of it; `read_at`: when some of it was read, or when it
+    was ready; `dropped`: nobody will read the rest."""
 
     def __init__(self, left: int, drop: Callable[[], None]) -> None:
         self.left = left
+        self.read_at = time.monotonic()
         self.dropped = False
         self._drop = drop
 
@@ -31,8 +37,8 @@ class HeldAnswer:
 
 
 class HeldAnswers:
-    """The long answers of a server. Beyond `MOST_HELD_BYTES` together the one is cut off whose client read last before
-    all others did; the only one never is. Clients that read keep theirs.
+    """The long answers of a server. Beyond `MOST_HELD_BYTES` together those are cut off whose clients have read nothing
+    for `PAUSE_SECONDS`, who read last before the others first, until the rest is within that.
 
     All methods run on one event loop.
     """
@@ -46,13 +52,17 @@ class HeldAnswers:
         """An answer is ready; others may have to go for it."""
         self._answers[answer] = None
         self.num_bytes += answer.left
-        while self.num_bytes > MOST_HELD_BYTES and len(self._answers) > 1:
+        pause_began = time.monotonic() - PAUSE_SECONDS
+        while self.num_bytes > MOST_HELD_BYTES:
             oldest = next(iter(self._answers))
+            if oldest is answer or oldest.read_at > pause_began:
+                return
             logger.warning(
                 "An answer was cut off with %d bytes unread, as %d MiB of all answers wait to be read and its client "
-                "read before the others did",
+                "has read nothing for %g s",
                 oldest.left,
                 self.num_bytes >> 20,
+                time.monotonic() - oldest.read_at,
             )
             self.remove(oldest)
             oldest.drop()
@@ -60,6 +70,7 @@ class HeldAnswers:
     def sent(self, answer: HeldAnswer, size: int) -> None:
         """So many bytes of an answer are its client's, or on their way."""
         answer.left -= size
+        answer.read_at = time.monotonic()
         if answer in self._answers:
             self.num_bytes -= size
             self._answers[answer] = self._answers.pop(answer)

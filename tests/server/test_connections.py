@@ -208,6 +208,7 @@ def test_of_long_answers_that_nobody_reads_one_is_held(
 ) -> None:
     asked = post_bytes("/tokenize", {"prompt": ["a" * 60_000] * 30})
     monkeypatch.setattr(held_answers, "MOST_HELD_BYTES", 100_000)
+    monkeypatch.setattr(held_answers, "PAUSE_SECONDS", 0.0)
     with serve_echo() as server:
         size = len(server.http.post("/tokenize", json={"prompt": ["a" * 60_000] * 30}).content)
         first, second = connect(server), connect(server)

@@ -14,9 +14,20 @@ from sglang_jax.server.held_answers import HeldAnswers, hold, share_limit
 LIMIT = 100
 
 
+class Clock:
+    now = 1000.0
+
+    def wait(self) -> None:
+        """Until who read nothing meanwhile may lose an answer."""
+        self.now += held_answers.PAUSE_SECONDS
+
+
 @pytest.fixture(autouse=True)
-def limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(held_answers, "MOST_HELD_BYTES", LIMIT)
+    clock = Clock()
+    monkeypatch.setattr(held_answers.time, "monotonic", lambda: clock.now)
+    return clock
 
 
 class Clients:
@@ -45,31 +56,45 @@ def clients() -> Iterator[Clients]:
     assert clients.held.num_bytes == 0
 
 
-def test_who_read_last_before_all_others_goes_first(clients: Clients) -> None:
+def test_who_read_last_before_all_others_goes_first(clients: Clients, clock: Clock) -> None:
     for name in "abc":
         clients.asks(name, 30)
     assert clients.reads("a", 5)
+    clock.wait()
     clients.asks("d", 20)
     assert clients.dropped == ["b"]
     assert clients.held.num_bytes == 25 + 30 + 20
-    clients.asks("e", 60)
-    assert clients.dropped == ["b", "c", "a"]
+    clock.wait()
+    clients.asks("e", 90)
+    assert clients.dropped == ["b", "c", "a", "d"]
     assert not clients.reads("b", 10)
-    assert clients.reads("d", 10)
-    assert clients.held.num_bytes == 10 + 60
+    assert clients.reads("e", 10)
+    assert clients.held.num_bytes == 80
 
 
-def test_up_to_the_limit_all_are_held(clients: Clients) -> None:
+def test_who_reads_loses_nothing_to_a_large_answer(clients: Clients, clock: Clock) -> None:
+    for name in "ab":
+        clients.asks(name, 30)
+    clock.wait()
+    assert clients.reads("a", 5)
+    clients.asks("c", 5 * LIMIT)
+    assert clients.dropped == ["b"]
+    assert clients.reads("a", 5)
+
+
+def test_up_to_the_limit_all_are_held(clients: Clients, clock: Clock) -> None:
     clients.asks("a", LIMIT - 1)
+    clock.wait()
     clients.asks("b", 1)
     assert not clients.dropped
     clients.asks("c", 1)
     assert clients.dropped == ["a"]
 
 
-def test_an_answer_larger_than_the_limit_may_be_the_only_one(clients: Clients) -> None:
+def test_an_answer_larger_than_the_limit_may_be_the_only_one(clients: Clients, clock: Clock) -> None:
     clients.asks("a", 5 * LIMIT)
     assert clients.reads("a", LIMIT)
+    clock.wait()
     clients.asks("b", 6 * LIMIT)
     assert clients.dropped == ["a"]
     assert clients.reads("b", 1)
