@@ -144,18 +144,6 @@ def _load_on(
         drafts_beside_prompts=False,
         prompt_tokens=sizes.prompt_tokens,
     )
-    details = {
-        "dtype": _name(dtype),
-        "kv_cache_dtype": _name(kv_dtype),
-        "attention": kernels.attention_name.value,
-        "tp_size": str(parallel.size),
-    }
-    if checkpoint.foreign is not None:
-        details["model_impl"] = config.model_impl.value
-    if draft is not None:
-        details["speculative_draft_model_path"] = str(config.speculative_draft_model_path)
-    if checkpoint.config.keeps_states:
-        details["mamba_ssm_dtype"] = config.mamba_ssm_dtype.value
     most = min(config.cuda_graph_max_bs or _MOST_CAPTURED_ROWS, spec.max_rows)
     capture = _capture(stream, config, device, kernels)
     return TorchRunner(
@@ -169,9 +157,35 @@ def _load_on(
         mixed_buckets=() if capture is None else _mixed_buckets(config, checkpoint.config, kernels, most, sizes),
         weight_bytes=built.weight_bytes + (0 if draft is None else weight_bytes_of(draft.model)),
         kv_bytes=sum(group.page * pages for group, pages in zip(memory.groups, sizes.num_pages, strict=True)),
-        details=details,
+        details=_details(config, checkpoint, dtype, kv_dtype, kernels, parallel, drafting=draft is not None),
         draft=drafting,
     )
+
+
+def _details(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    kernels: Kernels,
+    parallel: TensorParallel,
+    *,
+    drafting: bool,
+) -> dict[str, str]:
+    """What the runner's report tells of how it was made."""
+    details = {
+        "dtype": _name(dtype),
+        "kv_cache_dtype": _name(kv_dtype),
+        "attention": kernels.attention_name.value,
+        "tp_size": str(parallel.size),
+    }
+    if checkpoint.foreign is not None:
+        details["model_impl"] = config.model_impl.value
+    if drafting:
+        details["speculative_draft_model_path"] = str(config.speculative_draft_model_path)
+    if checkpoint.config.keeps_states:
+        details["mamba_ssm_dtype"] = config.mamba_ssm_dtype.value
+    return details
 
 
 @dataclass(frozen=True, slots=True)
