@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
-from helpers.engine_fakes import FAKE_VOCAB_SIZE, ByteTokenizer
+from helpers.engine_fakes import FAKE_VOCAB_SIZE, ByteTokenizer, FakeModelCore
 from helpers.replica_fakes import fake_replicas, shared_prefix_prompts
 from helpers.whole_outputs import collect
 
@@ -70,13 +71,26 @@ async def test_requests_without_a_seed_sample_what_one_engine_would() -> None:
 
 
 async def most_steps(count: int, method: LoadBalanceMethod) -> int:
-    """Steps of the replica that ran most, for the same work: what it would take on devices. All requests are there from
-    the beginning, so that no step waits for the host."""
-    client = await fake_replicas(count, method, fake_config(max_total_tokens=4096))
+    """Steps of the replica that ran most, for the same work: what it would take on devices. No replica begins before
+    all requests are with one, so that no step waits for the host."""
+    all_sent = threading.Event()
+
+    class HeldCore(FakeModelCore):
+        def run(self) -> None:
+            all_sent.wait()
+            super().run()
+
+    client = await fake_replicas(count, method, fake_config(max_total_tokens=4096), HeldCore)
     sampling = SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True)
     prompts = shared_prefix_prompts(64, 8, 16, 8, FAKE_VOCAB_SIZE - 1)
     requests = [GenerateInput(prompt=prompt, sampling=sampling) for prompt in prompts]
-    await run_all(client, requests, at_once=len(requests))
+    work = asyncio.create_task(run_all(client, requests, at_once=len(requests)))
+    try:
+        while not work.done() and sum(load.in_flight for load in client.loads()) < len(requests):
+            await asyncio.sleep(0.01)
+    finally:
+        all_sent.set()
+    await work
     states = await client.states()
     await client.close()
     return max(int(str(state["steps"])) for state in states)

@@ -11,6 +11,7 @@ from helpers.engine_fakes import MODEL_INFO, load_fake_model, load_tokenizer
 
 from sglang_jax.config import EngineConfig, LoadBalanceMethod
 from sglang_jax.engine.client import AsyncEngineClient
+from sglang_jax.engine.core import CoreLoader
 from sglang_jax.engine.core_link import CoreLink
 from sglang_jax.engine.launch import launch_link
 from sglang_jax.engine.launch_replicated import replicated_client
@@ -177,11 +178,13 @@ class ToldReplicas:
         return AsyncEngineClient(self.router, load_tokenizer(EngineConfig()))
 
 
-async def fake_replicas(count: int, method: LoadBalanceMethod, config: EngineConfig) -> AsyncEngineClient:
+async def fake_replicas(
+    count: int, method: LoadBalanceMethod, config: EngineConfig, load: CoreLoader = load_fake_model
+) -> AsyncEngineClient:
     """Real schedulers over `FakeRunner`, each in a thread of this process."""
 
     async def start() -> CoreLink:
-        return await launch_link(config, in_process=True, load=load_fake_model)
+        return await launch_link(config, in_process=True, load=load)
 
     replicas = [Replica(index, start, backoff=AT_ONCE) for index in range(count)]
     await asyncio.gather(*(replica.start() for replica in replicas))
