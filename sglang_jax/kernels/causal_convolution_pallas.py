@@ -1,8 +1,8 @@
 """`causal_convolution` on TPUs: last inputs are copied from their slots and to them in place, by the kernels.
 
 A token's last inputs lie in whole tiles, `[parts, 128]` each, so that nothing is shifted in registers: an input some
-tokens before another is another register. A step's tokens lie eight in a tile, as products leave them and take them;
-one of these eight is loaded, and stored, with a stride. Two kernels:
+tokens before another is another register. So lie a step's outputs, in heads for the kernels that come next. Its inputs
+lie eight tokens in a tile, as products leave them: one of these eight is loaded with a stride. Two kernels:
 
 - **Decode rows.** A program takes some rows. Of what is kept of them there are three sets in vector memory: one is
   computed, one arrives, one leaves.
@@ -66,8 +66,8 @@ def convolve_in_place(
     if not rows.decode_only:
         found, pool = _chunks(inputs, taps, found, pool, rows, checked)
     used = rows.num_decode if rows.decode_only else rows.query_starts[-1]
-    found = found.reshape(-1, parts, TILE, LANES).swapaxes(1, 2).reshape(-1, parts * LANES)[:tokens, :channels]
-    return jnp.where(jnp.arange(tokens)[:, None] < used, found, 0.0), pool
+    found = jnp.where(jnp.arange(tokens)[:, None, None] < used, found[:tokens], 0.0)
+    return found.reshape(tokens, -1)[:, :channels], pool
 
 
 def _in_parts(x: jax.Array, parts: int) -> jax.Array:
@@ -126,8 +126,8 @@ def _weighted(taps: Ref, column: slice, inputs: list[jax.Array]) -> jax.Array:
 def _decode_rows(
     inputs: jax.Array, taps: jax.Array, pool: jax.Array, rows: StateRows, checked: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """The first `num_decode` tokens, each its sequence's only one: outputs in the shape of `inputs`, of which those of
-    other tokens are anything, and the pool."""
+    """The first `num_decode` tokens, each its sequence's only one: outputs `[T, parts, 128]`, of which those of other
+    tokens are anything, and the pool."""
     count, (_, kept, parts, lanes) = len(rows.own), pool.shape
     at_once = rows_at_once(count, kept * parts * lanes * pool.dtype.itemsize)
     decodes = jnp.arange(count) < rows.num_decode
@@ -142,7 +142,10 @@ def _decode_rows(
             # Without decode rows one program computes padding.
             grid=(jnp.maximum(pl.cdiv(rows.num_decode, at_once), 1),),
             in_specs=[tiles, _whole(taps), _WHERE_IT_IS],
-            out_specs=[tiles, _WHERE_IT_IS],
+            out_specs=[
+                pl.BlockSpec((at_once, parts, lanes), lambda program, *_: (program, 0, 0)),
+                _WHERE_IT_IS,
+            ],
             scratch_shapes=[
                 pltpu.VMEM((_SETS, at_once, kept + 1, parts, lanes), pool.dtype),
                 pltpu.SemaphoreType.DMA((_SETS,)),
@@ -150,7 +153,7 @@ def _decode_rows(
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct(inputs.shape, _FLOAT32),
+            jax.ShapeDtypeStruct((inputs.shape[0] * TILE, parts, lanes), _FLOAT32),
             jax.ShapeDtypeStruct(pool.shape, pool.dtype),
         ],
         input_output_aliases={5: 1},
@@ -202,7 +205,7 @@ def _one_token(  # type: ignore[no-untyped-def]
             token = row // TILE, _of_token(row % TILE, column)
             lines[here, row, kept, column] = inputs[token].astype(lines.dtype)
             window = [lines[here, row, place, column].astype(_FLOAT32) for place in range(kept + 1)]
-            outputs[token] = _weighted(taps, column, window)
+            outputs[row, column] = _weighted(taps, column, window)
         leave(program, row, wait=False)
 
     @pl.when(program == last)
@@ -230,7 +233,10 @@ def _chunks(
             num_scalar_prefetch=6,
             grid=(windows,),
             in_specs=[tiles, _whole(taps), _WHERE_IT_IS, _WHERE_IT_IS],
-            out_specs=[tiles, _WHERE_IT_IS],
+            out_specs=[
+                pl.BlockSpec((TOKENS, parts, lanes), lambda program, place, *_: (place[_FIRST] + program, 0, 0)),
+                _WHERE_IT_IS,
+            ],
             scratch_shapes=[
                 pltpu.VMEM((2, kept, parts, lanes), pool.dtype),
                 pltpu.SemaphoreType.DMA((2,)),
@@ -286,7 +292,7 @@ def _some_tokens(  # type: ignore[no-untyped-def]
     @pl.when(program == 0)
     def _() -> None:
         # Its first tokens may be decode rows, whose outputs are there.
-        pltpu.sync_copy(old.at[pl.ds(window * (TOKENS // TILE), TOKENS // TILE)], outputs)
+        pltpu.sync_copy(old.at[pl.ds(window * TOKENS, TOKENS)], outputs)
         pl.when(chunk < end)(lambda: fetch(chunk).start())
 
     @pl.loop(sequences[0, program], sequences[1, program])
@@ -331,7 +337,7 @@ def _convolve(
             new = inputs[at].astype(before.dtype).astype(_FLOAT32)
             found = _weighted(taps, column, [*window, new])
             # What is written behind the sequence's end those whose it is write later, or nobody reads it.
-            outputs[at] = jnp.where(own >= begins, found, outputs[at])
+            outputs[own, column] = jnp.where(own >= begins, found, outputs[own, column])
             inside = (own >= begins) & (own < ends)
             window = tuple(
                 jnp.where(inside, newer, older) for older, newer in zip(window, (*window[1:], new), strict=True)

@@ -276,21 +276,30 @@ def _delta_net(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`[T, channels]` of queries, keys and values, and `[T, heads]` of rates and steps → float32
     `[T, heads, value_dim]`, and the pools after the step."""
-    tokens, all_keys = x.shape[0], config.num_key_heads * config.key_dim
     kernel, bias = weights
     found, tails = convolve_states(implementation, x, kernel[:, 0], bias, tails, rows)
-    queries, keys, values = jnp.split(jax.nn.silu(found), (all_keys, 2 * all_keys), axis=-1)
-    queries, keys = (_unit(part.reshape(tokens, -1, config.key_dim)) for part in (queries, keys))
+    queries, keys, values = _in_heads(config, jax.nn.silu(found))
+    queries, keys = _unit(queries), _unit(keys)
     steps = jax.nn.softplus(steps.astype(jnp.float32) + decay_bias)
     inputs = ScanInputs(
         queries * config.key_dim**-0.5,
         keys,
-        values.reshape(tokens, -1, config.value_dim),
+        values,
         -jnp.exp(decay_log) * steps,
         jax.nn.sigmoid(rates.astype(jnp.float32)),
     )
     outputs, matrices = scan_states(implementation, inputs, matrices, rows)
     return outputs, tails, matrices
+
+
+def _in_heads(config: GatedDeltaNetConfig, x: jax.Array) -> list[jax.Array]:
+    """`[T, channels]` → queries and keys `[T, num_key_heads, key_dim]`, values `[T, num_value_heads, value_dim]`."""
+    tokens, heads, size = x.shape[0], config.num_key_heads, config.key_dim
+    if size == config.value_dim:
+        # Heads before their parts: the convolution has them so on TPUs (`kernels.causal_convolution_pallas`).
+        return jnp.split(x.reshape(tokens, -1, size), (heads, 2 * heads), axis=1)
+    queries, keys, values = jnp.split(x, (heads * size, 2 * heads * size), axis=-1)
+    return [part.reshape(tokens, -1, dim) for part, dim in ((queries, size), (keys, size), (values, config.value_dim))]
 
 
 def _mamba(

@@ -125,7 +125,7 @@ FAULTS = {
         "before.at[here], pool.at[begin[sequence]]",
     ),
     "outputs of decode rows are lost": ("pltpu.sync_copy(old.at", "(lambda *_: None)(old.at"),
-    "outputs of the sequence before are lost": ("jnp.where(own >= begins, found, outputs[at])", "found"),
+    "outputs of the sequence before are lost": ("jnp.where(own >= begins, found, outputs[own, column])", "found"),
     "a chunk goes on behind its end": ("inside = (own >= begins) & (own < ends)", "inside = own >= begins"),
     "a chunk begins before its first token": ("inside = (own >= begins) &", "inside = (own >= 0) &"),
     "what is kept is not rounded": ("inputs[at].astype(before.dtype).astype(_FLOAT32)", "inputs[at]"),
