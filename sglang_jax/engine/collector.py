@@ -1,4 +1,4 @@
-"""Python's garbage collector while a model is loaded."""
+"""Python's garbage collector while a model is loaded, and for commands that serve one request at a time."""
 
 from __future__ import annotations
 
