@@ -24,7 +24,7 @@ def rare_collections() -> Iterator[None]:
     It is not turned off, since tracing leaves garbage behind. Where somebody turned it off, it stays off. Several may
     be open at once: the usual thresholds come back with the last one.
     """
-    global _open, _before  # noqa: PLW0603  # the collector is the process's
+    global _open, _before
     with _lock:
         _open += 1
         if _open == 1:

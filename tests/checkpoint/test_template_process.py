@@ -13,7 +13,6 @@ from typing import Any
 
 import psutil
 import pytest
-
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from sglang_jax.checkpoint.template_process import Rendering, TemplateProcess
@@ -47,12 +46,12 @@ ALIKE = {
     "json separators": "{{ tools | tojson(separators=(',', ':'), ensure_ascii=true) }}{{ messages[0] | tojson(true) }}",
     "reasoning": "{% for m in messages %}[{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.reasoning }}]{% endfor %}",
     "variables": "{{ bos_token }}{{ enable_thinking }}{{ undefined_name }}{{ documents is none }}{{ tools is none }}",
-    "namespaces": "{% set n = namespace(i=0, self=2) %}{% for m in messages %}{% set n.i = n.i + 1 %}{% endfor %}{{ n.i }}",
+    "namespaces": "{% set n = namespace(i=0, self=2) %}{% for _ in tools %}{% set n.i = n.i + 1 %}{% endfor %}{{ n.i }}",
     "loop controls": "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ loop.index }}{% endfor %}",
     "generation": "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}",
     "dates": "{{ strftime_now('%Y') }}",
     "dicts": "{{ dict(a=1) }}{{ dict.fromkeys('ab', 0) }}",
-    "filters": "{{ messages | map(attribute='role') | join(',') }}{{ messages | selectattr('role', '==', 'user') | list }}",
+    "filters": "{{ messages | map(attribute='role') | join(',') }}{{ messages | selectattr('role', '==', 'x') | list }}",
     "an exception": "{{ raise_exception('only ' ~ messages[0].role) }}",
     "a name in a namespace": "{% set n = namespace(_x=1) %}",
     "an attribute of Python": "{{ ''.__class__.__mro__ }}{{ messages.append.__self__ }}",
@@ -64,25 +63,29 @@ SEEN_BY_BOTH = {"a name in a namespace": "underscore", "the class of dict": "has
 """Where the words of an error are each side's own: what both say."""
 
 
+def transformers_rendering(template: str, variables: dict[str, Any]) -> tuple[str, str]:
+    """The text, or else the words of the error."""
+    try:
+        rendered: Any = render_jinja_template(
+            conversations=[CONVERSATION], tools=TOOLS, chat_template=template, add_generation_prompt=True, **variables
+        )
+    except Exception as refused:  # whatever it is, ours is to say the same
+        return "", str(refused)
+    return rendered[0][0], ""
+
+
 @pytest.mark.parametrize("name", ALIKE)
 def test_templates_find_what_transformers_gives_them(templates: TemplateProcess, name: str) -> None:
-    template = ALIKE[name]
-    variables = {"bos_token": "<s>", "enable_thinking": False}
-    try:
-        theirs: str = render_jinja_template(
-            conversations=[CONVERSATION],
-            tools=TOOLS,
-            chat_template=template,
-            add_generation_prompt=True,
-            **variables,  # type: ignore[arg-type]
-        )[0][0]
-    except Exception as refused:  # whatever it is, ours is to say the same
-        with pytest.raises(RequestError) as caught:
-            templates.render(Rendering(template, CONVERSATION, variables, TOOLS))
-        assert SEEN_BY_BOTH.get(name, str(refused)[:100]) in caught.value.message
-        assert SEEN_BY_BOTH.get(name, "") in str(refused)
-    else:
+    template, variables = ALIKE[name], {"bos_token": "<s>", "enable_thinking": False}
+    theirs, refused = transformers_rendering(template, variables)
+    if not refused:
         assert templates.render(Rendering(template, CONVERSATION, variables, TOOLS)) == theirs
+        return
+    said = SEEN_BY_BOTH.get(name, refused[:100])
+    assert said in refused
+    with pytest.raises(RequestError) as caught:
+        templates.render(Rendering(template, CONVERSATION, variables, TOOLS))
+    assert said in caught.value.message
 
 
 def test_the_process_has_no_transformers() -> None:
