@@ -92,10 +92,11 @@ def test_programs_of_decode_attention_share_a_multiprocessor() -> None:
     rows = {name: row for name, row in RECORDED.kernels.items() if name.endswith(" decode_splits")}
     assert rows
     for name, row in rows.items():
-        found = re.match(r"sm_(\d+) .* head_dim (\d+), .* (\w+) pages of", name)
+        found = re.match(r"sm_(\d+) .* head_dim (\d+), [^,]*, (?:(\w+) and )?(\w+) pages of", name)
         assert found is not None, name
-        chip = Chip(int(found[1]), processors=132)
-        programs = decode_tile(int(found[2]), getattr(torch, found[3]), chip).programs
+        chip, values = Chip(int(found[1]), processors=132), getattr(torch, found[4])
+        keys = getattr(torch, found[3]) if found[3] else values
+        programs = decode_tile(int(found[2]), keys, chip, values).programs
         # A program may have all but 1 KiB of a multiprocessor's, and that much is lost with each.
         assert 1 <= programs <= (SHARED_MEMORY[chip.capability] + 1024) // (row.shared_bytes + 1024), name
 
