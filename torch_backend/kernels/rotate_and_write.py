@@ -175,10 +175,11 @@ def rotate_and_write(
     queries = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if not tokens:
         return queries
-    half_block = triton.next_power_of_2(head_dim // 2)
-    heads_block = min(_TILE // (2 * half_block), triton.next_power_of_2(max(heads, kv_heads)))
-    float8 = kv.keys.dtype == torch.float8_e4m3fn
     by_token = kv.token_scales
+    half_block = triton.next_power_of_2(head_dim // 2)
+    tile = _TILE if by_token is None else _TILE // 2
+    heads_block = min(tile // (2 * half_block), triton.next_power_of_2(max(heads, kv_heads)))
+    float8 = kv.keys.dtype == torch.float8_e4m3fn
     grid = (tokens, triton.cdiv(heads, heads_block) + 2 * triton.cdiv(kv_heads, heads_block))
     _rotate_and_write_kernel[grid](
         qkv,
