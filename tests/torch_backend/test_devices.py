@@ -263,10 +263,10 @@ class TestKernels:
     @pytest.mark.parametrize(
         ("wanted", "device", "known"),
         [
-            (AttentionBackend.TRITON, CPU, "numba or native or reference"),
-            (AttentionBackend.XLA, CPU, "numba or native or reference"),
-            (AttentionBackend.NUMBA, GPU, "triton or native or reference"),
-            (AttentionBackend.XLA, GPU, "triton or native or reference"),
+            (AttentionBackend.TRITON, CPU, "numba or native or reference or sage"),
+            (AttentionBackend.XLA, CPU, "numba or native or reference or sage"),
+            (AttentionBackend.NUMBA, GPU, "triton or native or reference or sage"),
+            (AttentionBackend.XLA, GPU, "triton or native or reference or sage"),
         ],
     )
     def test_what_does_not_run_there_is_refused(

@@ -52,10 +52,12 @@ def extend_tile(head_dim: int, pages: torch.dtype, chip: Chip, values: torch.dty
     if values == torch.float32:
         return ExtendTile(rows=16, keys=16, warps=4, stages=2)
     widens = values.itemsize == 1
-    if head_dim > 128:
-        rows = 128 if chip.capability == 90 and pages.itemsize > 1 else 32 if values == torch.int8 else 64
-        return ExtendTile(rows=rows, keys=32, warps=8, stages=3 if widens else 2)
     reads_shared = chip.capability // 10 in (9, 10)
+    if head_dim > 128:
+        rows = 128 if chip.capability == 90 and pages.itemsize > 1 else 64
+        if values == torch.int8 and not reads_shared:
+            rows = 32
+        return ExtendTile(rows=rows, keys=32, warps=8, stages=3 if widens else 2)
     wide = (reads_shared or head_dim <= 64) and values != torch.int8
     # Compiled for these chips, 128 rows of int8 queries spill, with whatever keys and stages.
     rows = 64 if pages == torch.int8 and chip.capability in (89, 120) else 128
