@@ -56,7 +56,9 @@ class Kernels:
     @property
     def capturable(self) -> bool:
         """Decode steps read nothing on the host; attention without Triton's kernels reads its lengths there."""
-        return self.attention_name in _OF_TRITON
+        if self.attention_name is AttentionBackend.SAGE:
+            return not isinstance(self.attention, NativeAttention)
+        return self.attention_name is AttentionBackend.TRITON
 
 
 def choose_kernels(wanted: AttentionBackend, device: torch.device, form: CpuForm, cache_folder: Path) -> Kernels:

@@ -209,6 +209,7 @@ class TestKernels:
             (AttentionBackend.NUMBA, AttentionBackend.NUMBA, CpuAttention),
             (AttentionBackend.NATIVE, AttentionBackend.NATIVE, NativeAttention),
             (AttentionBackend.REFERENCE, AttentionBackend.REFERENCE, ReferenceAttention),
+            (AttentionBackend.SAGE, AttentionBackend.SAGE, NativeAttention),
         ],
     )
     def test_of_a_cpu(self, wanted: AttentionBackend, name: AttentionBackend, attention: type[object]) -> None:
@@ -248,6 +249,7 @@ class TestKernels:
             (AttentionBackend.TRITON, AttentionBackend.TRITON, TritonAttention),
             (AttentionBackend.NATIVE, AttentionBackend.NATIVE, NativeAttention),
             (AttentionBackend.REFERENCE, AttentionBackend.REFERENCE, ReferenceAttention),
+            (AttentionBackend.SAGE, AttentionBackend.SAGE, TritonAttention),
         ],
     )
     def test_of_a_gpu(self, wanted: AttentionBackend, name: AttentionBackend, attention: type[object]) -> None:
