@@ -160,6 +160,34 @@ def test_a_misspelt_flag_is_not_answered_by_what_is_not_implemented(capsys: pyte
     assert "Invalid value for '--tp-size'" in refusal(capsys, "--tensor_parallel_size", "two")
 
 
+def test_names_that_share_some_letters_are_not_suggested(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--nccl-port", "--show-time-cost", "--num-scheduler-steps"):
+        assert refusal(capsys, flag, "2") == f"Error: No such option '{flag}'.\n"
+    for flag, near in (("--prot", "--port"), ("--log-lvl", "--log-level"), ("--context-len", "--context-length")):
+        assert f"Did you mean '{near}'?" in refusal(capsys, flag, "2")
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("tp_size 3 needs 3 devices; found 1 (cpu)", "--tp-size 3 needs 3 devices; found 1 (cpu)"),
+        ("choose a tp_size that divides the heads", "choose a --tp-size that divides the heads"),
+        ("give group_secret_file, or api_key.", "give --group-secret-file, or --api-key."),
+        ("/x/tp_size/api_key is not a file; device memory", "/x/tp_size/api_key is not a file; device memory"),
+        ("Engine(model_path='demo')", "Engine(model_path='demo')"),
+        ("--tp-size; SGLANG_JAX_api_key; my_tp_size", "--tp-size; SGLANG_JAX_api_key; my_tp_size"),
+    ],
+)
+def test_errors_name_flags_where_flags_were_given(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, message: str, told: str
+) -> None:
+    def refuse(config: ServerConfig) -> int:
+        raise ConfigError(message)
+
+    monkeypatch.setattr("sglang_jax.server.serve.run", refuse)
+    assert refusal(capsys) == f"Error: {told}\n"
+
+
 def test_an_engine_takes_the_names_too() -> None:
     async def no_launch(config: EngineConfig) -> object:
         raise ConfigError(f"{config.model_path} {config.tp_size}")
@@ -193,9 +221,10 @@ def test_the_page_for_people_from_elsewhere_has_these_tables() -> None:
     for field, aliases in ALIASES.items():
         names = [*map(flag_name, aliases), *([SHORT_FLAGS[field]] if field in SHORT_FLAGS else [])]
         assert [", ".join(f"`{name}`" for name in names), f"`{flag_name(field)}`"] in rows
-    for table in (NEEDLESS, REFUSED):
-        for name, other in table.items():
-            assert [f"`{flag_name(name)}`", other.note] in rows
+    for heading, table in (("change nothing", NEEDLESS), ("are refused", REFUSED)):
+        section = page.partition(f"## Flags that {heading}\n")[2].partition("\n## ")[0]
+        told = dict(re.findall(r"^\| `(--[a-z-]+)` \| (.*) \|$", section, re.MULTILINE))
+        assert told == {flag_name(name): other.note for name, other in table.items()}
     for spellings in VALUES.values():
         for spelling, value in spellings.items():
             assert any(row[1:] == [f"`{spelling}`", f"`{value}`"] for row in rows)
