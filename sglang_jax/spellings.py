@@ -152,6 +152,26 @@ SAMPLING_FIELDS: Mapping[str, str] = {
 }
 """What other engines call fields of `SamplingParams`, to their names here."""
 
+_GRAMMAR = "the field grammar, made by {}_grammar()"
+SAMPLING_ELSEWHERE: Mapping[str, str] = {
+    "best_of": "not implemented",
+    "choice": _GRAMMAR.format("choice"),
+    "ebnf": _GRAMMAR.format("ebnf"),
+    "guided_choice": _GRAMMAR.format("choice"),
+    "guided_decoding": _GRAMMAR.format("json"),
+    "guided_grammar": _GRAMMAR.format("ebnf"),
+    "guided_json": _GRAMMAR.format("json"),
+    "guided_regex": _GRAMMAR.format("regex"),
+    "json_schema": _GRAMMAR.format("json"),
+    "logprobs": "given to generate(): return_logprob=True, top_logprobs_num=...",
+    "regex": _GRAMMAR.format("regex"),
+    "response_format": _GRAMMAR.format("json"),
+    "structural_tag": _GRAMMAR.format("tag"),
+    "structured_outputs": _GRAMMAR.format("json"),
+    "top_logprobs": "given to generate(): return_logprob=True, top_logprobs_num=...",
+}
+"""Fields of other engines' sampling parameters that are no field of ours, and what there is instead."""
+
 
 def canonical(name: str) -> str:
     """The field that `name` is another name of, or `name` itself."""

@@ -19,12 +19,10 @@ from sglang_jax.cli.generate import generate
 from sglang_jax.cli.options import fields_as_flags, with_dashes
 from sglang_jax.cli.serve import serve
 from sglang_jax.config import ServerConfig
+from sglang_jax.engine.arguments import LEAST_ALIKE
 from sglang_jax.errors import BatchError, CheckpointError, ConfigError, RequestError
 
 USAGE_ERROR = 2
-LEAST_ALIKE = 0.72
-"""Of an option that is suggested in place of another, by `difflib`: a letter or two apart, or a word shorter."""
-
 INTERRUPTED = 130
 """Exit status after Ctrl-C: 128 + SIGINT, as shells have it."""
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 
+import sglang_jax
 from sglang_jax import Engine, SamplingParams
 from sglang_jax.cli.main import run, with_dashes
 from sglang_jax.cli.options import flag_name, options_of
@@ -26,7 +28,7 @@ from sglang_jax.config import (
 from sglang_jax.engine.items import complete_sampling
 from sglang_jax.errors import ConfigError, ParameterError
 from sglang_jax.sampling import GenerationDefaults
-from sglang_jax.spellings import ALIASES, NEEDLESS, REFUSED, SAMPLING_FIELDS, SHORT_FLAGS, VALUES
+from sglang_jax.spellings import ALIASES, NEEDLESS, REFUSED, SAMPLING_ELSEWHERE, SAMPLING_FIELDS, SHORT_FLAGS, VALUES
 
 OTHER_NAMES = [(alias, field) for field, aliases in ALIASES.items() for alias in aliases]
 VALUE_OF = {
@@ -208,6 +210,36 @@ def test_sampling_fields_of_others_are_named_as_here(name: str, ours: str) -> No
         SamplingParams(**{name: 1})
     with pytest.raises(ParameterError, match=f"sampling_params has no field '{name}': it is called {ours} here"):
         complete_sampling({name: 1}, GenerationDefaults())
+
+
+@pytest.mark.parametrize(("name", "instead"), SAMPLING_ELSEWHERE.items())
+def test_what_is_elsewhere_says_where(name: str, instead: str) -> None:
+    with pytest.raises(TypeError, match=f"SamplingParams has no field '{name}': it is ") as caught:
+        SamplingParams(**{name: 1})
+    assert instead in str(caught.value)
+    if made := re.search(r"\w+_grammar", instead):
+        assert made[0] in sglang_jax.__all__
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 3}, r"^max_tokens is of a request, .*SamplingParams\(max_new_tokens=\.\.\.\)\)$"),
+        ({"temperature": 3}, r"^temperature is of a request"),
+        ({"port": 3}, "^port is an option of the server, and Engine starts none$"),
+        ({"page_size": 12}, "^page_size must be a power of two, got 12$"),
+        ({"tp_size": "two"}, "^tp_size: input should be a valid integer, .*, got 'two'$"),
+        ({"zzz": 1}, "^there is no option 'zzz'$"),
+    ],
+)
+def test_wrong_options_of_an_engine(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Engine(**options)
+
+
+def test_a_model_by_its_place() -> None:
+    with pytest.raises(ConfigError, match=r"^a model is given by its name: Engine\(model_path='demo'\)$"):
+        Engine("demo")  # type: ignore[arg-type]
 
 
 def test_a_sampling_field_that_nobody_knows_lists_those_there_are() -> None:
