@@ -75,12 +75,14 @@ class Comparison:
     """What one choice of sizes costs: cycles of the schedule, or seconds on a device; None if it does not compile.
 
     `spills`: the loop of decode stores registers that ran out, by the schedule. Decode waits for memory in any case: it
-    has nothing of fewer cycles that more traffic within the chip pays for.
+    has nothing of fewer cycles that more traffic within the chip pays for. `instructions`: cycles without waiting for
+    copies, by the schedule.
     """
 
     entry: Entry
     cost: float | None
     spills: bool = False
+    instructions: float | None = None
 
 
 def compare_by_schedule(generation: Generation, every: tuple[Heads, ...], dumps: Path) -> Iterator[Comparison]:
@@ -111,7 +113,7 @@ def compare_by_schedule(generation: Generation, every: tuple[Heads, ...], dumps:
         shutil.rmtree(dumps)
         dumps.mkdir()
         spills = entry.phase is Phase.DECODE and any(cost.spills for cost in costs)
-        yield Comparison(entry, sum(cycles), spills)
+        yield Comparison(entry, sum(cycles), spills, sum(cost.cycles for cost in costs))
 
 
 def compare_on_device(every: tuple[Heads, ...]) -> Iterator[Comparison]:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -116,6 +117,16 @@ def test_one_that_spills_is_chosen_only_if_all_do(capsys: pytest.CaptureFixture[
     ]
     both = [Comparison(first, 300.0, spills=True), Comparison(second, 200.0, spills=True)]
     assert list(_best_of_each(iter(both), "cycles")) == [second]
+
+
+def test_of_choices_that_wait_as_long_the_one_of_fewest_instructions_is_chosen() -> None:
+    shape = Shape.of(Chip.V6E, 4, 2, 128, 64, "bfloat16")
+    entries = [Entry(shape, Phase.DECODE, 16, pages, Source.SCHEDULE) for pages in (4, 8, 16, 32)]
+    figures = ((1000.0, 900.0), (1009.0, 500.0), (1011.0, 400.0), (1005.0, 450.0))
+    compared = [Comparison(entry, cost, False, own) for entry, (cost, own) in zip(entries, figures, strict=True)]
+    assert list(_best_of_each(iter(compared), "cycles")) == [entries[3]]
+    compared[3] = replace(compared[3], spills=True)
+    assert list(_best_of_each(iter(compared), "cycles")) == [entries[1]]
 
 
 def test_every_choice_has_whole_pages() -> None:
