@@ -208,7 +208,7 @@ def bind(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except socket.gaierror as error:
-        raise ConfigError(f"host {host!r} is not an address of this machine: {error.strerror}") from error
+        raise ConfigError(f"--host {host!r} is not an address of this machine: {error.strerror}") from error
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
