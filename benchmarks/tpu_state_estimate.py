@@ -6,9 +6,11 @@ Needs libtpu and no TPU: `pip install --no-deps --target FOLDER libtpu` and PYTH
 `tpu_inference/kernels/gdn/v2/gdn_decode_kernel.py` of the package tpu-inference (`pip install --no-deps --target FOLDER
 tpu-inference`), whose kernel for decode rows of gated delta nets is compiled in the same run. Columns:
 
-- `bundles`: of the loop that the kernel spends its time in, for one token and one head, at one bundle a cycle.
+- `bundles`: of the loop that the kernel spends its time in, for one token and one head, at one bundle a cycle; of
+  convolutions for one token with all channels, and of XLA's operations the cycles that the compiler expects.
 - `bytes`: cycles in which memory delivers and takes the matrix of a head, and for chunks its queries, keys, values and
-  outputs. Copies run beside computing: the larger of the two is the time to expect.
+  outputs; of convolutions inputs and outputs of a token in float32, and of decode rows what is kept, twice. Copies run
+  beside computing: the larger of the two is the time to expect.
 - `spills`: stores of vector registers that ran out, in that loop.
 """
 
@@ -21,12 +23,14 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from machine import report
 
+from tpu.operations import Module
 from tpu.schedule import DUMP_FLAGS, Loop, read_schedule
 
 TOPOLOGIES = {"v5e": "v5e:1x1", "v6e": "v6e:1x1", "tpu7x": "tpu7x:2x2x1"}
@@ -42,18 +46,25 @@ class Heads:
     key_dim: int
     value_dim: int
     delta: bool
+    channels: int
+    """Of the convolution, whose width is 4."""
 
     @property
     def matrix_bytes(self) -> int:
         return 4 * self.key_dim * self.value_dim
 
 
-MODELS = {"Qwen3-Next": Heads(32, 16, 128, 128, True), "Granite 4": Heads(128, 1, 128, 64, False)}
+MODELS = {"Qwen3-Next": Heads(32, 16, 128, 128, True, 8192), "Granite 4": Heads(128, 1, 128, 64, False, 8448)}
 
 
 def bundles_in(loop: Loop) -> int:
     """Of a loop and what is in it, each once."""
     return sum(len(found.bundles) for found in loop.walk())
+
+
+def _stores(loop: Loop) -> int:
+    """Of vector registers, in the loop's own bundles."""
+    return loop.count("= vst [")
 
 
 def largest(loops: list[Loop]) -> Loop:
@@ -69,6 +80,8 @@ def compile_all(chip_name: str, rival: Path | None, folder: Path) -> list[dict[s
     from jax.experimental.pallas import tpu as pltpu
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+    from sglang_jax.kernels.causal_convolution import convolve_with_pool, tail_shape
+    from sglang_jax.kernels.causal_convolution_pallas import TILE, convolve_in_place
     from sglang_jax.kernels.state_rows import StateRows
     from sglang_jax.kernels.state_scan import BLOCK, ScanInputs
     from sglang_jax.kernels.state_scan_pallas import heads_at_once, scan_in_place
@@ -80,12 +93,9 @@ def compile_all(chip_name: str, rival: Path | None, folder: Path) -> list[dict[s
     def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
 
-    def compile_step(heads: Heads, tokens: int) -> None:
-        keys, decays = array(tokens, heads.groups, heads.key_dim), array(tokens, heads.heads)
-        values = array(tokens, heads.heads, heads.value_dim)
-        inputs = ScanInputs(keys, keys, values, decays, decays if heads.delta else None)
+    def rows_of(tokens: int) -> StateRows:
         numbers, of_tokens = array(ROWS, dtype=jnp.int32), array(tokens, dtype=jnp.int32)
-        rows = StateRows(
+        return StateRows(
             begin=numbers,
             fresh=array(ROWS, dtype=jnp.bool_),
             own=numbers,
@@ -95,8 +105,39 @@ def compile_all(chip_name: str, rival: Path | None, folder: Path) -> list[dict[s
             num_decode=array(dtype=jnp.int32),
             decode_only=tokens == ROWS,
         )
+
+    def compile_convolution(heads: Heads, tokens: int, convolve: Any, *, tiled: bool) -> str:
+        x, weight = array(tokens, heads.channels, dtype=jnp.bfloat16), array(heads.channels, 4, dtype=jnp.bfloat16)
+        pool = array(SLOTS, *tail_shape(3, heads.channels, tiled=tiled), dtype=jnp.bfloat16)
+        step = jax.jit(lambda x, weight, pool, rows: convolve(x, weight, None, pool, rows), donate_argnums=2)
+        return step.lower(x, weight, pool, rows_of(tokens)).compile().as_text() or ""
+
+    def convolution_rows(heads: Heads, place: dict[str, str], bytes_per_cycle: float) -> Iterator[dict[str, Any]]:
+        for kernel, tokens in (("decode", ROWS), ("chunks", TOKENS)):
+            text = compile_convolution(heads, tokens, convolve_with_pool, tiled=False)
+            by_xla = sum(operation.total for operation in Module(text).operations()) / tokens
+            compile_convolution(heads, tokens, convolve_in_place, tiled=True)
+            if kernel == "decode":
+                # A row is asked for, computed, and awaited when it has left.
+                loops = sorted(read_schedule(folder, "convolution_rows").walk()[2:], key=bundles_in)[-3:]
+                bundles = sum(map(bundles_in, loops))
+            else:
+                # A tile's tokens, some channels in each loop.
+                every = read_schedule(folder, "convolution_chunks").walk()
+                loops = [loop for loop in every if not loop.loops and _stores(loop) >= TILE]
+                bundles = sum(len(loop.bundles) for loop in loops) / TILE
+            of_token = (8 + (12 if kernel == "decode" else 0)) * heads.channels / bytes_per_cycle
+            spills = sum(loop.vector_spills for loop in loops)
+            found = {"bundles": f"{bundles:.0f}", "bytes": f"{of_token:.0f}", "spills": spills}
+            yield {**place, "kernel": f"convolution, {kernel}", **found}
+            yield {**place, "kernel": f"convolution, {kernel}, XLA", **found, "bundles": f"{by_xla:.0f}", "spills": ""}
+
+    def compile_step(heads: Heads, tokens: int) -> None:
+        keys, decays = array(tokens, heads.groups, heads.key_dim), array(tokens, heads.heads)
+        values = array(tokens, heads.heads, heads.value_dim)
+        inputs = ScanInputs(keys, keys, values, decays, decays if heads.delta else None)
         pool = array(SLOTS, heads.heads, heads.key_dim, heads.value_dim)
-        jax.jit(scan_in_place, donate_argnums=1).lower(inputs, pool, rows).compile()
+        jax.jit(scan_in_place, donate_argnums=1).lower(inputs, pool, rows_of(tokens)).compile()
 
     rows = []
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -114,6 +155,7 @@ def compile_all(chip_name: str, rival: Path | None, folder: Path) -> list[dict[s
             loop = max(read_schedule(folder, "state_chunks").walk(), key=lambda loop: loop.products)
             of_tokens = 4 * 2 * (heads.key_dim + heads.value_dim) / bytes_per_cycle
             rows.append({**place, "kernel": "chunks", **_row(len(loop.bundles) / BLOCK, of_tokens, loop)})
+            rows.extend(convolution_rows(heads, place, bytes_per_cycle))
         if rival is not None:
             heads = MODELS["Qwen3-Next"]
             per_head, loop = _rival(rival, heads, array, folder)

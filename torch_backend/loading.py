@@ -77,7 +77,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint, parallel: TensorPara
     """
     if checkpoint.reader is None and checkpoint.foreign is None:
         raise CheckpointError(
-            f"{checkpoint.source.path} is an Orbax checkpoint, which only the JAX backend restores: "
+            f"{checkpoint.source.address} is an Orbax checkpoint, which only the JAX backend restores: "
             "choose --backend jax, or give the checkpoint that it was converted from"
         )
     device = select_device(config.device, parallel.rank)
@@ -231,8 +231,8 @@ def _build_draft(
 ) -> _BuiltDraft:
     if found.reader is None:
         raise CheckpointError(
-            f"{found.source.path} is an Orbax checkpoint, which only the JAX backend restores: choose --backend jax, "
-            "or give the checkpoint that it was converted from"
+            f"{found.source.address} is an Orbax checkpoint, which only the JAX backend restores: choose "
+            "--backend jax, or give the checkpoint that it was converted from"
         )
     model = build_model(
         found.config,

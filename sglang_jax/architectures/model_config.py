@@ -130,6 +130,10 @@ class StateDtype(StrEnum):
     """float32, unless `mamba_ssm_dtype` says otherwise."""
 
 
+LAST_INPUTS = "tail"
+"""The array of a state that a convolution keeps, `[width - 1, channels]`."""
+
+
 @dataclass(frozen=True, slots=True)
 class StateArray:
     """One array of what a layer keeps of a sequence in the place of keys: `shape` of one slot. `spread`: the axis of
@@ -268,7 +272,7 @@ Mixer = AttentionConfig | RecurrentConfig | SideBySide
 
 def _tail(width: int, channels: int) -> StateArray:
     """The inputs of a convolution that the next token's output reads, oldest first."""
-    return StateArray("tail", (width - 1, channels), StateDtype.ACTIVATIONS, 1)
+    return StateArray(LAST_INPUTS, (width - 1, channels), StateDtype.ACTIVATIONS, 1)
 
 
 class Activation(StrEnum):

@@ -5,10 +5,13 @@ Kinds (`tokenizer.ggml.model`): `gpt2`, byte-level BPE, split as `tokenizer.ggml
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
+from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from sglang_jax.checkpoint.gguf_file import GgufFile
 from sglang_jax.checkpoint.token_spelling import SENTENCEPIECE_SPACE, TokenSpelling
@@ -16,6 +19,10 @@ from sglang_jax.errors import CheckpointError, shown
 
 _LONGEST_TOKEN = 512
 """Characters of a token that others merge to: every way to cut each is looked at."""
+
+
+_ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+"""What transformers and GGUF files call the roles of special tokens."""
 
 
 class _TokenType(IntEnum):
@@ -63,18 +70,51 @@ _SPLITS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GgufTokenizer:
-    """The pipeline (which adds no special tokens itself), and what the metadata says of special tokens."""
+    """The pipeline, and what the metadata says beside it: a `TokenizerFiles` (see `checkpoint.tokenizer`), without
+    transformers, which takes longer to import than all of this takes.
 
-    backend: Tokenizer
-    bos_token: str | None
-    eos_token: str | None
-    unk_token: str | None
-    pad_token: str | None
-    add_bos: bool
-    add_eos: bool
-    chat_template: str | None
+    - `special_tokens_map`: the tokens that have a role, by transformers' names of those: `bos_token`.
+    """
+
+    backend_tokenizer: Tokenizer
+    special_tokens_map: dict[str, str]
+    chat_template: str | dict[str, str] | None
+    response_template: Mapping[str, Any] | None = None
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._id_of("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._id_of("eos_token")
+
+    @property
+    def pad_token_id(self) -> int | None:
+        return self._id_of("pad_token")
+
+    def get_chat_template(self, chat_template: str | None = None, tools: list[Any] | None = None) -> str:
+        """The one that there is, with tools or without. Raises `ValueError` for a file without any."""
+        template = chat_template or self.chat_template
+        if not isinstance(template, str):
+            raise ValueError("the file has no chat template")
+        return template
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes what transformers writes of it."""
+        from transformers import PreTrainedTokenizerFast
+
+        written = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+            tokenizer_object=self.backend_tokenizer, clean_up_tokenization_spaces=False, **self.special_tokens_map
+        )
+        written.chat_template = self.chat_template
+        written.save_pretrained(folder)
+
+    def _id_of(self, role: str) -> int | None:
+        token = self.special_tokens_map.get(role)
+        return None if token is None else self.backend_tokenizer.token_to_id(token)
 
 
 def gguf_tokenizer(file: GgufFile) -> GgufTokenizer:
@@ -94,18 +134,23 @@ def gguf_tokenizer(file: GgufFile) -> GgufTokenizer:
         raise CheckpointError(
             f"{file.path}: tokenizer {model!r} is not supported (supported: gpt2, llama); give --tokenizer-path"
         )
-    _add_special_tokens(backend, tokens, _token_types(file, len(tokens)))
+    named = {name: token for name, role in _ROLES.items() if (token := _token(file, tokens, role)) is not None}
+    _add_special_tokens(backend, tokens, _token_types(file, len(tokens)), named)
     stated_bos = file.get("tokenizer.ggml.add_bos_token", bool)
-    return GgufTokenizer(
-        backend=backend,
-        bos_token=_token(file, tokens, "bos"),
-        eos_token=_token(file, tokens, "eos"),
-        unk_token=_token(file, tokens, "unknown"),
-        pad_token=_token(file, tokens, "padding"),
-        add_bos=add_bos if stated_bos is None else stated_bos,
-        add_eos=file.get("tokenizer.ggml.add_eos_token", bool) or False,
-        chat_template=file.get("tokenizer.chat_template", str),
+    add_eos = file.get("tokenizer.ggml.add_eos_token", bool) or False
+    backend.post_processor = _around_text(
+        backend,
+        named.get("bos_token") if (add_bos if stated_bos is None else stated_bos) else None,
+        named.get("eos_token") if add_eos else None,
     )
+    return GgufTokenizer(backend, named, file.get("tokenizer.chat_template", str))
+
+
+def _around_text(backend: Tokenizer, first: str | None, last: str | None) -> processors.TemplateProcessing:
+    """Puts special tokens before and after a text, if there are any to put."""
+    parts = [*([f"{first}:0"] if first else []), "$A:0", *([f"{last}:0"] if last else [])]
+    tokens = {token: backend.token_to_id(token) for token in (first, last) if token}
+    return processors.TemplateProcessing(single=parts, special_tokens=list(tokens.items()))
 
 
 def token_spelling(file: GgufFile) -> tuple[list[str], TokenSpelling]:
@@ -210,12 +255,15 @@ def _merges_of_scores(scores: dict[str, float]) -> list[tuple[str, str]]:
     return [(token[:-negated], token[-negated:]) for _, negated, token in sorted(merges)]
 
 
-def _add_special_tokens(backend: Tokenizer, tokens: list[str], types: list[int]) -> None:
-    """Control tokens are special; user-defined ones are kept whole in text, but are text."""
+def _add_special_tokens(backend: Tokenizer, tokens: list[str], types: list[int], named: Mapping[str, str]) -> None:
+    """Control tokens are special, and so are those that have a role; user-defined ones are kept whole in text, but are
+    text."""
     control = [token for token, kind in zip(tokens, types, strict=True) if kind == _TokenType.CONTROL]
     defined = [token for token, kind in zip(tokens, types, strict=True) if kind == _TokenType.USER_DEFINED]
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
     backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in defined])
+    others = [token for token in named.values() if token not in {*control, *defined}]
+    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in others])
 
 
 def _vocabulary(tokens: list[str]) -> dict[str, int]:

@@ -37,9 +37,9 @@ DEMO_SAMPLING = GenerationDefaults(temperature=0.2, top_p=0.9)
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model on disk, its tensors checked against its config but not yet read.
+    """A model on disk or in a bucket, its tensors checked against its config but not yet read.
 
-    - `reader`: None for an Orbax checkpoint: the backend restores `source.path` straight to its devices.
+    - `reader`: None for an Orbax checkpoint: the backend restores it straight to its devices.
     - `foreign`: the values of config.json for a model that is to be made by transformers; its tensors are unchecked. Of
       dummy weights `reader` is then None.
     - `blocks`: reads the same tensors as they are stored, where matrices may be in blocks of small numbers.
@@ -109,7 +109,7 @@ def open_checkpoint(
     defaults = load_generation_defaults(source.path)
     if source.kind is SourceKind.ORBAX and not dummy:
         return Checkpoint(source, config, None, defaults)
-    reader = DummyReader(config, seed) if dummy else SafetensorsReader(source.path)
+    reader = DummyReader(config, seed) if dummy else SafetensorsReader(source.path, source.remote)
     check_tensors(reader, config)
     return Checkpoint(source, config, reader, defaults)
 
@@ -123,7 +123,7 @@ def _open_foreign(source: ModelSource, dummy: bool, *, demo: bool) -> Checkpoint
         defaults = DEMO_SAMPLING if demo else gguf_generation_defaults(file)
         return Checkpoint(source, config, reader, defaults, foreign=model_config_to_hf(config))
     if source.kind is SourceKind.ORBAX:
-        raise CheckpointError(f"{source.path} is an Orbax checkpoint, which model_impl transformers cannot read")
+        raise CheckpointError(f"{source.address} is an Orbax checkpoint, which model_impl transformers cannot read")
     values, config = load_foreign_config(source.path)
-    tensors = None if dummy else SafetensorsReader(source.path)
+    tensors = None if dummy else SafetensorsReader(source.path, source.remote)
     return Checkpoint(source, config, tensors, load_generation_defaults(source.path), foreign=values)

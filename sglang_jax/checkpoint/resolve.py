@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
+from sglang_jax.checkpoint.bucket import RemoteFolder, described, is_address, open_folder
 from sglang_jax.checkpoint.hf_config import CONFIG_FILE
 from sglang_jax.config import LoadFormat
 from sglang_jax.errors import CheckpointError
@@ -36,11 +37,18 @@ class SourceKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A checkpoint on disk: `path` is a folder, or the file for GGUF; `name` is what the user typed."""
+    """A checkpoint: `path` is a folder, or the file for GGUF; `name` is what the user typed. `remote`: the bucket that
+    its weights lie in, if they do; `path` then has copies of config, tokenizer and index."""
 
     kind: SourceKind
     path: Path
     name: str
+    remote: RemoteFolder | None = None
+
+    @property
+    def address(self) -> str:
+        """Where it is, as errors name it."""
+        return str(self.path) if self.remote is None else self.remote.address
 
 
 def resolve_model(
@@ -48,16 +56,19 @@ def resolve_model(
 ) -> ModelSource:
     """Finds, and for a hub id downloads, the checkpoint that `model_path` names.
 
-    `model_path` is `demo`, a folder, a .gguf file, or the id of a repository on the Hugging Face hub. `load_format`
-    must agree with what is there; `dummy` takes any of them, needs no weights, and downloads none. `revision`: branch,
-    tag or commit of a repository.
+    `model_path` is `demo`, a folder, a .gguf file, the id of a repository on the Hugging Face hub, or
+    `gs://BUCKET/PATH`, whose weights stay there. `load_format` must agree with what is there; `dummy` takes any of
+    them, needs no weights, and downloads none. `revision`: branch, tag or commit of a repository.
 
     **Raises:** `CheckpointError` saying what was looked for, where, and what to do.
     """
-    source = _classify(_local_path(model_path, revision, weights=load_format is not LoadFormat.DUMMY), model_path)
+    if is_address(model_path):
+        source = _of_bucket(model_path, revision)
+    else:
+        source = _classify(_local_path(model_path, revision, weights=load_format is not LoadFormat.DUMMY), model_path)
     if load_format not in (LoadFormat.AUTO, LoadFormat.DUMMY) and load_format.value != source.kind.value:
         raise CheckpointError(
-            f"load_format is {load_format.value}, but {source.path} is a checkpoint in {source.kind.value}"
+            f"load_format is {load_format.value}, but {source.address} is a checkpoint in {source.kind.value}"
         )
     return source
 
@@ -67,6 +78,10 @@ def resolve_tokenizer(tokenizer_path: str, revision: str | None = None) -> Model
 
     **Raises:** `CheckpointError`.
     """
+    if is_address(tokenizer_path):
+        _refuse_revision(tokenizer_path, revision)
+        folder = open_folder(tokenizer_path)
+        return ModelSource(SourceKind.SAFETENSORS, folder.copy_small(), tokenizer_path, folder)
     path = _local_path(tokenizer_path, revision, weights=False)
     if path.is_dir() and not list(path.glob("*.gguf")):
         return ModelSource(SourceKind.SAFETENSORS, path, tokenizer_path)
@@ -82,13 +97,26 @@ def _local_path(model_path: str, revision: str | None, *, weights: bool) -> Path
         _refuse_revision(model_path, revision)
         return path
     if _looks_local(model_path):
-        raise CheckpointError(f"{model_path} does not exist (looked at {path.absolute()})")
+        looked = "" if Path(model_path).is_absolute() else f" (looked at {path.absolute()})"
+        raise CheckpointError(f"{model_path} does not exist{looked}")
     return _download(model_path, revision, weights=weights)
+
+
+def _of_bucket(address: str, revision: str | None) -> ModelSource:
+    _refuse_revision(address, revision)
+    folder = open_folder(address)
+    if ORBAX_MARKER not in folder.objects and CONFIG_FILE not in folder.objects:
+        raise CheckpointError(
+            f"{folder.address} holds no checkpoint: neither {CONFIG_FILE} nor {ORBAX_MARKER} (GGUF files are read from "
+            f"folders of this machine); it has {described(folder)}"
+        )
+    copy = folder.copy_small()
+    return replace(_classify(copy, address), remote=folder)
 
 
 def _refuse_revision(model_path: str, revision: str | None) -> None:
     if revision is not None:
-        raise CheckpointError(f"revision {revision!r} is one of a repository on the hub, and {model_path} is here")
+        raise CheckpointError(f"revision {revision!r} is one of a repository on the hub, and {model_path} is none")
 
 
 def _demo_file() -> Path:

@@ -1,4 +1,4 @@
-"""Safetensors files, memory-mapped: only the bytes that are asked for are read.
+"""Safetensors files: only the bytes that are asked for are read, of a bucket whole rows of them.
 
 The format: 8 bytes of header length, a JSON header of name → dtype, shape, byte range, then the raw tensors
 (https://huggingface.co/docs/safetensors).
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -15,8 +16,9 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
-from sglang_jax.architectures.files import check_regular, read_file
+from sglang_jax.architectures.files import read_file
 from sglang_jax.checkpoint.reader import Array, Index, whole_index
+from sglang_jax.checkpoint.weight_files import LocalFiles, WeightFiles
 from sglang_jax.errors import CheckpointError
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -30,6 +32,10 @@ _DTYPES: dict[str, np.dtype] = {
 _MAX_HEADER_BYTES = 32 << 20
 """The format allows 100 MB, which would take a GB to read. A header of 100,000 tensors has about 15 MB."""
 
+_FIRST_BYTES = 128 << 10
+"""Of a file, read before its header's length is known."""
+
+_HEADERS_AT_ONCE = 16
 _MAX_INDEX_BYTES = 64 << 20
 
 _MAX_NAME = 255
@@ -48,31 +54,38 @@ class _Entry(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    file: Path
+    """Bytes `begin` to `end` of a file, exclusive."""
+
+    file: str
     dtype: str
     shape: tuple[int, ...]
     begin: int
     end: int
 
+    def rows(self, item: int, wanted: slice) -> tuple[int, int, int]:
+        """How many rows of the first axis `wanted` takes, and the bytes where they begin and end. `item`: bytes of one
+        number."""
+        first, last, _ = wanted.indices(self.shape[0])
+        row = math.prod(self.shape[1:]) * item
+        count = max(last - first, 0)
+        return count, self.begin + first * row, self.begin + (first + count) * row
+
 
 class SafetensorsReader:
     """The tensors of a folder: `model.safetensors.index.json` and its files, or `model.safetensors`, or else every
-    `.safetensors` file there.
+    `.safetensors` file there. `files`: those of weights, if they lie elsewhere than in `folder`, which has the index.
 
     **Raises:** `CheckpointError` naming the file that is missing, cut short, or not in the format.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, files: WeightFiles | None = None) -> None:
         self._tensors: dict[str, _Tensor] = {}
-        self._maps: dict[Path, np.memmap] = {}
-        weight_map = _weight_map(folder)
-        files = sorted(set(weight_map.values())) if weight_map is not None else _files_without_index(folder)
-        for file in files:
-            for name, tensor in _read_header(file).items():
-                if name in self._tensors:
-                    raise CheckpointError(f"{name} is in two files: {self._tensors[name].file} and {file}")
-                self._tensors[name] = tensor
-            self._maps[file] = np.memmap(file, dtype=np.uint8, mode="r")
+        self._files = files or LocalFiles(folder)
+        weight_map = _weight_map(folder, self._files)
+        self._names = sorted(set(weight_map.values() if weight_map is not None else _without_index(self._files)))
+        with ThreadPoolExecutor(_HEADERS_AT_ONCE) as pool:
+            for file, start in zip(self._names, pool.map(self._start, self._names), strict=True):
+                self._take_in(file, start)
         if weight_map is not None:
             self._check_index(folder, weight_map)
 
@@ -87,22 +100,36 @@ class SafetensorsReader:
         tensor = self._tensor(name)
         dtype = _DTYPES.get(tensor.dtype)
         if dtype is None:
+            where = self._files.where(tensor.file)
             raise CheckpointError(
-                f"{name} in {tensor.file} is stored as {tensor.dtype}; supported: {', '.join(sorted(_DTYPES))}"
+                f"{name} in {where} is stored as {tensor.dtype}; supported: {', '.join(sorted(_DTYPES))}"
             )
-        data = self._maps[tensor.file][tensor.begin : tensor.end]
-        # `ndarray` instead of `memmap`, whose subclass methods would travel on with every slice.
-        values = np.asarray(data).view(dtype).reshape(tensor.shape)
-        return values[whole_index(tensor.shape, index)]
+        wanted = whole_index(tensor.shape, index)
+        if not wanted:
+            return self._files.read(tensor.file, tensor.begin, tensor.end).view(dtype).reshape(())
+        count, begin, end = tensor.rows(dtype.itemsize, wanted[0])
+        rows = self._files.read(tensor.file, begin, end).view(dtype).reshape(count, *tensor.shape[1:])
+        return rows[(slice(None), *wanted[1:])]
+
+    def _start(self, file: str) -> bytes:
+        """The first bytes of a file, which as a rule hold its header."""
+        return self._files.read(file, 0, min(self._files.size(file), _FIRST_BYTES)).tobytes()
+
+    def _take_in(self, file: str, start: bytes) -> None:
+        for name, tensor in _read_header(self._files, file, start).items():
+            if name in self._tensors:
+                other, here = self._files.where(self._tensors[name].file), self._files.where(file)
+                raise CheckpointError(f"{name} is in two files: {other} and {here}")
+            self._tensors[name] = tensor
 
     def _tensor(self, name: str) -> _Tensor:
         if name not in self._tensors:
-            raise CheckpointError(f"no tensor {name} in {', '.join(str(file) for file in self._maps)}")
+            raise CheckpointError(f"no tensor {name} in {', '.join(map(self._files.where, self._names))}")
         return self._tensors[name]
 
-    def _check_index(self, folder: Path, weight_map: Mapping[str, Path]) -> None:
+    def _check_index(self, folder: Path, weight_map: Mapping[str, str]) -> None:
         absent = [
-            f"{name} (in {file.name})"
+            f"{name} (in {file})"
             for name, file in weight_map.items()
             if name not in self._tensors or self._tensors[name].file != file
         ]
@@ -110,7 +137,8 @@ class SafetensorsReader:
             raise CheckpointError(f"{folder / INDEX_FILE} names tensors that their files lack: {', '.join(absent)}")
 
 
-def _weight_map(folder: Path) -> dict[str, Path] | None:
+def _weight_map(folder: Path, files: WeightFiles) -> dict[str, str] | None:
+    """The file of each tensor; None without an index."""
     index_file = folder / INDEX_FILE
     if not index_file.exists():
         return None
@@ -120,11 +148,10 @@ def _weight_map(folder: Path) -> dict[str, Path] | None:
         raise CheckpointError(f"{index_file} is not a safetensors index with a weight_map: {error}") from error
     for file in set(weight_map.values()):
         _check_inside(index_file, file)
-    files = {name: folder / file for name, file in weight_map.items()}
-    missing = sorted({file.name for file in files.values() if not file.is_file()})
+    missing = sorted(file for file in set(weight_map.values()) if not files.has(file))
     if missing:
         raise CheckpointError(f"{index_file} names files that are not there: {', '.join(missing)}")
-    return files
+    return weight_map
 
 
 def _check_inside(index_file: Path, name: str) -> None:
@@ -135,46 +162,46 @@ def _check_inside(index_file: Path, name: str) -> None:
         raise CheckpointError(f"{index_file} names a file that is not in its folder: {name[:_MAX_NAME]!r}")
 
 
-def _files_without_index(folder: Path) -> list[Path]:
-    single = folder / SINGLE_FILE
-    if single.exists():
-        return [single]
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"no .safetensors file in {folder}")
-    return files
+def _without_index(files: WeightFiles) -> list[str]:
+    present = files.names()
+    if SINGLE_FILE in present:
+        return [SINGLE_FILE]
+    found = [name for name in present if name.endswith(".safetensors")]
+    if not found:
+        raise CheckpointError(f"no .safetensors file in {files.where('')}")
+    return found
 
 
-def _read_header(file: Path) -> dict[str, _Tensor]:
-    """The tensors of one file, with byte ranges counted from its start."""
-    check_regular(file)
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-            raise CheckpointError(
-                f"{file} ({size} bytes) is not a safetensors file, or is cut short: it says that its header has "
-                f"{length} bytes, the limit is {_MAX_HEADER_BYTES}"
-            )
-        raw = stream.read(length)
-    start = 8 + length
+def _read_header(files: WeightFiles, file: str, start: bytes) -> dict[str, _Tensor]:
+    """The tensors of one file, with byte ranges counted from its start. `start`: its first bytes."""
+    size, where = files.size(file), files.where(file)
+    length = int.from_bytes(start[:8], "little")
+    if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+        raise CheckpointError(
+            f"{where} ({size} bytes) is not a safetensors file, or is cut short: it says that its header has "
+            f"{length} bytes, the limit is {_MAX_HEADER_BYTES}"
+        )
+    data = 8 + length
+    raw = start[8:data]
+    if len(start) < data:
+        raw += files.read(file, len(start), data).tobytes()
     try:
         header = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         header.pop("__metadata__", None)
         entries = {name: _ENTRIES.decode(entry) for name, entry in header.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{file} has no valid safetensors header: {error}") from error
-    tensors = {name: _tensor_of(file, entry, start) for name, entry in entries.items()}
+        raise CheckpointError(f"{where} has no valid safetensors header: {error}") from error
+    tensors = {name: _tensor_of(file, entry, data) for name, entry in entries.items()}
     for name, tensor in tensors.items():
         item = _DTYPES.get(tensor.dtype)
         wanted = tensor.end - tensor.begin if item is None else math.prod(tensor.shape) * item.itemsize
         if (
-            not start <= tensor.begin <= tensor.end <= size
+            not data <= tensor.begin <= tensor.end <= size
             or min(tensor.shape, default=0) < 0
             or tensor.end - tensor.begin != wanted
         ):
             raise CheckpointError(
-                f"{file} ({size} bytes) is cut short or damaged: {name} {tensor.dtype} {tensor.shape} "
+                f"{where} ({size} bytes) is cut short or damaged: {name} {tensor.dtype} {tensor.shape} "
                 f"is said to lie at bytes {tensor.begin} to {tensor.end}"
             )
     return tensors
@@ -183,6 +210,6 @@ def _read_header(file: Path) -> dict[str, _Tensor]:
 _ENTRIES = msgspec.json.Decoder(_Entry)
 
 
-def _tensor_of(file: Path, entry: _Entry, start: int) -> _Tensor:
+def _tensor_of(file: str, entry: _Entry, start: int) -> _Tensor:
     begin, end = entry.data_offsets
     return _Tensor(file, entry.dtype, tuple(entry.shape), start + begin, start + end)

@@ -1,7 +1,7 @@
 """Text to token ids and back, and chat templates, for every checkpoint format, without any tensor library.
 
 transformers' `AutoTokenizer` imports torch where torch is installed; the class that it ends in does not, and is used
-here directly.
+for folders. It is imported for these alone, as importing transformers takes most of a second.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ import platform
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer as Backend
-from transformers import PreTrainedTokenizerFast
-from transformers.utils.hub import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_FILE
 
 from sglang_jax.architectures.files import check_regular, read_file
 from sglang_jax.checkpoint.chat_roles import ChatRoles, learn_roles
@@ -44,17 +42,49 @@ LARGE_TEXT = 32_768
 """Tokenizing texts of more characters takes ten megabytes and more, which the allocator would keep for each thread."""
 
 
+class TokenizerFiles(Protocol):
+    """What is read of a tokenizer, by the names that transformers' `PreTrainedTokenizerFast` has for it.
+
+    - `chat_template`: the template, or several by their names.
+    - `special_tokens_map`: the tokens that have a role, such as `bos_token`.
+    """
+
+    chat_template: str | dict[str, str] | None
+    response_template: Mapping[str, Any] | None
+
+    @property
+    def backend_tokenizer(self) -> Backend: ...
+
+    @property
+    def special_tokens_map(self) -> Mapping[str, object]: ...
+
+    @property
+    def bos_token_id(self) -> int | None: ...
+
+    @property
+    def eos_token_id(self) -> int | None: ...
+
+    @property
+    def pad_token_id(self) -> int | None: ...
+
+    def get_chat_template(self, chat_template: str | None = None, tools: list[Any] | None = None) -> str:
+        """The template of chats with these tools. Raises `ValueError` if there is none."""
+        ...
+
+    def save_pretrained(self, folder: str | Path) -> object:
+        """Writes tokenizer.json, its config and the chat template."""
+        ...
+
+
 class Tokenizer:
     """A checkpoint's tokenizer. Thread-safe: nothing changes after construction but a cache of token bytes, and of what
     the chat template does with tools."""
 
-    def __init__(
-        self, hugging_face: PreTrainedTokenizerFast, source: str, *, special_tokens_in_content: bool = False
-    ) -> None:
+    def __init__(self, files: TokenizerFiles, source: str, *, special_tokens_in_content: bool = False) -> None:
         """`source` names the checkpoint in errors. `special_tokens_in_content`: control tokens that messages of a chat
         spell out are control tokens. Raises `CheckpointError` for a vocabulary of an unknown kind."""
-        self._hugging_face = hugging_face
-        self._backend: Backend = hugging_face.backend_tokenizer
+        self._files = files
+        self._backend: Backend = files.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
         self._spelling = spelling_of(self._backend, source)
@@ -82,13 +112,11 @@ class Tokenizer:
 
     @property
     def bos_token_id(self) -> int | None:
-        token_id: int | None = self._hugging_face.bos_token_id
-        return token_id
+        return self._files.bos_token_id
 
     @property
     def eos_token_id(self) -> int | None:
-        token_id: int | None = self._hugging_face.eos_token_id
-        return token_id
+        return self._files.eos_token_id
 
     @property
     def special_token_ids(self) -> frozenset[int]:
@@ -103,14 +131,14 @@ class Tokenizer:
     @property
     def chat_template(self) -> str:
         """The text of the chat template; empty if there is none."""
-        if self._hugging_face.chat_template is None:
+        if self._files.chat_template is None:
             return ""
         return self._template(tools=True)
 
     @property
     def response_template(self) -> Mapping[str, Any] | None:
         """How replies are written, in transformers' words, where the checkpoint says so."""
-        found = self._hugging_face.response_template
+        found = self._files.response_template
         return found if isinstance(found, Mapping) else None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -259,13 +287,13 @@ class Tokenizer:
 
     def _learn_roles(self) -> ChatRoles | None:
         """None if there is no chat template."""
-        if self._hugging_face.chat_template is None:
+        if self._files.chat_template is None:
             return None
         try:
             template = self._template()
         except RequestError:  # whoever sends a chat is told so
             template = ""
-        others = self._special_ids - {self.bos_token_id, self.eos_token_id, self._hugging_face.pad_token_id}
+        others = self._special_ids - {self.bos_token_id, self.eos_token_id, self._files.pad_token_id}
         tokens = [str(self._backend.id_to_token(token_id)) for token_id in sorted(others)]
         return learn_roles(template, self._render, tokens)
 
@@ -273,10 +301,9 @@ class Tokenizer:
         """The template of chats, or the one of chats with tools where there are two. Raises `RequestError`."""
         try:
             # Of `tools` it looks only whether there are any.
-            template: str = self._hugging_face.get_chat_template(tools=[{}] if tools else None)
+            return self._files.get_chat_template(tools=[{}] if tools else None)
         except ValueError as error:  # several templates and none for chats
             raise RequestError(f"the chat template refused the messages: {error}", param="messages") from error
-        return template
 
     def _render(
         self,
@@ -291,12 +318,12 @@ class Tokenizer:
             raise RequestError("the chat template refused the messages: there are none, it is empty", param="messages")
         # transformers leaves out what is None, which templates would write as it is.
         given = [{name: value for name, value in message.items() if value is not None} for message in messages]
-        names: dict[str, object] = {**(variables or {}), **self._hugging_face.special_tokens_map}
+        names: dict[str, object] = {**(variables or {}), **self._files.special_tokens_map}
         return TEMPLATES.render(Rendering(template, given, names, list(tools) or None, add_generation_prompt))
 
     def save(self, folder: Path) -> None:
         """Writes tokenizer.json, its config and the chat template, as `load_tokenizer` reads them."""
-        self._hugging_face.save_pretrained(folder)
+        self._files.save_pretrained(folder)
 
 
 def _give_memory_back() -> None:
@@ -316,13 +343,16 @@ def load_tokenizer(
 
     **Raises:** `CheckpointError` if there is no tokenizer, or one of an unknown kind, or a template cannot be read.
     """
-    hugging_face = _from_gguf(source.path) if source.kind is SourceKind.GGUF else _from_folder(source.path)
+    files: TokenizerFiles = _from_gguf(source.path) if source.kind is SourceKind.GGUF else _from_folder(source.path)
     if chat_template is not None:
-        hugging_face.chat_template = _template_text(chat_template)
-    return Tokenizer(hugging_face, str(source.path), special_tokens_in_content=special_tokens_in_content)
+        files.chat_template = _template_text(chat_template)
+    return Tokenizer(files, str(source.path), special_tokens_in_content=special_tokens_in_content)
 
 
-def _from_folder(folder: Path) -> PreTrainedTokenizerFast:
+def _from_folder(folder: Path) -> TokenizerFiles:
+    from transformers import PreTrainedTokenizerFast  # here: see above
+    from transformers.utils.hub import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_FILE
+
     if not (folder / TOKENIZER_FILE).is_file():
         raise CheckpointError(
             f"{folder} has no {TOKENIZER_FILE}; give --tokenizer-path with a folder that has one (older tokenizer "
@@ -335,10 +365,8 @@ def _from_folder(folder: Path) -> PreTrainedTokenizerFast:
     for file in (*folder.glob(CHAT_TEMPLATE_FILE), *folder.glob(f"{CHAT_TEMPLATE_DIR}/*.jinja")):
         _read_template(file)  # transformers reads it too, but names no file in its errors
     with _damage_named(folder):
-        hugging_face: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(
-            str(folder), local_files_only=True
-        )
-    return hugging_face
+        files: TokenizerFiles = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+    return files
 
 
 def _is_panic(error: BaseException) -> bool:
@@ -360,21 +388,9 @@ def _damage_named(source: Path) -> Iterator[None]:
         raise CheckpointError(f"the tokenizer of {source} cannot be read: {reason}") from error
 
 
-def _from_gguf(file: Path) -> PreTrainedTokenizerFast:
+def _from_gguf(file: Path) -> TokenizerFiles:
     with _damage_named(file):
-        parts = gguf_tokenizer(open_gguf(file))
-    hugging_face = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=parts.backend,
-        bos_token=parts.bos_token,
-        eos_token=parts.eos_token,
-        unk_token=parts.unk_token,
-        pad_token=parts.pad_token,
-        add_bos_token=parts.add_bos,
-        add_eos_token=parts.add_eos,
-        clean_up_tokenization_spaces=False,
-    )
-    hugging_face.chat_template = parts.chat_template
-    return hugging_face
+        return gguf_tokenizer(open_gguf(file))
 
 
 def _template_text(chat_template: str) -> str:

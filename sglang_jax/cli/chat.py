@@ -14,6 +14,7 @@ import click
 from sglang_jax.cli.options import options_of, with_model
 from sglang_jax.cli.sampling import chosen_sampling, for_one_request, sampling_options
 from sglang_jax.config import EngineConfig
+from sglang_jax.engine.collector import rare_collections
 from sglang_jax.engine.types import GenerateOutput
 from sglang_jax.errors import RequestError
 
@@ -130,7 +131,7 @@ def chat(config: EngineConfig, model: str | None, system: str | None, **sampling
 
     from sglang_jax.engine.engine import Engine  # here, so that --help and bad flags are answered at once
 
-    with Engine(config=config) as engine:
+    with rare_collections(), Engine(config=config) as engine:
 
         def answer(messages: list[dict[str, object]]) -> Iterator[GenerateOutput]:
             ids = engine.tokenizer.encode(engine.tokenizer.render_chat(messages), add_special_tokens=False)

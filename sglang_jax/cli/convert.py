@@ -33,7 +33,7 @@ class ConvertConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model_path: str = Field(description="`demo`, a folder, a .gguf file, or a hub id")
+    model_path: str = Field(description="`demo`, a folder, a .gguf file, a hub id, or gs://BUCKET/PATH")
     revision: str | None = Field(None, description="branch, tag or commit of a repository on the hub")
     load_format: LoadFormat = Field(LoadFormat.AUTO, description="how the weights are stored")
     to: TargetFormat = Field(description="format to write")
@@ -62,7 +62,7 @@ def convert(config: ConvertConfig) -> int:
 
     checkpoint = open_checkpoint(config.model_path, config.load_format, revision=config.revision)
     if checkpoint.reader is None:
-        raise ConfigError(f"{checkpoint.source.path} is an Orbax checkpoint already")
+        raise ConfigError(f"{checkpoint.source.address} is an Orbax checkpoint already")
     dtype = _dtype(config.dtype, checkpoint.config.dtype)
     device = select_device(Device.CPU)
     model = build_model(
@@ -86,7 +86,7 @@ def convert(config: ConvertConfig) -> int:
         elif recommended := checkpoint.generation_defaults.given():
             (beside / GENERATION_CONFIG_FILE).write_text(json.dumps(recommended, indent=2), encoding="utf-8")
         save_orbax(config.output, checkpoint.config, model, sorted(beside.iterdir()), checkpoint.kv_scales())
-    click.echo(f"{checkpoint.source.path} is now {config.output} in {dtype.value}: serve it with --model-path")
+    click.echo(f"{checkpoint.source.address} is now {config.output} in {dtype.value}: serve it with --model-path")
     return 0
 
 

@@ -13,6 +13,7 @@ import click
 from sglang_jax.cli.options import options_of
 from sglang_jax.cli.sampling import chosen_sampling, for_one_request, sampling_options
 from sglang_jax.config import EngineConfig
+from sglang_jax.engine.collector import rare_collections
 from sglang_jax.engine.types import GenerateOutput, TextTokenizer
 from sglang_jax.errors import ParameterError
 
@@ -43,7 +44,7 @@ def generate(config: EngineConfig, prompt: str, system: str | None, raw: bool, *
 
     from sglang_jax.engine.engine import Engine  # here, so that --help and bad flags are answered at once
 
-    with Engine(config=for_one_request(config)) as engine:
+    with rare_collections(), Engine(config=for_one_request(config)) as engine:
         ids = prompt_ids(engine.tokenizer, prompt, system=system, raw=raw)
         timing = Timing(start=time.perf_counter())
         interrupted = False

@@ -45,12 +45,15 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model_path: str = Field(
-        "demo", description="`demo` (the embedded SmolLM2-135M-Instruct), a folder, a .gguf file, or a hub id"
+        "demo",
+        description="`demo` (the embedded SmolLM2-135M-Instruct), a folder, a .gguf file, a hub id, or gs://BUCKET/PATH",
     )
     revision: str | None = Field(
         None, description="branch, tag or commit of the model's repository on the hub; default: its main branch"
     )
-    tokenizer_path: str | None = Field(None, description="folder or hub id of the tokenizer; default: the model's")
+    tokenizer_path: str | None = Field(
+        None, description="folder, hub id or gs://BUCKET/PATH of the tokenizer; default: the model's"
+    )
     tokenizer_revision: str | None = Field(
         None, description="branch, tag or commit of the tokenizer's repository; default: its main branch"
     )

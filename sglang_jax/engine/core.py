@@ -9,6 +9,7 @@ from typing import Protocol
 
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.channel import CoreChannel, Ready, StartFailed, Stopped
+from sglang_jax.engine.collector import rare_collections
 from sglang_jax.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,8 @@ def run_core(config: EngineConfig, channel: CoreChannel, load: CoreLoader) -> bo
 
 def _load(config: EngineConfig, channel: CoreChannel, load: CoreLoader) -> Core | None:
     try:
-        core = load(config, channel)
+        with rare_collections():
+            core = load(config, channel)
     except (ConfigError, CheckpointError) as error:  # the message says it all
         channel.send(StartFailed(type(error).__name__, str(error)))
         return None

@@ -303,7 +303,7 @@ def _load(model: Transformer, checkpoint: Checkpoint, parallel: TensorParallel, 
     if checkpoint.reader is None:
         from sglang_jax.jax_runner.orbax_checkpoint import restore_orbax  # here: importing Orbax takes a second
 
-        restore_orbax(checkpoint.source.path, model, checkpoint.config, mesh)
+        restore_orbax(checkpoint.source.path, model, checkpoint.config, mesh, checkpoint.source.remote)
     else:
         load_weights(model, checkpoint.reader, checkpoint.config, mesh)
     model.arrange(parallel.size)

@@ -21,11 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.manifest import manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.checkpoint.bucket import RemoteFolder
 from sglang_jax.checkpoint.kv_scales import KVScales
 from sglang_jax.checkpoint.orbax_marker import KV_SCALES
 from sglang_jax.checkpoint.resolve import ORBAX_MARKER
@@ -79,17 +81,20 @@ def _check_version(folder: Path) -> None:
         raise CheckpointError(f"{path} is of format {version}, this version reads {FORMAT_VERSION}: convert it again")
 
 
-def restore_orbax(folder: Path, model: Transformer, config: ModelConfig, mesh: Mesh) -> None:
+def restore_orbax(
+    folder: Path, model: Transformer, config: ModelConfig, mesh: Mesh, remote: RemoteFolder | None = None
+) -> None:
     """Gives every parameter of `model` its value, of the model's dtype, spread over `mesh` by its axes.
 
     Each device reads its own part; the host holds no whole tensor. `config` is the checkpoint's: a model with copied
-    kv heads, or with a padded vocabulary, is made of it on the devices.
+    kv heads, or with a padded vocabulary, is made of it on the devices. `remote`: where the weights lie, if that is a
+    bucket; `folder` then has a copy of the marker.
 
     **Raises:** `CheckpointError` for a marker that is unreadable or of another version, and naming tensors that are
     missing, extra or misshapen.
     """
-    weights = folder.absolute() / _WEIGHTS
-    if not weights.is_dir():
+    weights = epath.Path(folder.absolute() if remote is None else remote.address) / _WEIGHTS
+    if not (weights.is_dir() if remote is None else _WEIGHTS in remote.folders):
         raise CheckpointError(f"{weights} is missing: the conversion did not finish; convert again")
     _check_version(folder)
     stored = _stored(model, config)
@@ -182,7 +187,9 @@ def _built(found: jax.Array, stored: _Stored, mesh: Mesh) -> jax.Array:
     return jax.jit(copy, out_shardings=named_sharding(mesh, parameter.axes))(found)
 
 
-def _check_shapes(weights: Path, wanted: dict[str, tuple[int, ...]], checkpointer: ocp.StandardCheckpointer) -> None:
+def _check_shapes(
+    weights: epath.Path, wanted: dict[str, tuple[int, ...]], checkpointer: ocp.StandardCheckpointer
+) -> None:
     found: dict[str, Any] = dict(checkpointer.metadata(weights).item_metadata)
     faults = [f"missing: {name} {wanted[name]}" for name in sorted(wanted.keys() - found.keys())]
     faults += [f"extra: {name} {tuple(found[name].shape)}" for name in sorted(found.keys() - wanted.keys())]

@@ -7,7 +7,7 @@ structure is repeated here.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
@@ -83,14 +83,44 @@ def _finish(parameter: Parameter, array: Future[jax.Array], size: int) -> int:
 
 
 def _read_parts(parameter: Parameter, read: ReadPart, mesh: Mesh) -> jax.Array:
-    """A parameter's value, of which each device of this process has its part."""
+    """A parameter's value, of which each device of this process has its part. What neighbours have is read at once: of
+    a matrix that is divided by its inputs a checkpoint far away sends whole rows, and so once to this process."""
+    shape = parameter.get_value().shape
+    sharding = named_sharding(mesh, parameter.axes)
+    found = [(run, read(run)) for run in _runs(sharding.addressable_devices_indices_map(shape).values(), shape)]
 
     def part(index: Index) -> np.ndarray:
+        wanted = _bounded(index, shape)
+        run, values = next(each for each in found if _holds(each[0], wanted))
+        own = tuple(slice(b.start - a.start, b.stop - a.start) for a, b in zip(run, wanted, strict=True))
         # A copy, in order: a view of the file would keep it open, and a transposed one would be read against the grain.
-        return _in_order(read(index))
+        return _in_order(values[own])
 
-    sharding = named_sharding(mesh, parameter.axes)
-    return jax.make_array_from_callback(parameter.get_value().shape, sharding, part)
+    return jax.make_array_from_callback(shape, sharding, part)
+
+
+def _holds(run: Index, wanted: Index) -> bool:
+    return all(a.start <= b.start and b.stop <= a.stop for a, b in zip(run, wanted, strict=True))
+
+
+def _bounded(index: Index, shape: tuple[int, ...]) -> Index:
+    """The same with both ends of each slice."""
+    return tuple(slice(*each.indices(length)[:2]) for each, length in zip(index, shape, strict=True))
+
+
+def _runs(indices: Iterable[Index], shape: tuple[int, ...]) -> list[Index]:
+    """Parts that hold all `indices`, which differ on one axis at most: those that follow one another there are one."""
+    parts = sorted({tuple((each.start, each.stop) for each in _bounded(index, shape)) for index in indices})
+    joined = [parts[0]]
+    for part in parts[1:]:
+        last = joined[-1]
+        differ = [axis for axis, (a, b) in enumerate(zip(last, part, strict=True)) if a != b]
+        if len(differ) == 1 and last[differ[0]][1] == part[differ[0]][0]:
+            axis = differ[0]
+            joined[-1] = (*last[:axis], (last[axis][0], part[axis][1]), *last[axis + 1 :])
+        else:
+            joined.append(part)
+    return [tuple(slice(*ends) for ends in part) for part in joined]
 
 
 def _in_order(array: Array) -> Array:

@@ -1,11 +1,39 @@
-"""Convolutions over the last tokens of each channel by itself, whose last inputs are kept from step to step."""
+"""Convolutions over the last tokens of each channel by itself, whose last inputs are kept from step to step.
+
+A slot with the last inputs of a sequence is `[width - 1, channels]`, or for TPUs **tiled**, `[width - 1, parts, 128]`:
+channels in lines of 128, and these in whole tiles of 8, zeros at the end. So an input of a token is a run of memory
+that a copy can fetch, and XLA lays the pool out as it is written here. Of `[slots, 3, channels]` XLA would have 8 slots
+in a tile, and fetch the whole pool to change one.
+"""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
+from sglang_jax.kernels.kv_storage import LANES
 from sglang_jax.kernels.state_rows import StateRows
+
+_PARTS_OF_A_TILE = 8
+
+
+def tail_shape(kept: int, channels: int, *, tiled: bool, shards: int = 1) -> tuple[int, ...]:
+    """The shape of a slot that keeps so many inputs, of channels that `shards` devices have a part of each."""
+    if not tiled:
+        return kept, channels
+    tiles = -(-channels // (shards * _PARTS_OF_A_TILE * LANES))
+    return kept, shards * tiles * _PARTS_OF_A_TILE, LANES
+
+
+def convolve_with_pool(
+    x: jax.Array, weight: jax.Array, bias: jax.Array | None, pool: jax.Array, rows: StateRows
+) -> tuple[jax.Array, jax.Array]:
+    """`convolve` from and to the slots of a `pool` `[slots, width - 1, ...]`, plain or tiled."""
+    slots, kept, *slot = pool.shape
+    plain = pool.reshape(slots, kept, -1)
+    found, tails = convolve(x, weight, bias, rows.read(plain)[..., : x.shape[1]], rows)
+    tails = jnp.pad(tails, ((0, 0), (0, 0), (0, plain.shape[2] - x.shape[1])))
+    return found, rows.write(pool, tails.reshape(-1, kept, *slot))
 
 
 def convolve(

@@ -1,10 +1,15 @@
-"""Matrices of recurrent layers from one step to the next: read from their slots, and written back."""
+"""States of recurrent layers from one step to the next: read from their slots, and written back.
+
+With attention by Pallas's kernels, those for states; else XLA's operations.
+"""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
+from sglang_jax.kernels.causal_convolution import convolve_with_pool
+from sglang_jax.kernels.causal_convolution_pallas import convolve_in_place
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.kernels.state_rows import StateRows
 from sglang_jax.kernels.state_scan import ScanInputs, scan
@@ -14,7 +19,7 @@ from sglang_jax.kernels.state_scan_pallas import scan_in_place
 def scan_states(
     implementation: AttentionImplementation, inputs: ScanInputs, pool: jax.Array, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:
-    """See `state_scan`. With attention by Pallas's kernels, those for states; else XLA's operations.
+    """See `state_scan`.
 
     **Arguments:** `pool` `[slots, heads, key_dim, value_dim]`, float32 or bfloat16, in which matrices are rounded once
     a step.
@@ -25,3 +30,22 @@ def scan_states(
         return scan_in_place(inputs, pool, rows, checked=implementation.checked)
     outputs, states = scan(inputs, rows.read(pool).astype(jnp.float32), rows)
     return outputs, rows.write(pool, states)
+
+
+def convolve_states(
+    implementation: AttentionImplementation,
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    pool: jax.Array,
+    rows: StateRows,
+) -> tuple[jax.Array, jax.Array]:
+    """See `causal_convolution.convolve`.
+
+    **Arguments:** `pool` `[slots, width - 1, channels]`, or tiled (see `causal_convolution`), as the kernels take it.
+
+    **Returns:** outputs float32 `[T, channels]`, those of padding of no account, and the pool after the step.
+    """
+    if implementation.for_tpu:
+        return convolve_in_place(x, weight, bias, pool, rows, checked=implementation.checked)
+    return convolve_with_pool(x, weight, bias, pool, rows)

@@ -17,6 +17,7 @@ class PlatformForm:
 
     - `kv_as_bits`: hold bfloat16 and float8 keys and values as the bits of integers (see `kernels.kv_storage`).
     - `tiled_kv_pages`: pages in whole tiles of memory (see `kernels.kv_storage`).
+    - `tiled_state_tails`: the last inputs of convolutions in whole tiles (see `kernels.causal_convolution`).
     - `own_head_for_tied_embeddings`: keep tied embeddings twice, `[vocab, hidden]` to look rows up and
       `[hidden, vocab]` to compute logits. XLA's CPU backend multiplies by a large transposed matrix at a twentieth of
       the speed of memory.
@@ -37,6 +38,7 @@ class PlatformForm:
 
     kv_as_bits: bool
     tiled_kv_pages: bool
+    tiled_state_tails: bool
     own_head_for_tied_embeddings: bool
     outputs_first: bool
     matrices: bool
@@ -50,6 +52,7 @@ class PlatformForm:
         return cls(
             kv_as_bits=on_cpu,
             tiled_kv_pages=platform == "tpu",
+            tiled_state_tails=platform == "tpu",
             own_head_for_tied_embeddings=on_cpu,
             outputs_first=on_cpu and cpu_multiplies_bfloat16_tiles(),
             matrices=platform == "tpu",

@@ -20,11 +20,10 @@ from sglang_jax.architectures.model_config import (
 )
 from sglang_jax.architectures.recurrent_shards import of_one_device
 from sglang_jax.architectures.tensor_names import Kind, Part
-from sglang_jax.kernels.causal_convolution import convolve
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.kernels.state_rows import StateRows
 from sglang_jax.kernels.state_scan import ScanInputs
-from sglang_jax.kernels.states import scan_states
+from sglang_jax.kernels.states import convolve_states, scan_states
 from sglang_jax.layers.linear import Linear
 from sglang_jax.layers.norm import Norm, divide_by_rms
 from sglang_jax.layers.parameter import parameter
@@ -47,10 +46,10 @@ _NORM_OF_KEYS = 1e-6
 def recurrent_layer(
     config: RecurrentConfig, hidden_size: int, *, dtype: jnp.dtype, implementation: AttentionImplementation
 ) -> RecurrentLayer:
-    """The layer of a config, whose states are computed as `implementation` says (see `scan_states`)."""
+    """The layer of a config, whose states are computed as `implementation` says (see `kernels.states`)."""
     match config:
         case ShortConvConfig():
-            return ShortConv(config, hidden_size, dtype=dtype)
+            return ShortConv(config, hidden_size, dtype=dtype, implementation=implementation)
         case GatedDeltaNetConfig():
             return GatedDeltaNet(config, hidden_size, dtype=dtype, implementation=implementation)
         case Mamba2Config():
@@ -67,14 +66,22 @@ class Convolution(nnx.Module):
 
     @property
     def weights(self) -> ConvolutionWeights:
-        """What `_convolve` takes."""
+        """Its kernel and its bias."""
         return self.kernel[...], None if self.bias is None else self.bias[...]
 
 
 class ShortConv(nnx.Module):
     """See `ShortConvConfig`."""
 
-    def __init__(self, config: ShortConvConfig, hidden_size: int, *, dtype: jnp.dtype) -> None:
+    def __init__(
+        self,
+        config: ShortConvConfig,
+        hidden_size: int,
+        *,
+        dtype: jnp.dtype,
+        implementation: AttentionImplementation,
+    ) -> None:
+        self.implementation = implementation
         hidden, inner = [(Axis.HIDDEN, hidden_size)], config.channels
         self.config = config
         self.input = _linear(hidden, (Axis.CHANNELS, 3 * inner), Part.STATE_INPUT, bias=config.bias, dtype=dtype)
@@ -84,7 +91,10 @@ class ShortConv(nnx.Module):
     def __call__(self, x: jax.Array, rows: StateRows, states: States) -> tuple[jax.Array, States]:
         """`[T, hidden]` → `[T, hidden]`, and the layer's pools after the step."""
         run = _on_each_device(
-            _short_convolution, self.config.shards, [_CHANNELS, _WEIGHTS, _TAILS, _ALL], [_CHANNELS, _TAILS]
+            partial(_short_convolution, self.implementation),
+            self.config.shards,
+            [_CHANNELS, _WEIGHTS, _TAILS, _ALL],
+            [_CHANNELS, _TAILS],
         )
         found, tails = run(self.input(x), self.convolution.weights, states[0], rows)
         return self.output(found), (tails,)
@@ -241,21 +251,13 @@ def _on_each_device(
     return jax.shard_map(run, mesh=mesh, in_specs=tuple(taken), out_specs=tuple(given), check_vma=False)
 
 
-def _convolve(
-    x: jax.Array, weights: ConvolutionWeights, pool: jax.Array, rows: StateRows
-) -> tuple[jax.Array, jax.Array]:
-    """`[T, channels]` → float32 `[T, channels]`, and the pool of last inputs after the step."""
-    kernel, bias = weights
-    found, tails = convolve(x, kernel[:, 0], bias, rows.read(pool), rows)
-    return found, rows.write(pool, tails)
-
-
 def _short_convolution(
-    x: jax.Array, weights: ConvolutionWeights, pool: jax.Array, rows: StateRows
+    implementation: AttentionImplementation, x: jax.Array, weights: ConvolutionWeights, pool: jax.Array, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:
     """`[T, 3 * channels]` → `[T, channels]`, and the pool after the step."""
     before, after, inner = jnp.split(x, 3, axis=-1)
-    found, tails = _convolve(before * inner, weights, pool, rows)
+    kernel, bias = weights
+    found, tails = convolve_states(implementation, before * inner, kernel[:, 0], bias, pool, rows)
     return (after.astype(jnp.float32) * found).astype(x.dtype), tails
 
 
@@ -274,20 +276,30 @@ def _delta_net(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`[T, channels]` of queries, keys and values, and `[T, heads]` of rates and steps → float32
     `[T, heads, value_dim]`, and the pools after the step."""
-    tokens, all_keys = x.shape[0], config.num_key_heads * config.key_dim
-    found, tails = _convolve(x, weights, tails, rows)
-    queries, keys, values = jnp.split(jax.nn.silu(found), (all_keys, 2 * all_keys), axis=-1)
-    queries, keys = (_unit(part.reshape(tokens, -1, config.key_dim)) for part in (queries, keys))
+    kernel, bias = weights
+    found, tails = convolve_states(implementation, x, kernel[:, 0], bias, tails, rows)
+    queries, keys, values = _in_heads(config, jax.nn.silu(found))
+    queries, keys = _unit(queries), _unit(keys)
     steps = jax.nn.softplus(steps.astype(jnp.float32) + decay_bias)
     inputs = ScanInputs(
         queries * config.key_dim**-0.5,
         keys,
-        values.reshape(tokens, -1, config.value_dim),
+        values,
         -jnp.exp(decay_log) * steps,
         jax.nn.sigmoid(rates.astype(jnp.float32)),
     )
     outputs, matrices = scan_states(implementation, inputs, matrices, rows)
     return outputs, tails, matrices
+
+
+def _in_heads(config: GatedDeltaNetConfig, x: jax.Array) -> list[jax.Array]:
+    """`[T, channels]` → queries and keys `[T, num_key_heads, key_dim]`, values `[T, num_value_heads, value_dim]`."""
+    tokens, heads, size = x.shape[0], config.num_key_heads, config.key_dim
+    if size == config.value_dim:
+        # Heads before their parts: the convolution has them so on TPUs (`kernels.causal_convolution_pallas`).
+        return jnp.split(x.reshape(tokens, -1, size), (heads, 2 * heads), axis=1)
+    queries, keys, values = jnp.split(x, (heads * size, 2 * heads * size), axis=-1)
+    return [part.reshape(tokens, -1, dim) for part, dim in ((queries, size), (keys, size), (values, config.value_dim))]
 
 
 def _mamba(
@@ -306,7 +318,8 @@ def _mamba(
     step."""
     tokens, all_directions = x.shape[0], config.num_groups * config.state_size
     gate, found, steps = jnp.split(x, (config.inner, config.inner + config.channels), axis=-1)
-    found, tails = _convolve(found, weights, tails, rows)
+    kernel, bias = weights
+    found, tails = convolve_states(implementation, found, kernel[:, 0], bias, tails, rows)
     values, written, read = jnp.split(jax.nn.silu(found), (config.inner, config.inner + all_directions), axis=-1)
     values = values.reshape(tokens, -1, config.head_dim)
     steps = jax.nn.softplus(steps.astype(jnp.float32) + decay_bias)

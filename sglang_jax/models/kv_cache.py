@@ -11,14 +11,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.model_config import (
+    LAST_INPUTS,
     CacheGroup,
     CacheKind,
     LayerConfig,
     ModelConfig,
+    StateArray,
     StateDtype,
     cache_groups,
     group_of_layers,
 )
+from sglang_jax.kernels.causal_convolution import tail_shape
 from sglang_jax.kernels.kv_storage import page_shape
 from sglang_jax.layers.platform import PlatformForm
 from sglang_jax.layers.recurrent import States
@@ -108,7 +111,8 @@ def kv_cache_spec(
         )
 
     shapes = tuple(pages(layer, group) for group, layer in zip(groups, config.layers, strict=True))
-    states = tuple(_pools(layer, slots, state_dtypes or StateDtypes()) for layer in config.layers)
+    tiled, dtypes = form.tiled_state_tails, state_dtypes or StateDtypes()
+    states = tuple(_pools(layer, slots, dtypes, tiled=tiled) for layer in config.layers)
     return KVCacheSpec(shapes, form.kv_storage(dtype), states)
 
 
@@ -124,16 +128,20 @@ class StateDtypes:
         return self.activations if kind is StateDtype.ACTIVATIONS else self.recurrent
 
 
-def _pools(layer: LayerConfig, slots: int, dtypes: StateDtypes) -> tuple[StatePool, ...]:
-    arrays = () if layer.recurrent is None else layer.recurrent.state
-    return tuple(
-        StatePool(
-            (slots, *array.shape),
-            dtypes.of(array.dtype),
-            PartitionSpec(*[None] * (1 + array.spread), MESH_AXIS[Axis.STATE_HEADS]),
-        )
-        for array in arrays
-    )
+def _pools(layer: LayerConfig, slots: int, dtypes: StateDtypes, *, tiled: bool) -> tuple[StatePool, ...]:
+    """`tiled`: the last inputs of convolutions are (see `kernels.causal_convolution`)."""
+    recurrent = layer.recurrent
+    if recurrent is None:
+        return ()
+
+    def of(array: StateArray) -> StatePool:
+        shape = array.shape
+        if array.name == LAST_INPUTS:
+            shape = tail_shape(*shape, tiled=tiled, shards=recurrent.shards)
+        spread = PartitionSpec(*[None] * (1 + array.spread), MESH_AXIS[Axis.STATE_HEADS])
+        return StatePool((slots, *shape), dtypes.of(array.dtype), spread)
+
+    return tuple(map(of, recurrent.state))
 
 
 def allocate(spec: KVCacheSpec, mesh: Mesh) -> KVCaches:

@@ -171,7 +171,7 @@ def test_no_default_among_several_templates(tmp_path: Path) -> None:
 
 
 def test_without_a_template_roles_are_not_the_reason(tmp_path: Path) -> None:
-    hugging_face = byte_tokenizer(tmp_path, chat_templates.GEMMA)._hugging_face
+    hugging_face = byte_tokenizer(tmp_path, chat_templates.GEMMA)._files
     hugging_face.chat_template = None
     tokenizer = Tokenizer(hugging_face, "test")
     tokenizer.check_roles(["alien"])

@@ -151,5 +151,5 @@ def test_transformers_renders_the_same(tmp_path: Path) -> None:
     plain = {"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}
     turns = [dict(turn) for turn in TURNS]
     turns[1]["tool_calls"] = [{**CALL, "function": {"name": "get", "arguments": json.loads(ARGUMENTS)}}]
-    oracle = tokenizer._hugging_face.apply_chat_template(turns, tools=[plain], tokenize=False)
+    oracle = tokenizer._files.apply_chat_template(turns, tools=[plain], tokenize=False)
     assert tokenizer.render_chat(TURNS, tools=[plain], add_generation_prompt=False) == oracle

@@ -199,6 +199,34 @@ def test_saving_and_loading_again(tmp_path: Path, demo: Tokenizer) -> None:
     assert (again.bos_token_id, again.eos_token_id) == (demo.bos_token_id, demo.eos_token_id)
 
 
+@pytest.mark.parametrize("add_eos", [False, True])
+@pytest.mark.parametrize("add_bos", [False, True])
+def test_special_tokens_of_a_gguf_file_are_those_that_transformers_makes_of_it(
+    tmp_path: Path, add_bos: bool, add_eos: bool
+) -> None:
+    """One of those with a role, `unk`, is text as far as the file's types of tokens say."""
+    metadata = sentencepiece_metadata() | {
+        "tokenizer.ggml.add_bos_token": add_bos,
+        "tokenizer.ggml.add_eos_token": add_eos,
+        "tokenizer.ggml.unknown_token_id": 5,
+        "tokenizer.ggml.padding_token_id": 1,
+    }
+    source = gguf_with(tmp_path, metadata)
+    own, parts = load_tokenizer(source), gguf_tokenizer(open_gguf(source.path))
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=parts.backend_tokenizer,
+        add_bos_token=add_bos,
+        add_eos_token=add_eos,
+        **parts.special_tokens_map,
+    )
+    unknown = metadata["tokenizer.ggml.tokens"][5]
+    for text in [*TEXTS, f"a{unknown}b <s> </s>"]:
+        for add in (False, True):
+            assert own.encode(text, add_special_tokens=add) == theirs.encode(text, add_special_tokens=add)
+    assert own.special_token_ids == frozenset(theirs.all_special_ids)
+    assert (own.bos_token_id, own.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
+
+
 def test_a_folder_without_a_tokenizer_or_with_an_unknown_kind(tmp_path: Path) -> None:
     source = ModelSource(SourceKind.SAFETENSORS, tmp_path, "x")
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json; give --tokenizer-path"):
@@ -222,9 +250,9 @@ def test_splits_are_those_of_transformers_conversion(tmp_path: Path, pre: str) -
     backend, _ = convert_gguf_tokenizer("llama", fields | {"tokenizer_type": "gpt2", "pre_tokenizer_type": pre})
     assert backend.pre_tokenizer is not None
     parts = gguf_tokenizer(open_gguf(tmp_path / "t.gguf"))
-    assert parts.backend.pre_tokenizer is not None
+    assert parts.backend_tokenizer.pre_tokenizer is not None
     for text in [*TEXTS, "I'LL CamelCase/ABCdef 12345\r\n ...", "e\u0301"]:
-        ours, theirs = parts.backend.pre_tokenizer, backend.pre_tokenizer
+        ours, theirs = parts.backend_tokenizer.pre_tokenizer, backend.pre_tokenizer
         assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
         if text != "e\u0301":
             assert own.encode(text) == backend.encode(text).ids
@@ -371,11 +399,14 @@ for path in ("demo", {str(folder)!r}):
     tokenizer.render_chat([{{"role": "user", "content": "hi"}}])
     stream = tokenizer.stream_decoder()
     print([stream.push(token) for token in tokenizer.encode("the fox")])
+    print("transformers" in sys.modules)
 print([name for name in ("torch", "jax", "flax", "tensorflow") if name in sys.modules])
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    assert result.stdout.splitlines()[-1] == "[]"
-    assert result.stdout.splitlines()[0] == "['the', ' fox']"
+    lines = result.stdout.splitlines()
+    assert lines[-1] == "[]"
+    assert lines[0] == "['the', ' fox']"
+    assert (lines[1], lines[3]) == ("False", "True"), "a GGUF file needs no transformers, whose import takes long"
 
 
 def test_the_tiny_chat_template_is_the_one_saved(folder: Path) -> None:

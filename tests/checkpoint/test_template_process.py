@@ -8,10 +8,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from sglang_jax.checkpoint.template_process import Rendering, TemplateProcess
 from sglang_jax.errors import RequestError
@@ -28,6 +30,70 @@ def templates() -> Iterator[TemplateProcess]:
 
 def rendering(template: str, **more: Any) -> Rendering:
     return Rendering(template, MESSAGES, {}, **more)
+
+
+CONVERSATION: list[dict[str, object]] = [
+    {"role": "user", "content": "<b>é</b> & 'x'"},
+    {"role": "assistant", "content": "yes", "reasoning": "why not"},
+    {"role": "assistant", "content": "no", "thinking": "since", "reasoning_content": "so"},
+    {"role": "user", "content": "bye"},
+]
+TOOLS: list[dict[str, object]] = [{"type": "function", "function": {"name": "f", "parameters": {"z": 1, "a": None}}}]
+ALIKE = {
+    "messages": "{% for m in messages %}{{ m.role }}: {{ m['content'] }}\n{% endfor %}",
+    "blocks are trimmed": "a\n    {% if add_generation_prompt %}\n    b\n    {% endif %}\nc",
+    "json": "{{ tools | tojson }}{{ messages[0] | tojson(indent=2) }}{{ tools[0] | tojson(sort_keys=true) }}",
+    "json separators": "{{ tools | tojson(separators=(',', ':'), ensure_ascii=true) }}{{ messages[0] | tojson(true) }}",
+    "reasoning": "{% for m in messages %}[{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.reasoning }}]{% endfor %}",
+    "variables": "{{ bos_token }}{{ enable_thinking }}{{ undefined_name }}{{ documents is none }}{{ tools is none }}",
+    "namespaces": "{% set n = namespace(i=0, self=2) %}{% for _ in tools %}{% set n.i = 3 %}{% endfor %}{{ n.i }}",
+    "loop controls": "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ loop.index }}{% endfor %}",
+    "generation": "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}",
+    "dates": "{{ strftime_now('%Y') }}",
+    "dicts": "{{ dict(a=1) }}{{ dict.fromkeys('ab', 0) }}",
+    "filters": "{{ messages | map(attribute='role') | join(',') }}{{ messages | list }}",
+    "an exception": "{{ raise_exception('only ' ~ messages[0].role) }}",
+    "a name in a namespace": "{% set n = namespace(_x=1) %}",
+    "an attribute of Python": "{{ ''.__class__.__mro__ }}{{ messages.append.__self__ }}",
+    "the class of dict": "{{ dict.__init__ }}{{ dict.mro() }}",
+    "a change of what is given": "{{ messages.append(1) }}",
+    "syntax": "{% for m in messages %}",
+}
+SEEN_BY_BOTH = {"a name in a namespace": "underscore", "the class of dict": "has no attribute 'mro'"}
+"""Where the words of an error are each side's own: what both say."""
+
+
+def transformers_rendering(template: str, variables: dict[str, Any]) -> tuple[str, str]:
+    """The text, or else the words of the error."""
+    try:
+        rendered: Any = render_jinja_template(
+            conversations=[CONVERSATION], tools=TOOLS, chat_template=template, add_generation_prompt=True, **variables
+        )
+    except Exception as refused:  # whatever it is, ours is to say the same
+        return "", str(refused)
+    return rendered[0][0], ""
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_templates_find_what_transformers_gives_them(templates: TemplateProcess, name: str) -> None:
+    template, variables = ALIKE[name], {"bos_token": "<s>", "enable_thinking": False}
+    theirs, refused = transformers_rendering(template, variables)
+    if not refused:
+        assert templates.render(Rendering(template, CONVERSATION, variables, TOOLS)) == theirs
+        return
+    said = SEEN_BY_BOTH.get(name, refused[:100])
+    assert said in refused
+    with pytest.raises(RequestError) as caught:
+        templates.render(Rendering(template, CONVERSATION, variables, TOOLS))
+    assert said in caught.value.message
+
+
+def test_the_process_has_no_transformers() -> None:
+    """Importing it takes longer than all else that the process does at the start."""
+    worker = Path(sys.modules[TemplateProcess.__module__].__file__ or "").with_name("template_worker.py")
+    program = f"import runpy, sys; runpy.run_path({str(worker)!r}, run_name='x'); print('transformers' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert found.stdout == "False\n"
 
 
 LARGE = (

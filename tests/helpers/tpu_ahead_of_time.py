@@ -77,6 +77,30 @@ class StateKernel:
 
 
 @dataclass(frozen=True)
+class ConvolutionKernel:
+    """The convolution of a layer with states, in a decode step (as many tokens as rows) or a mixed one."""
+
+    channels: int = 8192
+    width: int = 4
+    bias: bool = False
+    storage: str = "bfloat16"
+    tokens: int = 64
+    rows: int = 64
+    slots: int = 80
+    checked: bool = False
+
+    @property
+    def pool(self) -> tuple[int, ...]:
+        from sglang_jax.kernels.causal_convolution import tail_shape
+
+        return self.slots, *tail_shape(self.width - 1, self.channels, tiled=True)
+
+
+AnyKernel = Kernel | StateKernel | ConvolutionKernel
+_KINDS = {kind.__name__: kind for kind in (Kernel, StateKernel, ConvolutionKernel)}
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What the compiler said: an error or nothing, bytes that it updates in place, and bytes of temporary memory."""
 
@@ -85,9 +109,9 @@ class Outcome:
     temporary: int = 0
 
 
-def compile_kernels(chip: str, kernels: Sequence[Kernel | StateKernel], dumps: Path | None = None) -> list[Outcome]:
+def compile_kernels(chip: str, kernels: Sequence[AnyKernel], dumps: Path | None = None) -> list[Outcome]:
     """One outcome for each kernel. `dumps`: a folder for the compiler's schedules."""
-    request = json.dumps([(isinstance(kernel, StateKernel), asdict(kernel)) for kernel in kernels])
+    request = json.dumps([(type(kernel).__name__, asdict(kernel)) for kernel in kernels])
     root = Path(__file__).parents[2]
     # `make test` keeps libtpu in a folder of its own: wherever JAX can import it, it looks for a TPU.
     folders = [str(root), str(root / "tests"), str(Path(sys.prefix) / "libtpu"), os.environ.get("PYTHONPATH", "")]
@@ -107,13 +131,14 @@ def compile_kernels(chip: str, kernels: Sequence[Kernel | StateKernel], dumps: P
     return [Outcome(**outcome) for outcome in json.loads(done.stdout.decode().splitlines()[-1])]
 
 
-def _compile(topology_name: str, kernels: list[Kernel | StateKernel]) -> list[Outcome]:
+def _compile(topology_name: str, kernels: list[AnyKernel]) -> list[Outcome]:
     import jax
     import jax.numpy as jnp
     import numpy as np
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+    from sglang_jax.kernels.causal_convolution_pallas import convolve_in_place
     from sglang_jax.kernels.kv_storage import page_shape
     from sglang_jax.kernels.ragged_paged_attention import (
         AttentionImplementation,
@@ -188,13 +213,9 @@ def _compile(topology_name: str, kernels: list[Kernel | StateKernel]) -> list[Ou
             return Outcome(str(error))
         return Outcome(None, memory.alias_size_in_bytes, memory.temp_size_in_bytes)
 
-    def one_of_states(kernel: StateKernel) -> Outcome:
-        of_tokens, rows = (lambda *shape: array((kernel.tokens, *shape), "float32")), array((kernel.rows,))
-        keys, decays = of_tokens(kernel.groups, kernel.key_dim), of_tokens(kernel.heads)
-        values = of_tokens(kernel.heads, kernel.value_dim)
-        inputs = ScanInputs(keys, keys, values, decays, decays if kernel.delta else None)
-        tokens, decode_only = array((kernel.tokens,)), kernel.tokens == kernel.rows
-        state_rows = StateRows(
+    def rows_of(kernel: StateKernel | ConvolutionKernel) -> StateRows:
+        rows, tokens = array((kernel.rows,)), array((kernel.tokens,))
+        return StateRows(
             begin=rows,
             fresh=array((kernel.rows,), "bool"),
             own=rows,
@@ -202,22 +223,49 @@ def _compile(topology_name: str, kernels: list[Kernel | StateKernel]) -> list[Ou
             offsets=tokens,
             query_starts=array((kernel.rows + 1,)),
             num_decode=array(()),
-            decode_only=decode_only,
+            decode_only=kernel.tokens == kernel.rows,
         )
+
+    def one_of_convolutions(kernel: ConvolutionKernel) -> Outcome:
+        x = array((kernel.tokens, kernel.channels), kernel.storage)
+        weight = array((kernel.channels, kernel.width), kernel.storage)
+        bias = array((kernel.channels,), kernel.storage) if kernel.bias else None
         try:
-            lowered = jax.jit(partial(scan_in_place, checked=kernel.checked), donate_argnums=1).lower(
-                inputs, array(kernel.pool, kernel.states), state_rows
+            lowered = jax.jit(partial(convolve_in_place, checked=kernel.checked), donate_argnums=3).lower(
+                x, weight, bias, array(kernel.pool, kernel.storage), rows_of(kernel)
             )
             memory = lowered.compile().memory_analysis()
         except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
             return Outcome(str(error))
         return Outcome(None, memory.alias_size_in_bytes, memory.temp_size_in_bytes)
 
+    def one_of_states(kernel: StateKernel) -> Outcome:
+        of_tokens = lambda *shape: array((kernel.tokens, *shape), "float32")  # noqa: E731
+        keys, decays = of_tokens(kernel.groups, kernel.key_dim), of_tokens(kernel.heads)
+        values = of_tokens(kernel.heads, kernel.value_dim)
+        inputs = ScanInputs(keys, keys, values, decays, decays if kernel.delta else None)
+        try:
+            lowered = jax.jit(partial(scan_in_place, checked=kernel.checked), donate_argnums=1).lower(
+                inputs, array(kernel.pool, kernel.states), rows_of(kernel)
+            )
+            memory = lowered.compile().memory_analysis()
+        except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+            return Outcome(str(error))
+        return Outcome(None, memory.alias_size_in_bytes, memory.temp_size_in_bytes)
+
+    def compiled(kernel: AnyKernel) -> Outcome:
+        match kernel:
+            case Kernel():
+                return one(kernel)
+            case StateKernel():
+                return one_of_states(kernel)
+            case ConvolutionKernel():
+                return one_of_convolutions(kernel)
+
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return [one_of_states(kernel) if isinstance(kernel, StateKernel) else one(kernel) for kernel in kernels]
+        return [compiled(kernel) for kernel in kernels]
 
 
 if __name__ == "__main__":
-    kinds = (Kernel, StateKernel)
-    found = _compile(sys.argv[1], [kinds[of_states](**fields) for of_states, fields in json.load(sys.stdin)])
+    found = _compile(sys.argv[1], [_KINDS[kind](**fields) for kind, fields in json.load(sys.stdin)])
     print(json.dumps([asdict(outcome) for outcome in found]))

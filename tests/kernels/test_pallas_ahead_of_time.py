@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers.tpu_ahead_of_time import TOPOLOGIES, Kernel, Outcome, StateKernel, compile_kernels
+from helpers.tpu_ahead_of_time import TOPOLOGIES, ConvolutionKernel, Kernel, Outcome, StateKernel, compile_kernels
 
 LLAMA_8B = Kernel()
 QWEN3_32B = Kernel(heads=64, page_size=128)
@@ -63,6 +63,28 @@ MORE_STATES = [
 ]
 
 
+CONVOLUTION = ConvolutionKernel()
+
+CONVOLUTIONS = [CONVOLUTION, ConvolutionKernel(channels=8448, bias=True, tokens=512, rows=20, slots=600)]
+
+MORE_CONVOLUTIONS = [
+    ConvolutionKernel(channels=1024, tokens=1, rows=1, slots=9),
+    ConvolutionKernel(channels=10240, tokens=2048, rows=256, slots=600),
+    ConvolutionKernel(channels=2048, width=3, tokens=256, rows=64),  # LFM2
+    ConvolutionKernel(channels=1536, storage="float32", bias=True, tokens=72, rows=8),
+]
+
+
+def check_convolutions(kernels: list[ConvolutionKernel], outcomes: list[Outcome]) -> None:
+    """Pools are updated in place, and not copied; of tokens there are float32 inputs and outputs at most."""
+    for kernel, outcome in zip(kernels, outcomes, strict=True):
+        assert outcome.error is None, (kernel, outcome.error)
+        pool = math.prod(kernel.pool) * {"float32": 4, "bfloat16": 2}[kernel.storage]
+        assert outcome.in_place == pool, kernel
+        tokens = (kernel.tokens + 32) * 4 * math.prod(kernel.pool[2:])
+        assert outcome.temporary < max(3 * tokens, pool // 2), kernel
+
+
 def check_states(kernels: list[StateKernel], outcomes: list[Outcome]) -> None:
     """Pools are updated in place, and not copied."""
     for kernel, outcome in zip(kernels, outcomes, strict=True):
@@ -87,17 +109,22 @@ def check(kernels: list[Kernel], outcomes: list[Outcome]) -> None:
 
 @pytest.fixture(scope="module")
 def on_v6e() -> list[Outcome]:
-    return compile_kernels("v6e", [*STATES, *KERNELS, TOO_LARGE])
+    return compile_kernels("v6e", [*STATES, *KERNELS, *CONVOLUTIONS, TOO_LARGE])
 
 
 @pytest.mark.slow
 def test_kernels_compile(on_v6e: list[Outcome]) -> None:
-    check(KERNELS, on_v6e[len(STATES) : -1])
+    check(KERNELS, on_v6e[len(STATES) : -1 - len(CONVOLUTIONS)])
 
 
 @pytest.mark.slow
 def test_kernels_of_states_compile(on_v6e: list[Outcome]) -> None:
     check_states(STATES, on_v6e[: len(STATES)])
+
+
+@pytest.mark.slow
+def test_kernels_of_convolutions_compile(on_v6e: list[Outcome]) -> None:
+    check_convolutions(CONVOLUTIONS, on_v6e[-1 - len(CONVOLUTIONS) : -1])
 
 
 def test_blocks_that_do_not_fit_are_refused(on_v6e: list[Outcome]) -> None:
@@ -111,19 +138,21 @@ def test_blocks_that_do_not_fit_are_refused(on_v6e: list[Outcome]) -> None:
 )
 def test_a_mixed_step_compiles_for_other_chips(chip: str, kernel: Kernel) -> None:
     """It runs every kernel."""
-    attention, states = compile_kernels(chip, [kernel, STATES[1]])
+    attention, states, convolution = compile_kernels(chip, [kernel, STATES[1], CONVOLUTIONS[1]])
     check([kernel], [attention])
     check_states([STATES[1]], [states])
+    check_convolutions([CONVOLUTIONS[1]], [convolution])
 
 
 SHARED = {"paged_attention_decode", "paged_attention_prefill", "kv_write_runs", "state_rows", "state_chunks"}
-ALONE = {"kv_write"}
+ALONE = {"kv_write", "convolution_rows", "convolution_chunks"}
 """Kernels of a mixed step whose programs two cores share, and that one core runs: what two of its programs write may
-lie in one tile."""
+lie in one tile, or a program waits for what the one before it has asked for."""
 
 
 SMALL = Kernel(heads=2, kv_heads=1, tokens=512, rows=32, columns=8)
 SMALL_STATES = StateKernel(heads=18, groups=18, tokens=128, rows=4, slots=8)
+SMALL_CONVOLUTION = ConvolutionKernel(channels=1024, tokens=64, rows=4, slots=8)
 """Of all kernels, quick to compile: writing a schedule down takes as long as making it."""
 
 
@@ -141,7 +170,7 @@ def schedules(folder: Path) -> dict[str, str]:
 @pytest.mark.slow
 def test_two_cores_of_a_device_share_programs(tmp_path: Path) -> None:
     """The schedule has the cores meet before a kernel that both run; the second passes over others."""
-    mixed = [SMALL, SMALL_STATES]
+    mixed = [SMALL, SMALL_STATES, SMALL_CONVOLUTION]
     assert {outcome.error for outcome in compile_kernels("v5p", mixed, tmp_path)} == {None}
     found = schedules(tmp_path)
     assert {name for name, text in found.items() if "BarrierMegacore" in text} == SHARED
@@ -154,7 +183,7 @@ CHECK = "BoundsCheck"
 
 @pytest.mark.slow
 def test_debugging_compiles_checks_in(tmp_path: Path) -> None:
-    kernels = [replace(SMALL, checked=True), replace(SMALL_STATES, checked=True)]
+    kernels = [replace(kernel, checked=True) for kernel in (SMALL, SMALL_STATES, SMALL_CONVOLUTION)]
     assert {outcome.error for outcome in compile_kernels("v6e", kernels, tmp_path)} == {None}
     assert {name for name, text in schedules(tmp_path).items() if CHECK not in text} == set()
 
@@ -171,3 +200,5 @@ def test_every_form_compiles(chip: str) -> None:
 def test_every_form_of_states_compiles(chip: str) -> None:
     kernels = STATES + MORE_STATES
     check_states(kernels, compile_kernels(chip, kernels))
+    convolutions = CONVOLUTIONS + MORE_CONVOLUTIONS
+    check_convolutions(convolutions, compile_kernels(chip, convolutions))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.pallas_state_rows import faulty_module, pallas_rows
 from helpers.state_steps import random_scan
 from helpers.tpu_interpreter import CopyMode, Interpreted
 
 from sglang_jax.kernels import state_scan_pallas
-from sglang_jax.kernels.state_rows import StateRows
 from sglang_jax.kernels.state_scan import BLOCK, ScanInputs, reference_scan
 from sglang_jax.kernels.state_scan_pallas import scan_in_place
 
@@ -29,29 +27,6 @@ STEPS = {
     "nothing": ([], 0),
 }
 DECODES = {"all rows": [1] * ROWS, "some": [1] * 3, "none": list[int]()}
-
-
-def rows_of(counts: list[int], num_decode: int, *, decode_only: bool) -> StateRows:
-    """Most sequences begin in another slot than their own, every third with nothing; slots are in no order."""
-    padding = ROWS - len(counts)
-    slots = np.random.default_rng(1).permutation(np.arange(1, SLOTS))
-    own = np.concatenate((slots[: len(counts)], np.zeros(padding, np.int64)))
-    others = np.concatenate((slots[len(slots) - len(counts) :], np.zeros(padding, np.int64)))
-    begin = np.where(np.arange(ROWS) % 4 == 0, own, others)
-    fresh = np.arange(ROWS) % 3 == 1
-    fresh[len(counts) :] = True
-    starts = np.concatenate(([0], np.cumsum(counts + [int(decode_only)] * padding)))
-    none = jnp.zeros(0, jnp.int32)
-    return StateRows(
-        begin=jnp.asarray(begin, jnp.int32),
-        fresh=jnp.asarray(fresh),
-        own=jnp.asarray(own, jnp.int32),
-        sequences=none,
-        offsets=none,
-        query_starts=jnp.asarray(starts, jnp.int32),
-        num_decode=jnp.int32(num_decode),
-        decode_only=decode_only,
-    )
 
 
 def arrays_of(tokens: int, used: int, delta: bool, sizes: tuple[int, int]) -> list[np.ndarray | None]:
@@ -84,7 +59,7 @@ def check(
     delta: bool,
     sizes: tuple[int, int],
 ) -> None:
-    rows = rows_of(counts, num_decode, decode_only=decode_only)
+    rows = pallas_rows(ROWS, SLOTS, counts, num_decode, decode_only=decode_only)
     arrays = arrays_of(ROWS if decode_only else TOKENS, sum(counts), delta, sizes)
     inputs = ScanInputs(*(None if array is None else jnp.asarray(array) for array in arrays))
     before = np.full((SLOTS, 4, *sizes), np.nan, np.float32)
@@ -139,7 +114,7 @@ def test_a_sequence_is_batch_invariant(compiled: Interpreted) -> None:
     pool = jnp.zeros((SLOTS, 4, 8, 16))
 
     def run(counts: list[int], num_decode: int, first: int) -> tuple[np.ndarray, np.ndarray]:
-        rows = rows_of(counts, num_decode, decode_only=False)
+        rows = pallas_rows(ROWS, SLOTS, counts, num_decode, decode_only=False)
         moved = [None if x is None else jnp.asarray(np.roll(x, first, axis=0)) for x in arrays]
         (outputs, after), _ = compiled.run(CopyMode.EAGER, ScanInputs(*moved), pool, rows)
         length, slot = counts[-1], int(rows.own[len(counts) - 1])
@@ -174,16 +149,7 @@ FAULTS = {
 @pytest.mark.soak
 @pytest.mark.parametrize(("right", "wrong"), FAULTS.values(), ids=FAULTS)
 def test_a_planted_fault_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, right: str, wrong: str) -> None:
-    text = Path(state_scan_pallas.__file__).read_text()
-    assert right in text
-    path = tmp_path / "faulty.py"
-    path.write_text(text.replace(right, wrong))
-    spec = importlib.util.spec_from_file_location("faulty", path)
-    assert spec is not None
-    assert spec.loader is not None
-    faulty = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "faulty", faulty)
-    spec.loader.exec_module(faulty)
+    faulty = faulty_module(monkeypatch, tmp_path, state_scan_pallas, right, wrong)
     run = Interpreted(faulty.scan_in_place).run
     counts, num_decode = STEPS["chunks and no decode rows" if "decoding" in right else "decode rows and chunks"]
     with pytest.raises(AssertionError):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers.state_steps import StateStep, random_scan, splits
 
-from sglang_jax.kernels.causal_convolution import convolve
+from sglang_jax.kernels.causal_convolution import convolve_with_pool, tail_shape
 from sglang_jax.kernels.state_rows import StateRows
 from sglang_jax.kernels.state_scan import BLOCK, ScanInputs, reference_scan, scan
 
@@ -43,8 +43,7 @@ def run_scan(inputs: ScanInputs, pool: jax.Array, rows: StateRows) -> tuple[jax.
 
 @jax.jit
 def run_convolution(x: jax.Array, weight: jax.Array, pool: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
-    outputs, tails = convolve(x, weight, None, rows.read(pool), rows)
-    return outputs, rows.write(pool, tails)
+    return convolve_with_pool(x, weight, None, pool, rows)
 
 
 def padded(x: np.ndarray, rows: StateRows) -> jax.Array:
@@ -69,15 +68,22 @@ def test_any_split_gives_the_outputs_and_the_state_of_one_token_after_the_other(
         pool = pool.at[0].set(jnp.nan)
 
 
-def test_any_split_convolves_the_same_numbers() -> None:
+@pytest.mark.parametrize("tiled", [False, True], ids=["plain slots", "tiled slots"])
+def test_any_split_convolves_the_same_numbers(tiled: bool) -> None:
     rng = np.random.default_rng(0)
     x, weight = rng.standard_normal((3 * BLOCK, 5), np.float32), rng.standard_normal((5, 4), np.float32)
     expected = np.stack([np.convolve(channel, taps[::-1])[: len(x)] for channel, taps in zip(x.T, weight, strict=True)])
-    pool = jnp.full((SLOTS, 3, 5), jnp.nan)
+    pool = jnp.full((SLOTS, *tail_shape(3, 5, tiled=tiled)), jnp.nan)
     for steps, slot in splits(len(x)):
         for step in steps:
             rows = rows_of(step)
             found, pool = run_convolution(padded(x[step.tokens], rows), jnp.asarray(weight), pool, rows)
             np.testing.assert_allclose(found[: len(step.tokens)], expected.T[step.tokens], rtol=1e-5, atol=1e-5)
-        np.testing.assert_array_equal(pool[slot], x[-3:])
+        np.testing.assert_array_equal(pool[slot].reshape(3, -1)[:, :5], x[-3:])
         pool = pool.at[0].set(jnp.nan)
+
+
+def test_each_device_has_whole_tiles_of_its_own_channels() -> None:
+    assert tail_shape(3, 2 * 1100, tiled=False, shards=2) == (3, 2200)
+    assert tail_shape(3, 2 * 1100, tiled=True, shards=2) == (3, 2 * 16, 128)
+    assert tail_shape(3, 2 * 1024, tiled=True, shards=2) == (3, 2 * 8, 128)

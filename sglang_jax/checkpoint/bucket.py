@@ -1,0 +1,221 @@
+"""Checkpoints in a bucket of Google Cloud Storage: `gs://BUCKET/PATH`, by gcsfs.
+
+What is small (config, tokenizer, the index of weights) is copied to the user's cache folder and read there as of any
+checkpoint; of weights the parts that are asked for are read as they lie. A copy's folder is named by the generations of
+its objects, and parts are asked for by them too: a checkpoint that somebody replaces meanwhile is an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from platformdirs import user_cache_dir
+
+from sglang_jax.checkpoint.weight_files import Bytes
+from sglang_jax.errors import CheckpointError, cut, how_to_install, shown
+
+SCHEME = "gs://"
+
+_ADDRESS = re.compile(r"gs://([a-z0-9][a-z0-9._-]{1,221})((?:/[^/\x00-\x1f]+)*)")
+_SMALL = (".json", ".jinja")
+"""Endings of what is copied: as of a repository on the hub."""
+
+_MOST_OBJECTS = 2000
+"""In a folder. The largest checkpoints have some 200."""
+
+_MOST_SMALL_BYTES = 256 << 20
+"""Of all that is copied; the limits of each kind of file hold besides."""
+
+_MOST_NAME = 255
+_PART = 8 << 20
+"""Bytes of one request."""
+
+_REQUESTS = 32
+"""At a time, by one folder."""
+
+_SECONDS = 120.0
+"""That one request may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteObject:
+    """One version of an object of a bucket. `size`: in bytes."""
+
+    size: int
+    generation: str
+
+
+class RemoteFolder:
+    """The objects right below `gs://BUCKET/PATH`, as they were when it was opened: `WeightFiles`.
+
+    **Raises:** `CheckpointError` if gcsfs is missing, for what is no such address, and if the folder cannot be listed.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address.rstrip("/")
+        found = _ADDRESS.fullmatch(self.address)
+        if found is None or any(part in (".", "..") for part in found[2].split("/")):
+            raise CheckpointError(f"{shown(address)} is not an address of the form gs://BUCKET/PATH")
+        self.bucket, self.folder = found[1], found[2].strip("/")
+        if importlib.util.find_spec("gcsfs") is None:
+            raise CheckpointError(f"{self.address} is read by gcsfs, which is not installed: {how_to_install('gcs')}")
+        import fsspec  # here: most checkpoints are files of this machine
+
+        with _failures_of(self.address):
+            self._system = fsspec.filesystem("gs", requests_timeout=_SECONDS)
+            self.objects, self.folders = self._listed()
+        self._pool = ThreadPoolExecutor(_REQUESTS, thread_name_prefix="bucket")
+
+    def names(self) -> list[str]:
+        return sorted(self.objects)
+
+    def has(self, name: str) -> bool:
+        return name in self.objects
+
+    def size(self, name: str) -> int:
+        return self._object(name).size
+
+    def where(self, name: str) -> str:
+        return f"{self.address}/{name}"
+
+    def read(self, name: str, first: int, last: int) -> Bytes:
+        """See `WeightFiles.read`. Long ranges are read in parts side by side."""
+        found = np.empty(last - first, np.uint8)
+        parts = [(start, min(start + _PART, last)) for start in range(first, last, _PART)]
+
+        def take(part: tuple[int, int]) -> None:
+            found[part[0] - first : part[1] - first] = np.frombuffer(self._read_part(name, *part), np.uint8)
+
+        if len(parts) == 1:
+            take(parts[0])
+        else:
+            list(self._pool.map(take, parts))
+        return found
+
+    def copy_small(self) -> Path:
+        """A folder of this machine with the objects that are config, tokenizer or index; it stays for the next start.
+
+        **Raises:** `CheckpointError` for too much of them, and if they cannot be read or the copy not be written.
+        """
+        small = {name: each for name, each in sorted(self.objects.items()) if name.endswith(_SMALL)}
+        if (total := sum(each.size for each in small.values())) > _MOST_SMALL_BYTES:
+            raise CheckpointError(
+                f"{self.address}: the files that end in {' or '.join(_SMALL)} have {total} bytes, the limit is "
+                f"{_MOST_SMALL_BYTES}; keep what is not the model's in another folder"
+            )
+        identity = hashlib.sha256(repr([self.address, *small.items()]).encode()).hexdigest()[:16]
+        parent = Path(user_cache_dir("sglang-jax"), "buckets", self.bucket, *self.folder.split("/"))
+        target = parent / identity
+        if target.is_dir():
+            return target
+        data = {name: self.read(name, 0, each.size) for name, each in small.items()}
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=parent) as folder:
+                whole = Path(folder, identity)
+                whole.mkdir()
+                for name, read in data.items():
+                    (whole / name).write_bytes(read.tobytes())
+                _move(whole, target)
+        except OSError as error:
+            raise CheckpointError(
+                f"the files of {self.address} cannot be copied to {target}: {error}; XDG_CACHE_HOME names another place"
+            ) from error
+        return target
+
+    def _listed(self) -> tuple[dict[str, RemoteObject], frozenset[str]]:
+        """What lies right below the folder: objects, and names of folders."""
+        path = f"{self.bucket}/{self.folder}".rstrip("/")
+        entries = self._system.ls(path, detail=True, refresh=True, max_results=_MOST_OBJECTS + 1)
+        if len(entries) > _MOST_OBJECTS:
+            raise CheckpointError(f"{self.address} has more than {_MOST_OBJECTS} objects, which is not a checkpoint")
+        objects, folders = {}, set()
+        for entry in entries:
+            name = entry["name"].removeprefix(f"{path}/")
+            if entry["type"] == "directory":
+                folders.add(name.strip("/"))
+            elif _is_name(name):
+                objects[name] = RemoteObject(int(entry["size"]), str(entry["generation"]))
+        return objects, frozenset(folders)
+
+    def _object(self, name: str) -> RemoteObject:
+        if name not in self.objects:
+            raise CheckpointError(f"{self.where(name)} does not exist")
+        return self.objects[name]
+
+    def _read_part(self, name: str, first: int, last: int) -> bytes:
+        path = f"{self.bucket}/{self.folder}/{name}" if self.folder else f"{self.bucket}/{name}"
+        with _failures_of(self.where(name)):
+            generation = self._object(name).generation
+            data: bytes = self._system.cat_file(path, first, last, generation=generation)
+        if len(data) != last - first:
+            raise CheckpointError(
+                f"{self.where(name)}: {len(data)} bytes came where {last - first} were asked for, from byte {first} on"
+            )
+        return data
+
+
+def is_address(path: str) -> bool:
+    """Whether a path is one of another machine: `gs://BUCKET/PATH`, or of a storage that is not known here."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path) is not None
+
+
+def open_folder(address: str) -> RemoteFolder:
+    """The folder at an address. Raises `CheckpointError` for a storage that is not read, and as `RemoteFolder` does."""
+    if not address.startswith(SCHEME):
+        raise CheckpointError(
+            f"{cut(address)}: checkpoints are read from {SCHEME}BUCKET/PATH, from folders and from the Hugging Face "
+            "hub; copy it to a folder of this machine"
+        )
+    return RemoteFolder(address)
+
+
+def _is_name(name: str) -> bool:
+    """Whether an object's name may be that of a file in a folder. What is not is none of a checkpoint's."""
+    return 0 < len(name.encode()) <= _MOST_NAME and name not in (".", "..") and not re.search(r"[/\\\x00-\x1f]", name)
+
+
+def _move(whole: Path, target: Path) -> None:
+    """Another process may have copied the same meanwhile."""
+    try:
+        os.rename(whole, target)
+    except OSError:
+        if not target.is_dir():
+            raise
+
+
+@contextmanager
+def _failures_of(place: str) -> Iterator[None]:
+    """Raises `CheckpointError` naming `place` for whatever gcsfs raises over a bucket that it cannot read."""
+    import aiohttp
+    from gcsfs.retry import ChecksumError, HttpError, NonRetryableError
+    from google.auth.exceptions import GoogleAuthError
+
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{place} does not exist, or was replaced while it was read") from error
+    except (
+        *(OSError, ValueError, HttpError, ChecksumError, NonRetryableError, GoogleAuthError),
+        aiohttp.ClientError,
+    ) as error:
+        raise CheckpointError(
+            f"{place} cannot be read (has this machine's account access to the bucket? `gcloud auth "
+            f"application-default login` gives it yours): {type(error).__name__}: {cut(str(error))}"
+        ) from error
+
+
+def described(folder: RemoteFolder) -> str:
+    """What a folder holds, as errors list it: the first ten names."""
+    names = [*sorted(f"{name}/" for name in folder.folders), *folder.names()]
+    return (", ".join(map(cut, names[:10])) or "nothing") + (f" and {len(names) - 10} more" if len(names) > 10 else "")

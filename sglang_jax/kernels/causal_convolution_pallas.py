@@ -1,0 +1,350 @@
+"""`causal_convolution` on TPUs: last inputs are copied from their slots and to them in place, by the kernels.
+
+A token's last inputs lie in whole tiles, `[parts, 128]` each, so that nothing is shifted in registers: an input some
+tokens before another is another register. So lie a step's outputs, in heads for the kernels that come next. Its inputs
+lie eight tokens in a tile, as products leave them: one of these eight is loaded with a stride. Two kernels:
+
+- **Decode rows.** A program takes some rows. Of what is kept of them there are three sets in vector memory: one is
+  computed, one arrives, one leaves.
+- **Chunks.** A program takes some tokens of the step, one sequence after the other, and 16 parts at a time of each with
+  the inputs before a token in registers. What the next sequence begins with arrives meanwhile.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from sglang_jax.kernels.kv_storage import LANES
+from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import MIB, VMEM_LIMITS, current_chip
+from sglang_jax.kernels.state_rows import StateRows
+
+Ref = Any
+"""A Pallas reference to memory; its type is not public."""
+
+TILE = 8
+"""Tokens of a tile."""
+TOKENS = 32
+"""Of a program of chunks."""
+
+_IN_FLIGHT = MIB
+"""Bytes that should arrive at once, for memory to be busy while they are waited for: v6e reads 1.6 MB a microsecond."""
+
+_SETS = 3
+_COLUMN = 16
+"""Parts that are computed at once, a tile of bfloat16."""
+
+_FLOAT32 = jnp.float32
+_WHERE_IT_IS = pl.BlockSpec(memory_space=pl.ANY)
+
+
+def convolve_in_place(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    pool: jax.Array,
+    rows: StateRows,
+    *,
+    checked: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """See `causal_convolution.convolve`, with a tiled `pool` `[slots, width - 1, parts, 128]`. `checked`: with checks
+    of addresses.
+
+    **Returns:** float32 `[T, channels]`, zeros for padding, and the pool after the step."""
+    tokens, channels = x.shape
+    parts = pool.shape[2]
+    taps = [weight.T] if bias is None else [weight.T, bias[None]]
+    taps = _in_parts(jnp.concatenate([part.astype(_FLOAT32) for part in taps]), parts)
+    inputs = _by_tiles(x.astype(_FLOAT32), parts)
+    found, pool = _decode_rows(inputs, taps, pool, rows, checked)
+    if not rows.decode_only:
+        found, pool = _chunks(inputs, taps, found, pool, rows, checked)
+    used = rows.num_decode if rows.decode_only else rows.query_starts[-1]
+    found = jnp.where(jnp.arange(tokens)[:, None, None] < used, found[:tokens], 0.0)
+    return found.reshape(tokens, -1)[:, :channels], pool
+
+
+def _in_parts(x: jax.Array, parts: int) -> jax.Array:
+    """`[n, channels]` → `[n, parts, 128]`."""
+    return jnp.pad(x, ((0, 0), (0, parts * LANES - x.shape[1]))).reshape(-1, parts, LANES)
+
+
+def _by_tiles(x: jax.Array, parts: int) -> jax.Array:
+    """`[T, channels]` → `[tiles, parts * 8, 128]`, eight tokens of a part below each other: the order in which memory
+    has them anyway."""
+    x = _in_parts(jnp.pad(x, ((0, -x.shape[0] % TOKENS), (0, 0))), parts)
+    return x.reshape(-1, TILE, parts, LANES).swapaxes(1, 2).reshape(-1, parts * TILE, LANES)
+
+
+def rows_at_once(rows: int, bytes_of_row: int) -> int:
+    """Of a program of decode rows: whole tiles, as many as divide all."""
+    tiles = pl.cdiv(rows, TILE)
+    most = max(_IN_FLIGHT // (bytes_of_row * TILE), 1)
+    return TILE * next(number for number in range(min(tiles, most), 0, -1) if tiles % number == 0)
+
+
+def _compiler_params(checked: bool) -> pltpu.CompilerParams:
+    """Programs come one after the other: each waits for copies that the one before it has started."""
+    return pltpu.CompilerParams(
+        dimension_semantics=("arbitrary",),
+        vmem_limit_bytes=VMEM_LIMITS[current_chip()],
+        disable_bounds_checks=not checked,
+    )
+
+
+def _whole(array: jax.Array) -> pl.BlockSpec:
+    """The same block for all programs."""
+    return pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim)
+
+
+def _columns(parts: int) -> list[slice]:
+    return [slice(first, min(first + _COLUMN, parts)) for first in range(0, parts, _COLUMN)]
+
+
+def _of_token(token: jax.Array | int, column: slice) -> pl.Slice:
+    """Parts of a token of a tile."""
+    return pl.ds(column.start * TILE + token, column.stop - column.start, TILE)
+
+
+def _weighted(taps: Ref, column: slice, inputs: list[jax.Array]) -> jax.Array:
+    """The sum of inputs, oldest first, by their taps, and the bias if there is one behind these."""
+    total = taps[0, column] * inputs[0]
+    for tap, one in enumerate(inputs[1:], 1):
+        total = total + taps[tap, column] * one
+    return total if taps.shape[0] == len(inputs) else total + taps[len(inputs), column]
+
+
+# -- Decode rows -------------------------------------------------------------------------------------------------------
+
+
+def _decode_rows(
+    inputs: jax.Array, taps: jax.Array, pool: jax.Array, rows: StateRows, checked: bool
+) -> tuple[jax.Array, jax.Array]:
+    """The first `num_decode` tokens, each its sequence's only one: outputs `[T, parts, 128]`, of which those of other
+    tokens are anything, and the pool."""
+    count, (_, kept, parts, lanes) = len(rows.own), pool.shape
+    at_once = rows_at_once(count, kept * parts * lanes * pool.dtype.itemsize)
+    decodes = jnp.arange(count) < rows.num_decode
+    begin = jnp.where(decodes & ~rows.fresh, rows.begin, 0)
+    own = jnp.where(decodes, rows.own, 0)
+    begin, fresh, own = (jnp.pad(x.astype(jnp.int32), (0, -count % TILE)) for x in (begin, rows.fresh, own))
+    tiles = pl.BlockSpec((at_once // TILE, parts * TILE, lanes), lambda program, *_: (program, 0, 0))
+    return pl.pallas_call(
+        partial(_one_token, at_once=at_once),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            # Without decode rows one program computes padding.
+            grid=(jnp.maximum(pl.cdiv(rows.num_decode, at_once), 1),),
+            in_specs=[tiles, _whole(taps), _WHERE_IT_IS],
+            out_specs=[
+                pl.BlockSpec((at_once, parts, lanes), lambda program, *_: (program, 0, 0)),
+                _WHERE_IT_IS,
+            ],
+            scratch_shapes=[
+                pltpu.VMEM((_SETS, at_once, kept + 1, parts, lanes), pool.dtype),
+                pltpu.SemaphoreType.DMA((_SETS,)),
+                pltpu.SemaphoreType.DMA((_SETS,)),
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((inputs.shape[0] * TILE, parts, lanes), _FLOAT32),
+            jax.ShapeDtypeStruct(pool.shape, pool.dtype),
+        ],
+        input_output_aliases={5: 1},
+        compiler_params=_compiler_params(checked),
+        name="convolution_rows",
+    )(begin, fresh, own, inputs, taps, pool)
+
+
+def _one_token(  # type: ignore[no-untyped-def]
+    begin, fresh, own, inputs, taps, _, outputs, pool, lines, arrived, left, *, at_once: int
+):
+    """Some rows. `lines` `[3, at_once, kept + 1, parts, 128]`, a row's last inputs and its new one; `arrived`, `left`:
+    of each of the three."""
+    program, last = pl.program_id(0), pl.num_programs(0) - 1
+    kept, here = lines.shape[2] - 1, program % _SETS
+
+    def fetch(program: jax.Array) -> None:
+        @pl.loop(0, at_once)
+        def _(row: jax.Array) -> None:
+            target = lines.at[program % _SETS, row, pl.ds(0, kept)]
+            pltpu.make_async_copy(pool.at[begin[program * at_once + row]], target, arrived.at[program % _SETS]).start()
+
+    def leave(program: jax.Array, row: jax.Array, wait: bool) -> None:
+        """Starts a copy, or waits for it. Slot 0, where padding lies, takes nothing."""
+        slot = own[program * at_once + row]
+
+        @pl.when(slot > 0)
+        def _() -> None:
+            line = lines.at[program % _SETS, row, pl.ds(1, kept)]
+            copy = pltpu.make_async_copy(line, pool.at[slot], left.at[program % _SETS])
+            copy.wait() if wait else copy.start()
+
+    def await_leaving(program: jax.Array) -> None:
+        pl.loop(0, at_once)(lambda row: leave(program, row, wait=True))
+
+    pl.when(program == 0)(lambda: fetch(program))
+    pl.when(program >= _SETS - 1)(lambda: await_leaving(program - (_SETS - 1)))
+    pl.when(program < last)(lambda: fetch(program + 1))
+    of_all = lines.at[here, :, pl.ds(0, kept)]
+    pltpu.make_async_copy(of_all, of_all, arrived.at[here]).wait()
+
+    @pl.loop(0, at_once)
+    def _(row: jax.Array) -> None:
+        @pl.when(fresh[program * at_once + row] != 0)
+        def _() -> None:
+            lines[here, row, pl.ds(0, kept)] = jnp.zeros((kept, *lines.shape[3:]), lines.dtype)
+
+        for column in _columns(lines.shape[3]):
+            token = row // TILE, _of_token(row % TILE, column)
+            lines[here, row, kept, column] = inputs[token].astype(lines.dtype)
+            window = [lines[here, row, place, column].astype(_FLOAT32) for place in range(kept + 1)]
+            outputs[row, column] = _weighted(taps, column, window)
+        leave(program, row, wait=False)
+
+    @pl.when(program == last)
+    def _() -> None:
+        pl.when(program > 0)(lambda: await_leaving(program - 1))
+        await_leaving(program)
+
+
+# -- Chunks ------------------------------------------------------------------------------------------------------------
+
+
+def _chunks(
+    inputs: jax.Array, taps: jax.Array, outputs: jax.Array, pool: jax.Array, rows: StateRows, checked: bool
+) -> tuple[jax.Array, jax.Array]:
+    """All sequences behind the decode rows: their places of `outputs`, which is changed in place, and the pool."""
+    _, kept, parts, lanes = pool.shape
+    place, sequences, windows = _windows(rows, inputs.shape[0] * TILE)
+    begin = jnp.where(rows.fresh, 0, rows.begin)
+    tiles = pl.BlockSpec(
+        (TOKENS // TILE, parts * TILE, lanes), lambda program, place, *_: (place[_FIRST] + program, 0, 0)
+    )
+    return pl.pallas_call(
+        _some_tokens,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=6,
+            grid=(windows,),
+            in_specs=[tiles, _whole(taps), _WHERE_IT_IS, _WHERE_IT_IS],
+            out_specs=[
+                pl.BlockSpec((TOKENS, parts, lanes), lambda program, place, *_: (place[_FIRST] + program, 0, 0)),
+                _WHERE_IT_IS,
+            ],
+            scratch_shapes=[
+                pltpu.VMEM((2, kept, parts, lanes), pool.dtype),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SemaphoreType.DMA((2,)),
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct(outputs.shape, outputs.dtype),
+            jax.ShapeDtypeStruct(pool.shape, pool.dtype),
+        ],
+        input_output_aliases={8: 0, 9: 1},
+        compiler_params=_compiler_params(checked),
+        name="convolution_chunks",
+    )(place, sequences, rows.query_starts, begin, rows.fresh.astype(jnp.int32), rows.own, inputs, taps, outputs, pool)
+
+
+_FIRST, _CHUNK, _END = range(3)
+"""Of a step's windows of `TOKENS` tokens the first with a chunk; the first sequence that is a chunk, and the one behind
+the last."""
+
+
+def _windows(rows: StateRows, tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Those three; of each program the first of the sequences with tokens in its window, and the one behind the last,
+    int32 `[2, programs]`; and how many programs there are, one if there are no chunks."""
+    starts = rows.query_starts
+    first, end = rows.num_decode // TOKENS, jnp.sum(jnp.diff(starts) > 0)
+    begins = (first + jnp.arange(tokens // TOKENS)) * TOKENS
+    # Sequences without tokens stand behind all others.
+    lowest = jnp.sum(starts[1:, None] <= begins, axis=0)
+    behind = jnp.sum(starts[:-1, None] < begins + TOKENS, axis=0)
+    sequences = jnp.stack([jnp.maximum(lowest, rows.num_decode), jnp.minimum(behind, end)])
+    windows = jnp.maximum(pl.cdiv(starts[-1], TOKENS) - first, 1)
+    return jnp.stack([first, rows.num_decode, end]).astype(jnp.int32), sequences.astype(jnp.int32), windows
+
+
+def _some_tokens(  # type: ignore[no-untyped-def]
+    place, sequences, starts, begin, fresh, own, inputs, taps, old, _, outputs, pool, before, arrived, left
+):
+    """A window's tokens. `before` `[2, kept, parts, 128]`, the last inputs of a sequence and of its neighbour;
+    `arrived`, `left`: of each of the two."""
+    program, last = pl.program_id(0), pl.num_programs(0) - 1
+    window = place[_FIRST] + program
+    chunk, end = place[_CHUNK], place[_END]
+
+    def fetch(sequence: jax.Array) -> Any:
+        here = sequence % 2
+        return pltpu.make_async_copy(pool.at[begin[sequence]], before.at[here], arrived.at[here])
+
+    def leave(sequence: jax.Array) -> Any:
+        here = sequence % 2
+        return pltpu.make_async_copy(before.at[here], pool.at[own[sequence]], left.at[here])
+
+    @pl.when(program == 0)
+    def _() -> None:
+        # Its first tokens may be decode rows, whose outputs are there.
+        pltpu.sync_copy(old.at[pl.ds(window * TOKENS, TOKENS)], outputs)
+        pl.when(chunk < end)(lambda: fetch(chunk).start())
+
+    @pl.loop(sequences[0, program], sequences[1, program])
+    def _(sequence: jax.Array) -> None:
+        here, first = sequence % 2, window * TOKENS
+
+        @pl.when(starts[sequence] >= first)
+        def _() -> None:
+            fetch(sequence).wait()
+
+            @pl.when(fresh[sequence] != 0)
+            def _() -> None:
+                before[here] = jnp.zeros(before.shape[1:], before.dtype)
+
+            @pl.when(sequence + 1 < end)
+            def _() -> None:
+                pl.when(sequence > chunk)(lambda: leave(sequence - 1).wait())
+                fetch(sequence + 1).start()
+
+        begins = jnp.maximum(starts[sequence] - first, 0)
+        ends = jnp.minimum(starts[sequence + 1] - first, TOKENS)
+        for column in _columns(before.shape[2]):
+            _convolve(inputs, taps, before.at[here], outputs, column, begins, ends)
+        pl.when(starts[sequence + 1] <= first + TOKENS)(lambda: leave(sequence).start())
+
+    @pl.when((program == last) & (chunk < end))
+    def _() -> None:
+        pl.when(end - 1 > chunk)(lambda: leave(end - 2).wait())
+        leave(end - 1).wait()
+
+
+def _convolve(
+    inputs: Ref, taps: Ref, before: Ref, outputs: Ref, column: slice, begins: jax.Array, ends: jax.Array
+) -> None:
+    """Some channels of a window's tokens from `begins` to `ends`, of one sequence, and the last inputs then."""
+    kept = before.shape[0]
+
+    def tile(number: jax.Array, window: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        for token in range(TILE):
+            at = number, _of_token(token, column)
+            own = number * TILE + token
+            new = inputs[at].astype(before.dtype).astype(_FLOAT32)
+            found = _weighted(taps, column, [*window, new])
+            # What is written behind the sequence's end those whose it is write later, or nobody reads it.
+            outputs[own, column] = jnp.where(own >= begins, found, outputs[own, column])
+            inside = (own >= begins) & (own < ends)
+            window = tuple(
+                jnp.where(inside, newer, older) for older, newer in zip(window, (*window[1:], new), strict=True)
+            )
+        return window
+
+    window = tuple(before[place, column].astype(_FLOAT32) for place in range(kept))
+    window = lax.fori_loop(begins // TILE, pl.cdiv(ends, TILE), tile, window)
+    for place, one in enumerate(window):
+        before[place, column] = one.astype(before.dtype)

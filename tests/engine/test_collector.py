@@ -1,0 +1,74 @@
+"""The garbage collector is told to come rarely while a model is loaded, and only then."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from sglang_jax.config import EngineConfig
+from sglang_jax.engine.collector import RARE, rare_collections
+from sglang_jax.engine.core import run_core
+
+USUAL = (700, 10, 10)
+
+
+@pytest.fixture(autouse=True)
+def usual() -> Iterator[None]:
+    before = gc.get_threshold()
+    gc.set_threshold(*USUAL)
+    yield
+    gc.set_threshold(*before)
+
+
+def test_two_that_end_in_either_order() -> None:
+    for first, second in ((0, 1), (1, 0)):
+        stacks = [ExitStack(), ExitStack()]
+        for stack in stacks:
+            stack.enter_context(rare_collections())
+        assert gc.get_threshold() == RARE
+        stacks[first].close()
+        assert gc.get_threshold() == RARE
+        stacks[second].close()
+        assert gc.get_threshold() == USUAL
+
+
+def test_a_collector_that_is_off_or_set_meanwhile_stays_so() -> None:
+    gc.set_threshold(0)
+    with rare_collections():
+        assert gc.get_threshold()[0] == 0
+    assert gc.get_threshold()[0] == 0
+    gc.set_threshold(*USUAL)
+    with rare_collections():
+        gc.set_threshold(900, 9, 9)
+    assert gc.get_threshold() == (900, 9, 9)
+
+
+class Channel:
+    """Takes what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[object] = []
+
+    def send(self, message: object) -> None:
+        self.sent.append(message)
+
+    def close(self) -> None:
+        pass
+
+
+def test_it_is_open_while_a_core_loads_and_over_when_that_fails() -> None:
+    seen: list[tuple[int, int, int]] = []
+
+    def load(config: EngineConfig, channel: Any) -> Any:
+        seen.append(gc.get_threshold())
+        raise ValueError("no model")
+
+    channel: Any = Channel()
+    assert not run_core(EngineConfig(), channel, load)
+    assert seen == [RARE]
+    assert gc.get_threshold() == USUAL
+    assert len(channel.sent) == 1
