@@ -12,7 +12,7 @@ says, is compiled in the same run for steps of decode rows alone. Columns:
 - `compute_us`: `cycles` by the clock that the chip's peak of products implies.
 - `bytes_us`: `keys_read` by the bandwidth of the chip's memory. Where `compute_us` is below it, copies run beside
   computing and the step is expected to take the time of the bytes and a little.
-- `copies_us`: of decode rows, where blocks wait for copies whose first byte takes `LATENCY_US`: see
+- `copies_us`: of decode rows, where blocks wait for copies whose first byte takes `LATENCY`: see
   `tpu.kernel_costs.decode_with_copies`.
 """
 
@@ -36,6 +36,7 @@ from machine import report
 from tpu.hlo import take_text
 from tpu.kernel_costs import (
     DECODE_KERNEL,
+    LATENCY,
     PREFILL_KERNEL,
     Cost,
     Step,
@@ -58,10 +59,6 @@ QUICK = (8, 128, 8, 128)
 """Blocks of the rival's kernel for prompts."""
 COLUMNS = 4096
 """Tokens that a row's part of the page table has room for."""
-
-LATENCY_US = 0.6
-"""From the start of a copy from HBM to its first byte: 0.46 was measured on a v4, 0.59 is what libtpu's own model of
-copies starts from on v6e."""
 
 CASES = (
     Step("64 rows x 1k", (1,) * 64, (1024,) * 64),
@@ -140,6 +137,7 @@ def compile_all(
 
     from sglang_jax.kernels.ragged_paged_attention import AttentionOptions
     from sglang_jax.kernels.ragged_paged_attention.pallas import blocks, pallas_attention
+    from sglang_jax.kernels.ragged_paged_attention.pallas.decode import depth_of
     from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import VMEM_LIMITS, Shape, current_chip
     from sglang_jax.layers.batch import ForwardBatch
 
@@ -187,9 +185,10 @@ def compile_all(
             parts.append(decode_cost(schedule, case, heads, sized.pages, page_size))
             keys = sized.pages * page_size
             sizes.append(f"1x{keys}")
-            transfer = keys * bytes_per_key / chip.bandwidth * chip.clock
-            latency = LATENCY_US * chip.clock
-            cycles = decode_with_copies(parts[0], case, keys, transfer=transfer, latency=latency)
+            transfer = bytes_per_key / chip.bandwidth * chip.clock
+            latency = LATENCY * 1e6 * chip.clock
+            depth = depth_of(keys * bytes_per_key)
+            cycles = decode_with_copies(parts[0], transfer=transfer, latency=latency, depth=depth)
             waiting = {"copies_us": cycles / chip.clock}
         if case.tokens > case.decode_rows:
             wide = blocks.prefill_blocks(shape, tokens, columns)

@@ -68,9 +68,11 @@ class OtherFlag:
 
 
 NEEDLESS: Mapping[str, OtherFlag] = {
+    "async_scheduling": OtherFlag("each step is always planned while the one before it runs"),
     "disable_log_requests": OtherFlag("requests are not logged"),
     "enable_auto_tool_choice": OtherFlag("the model may call the tools of any request that has some"),
     "enable_chunked_prefill": OtherFlag("prompts are always computed in chunks, of --chunked-prefill-size"),
+    "enable_deterministic_inference": OtherFlag("results never depend on the batch"),
     "enable_metrics": OtherFlag("/metrics is always on"),
     "enable_mixed_chunk": OtherFlag("chunks and decode rows always share steps"),
     "enable_streaming_session": OtherFlag("sessions can always be opened"),
@@ -83,10 +85,15 @@ _ONE_MACHINE = "not implemented: layers are spread by --tp-size, over several ma
 _LORA = "not implemented: merge the adapter into the model's weights"
 _TLS = "not implemented: let a proxy in front of the server end TLS, see docs/security.md"
 _MEMORY = "not implemented: the KV cache lives in device memory only"
+_ORIGINS = "not implemented: put the page and this server behind one proxy, see docs/security.md"
 _MEDIA = "not implemented: models only take text"
+_CONFIG = "not implemented: the model's config.json holds; copy the model's folder and edit it"
+_GRAMMARS = "not an option here: --grammar-backend chooses what follows grammars, and llguidance reads all kinds"
 
 REFUSED: Mapping[str, OtherFlag] = {
+    "allowed_origins": OtherFlag(_ORIGINS, takes_value=True),
     "cpu_offload_gb": OtherFlag(_MEMORY, takes_value=True),
+    "disable_overlap_schedule": OtherFlag("not implemented: each step is launched while the one before it runs"),
     "disaggregation_mode": OtherFlag("not implemented: one engine computes prompts and outputs", takes_value=True),
     "download_dir": OtherFlag("not implemented: set HF_HOME, the hub's own variable", takes_value=True),
     "enable_dp_attention": OtherFlag("not implemented: see --dp-size for replicas"),
@@ -101,11 +108,17 @@ REFUSED: Mapping[str, OtherFlag] = {
         "activations take; a value 0.05 lower is a good start",
         takes_value=True,
     ),
+    "guided_decoding_backend": OtherFlag(_GRAMMARS, takes_value=True),
+    "hf_overrides": OtherFlag(_CONFIG, takes_value=True),
+    "hf_token": OtherFlag("not an option here: set HF_TOKEN, the hub's own variable", takes_value=True),
     "is_embedding": OtherFlag("not implemented: models only generate text"),
+    "json_model_override_args": OtherFlag(_CONFIG, takes_value=True),
     "kv_transfer_config": OtherFlag("not implemented: one engine computes prompts and outputs", takes_value=True),
     "limit_mm_per_prompt": OtherFlag(_MEDIA, takes_value=True),
     "lora_modules": OtherFlag(_LORA, takes_value=True),
     "lora_paths": OtherFlag(_LORA, takes_value=True),
+    "mm_processor_kwargs": OtherFlag(_MEDIA, takes_value=True),
+    "num_gpu_blocks_override": OtherFlag("not an option here: --max-total-tokens is in tokens", takes_value=True),
     "pipeline_parallel_size": OtherFlag(_ONE_MACHINE, takes_value=True),
     "pp": OtherFlag(_ONE_MACHINE, takes_value=True),
     "pp_size": OtherFlag(_ONE_MACHINE, takes_value=True),
@@ -114,14 +127,17 @@ REFUSED: Mapping[str, OtherFlag] = {
         "--keep-gguf-blocks keeps Q4_0, Q4_1 and Q8_0 as well on a CPU",
         takes_value=True,
     ),
+    "rope_scaling": OtherFlag(_CONFIG, takes_value=True),
+    "root_path": OtherFlag("not implemented: let the proxy in front take the prefix off", takes_value=True),
     "speculative_config": OtherFlag(
-        "given by options of their own: --speculative-algorithm, --speculative-draft-model-path, "
+        "not an option here: use --speculative-algorithm, --speculative-draft-model-path and "
         "--speculative-num-draft-tokens",
         takes_value=True,
     ),
     "ssl_ca_certs": OtherFlag(_TLS, takes_value=True),
     "ssl_certfile": OtherFlag(_TLS, takes_value=True),
     "ssl_keyfile": OtherFlag(_TLS, takes_value=True),
+    "stream_interval": OtherFlag("not implemented: tokens are sent as they come", takes_value=True),
     "swap_space": OtherFlag(_MEMORY, takes_value=True),
 }
 """Options for what this engine has not got."""
@@ -135,6 +151,26 @@ SAMPLING_FIELDS: Mapping[str, str] = {
     "sampling_seed": "seed",
 }
 """What other engines call fields of `SamplingParams`, to their names here."""
+
+_GRAMMAR = "the field grammar, made by {}_grammar()"
+SAMPLING_ELSEWHERE: Mapping[str, str] = {
+    "best_of": "not implemented",
+    "choice": _GRAMMAR.format("choice"),
+    "ebnf": _GRAMMAR.format("ebnf"),
+    "guided_choice": _GRAMMAR.format("choice"),
+    "guided_decoding": _GRAMMAR.format("json"),
+    "guided_grammar": _GRAMMAR.format("ebnf"),
+    "guided_json": _GRAMMAR.format("json"),
+    "guided_regex": _GRAMMAR.format("regex"),
+    "json_schema": _GRAMMAR.format("json"),
+    "logprobs": "given to generate(): return_logprob=True, top_logprobs_num=...",
+    "regex": _GRAMMAR.format("regex"),
+    "response_format": _GRAMMAR.format("json"),
+    "structural_tag": _GRAMMAR.format("tag"),
+    "structured_outputs": _GRAMMAR.format("json"),
+    "top_logprobs": "given to generate(): return_logprob=True, top_logprobs_num=...",
+}
+"""Fields of other engines' sampling parameters that are no field of ours, and what there is instead."""
 
 
 def canonical(name: str) -> str:

@@ -30,7 +30,7 @@ def select_device(wanted: Device, rank: int = 0) -> torch.device:
     CPU without a word.
     """
     if wanted is Device.TPU:
-        raise ConfigError("device tpu was asked for, and the torch backend runs on cuda or cpu: choose --backend jax")
+        raise ConfigError("--device tpu was asked for, and the torch backend runs on cuda or cpu: choose --backend jax")
     if wanted is Device.CPU:
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -41,7 +41,7 @@ def select_device(wanted: Device, rank: int = 0) -> torch.device:
             # Whose GPU WSL has, it does not tell.
             logger.warning("Running on the CPU. If this machine has an NVIDIA GPU, torch cannot use it: %s", reason)
             return torch.device("cpu")
-        asked = "device cuda was asked for" if wanted is Device.CUDA else "this machine has an NVIDIA GPU"
+        asked = "--device cuda was asked for" if wanted is Device.CUDA else "this machine has an NVIDIA GPU"
         raise ConfigError(
             f"{asked}, but torch {torch.__version__} sees no CUDA GPU: {reason}; or choose --device cpu, which is slow"
         )

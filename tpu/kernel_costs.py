@@ -6,10 +6,11 @@ results that take longer than the schedule assumes, for the first block of a cal
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from sglang_jax.kernels.ragged_paged_attention.pallas.decode import DEPTH
+from sglang_jax.kernels.ragged_paged_attention.pallas.decode import computed_pages
 from sglang_jax.kernels.ragged_paged_attention.pallas.prefill import HEADS_TOGETHER, ROWS_TOGETHER
 from tpu.schedule import Loop
 
@@ -17,6 +18,10 @@ DECODE_KERNEL = "paged_attention_decode"
 PREFILL_KERNEL = "paged_attention_prefill"
 
 _COPY = "= dma.hbm_to_vmem"
+
+LATENCY = 0.6e-6
+"""Seconds from the start of a copy from HBM to its first byte: 0.46 us was measured on a v4, 0.59 is what libtpu's own
+model of copies starts from on v6e."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,15 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """`count` blocks of decode rows that have `keys` keys each and take so many `bundles`."""
+
+    count: int
+    keys: int
+    bundles: float
+
+
+@dataclass(frozen=True)
 class Cost:
     """A kernel's part in a step.
 
@@ -48,6 +62,7 @@ class Cost:
     - `cycles`: bundles of the whole step, at one bundle a cycle.
     - `keys_read`: keys that the step must read once (decode rows: all theirs; chunks: theirs, for each block of
       queries).
+    - `blocks`: of decode rows.
     """
 
     loop: float
@@ -55,33 +70,62 @@ class Cost:
     spills: int
     cycles: float
     keys_read: int
+    blocks: tuple[Blocks, ...] = ()
 
 
 def decode_cost(schedule: Loop, step: Step, heads: int, pages: int, page_size: int) -> Cost:
-    """Of the decode kernel, in blocks of `pages` pages."""
+    """Of the decode kernel, in blocks of `pages` pages: a row's last one takes what its computed part takes."""
     (block_loop,) = loops_with_products(schedule)
-    keys = pages * page_size
-    loop = len(block_loop.bundles) + issue(block_loop, pages)
+    computing = _computing(block_loop)
+    sizes = computed_pages(pages, page_size)
+    if len(computing) != len(sizes):
+        raise ValueError(f"the loop computes {len(computing)} sizes of blocks, it should {len(sizes)}")
+    others = len(block_loop.bundles) - sum(computing)
+
+    def block(keys: int) -> Blocks:
+        needed = -(-keys // page_size)
+        part = max(number for number, size in enumerate(sizes) if size >= needed)
+        return Blocks(1, keys, others + computing[part] + issue(block_loop, needed))
+
+    whole = block(pages * page_size)
     lengths = step.kv_lens[: step.decode_rows]
+    blocks = []
+    for length, count in Counter(lengths).items():
+        full, rest = divmod(length, whole.keys)
+        blocks += [replace(whole, count=full * count)] if full else []
+        blocks += [replace(block(rest), count=count)] if rest else []
     row_loop = next(loop for loop in schedule.walk() if block_loop in loop.loops)
-    cycles = sum(len(row_loop.bundles) + -(-length // keys) * loop for length in lengths)
-    return Cost(loop, 1000 * loop / (keys * heads), block_loop.vector_spills, cycles, sum(lengths))
+    cycles = len(lengths) * len(row_loop.bundles) + sum(each.count * each.bundles for each in blocks)
+    per_key_head = 1000 * whole.bundles / (whole.keys * heads)
+    return Cost(whole.bundles, per_key_head, block_loop.vector_spills, cycles, sum(lengths), tuple(blocks))
 
 
-def decode_with_copies(
-    cost: Cost, step: Step, keys: int, *, transfer: float, latency: float, depth: int = DEPTH
-) -> float:
+def _computing(block_loop: Loop) -> list[int]:
+    """Bundles of each size of block that the loop computes, most first: of the branch that multiplies, and of the one
+    before it, which clears values where there are fewer keys; the first size's is part of what all blocks take."""
+    regions = block_loop.regions()
+    found: list[int] = []
+    for before, region in zip([[], *regions], regions, strict=False):
+        if any("= vmatmul" in bundle for bundle in region):
+            found.append(len(region) + (len(before) if found else 0))
+    return found
+
+
+def decode_with_copies(cost: Cost, *, transfer: float, latency: float, depth: int) -> float:
     """Cycles of the decode rows of a step where blocks wait for their copies.
 
     A buffer is filled, computed with, and then filled again: with `depth` of them a block comes every (computing +
     latency + transfer) / depth cycles, and no sooner than either computing or memory allows.
 
-    **Arguments:** `cost`: of `decode_cost`, for blocks of `keys`; `transfer`: cycles that memory takes for the bytes of
-    a block; `latency`: from the start of a copy to its first byte.
+    **Arguments:** `cost`: of `decode_cost`; `transfer`: cycles that memory takes for the bytes of a key; `latency`:
+    from the start of a copy to its first byte; `depth`: see `depth_of`.
     """
-    blocks = sum(-(-length // keys) for length in step.kv_lens[: step.decode_rows])
-    period = max(cost.loop, transfer, (cost.loop + latency + transfer) / depth)
-    return cost.cycles + blocks * (period - cost.loop)
+    cycles = cost.cycles
+    for each in cost.blocks:
+        copying = each.keys * transfer
+        period = max(each.bundles, copying, (each.bundles + latency + copying) / depth)
+        cycles += each.count * (period - each.bundles)
+    return cycles
 
 
 def prefill_cost(schedule: Loop, step: Step, heads: int, queries: int, pages: int, page_size: int) -> Cost:
@@ -161,9 +205,11 @@ def loops_with_products(schedule: Loop) -> list[Loop]:
 
 
 def issue(block_loop: Loop, pages: int) -> float:
-    """Bundles that start the copies of a block, by the loop that starts most at a time."""
+    """Bundles that start the copies of a block: by the loop that starts most at a time, and what it leaves by the one
+    that starts fewest."""
     loops = [loop for loop in block_loop.walk()[1:] if loop.count(_COPY)]
     if not loops:
         return 0.0  # They are started one by one, in the loop's own bundles.
-    most = max(loops, key=lambda loop: loop.count(_COPY))
-    return pages * len(most.bundles) / most.count(_COPY)
+    most, fewest = (choose(loops, key=lambda loop: loop.count(_COPY)) for choose in (max, min))
+    together, single = most.count(_COPY), fewest.count(_COPY)
+    return pages // together * len(most.bundles) + pages % together * len(fewest.bundles) / single

@@ -27,6 +27,13 @@ class Loop:
     depth: int
     bundles: list[str] = field(default_factory=list)
     loops: list[Loop] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    """Which of the bundles are the first of a region: of a branch, of what follows one, or follows a loop within."""
+
+    def regions(self) -> list[list[str]]:
+        """The loop's own bundles by region."""
+        ends = [*self.starts[1:], len(self.bundles)]
+        return [self.bundles[first:last] for first, last in zip(self.starts, ends, strict=True)]
 
     def count(self, operation: str) -> int:
         """How often an operation occurs in the loop's own bundles."""
@@ -70,5 +77,7 @@ def read_schedule(folder: Path, kernel: str) -> Loop:
             inner = Loop(depth)
             latest[depth - 1].loops.append(inner)
             latest[depth:] = [inner]
+        if tag is not None or not latest[depth].starts:
+            latest[depth].starts.append(len(latest[depth].bundles))
         latest[depth].bundles.append(bundle)
     return whole

@@ -38,6 +38,11 @@ class By(StrEnum):
     SCHEDULE = "schedule"
 
 
+_NEAR = 0.01
+"""Choices that wait for memory cost the same but for so much: of these fewest instructions leave most room for what the
+estimate leaves out."""
+
+
 @click.command()
 @click.option(
     "--model",
@@ -146,8 +151,8 @@ def _on_device(every: tuple[Heads, ...]) -> Iterator[Comparison]:
 
 
 def _best_of_each(compared: Iterator[Comparison], unit: str) -> Iterator[Entry]:
-    """The cheapest choice of each shape and phase, one that spills only if all do, once all of it are compared. Shows
-    them.
+    """The cheapest choice of each shape and phase, once all of it are compared: of those next to it the one of fewest
+    instructions, and one that spills only if all do. Shows them.
 
     **Raises:** `ConfigError` if none compiles.
     """
@@ -170,7 +175,9 @@ def _best(group: list[Comparison], unit: str) -> Entry:
     costs = [(comparison.spills, comparison.cost, comparison) for comparison in group if comparison.cost is not None]
     if not costs:
         raise ConfigError(f"no sizes of blocks compile for {what}")
-    _, _, best = min(costs, key=lambda each: each[:2])
+    least_spills, least, _ = min(costs, key=lambda each: each[:2])
+    near = [(cost, each) for spills, cost, each in costs if spills == least_spills and cost <= least * (1 + _NEAR)]
+    _, best = min(near, key=lambda each: each[0] if each[1].instructions is None else each[1].instructions)
     factor = 1e6 if unit == "us" else 1.0
     lines = [
         [

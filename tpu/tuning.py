@@ -23,16 +23,26 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from sglang_jax.errors import ConfigError
 from sglang_jax.kernels.ragged_paged_attention.options import AttentionOptions
 from sglang_jax.kernels.ragged_paged_attention.pallas.blocks import ROWS
-from sglang_jax.kernels.ragged_paged_attention.pallas.decode import DecodeBlocks, decode_attention
+from sglang_jax.kernels.ragged_paged_attention.pallas.decode import DecodeBlocks, decode_attention, depth_of
 from sglang_jax.kernels.ragged_paged_attention.pallas.prefill import PrefillBlocks, prefill_attention
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import VMEM_LIMITS, Chip, Shape, chip_of
 from sglang_jax.kernels.ragged_paged_attention.pallas.softmax import type_of_products
 from sglang_jax.kernels.ragged_paged_attention.pallas.table import Entry, Phase, Source
-from tpu.kernel_costs import DECODE_KERNEL, PREFILL_KERNEL, Cost, Step, decode_cost, prefill_cost
+from tpu.kernel_costs import (
+    DECODE_KERNEL,
+    LATENCY,
+    PREFILL_KERNEL,
+    Cost,
+    Step,
+    decode_cost,
+    decode_with_copies,
+    prefill_cost,
+)
 from tpu.schedule import read_schedule
 from tpu.topologies import CHIPS, Generation, Topology
+from tpu.topologies import Chip as ChipFigures
 
-DECODE_STEP = Step("decode", (1,) * 64, (200, 1000, 1024, 4000) * 16)
+DECODE_STEP = Step("decode", (1,) * 64, (200, 1000, 1500, 4000) * 16)
 PREFILL_STEPS = (
     Step("a whole prompt", (2048,), (2048,)),
     Step("chunks on prefixes", (512,) * 4, (2560,) * 4),
@@ -65,12 +75,14 @@ class Comparison:
     """What one choice of sizes costs: cycles of the schedule, or seconds on a device; None if it does not compile.
 
     `spills`: the loop of decode stores registers that ran out, by the schedule. Decode waits for memory in any case: it
-    has nothing of fewer cycles that more traffic within the chip pays for.
+    has nothing of fewer cycles that more traffic within the chip pays for. `instructions`: cycles without waiting for
+    copies, by the schedule.
     """
 
     entry: Entry
     cost: float | None
     spills: bool = False
+    instructions: float | None = None
 
 
 def compare_by_schedule(generation: Generation, every: tuple[Heads, ...], dumps: Path) -> Iterator[Comparison]:
@@ -97,10 +109,11 @@ def compare_by_schedule(generation: Generation, every: tuple[Heads, ...], dumps:
             yield Comparison(entry, None)
             continue
         costs = [call.cost(dumps, step) for step in call.steps]
+        cycles = [call.cycles(cost, chip) for cost in costs]
         shutil.rmtree(dumps)
         dumps.mkdir()
         spills = entry.phase is Phase.DECODE and any(cost.spills for cost in costs)
-        yield Comparison(entry, sum(cost.cycles for cost in costs), spills)
+        yield Comparison(entry, sum(cycles), spills, sum(cost.cycles for cost in costs))
 
 
 def compare_on_device(every: tuple[Heads, ...]) -> Iterator[Comparison]:
@@ -190,6 +203,15 @@ class KernelCall:
             return decode_cost(read_schedule(dumps, DECODE_KERNEL), step, heads, entry.pages, page_size)
         schedule = read_schedule(dumps, PREFILL_KERNEL)
         return prefill_cost(schedule, step, heads, entry.queries, entry.pages, page_size)
+
+    def cycles(self, cost: Cost, chip: ChipFigures) -> float:
+        """Of a step; those of decode wait for their copies."""
+        shape = self.entry.shape
+        if self.entry.phase is Phase.PREFILL:
+            return cost.cycles
+        transfer = shape.bytes_per_key / (chip.hbm_bandwidth / chip.devices) * chip.clock
+        depth = depth_of(self.entry.pages * shape.page_size * shape.bytes_per_key)
+        return decode_with_copies(cost, transfer=transfer, latency=LATENCY * chip.clock, depth=depth)
 
     def arrays(self, step: Step) -> tuple[jax.Array, ...]:
         """Of `run`: random numbers in pages in random order."""

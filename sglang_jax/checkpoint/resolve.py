@@ -97,7 +97,8 @@ def _local_path(model_path: str, revision: str | None, *, weights: bool) -> Path
         _refuse_revision(model_path, revision)
         return path
     if _looks_local(model_path):
-        raise CheckpointError(f"{model_path} does not exist (looked at {path.absolute()})")
+        looked = "" if Path(model_path).is_absolute() else f" (looked at {path.absolute()})"
+        raise CheckpointError(f"{model_path} does not exist{looked}")
     return _download(model_path, revision, weights=weights)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Sequence
 
@@ -15,8 +16,10 @@ from sglang_jax.cli.cache_report import cache_report
 from sglang_jax.cli.chat import chat
 from sglang_jax.cli.convert import convert
 from sglang_jax.cli.generate import generate
-from sglang_jax.cli.options import with_dashes
+from sglang_jax.cli.options import fields_as_flags, with_dashes
 from sglang_jax.cli.serve import serve
+from sglang_jax.config import ServerConfig
+from sglang_jax.engine.arguments import LEAST_ALIKE
 from sglang_jax.errors import BatchError, CheckpointError, ConfigError, RequestError
 
 USAGE_ERROR = 2
@@ -76,7 +79,7 @@ def run(command: click.Command, program: str, arguments: Sequence[str] | None = 
     except click.ClickException as error:
         return _fail(error.format_message(), error.exit_code)
     except (BatchError, ConfigError, CheckpointError, RequestError) as error:
-        return _fail(str(error), USAGE_ERROR)
+        return _fail(fields_as_flags(str(error), ServerConfig), USAGE_ERROR)
     except (click.Abort, KeyboardInterrupt):
         click.echo("Interrupted.", err=True)
         return INTERRUPTED
@@ -84,10 +87,16 @@ def run(command: click.Command, program: str, arguments: Sequence[str] | None = 
 
 
 def _unknown_option(error: click.NoSuchOption) -> str:
-    """The message, with suggestions that work: options of other engines are hidden."""
+    """The message, with suggestions that work (options of other engines are hidden) and are near: of two names that
+    share some letters, one says nothing of the other."""
     options = [] if error.ctx is None else [each for each in error.ctx.command.params if isinstance(each, click.Option)]
     hidden = {name for option in options if option.hidden for name in option.opts}
-    possible = [name for name in error.possibilities or () if name not in hidden]
+    wanted = error.option_name.lstrip("-")
+    possible = [
+        name
+        for name in error.possibilities or ()
+        if name not in hidden and difflib.SequenceMatcher(None, wanted, name.lstrip("-")).ratio() >= LEAST_ALIKE
+    ]
     return click.NoSuchOption(error.option_name, possibilities=possible).format_message()
 
 

@@ -262,7 +262,7 @@ def _build(model: type[BaseModel], values: dict[str, Any], config: Path | None, 
 def _error_line(problem: Any, model: type[BaseModel], config: Path | None, from_file: set[str]) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if not problem["loc"]:
-        return _fields_as_flags(message, model)
+        return fields_as_flags(message, model)
     field = str(problem["loc"][0])
     if problem["type"] == "missing":
         return f"Missing option {flag_name(field)}"
@@ -270,6 +270,10 @@ def _error_line(problem: Any, model: type[BaseModel], config: Path | None, from_
     return f"Invalid value for {where}: {problem['input']!r}: {message[0].lower()}{message[1:]}"
 
 
-def _fields_as_flags(message: str, model: type[BaseModel]) -> str:
+def fields_as_flags(message: str, model: type[BaseModel]) -> str:
+    """An error that names fields of `model`, as one who gave flags reads it. A name within a path, a word or quotation
+    marks stays as it is, and so does one that may be a plain word (`device`)."""
     names = [re.escape(name) for name in model.model_fields if "_" in name]
-    return re.sub(rf"\b({'|'.join(names)})\b", lambda match: flag_name(match[1]), message)
+    return re.sub(
+        rf"(?<![\w/.'\"-])({'|'.join(names)})(?![\w/'\"(=-]|\.\w)", lambda match: flag_name(match[1]), message
+    )

@@ -14,7 +14,9 @@ def read_secret_file(path: Path) -> str:
     """The file's text without spaces and line ends around it. Raises `ConfigError` if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
@@ -34,7 +36,11 @@ def one_key(name: str, given: str | None, file: Path | None, from_environment: s
     if given is not None:
         where, key = name, given
     elif file is not None:
-        where, key = f"{name}_file {file}", read_secret_file(file)
+        where = f"{name}_file {file}"
+        try:
+            key = read_secret_file(file)
+        except ConfigError as error:
+            raise ConfigError(f"{name}_file: {error}") from error
     elif from_environment is not None:
         where, key = f"SGLANG_JAX_{name.upper()}", from_environment
     else:

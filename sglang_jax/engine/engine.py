@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import difflib
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
-import numpy as np
-from pydantic import ValidationError
-
 from sglang_jax.config import EngineConfig
+from sglang_jax.engine.arguments import engine_config, is_single, template_of
 from sglang_jax.engine.batch import FLIGHTS_PER_ROW, Batch, BatchStream
 from sglang_jax.engine.item_stream import BatchResult, Item, ItemStream, StreamLimits
 from sglang_jax.engine.items import ItemConverter, Prompt, RequestOptions, Sampling, complete_sampling
@@ -30,10 +27,9 @@ from sglang_jax.engine.types import (
     SessionOptions,
     TextTokenizer,
 )
-from sglang_jax.errors import ConfigError, EngineDeadError, ParameterError
+from sglang_jax.errors import EngineDeadError, ParameterError
 from sglang_jax.sampling import GenerationDefaults, SamplingParams
 from sglang_jax.scheduler.messages import SchedulerStats
-from sglang_jax.spellings import NEEDLESS, REFUSED, canonical
 
 DEFAULT_LOOKAHEAD = 1024
 Launcher = Callable[[EngineConfig], Awaitable[EngineClient]]
@@ -65,7 +61,7 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig | None = None, *, launch: Launcher = _launch, **options: Any) -> None:
-        self.config = _engine_config(config, options)
+        self.config = engine_config(config, options)
         self._loop = LoopThread("sglang-jax-client")
         try:
             self._client = self._loop.run(_awaited(launch(self.config)))
@@ -144,7 +140,7 @@ class Engine:
 
         **Raises:** the `RequestError` of the first request that fails; all others are aborted.
         """
-        single, batch = self._batch(prompts, sampling_params, GenerateInput(prompt="", stream=stream, **request))
+        single, batch = self._batch(prompts, sampling_params, template_of(request, stream=stream))
         if stream:
             return self._loop.iterate(BatchStream(batch))
         outputs = self._loop.run(batch.run())
@@ -182,7 +178,7 @@ class Engine:
 
         Cancelling the task that waits aborts the requests.
         """
-        single, batch = self._batch(prompts, sampling_params, GenerateInput(prompt="", stream=stream, **request))
+        single, batch = self._batch(prompts, sampling_params, template_of(request, stream=stream))
         if stream:
             return self._loop.iterate_async(BatchStream(batch))
         return self._wait_for(batch, single)
@@ -226,7 +222,7 @@ class Engine:
             self.tokenizer,
             self.model_info.generation_defaults,
             sampling_params,
-            GenerateInput(prompt="", **request),
+            template_of(request),
         )
         limits = StreamLimits(self._max_in_flight(), lookahead)
         stream = ItemStream(self._loop, self._client, convert, limits, ordered=ordered, reorder=reorder)
@@ -292,7 +288,7 @@ class Engine:
     def _turn(
         self, prompt: Prompt, sampling: Sampling | None, template: GenerateInput
     ) -> GenerateOutput | Iterator[GenerateOutput]:
-        if not _is_single(prompt):
+        if not is_single(prompt):
             raise ParameterError(
                 "a turn of a session has one prompt, a text or a list of token ids; got a list of prompts, or an empty "
                 "one",
@@ -323,7 +319,7 @@ class Engine:
     ) -> tuple[bool, Batch]:
         """The requests, and whether a single output is to be returned."""
         self._check_open()
-        single = _is_single(prompts)
+        single = is_single(prompts)
         each: Sequence[Any] = [prompts] if single else prompts
         sampling = _sampling_of_each(sampling_params, len(each), self.model_info.generation_defaults)
         requests = [
@@ -335,43 +331,6 @@ class Engine:
     def _max_in_flight(self) -> int:
         limit = FLIGHTS_PER_ROW * self._client.max_running_requests
         return limit if self.config.max_queued_requests is None else min(limit, self.config.max_queued_requests)
-
-
-def _engine_config(config: EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:
-    if config is None:
-        try:
-            return EngineConfig(**_by_our_names(options))
-        except ValidationError as error:
-            problems = [
-                f"{'.'.join(map(str, e['loc'])) or 'options'}: {e['msg']}, got {e['input']!r}" for e in error.errors()
-            ]
-            raise ConfigError("; ".join(problems)) from error
-    if options:
-        raise ConfigError(f"options are given by config, or by name, not both; got config and {', '.join(options)}")
-    return config
-
-
-def _by_our_names(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options by the names of fields. Raises `ConfigError` for two names of one field, for what is not implemented,
-    and for names that nobody knows."""
-    fields: dict[str, Any] = {}
-    for name, value in options.items():
-        if name in REFUSED:
-            raise ConfigError(f"{name} is {REFUSED[name].note}")
-        field = name if name in EngineConfig.model_fields else canonical(name)
-        if field not in EngineConfig.model_fields:
-            if name in NEEDLESS:
-                raise ConfigError(f"leave {name} out: {NEEDLESS[name].note}")
-            near = difflib.get_close_matches(name, EngineConfig.model_fields, n=3)
-            raise ConfigError(f"there is no option {name!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
-        if field in fields:
-            raise ConfigError(f"{field} is given twice, once as {name}")
-        fields[field] = value
-    return fields
-
-
-def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer)))
 
 
 def _sampling_of_each(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Literal, Self, Unpack, overload
 
+from sglang_jax.engine.arguments import template_of
 from sglang_jax.engine.items import Prompt, RequestOptions, Sampling
 from sglang_jax.engine.types import GenerateInput, GenerateOutput, SessionTurnInput
 from sglang_jax.errors import EngineDeadError, SessionNotFoundError
@@ -68,7 +70,7 @@ class Session:
         **Raises:** `SessionBusyError` while a turn runs, `SessionNotFoundError` once the session is closed or has timed
         out, and whatever `Engine.generate` does.
         """
-        template = GenerateInput(prompt="", stream=stream, session=SessionTurnInput(self.id), **request)
+        template = dataclasses.replace(template_of(request, stream=stream), session=SessionTurnInput(self.id))
         return self._run(prompt, sampling_params, template)
 
     def close(self) -> None:

@@ -6,6 +6,8 @@ where a remedy for one would cost another.
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,31 +20,64 @@ Version = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Releases:
+    """Of one package, from `since` on and before `until`; None for all that follow."""
+
+    since: Version
+    until: Version | None = None
+
+    def have(self, version: Version) -> bool:
+        """Whether a release is one of them."""
+        return self.since <= version and (self.until is None or version < self.until)
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """Versions of JAX, and of the compiler that belongs to TPUs; None where pip did not install it."""
+
+    jax: Version
+    libtpu: Version | None
+
+    @staticmethod
+    def here() -> Installed:
+        """What this process has."""
+        try:
+            libtpu: Version | None = numbers_of(importlib.metadata.version("libtpu"))
+        except importlib.metadata.PackageNotFoundError:
+            libtpu = None
+        return Installed(jax.__version_info__, libtpu)
+
+
+@dataclass(frozen=True, slots=True)
 class Remedy:
     """Options for steps on one chip.
 
-    - `since`, `until`: versions of JAX, the second not among them; None for all that follow.
+    - `jax`, `libtpu`: the releases that need it. Where the fault is libtpu's these decide, and JAX's only where nobody
+      knows which libtpu there is: either may be newer than what the other came with.
     - `decode_only`: steps with prompts keep the compiler's choice.
     """
 
     chip: Chip
-    since: Version
-    until: Version | None
+    jax: Releases
+    libtpu: Releases | None
     decode_only: bool
     options: Mapping[str, str]
     reason: str
 
-    def fits(self, chip: Chip, version: Version, bucket: Bucket) -> bool:
+    def fits(self, chip: Chip, installed: Installed, bucket: Bucket) -> bool:
         """Whether it is for such a step."""
-        released = self.since <= version and (self.until is None or version < self.until)
+        if self.libtpu is None or installed.libtpu is None:
+            released = self.jax.have(installed.jax)
+        else:
+            released = self.libtpu.have(installed.libtpu)
         return chip is self.chip and released and (bucket.decode_only or not self.decode_only)
 
 
 REMEDIES = (
     Remedy(
         chip=Chip.TPU7X,
-        since=(0, 11, 1),
-        until=None,
+        jax=Releases((0, 11, 1)),
+        libtpu=Releases((0, 0, 46)),
         decode_only=True,
         options={"xla_tpu_offload_gather_to_sparsecore": "false"},
         reason="gathers of few rows are sent to the SparseCore: others measured decode steps 57 % slower; of long "
@@ -51,13 +86,21 @@ REMEDIES = (
 )
 
 
-def options_of_step(platform: str, device_kind: str, bucket: Bucket, version: Version | None = None) -> dict[str, str]:
-    """What a step's program is compiled with, beside what the environment says. `version`: of JAX; None for this one's.
+def numbers_of(version: str) -> Version:
+    """`0.0.51.dev3` as (0, 0, 51)."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
+def options_of_step(
+    platform: str, device_kind: str, bucket: Bucket, installed: Installed | None = None
+) -> dict[str, str]:
+    """What a step's program is compiled with, beside what the environment says. `installed`: None for what is here.
 
     **Raises:** `ConfigError` for a TPU that nobody knows.
     """
     if platform != "tpu":
         return {}
-    chip, version = chip_of(device_kind), jax.__version_info__ if version is None else version
-    fitting = [remedy.options for remedy in REMEDIES if remedy.fits(chip, version, bucket)]
+    chip, installed = chip_of(device_kind), installed or Installed.here()
+    fitting = [remedy.options for remedy in REMEDIES if remedy.fits(chip, installed, bucket)]
     return {name: value for options in fitting for name, value in options.items()}

@@ -28,13 +28,11 @@ def select_devices(wanted: Device, count: int) -> list[jax.Device]:
     except RuntimeError as error:
         seen = ", ".join(sorted({device.platform for device in jax.devices()}))
         raise ConfigError(
-            f"device {wanted.value} was asked for, but JAX sees only: {seen}. "
+            f"--device {wanted.value} was asked for, but JAX sees only: {seen}. "
             f"Install JAX for {wanted.value}, or choose another --device"
         ) from error
     if count > len(devices):
-        raise ConfigError(
-            f"tp_size {count} needs {count} devices; found {len(devices)} of the platform {devices[0].platform}"
-        )
+        raise ConfigError(f"tp_size {count} needs {count} devices; found {len(devices)} ({devices[0].platform})")
     own = [device for device in devices[:count] if device.process_index == jax.process_index()]
     if not own:
         raise ConfigError(

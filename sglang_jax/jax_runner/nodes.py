@@ -51,7 +51,7 @@ def launch_nodes(config: EngineConfig, checkpoint: Checkpoint) -> NodeGroupRunne
     if not secret:
         logger.warning(
             "The nodes have no secret: any machine that reaches this one may take the place of another. Give each the "
-            "same group_secret_file, unless nobody else is on their network"
+            "same --group-secret-file, unless nobody else is on their network"
         )
     listener = FollowerListener(_plain(config.dist_bind_host or _address(config)[0]), secret, ORDERS.form)
     meet(config, listener.host)

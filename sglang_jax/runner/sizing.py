@@ -86,7 +86,7 @@ def choose_sizes(config: EngineConfig, model_context: int, memory: Memory) -> Si
     pools = _Pools(config, memory, context, max_rows, prompt_tokens)
     if config.swa_full_tokens_ratio is not None and (pools.all_windows or not pools.has_windows):
         logger.warning(
-            "swa_full_tokens_ratio %g does nothing: %s",
+            "--swa-full-tokens-ratio %g does nothing: %s",
             config.swa_full_tokens_ratio,
             "no layer sees all tokens, so that no pool is a share of another"
             if pools.has_windows

@@ -8,7 +8,7 @@ from typing import Self
 
 from sglang_jax.errors import ParameterError, shown
 from sglang_jax.sampling.grammar import Grammar
-from sglang_jax.spellings import SAMPLING_FIELDS
+from sglang_jax.spellings import SAMPLING_ELSEWHERE, SAMPLING_FIELDS
 
 MAX_LOGIT_BIAS = 320
 """Most entries of one request's `logit_bias` (OpenAI documents 300)."""
@@ -30,6 +30,8 @@ def unknown_field(where: str, name: str) -> str:
     known = SAMPLING_FIELDS.get(name)
     if known is not None:
         return f"{where} has no field {name!r}: it is called {known} here"
+    if name in SAMPLING_ELSEWHERE:
+        return f"{where} has no field {name!r}: it is {SAMPLING_ELSEWHERE[name]}"
     return f"{where} has no field {name!r}; there are {', '.join(sorted(SamplingParams.__dataclass_fields__))}"
 
 
@@ -135,7 +137,8 @@ class SamplingParams:
             self._check_logit_bias()
 
     def _check_stop(self) -> None:
-        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+        listed = isinstance(self.stop, Sequence) and not isinstance(self.stop, str)
+        if not listed or not all(isinstance(s, str) and s for s in self.stop):
             raise ParameterError(f"stop must be a list of non-empty strings, got {shown(self.stop)}", param="stop")
         characters = sum(map(len, self.stop))
         if characters > MAX_STOP_CHARACTERS:

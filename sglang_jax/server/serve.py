@@ -208,7 +208,7 @@ def bind(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except socket.gaierror as error:
-        raise ConfigError(f"host {host!r} is not an address of this machine: {error.strerror}") from error
+        raise ConfigError(f"--host {host!r} is not an address of this machine: {error.strerror}") from error
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -231,7 +231,8 @@ def _url(host: str, port: int) -> str:
 def _announce(context: ServerContext, url: str, begin: float) -> None:
     key = ' -H "Authorization: Bearer $API_KEY"' if context.callers.asks_for_a_key else ""
     print(
-        f"Ready after {time.perf_counter() - begin:.1f} s: serving {context.config.model_name} at {url}. Try it:\n"
+        f"Ready after {time.perf_counter() - begin:.1f} s: serving {context.config.model_name} at {url}. "
+        f"Its routes: {url}/docs. Try it:\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key}"
         ' -d \'{"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 100}\'',
         flush=True,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 
+import sglang_jax
 from sglang_jax import Engine, SamplingParams
 from sglang_jax.cli.main import run, with_dashes
 from sglang_jax.cli.options import flag_name, options_of
@@ -26,7 +28,7 @@ from sglang_jax.config import (
 from sglang_jax.engine.items import complete_sampling
 from sglang_jax.errors import ConfigError, ParameterError
 from sglang_jax.sampling import GenerationDefaults
-from sglang_jax.spellings import ALIASES, NEEDLESS, REFUSED, SAMPLING_FIELDS, SHORT_FLAGS, VALUES
+from sglang_jax.spellings import ALIASES, NEEDLESS, REFUSED, SAMPLING_ELSEWHERE, SAMPLING_FIELDS, SHORT_FLAGS, VALUES
 
 OTHER_NAMES = [(alias, field) for field, aliases in ALIASES.items() for alias in aliases]
 VALUE_OF = {
@@ -160,6 +162,34 @@ def test_a_misspelt_flag_is_not_answered_by_what_is_not_implemented(capsys: pyte
     assert "Invalid value for '--tp-size'" in refusal(capsys, "--tensor_parallel_size", "two")
 
 
+def test_names_that_share_some_letters_are_not_suggested(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--nccl-port", "--show-time-cost", "--num-scheduler-steps"):
+        assert refusal(capsys, flag, "2") == f"Error: No such option '{flag}'.\n"
+    for flag, near in (("--prot", "--port"), ("--log-lvl", "--log-level"), ("--context-len", "--context-length")):
+        assert f"Did you mean '{near}'?" in refusal(capsys, flag, "2")
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("tp_size 3 needs 3 devices; found 1 (cpu)", "--tp-size 3 needs 3 devices; found 1 (cpu)"),
+        ("choose a tp_size that divides the heads", "choose a --tp-size that divides the heads"),
+        ("give group_secret_file, or api_key.", "give --group-secret-file, or --api-key."),
+        ("/x/tp_size/api_key is not a file; device memory", "/x/tp_size/api_key is not a file; device memory"),
+        ("Engine(model_path='demo')", "Engine(model_path='demo')"),
+        ("--tp-size; SGLANG_JAX_api_key; my_tp_size", "--tp-size; SGLANG_JAX_api_key; my_tp_size"),
+    ],
+)
+def test_errors_name_flags_where_flags_were_given(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, message: str, told: str
+) -> None:
+    def refuse(config: ServerConfig) -> int:
+        raise ConfigError(message)
+
+    monkeypatch.setattr("sglang_jax.server.serve.run", refuse)
+    assert refusal(capsys) == f"Error: {told}\n"
+
+
 def test_an_engine_takes_the_names_too() -> None:
     async def no_launch(config: EngineConfig) -> object:
         raise ConfigError(f"{config.model_path} {config.tp_size}")
@@ -182,6 +212,36 @@ def test_sampling_fields_of_others_are_named_as_here(name: str, ours: str) -> No
         complete_sampling({name: 1}, GenerationDefaults())
 
 
+@pytest.mark.parametrize(("name", "instead"), SAMPLING_ELSEWHERE.items())
+def test_what_is_elsewhere_says_where(name: str, instead: str) -> None:
+    with pytest.raises(TypeError, match=f"SamplingParams has no field '{name}': it is ") as caught:
+        SamplingParams(**{name: 1})
+    assert instead in str(caught.value)
+    if made := re.search(r"\w+_grammar", instead):
+        assert made[0] in sglang_jax.__all__
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 3}, r"^max_tokens is of a request, .*SamplingParams\(max_new_tokens=\.\.\.\)\)$"),
+        ({"temperature": 3}, r"^temperature is of a request"),
+        ({"port": 3}, "^port is an option of the server, and Engine starts none$"),
+        ({"page_size": 12}, "^page_size must be a power of two, got 12$"),
+        ({"tp_size": "two"}, "^tp_size: input should be a valid integer, .*, got 'two'$"),
+        ({"zzz": 1}, "^there is no option 'zzz'$"),
+    ],
+)
+def test_wrong_options_of_an_engine(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Engine(**options)
+
+
+def test_a_model_by_its_place() -> None:
+    with pytest.raises(ConfigError, match=r"^a model is given by its name: Engine\(model_path='demo'\)$"):
+        Engine("demo")  # type: ignore[arg-type]
+
+
 def test_a_sampling_field_that_nobody_knows_lists_those_there_are() -> None:
     with pytest.raises(TypeError, match=r"no field 'temprature'; there are .*temperature"):
         SamplingParams(temprature=1)
@@ -193,9 +253,10 @@ def test_the_page_for_people_from_elsewhere_has_these_tables() -> None:
     for field, aliases in ALIASES.items():
         names = [*map(flag_name, aliases), *([SHORT_FLAGS[field]] if field in SHORT_FLAGS else [])]
         assert [", ".join(f"`{name}`" for name in names), f"`{flag_name(field)}`"] in rows
-    for table in (NEEDLESS, REFUSED):
-        for name, other in table.items():
-            assert [f"`{flag_name(name)}`", other.note] in rows
+    for heading, table in (("change nothing", NEEDLESS), ("are refused", REFUSED)):
+        section = page.partition(f"## Flags that {heading}\n")[2].partition("\n## ")[0]
+        told = dict(re.findall(r"^\| `(--[a-z-]+)` \| (.*) \|$", section, re.MULTILINE))
+        assert told == {flag_name(name): other.note for name, other in table.items()}
     for spellings in VALUES.values():
         for spelling, value in spellings.items():
             assert any(row[1:] == [f"`{spelling}`", f"`{value}`"] for row in rows)

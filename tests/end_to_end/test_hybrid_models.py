@@ -159,7 +159,12 @@ def test_states_of_half_the_size_on_request(backend: Backend, folder: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype"), [(Backend.JAX, KVCacheDtype.INT8), (Backend.TORCH, KVCacheDtype.FLOAT8_E4M3)]
+    ("backend", "dtype"),
+    [
+        (Backend.JAX, KVCacheDtype.INT8),
+        (Backend.TORCH, KVCacheDtype.FLOAT8_E4M3),
+        (Backend.TORCH, KVCacheDtype.INT8),
+    ],
 )
 def test_keys_and_values_of_8_bits_beside_states(backend: Backend, dtype: KVCacheDtype, folder: Path) -> None:
     """A hit gives what was computed before, and rounding changes few tokens of what transformers gives."""
@@ -179,7 +184,8 @@ def test_keys_and_values_of_8_bits_beside_states(backend: Backend, dtype: KVCach
     )
     runner = load_backend(config)(config, open_checkpoint(str(folder)))
     pages, slots = 41 * PAGE_SIZE * 2 * 2 * 32, 11 * 4 * (4 * 16 * 8 + 3 * (2 * 2 * 16 + 4 * 8))
-    assert runner.report().kv_bytes == pages + slots
+    own_scales = dtype is KVCacheDtype.INT8 and backend is Backend.TORCH
+    assert (runner.report().kv_bytes == pages + slots) != own_scales, "a scale of each token takes some more"
     channel = RecordingChannel()
     scheduler = Scheduler(runner, (), config, channel)
     sampling = SamplingParams(max_new_tokens=OUTPUT, temperature=0.0, ignore_eos=True)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from helpers.engine_fakes import EOS, MAX_RUNNING, load_echo, load_tokenizer
@@ -50,6 +51,24 @@ def one(output: GenerateOutput | list[GenerateOutput]) -> GenerateOutput:
 def many(outputs: GenerateOutput | list[GenerateOutput]) -> list[GenerateOutput]:
     assert isinstance(outputs, list)
     return outputs
+
+
+@pytest.mark.parametrize(
+    ("prompt", "request_fields", "error", "message"),
+    [
+        (3, {}, ParameterError, r"prompts must be a text, .*, got int; conversations go through batch"),
+        ({"role": "user"}, {}, ParameterError, "got dict"),
+        (b"hi", {}, ParameterError, "got bytes"),
+        ("hi", {"streem": True}, TypeError, "there is no argument 'streem'; there are return_logprob, .*priority"),
+        ("hi", {"max_tokens": 3}, TypeError, r"give sampling_params=SamplingParams\(max_new_tokens=\.\.\.\)"),
+        ("hi", {"temperature": 0}, TypeError, r"give sampling_params=SamplingParams\(temperature=\.\.\.\)"),
+    ],
+)
+def test_arguments_that_there_are_not(
+    engine: Engine, prompt: Any, request_fields: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        engine.generate(prompt, **request_fields)
 
 
 def wait_for_idle(engine: Engine) -> None:
@@ -234,7 +253,7 @@ def test_errors_at_the_start() -> None:
     before = set(threading.enumerate())
     with pytest.raises(CheckpointError, match="no checkpoint"):
         Engine(model_path="missing", launch=launch)
-    with pytest.raises(ConfigError, match=r"page_size: Input should be .* got 0"):
+    with pytest.raises(ConfigError, match=r"page_size: input should be .* got 0"):
         Engine(page_size=0)
     with pytest.raises(ConfigError, match="there is no option 'page_sice'; did you mean page_size"):
         Engine(page_sice=16)

@@ -70,6 +70,16 @@ def test_decode_rows(mode: CopyMode) -> None:
         check(decode(*kv_lens), mode)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_last_block_is_computed_as_far_as_it_has_keys(monkeypatch: pytest.MonkeyPatch, mode: CopyMode) -> None:
+    """Blocks of 512 keys, of which 512, 256 or 128 are computed: around each, and behind a whole block."""
+    monkeypatch.setattr(blocks, "_decode_by_costs", lambda shape: DecodeBlocks(2, 512 // shape.page_size))
+    case = replace(decode(1, 128, 129, 257, 512, 641), columns=48, kv_heads=1, group=2)
+    step = make_step(case, 0)
+    attention = Interpreted(ragged_paged_attention, AttentionImplementation.PALLAS, scale=step.scale, cores=1)
+    check(case, mode, attention=attention)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_mixed_steps(mode: CopyMode) -> None:

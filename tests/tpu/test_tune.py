@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from sglang_jax.kernels.ragged_paged_attention.pallas.table import Entry, Phase,
 from sglang_jax.kernels.ragged_paged_attention.reference import reference_attention
 from sglang_jax.layers.batch import ForwardBatch
 from tpu import tuning
-from tpu.kernel_costs import Cost, Step, decode_cost, decode_with_copies, prefill_cost
+from tpu.kernel_costs import Blocks, Cost, Step, decode_cost, decode_with_copies, prefill_cost
 from tpu.schedule import Loop
 from tpu.topologies import Generation
 from tpu.tune import _best_of_each, tune
@@ -118,6 +119,16 @@ def test_one_that_spills_is_chosen_only_if_all_do(capsys: pytest.CaptureFixture[
     assert list(_best_of_each(iter(both), "cycles")) == [second]
 
 
+def test_of_choices_that_wait_as_long_the_one_of_fewest_instructions_is_chosen() -> None:
+    shape = Shape.of(Chip.V6E, 4, 2, 128, 64, "bfloat16")
+    entries = [Entry(shape, Phase.DECODE, 16, pages, Source.SCHEDULE) for pages in (4, 8, 16, 32)]
+    figures = ((1000.0, 900.0), (1009.0, 500.0), (1011.0, 400.0), (1005.0, 450.0))
+    compared = [Comparison(entry, cost, False, own) for entry, (cost, own) in zip(entries, figures, strict=True)]
+    assert list(_best_of_each(iter(compared), "cycles")) == [entries[3]]
+    compared[3] = replace(compared[3], spills=True)
+    assert list(_best_of_each(iter(compared), "cycles")) == [entries[1]]
+
+
 def test_every_choice_has_whole_pages() -> None:
     every = (Heads(8, 2, 128, 512, "bfloat16"), Heads(8, 2, 64, 16, "int8"))
     found = list(choices(Generation.V5E, every, Source.SCHEDULE))
@@ -155,13 +166,32 @@ def copies(depth: int) -> Loop:
     return Loop(depth, ["%2 = dma.hbm_to_vmem"] * 4 + ["nothing"] * 20)
 
 
+def in_regions(depth: int, regions: list[tuple[int, bool]], *inner: Loop) -> Loop:
+    """Regions of so many bundles, those that multiply marked."""
+    found = Loop(depth, [], list(inner))
+    for bundles, multiplies in regions:
+        found.starts.append(len(found.bundles))
+        found.bundles += ["%1 = vmatmul.f32"] * multiplies + ["nothing"] * (bundles - multiplies)
+    return found
+
+
 def test_cycles_of_decode() -> None:
-    """Blocks of 128 keys: 1 and 3 of them, of 100 bundles each, and 10 bundles a row."""
-    schedule = loop(0, 7, loop(1, 10, loop(2, 100, copies(3), products=8)))
-    cost = decode_cost(schedule, Step("two rows", (1, 1), (128, 300)), 8, 2, 64)
-    assert (cost.loop, cost.keys_read, cost.spills) == (100 + 2 * 6, 428, 0)
-    assert cost.cycles == 2 * 10 + 4 * 112
-    assert cost.per_key_head == pytest.approx(1000 * 112 / (128 * 8))
+    """Blocks of 512 keys, of which a half and a quarter may be computed. 10 bundles a row, 60 a block, 100, 50 and 25
+    for what is computed, 5 before each of the smaller ones; 24 for four copies, of which a last one takes a fourth."""
+    regions = [(60, False), (100, True), (5, False), (50, True), (5, False), (25, True)]
+    schedule = loop(0, 7, loop(1, 10, in_regions(2, regions, copies(3), loop(3, 6))))
+    cost = decode_cost(schedule, Step("rows", (1,) * 4, (512, 1100, 200, 1100)), 8, 8, 64)
+    whole, half, quarter = 60 + 100 + 48, 60 + 55 + 24, 60 + 30 + 2 * 6
+    assert (cost.loop, cost.keys_read, cost.spills) == (whole, 2912, 0)
+    assert cost.cycles == 4 * 10 + 5 * whole + half + 2 * quarter
+    assert cost.per_key_head == pytest.approx(1000 * whole / (512 * 8))
+    assert [(each.count, each.keys) for each in cost.blocks] == [(1, 512), (4, 512), (2, 76), (1, 200)]
+
+
+def test_a_schedule_of_another_kernel_is_not_read_as_ours() -> None:
+    schedule = loop(0, 7, loop(1, 10, in_regions(2, [(60, False), (100, True)], copies(3))))
+    with pytest.raises(ValueError, match="computes 1 sizes of blocks, it should 3"):
+        decode_cost(schedule, Step("a row", (1,), (512,)), 8, 8, 64)
 
 
 @pytest.mark.parametrize("products", [0, 12], ids=["plain", "the first product is in the loop over blocks"])
@@ -213,12 +243,11 @@ def test_options_that_cannot_be(model: Path, arguments: tuple[str, ...], message
 
 def test_more_buffers_hide_the_time_until_a_copy_arrives() -> None:
     """Blocks of 1,024 keys of one head, 512 KiB, on v6e: of 4,096 keys a row has four."""
-    step = Step("two rows", (1, 1), (4096, 4096))
-    cost = Cost(486, 59.3, 0, 2 * (44 + 4 * 486), 8192)
+    cost = Cost(486, 59.3, 0, 2 * (44 + 4 * 486), 8192, (Blocks(8, 1024, 486),))
     transfer, latency = 560.0, 1050.0
 
     def cycles(depth: int) -> float:
-        return decode_with_copies(cost, step, 1024, transfer=transfer, latency=latency, depth=depth)
+        return decode_with_copies(cost, transfer=transfer / 1024, latency=latency, depth=depth)
 
     assert cycles(2) == 2 * 44 + 8 * (486 + 1050 + 560) / 2
     assert cycles(4) == cycles(8) == 2 * 44 + 8 * 560

@@ -1,8 +1,9 @@
 """Attention of decode rows, one query each: bound by the speed at which keys and values arrive.
 
-A core works rows off one after the other, each in blocks of keys, and the pages of the next `DEPTH - 1` blocks, be they
-this row's or of those after it, are always under way: a block of one kv head is a few hundred KiB, which arrive in less
-time than the first byte of a copy takes. All query heads of a row go through the matrix units together: row r
+A core works rows off one after the other, each in blocks of keys, and the pages of the next blocks, be they this row's
+or of those after it, are always under way, as many as there are further buffers (`depth_of`): a block of one kv head is
+a few hundred KiB, which arrive in less time than the first byte of a copy takes. Of a row's last block the half or the
+quarter is computed where the rest has no keys. All query heads of a row go through the matrix units together: row r
 of the left operand holds query head r in the lanes of its own kv head and zeros elsewhere, so that one product with
 the keys of all kv heads, side by side, gives `[heads, keys]` scores in whole registers. The zeros cost nothing:
 with so few rows the time is that of loading keys into the unit.
@@ -41,12 +42,14 @@ from sglang_jax.kernels.ragged_paged_attention.pallas.softmax import (
     type_of_products,
 )
 
-DEPTH = 4
-"""Blocks that there are buffers for. With two, what memory delivers while a copy is on its way is lost: by a model of
-the pipeline (`tpu.kernel_costs`) half of it for one kv head of Qwen3-32B on v6e, and almost nothing with four."""
+_LEAST_DEPTH, _MOST_DEPTH = 4, 8
+_BYTES_OF_BUFFERS = 16 << 20
 
-_ROWS_OF_NUMBERS = 4
-"""Rows whose page numbers are there or on their way. Rows may be a block long each."""
+_PARTS = (1, 2, 4)
+"""What is computed of a block: all of it, a half or a quarter."""
+
+_FEWEST_KEYS = 128
+"""That are computed: a whole register of scores for each head."""
 
 _TURN, _DONE, _PAGES, _FIRST_PAGE = range(4)
 """What is started next: of which row (by its turn), and of the row's pages how many are started, how many there are,
@@ -59,6 +62,18 @@ class DecodeBlocks:
 
     rows: int
     pages: int
+
+
+def depth_of(block_bytes: int) -> int:
+    """Blocks that there are buffers for. With two, what memory delivers while a copy is on its way is lost: by a model
+    of the pipeline (`tpu.kernel_costs`) half of it for one kv head of Qwen3-32B on v6e, and almost nothing with four.
+    Rows of a few hundred keys fill a part of each, and need more."""
+    return min(max(_BYTES_OF_BUFFERS // block_bytes, _LEAST_DEPTH), _MOST_DEPTH)
+
+
+def computed_pages(pages: int, page_size: int) -> list[int]:
+    """The pages of a block of `pages` that are computed at once, most first: all, and of a row's last block fewer."""
+    return [pages // part for part in _PARTS if part == 1 or pages // part * page_size >= _FEWEST_KEYS]
 
 
 @dataclass(frozen=True)
@@ -91,6 +106,12 @@ class _Rows:
     cores: int
     at_once: int
 
+    @property
+    def depth(self) -> int:
+        """Blocks that there are buffers for, and rows whose page numbers are there or on their way: rows may be a block
+        long each."""
+        return self.fetcher.buffers.shape[0]
+
     def number_of(self, turn: Scalar) -> Scalar:
         """The row's place in the batch."""
         if self.cores == 1:
@@ -99,7 +120,7 @@ class _Rows:
 
     def begin(self) -> None:
         """Starts the copies that the first blocks wait for."""
-        for turn in range(_ROWS_OF_NUMBERS):
+        for turn in range(self.depth):
             number = self.number_of(turn)
 
             @pl.when(number < self.active)
@@ -107,7 +128,7 @@ class _Rows:
                 self.fetcher.start_numbers(number, turn)
 
         self._go_on_with(jnp.int32(0))
-        for slot in range(DEPTH - 1):
+        for slot in range(self.depth - 1):
             self._start_next(slot)
 
     def row(self, number: Scalar) -> _Row:
@@ -125,9 +146,9 @@ class _Rows:
 
         @pl.loop(0, row.blocks)
         def _(block: jax.Array) -> None:
-            slot = (first_slot + block) % DEPTH
+            slot = (first_slot + block) % self.depth
             # The buffer of the block before this one, with which all is done.
-            self._start_next((slot + DEPTH - 1) % DEPTH)
+            self._start_next((slot + self.depth - 1) % self.depth)
             done = block * fetcher.pages_per_block
             fetcher.wait_for_block(jnp.minimum(row.pages - done, fetcher.pages_per_block), slot)
             attend(row.kv_len - (row.first_page + done) * fetcher.page_size, slot)
@@ -136,7 +157,7 @@ class _Rows:
         """Starts the copies of the next block, if there is one, into a buffer."""
         turn, done, pages = self.ahead[_TURN], self.ahead[_DONE], self.ahead[_PAGES]
         at_once = self.fetcher.pages_per_block
-        number, numbers_slot = self.number_of(turn), turn % _ROWS_OF_NUMBERS
+        number, numbers_slot = self.number_of(turn), turn % self.depth
 
         @pl.when(number < self.active)
         def _() -> None:
@@ -154,7 +175,7 @@ class _Rows:
 
     def _start_row_after(self, turn: jax.Array, numbers_slot: jax.Array) -> None:
         """The numbers of the row are no longer needed: those of a later one take their place."""
-        later = self.number_of(turn + _ROWS_OF_NUMBERS)
+        later = self.number_of(turn + self.depth)
 
         @pl.when(later < self.active)
         def _() -> None:
@@ -202,6 +223,7 @@ def decode_attention(
     per_head = constants_per_head(heads, kv_heads, scale, options)
     block = pl.BlockSpec((blocks.rows, heads, lanes), lambda core, step, *_: (step * cores + core, 0, 0))
     compute_dtype = type_of_products(kv_pages.dtype)
+    depth = depth_of(blocks.pages * kv_heads * parts * page_size * lanes * kv_pages.dtype.itemsize)
     return pl.pallas_call(
         functools.partial(_kernel, options=static_options(options), cores=cores),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -215,16 +237,16 @@ def decode_attention(
             ],
             out_specs=block,
             scratch_shapes=[
-                pltpu.VMEM((DEPTH, blocks.pages, kv_heads, parts, page_size, lanes), kv_pages.dtype),
+                pltpu.VMEM((depth, blocks.pages, kv_heads, parts, page_size, lanes), kv_pages.dtype),
                 pltpu.VMEM((heads, kv_heads * lanes), compute_dtype),
                 pltpu.VMEM((heads, LANES), jnp.float32),
                 pltpu.VMEM((heads, LANES), jnp.float32),
                 pltpu.VMEM((heads, lanes), jnp.float32),
-                pltpu.SMEM((_ROWS_OF_NUMBERS, 1, columns), jnp.int32),
+                pltpu.SMEM((depth * columns,), jnp.int32),
                 pltpu.SMEM((1,), jnp.int32),
                 pltpu.SMEM((4,), jnp.int32),
-                pltpu.SemaphoreType.DMA((DEPTH,)),
-                pltpu.SemaphoreType.DMA((_ROWS_OF_NUMBERS,)),
+                pltpu.SemaphoreType.DMA((depth,)),
+                pltpu.SemaphoreType.DMA((depth,)),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(queries.shape, queries.dtype),
@@ -274,13 +296,21 @@ def _kernel(
     def _() -> None:
         output[...] = jnp.zeros_like(output)
 
-    def attend(end: jax.Array, slot: jax.Array) -> None:
-        @pl.when(end < fetcher.pages_per_block * fetcher.page_size)
-        def _() -> None:
-            fetcher.clear_values_from(end, slot)
+    sizes = computed_pages(fetcher.pages_per_block, fetcher.page_size)
 
-        begin = None if options.window is None else end - options.window
-        sums.store(_add_block(sums.load(), spread_queries, per_head, buffers, slot, begin, end, options))
+    def attend(end: jax.Array, slot: jax.Array) -> None:
+        for pages, smaller in zip(sizes, [*sizes[1:], 0], strict=True):
+            enough, too_few = pages * fetcher.page_size, smaller * fetcher.page_size
+
+            @pl.when((end > too_few) & ((end <= enough) | (pages == sizes[0])))
+            def _(pages: int = pages, enough: int = enough) -> None:
+                @pl.when(end < enough)
+                def _() -> None:
+                    fetcher.clear_values_from(end, slot, pages)
+
+                begin = None if options.window is None else end - options.window
+                block = buffers.at[slot, pl.ds(0, pages)]
+                sums.store(_add_block(sums.load(), spread_queries, per_head, block, begin, end, options))
 
     @pl.loop(first_row, jnp.minimum(first_row + rows, walk.active))
     def _(number: jax.Array) -> None:
@@ -289,7 +319,7 @@ def _kernel(
         spread_queries[...] = _spread(queries[place], buffers.shape[2])
         sums.store(start_softmax(per_head, queries.shape[1:], options))
         walk.through(row, next_slot[0], attend)
-        next_slot[0] = (next_slot[0] + row.blocks) % DEPTH
+        next_slot[0] = (next_slot[0] + row.blocks) % walk.depth
         result = finish_softmax(total[...], weighted[...], per_head[OUTPUT_FACTOR])
         output[place] = jnp.where(row.kv_len > 0, result, 0.0).astype(output.dtype)
 
@@ -328,19 +358,19 @@ def _add_block(
     softmax: Softmax,
     spread_queries: Ref,
     per_head: Ref,
-    buffers: Ref,
-    slot: jax.Array,
+    block: Ref,
     begin: jax.Array | None,
     end: jax.Array,
     options: StaticOptions,
 ) -> Softmax:
-    """Takes the slots `begin` to `end` of a block of keys into the softmax."""
+    """Takes the slots `begin` to `end` of a block of keys, `[pages, kv_heads, parts, page_size, lanes]`, into the
+    softmax."""
     largest, total, weighted = softmax
-    _, _, kv_heads, parts, _, lanes = buffers.shape
+    _, kv_heads, parts, _, lanes = block.shape
     dtype = spread_queries.dtype
 
     def side(part: int, axis: int) -> jax.Array:
-        heads = [buffers[slot, :, head, part].reshape(-1, lanes).astype(dtype) for head in range(kv_heads)]
+        heads = [block[:, head, part].reshape(-1, lanes).astype(dtype) for head in range(kv_heads)]
         return jnp.concatenate(heads, axis=axis)
 
     scores = matmul_nt(spread_queries[...], side(0, axis=1))

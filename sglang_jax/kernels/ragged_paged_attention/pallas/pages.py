@@ -1,8 +1,8 @@
 """Pages on their way from HBM to VMEM: who fetches what, and when it has arrived.
 
 Both attention kernels walk through blocks of keys, each a fixed number of pages of one sequence. Buffers take turns,
-two of prefill's and four of decode's: while one block is computed, the pages of the next ones are under way. The page
-numbers of as many sequences lie in scalar memory, so that its size bounds neither the running requests nor, in
+two of prefill's and four to eight of decode's: while one block is computed, the pages of the next ones are under way.
+The page numbers of as many sequences lie in scalar memory, so that its size bounds neither the running requests nor, in
 practice, their lengths.
 
 The kernels are compiled without checks of addresses, which take as long as starting a copy does: a runner refuses
@@ -38,7 +38,8 @@ class PageFetcher:
     - `kv_pages`: HBM `[num_pages, kv_heads, parts, page_size, lanes]`.
     - `page_table`: HBM int32 `[rows, 1, columns]`; a row by itself is contiguous.
     - `buffers`: VMEM `[depth, pages_per_block, kv_heads, parts, page_size, lanes]`.
-    - `page_numbers`: SMEM int32 `[n, 1, columns]`: those of row r at `r % n`.
+    - `page_numbers`: SMEM int32 `[n * columns]`: those of `n` rows, one behind the other. On one axis: an address in a
+      table takes five operations more, of each page, and the scalar unit is what starting copies waits for.
     - `kv_arrived`, `numbers_arrived`: DMA semaphores `[depth]` and `[n]`.
     """
 
@@ -66,20 +67,24 @@ class PageFetcher:
         self._numbers(row, slot).wait()
 
     def _numbers(self, row: Scalar, slot: Scalar) -> Any:
-        return pltpu.make_async_copy(self.page_table.at[row], self.page_numbers.at[slot], self.numbers_arrived.at[slot])
+        columns = self.page_table.shape[2]
+        numbers = self.page_numbers.at[pl.ds(pl.multiple_of(slot * columns, 128), columns)]
+        return pltpu.make_async_copy(self.page_table.at[row, 0], numbers, self.numbers_arrived.at[slot])
 
     def start_block(self, numbers_slot: Scalar, first: Scalar, count: Scalar, slot: Scalar) -> None:
         """Starts copying `count` pages of a row, from its page-table column `first` on, into a buffer."""
 
-        def start(index: Scalar) -> None:
-            page = self.page_numbers[numbers_slot, 0, first + index]
-            copy = pltpu.make_async_copy(self.kv_pages.at[page], self.buffers.at[slot, index], self.kv_arrived.at[slot])
-            copy.start()
+        place = numbers_slot * self.page_table.shape[2] + first
+
+        def start(index: Scalar, member: int = 0) -> None:
+            page = self.page_numbers[(place + index) + member]
+            buffer = self.buffers.at[slot, index + member]
+            pltpu.make_async_copy(self.kv_pages.at[page], buffer, self.kv_arrived.at[slot]).start()
 
         @pl.loop(0, count // _STARTED_TOGETHER)
         def _(group: jax.Array) -> None:
             for member in range(_STARTED_TOGETHER):
-                start(group * _STARTED_TOGETHER + member)
+                start(group * _STARTED_TOGETHER, member)
 
         pl.loop(count // _STARTED_TOGETHER * _STARTED_TOGETHER, count)(start)
 
@@ -96,14 +101,14 @@ class PageFetcher:
                 buffer = self.buffers.at[slot, pl.ds(0, pages)]
                 pltpu.make_async_copy(buffer, buffer, self.kv_arrived.at[slot]).wait()
 
-    def clear_values_from(self, length: Scalar, slot: Scalar) -> None:
-        """Zeroes the values behind a block's first `length` slots.
+    def clear_values_from(self, length: Scalar, slot: Scalar, pages: int) -> None:
+        """Zeroes the values behind a block's first `length` slots, of its first `pages` pages.
 
         Their weights are zero, but what was never written may be NaN, and zero times NaN is NaN.
         """
         values = self.buffers.shape[3] - 1
 
-        @pl.loop(length // self.page_size, self.pages_per_block)
+        @pl.loop(length // self.page_size, pages)
         def _(page: jax.Array) -> None:
             for head in range(self.buffers.shape[2]):
                 found = self.buffers[slot, page, head, values]

@@ -101,7 +101,7 @@ def prefill_attention(
                 pltpu.VMEM((heads, blocks.queries, lanes), jnp.float32),
                 pltpu.VMEM((2, blocks.queries, blocks.pages * page_size), jnp.float32),
                 pltpu.VMEM((2, blocks.queries, LANES), jnp.float32),
-                pltpu.SMEM((2, 1, columns), jnp.int32),
+                pltpu.SMEM((2 * columns,), jnp.int32),
                 pltpu.SMEM((Cursor.SIZE,), jnp.int32),
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SemaphoreType.DMA((2,)),
@@ -171,7 +171,7 @@ def _kernel(
 
         @pl.when(end < keys)
         def _() -> None:
-            fetcher.clear_values_from(end, slot)
+            fetcher.clear_values_from(end, slot, fetcher.pages_per_block)
 
         add = functools.partial(_add_block, queries, per_head, buffers, slot, sums, options)
         _by_form(add, span, origin, first_place, width, keys, options)

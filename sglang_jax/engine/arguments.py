@@ -1,0 +1,89 @@
+"""The arguments of `Engine` and its calls, checked before anything is done with them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from sglang_jax.config import EngineConfig, ServerConfig
+from sglang_jax.engine.items import Prompt, RequestOptions
+from sglang_jax.engine.types import GenerateInput
+from sglang_jax.errors import ConfigError, ParameterError
+from sglang_jax.sampling import SamplingParams
+from sglang_jax.spellings import NEEDLESS, REFUSED, SAMPLING_FIELDS, canonical
+
+LEAST_ALIKE = 0.72
+"""Of a name that is suggested in place of another, by `difflib`: a letter or two apart, or a word shorter."""
+
+
+def engine_config(config: EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:
+    """The options, given at once or each by its name. Raises `ConfigError`."""
+    if config is None:
+        try:
+            return EngineConfig(**_by_our_names(options))
+        except ValidationError as error:
+            raise ConfigError("; ".join(map(_problem, error.errors()))) from error
+    if isinstance(config, str):
+        raise ConfigError(f"a model is given by its name: Engine(model_path={config!r})")
+    if options:
+        raise ConfigError(f"options are given by config, or by name, not both; got config and {', '.join(options)}")
+    return config
+
+
+def _problem(found: Any) -> str:
+    """A line of pydantic's. What is wrong with options together says itself what they are."""
+    if not found["loc"]:
+        return str(found["msg"]).removeprefix("Value error, ")
+    where, message = ".".join(map(str, found["loc"])), str(found["msg"]).removeprefix("Value error, ")
+    return f"{where}: {message[:1].lower()}{message[1:]}, got {found['input']!r}"
+
+
+def _by_our_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options by the names of fields. Raises `ConfigError` for two names of one field, for what is not implemented,
+    and for names that nobody knows."""
+    fields: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in REFUSED:
+            raise ConfigError(f"{name} is {REFUSED[name].note}")
+        field = name if name in EngineConfig.model_fields else canonical(name)
+        if field not in EngineConfig.model_fields:
+            if name in NEEDLESS:
+                raise ConfigError(f"leave {name} out: {NEEDLESS[name].note}")
+            if name in ServerConfig.model_fields:
+                raise ConfigError(f"{name} is an option of the server, and Engine starts none")
+            sampling = SAMPLING_FIELDS.get(name, name)
+            if sampling in SamplingParams.__dataclass_fields__:
+                call = f"generate(..., SamplingParams({sampling}=...))"
+                raise ConfigError(f"{name} is of a request, not of the engine: {call}")
+            near = difflib.get_close_matches(name, EngineConfig.model_fields, n=3, cutoff=LEAST_ALIKE)
+            raise ConfigError(f"there is no option {name!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+        if field in fields:
+            raise ConfigError(f"{field} is given twice, once as {name}")
+        fields[field] = value
+    return fields
+
+
+def template_of(request: Mapping[str, Any], *, stream: bool = False) -> GenerateInput:
+    """What the requests of a call have in common. Raises `TypeError` for a field that there is not."""
+    for name in request:
+        if name not in GenerateInput.__dataclass_fields__:
+            sampling = SAMPLING_FIELDS.get(name, name)
+            if sampling in SamplingParams.__dataclass_fields__:
+                raise TypeError(f"{name} is not an argument: give sampling_params=SamplingParams({sampling}=...)")
+            raise TypeError(f"there is no argument {name!r}; there are {', '.join(RequestOptions.__annotations__)}")
+    return GenerateInput(prompt="", stream=stream, **request)
+
+
+def is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """Whether it is one prompt, and not a list of them. Raises `ParameterError` for what is neither."""
+    if isinstance(prompts, (Mapping, bytes)) or not isinstance(prompts, (Sequence, np.ndarray)):
+        raise ParameterError(
+            f"prompts must be a text, a list of token ids, or a list of either, got {type(prompts).__name__}; "
+            "conversations go through batch([{'messages': ...}])",
+            param="prompt",
+        )
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer)))
