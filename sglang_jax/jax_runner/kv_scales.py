@@ -31,18 +31,12 @@ from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import Axis, named_sharding
 from sglang_jax.models import KVCaches, Transformer, allocate, kv_cache_spec
 from sglang_jax.models.kv_cache import KVCacheSpec
+from sglang_jax.runner.calibration import LENGTH, ROWS, calibration_tokens
 
 MARGIN = 1.25
 """Of SmolLM2-135M, 50 chat prompts and 4,096 tokens of prose reach 1.17 times (keys) and 1.22 times (values) what
 calibration sees, at the median head, and 1.5 and 1.9 times at the last. The step grows with the margin: the mean KL
 divergence of the next token's distribution from an exact cache's is 0.0095 at 1.25, 0.0144 at 1.5 and 0.0192 at 2."""
-
-ROWS, LENGTH = 8, 64
-"""Sequences of a calibration, and tokens of each. The first key and value of a sequence are often far larger than all
-others (Xiao et al. 2023, "Efficient streaming language models with attention sinks"), so that one sequence would not
-do."""
-
-_SEED = 0
 
 
 def set_kv_scales(model: Transformer, mesh: Mesh, numbers: ScalesOfLayers | None = None) -> None:
@@ -128,9 +122,8 @@ def calibration_inputs(
 
 
 def calibration_batch(vocab_size: int, length: int, page_size: int, num_groups: int) -> ForwardBatch:
-    """`ROWS` sequences of `length` tokens each, drawn evenly from the whole vocabulary: always the same ones. They have
-    the same page ids in all cache groups."""
-    tokens = np.random.default_rng(_SEED).integers(0, vocab_size, (ROWS, length), dtype=np.int32)
+    """The tokens of a calibration, sequences of `length`, with the same page ids in all cache groups."""
+    tokens = calibration_tokens(vocab_size, length)
     columns = -(-length // page_size)
     page_table = 1 + np.arange(ROWS * columns, dtype=np.int32).reshape(ROWS, columns)
     positions = np.arange(length, dtype=np.int32)
