@@ -27,6 +27,8 @@ from sglang_jax.scheduler.messages import OpenSession, SessionTurn
 from sglang_jax.scheduler.sessions import Session
 
 NAMES = tuple("abcdefgh")
+ENDING = tuple(range(2, 14))
+"""Stop tokens, a third of the vocabulary."""
 
 ROOM_FOR_TURNS: dict[str, Strategy] = {
     "page_size": st.sampled_from([1, 4, 4]),
@@ -72,6 +74,13 @@ class SessionSimulation(Simulation):
         scheduler.sessions._clock = lambda: self.now
         pins, step, trust = scheduler.cache.pins, self.watch.step, scheduler.cache.trust
         pins.share = 1.0 if sizes["aged_turn"] == 8 else 0.5
+        abort, self.aborted = scheduler.abort, set[int]()
+
+        def note_and_abort(number: int) -> None:
+            self.aborted.add(number)
+            abort(number)
+
+        scheduler.abort = note_and_abort  # type: ignore[method-assign]
         let_go, move, distrust = pins.let_go, pins.move, trust.distrust
 
         def note_and_let_go(pin: Pin) -> None:
@@ -171,12 +180,13 @@ class SessionSimulation(Simulation):
 
     @rule(name=st.sampled_from(NAMES), tail=st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=5))
     def converse(self, name: str, tail: list[int]) -> None:
-        """Some turns one after the other, each as soon as the one before it has ended."""
+        """Some turns one after the other, each as soon as the one before it has ended: mostly by a token before its
+        length, so that a step under way still has its row."""
         name = self._one_of_them(name)
         for number in range(4):
             if name not in self.talks:
                 break
-            self.turn(name, tail, 1 + 2 * number, number, (), "last")
+            self.turn(name, tail, 2 + 2 * number, number, ENDING, "last")
             for _ in range(14):
                 if name not in self.talks or self.talks[name].running is None:  # it may have timed out
                     break
@@ -206,6 +216,8 @@ class SessionSimulation(Simulation):
         talk = self.talks[self._busy_one(name)]
         number = talk.running
         assert number is not None
+        if number in self.aborted:
+            return  # whoever aborts a turn reads no more of it
         for _ in range(8):
             if self.bench.channel.streams.get(number):
                 break
