@@ -234,7 +234,7 @@ def test_what_does_not_go_with_states_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(HYBRID))
     answer = check("--model", str(tmp_path), "--topology", "v6e-1", "--kv-cache-dtype", "int8")
     assert answer.status == 2
-    assert "kv_cache_dtype int8: layers of the model keep a recurrent state" in answer.error
+    assert "--kv-cache-dtype int8: layers of the model keep a recurrent state" in answer.error
 
 
 @pytest.mark.parametrize(
