@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from sglang_jax.config import KVCacheDtype, ModelImpl
+from sglang_jax.config import ModelImpl
 from sglang_jax.errors import ConfigError, how_to_install
 from torch_backend.openmp import spin_shortly
 
@@ -28,11 +28,6 @@ def create_runner(config: EngineConfig, checkpoint: Checkpoint) -> Runner:
         raise ConfigError(f"the Torch backend needs torch: {how_to_install('cuda')}, or '.[torch]' on a CPU")
     if config.nnodes > 1:
         raise ConfigError(f"the Torch backend runs on one node, nnodes must be 1, got {config.nnodes}")
-    if config.kv_cache_dtype is KVCacheDtype.INT8:
-        raise ConfigError(
-            "kv_cache_dtype int8 is the JAX backend's: the torch backend stores auto and fp8_e4m3 (or choose "
-            "--backend jax)"
-        )
     if config.tp_size > 1 and config.model_impl is ModelImpl.TRANSFORMERS:
         raise ConfigError(
             f"model_impl transformers: its graph is not spread over devices, tp_size must be 1, got {config.tp_size}"

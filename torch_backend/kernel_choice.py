@@ -25,8 +25,20 @@ from torch_backend.sampler import TokenSampler
 logger = logging.getLogger(__name__)
 
 # The first is what `auto` takes.
-_ATTENTION_ON_CPU = (AttentionBackend.NUMBA, AttentionBackend.NATIVE, AttentionBackend.REFERENCE)
-_ATTENTION_ON_GPU = (AttentionBackend.TRITON, AttentionBackend.NATIVE, AttentionBackend.REFERENCE)
+_ATTENTION_ON_CPU = (
+    AttentionBackend.NUMBA,
+    AttentionBackend.NATIVE,
+    AttentionBackend.REFERENCE,
+    AttentionBackend.SAGE,
+)
+_ATTENTION_ON_GPU = (
+    AttentionBackend.TRITON,
+    AttentionBackend.NATIVE,
+    AttentionBackend.REFERENCE,
+    AttentionBackend.SAGE,
+)
+_OF_TRITON = (AttentionBackend.TRITON, AttentionBackend.SAGE)
+"""Kernels that go by how keys are stored: `sage` is the name of the same where these are in int8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +56,8 @@ class Kernels:
     @property
     def capturable(self) -> bool:
         """Decode steps read nothing on the host; attention without Triton's kernels reads its lengths there."""
+        if self.attention_name is AttentionBackend.SAGE:
+            return not isinstance(self.attention, NativeAttention)
         return self.attention_name is AttentionBackend.TRITON
 
 
@@ -70,7 +84,7 @@ def choose_kernels(wanted: AttentionBackend, device: torch.device, form: CpuForm
     from torch_backend.recurrent.triton import TritonStates
     from torch_backend.triton_sampler import TritonSampler
 
-    if name is not AttentionBackend.TRITON:
+    if name not in _OF_TRITON:
         return Kernels(_attention_without_kernels(name), name, TritonOperations(), TritonSampler())
     chip = Chip.of(device)
     return Kernels(TritonAttention(chip), name, TritonOperations(), TritonSampler(), states=TritonStates())

@@ -11,6 +11,53 @@ import torch
 from sglang_jax.architectures.model_config import StateArray, StateDtype
 from torch_backend.recurrent.rows import States
 
+LARGEST_INT8 = 127.0
+
+
+@dataclass(frozen=True, slots=True)
+class KVForm:
+    """Types that keys and values are stored in. Those in int8 have a float32 scale for each token and kv head."""
+
+    keys: torch.dtype
+    values: torch.dtype
+
+    @property
+    def name(self) -> str:
+        """As in `bfloat16`, or `int8 keys, bfloat16 values`."""
+        keys, values = (str(dtype).removeprefix("torch.") for dtype in (self.keys, self.values))
+        return keys if keys == values else f"{keys} keys, {values} values"
+
+    def bytes_per_token(self, num_layers: int, kv_heads: int, head_dim: int) -> int:
+        """Bytes that one token takes over all layers of one rank."""
+        sides = (head_dim * dtype.itemsize + (4 if dtype == torch.int8 else 0) for dtype in (self.keys, self.values))
+        return num_layers * kv_heads * sum(sides)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScales:
+    """What int8 keys and values of one layer are multiplied by. A token's slot holds what follows from that token
+    alone, so that a page does not depend on who wrote it, or when.
+
+    - `keys`: float32 `[num_pages, kv_heads, page_size]`: a key is `key_mean + scale * stored`.
+    - `values`: the same, without a mean; None where values are not int8.
+    - `key_mean`: float32 `[kv_heads, head_dim]`, fixed once the model is loaded. Keys have channels that are large for
+      every token; without them, what is left needs a smaller scale. The idea is SageAttention's (Zhang et al. 2025),
+      whose mean is that of the sequence.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor | None
+    key_mean: torch.Tensor
+
+    @classmethod
+    def allocate(
+        cls, num_pages: int, kv_heads: int, page_size: int, head_dim: int, form: KVForm, device: torch.device
+    ) -> TokenScales:
+        """Zeroed, with a mean of zeros."""
+        sides = [torch.zeros((num_pages, kv_heads, page_size), dtype=torch.float32, device=device) for _ in range(2)]
+        mean = torch.zeros((kv_heads, head_dim), dtype=torch.float32, device=device)
+        return cls(sides[0], sides[1] if form.values == torch.int8 else None, mean)
+
 
 @dataclass(frozen=True, slots=True)
 class KVPages:
@@ -20,12 +67,14 @@ class KVPages:
       together, so that a kernel reads a page in one run and a tensor-parallel shard takes whole heads.
     - `key_scale`, `value_scale`: float32 `[kv_heads]`, given for float8 pages alone: what is stored is the value over
       its head's scale, so that a read multiplies by it.
+    - `token_scales`: of int8 keys, and of int8 values where these are int8 as well.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     key_scale: torch.Tensor | None = None
     value_scale: torch.Tensor | None = None
+    token_scales: TokenScales | None = None
 
     @property
     def page_size(self) -> int:
@@ -39,25 +88,25 @@ class KVPages:
         kv_heads: int,
         page_size: int,
         head_dim: int,
-        dtype: torch.dtype,
+        form: KVForm | torch.dtype,
         device: torch.device,
         *,
         scales: torch.Tensor | None = None,
     ) -> KVPages:
-        """Zeroed pages; float8 ones with `scales` float32 `[kv_heads, 2]`, of keys (0) and values (1), or with 1."""
+        """Zeroed pages of a form, or of one type; float8 ones with `scales` float32 `[kv_heads, 2]`, of keys (0) and
+        values (1), or with 1."""
+        form = form if isinstance(form, KVForm) else KVForm(form, form)
         shape = (num_pages, kv_heads, page_size, head_dim)
-        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-        if dtype != torch.float8_e4m3fn:
+        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for dtype in (form.keys, form.values))
+        if form.keys == torch.int8:
+            token_scales = TokenScales.allocate(num_pages, kv_heads, page_size, head_dim, form, device)
+            return cls(keys, values, token_scales=token_scales)
+        if form.keys != torch.float8_e4m3fn:
             return cls(keys, values)
         if scales is None:
             scales = torch.ones((kv_heads, 2), dtype=torch.float32, device=device)
         # Kernels read the scales of one side as they lie.
         return cls(keys, values, scales[:, 0].contiguous(), scales[:, 1].contiguous())
-
-
-def kv_bytes_per_token(num_layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes that one token takes over all layers of one rank."""
-    return 2 * num_layers * kv_heads * head_dim * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

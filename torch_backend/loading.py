@@ -13,7 +13,7 @@ import torch
 from sglang_jax.architectures.model_config import CacheGroup, CacheKind, cache_groups, group_of_layers
 from sglang_jax.checkpoint import Checkpoint, ModelConfig
 from sglang_jax.checkpoint.kv_scales import ScalesOfLayers
-from sglang_jax.config import EngineConfig, KVCacheDtype, MambaDtype
+from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype, MambaDtype
 from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.runner.draft_model import open_draft, with_draft
 from sglang_jax.runner.kv_scales import scales_of_checkpoint
@@ -33,7 +33,8 @@ from torch_backend.cpu_trial import CpuForm
 from torch_backend.devices import available_memory, select_device, select_dtype
 from torch_backend.graphs import Bucket, CudaCapture, mixed_buckets, row_buckets
 from torch_backend.kernel_choice import Kernels, choose_kernels
-from torch_backend.kv_pages import KVPages, LayerMemory, StateDtypes, kv_bytes_per_token
+from torch_backend.key_means import give_key_means
+from torch_backend.kv_pages import KVForm, KVPages, LayerMemory, StateDtypes
 from torch_backend.layers.shard import ModelShard
 from torch_backend.models import Transformer, build_model
 from torch_backend.parallel import SINGLE, TensorParallel
@@ -90,6 +91,25 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint, parallel: TensorPara
         raise
 
 
+def kv_form_of(config: EngineConfig, dtype: torch.dtype) -> KVForm:
+    """How keys and values are stored; `dtype` is that of activations.
+
+    **Raises:** `ConfigError` for float8 keys with attention that wants them in int8.
+    """
+    integers = config.attention_backend is AttentionBackend.SAGE
+    match config.kv_cache_dtype:
+        case KVCacheDtype.INT8:
+            return KVForm(torch.int8, torch.int8)
+        case KVCacheDtype.FLOAT8_E4M3 if integers:
+            raise ConfigError(
+                "attention_backend sage keeps keys in int8, so that kv_cache_dtype must be auto or int8, got fp8_e4m3"
+            )
+        case KVCacheDtype.FLOAT8_E4M3:
+            return KVForm(torch.float8_e4m3fn, torch.float8_e4m3fn)
+        case _:
+            return KVForm(torch.int8 if integers else dtype, dtype)
+
+
 def _load_on(
     stream: Stream,
     config: EngineConfig,
@@ -99,7 +119,7 @@ def _load_on(
 ) -> TorchRunner:
     """Builds model, pages and runner; runs on `stream`."""
     dtype = select_dtype(config.dtype, device)
-    kv_dtype = dtype if config.kv_cache_dtype is KVCacheDtype.AUTO else torch.float8_e4m3fn
+    kv_form = kv_form_of(config, dtype)
     refuse_beside_states(config, checkpoint.config)
     state_dtypes = StateDtypes(dtype, _STATE_DTYPES[config.mamba_ssm_dtype])
     shard = ModelShard.of(checkpoint.config, parallel.rank, parallel.size)
@@ -108,18 +128,26 @@ def _load_on(
     if guessing is not None:
         own_shard = ModelShard.of(guessing.config, parallel.rank, parallel.size)
         head_forms = tuple(dict.fromkeys((*head_forms, *own_shard.head_forms(guessing.config))))
-    form = CpuForm(dtype, kv_dtype, head_forms)
+    form = CpuForm(dtype, kv_form.keys, head_forms)
     kernels = choose_kernels(config.attention_backend, device, form, config.cache_folder())
     built = _build(config, checkpoint, dtype, device, kernels, parallel)
     draft = None if guessing is None else _build_draft(guessing, dtype, device, kernels, parallel)
     memory, sizes = _sizes(
-        config, checkpoint.config, shard, device, dtype, kv_dtype, state_dtypes, built.weight_bytes, parallel, draft
+        config, checkpoint.config, shard, device, dtype, kv_form, state_dtypes, built.weight_bytes, parallel, draft
     )
-    kv_scales = scales_of_checkpoint(checkpoint, config.kv_cache_dtype)
+    integers = kv_form.keys == torch.int8
+    kv_scales = None if integers else scales_of_checkpoint(checkpoint, config.kv_cache_dtype)
     built.load()
     own_groups = len(cache_groups(checkpoint.config))
     own_pages = sizes.num_pages[:own_groups]
-    kv = _allocate(checkpoint.config, shard, own_pages, config.page_size, kv_dtype, device, kv_scales, state_dtypes)
+    kv = _allocate(checkpoint.config, shard, own_pages, config.page_size, kv_form, device, kv_scales, state_dtypes)
+    if integers:
+        logger.info(
+            "Each token's keys%s are stored in int8 over a scale of its own%s",
+            " and values" if kv_form.values == torch.int8 else "",
+            "; those of the checkpoint are not used" if checkpoint.has_kv_scales else "",
+        )
+        give_key_means(built.model, kv, checkpoint.config, dtype=dtype, max_context=sizes.max_context)
     drafting = None
     if draft is not None:
         draft.load()
@@ -128,7 +156,7 @@ def _load_on(
             draft.shard,
             sizes.num_pages[own_groups:],
             config.page_size,
-            dtype,
+            KVForm(dtype, dtype),
             device,
             None,
             state_dtypes,
@@ -157,7 +185,7 @@ def _load_on(
         mixed_buckets=() if capture is None else _mixed_buckets(config, checkpoint.config, kernels, most, sizes),
         weight_bytes=built.weight_bytes + (0 if draft is None else weight_bytes_of(draft.model)),
         kv_bytes=sum(group.page * pages for group, pages in zip(memory.groups, sizes.num_pages, strict=True)),
-        details=_details(config, checkpoint, dtype, kv_dtype, kernels, parallel, drafting=draft is not None),
+        details=_details(config, checkpoint, dtype, kv_form, kernels, parallel, drafting=draft is not None),
         draft=drafting,
     )
 
@@ -166,7 +194,7 @@ def _details(
     config: EngineConfig,
     checkpoint: Checkpoint,
     dtype: torch.dtype,
-    kv_dtype: torch.dtype,
+    kv_form: KVForm,
     kernels: Kernels,
     parallel: TensorParallel,
     *,
@@ -175,7 +203,7 @@ def _details(
     """What the runner's report tells of how it was made."""
     details = {
         "dtype": _name(dtype),
-        "kv_cache_dtype": _name(kv_dtype),
+        "kv_cache_dtype": kv_form.name,
         "attention": kernels.attention_name.value,
         "tp_size": str(parallel.size),
     }
@@ -310,7 +338,7 @@ def _sizes(
     shard: ModelShard,
     device: torch.device,
     dtype: torch.dtype,
-    kv_dtype: torch.dtype,
+    kv_form: KVForm,
     state_dtypes: StateDtypes,
     weight_bytes: int,
     parallel: TensorParallel,
@@ -318,7 +346,7 @@ def _sizes(
 ) -> tuple[Memory, Sizes]:
     """Sizes that every rank agrees on, and what follows from them on this one."""
 
-    def memory_of(model: ModelConfig, shard: ModelShard, kv_dtype: torch.dtype) -> tuple[GroupMemory, ...]:
+    def memory_of(model: ModelConfig, shard: ModelShard, form: KVForm) -> tuple[GroupMemory, ...]:
         def bytes_of_one(group: CacheGroup) -> int:
             """Of a page, or of a slot."""
             layers = [model.layers[number] for number in group.layers]
@@ -328,7 +356,7 @@ def _sizes(
             attention = layers[0].attention
             assert attention is not None
             kv_heads = len(shard.kv_heads(attention.num_kv_heads))
-            return config.page_size * kv_bytes_per_token(len(layers), kv_heads, attention.head_dim, kv_dtype)
+            return config.page_size * form.bytes_per_token(len(layers), kv_heads, attention.head_dim)
 
         return tuple(GroupMemory(bytes_of_one(group), group.kind, group.window) for group in cache_groups(model))
 
@@ -338,11 +366,11 @@ def _sizes(
         platform=device.type,
         available=available,
         weights=-parallel.least(-weight_bytes),
-        groups=memory_of(model_config, shard, kv_dtype),
+        groups=memory_of(model_config, shard, kv_form),
     )
     if draft is not None:
         own = -parallel.least(-weight_bytes_of(draft.model))
-        memory = with_draft(memory, own, memory_of(draft.config, draft.shard, dtype))
+        memory = with_draft(memory, own, memory_of(draft.config, draft.shard, KVForm(dtype, dtype)))
     sizes = choose_sizes(config, model_config.max_position, memory)
     logger.info(
         "%s on %s: %.0f MiB of weights, %s, %d rows, %d tokens a step",
@@ -361,7 +389,7 @@ def _allocate(
     shard: ModelShard,
     num_pages: tuple[int, ...],
     page_size: int,
-    dtype: torch.dtype,
+    form: KVForm,
     device: torch.device,
     scales: ScalesOfLayers | None,
     state_dtypes: StateDtypes,
@@ -376,7 +404,7 @@ def _allocate(
             heads, head_dim = shard.kv_heads(layer.attention.num_kv_heads), layer.attention.head_dim
             mine = None if scales is None else torch.from_numpy(scales[number][heads.start : heads.stop]).to(device)
             own = num_pages[group]
-            pages = KVPages.allocate(own, len(heads), page_size, head_dim, dtype, device, scales=mine)
+            pages = KVPages.allocate(own, len(heads), page_size, head_dim, form, device, scales=mine)
         memory.append(LayerMemory(pages, states))
     return memory
 

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch.nn import functional
 
-from torch_backend.kv_pages import KVPages
+from torch_backend.kv_pages import LARGEST_INT8, KVPages
 from torch_backend.operations import HeadNorms, Rotation
 
 _FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -55,8 +55,16 @@ class NativeOperations:
             turning = normalise(turning, weights, norms.eps)
         turned = rotate(turning, rotation)
         slots = (write_slots // page_size, write_slots % page_size)
-        _write(kv.keys, kv.key_scale, slots, turned.narrow(1, heads, kv_heads))
-        _write(kv.values, kv.value_scale, slots, parts.narrow(1, heads + kv_heads, kv_heads))
+        keys, values = turned.narrow(1, heads, kv_heads), parts.narrow(1, heads + kv_heads, kv_heads)
+        scales = kv.token_scales
+        if scales is None:
+            _write(kv.keys, kv.key_scale, slots, keys)
+        else:
+            _write_integers(kv.keys, scales.keys, slots, keys - scales.key_mean)
+        if scales is None or scales.values is None:
+            _write(kv.values, kv.value_scale, slots, values)
+        else:
+            _write_integers(kv.values, scales.values, slots, values.float())
         return turned.narrow(1, 0, heads).to(qkv.dtype).contiguous()
 
 
@@ -97,3 +105,14 @@ def _write(
     if data.dtype != stored.dtype:
         data = data.to(stored.dtype)
     stored.transpose(1, 2).index_put_(slots, data)
+
+
+def _write_integers(
+    stored: torch.Tensor, scales: torch.Tensor, slots: tuple[torch.Tensor, torch.Tensor], data: torch.Tensor
+) -> None:
+    """Stores float32 `data [T, kv_heads, head_dim]` at (page, offset) in int8, over a scale of its token and head. What
+    is not finite has a scale that is NaN, so that whoever reads it learns of it."""
+    scale = (data.abs().amax(-1) + 0.0 * data.sum(-1)) / LARGEST_INT8
+    levels = torch.round(data / torch.where(scale == 0.0, 1.0, scale)[..., None])
+    stored.transpose(1, 2).index_put_(slots, levels.nan_to_num(0.0).to(torch.int8))
+    scales.transpose(1, 2).index_put_(slots, scale)

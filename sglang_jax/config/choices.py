@@ -15,7 +15,7 @@ class Choice(StrEnum):
     @classmethod
     def _missing_(cls, value: object) -> Self | None:
         name = value_named(cls.__name__, str(value))
-        return next((member for member in cls if member.value == name), None)
+        return next((member for member in cls if member.value.replace("-", "_") == name), None)
 
 
 class Backend(Choice):
@@ -116,8 +116,8 @@ class LoadBalanceMethod(Choice):
 
 
 class AttentionBackend(Choice):
-    """`XLA` and `PALLAS` (TPU) are the JAX backend's; `NATIVE` (torch operations), `NUMBA` (CPU) and `TRITON` (GPU) the
-    torch backend's."""
+    """`XLA` and `PALLAS` (TPU) are the JAX backend's; `NATIVE` (torch operations), `NUMBA` (CPU), `TRITON` (GPU) and
+    `SAGE` (keys and queries in int8, by Triton on a GPU and by torch operations on a CPU) the torch backend's."""
 
     AUTO = "auto"
     REFERENCE = "reference"
@@ -126,6 +126,7 @@ class AttentionBackend(Choice):
     NATIVE = "native"
     NUMBA = "numba"
     TRITON = "triton"
+    SAGE = "sage"
 
 
 class KVCacheDtype(Choice):

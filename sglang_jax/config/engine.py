@@ -89,7 +89,7 @@ class EngineConfig(BaseModel):
     dtype: Dtype = Field(Dtype.AUTO, description="type of weights and activations; auto: measured best for the device")
     kv_cache_dtype: KVCacheDtype = Field(
         KVCacheDtype.AUTO,
-        description="type of keys and values in the cache; auto: that of the activations; int8: JAX only",
+        description="type of keys and values in the cache; auto: that of the activations",
     )
     tp_size: PositiveInt = Field(1, description="devices that each layer is spread over (tensor parallel)")
     dp_size: PositiveInt = Field(
@@ -196,7 +196,10 @@ class EngineConfig(BaseModel):
         description="fraction of the KV pages, and of the slots for recurrent states, that idle sessions may keep from "
         "eviction",
     )
-    attention_backend: AttentionBackend = Field(AttentionBackend.AUTO, description="implementation of attention")
+    attention_backend: AttentionBackend = Field(
+        AttentionBackend.AUTO,
+        description="implementation of attention; sage: keys and queries in 8 bits (torch backend)",
+    )
     disable_cuda_graph: bool = Field(False, description="run steps without CUDA graphs")
     cuda_graph_max_bs: PositiveInt | None = Field(
         None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 from collections.abc import Sequence
@@ -11,9 +12,11 @@ from urllib.parse import unquote
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 from starlette.datastructures import Headers
 
+from sglang_jax.engine.arguments import LEAST_ALIKE
 from sglang_jax.engine.types import SessionTurnInput
 from sglang_jax.errors import ParameterError, cut, shown
 from sglang_jax.server.errors import UnsupportedParameterError
+from sglang_jax.spellings import SAMPLING_FIELDS
 
 MAX_STOP_STRINGS = 16
 """Most stop strings of one request (OpenAI allows 4)."""
@@ -35,8 +38,8 @@ IGNORED_FIELDS = frozenset(
         "guided_decoding_backend",
     }
 )
-"""Fields that describe the caller, tools that no request can have, or which library follows a grammar: they cannot
-change the output."""
+"""Fields that describe the caller, how tools are called, or which library follows a grammar: they cannot change the
+output."""
 
 NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
@@ -57,7 +60,7 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
 
 
 class Body(BaseModel):
-    """A JSON object with strict types ("5" is no integer, NaN no number).
+    """A JSON object with strict types ("5" is not accepted as an integer, nor NaN as a number).
 
     A field that the model does not have is accepted only if it cannot change the output: it is in `IGNORED_FIELDS`, it
     asks for nothing (null, false, or empty), or it asks for what is done anyway (`NEUTRAL_VALUES`). Load generators
@@ -79,10 +82,17 @@ class Body(BaseModel):
                 continue
             raise UnsupportedParameterError(
                 f"{cut(name)} is not supported, and ignoring it could change the output; "
-                f"remove it (got {shown(value)})",
+                f"remove it (got {shown(value)}){self._meant(cut(name))}",
                 param=cut(name),
             )
         return self
+
+    def _meant(self, name: str) -> str:
+        """The field that was probably meant, as the end of an error."""
+        fields = type(self).model_fields
+        here = SAMPLING_FIELDS.get(name)
+        near = [here] if here in fields else difflib.get_close_matches(name, fields, n=1, cutoff=LEAST_ALIKE)
+        return f"; did you mean {near[0]}?" if near else ""
 
 
 def asks_for_nothing(value: object) -> bool:

@@ -231,7 +231,8 @@ def _url(host: str, port: int) -> str:
 def _announce(context: ServerContext, url: str, begin: float) -> None:
     key = ' -H "Authorization: Bearer $API_KEY"' if context.callers.asks_for_a_key else ""
     print(
-        f"Ready after {time.perf_counter() - begin:.1f} s: serving {context.config.model_name} at {url}. Try it:\n"
+        f"Ready after {time.perf_counter() - begin:.1f} s: serving {context.config.model_name} at {url}. "
+        f"Its routes: {url}/docs. Try it:\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key}"
         ' -d \'{"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 100}\'',
         flush=True,

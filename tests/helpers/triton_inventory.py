@@ -22,7 +22,7 @@ from torch_backend.kernels.gated_activation import gelu_mul, silu_mul
 from torch_backend.kernels.rms_norm import add_rms_norm, rms_norm
 from torch_backend.kernels.rotate_and_write import rotate_and_write
 from torch_backend.kernels.sample import greedy, sample
-from torch_backend.kv_pages import KVPages
+from torch_backend.kv_pages import KVForm, KVPages
 from torch_backend.operations import HeadNorms, Rotation
 from torch_backend.recurrent.rows import StateRows
 from torch_backend.recurrent.scan import ScanInputs
@@ -38,6 +38,7 @@ _PROMPT_TOKENS = 4096
 _SHORT_CHUNK = 16  # of one sequence: so few blocks that programs share their keys out
 _LONGEST = 32_768
 _META = torch.device("meta")
+_INTEGERS = (KVForm(torch.int8, torch.bfloat16), KVForm(torch.int8, torch.int8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,10 @@ REPRESENTATIVE = (
     "decode_attention: bfloat16, head_dim 128, group 4, bfloat16 pages of 16: ",
     "decode_attention: bfloat16, head_dim 128, group 4, float8_e4m3fn pages of 16: ",
     "decode_attention: bfloat16, head_dim 64, group 8, float8_e4m3fn pages of 16, window, sinks: ",
+    "decode_attention: bfloat16, head_dim 128, group 4, int8 and bfloat16 pages of 16: ",
     "extend_attention: bfloat16, head_dim 128, group 4, bfloat16 pages of 16: ",
     "extend_attention: bfloat16, head_dim 256, group 4, float8_e4m3fn pages of 1: ",
+    "extend_attention: bfloat16, head_dim 128, group 4, int8 and bfloat16 pages of 16: ",
     "extend_attention of short chunks: bfloat16, head_dim 128, group 4, bfloat16 pages of 16: ",
     "convolve: bfloat16, width 4: ",
     "scan: delta rule, key_dim 128, value_dim 128, float32 states: ",
@@ -98,6 +101,13 @@ def _empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _pages(form: torch.dtype | KVForm) -> str:
+    """`bfloat16 pages`, or `int8 and bfloat16 pages` of keys and values."""
+    if isinstance(form, torch.dtype):
+        return f"{_name(form)} pages"
+    return f"{_name(form.keys)} and {_name(form.values)} pages"
 
 
 def _norms() -> Iterator[ShippedKernel]:
@@ -137,9 +147,14 @@ def _rotations() -> Iterator[ShippedKernel]:
     for page_size in _PAGE_SIZES:
         if page_size != 16:
             yield _rotation(torch.bfloat16, torch.bfloat16, 128, False, page_size)
+    for form in _INTEGERS:
+        yield _rotation(torch.bfloat16, form, 128, False, page_size=16)
+        yield _rotation(torch.bfloat16, form, 256, True, page_size=16)
 
 
-def _rotation(dtype: torch.dtype, pages: torch.dtype, head_dim: int, has_norms: bool, page_size: int) -> ShippedKernel:
+def _rotation(
+    dtype: torch.dtype, pages: torch.dtype | KVForm, head_dim: int, has_norms: bool, page_size: int
+) -> ShippedKernel:
     heads, kv_heads = 32, 8
 
     def launch(_: Chip) -> object:
@@ -154,7 +169,7 @@ def _rotation(dtype: torch.dtype, pages: torch.dtype, head_dim: int, has_norms: 
         )
 
     norms = ", head norms" if has_norms else ""
-    configuration = f"{_name(dtype)}, head_dim {head_dim}, {_name(pages)} pages of {page_size}{norms}"
+    configuration = f"{_name(dtype)}, head_dim {head_dim}, {_pages(pages)} of {page_size}{norms}"
     return ShippedKernel("rotate_and_write", configuration, launch)
 
 
@@ -175,7 +190,7 @@ class _Shape:
     head_dim: int = 128
     group: int = 4
     queries: torch.dtype = torch.bfloat16
-    pages: torch.dtype = torch.bfloat16
+    pages: torch.dtype | KVForm = torch.bfloat16
     page_size: int = 16
     window: int | None = None
     soft_cap: float | None = None
@@ -184,8 +199,8 @@ class _Shape:
 
     @property
     def name(self) -> str:
-        types = [str(dtype).removeprefix("torch.") for dtype in (self.queries, self.pages)]
-        named = f"{types[0]}, head_dim {self.head_dim}, group {self.group}, {types[1]} pages of {self.page_size}"
+        heads = f"head_dim {self.head_dim}, group {self.group}"
+        named = f"{_name(self.queries)}, {heads}, {_pages(self.pages)} of {self.page_size}"
         options = {"window": self.window is not None, "soft cap": self.soft_cap is not None, "sinks": self.sinks}
         return ", ".join([named, *(name for name, given in options.items() if given)])
 
@@ -234,6 +249,11 @@ def _shapes() -> Iterator[_Shape]:
         yield _Shape(64, group=8, pages=pages, sinks=True)
         yield _Shape(256, group=2, pages=pages, window=4096, soft_cap=50.0)  # Gemma 2
         yield _Shape(256, group=2, pages=pages, soft_cap=50.0)
+    for form in _INTEGERS:
+        yield from (_Shape(head_dim, pages=form) for head_dim in (64, 128, 256))
+        yield _Shape(pages=form, page_size=1)
+        yield _Shape(64, group=8, pages=form, window=128, sinks=True)
+        yield _Shape(256, group=2, pages=form, window=4096, soft_cap=50.0)
 
 
 def _decode(shape: _Shape, chip: Chip) -> None:

@@ -154,6 +154,8 @@ CASES = [
     ("chat", {"messages": MESSAGES, "reasoning_effort": "high"}, "reasoning_effort", "not supported"),
     ("chat", {"messages": MESSAGES, "best_of": True}, "best_of", "not supported"),
     ("chat", {"messages": MESSAGES, "continue_final_message": True}, "continue_final_message", "of the assistant"),
+    ("chat", {"messages": MESSAGES, "max_token": 3}, "max_token", "remove it (got 3); did you mean max_tokens?"),
+    ("generate", {"text": "a", "sampling_params": {"max_tokens": 3}}, "max_tokens", "did you mean max_new_tokens?"),
     ("chat", {"messages": MESSAGES, "return_routed_experts": True}, "return_routed_experts", "not supported"),
 ]
 

@@ -34,6 +34,9 @@ def test_ready_line_and_its_curl_line() -> None:
         command = re.search(r"curl (\S+) -H '(\S+): (\S+)' -d '(.*)'", said)
         assert command is not None
         url, header, value, body = command.groups()
+        routes = url.replace("/v1/chat/completions", "/docs")
+        assert f"Its routes: {routes}" in said
+        assert running.http.get(routes).status_code == 200
         answer = running.http.post(url, content=body, headers={header: value}).json()
         assert answer["choices"][0]["message"]["content"] == "user: What is the capital of France?\n"
         running.signal()

@@ -209,6 +209,7 @@ class TestKernels:
             (AttentionBackend.NUMBA, AttentionBackend.NUMBA, CpuAttention),
             (AttentionBackend.NATIVE, AttentionBackend.NATIVE, NativeAttention),
             (AttentionBackend.REFERENCE, AttentionBackend.REFERENCE, ReferenceAttention),
+            (AttentionBackend.SAGE, AttentionBackend.SAGE, NativeAttention),
         ],
     )
     def test_of_a_cpu(self, wanted: AttentionBackend, name: AttentionBackend, attention: type[object]) -> None:
@@ -248,6 +249,7 @@ class TestKernels:
             (AttentionBackend.TRITON, AttentionBackend.TRITON, TritonAttention),
             (AttentionBackend.NATIVE, AttentionBackend.NATIVE, NativeAttention),
             (AttentionBackend.REFERENCE, AttentionBackend.REFERENCE, ReferenceAttention),
+            (AttentionBackend.SAGE, AttentionBackend.SAGE, TritonAttention),
         ],
     )
     def test_of_a_gpu(self, wanted: AttentionBackend, name: AttentionBackend, attention: type[object]) -> None:
@@ -263,10 +265,10 @@ class TestKernels:
     @pytest.mark.parametrize(
         ("wanted", "device", "known"),
         [
-            (AttentionBackend.TRITON, CPU, "numba or native or reference"),
-            (AttentionBackend.XLA, CPU, "numba or native or reference"),
-            (AttentionBackend.NUMBA, GPU, "triton or native or reference"),
-            (AttentionBackend.XLA, GPU, "triton or native or reference"),
+            (AttentionBackend.TRITON, CPU, "numba or native or reference or sage"),
+            (AttentionBackend.XLA, CPU, "numba or native or reference or sage"),
+            (AttentionBackend.NUMBA, GPU, "triton or native or reference or sage"),
+            (AttentionBackend.XLA, GPU, "triton or native or reference or sage"),
         ],
     )
     def test_what_does_not_run_there_is_refused(

@@ -92,10 +92,11 @@ def test_programs_of_decode_attention_share_a_multiprocessor() -> None:
     rows = {name: row for name, row in RECORDED.kernels.items() if name.endswith(" decode_splits")}
     assert rows
     for name, row in rows.items():
-        found = re.match(r"sm_(\d+) .* head_dim (\d+), .* (\w+) pages of", name)
+        found = re.match(r"sm_(\d+) .* head_dim (\d+), [^,]*, (?:(\w+) and )?(\w+) pages of", name)
         assert found is not None, name
-        chip = Chip(int(found[1]), processors=132)
-        programs = decode_tile(int(found[2]), getattr(torch, found[3]), chip).programs
+        chip, values = Chip(int(found[1]), processors=132), getattr(torch, found[4])
+        keys = getattr(torch, found[3]) if found[3] else values
+        programs = decode_tile(int(found[2]), keys, chip, values).programs
         # A program may have all but 1 KiB of a multiprocessor's, and that much is lost with each.
         assert 1 <= programs <= (SHARED_MEMORY[chip.capability] + 1024) // (row.shared_bytes + 1024), name
 
@@ -136,6 +137,10 @@ def test_representative_kernels_compile_to_what_the_table_says() -> None:
         compiled.kernels[f"sm_90 decode_attention: bfloat16, head_dim 128, group 4, {pages} pages of 16: decode_splits"]
         for pages in ("bfloat16", "float8_e4m3fn")
     )
+    sage = compiled.kernels[
+        "sm_90 decode_attention: bfloat16, head_dim 128, group 4, int8 and bfloat16 pages of 16: decode_splits"
+    ]
+    assert sage.loops[0] * sage.warps / 24.25 < 130
     assert bfloat16.loops[0] * bfloat16.warps / 32 < 80
     assert float8.loops[0] * float8.warps / 16 < 220
 

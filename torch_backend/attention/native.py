@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
+from torch_backend.attention.integer_scores import integer_scores
 from torch_backend.attention.interface import AttentionOptions
 from torch_backend.attention.page_gather import PageGather
 from torch_backend.attention.page_groups import SequenceGroup, group_sequences
@@ -68,9 +69,9 @@ class NativeStep:
             output[tokens] = plan.attend(queries[tokens], kv, options)
 
     def _plans_of(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> list[_Plan]:
-        # What is stored in float8 is widened to float32, so that it is not rounded once more.
-        dtype = queries.dtype if kv.key_scale is None else torch.float32
-        explicit = options.soft_cap is not None or options.sinks is not None
+        # What is stored in 8 bits is widened to float32, so that it is not rounded once more.
+        dtype = queries.dtype if kv.key_scale is None and kv.token_scales is None else torch.float32
+        explicit = options.soft_cap is not None or options.sinks is not None or kv.token_scales is not None
         form = _Form(kv.keys.shape, dtype, options.window, explicit)
         plans = self._plans.get(form)
         if plans is None:
@@ -105,28 +106,40 @@ class _Plan:
     def attend(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> torch.Tensor:
         """Queries of the group `[tokens, heads, head_dim]` → the same shape, contiguous."""
         keys, values = self._gather(kv)
+        integers = None if kv.token_scales is None else self._gather.key_scales(kv.token_scales)
         wide = queries if queries.dtype == self._form.dtype else queries.to(self._form.dtype)
         shaped = self._shape_queries(wide)
         if shaped.shape[1] > 1:
             keys, values = (part.expand(-1, shaped.shape[1], -1, -1) for part in (keys, values))
         if len(self._blocks) == 1:
-            output = self._attend_block(self._blocks[0], shaped, keys, values, options)
+            output = self._attend_block(self._blocks[0], shaped, keys, values, integers, options)
         else:
             parts = []
             for block in self._blocks:
                 seen = (keys[:, :, : block.keys], values[:, :, : block.keys])
-                parts.append(self._attend_block(block, shaped[:, :, block.queries], *seen, options))
+                parts.append(self._attend_block(block, shaped[:, :, block.queries], *seen, integers, options))
             output = torch.cat(parts, dim=2)
         return self._unshape(output, queries)
 
     def _attend_block(
-        self, block: _Block, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: AttentionOptions
+        self,
+        block: _Block,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        integers: tuple[torch.Tensor, torch.Tensor] | None,
+        options: AttentionOptions,
     ) -> torch.Tensor:
         if not self._form.explicit:
             return functional.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=block.mask, is_causal=block.causal, scale=options.scale
             )
-        return _explicit_attention(queries, keys, values, block.mask, self._shape_sinks(options), options)
+        if integers is None:
+            scores = queries.float() @ keys.float().transpose(-1, -2) * options.scale
+        else:
+            scales, key_mean = integers
+            scores = integer_scores(queries, keys, scales[:, :, : block.keys], key_mean, options)
+        return _explicit_attention(scores, values, block.mask, self._shape_sinks(options), options).to(queries.dtype)
 
     def _shape_queries(self, queries: torch.Tensor) -> torch.Tensor:
         """`[sequences * kv_heads, 1, group, head_dim]` of single tokens, whose heads are more queries over the same
@@ -183,15 +196,13 @@ class _Plan:
 
 
 def _explicit_attention(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
+    scores: torch.Tensor,
     values: torch.Tensor,
     mask: torch.Tensor | None,
     sinks: torch.Tensor | None,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """Scores written out in float32, for what `scaled_dot_product_attention` does not know."""
-    scores = queries.float() @ keys.float().transpose(-1, -2) * options.scale
+    """Of scores written out in float32, for what `scaled_dot_product_attention` does not know."""
     if options.soft_cap is not None:
         scores = torch.tanh(scores / options.soft_cap) * options.soft_cap
     if mask is not None:
@@ -201,4 +212,4 @@ def _explicit_attention(
     else:
         column = sinks.float().expand(*scores.shape[:-1], 1)
         weights = torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
-    return (weights @ values.float()).to(queries.dtype)
+    return weights @ values.float()

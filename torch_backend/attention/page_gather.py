@@ -6,7 +6,7 @@ import torch
 
 from torch_backend.attention.page_groups import SequenceGroup
 from torch_backend.batch import ForwardBatch
-from torch_backend.kv_pages import KVPages
+from torch_backend.kv_pages import KVPages, TokenScales
 
 
 class PageGather:
@@ -28,14 +28,29 @@ class PageGather:
         shape = (len(group.lens) * kv_heads, 1, columns * page_size, head_dim)
         self._keys = _Buffer(shape, self._row, group.longest, kv.keys)
         self._values = _Buffer(shape, self._row, group.longest, kv.values)
+        self._longest = group.longest
 
     def __call__(self, kv: KVPages) -> tuple[torch.Tensor, torch.Tensor]:
         """`[sequences * kv_heads, 1, longest, head_dim]` each, 0 after a sequence's end and before the window of its
-        first query; float32 from float8 pages."""
-        return (
-            self._gather(kv.keys, kv.key_scale, self._keys),
-            self._gather(kv.values, kv.value_scale, self._values),
-        )
+        first query; float32 from float8 pages, and from int8 ones: of keys the levels, see `key_scales`."""
+        keys = self._gather(kv.keys, kv.key_scale, self._keys)
+        values = self._gather(kv.values, kv.value_scale, self._values)
+        if kv.token_scales is None:
+            return keys, values
+        if kv.token_scales.values is None:
+            return keys.float(), values.float()
+        return keys.float(), values.float() * self._scales(kv.token_scales.values)[..., None]
+
+    def key_scales(self, scales: TokenScales) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of gathered int8 keys: float32 `[sequences * kv_heads, 1, longest]`, 0 where these are; and the mean that
+        stored keys are without, `[sequences * kv_heads, head_dim]`."""
+        return self._scales(scales.keys), scales.key_mean.repeat(self._sequences, 1)
+
+    def _scales(self, pages: torch.Tensor) -> torch.Tensor:
+        gathered = pages.view(-1, pages.shape[-1])[self._index]
+        if self._unused is not None:
+            gathered.view(-1).index_fill_(0, self._unused, 0.0)
+        return gathered.view(self._sequences * pages.shape[1], 1, -1)[:, :, : self._longest]
 
     def _gather(self, pages: torch.Tensor, scale: torch.Tensor | None, buffer: _Buffer) -> torch.Tensor:
         stored = pages.view(-1, self._row)

@@ -6,7 +6,7 @@ import torch
 
 from torch_backend.attention.interface import AttentionOptions
 from torch_backend.batch import ForwardBatch
-from torch_backend.kv_pages import KVPages
+from torch_backend.kv_pages import KVPages, TokenScales
 
 
 class ReferenceAttention:
@@ -37,6 +37,8 @@ class ReferenceStep:
 
 def gather_pages(kv: KVPages, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of `pages` `[P]` in order: float32 `[kv_heads, P * page_size, head_dim]`, scales applied."""
+    if kv.token_scales is not None:
+        return _gather_integers(kv, kv.token_scales, pages.long())
     gathered = []
     for stored, scale in ((kv.keys, kv.key_scale), (kv.values, kv.value_scale)):
         # Indexing before widening: few types can be indexed in float8, all can be as bytes.
@@ -44,6 +46,16 @@ def gather_pages(kv: KVPages, pages: torch.Tensor) -> tuple[torch.Tensor, torch.
         by_head = pages_of.transpose(0, 1).flatten(1, 2)
         gathered.append(by_head if scale is None else by_head * scale[:, None, None])
     return gathered[0], gathered[1]
+
+
+def _gather_integers(kv: KVPages, scales: TokenScales, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = (stored[pages].float().transpose(0, 1).flatten(1, 2) for stored in (kv.keys, kv.values))
+    by_token = [
+        None if side is None else side[pages].transpose(0, 1).flatten(1, 2) for side in (scales.keys, scales.values)
+    ]
+    assert by_token[0] is not None
+    keys = keys * by_token[0][..., None] + scales.key_mean[:, None]
+    return keys, values if by_token[1] is None else values * by_token[1][..., None]
 
 
 def attend(

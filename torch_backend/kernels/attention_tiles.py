@@ -65,8 +65,12 @@ def attend(
     pages,
     keys,
     values,
+    key_scales,
+    value_scales,
+    scales_at,
     page_stride,
     score_scale,
+    bias,
     soft_cap,
     window,
     EDGES: tl.constexpr,
@@ -84,7 +88,10 @@ def attend(
     - `first`: a multiple of `KEYS`.
     - `pages`: the sequence's row of the page table. `keys`, `values`: of one kv head in page 0; `page_stride` elements
       lie between pages.
-    - `score_scale`: of products of queries and keys, in units of log2(e); with a `soft_cap` it is over that cap.
+    - `key_scales`, `value_scales`: float32, a number for each token of int8 pages; None of others. Those of the kv head
+      begin at `scales_at` in page 0. With `key_scales` queries are int8 as well.
+    - `score_scale`: of products of queries and keys, in units of log2(e); with a `soft_cap` it is over that cap. With
+      `key_scales` it is `[M]`, and `bias` `[M]` is added to scores under a cap.
     - `EDGES`: some query may not see some key of a tile, or a tile is not whole. Without, nothing is masked.
 
     **Returns:** `largest`, `total` and `weighted` after these keys.
@@ -97,6 +104,8 @@ def attend(
     for start in range(first, last, KEYS):
         places = start + lanes
         slots = page.to(tl.int64) * page_stride + (places % PAGE_SIZE) * HEAD_DIM
+        if key_scales is not None:
+            tokens = scales_at + page.to(tl.int64) * (page_stride // HEAD_DIM) + places % PAGE_SIZE
         # The next tile's page numbers are read one tile ahead. Were they read in the same turn, the compiler would
         # give half of its pipeline to them and keep as many tiles fewer under way.
         page = _load_pages(pages, start + KEYS, last, PAGE_SIZE, KEYS)
@@ -113,9 +122,16 @@ def attend(
             key_tile = tl.load(keys + offsets)
         else:
             key_tile = tl.load(keys + offsets, mask=(dims < HEAD_DIM)[None, :], other=0.0)
-        scores = tl.dot(queries, tl.trans(widened(key_tile, COMPUTE)), input_precision="ieee")
+        if key_scales is not None:
+            by_token = _load_scales(key_scales, tokens, places, last, oldest, window, EDGES)
+            scores = tl.dot(queries, tl.trans(key_tile)).to(tl.float32) * by_token[None, :]
+        else:
+            scores = tl.dot(queries, tl.trans(widened(key_tile, COMPUTE)), input_precision="ieee")
         if soft_cap is not None:
-            scores = tanh(scores * score_scale) * (soft_cap * LOG2_E)
+            if key_scales is not None:
+                scores = tanh(scores * score_scale[:, None] + bias[:, None]) * (soft_cap * LOG2_E)
+            else:
+                scores = tanh(scores * score_scale) * (soft_cap * LOG2_E)
         if EDGES:
             visible = places[None, :] <= positions[:, None]
             if window is not None:
@@ -133,6 +149,8 @@ def attend(
             base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         if soft_cap is not None:
             weights = tl.exp2(scores - base[:, None])
+        elif key_scales is not None:
+            weights = tl.exp2(scores * score_scale[:, None] - base[:, None])
         else:
             weights = tl.exp2(scores * score_scale - base[:, None])
         shrink = tl.exp2(largest - base)
@@ -148,9 +166,23 @@ def attend(
             value_tile = tl.load(values + offsets)
         else:
             value_tile = tl.load(values + offsets, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+        if value_scales is not None:
+            weights *= _load_scales(value_scales, tokens, places, last, oldest, window, EDGES)[None, :]
         weighted = tl.dot(weights.to(COMPUTE), widened(value_tile, COMPUTE), weighted, input_precision="ieee")
         largest = new_largest
     return largest, total, weighted
+
+
+@triton.jit
+def _load_scales(scales, tokens, places, last, oldest, window, EDGES: tl.constexpr):
+    """Of a tile's keys or values, 0 for those that nobody sees: what lies there may be NaN."""
+    if EDGES:
+        held = places < last
+        if window is not None:
+            held = held & (places >= oldest)
+        return tl.load(scales + tokens, mask=held, other=0.0)
+    else:
+        return tl.load(scales + tokens)
 
 
 @triton.jit
@@ -162,6 +194,16 @@ def scale_of_products(scale, key_scale, soft_cap, kv_head):
         return scale / soft_cap
     else:
         return scale * LOG2_E
+
+
+@triton.jit
+def with_bias(largest, bias, soft_cap):
+    """`largest` of `attend` as scores are, whose common part `bias` (None: they have none) was left out: it changes no
+    softmax but one with sinks. A cap is of whole scores, which have it already."""
+    if bias is None or soft_cap is not None:
+        return largest
+    else:
+        return largest + bias
 
 
 @triton.jit

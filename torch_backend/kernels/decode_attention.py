@@ -31,9 +31,11 @@ from torch_backend.kernels.attention_tiles import (
     compute_type,
     readable,
     scale_of_products,
+    with_bias,
     with_sinks,
 )
 from torch_backend.kernels.chip import Chip
+from torch_backend.kernels.integers import queries_as_integers
 from torch_backend.kernels.work_items import WorkItems, write_items
 from torch_backend.kv_pages import KVPages
 
@@ -72,8 +74,8 @@ class DecodeTile:
     programs: int
 
 
-def decode_tile(head_dim: int, pages: torch.dtype, chip: Chip) -> DecodeTile:
-    """The tile for a head size and a type of pages.
+def decode_tile(head_dim: int, pages: torch.dtype, chip: Chip, values: torch.dtype | None = None) -> DecodeTile:
+    """The tile for a head size and a type of pages, or one of keys and another of values.
 
     To keep an H100's memory busy, some 40 KiB must be under way on each multiprocessor at any time (its bandwidth times
     the latency). A program has `stages - 1` tiles under way; `programs` is what registers and shared memory allow, by
@@ -81,17 +83,18 @@ def decode_tile(head_dim: int, pages: torch.dtype, chip: Chip) -> DecodeTile:
     256 threads. Float8 has half the bytes to a tile, and its widening is shared among warps that split values by their
     dimensions: with four of them a kilobyte takes a third fewer instructions than with eight.
     """
-    if pages == torch.float32:
+    values = values or pages
+    if values == torch.float32:
         keys, warps, stages, most = 16, 4, 2, 2
     elif head_dim <= 64:
         keys, warps, stages, most = 64, 4, 3, 4
     elif head_dim > 128:
         keys, warps, stages, most = 32, 8, 3, 2
     else:
-        keys, warps, stages, most = 64, 4 if pages.itemsize == 1 else 8, 3, 3
+        keys, warps, stages, most = 64, 4 if values.itemsize == 1 else 8, 3, 3
     width = triton.next_power_of_2(head_dim)
     # Tiles under way, and by the compiler's figures what queries, sums and the driver take.
-    shared = (stages - 1) * 2 * keys * width * pages.itemsize + 24 * width + 4096
+    shared = (stages - 1) * keys * width * (pages.itemsize + values.itemsize) + 24 * width + 4096
     programs = _SHARED_OF_PROCESSOR.get(chip.capability, _LEAST_SHARED_OF_PROCESSOR) // shared
     return DecodeTile(keys, warps, stages, max(min(most, programs), 1))
 
@@ -178,7 +181,8 @@ def decode_attention(
     _, heads, head_dim = queries.shape
     _, kv_heads, page_size, _ = kv.keys.shape
     rows = plan.items.starts.shape[0] - 1
-    tile = decode_tile(head_dim, kv.keys.dtype, chip)
+    tile = decode_tile(head_dim, kv.keys.dtype, chip, kv.values.dtype)
+    by_token = kv.token_scales
     programs = min(plan.items.owners.shape[0] * kv_heads, chip.processors * tile.programs)
     decode_splits[(programs,)](
         queries,
@@ -186,6 +190,9 @@ def decode_attention(
         readable(kv.values, chip),
         kv.key_scale,
         kv.value_scale,
+        None if by_token is None else by_token.keys,
+        None if by_token is None else by_token.values,
+        None if by_token is None else by_token.key_mean,
         page_table,
         kv_lens,
         plan.items.starts,
@@ -262,6 +269,9 @@ def decode_splits(
     values,
     key_scale,
     value_scale,
+    key_scales,
+    value_scales,
+    key_mean,
     page_table,
     kv_lens,
     starts,
@@ -306,8 +316,17 @@ def decode_splits(
         heads = kv_head * GROUP + lanes
         asked = (row * (KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :]
         score_scale = scale_of_products(scale, key_scale, soft_cap, kv_head)
+        block_queries = tl.load(queries + asked, mask=wanted, other=0.0)
+        if key_scales is not None:
+            mean = tl.load(key_mean + kv_head * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
+            block_queries, by_query, of_mean = queries_as_integers(block_queries, mean)
+            bias = of_mean * score_scale
+            score_scale = by_query * score_scale
+        else:
+            block_queries = block_queries.to(COMPUTE)
+            bias = None
         largest, total, weighted = attend(
-            tl.load(queries + asked, mask=wanted, other=0.0).to(COMPUTE),
+            block_queries,
             tl.zeros([GROUP_WIDTH], tl.int32) + kv_len - 1,
             tl.full([GROUP_WIDTH], float("-inf"), tl.float32),
             tl.zeros([GROUP_WIDTH], tl.float32),
@@ -317,8 +336,12 @@ def decode_splits(
             page_table + row.to(tl.int64) * table_stride,
             keys + kv_head * (PAGE_SIZE * HEAD_DIM),
             values + kv_head * (PAGE_SIZE * HEAD_DIM),
+            key_scales,
+            value_scales,
+            kv_head * PAGE_SIZE,
             KV_HEADS * PAGE_SIZE * HEAD_DIM,
             score_scale,
+            bias,
             soft_cap,
             window,
             EDGES=True,
@@ -328,6 +351,8 @@ def decode_splits(
             KEYS=KEYS,
             COMPUTE=COMPUTE,
         )
+        if sinks is not None:
+            largest = with_bias(largest, bias, soft_cap)
         if count == 1:
             if sinks is not None:
                 joining = tl.load(sinks + heads, mask=lanes < GROUP, other=0.0) * LOG2_E

@@ -36,10 +36,12 @@ from torch_backend.kernels.attention_tiles import (
     merged,
     readable,
     scale_of_products,
+    with_bias,
     with_sinks,
 )
 from torch_backend.kernels.chip import Chip
 from torch_backend.kernels.extend_plan import ExtendForm, ExtendPlan, extend_tile, splits_of_row
+from torch_backend.kernels.integers import queries_as_integers
 from torch_backend.kv_pages import KVPages
 
 _MERGED_ROWS = 16
@@ -80,7 +82,7 @@ def form_of(queries: torch.Tensor, kv: KVPages, options: AttentionOptions, chip:
     """Of a layer with `queries` `[T, heads, head_dim]`."""
     _, heads, head_dim = queries.shape
     kv_heads = kv.keys.shape[1]
-    tile = extend_tile(head_dim, kv.keys.dtype, chip)
+    tile = extend_tile(head_dim, kv.keys.dtype, chip, kv.values.dtype)
     return ExtendForm(kv_heads, heads // kv_heads, head_dim, options.window, tile)
 
 
@@ -123,6 +125,7 @@ def extend_attention(
         "SPLIT": plan.split,
     }
     items = plan.blocks if plan.splits is None else plan.splits
+    by_token = kv.token_scales
     attended = (
         # Converted here and not in the kernel, where it would keep them in registers instead of shared memory.
         queries.to(compute),
@@ -130,6 +133,9 @@ def extend_attention(
         readable(kv.values, chip),
         kv.key_scale,
         kv.value_scale,
+        None if by_token is None else by_token.keys,
+        None if by_token is None else by_token.values,
+        None if by_token is None else by_token.key_mean,
         page_table,
         kv_lens,
         query_starts,
@@ -208,7 +214,11 @@ def attend_split(
     pages,
     keys,
     values,
+    key_scales,
+    value_scales,
+    scales_at,
     score_scale,
+    bias,
     soft_cap,
     window,
     KV_HEADS: tl.constexpr,
@@ -242,8 +252,12 @@ def attend_split(
             pages,
             keys,
             values,
+            key_scales,
+            value_scales,
+            scales_at,
             KV_HEADS * PAGE_SIZE * HEAD_DIM,
             score_scale,
+            bias,
             soft_cap,
             None,
             EDGES=False,
@@ -265,8 +279,12 @@ def attend_split(
         pages,
         keys,
         values,
+        key_scales,
+        value_scales,
+        scales_at,
         KV_HEADS * PAGE_SIZE * HEAD_DIM,
         score_scale,
+        bias,
         soft_cap,
         window,
         EDGES=True,
@@ -299,6 +317,9 @@ def extend_blocks(
     values,
     key_scale,
     value_scale,
+    key_scales,
+    value_scales,
+    key_mean,
     page_table,
     kv_lens,
     query_starts,
@@ -346,6 +367,9 @@ def extend_blocks(
     asked = places[:, None] * HEAD_DIM + dims[None, :]
     wanted = (tokens < held)[:, None] & (dims < HEAD_DIM)[None, :]
     block_queries = tl.load(queries + asked, mask=wanted, other=0.0)
+    if key_scales is not None:
+        mean = tl.load(key_mean + kv_head * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
+        block_queries, by_query, of_mean = queries_as_integers(block_queries, mean)
     first_split, splits = 0, 1
     if SPLIT is not None:
         first_split = first_key(first_position, window, KEYS) // SPLIT
@@ -353,6 +377,11 @@ def extend_blocks(
         splits = tl.maximum(tl.cdiv(first_position + held, SPLIT), first_split + 1)
     # Nothing that all turns share is computed ahead: held through a split's tiles, it would spill.
     for split in tl.range(first_split, splits, disable_licm=True):
+        score_scale = scale_of_products(scale, key_scale, soft_cap, kv_head)
+        bias = None
+        if key_scales is not None:
+            bias = of_mean * score_scale
+            score_scale = by_query * score_scale
         largest, total, weighted = attend_split(
             block_queries,
             first_position + tokens,
@@ -362,7 +391,11 @@ def extend_blocks(
             page_table + row.to(tl.int64) * table_stride,
             keys + kv_head * (PAGE_SIZE * HEAD_DIM),
             values + kv_head * (PAGE_SIZE * HEAD_DIM),
-            scale_of_products(scale, key_scale, soft_cap, kv_head),
+            key_scales,
+            value_scales,
+            kv_head * PAGE_SIZE,
+            score_scale,
+            bias,
             soft_cap,
             window,
             KV_HEADS=KV_HEADS,
@@ -374,6 +407,8 @@ def extend_blocks(
             SPLIT=SPLIT,
             COMPUTE=COMPUTE,
         )
+        if sinks is not None:
+            largest = with_bias(largest, bias, soft_cap)
         if SPLIT is not None:
             # What earlier splits gave waits in memory: registers hold one softmax in progress, not two. A block's place
             # there is whole, so that it is found by one address and its padding needs no mask.
@@ -411,6 +446,9 @@ def extend_splits(
     values,
     key_scale,
     value_scale,
+    key_scales,
+    value_scales,
+    key_mean,
     page_table,
     kv_lens,
     query_starts,
@@ -461,8 +499,16 @@ def extend_splits(
             places = (first_query + tokens).to(tl.int64) * (KV_HEADS * GROUP) + heads
             asked = places[:, None] * HEAD_DIM + dims[None, :]
             wanted = (tokens < held)[:, None] & (dims < HEAD_DIM)[None, :]
+            block_queries = tl.load(queries + asked, mask=wanted, other=0.0)
+            score_scale = scale_of_products(scale, key_scale, soft_cap, kv_head)
+            bias = None
+            if key_scales is not None:
+                mean = tl.load(key_mean + kv_head * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
+                block_queries, by_query, of_mean = queries_as_integers(block_queries, mean)
+                bias = of_mean * score_scale
+                score_scale = by_query * score_scale
             largest, total, weighted = attend_split(
-                tl.load(queries + asked, mask=wanted, other=0.0),
+                block_queries,
                 first_position + tokens,
                 first_position,
                 held,
@@ -470,7 +516,11 @@ def extend_splits(
                 page_table + row.to(tl.int64) * table_stride,
                 keys + kv_head * (PAGE_SIZE * HEAD_DIM),
                 values + kv_head * (PAGE_SIZE * HEAD_DIM),
-                scale_of_products(scale, key_scale, soft_cap, kv_head),
+                key_scales,
+                value_scales,
+                kv_head * PAGE_SIZE,
+                score_scale,
+                bias,
                 soft_cap,
                 window,
                 KV_HEADS=KV_HEADS,
@@ -482,6 +532,8 @@ def extend_splits(
                 SPLIT=SPLIT,
                 COMPUTE=COMPUTE,
             )
+            if sinks is not None:
+                largest = with_bias(largest, bias, soft_cap)
             if splits - first_split == 1:
                 result = finished(largest, total, weighted, heads, kv_head, sinks, value_scale)
                 tl.store(output + asked, result.to(output.dtype.element_ty), mask=wanted)

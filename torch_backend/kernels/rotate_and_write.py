@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from torch_backend.kernels.float8 import encode_e4m3
+from torch_backend.kernels.integers import levels, scale_of
 from torch_backend.kv_pages import KVPages
 from torch_backend.operations import HeadNorms, Rotation
 
@@ -43,6 +44,24 @@ def _rotate(first, second, cosines, sines, token, lanes, head_dim: tl.constexpr)
 
 
 @triton.jit
+def _write_integers(
+    pages, scales, mean, slot, page_size, kv_heads, heads, lanes, first, second, head_dim: tl.constexpr, inside
+):
+    """Stores heads of one token in its slot in int8, without `mean` (None: as they are), over a scale of each."""
+    rows = ((slot // page_size) * kv_heads + heads) * page_size + slot % page_size
+    if mean is not None:
+        at = mean + heads[:, None] * head_dim + lanes[None, :]
+        first -= tl.load(at, mask=inside, other=0.0)
+        second -= tl.load(at + head_dim // 2, mask=inside, other=0.0)
+    largest = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
+    scale = scale_of(largest, tl.sum(first, 1) + tl.sum(second, 1))
+    tl.store(scales + rows, scale, mask=heads < kv_heads)
+    at = pages + rows[:, None] * head_dim + lanes[None, :]
+    tl.store(at, levels(first, scale[:, None]), mask=inside)
+    tl.store(at + head_dim // 2, levels(second, scale[:, None]), mask=inside)
+
+
+@triton.jit
 def _write_page(pages, scales, slot, page_size, kv_heads, heads, lanes, first, second, head_dim: tl.constexpr, inside):
     """Stores heads of one token in its slot; float8 ones, which pages of bytes are, over their scale."""
     page = slot // page_size
@@ -69,6 +88,9 @@ def _rotate_and_write_kernel(
     values,
     key_scale,
     value_scale,
+    key_scales,
+    value_scales,
+    key_mean,
     write_slots,
     queries,
     heads,
@@ -106,13 +128,23 @@ def _rotate_and_write_kernel(
             first, second = _norm(first, second, key_norm, lanes, eps, head_dim)
         first, second = _rotate(first, second, cosines, sines, token, lanes, head_dim)
         slot = tl.load(write_slots + token)
-        _write_page(keys, key_scale, slot, page_size, kv_heads, own, lanes, first, second, head_dim, inside)
+        if key_scales is not None:
+            _write_integers(
+                keys, key_scales, key_mean, slot, page_size, kv_heads, own, lanes, first, second, head_dim, inside
+            )
+        else:
+            _write_page(keys, key_scale, slot, page_size, kv_heads, own, lanes, first, second, head_dim, inside)
     else:
         own = (block - query_blocks - kv_blocks) * HEADS_BLOCK + tile
         inside = (own[:, None] < kv_heads) & present
         first, second = _halves(start + (heads + kv_heads) * head_dim, own, lanes, head_dim, inside)
         slot = tl.load(write_slots + token)
-        _write_page(values, value_scale, slot, page_size, kv_heads, own, lanes, first, second, head_dim, inside)
+        if value_scales is not None:
+            _write_integers(
+                values, value_scales, None, slot, page_size, kv_heads, own, lanes, first, second, head_dim, inside
+            )
+        else:
+            _write_page(values, value_scale, slot, page_size, kv_heads, own, lanes, first, second, head_dim, inside)
 
 
 def rotate_and_write(
@@ -124,7 +156,8 @@ def rotate_and_write(
 ) -> torch.Tensor:
     """Norms (where given) and rotates queries and keys, and stores keys and values in their slots.
 
-    Results are rounded once, from float32; float8 ones saturate.
+    Results are rounded once, from float32; float8 ones saturate. int8 ones have a scale for each token and head, which
+    is written beside them.
 
     **Arguments:** `qkv` `[T, (heads + 2 * kv_heads) * head_dim]`, contiguous: of each token all queries, all keys, all
     values; `write_slots` int64 `[T]`.
@@ -142,8 +175,10 @@ def rotate_and_write(
     queries = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if not tokens:
         return queries
+    by_token = kv.token_scales
     half_block = triton.next_power_of_2(head_dim // 2)
-    heads_block = min(_TILE // (2 * half_block), triton.next_power_of_2(max(heads, kv_heads)))
+    tile = _TILE if by_token is None else _TILE // 2
+    heads_block = min(tile // (2 * half_block), triton.next_power_of_2(max(heads, kv_heads)))
     float8 = kv.keys.dtype == torch.float8_e4m3fn
     grid = (tokens, triton.cdiv(heads, heads_block) + 2 * triton.cdiv(kv_heads, heads_block))
     _rotate_and_write_kernel[grid](
@@ -157,6 +192,9 @@ def rotate_and_write(
         kv.values.view(torch.uint8) if float8 else kv.values,
         kv.key_scale,
         kv.value_scale,
+        None if by_token is None else by_token.keys,
+        None if by_token is None else by_token.values,
+        None if by_token is None else by_token.key_mean,
         write_slots,
         queries,
         heads,
