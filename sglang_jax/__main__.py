@@ -1,4 +1,4 @@
-"""`python -m sglang_jax serve | chat | generate | batch | bench | convert`."""
+"""`python -m sglang_jax serve | chat | generate | batch | bench | check | convert`."""
 
 from __future__ import annotations
 

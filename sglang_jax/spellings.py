@@ -31,6 +31,13 @@ SHORT_FLAGS: Mapping[str, str] = {"tp_size": "-tp", "dp_size": "-dp"}
 """Field to a flag with one dash."""
 
 VALUES: Mapping[str, Mapping[str, str]] = {
+    "Api": {
+        "sglang_oai": "openai",
+        "sglang_oai_chat": "openai_chat",
+        "vllm": "openai",
+        "vllm_chat": "openai_chat",
+    },
+    "Dataset": {"random": "random_ids"},
     "Dtype": {"bf16": "bfloat16", "half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32"},
     "KVCacheDtype": {"fp8": "fp8_e4m3", "float8_e4m3": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3"},
     "ModelImpl": {"auto": "native", "sglang": "native", "vllm": "native", "hf": "transformers"},
@@ -52,7 +59,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     },
     "ReasoningParser": {"qwen3_thinking": "deepseek_r1", "openai_gptoss": "gpt_oss"},
 }
-"""Enum of `config` to further spellings of its values, in lower case."""
+"""Enum to further spellings of its values, in lower case and with underscores, as the values are here."""
 
 
 @dataclass(frozen=True, slots=True)

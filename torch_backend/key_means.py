@@ -18,6 +18,7 @@ from sglang_jax.errors import ConfigError
 from sglang_jax.runner.calibration import calibration_tokens
 from torch_backend.batch import ForwardBatch, GroupPages
 from torch_backend.kv_pages import KVPages, LayerMemory
+from torch_backend.recurrent.rows import StateRows
 
 
 def give_key_means(
@@ -39,7 +40,13 @@ def give_key_means(
     device, page_size = pages[0].keys.device, pages[0].page_size
     batch = calibration_batch(config, page_size, max_context, device)
     rows, columns = batch.page_table.shape
-    own = [LayerMemory(None if layer.pages is None else _like(layer.pages, 1 + rows * columns, dtype)) for layer in kv]
+    own = [
+        LayerMemory(
+            None if layer.pages is None else _like(layer.pages, 1 + rows * columns, dtype),
+            tuple(pool.new_zeros((1 + rows, *pool.shape[1:])) for pool in layer.states),
+        )
+        for layer in kv
+    ]
     with torch.inference_mode():
         forward(batch, own)
         length = batch.kv_lens[0]
@@ -76,6 +83,7 @@ def calibration_batch(config: ModelConfig, page_size: int, max_context: int, dev
     places = np.arange(length)
     begins = np.linspace(0, max_context - length, rows).astype(np.int64)
     slots = page_table[:, places // page_size].astype(np.int64) * page_size + places % page_size
+    starts = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=device)
     table, written = torch.from_numpy(page_table).to(device), torch.from_numpy(slots.reshape(-1)).to(device)
     return ForwardBatch(
         tokens=torch.from_numpy(tokens.reshape(-1)).to(device),
@@ -83,7 +91,23 @@ def calibration_batch(config: ModelConfig, page_size: int, max_context: int, dev
         write_slots=written,
         page_table=table,
         kv_lens=torch.full((rows,), length, dtype=torch.int32, device=device),
-        query_starts=torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=device),
+        query_starts=starts,
         num_decode=0,
         further=(GroupPages(written, table),) * (num_paged_groups(config) - 1),
+        states=_fresh_states(starts, length) if config.keeps_states else None,
+    )
+
+
+def _fresh_states(starts: torch.Tensor, length: int) -> StateRows:
+    """Of sequences of `length` tokens each, which begin with nothing."""
+    slots = 1 + torch.arange(len(starts) - 1, device=starts.device)
+    tokens = torch.arange(length * len(slots), device=starts.device)
+    return StateRows(
+        begin=slots,
+        fresh=torch.ones_like(slots, dtype=torch.bool),
+        own=slots,
+        sequences=tokens // length,
+        offsets=tokens % length,
+        query_starts=starts,
+        num_decode=0,
     )

@@ -14,6 +14,7 @@ from sglang_jax.cli.bench.accuracy import bench_accuracy
 from sglang_jax.cli.bench.commands import bench_offline, bench_serving
 from sglang_jax.cli.cache_report import cache_report
 from sglang_jax.cli.chat import chat
+from sglang_jax.cli.check import check
 from sglang_jax.cli.convert import convert
 from sglang_jax.cli.generate import generate
 from sglang_jax.cli.options import fields_as_flags, with_dashes
@@ -56,6 +57,7 @@ cli.add_command(chat)
 cli.add_command(generate)
 cli.add_command(batch)
 cli.add_command(convert)
+cli.add_command(check)
 cli.add_command(cache_report)
 bench.add_command(bench_accuracy, "accuracy")
 bench.add_command(bench_offline, "offline")

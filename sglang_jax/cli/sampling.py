@@ -12,6 +12,7 @@ from sglang_jax.cli.options import Command, flag_name
 from sglang_jax.config import EngineConfig, GrammarLibrary
 from sglang_jax.errors import ParameterError
 from sglang_jax.sampling import GenerationDefaults, SamplingParams
+from sglang_jax.spellings import SAMPLING_FIELDS
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
 _OF_THE_MODEL = {field.name for field in dataclasses.fields(GenerationDefaults)}
@@ -21,8 +22,12 @@ def _sampling_option(name: str, help_text: str, default: str | None) -> Callable
     """An option that is None unless it was given: what it is then may be up to the model."""
     neutral = _DEFAULTS[name]
     shown = default or (f"the model's, or {neutral}" if name in _OF_THE_MODEL else str(neutral))
-    return click.option(flag_name(name), name, type=type(neutral), help=f"{help_text}  [default: {shown}]")
+    others = [flag_name(other) for other, ours in SAMPLING_FIELDS.items() if ours == name and other in _TYPED]
+    return click.option(flag_name(name), *others, name, type=type(neutral), help=f"{help_text}  [default: {shown}]")
 
+
+_TYPED = ("max_tokens", "min_tokens")
+"""Names of other engines and routes that are taken as flags too."""
 
 _HELP = {
     "max_new_tokens": "maximum output tokens; 0: compute only the prompt",

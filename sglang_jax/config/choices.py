@@ -15,7 +15,7 @@ class Choice(StrEnum):
     @classmethod
     def _missing_(cls, value: object) -> Self | None:
         name = value_named(cls.__name__, str(value))
-        return next((member for member in cls if member.value == name), None)
+        return next((member for member in cls if member.value.replace("-", "_") == name), None)
 
 
 class Backend(Choice):

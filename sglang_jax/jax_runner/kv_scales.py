@@ -4,7 +4,8 @@ Calibration runs the loaded model once, with a cache in its own dtype, over toke
 reads from the pages how large keys and values of each kv head became:
 
 - Keys count as the length of their pairs. Rotation turns the two numbers that it mixes, and leaves their length as it
-  is: no position, however far beyond those that were run, makes either of them larger.
+  is: no position, however far beyond those that were run, makes either of them larger. What does not rotate, of a head
+  that does in part or not at all, counts as it is.
 - Values count as they are.
 
 What was seen stands for what was not with a margin (`MARGIN`); what is larger still saturates.
@@ -12,6 +13,7 @@ What was seen stands for what was not with a margin (`MARGIN`); what is larger s
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -21,16 +23,17 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from sglang_jax.architectures.model_config import num_paged_groups
+from sglang_jax.architectures.model_config import AttentionConfig, num_paged_groups
 from sglang_jax.checkpoint.kv_scales import ScalesOfLayers
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.parallel import TensorParallel
 from sglang_jax.kernels.kv_storage import gather_kv
+from sglang_jax.kernels.state_rows import StateRows
 from sglang_jax.layers.batch import ForwardBatch, GroupPages
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import Axis, named_sharding
-from sglang_jax.models import KVCaches, Transformer, allocate, kv_cache_spec
-from sglang_jax.models.kv_cache import KVCacheSpec
+from sglang_jax.models import KVCaches, StateDtypes, Transformer, allocate, kv_cache_spec
+from sglang_jax.models.kv_cache import KVCacheSpec, pages_of
 from sglang_jax.runner.calibration import LENGTH, ROWS, calibration_tokens
 
 MARGIN = 1.25
@@ -98,9 +101,10 @@ def calibration_program(model: Transformer, mesh: Mesh, largest_stored: float) -
     def run(state: nnx.State, kv_caches: KVCaches, batch: ForwardBatch) -> tuple[list[jax.Array], jax.Array]:
         calibrated: Transformer = nnx.merge(graph, state)
         _, kv_caches = calibrated(batch, kv_caches)
-        head_dims = [attention.head_dim for attention in model.config.attention]
+        pages = [pages_of(memory) for memory, layer in zip(kv_caches, model.layers, strict=True) if layer.attention]
         largest = [
-            _largest(cache, batch.page_table, head_dim) for cache, head_dim in zip(kv_caches, head_dims, strict=True)
+            _largest(cache, batch.page_table, attention)
+            for cache, attention in zip(pages, model.config.attention, strict=True)
         ]
         finite = jnp.stack([jnp.isfinite(each).all() for each in largest])
         # A head whose values are all 0 stores zeros, over whatever.
@@ -114,11 +118,28 @@ def calibration_inputs(
     parallel: TensorParallel, dtype: jnp.dtype, page_size: int, platform: str
 ) -> tuple[KVCacheSpec, ForwardBatch]:
     """The pages that the program of a calibration takes, and its batch."""
-    length = min(LENGTH, parallel.config.max_position)
-    pages = 1 + ROWS * -(-length // page_size)
-    spec = kv_cache_spec(parallel.config, dtype, pages, page_size, platform=platform)
-    num_groups = num_paged_groups(parallel.config)
-    return spec, calibration_batch(parallel.vocab_size, length, page_size, num_groups)
+    config = parallel.config
+    length = min(LENGTH, config.max_position)
+    num_groups = num_paged_groups(config)
+    counts = (1 + ROWS * -(-length // page_size),) * num_groups + (1 + ROWS,) * config.keeps_states
+    spec = kv_cache_spec(config, dtype, counts, page_size, platform=platform, state_dtypes=StateDtypes(dtype))
+    batch = calibration_batch(parallel.vocab_size, length, page_size, num_groups)
+    return spec, replace(batch, states=_fresh_states(length)) if config.keeps_states else batch
+
+
+def _fresh_states(length: int) -> StateRows:
+    """Of `ROWS` sequences of `length` tokens each, which begin with nothing."""
+    slots, tokens = 1 + np.arange(ROWS, dtype=np.int32), np.arange(ROWS * length, dtype=np.int32)
+    return StateRows(
+        begin=slots,
+        fresh=np.ones(ROWS, np.bool_),
+        own=slots,
+        sequences=tokens // length,
+        offsets=tokens % length,
+        query_starts=np.arange(0, ROWS * length + 1, length, dtype=np.int32),
+        num_decode=np.int32(0),
+        decode_only=False,
+    )
 
 
 def calibration_batch(vocab_size: int, length: int, page_size: int, num_groups: int) -> ForwardBatch:
@@ -141,11 +162,19 @@ def calibration_batch(vocab_size: int, length: int, page_size: int, num_groups: 
     )
 
 
-def _largest(kv_pages: jax.Array, page_table: jax.Array, head_dim: int) -> jax.Array:
+def _largest(kv_pages: jax.Array, page_table: jax.Array, attention: AttentionConfig) -> jax.Array:
     """How large keys (0) and values (1) of each kv head are in some pages: `[kv_heads, 2]`."""
-    keys, values = gather_kv(kv_pages, page_table.reshape(-1), head_dim)
-    pairs = jnp.hypot(keys[..., : head_dim // 2], keys[..., head_dim // 2 :])
-    return jnp.stack([pairs.max((1, 2)), jnp.abs(values).max((1, 2))], axis=1)
+    keys, values = gather_kv(kv_pages, page_table.reshape(-1), attention.head_dim)
+    # Pairs are half a head apart; those that rotate come first.
+    pairs = 0 if attention.rope is None else attention.rope.rotated_numbers(attention.head_dim) // 2
+    first, second = jnp.split(keys, 2, axis=-1)
+    parts = (
+        jnp.hypot(first[..., :pairs], second[..., :pairs]),
+        jnp.abs(first[..., pairs:]),
+        jnp.abs(second[..., pairs:]),
+    )
+    lengths = jnp.concatenate(parts, axis=-1)
+    return jnp.stack([lengths.max((1, 2)), jnp.abs(values).max((1, 2))], axis=1)
 
 
 def _parameters(model: Transformer) -> list[Parameter]:

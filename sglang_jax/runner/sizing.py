@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, replace
 
 from sglang_jax.architectures import CacheKind, ModelConfig
+from sglang_jax.architectures.model_config import num_paged_groups
 from sglang_jax.config import EngineConfig, KVCacheDtype, SpeculativeAlgorithm
 from sglang_jax.errors import ConfigError, NoRoomError
 from sglang_jax.runner.plan import PoolSpec
@@ -250,14 +251,14 @@ def _contents(group: GroupMemory, pages: int, page_size: int) -> str:
 
 
 def refuse_beside_states(config: EngineConfig, model: ModelConfig) -> None:
-    """Raises `ConfigError` for what does not go with layers that keep a recurrent state yet: a cache of 8 bits, and
-    guessed tokens, of which wrong ones would stay in the states."""
+    """Raises `ConfigError` for what does not go with layers that keep a recurrent state: a type for keys and values
+    that no layer has, and guessed tokens, of which wrong ones would stay in the states."""
     if not model.keeps_states:
         return
-    if config.kv_cache_dtype is not KVCacheDtype.AUTO:
+    if config.kv_cache_dtype is not KVCacheDtype.AUTO and not num_paged_groups(model):
         raise ConfigError(
-            f"kv_cache_dtype {config.kv_cache_dtype.value}: layers of the model keep a recurrent state, next to which "
-            "keys and values of 8 bits are not supported yet: choose auto"
+            f"kv_cache_dtype {config.kv_cache_dtype.value}: the model keeps no keys and values, only recurrent states: "
+            "choose auto, and for smaller states --mamba-ssm-dtype bfloat16"
         )
     if config.speculative_algorithm is not SpeculativeAlgorithm.NONE:
         raise ConfigError(

@@ -218,7 +218,7 @@ def control_router(context: ServerContext) -> APIRouter:
 
     @router.post("/drain_replica", dependencies=OPERATORS_ALONE)
     async def drain_replica(body: DrainBody) -> dict[str, object]:
-        """Lets a replica finish what it has, for `--drain-timeout` at most, and starts it anew, or all in turn; answers
+        """Lets a replica finish what it has, for `--drain-timeout` at most, and restarts it, or all in turn; answers
         when they serve again. Goes on if the client leaves."""
         await asyncio.shield(context.client.drain(body.replica, context.config.drain_timeout))
         return {"success": True}

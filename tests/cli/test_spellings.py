@@ -12,7 +12,7 @@ import pytest
 
 import sglang_jax
 from sglang_jax import Engine, SamplingParams
-from sglang_jax.cli.main import run, with_dashes
+from sglang_jax.cli.main import cli, run, with_dashes
 from sglang_jax.cli.options import flag_name, options_of
 from sglang_jax.cli.serve import serve
 from sglang_jax.config import (
@@ -142,7 +142,7 @@ def test_every_other_spelling_is_of_a_value() -> None:
     enums = {enum.__name__: enum for enum in Choice.__subclasses__()}
     for enum, spellings in VALUES.items():
         for spelling, value in spellings.items():
-            assert enums[enum](spelling).value == value
+            assert enums[enum](spelling).value.replace("-", "_") == value
 
 
 def test_a_model_may_be_given_without_a_flag_but_not_twice(
@@ -188,6 +188,26 @@ def test_errors_name_flags_where_flags_were_given(
 
     monkeypatch.setattr("sglang_jax.server.serve.run", refuse)
     assert refusal(capsys) == f"Error: {told}\n"
+
+
+def test_commands_take_the_words_of_others(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("generate", "chat"):
+        assert run(cli, "x", [command, "--max-tokens", "-1", *(["hi"] if command == "generate" else [])]) == 2
+        assert "max_new_tokens must be an integer" in capsys.readouterr().err
+    arguments = ["--dataset-name", "random", "--backend", "vllm", "--base-url", "http://127.0.0.1:9"]
+    assert run(cli, "x", ["bench", "serving", *arguments]) == 1
+    assert "no server answers at http://127.0.0.1:9" in capsys.readouterr().err
+
+
+def test_check_is_that_of_tpus(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(cli, "x", ["check", "--help"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("Usage: sglang-jax check [OPTIONS]")
+    assert "--topology" in told
+    assert run(cli, "x", ["check", "--model", "demo"]) == 2
+    assert capsys.readouterr().err == "Error: Missing option '--topology'.\n"
+    assert run(cli, "x", ["--help"]) == 0
+    assert "check " in capsys.readouterr().out
 
 
 def test_an_engine_takes_the_names_too() -> None:

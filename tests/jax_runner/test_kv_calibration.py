@@ -23,6 +23,7 @@ from helpers.kv_scale_checkpoints import (
     scale_tensors,
 )
 from helpers.quick_programs import xla_flags
+from helpers.tiny_models import make_tiny_checkpoint, make_tiny_model
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
@@ -80,7 +81,7 @@ def calibrated(
     if devices == 1:
         model.arrange()
     calibrate_kv_scales(model, parallel, mesh, dtype=kind, platform="cpu", page_size=page_size, largest_stored=127.0)
-    found = [layer.attention.kv_scales.get_value() for layer in model.layers]
+    found = [layer.attention.kv_scales.get_value() for layer in model.layers if layer.attention is not None]
     assert all(scales.dtype == jnp.float32 for scales in found)
     return np.stack([np.asarray(scales) for scales in found])
 
@@ -103,6 +104,27 @@ def largest_in_transformers(folder: Path) -> NDArray[np.float32]:
         found[layer, :, 0] = keys.norm(dim=-2).amax((0, 1, 3))
         found[layer, :, 1] = projected[f"{layer}v_proj"].abs().amax((0, 1, 3))
     return found
+
+
+@pytest.mark.parametrize(("family", "rotated"), [("falcon_h1", 16), ("qwen3_5_text", 8)])
+def test_beside_states_scales_are_those_of_the_keys_and_values_that_transformers_caches(
+    family: str, rotated: int, tmp_path: Path
+) -> None:
+    """Of heads that rotate in part the rest counts by itself."""
+    folder = make_tiny_checkpoint(tmp_path, family)
+    tokens = torch.from_numpy(calibration_batch(VOCABULARY, LENGTH, 16, 1).tokens.reshape(ROWS, LENGTH)).long()
+    with torch.inference_mode():
+        layers = make_tiny_model(family)(tokens, use_cache=True).past_key_values.layers
+    expected = []
+    for layer in layers:
+        keys = getattr(layer, "keys", None)
+        if keys is not None:
+            first, second, rest = keys.tensor_split((rotated // 2, rotated), dim=-1)
+            lengths = torch.cat((torch.hypot(first, second), rest.abs()), dim=-1)
+            expected.append(torch.stack([part.amax((0, 2, 3)) for part in (lengths, layer.values.abs())], dim=1))
+    found = calibrated(folder)
+    assert len(found) == len(expected)
+    np.testing.assert_allclose(found, torch.stack(expected) * (MARGIN / 127), rtol=1e-4)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 128])

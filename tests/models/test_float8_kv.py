@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,14 +13,16 @@ from helpers.paged_model import PagedModel
 from helpers.tiny_models import make_tiny_checkpoint
 
 from sglang_jax.models import AttentionImplementation
+from sglang_jax.models.kv_cache import pages_of
 
 STEPS = ({0: 10, 1: 20}, {0: 1, 1: 1}, {0: 1})
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["qwen3", "falcon_h1"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Attention alone, and beside a recurrent layer, whose state stays as it is."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
-    return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3", **heads)
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), request.param, **heads)
 
 
 def run(model: PagedModel) -> np.ndarray:
@@ -43,7 +46,9 @@ def with_scales(model: PagedModel, scales: np.ndarray) -> PagedModel:
 def test_rounding_is_all_that_changes(folder: Path, attention: AttentionImplementation) -> None:
     exact = run(PagedModel(folder, attention=attention))
     model = PagedModel(folder, attention=attention, kv_dtype="float8_e4m3fn")
-    assert all(cache.dtype.itemsize == 1 for cache in model.kv_caches)
+    assert all(pages_of(memory).dtype.itemsize == 1 for memory in model.kv_caches)
+    states = [memory[1] for memory in model.kv_caches if isinstance(memory, tuple)]
+    assert all(pool.dtype == jnp.float32 for pool in jax.tree.leaves(states))
     difference = np.abs(run(model) - exact).max() / exact.std()
     assert 1e-4 < difference < 0.2
 
@@ -59,4 +64,4 @@ def test_scales_are_undone(folder: Path) -> None:
 def test_a_step_does_not_copy_the_cache(folder: Path) -> None:
     """XLA's CPU backend would widen all pages to scatter into float8."""
     model = PagedModel(folder, kv_dtype="float8_e4m3fn", columns=2048)
-    assert model.temporary_bytes() < sum(cache.nbytes for cache in model.kv_caches) / 4
+    assert model.temporary_bytes() < sum(pages_of(memory).nbytes for memory in model.kv_caches) / 4

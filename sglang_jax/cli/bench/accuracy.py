@@ -68,8 +68,10 @@ def read_task(file: Path) -> list[Question]:
     """The questions of a file. Raises `ConfigError` that names the line at fault."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"task {file} cannot be read: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"--task {file} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--task {file} cannot be read: {error}") from error
     questions = []
     for number, line in enumerate(lines, 1):
         if line.strip():

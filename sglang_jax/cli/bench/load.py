@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 import click
@@ -20,11 +19,12 @@ import numpy as np
 
 from sglang_jax.cli.bench.metrics import Chunk, RequestRecord
 from sglang_jax.cli.bench.workloads import Conversation, Turn, as_text
+from sglang_jax.config import Choice
 
 CONNECT_TIMEOUT = 30.0
 
 
-class Api(StrEnum):
+class Api(Choice):
     """The routes that can be measured."""
 
     SGLANG = "sglang"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Self
 
 import numpy as np
@@ -16,10 +15,10 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from sglang_jax.cli.options import flag_name
-from sglang_jax.config import PositiveInt
+from sglang_jax.config import Choice, PositiveInt
 
 
-class Dataset(StrEnum):
+class Dataset(Choice):
     RANDOM_IDS = "random-ids"
     SHARED_PREFIX = "generated-shared-prefix"
     MULTI_TURN = "multi-turn"
