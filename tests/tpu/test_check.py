@@ -231,10 +231,10 @@ def test_a_model_of_recurrent_states_alone(tmp_path: Path) -> None:
 
 
 def test_what_does_not_go_with_states_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(HYBRID))
+    (tmp_path / "config.json").write_text(json.dumps(RECURRENT))
     answer = check("--model", str(tmp_path), "--topology", "v6e-1", "--kv-cache-dtype", "int8")
     assert answer.status == 2
-    assert "--kv-cache-dtype int8: layers of the model keep a recurrent state" in answer.error
+    assert "--kv-cache-dtype int8: the model keeps no keys and values, only recurrent states" in answer.error
 
 
 @pytest.mark.parametrize(
@@ -274,9 +274,9 @@ def test_a_kernel_too_large_for_vector_memory(model: Path) -> None:
     ("arguments", "message"),
     [
         (("--topology", "h100:8"), "topology 'h100:8' is not known"),
-        (("--topology", "v6e-1", "--page-size", "48"), "page_size must be a power of two"),
+        (("--topology", "v6e-1", "--page-size", "48"), "--page-size must be a power of two"),
         (("--topology", "v6e-1", "--all", "--quick"), "exclude each other"),
-        (("--topology", "v6e-1", "--mem-fraction-static", "1.5"), "mem_fraction_static: Input should be less than 1"),
+        (("--topology", "v6e-1", "--mem-fraction-static", "1.5"), "--mem-fraction-static: Input should be less than 1"),
     ],
 )
 def test_options_that_cannot_be(model: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -289,10 +289,10 @@ def test_options_that_cannot_be(model: Path, arguments: tuple[str, ...], message
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--topology", "v6e-1", "--tp", "2"), "tp_size 2 needs 2 devices; v6e:1x1 has 1"),
+        (("--topology", "v6e-1", "--tp", "2"), "--tp-size 2 needs 2 devices; v6e:1x1 has 1"),
         (("--topology", "v6e:2x2", "--tp", "3"), "cannot be spread over 3 devices"),
         (("--topology", "v6e:3x3"), "libtpu has no topology v6e:3x3"),
-        (("--topology", "v6e-1", "--context-length", "2048"), "context_length 2048 is beyond the 1024 positions"),
+        (("--topology", "v6e-1", "--context-length", "2048"), "--context-length 2048 is beyond the 1024 positions"),
     ],
 )
 def test_options_that_only_the_compiling_process_can_refuse(
