@@ -36,7 +36,7 @@ USER 10001
 
 # JAX on TPU VMs and on GKE's TPU nodes. The launcher finds out which of the slice's hosts this one is.
 FROM base AS tpu
-RUN pip install ".[tpu,gcs]"
+RUN pip install ".[tpu]"
 WORKDIR /home/engine
 USER 10001
 ENTRYPOINT ["python", "-m", "tpu.launch", "--host", "0.0.0.0"]
