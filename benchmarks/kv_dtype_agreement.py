@@ -1,6 +1,6 @@
-"""How often a cache of 8 bits changes the next token: the embedded model, on JAX.
+"""How often a cache of 8 bits changes the next token: the embedded model.
 
-    python benchmarks/kv_dtype_agreement.py [--model-path demo] [--prompts 20] [--tokens 64]
+    python benchmarks/kv_dtype_agreement.py [--model-path demo] [--backend jax|torch] [--prompts 20] [--tokens 64]
 
 A cache in bfloat16 decodes greedily after each prompt. Every other kind then computes the same tokens, and says at each
 place which it finds the likeliest next. "agrees": the share of places where that is what bfloat16 chose. float32 is
@@ -27,30 +27,33 @@ KINDS = {
     "fp8_e4m3": {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3"},
     "int8": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
 }
+ON_TORCH = {"sage": {"dtype": "bfloat16", "attention_backend": "sage"}}
 
 
-def engine(model_path: str, **options: str) -> Engine:
-    config = {"model_path": model_path, "backend": "jax", "max_running_requests": 8, "skip_warmup": True}
+def engine(model_path: str, backend: str, **options: str) -> Engine:
+    config = {"model_path": model_path, "backend": backend, "max_running_requests": 8, "skip_warmup": True}
     return Engine(config=EngineConfig.model_validate(config | options))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path", default="demo")
+    parser.add_argument("--backend", choices=["jax", "torch"], default="jax")
     parser.add_argument("--prompts", type=int, default=len(SUBJECTS), help=f"how many, at most {len(SUBJECTS)}")
     parser.add_argument("--tokens", type=int, default=64, help="output tokens of each")
     arguments = parser.parse_args()
     greedy = SamplingParams(temperature=0.0, max_new_tokens=arguments.tokens, ignore_eos=True)
-    with engine(arguments.model_path, dtype="bfloat16") as exact:
+    with engine(arguments.model_path, arguments.backend, dtype="bfloat16") as exact:
         messages = [[{"role": "user", "content": f"Tell me about {subject}."}] for subject in SUBJECTS]
         texts = [exact.tokenizer.render_chat(message) for message in messages[: arguments.prompts]]
         prompts = [exact.encode(text, add_special_tokens=False) for text in texts]
         chosen = [output.output_ids for output in exact.generate(prompts, greedy)]
     whole = [[*prompt, *output] for prompt, output in zip(prompts, chosen, strict=True)]
     last = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
-    for kind, options in KINDS.items():
+    kinds = KINDS | (ON_TORCH if arguments.backend == "torch" else {})
+    for kind, options in kinds.items():
         agreed = 0
-        with engine(arguments.model_path, **options) as other:
+        with engine(arguments.model_path, arguments.backend, **options) as other:
             for prompt, tokens in zip(prompts, whole, strict=True):
                 # The logprobs of a prompt's token are those after all before it.
                 output = other.generate(tokens, last, return_logprob=True, top_logprobs_num=1, logprob_start_len=0)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -77,6 +79,13 @@ def test_the_plot_shows_what_the_page_of_figures_says() -> None:
     )
     ratios = [f"{ours / theirs:.2f}" for ours, theirs in zip(torch, reference, strict=True)]
     assert f"{' / '.join(ratios)} times transformers" in page
+
+
+def test_the_picture_is_drawn_from_its_description() -> None:
+    images = ROOT / "docs/images"
+    drawing = runpy.run_path(str(images / "draw_architecture.py"))
+    described = yaml.safe_load((images / "architecture.yaml").read_text())
+    assert (images / "architecture.svg").read_text() == drawing["draw"](described)
 
 
 def test_the_layout_names_every_room() -> None:

@@ -33,7 +33,9 @@ DOES_NOT_FIT = 1
     help=f"a folder (config.json is enough), a .gguf file, demo, a hub id, or a shape kept here: {', '.join(SHAPES)}",
 )
 @click.option("--topology", required=True, help="the slice: v6e:2x2, v6e-4, v5litepod-16, v5p-8, tpu7x:2x2x1")
-@click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="devices of a replica")
+@click.option(
+    "--tp", "--tp-size", "tp", default=1, show_default=True, type=click.IntRange(min=1), help="devices of a replica"
+)
 @click.option("--context-length", type=click.IntRange(min=1), help="maximum tokens of a request; default: the model's")
 @click.option(
     "--page-size", default=PAGE_SIZE, show_default=True, type=click.IntRange(min=1), help="tokens of a KV page"

@@ -18,6 +18,7 @@ from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from sglang_jax.architectures import CacheKind
 from sglang_jax.checkpoint.kv_scales import LARGEST_STORED
 from sglang_jax.config import Dtype, KVCacheDtype, SpeculativeAlgorithm
 from sglang_jax.errors import ConfigError
@@ -36,7 +37,7 @@ from sglang_jax.jax_runner.programs import Executable
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import make_mesh, named_sharding
 from sglang_jax.models import Transformer, build_model, kv_cache_spec
-from sglang_jax.runner.sizing import choose_sizes, describe_pools
+from sglang_jax.runner.sizing import choose_sizes, describe_pools, refuse_beside_states
 from tpu.collectives import collectives_of
 from tpu.estimate import Estimate
 from tpu.figures import Deployment, Message, Notice, ProgramFailure, ProgramFigures, Request, Selection
@@ -102,11 +103,7 @@ def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Bui
             "speculative_algorithm draft: tpu.check cannot tell yet what a draft model takes and costs; check each of "
             "the two models without"
         )
-    if request.model.keeps_states:
-        raise ConfigError(
-            f"layers of a {request.model.architecture} keep a recurrent state: tpu.check cannot tell yet what they "
-            "take and cost; check a model whose layers are all attention"
-        )
+    refuse_beside_states(options, request.model)
     parallel = TensorParallel.of(request.model, options.tp_size)
     dtype = jnp.dtype(jnp.bfloat16 if options.dtype is Dtype.AUTO else options.dtype.value)
     attention = choose_attention(options, mesh.devices.flat[0])
@@ -114,12 +111,13 @@ def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Bui
     model = build_model(parallel.config, dtype=dtype, attention=attention, platform=_PLATFORM, kv_dtype=kv_dtype)
     # libtpu as a compiler alone has the cores of a v4 chip apart, each with half of the memory.
     hbm = topology.chip.hbm * topology.devices // devices
-    memory = memory_of_one_device(
-        parallel, model, kv_dtype, options.page_size, _PLATFORM, hbm, state_dtypes=state_dtypes_of(options, dtype)
-    )
+    states = state_dtypes_of(options, dtype)
+    memory = memory_of_one_device(parallel, model, kv_dtype, options.page_size, _PLATFORM, hbm, state_dtypes=states)
     sizes = choose_sizes(options, parallel.config.max_position, memory)
     spec = runner_spec(options, memory, sizes, parallel)
-    cache = kv_cache_spec(parallel.config, kv_dtype, sizes.num_pages, options.page_size, platform=_PLATFORM)
+    cache = kv_cache_spec(
+        parallel.config, kv_dtype, sizes.num_pages, options.page_size, platform=_PLATFORM, state_dtypes=states
+    )
     programs = programs_of(model, parallel, cache, spec, options, mesh)
     buckets = programs.buckets
     builders = programs.builders()
@@ -132,8 +130,9 @@ def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Bui
         devices=devices,
         hbm=memory.available,
         weights=memory.weights,
-        page=sum(group.page for group in memory.groups),
+        page=sum(group.page for group in memory.groups if group.kind is not CacheKind.STATE),
         page_size=options.page_size,
+        slot=sum(group.page for group in memory.groups if group.kind is CacheKind.STATE),
         num_pages=sizes.num_pages[0],
         kv=sum(group.page * pages for group, pages in zip(memory.groups, sizes.num_pages, strict=True)),
         pools=describe_pools(memory, sizes, options.page_size),

@@ -19,8 +19,9 @@ class Deployment:
 
     - `devices`: those that libtpu sees in the slice.
     - `hbm`: what programs may use; `weights`; `page`: one KV page over all layers.
-    - `num_pages`: of the first cache group, the pad page counted; `kv`: bytes of the pages of all groups; `pools`: what
-      each of them holds, in words.
+    - `slot`: the recurrent states of one row, over all layers that keep one; 0 where none does.
+    - `num_pages`: of the first cache group, the pad page counted; where all layers keep states, of slots.
+    - `kv`: bytes of the pools of all groups; `pools`: what each of them holds, in words.
     - `programs`: those to be compiled, of `all_programs` that the runner would have.
     """
 
@@ -31,6 +32,7 @@ class Deployment:
     weights: int
     page: int
     page_size: int
+    slot: int
     num_pages: int
     kv: int
     pools: str
@@ -44,8 +46,9 @@ class Deployment:
     all_programs: int
 
     @property
-    def kv_tokens(self) -> int:
-        return (self.num_pages - 1) * self.page_size
+    def kv_tokens(self) -> int | None:
+        """That the pages hold; None where no layer has any."""
+        return (self.num_pages - 1) * self.page_size if self.page else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,10 @@ class Report:
         """Tokens of each row: those asked for, or what each has where the pages are shared evenly among all rows."""
         if self.row_context is not None:
             return min(self.row_context, self.deployment.max_context)
-        return max(min(self.deployment.max_context, self.deployment.kv_tokens // self.deployment.max_rows), 1)
+        tokens = self.deployment.kv_tokens
+        if tokens is None:  # a row takes as much however long it is
+            return self.deployment.max_context
+        return max(min(self.deployment.max_context, tokens // self.deployment.max_rows), 1)
 
     def work(self, program: ProgramFigures) -> Work | None:
         """What a full step of the program computes; None where it computes no tokens."""
@@ -97,8 +100,8 @@ class Report:
             return Work.decode(program.rows, self.context)
         return Work.prefill(program.tokens)
 
-    def bounds(self, program: ProgramFigures, work: Work) -> Roofline:
-        """The least time of a step."""
+    def bounds(self, program: ProgramFigures, work: Work, *, states: bool = True) -> Roofline:
+        """The least time of a step. `states`: with what recurrent states take."""
         deployment, collectives = self.deployment, program.collectives
         sent = None
         if collectives is not None:
@@ -110,6 +113,7 @@ class Report:
             tp=self.tp,
             weight_bytes=deployment.weights,
             kv_bytes_per_token=deployment.page // deployment.page_size,
+            state_bytes_per_row=deployment.slot if states else 0,
             exchanged=sent,
         )
 
@@ -118,7 +122,7 @@ class Report:
         work = self.work(program)
         if work is None or program.estimate is None:
             return None
-        without = self.bounds(program, Work(work.tokens, work.rows, 0, 0))
+        without = self.bounds(program, Work(work.tokens, work.rows, 0, 0), states=False)
         whole = self.bounds(program, work)
         return Share(
             estimated=program.estimate.cycles / self.topology.chip.clock,
@@ -184,10 +188,7 @@ def heading(model: str, topology: Topology, tp: int, deployment: Deployment, com
         f"Options  tp {tp}, {deployment.dtype}, KV {deployment.kv_dtype}, attention {deployment.attention}, "
         f"page size {deployment.page_size}, {deployment.max_rows} rows, {deployment.token_budget} tokens a step, "
         f"context {deployment.max_context:,}",
-        f"Memory   on each device weights {in_bytes(deployment.weights)}, KV pages "
-        f"{in_bytes(deployment.kv)}: {deployment.num_pages - 1:,} pages of "
-        f"{deployment.page_size}, {deployment.kv_tokens:,} tokens"
-        + (f" ({deployment.pools})" if "window" in deployment.pools else ""),
+        f"Memory   on each device weights {in_bytes(deployment.weights)}, {_cache(deployment)}",
         f"Compiler {compiler}, for chips that are not here: nothing runs",
     ]
     if deployment.devices > topology.devices:
@@ -195,10 +196,21 @@ def heading(model: str, topology: Topology, tp: int, deployment: Deployment, com
     return lines
 
 
+def _cache(deployment: Deployment) -> str:
+    tokens, kv = deployment.kv_tokens, in_bytes(deployment.kv)
+    if tokens is None:
+        return f"recurrent states {kv}: {deployment.num_pages - 1:,} of {in_bytes(deployment.slot)}"
+    states = " and recurrent states" if deployment.slot else ""
+    pools = f" ({deployment.pools})" if deployment.slot or "window" in deployment.pools else ""
+    pages = f"{deployment.num_pages - 1:,} pages of {deployment.page_size}, {tokens:,} tokens"
+    return f"KV pages{states} {kv}: {pages}{pools}"
+
+
 def _heads(config: ModelConfig) -> str:
     """The heads of the layers, each kind once."""
     kinds = dict.fromkeys((mixer.num_heads, mixer.num_kv_heads, mixer.head_dim) for mixer in config.attention)
-    return " or ".join(f"{heads} heads and {kv_heads} kv heads of {size}" for heads, kv_heads, size in kinds)
+    found = [f"{heads} heads and {kv_heads} kv heads of {size}" for heads, kv_heads, size in kinds]
+    return " or ".join(found) or "no attention"
 
 
 def render(report: Report) -> list[str]:
@@ -346,9 +358,13 @@ def _verdict(report: Report) -> str:
     if report.problem is not None:
         return f"DOES NOT FIT: {report.problem}" if not report.failures else f"DOES NOT COMPILE: {report.problem}"
     deployment = report.deployment
-    more = max(report.headroom, 0) // deployment.page
+    free = max(report.headroom, 0)
+    if deployment.page:
+        more = f"{free // deployment.page:,} more pages, {free // deployment.page * deployment.page_size:,} tokens"
+    else:
+        more = f"{free // deployment.slot:,} more recurrent states"
     compiled = f"{len(report.programs)} of {deployment.all_programs} programs compiled"
     return (
         f"FITS: {compiled}; at most {in_bytes(report.needed)} of {in_bytes(deployment.hbm)} in use, "
-        f"{in_bytes(report.headroom)} left (room for {more:,} more pages, {more * deployment.page_size:,} tokens)"
+        f"{in_bytes(report.headroom)} left (room for {more})"
     )

@@ -97,15 +97,17 @@ def roofline(
     tp: int,
     weight_bytes: int,
     kv_bytes_per_token: int,
+    state_bytes_per_row: int = 0,
     exchanged: float | None = None,
 ) -> Roofline:
     """The bounds of a step.
 
-    **Arguments:** `weight_bytes`, `kv_bytes_per_token`: those that one device holds (of all layers); `exchanged`: bytes
-    that one device sends, as compiled; None where that is not known.
+    **Arguments:** `weight_bytes`, `kv_bytes_per_token`, `state_bytes_per_row`: those that one device holds (of all
+    layers); recurrent states are read and written once for each row. `exchanged`: bytes that one device sends, as
+    compiled; None where that is not known.
     """
     flops = step_flops(config, work) / tp
-    hbm = _hbm_bytes(config, work, tp, weight_bytes, kv_bytes_per_token)
+    hbm = _hbm_bytes(config, work, tp, weight_bytes, kv_bytes_per_token) + 2 * state_bytes_per_row * work.rows
     exchanged = _exchanged_bytes(config, work, tp) if exchanged is None else exchanged
     return Roofline(
         flops=flops,
@@ -118,7 +120,8 @@ def roofline(
 
 
 def step_flops(config: ModelConfig, work: Work) -> float:
-    """Of the whole group: two for each weight and token, four for each key, query head and lane of it."""
+    """Of the whole group: two for each weight and token, four for each key, query head and lane of it. Those of
+    recurrent states are few beside these, and left out."""
     attention = 4.0 * sum(
         attention.num_heads * attention.head_dim * work.within(attention.window).keys_seen
         for attention in config.attention
@@ -146,7 +149,7 @@ def _hbm_bytes(config: ModelConfig, work: Work, tp: int, weight_bytes: int, kv_b
         table = _bytes_per_weight(config, weight_bytes, tp) * _table_weights(config) / tp
     sizes = [attention.num_kv_heads * attention.head_dim for attention in config.attention]
     keys = [work.within(attention.window).keys_read for attention in config.attention]
-    read = sum(size * count for size, count in zip(sizes, keys, strict=True)) / sum(sizes)
+    read = sum(size * count for size, count in zip(sizes, keys, strict=True)) / max(sum(sizes), 1)
     kv = kv_bytes_per_token * (read + work.tokens)
     logits = 2 * _LOGIT_BYTES * work.rows * config.vocab_size / tp
     return weight_bytes - table + kv + logits

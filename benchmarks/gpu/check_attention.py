@@ -13,7 +13,7 @@ from gpu.steps import Shape, make_batch, poison_unused, random_pages
 from torch_backend.attention.interface import AttentionOptions
 from torch_backend.attention.reference import ReferenceAttention
 from torch_backend.batch import ForwardBatch
-from torch_backend.kv_pages import KVPages
+from torch_backend.kv_pages import KVForm, KVPages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class Case:
     """A layer's attention, and the type of its pages (None: that of its queries)."""
 
     dtype: torch.dtype
-    kv_dtype: torch.dtype | None = None
+    kv_dtype: torch.dtype | KVForm | None = None
     kv_heads: int = 8
     group: int = 4
     head_dim: int = 128
@@ -32,7 +32,9 @@ class Case:
 
     def __str__(self) -> str:
         parts = [short(self.dtype)]
-        if self.kv_dtype is not None:
+        if isinstance(self.kv_dtype, KVForm):
+            parts.append(f"KV {self.kv_dtype.name}")
+        elif self.kv_dtype is not None:
             parts.append(f"KV {short(self.kv_dtype)}")
         parts.append(f"heads {self.kv_heads}x{self.group} dim {self.head_dim} page {self.page_size}")
         if self.window is not None:
@@ -52,7 +54,11 @@ def cases(bench: Bench) -> list[Case]:
     found += [replace(base, window=window) for window in ((5,) if bench.small else (1, 65, 1000))]
     found += [replace(base, soft_cap=20.0), replace(base, sinks=True), replace(base, kv_dtype=fp8)]
     found += [replace(base, soft_cap=20.0, sinks=True, window=70), replace(base, kv_dtype=fp8, window=70, sinks=True)]
+    sage, int8 = KVForm(torch.int8, bench.dtype), KVForm(torch.int8, torch.int8)
+    found += [replace(base, kv_dtype=sage), replace(base, kv_dtype=int8, window=70, sinks=True)]
     if not bench.small:
+        found += [replace(base, kv_dtype=sage, soft_cap=20.0), replace(base, kv_dtype=int8, head_dim=256)]
+        found += [replace(base, kv_dtype=sage, page_size=size) for size in (1, 64)]
         found += [replace(base, group=group) for group in (1, 7, 8)]
         found += [replace(base, kv_heads=1, group=8), replace(base, kv_heads=32, group=1)]
         found += [replace(base, kv_dtype=fp8, dtype=torch.float16), replace(base, kv_dtype=fp8, head_dim=256)]
@@ -100,7 +106,8 @@ def _check(bench: Bench, case: Case, name: str, shape: Shape) -> Iterator[Row]:
     options = AttentionOptions(case.head_dim**-0.5, case.window, case.soft_cap, sinks)
     found = _attend(bench, batch, queries, kv, options)
     expected = ReferenceAttention().prepare(batch)(queries.float(), kv, options)
-    yield Comparison.of(found, expected, case.dtype).row(name, str(case))
+    coarsest = torch.int8 if kv.token_scales is not None else case.dtype
+    yield Comparison.of(found, expected, coarsest).row(name, str(case))
     # Native attention computes rows together whose lengths are alike; Triton's kernels promise more.
     if name == "decode" and bench.kernels.name == "triton":
         yield _alone(bench, case, batch, queries, kv, options, found)

@@ -10,7 +10,7 @@ import torch
 
 from gpu.bench import Bench
 from torch_backend.batch import ForwardBatch
-from torch_backend.kv_pages import KVPages
+from torch_backend.kv_pages import LARGEST_INT8, KVForm, KVPages
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +74,16 @@ def make_batch(bench: Bench, shape: Shape, page_size: int) -> ForwardBatch:
 
 
 def random_pages(
-    bench: Bench, num_pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: torch.dtype
+    bench: Bench, num_pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: torch.dtype | KVForm
 ) -> KVPages:
-    """Normal keys and values in every slot; float8 ones with a scale of 0.05, which no value outgrows."""
+    """Normal keys and values in every slot; float8 ones with a scale of 0.05, which no value outgrows, int8 ones with
+    scales of their own and, of keys, a normal mean."""
     kv = KVPages.allocate(num_pages, kv_heads, page_size, head_dim, dtype, bench.device)
+    if kv.token_scales is not None:
+        kv.token_scales.key_mean.normal_(generator=bench.generator)
+        _fill_integers(bench, kv.keys, kv.token_scales.keys)
+        _fill_integers(bench, kv.values, kv.token_scales.values)
+        return kv
     for stored, scale in ((kv.keys, kv.key_scale), (kv.values, kv.value_scale)):
         if scale is None:
             stored.normal_(generator=bench.generator)
@@ -85,8 +91,18 @@ def random_pages(
         scale.fill_(0.05)
         for some in stored.view(torch.uint8).split(4096):  # what has float8's width has few operations of its own
             values = bench.normal(*some.shape, dtype=torch.float32) / 0.05
-            some.copy_(values.to(dtype).view(torch.uint8))
+            some.copy_(values.to(stored.dtype).view(torch.uint8))
     return kv
+
+
+def _fill_integers(bench: Bench, stored: torch.Tensor, scales: torch.Tensor | None) -> None:
+    if scales is None:
+        stored.normal_(generator=bench.generator)
+        return
+    for some, own in zip(stored.split(1024), scales.split(1024), strict=True):
+        values = bench.normal(*some.shape, dtype=torch.float32)
+        own.copy_(values.abs().amax(-1) / LARGEST_INT8)
+        some.copy_((values / own[..., None]).round().to(torch.int8))
 
 
 def poison_unused(kv: KVPages, batch: ForwardBatch) -> None:
@@ -98,9 +114,13 @@ def poison_unused(kv: KVPages, batch: ForwardBatch) -> None:
         held = offsets < (batch.kv_lens[:, None] - column * page_size)
         used[batch.page_table[:, column].long()] |= held
     for stored in (kv.keys, kv.values):
-        nan = torch.full((), torch.nan).to(stored.dtype)
-        if stored.dtype.itemsize == 1:
+        nan = torch.full((), torch.nan).to(torch.float8_e4m3fn)
+        if stored.dtype.itemsize == 1:  # of int8 any number will do: scales tell that it is none
             bits = stored.view(torch.uint8)
             bits.masked_fill_(~used[:, None, :, None], int(nan.view(torch.uint8)))
         else:
             stored.masked_fill_(~used[:, None, :, None], torch.nan)
+    if kv.token_scales is not None:
+        for scales in (kv.token_scales.keys, kv.token_scales.values):
+            if scales is not None:
+                scales.masked_fill_(~used[:, None, :], torch.nan)

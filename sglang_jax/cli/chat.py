@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from sglang_jax.cli.options import options_of, with_model
-from sglang_jax.cli.sampling import chosen_sampling, for_one_request, sampling_options
+from sglang_jax.cli.sampling import chosen_sampling, for_one_request, sampling_options, tell_loading
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.collector import rare_collections
 from sglang_jax.engine.types import GenerateOutput
@@ -129,6 +129,7 @@ def chat(config: EngineConfig, model: str | None, system: str | None, **sampling
     config = for_one_request(with_model(config, model))
     chosen = {"max_new_tokens": None, **chosen_sampling(sampling)}
 
+    tell_loading(config)
     from sglang_jax.engine.engine import Engine  # here, so that --help and bad flags are answered at once
 
     with rare_collections(), Engine(config=config) as engine:

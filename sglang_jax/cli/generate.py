@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from sglang_jax.cli.options import options_of
-from sglang_jax.cli.sampling import chosen_sampling, for_one_request, sampling_options
+from sglang_jax.cli.sampling import chosen_sampling, for_one_request, sampling_options, tell_loading
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.collector import rare_collections
 from sglang_jax.engine.types import GenerateOutput, TextTokenizer
@@ -42,6 +42,7 @@ def generate(config: EngineConfig, prompt: str, system: str | None, raw: bool, *
     if prompt == "-":
         prompt = sys.stdin.read()
 
+    tell_loading(config)
     from sglang_jax.engine.engine import Engine  # here, so that --help and bad flags are answered at once
 
     with rare_collections(), Engine(config=for_one_request(config)) as engine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -68,6 +69,13 @@ def chosen_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
     except ParameterError as error:
         raise click.BadParameter(error.message, param_hint=flag_name(error.param or "sampling")) from error
     return chosen
+
+
+def tell_loading(config: EngineConfig) -> None:
+    """Says in a terminal what the next seconds are spent on. Elsewhere standard error is for what went wrong, and for
+    `generate`'s last line."""
+    if sys.stderr.isatty():
+        click.echo(f"Loading {config.model_path} ...", err=True)
 
 
 def for_one_request(config: EngineConfig) -> EngineConfig:

@@ -6,6 +6,7 @@ import io
 import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Set
 from pathlib import Path
@@ -39,6 +40,16 @@ def answer(
 def test_the_chat_template_is_applied(capsys: pytest.CaptureFixture[str]) -> None:
     text, _ = answer(capsys, "héllo")
     assert text == "user: héllo\n\n"
+
+
+def test_a_terminal_is_told_what_is_loaded(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where standard error is a file, its one line stays the summary."""
+    _, told = answer(capsys, "hello")
+    assert "Loading" not in told
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    text, told = answer(capsys, "hello")
+    assert told.splitlines()[0] == "Loading echo ..."
+    assert text == "user: hello\n\n"
 
 
 def test_a_raw_prompt_is_continued_and_a_chat_answered(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -176,6 +177,66 @@ def test_a_model_on_four_chips(model: Path, tmp_path: Path) -> None:
     assert "WARNING  No tuned blocks of decode on v6e for 2 heads" in answer.text
 
 
+HYBRID = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    **dict.fromkeys(("bos_token_id", "eos_token_id"), 2),
+    **{"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2},
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 1024},
+    **{"layer_types": ["linear_attention", "full_attention"], "hidden_act": "silu", "rms_norm_eps": 1e-6},
+    **{"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_conv_kernel_dim": 4},
+    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128, "tie_word_embeddings": False},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}
+RECURRENT = {
+    "architectures": ["Mamba2ForCausalLM"],
+    "model_type": "mamba2",
+    **dict.fromkeys(("bos_token_id", "eos_token_id"), 2),
+    **{"vocab_size": 1024, "hidden_size": 256, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 64, "expand": 2},
+    **{"state_size": 128, "n_groups": 1, "conv_kernel": 4, "tie_word_embeddings": False, "hidden_act": "silu"},
+    **{"layer_norm_epsilon": 1e-5, "use_bias": False, "use_conv_bias": True, "rms_norm": True},
+}
+
+
+@pytest.mark.slow
+def test_a_model_with_recurrent_states(tmp_path: Path) -> None:
+    """One layer of a gated delta net, one of attention, over four chips: slots of states next to pages."""
+    (tmp_path / "config.json").write_text(json.dumps(HYBRID))
+    slice_ = ("--topology", "v6e:2x2", "--tp", "4")
+    answer = check("--model", str(tmp_path), *slice_, "--quick", *SMALL, figures=tmp_path / "figures.json")
+    assert answer.status == 0, answer.text + answer.error
+    assert "KV pages and recurrent states" in answer.text
+    deployment = answer.figures["deployment"]
+    assert deployment["page"] == 64 * 2 * 1 * 128 * 2
+    heads = 2 * 128 * 128 * 4
+    assert heads < deployment["slot"] < heads * 1.1  # and the last inputs of the convolution
+    for program in answer.figures["programs"]:
+        check_exchanges(program, layers=2)
+        assert deployment["kv"] < program["aliased"] < deployment["kv"] + 2**20
+        kernels = {kernel["name"] for kernel in program["kernels"]}
+        assert {"state_rows", "convolution_rows", "paged_attention_decode", "kv_write"} <= kernels
+        assert program["share"]["attention"] > 0
+    decode = answer.figures["programs"][0]
+    states, pages = 2 * 8 * deployment["slot"], deployment["page"] // 64 * 8 * 1024
+    assert states + pages < decode["roofline"]["hbm_bytes"] < states + 1.1 * pages + deployment["weights"]
+
+
+@pytest.mark.soak
+def test_a_model_of_recurrent_states_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(RECURRENT))
+    answer = check("--model", str(tmp_path), "--topology", "v6e-1", "--quick", *SMALL)
+    assert answer.status == 0, answer.text + answer.error
+    assert re.search(r"weights [0-9.]+ MiB, recurrent states [0-9.]+ GiB: [0-9,]+ of [0-9.]+ KiB", answer.text)
+    assert answer.verdict.endswith("more recurrent states)")
+
+
+def test_what_does_not_go_with_states_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(RECURRENT))
+    answer = check("--model", str(tmp_path), "--topology", "v6e-1", "--kv-cache-dtype", "int8")
+    assert answer.status == 2
+    assert "--kv-cache-dtype int8: the model keeps no keys and values, only recurrent states" in answer.error
+
+
 @pytest.mark.parametrize(
     ("name", "topology", "available", "weights", "remedy"),
     [
@@ -213,9 +274,9 @@ def test_a_kernel_too_large_for_vector_memory(model: Path) -> None:
     ("arguments", "message"),
     [
         (("--topology", "h100:8"), "topology 'h100:8' is not known"),
-        (("--topology", "v6e-1", "--page-size", "48"), "page_size must be a power of two"),
+        (("--topology", "v6e-1", "--page-size", "48"), "--page-size must be a power of two"),
         (("--topology", "v6e-1", "--all", "--quick"), "exclude each other"),
-        (("--topology", "v6e-1", "--mem-fraction-static", "1.5"), "mem_fraction_static: Input should be less than 1"),
+        (("--topology", "v6e-1", "--mem-fraction-static", "1.5"), "--mem-fraction-static: Input should be less than 1"),
     ],
 )
 def test_options_that_cannot_be(model: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -228,10 +289,10 @@ def test_options_that_cannot_be(model: Path, arguments: tuple[str, ...], message
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--topology", "v6e-1", "--tp", "2"), "tp_size 2 needs 2 devices; v6e:1x1 has 1"),
+        (("--topology", "v6e-1", "--tp", "2"), "--tp-size 2 needs 2 devices; v6e:1x1 has 1"),
         (("--topology", "v6e:2x2", "--tp", "3"), "cannot be spread over 3 devices"),
         (("--topology", "v6e:3x3"), "libtpu has no topology v6e:3x3"),
-        (("--topology", "v6e-1", "--context-length", "2048"), "context_length 2048 is beyond the 1024 positions"),
+        (("--topology", "v6e-1", "--context-length", "2048"), "--context-length 2048 is beyond the 1024 positions"),
     ],
 )
 def test_options_that_only_the_compiling_process_can_refuse(

@@ -36,6 +36,14 @@ def test_a_decode_step_waits_for_the_memory() -> None:
     assert bounds.seconds == bounds.memory == pytest.approx(bounds.hbm_bytes / 1638e9)
 
 
+def test_recurrent_states_are_read_and_written_once_for_each_row() -> None:
+    def read(states: int) -> float:
+        sizes = {"weight_bytes": LLAMA_WEIGHTS, "kv_bytes_per_token": LLAMA_KV, "state_bytes_per_row": states}
+        return roofline(LLAMA, Work.decode(64, 1000), V6E, tp=1, **sizes).hbm_bytes
+
+    assert read(1000) - read(0) == 2 * 1000 * 64
+
+
 def test_a_long_prompt_waits_for_the_products() -> None:
     bounds = roofline(LLAMA, Work.prefill(4096), V6E, tp=1, weight_bytes=LLAMA_WEIGHTS, kv_bytes_per_token=LLAMA_KV)
     assert bounds.bound is Bound.COMPUTE
