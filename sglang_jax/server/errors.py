@@ -166,6 +166,10 @@ def error_response(error: RequestError) -> Response:
     return Response(msgspec.json.encode(error_body(error)), error.status, headers, "application/json")
 
 
+ONE = "<one>"
+"""The union branch of a value, where a list of such may stand as well."""
+
+
 def field_path(location: Sequence[int | str]) -> str:
     """`messages[0].content` for pydantic's ("body", "messages", 0, "content"); names in <> are union branches."""
     path = ""
@@ -197,7 +201,8 @@ def validation_error(errors: Sequence[Mapping[str, Any]], content_type: str | No
     if isinstance(refusal, RequestError):  # of a check of this server's own
         return refusal
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-    return ParameterError(f"{path}: {first['msg']}, got {shown(value)}{more}", param=path)
+    several = ", or a list of these" if first["loc"][-1] == ONE else ""
+    return ParameterError(f"{path}: {first['msg']}{several}, got {shown(value)}{more}", param=path)
 
 
 def install_error_handlers(app: FastAPI) -> None:

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from sglang_jax.engine.arguments import LEAST_ALIKE
 from sglang_jax.engine.types import SessionTurnInput
 from sglang_jax.errors import ParameterError, cut, shown
-from sglang_jax.server.errors import UnsupportedParameterError
+from sglang_jax.server.errors import ONE, UnsupportedParameterError
 from sglang_jax.spellings import SAMPLING_FIELDS
 
 MAX_STOP_STRINGS = 16
@@ -101,7 +101,7 @@ def asks_for_nothing(value: object) -> bool:
 
 
 def _one_or_many(value: object) -> str:
-    return "<many>" if isinstance(value, list) else "<one>"
+    return "<many>" if isinstance(value, list) else ONE
 
 
 def _prompt_shape(value: object) -> str:
@@ -121,7 +121,7 @@ Many = Annotated[list[Item], Field(fail_fast=True)]
 """A list, of whose faulty items the first alone is told: a megabyte of them would make errors for seconds."""
 
 OneOrMany = Annotated[
-    Annotated[Item, Tag("<one>")] | Annotated[Many[Item], Tag("<many>")],
+    Annotated[Item, Tag(ONE)] | Annotated[Many[Item], Tag("<many>")],
     Discriminator(_one_or_many),
 ]
 """A value, or a list of them. The branch is chosen by looking for a list, so that an error speaks of one branch."""
