@@ -146,10 +146,18 @@ def test_any_text_comes_back(templates: TemplateProcess) -> None:
     assert templates.render(made) == odd + str(number)
 
 
-def test_a_process_that_is_gone_is_started_again(templates: TemplateProcess) -> None:
+def new_worker(templates: TemplateProcess) -> psutil.Process:
+    """The process that `templates` has: others of this process's may have theirs, or have left a dead one."""
+    templates.close()
+    before = {one.pid for one in psutil.Process().children()}
     templates.render(rendering("a"))
-    [worker] = [one for one in psutil.Process().children() if "template_worker" in " ".join(one.cmdline())][-1:]
-    worker.kill()
+    (worker,) = [one for one in psutil.Process().children() if one.pid not in before]
+    assert "template_worker" in " ".join(worker.cmdline())
+    return worker
+
+
+def test_a_process_that_is_gone_is_started_again(templates: TemplateProcess) -> None:
+    new_worker(templates).kill()
     with pytest.raises(RequestError, match="ended its process"):
         templates.render(rendering("a"))
     assert templates.render(rendering("b")) == "b"
@@ -193,9 +201,8 @@ def test_the_process_ends_with_the_one_that_it_works_for() -> None:
 
 
 def test_a_signal_for_all_processes_is_not_its(templates: TemplateProcess) -> None:
-    templates.render(rendering("a"))
-    for one in psutil.Process().children():
-        if "template_worker" in " ".join(one.cmdline()):
-            one.send_signal(signal.SIGTERM)
-            one.send_signal(signal.SIGINT)
+    worker = new_worker(templates)
+    worker.send_signal(signal.SIGTERM)
+    worker.send_signal(signal.SIGINT)
     assert templates.render(rendering("b")) == "b"
+    assert worker.is_running()

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from sglang_jax import Engine, SamplingParams
 from sglang_jax.checkpoint.opening import open_checkpoint
 from sglang_jax.config import Backend, EngineConfig
-from sglang_jax.errors import CheckpointError, ConfigError
+from sglang_jax.errors import CheckpointError
 from sglang_jax.jax_runner import create_runner as create_jax_runner
 from sglang_jax.runner.plan import PromptLogprobs
 from torch_backend import create_runner as create_torch_runner
@@ -182,6 +182,12 @@ def test_numbers_that_cannot_be_scales_are_refused(
         logprobs_of(backend, folder, dtype)
 
 
-def test_the_torch_backend_refuses_int8(plain: Path) -> None:
-    with pytest.raises(ConfigError, match="kv_cache_dtype int8 is the JAX backend's"):
-        logprobs_of(Backend.TORCH, plain, "int8")
+def test_int8_on_torch_has_scales_of_its_own(
+    plain: Path, tmp_path: Path, scales: dict[str, NDArray[np.float32]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One for each token: the checkpoint's, of heads, change nothing, and that is told."""
+    folder = with_scales(plain, tmp_path / "model", scales["int8"] * np.float32(100))
+    with caplog.at_level("INFO"):
+        found = logprobs_of(Backend.TORCH, folder, "int8")
+    assert any("those of the checkpoint are not used" in message for message in caplog.messages)
+    assert np.array_equal(found, logprobs_of(Backend.TORCH, plain, "int8"))

@@ -118,9 +118,9 @@ def test_where_all_layers_have_windows_the_context_may_be_longer_than_the_pool()
 def test_a_ratio_that_does_nothing_is_told(memory: Memory, why: str, caplog: pytest.LogCaptureFixture) -> None:
     choose_sizes(EngineConfig(), 8192, memory)
     choose_sizes(EngineConfig(swa_full_tokens_ratio=0.5), 8192, GEMMA)
-    assert "swa_full_tokens_ratio" not in caplog.text
+    assert "--swa-full-tokens-ratio" not in caplog.text
     choose_sizes(EngineConfig(swa_full_tokens_ratio=0.5), 8192, memory)
-    assert f"swa_full_tokens_ratio 0.5 does nothing: {why}" in caplog.text
+    assert f"--swa-full-tokens-ratio 0.5 does nothing: {why}" in caplog.text
 
 
 def test_all_pools_count_against_memory() -> None:
