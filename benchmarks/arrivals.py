@@ -45,7 +45,7 @@ class PackedChannel:
         self._inbox = [*self._inbox[self._taken :], *map(self._encoder.encode, messages)]
         self._taken = 0
 
-    def receive(self, block: bool) -> Iterator[Inbound]:
+    def receive(self, block: bool, seconds: float | None = None) -> Iterator[Inbound]:
         while self._taken < len(self._inbox):
             self._taken += 1
             yield self._decoder.decode(self._inbox[self._taken - 1])

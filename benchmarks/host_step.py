@@ -73,7 +73,7 @@ class EncodingChannel:
         self._encoder = msgspec.msgpack.Encoder()
         self.sent_bytes = 0
 
-    def receive(self, block: bool) -> Iterator[Inbound]:
+    def receive(self, block: bool, seconds: float | None = None) -> Iterator[Inbound]:
         return iter(())
 
     def send(self, message: Outbound) -> None:
