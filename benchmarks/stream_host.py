@@ -66,6 +66,8 @@ from sglang_jax.server.context import ServerContext
 from sglang_jax.server.serve import bind, http_config
 
 LENGTHS = (1024, 8192, 32768)
+AT_ONCE = 1024
+"""Tokens of each stream that a step gives before times are taken: more of them than the client keeps unread end it."""
 STREAMS = 64
 TOKENS_PER_SECOND = 50
 TURNS = 15
@@ -249,7 +251,8 @@ class Crowd:
     async def begin(self) -> None:
         while len(self.channel.new) < STREAMS:
             await asyncio.sleep(0)
-        await self.step(self._length)
+        for _ in range(self._length // AT_ONCE):
+            await self.step(AT_ONCE)
 
     async def step(self, tokens: int = 1) -> None:
         """Delivers a step and waits until each task has what it gave."""
@@ -294,11 +297,12 @@ class Script:
     """An `Engine` whose core is this program, and the iteration of a script over `STREAMS` streams of it."""
 
     def __init__(self, length: int) -> None:
-        self._length = length
         self._steps = 0
         self._engine = Engine(EngineConfig(model_path="paced"), launch=self._launch)
         self._outputs = self._engine.generate([[1, 2]] * STREAMS, ENDLESS, stream=True)
-        self._read(length)
+        self._read(AT_ONCE)
+        for _ in range(length // AT_ONCE - 1):
+            self.step(AT_ONCE)
 
     async def _launch(self, config: EngineConfig) -> AsyncEngineClient:
         self._loop = asyncio.get_running_loop()
@@ -309,13 +313,13 @@ class Script:
 
     def _begin(self) -> None:
         if len(self._channel.new) == STREAMS:
-            self._loop.call_soon(self._channel.deliver, step_message(self._channel.new, self._length, 0))
+            self._loop.call_soon(self._channel.deliver, step_message(self._channel.new, AT_ONCE, 0))
 
-    def step(self) -> None:
+    def step(self, tokens: int = 1) -> None:
         """Delivers a step, and reads what it gave."""
         self._steps += 1
-        self._loop.call_soon_threadsafe(self._channel.deliver, step_message(self._channel.new, 1, self._steps))
-        self._read(1)
+        self._loop.call_soon_threadsafe(self._channel.deliver, step_message(self._channel.new, tokens, self._steps))
+        self._read(tokens)
 
     def _read(self, tokens: int) -> None:
         left = tokens * STREAMS
@@ -345,13 +349,15 @@ def measure_scripts() -> list[list[float]]:
 
 
 class PacedCore:
-    """Gives every request `TOKENS_PER_SECOND`, behind a first burst. `model_path` is `paced:TOKENS` of that burst."""
+    """Gives every request `TOKENS_PER_SECOND`, and before that a burst, in parts that are read as they come.
+    `model_path` is `paced:TOKENS` of that burst. Requests count as running from the end of theirs on."""
 
     def __init__(self, config: EngineConfig, channel: CoreChannel) -> None:
         self.ready = READY
         self._burst = int(config.model_path.partition(":")[2])
         self._channel = channel
         self._requests: list[int] = []
+        self._left: dict[int, int] = {}
         self._tokens = 0
 
     def run(self) -> None:
@@ -362,12 +368,20 @@ class PacedCore:
                 match message:
                     case NewRequest():
                         self._requests.append(message.id)
-                        self._send([message.id], self._burst, 0)
+                        self._left[message.id] = self._burst - AT_ONCE
+                        self._send([message.id], AT_ONCE, 0)
                     case AbortRequest():
                         self._requests.remove(message.id)
+                        self._left.pop(message.id, None)
                     case Shutdown():
                         return
             steps += 1
+            for name in list(self._left)[:2]:
+                if self._left[name] > 0:
+                    self._send([name], AT_ONCE, steps)
+                self._left[name] -= AT_ONCE
+                if self._left[name] <= 0:
+                    del self._left[name]
             self._send(self._requests, 1, steps)
             due = max(due + 1 / TOKENS_PER_SECOND, time.monotonic())
             time.sleep(due - time.monotonic() if due > time.monotonic() else 0)
@@ -379,7 +393,11 @@ class PacedCore:
         if ids:
             self._channel.send(step_message(ids, tokens, first))
             self._tokens += tokens * len(ids)
-            self._channel.send(SchedulerStats(generation_tokens=self._tokens, num_running=len(self._requests)))
+            self._channel.send(SchedulerStats(generation_tokens=self._tokens, num_running=self._running))
+
+    @property
+    def _running(self) -> int:
+        return len(self._requests) - len(self._left)
 
 
 def load_paced(config: EngineConfig, channel: CoreChannel) -> PacedCore:
