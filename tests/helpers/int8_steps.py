@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from helpers.torch_attention_steps import Case, Step, make_step
+from helpers.torch_attention_steps import Case, Step, make_step, softmax_attention
 from numpy.typing import NDArray
 
 from torch_backend.attention.interface import AttentionOptions
@@ -87,21 +87,9 @@ def _gather(pages: Array, table: NDArray[np.int32]) -> Array:
 
 
 def _attend(queries: Array, common: Array, keys: Array, values: Array, length: int, options: AttentionOptions) -> Array:
-    """Of one sequence: `common` `[q, kv_heads, group]` is added to the products of its queries."""
-    positions = np.arange(length - len(queries), length)[:, None]
-    distances = positions - np.arange(length)
-    hidden = distances < 0
-    if options.window is not None:
-        hidden |= distances >= options.window
-    seen = ~hidden.all(0)
-    keys, values = (np.where(seen[:, None, None], part[:length], 0.0) for part in (keys, values))
-    scores = (np.einsum("qhgd,khd->hgqk", queries, keys) + common.transpose(1, 2, 0)[..., None]) * options.scale
-    if options.soft_cap is not None:
-        scores = options.soft_cap * np.tanh(scores / options.soft_cap)
-    scores[:, :, hidden] = -np.inf
-    if options.sinks is not None:
-        sinks = options.sinks.double().numpy().reshape(*scores.shape[:2], 1, 1)
-        scores = np.concatenate([scores, np.broadcast_to(sinks, (*scores.shape[:3], 1))], axis=-1)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights = (weights / weights.sum(-1, keepdims=True))[..., :length]
-    return np.einsum("hgqk,khd->qhgd", weights, values)
+    """Of one sequence: `common` `[q, kv_heads, group]` is added to the products of its queries. Keys before all that
+    these see may be NaN."""
+    oldest = 0 if options.window is None else max(length - len(queries) - options.window + 1, 0)
+    seen = (np.arange(length) >= oldest)[:, None, None]
+    keys, values = (np.where(seen, part[:length], 0.0) for part in (keys, values))
+    return softmax_attention(queries, keys, values, options, common.transpose(1, 2, 0)[..., None])

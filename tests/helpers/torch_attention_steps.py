@@ -50,15 +50,20 @@ class Step:
 
 
 def softmax_attention(
-    queries: NDArray[np.float64], keys: NDArray[np.float64], values: NDArray[np.float64], options: AttentionOptions
+    queries: NDArray[np.float64],
+    keys: NDArray[np.float64],
+    values: NDArray[np.float64],
+    options: AttentionOptions,
+    common: NDArray[np.float64] | float = 0.0,
 ) -> NDArray[np.float64]:
-    """Queries `[q, kv_heads, group, d]` at the last positions of keys and values `[k, kv_heads, d]`."""
+    """Queries `[q, kv_heads, group, d]` at the last positions of keys and values `[k, kv_heads, d]`; `common`
+    `[kv_heads, group, q, 1]` is added to their products."""
     positions = np.arange(len(keys) - len(queries), len(keys))[:, None]
     distances = positions - np.arange(len(keys))
     hidden = distances < 0
     if options.window is not None:
         hidden |= distances >= options.window
-    scores = np.einsum("qhgd,khd->hgqk", queries, keys) * options.scale
+    scores = (np.einsum("qhgd,khd->hgqk", queries, keys) + common) * options.scale
     if options.soft_cap is not None:
         scores = options.soft_cap * np.tanh(scores / options.soft_cap)
     scores[:, :, hidden] = -np.inf
