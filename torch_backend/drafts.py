@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sglang_jax.runner.drafts import LONGEST_MATCH, SHORTEST_MATCH, Unfolded
+from sglang_jax.runner.drafts import LONGEST_MATCH, REFUSED, SHORTEST_MATCH, Unfolded
 from sglang_jax.runner.plan import DRAFT, HINT_TOKENS, Int32
 
 
@@ -156,6 +156,36 @@ class Guesses:
         sequences, numbers, owners, rows = torch.tensor_split(on_device, (count, 2 * count, 3 * count))
         # A row has as many tokens as the first of its drafts is long, or fewer.
         return cls(sequences, numbers, owners, rows, int(plan.kv_lens[first].max()))
+
+
+@dataclass(frozen=True, slots=True)
+class DraftMoves:
+    """Of a decode step with drafts, int64 each: `firsts` `[drafting]`, the first sequences of the rows that have some,
+    and of all drafts the sequences, `drafts` `[guesses]`, and the places of their rows in `firsts`, `owners`."""
+
+    firsts: torch.Tensor
+    drafts: torch.Tensor
+    owners: torch.Tensor
+
+    @classmethod
+    def of(cls, unfolded: Unfolded, to_device: Callable[[Int32], torch.Tensor]) -> DraftMoves | None:
+        """Those of a plan; None if it has no drafts."""
+        drafts = np.flatnonzero(unfolded.guesses)
+        if not len(drafts):
+            return None
+        first = unfolded.guesses == 1
+        together = np.concatenate((np.flatnonzero(first) - 1, drafts, np.cumsum(first)[drafts] - 1))
+        count = int(np.count_nonzero(first))
+        on_device = to_device(together.astype(np.int32)).long()
+        return cls(*torch.tensor_split(on_device, (count, count + len(drafts))))
+
+    def slots(self, own: torch.Tensor, told: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which slots hold the states after the last draft of each row that was right, and the rows' own: int64
+        `[drafting]` both. `own` `[R]`: where each sequence left its state; `told` `[R]`: what each sampled, `REFUSED`
+        behind drafts that were wrong."""
+        right = torch.zeros_like(self.firsts)
+        right.index_add_(0, self.owners, (told[self.drafts] != REFUSED).long())
+        return own[self.firsts + right], own[self.firsts]
 
 
 def kept_samples(

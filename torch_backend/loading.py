@@ -24,8 +24,10 @@ from sglang_jax.runner.sizing import (
     Sizes,
     choose_sizes,
     describe_pools,
+    pages_in_memory,
     pool_specs,
     refuse_beside_states,
+    refuse_drafts_beside_states,
 )
 from torch_backend.batch import ForwardBatch
 from torch_backend.block_weights import KeptMatrix, matrices_to_keep, measure_forms
@@ -130,6 +132,8 @@ def _load_on(
         head_forms = tuple(dict.fromkeys((*head_forms, *own_shard.head_forms(guessing.config))))
     form = CpuForm(dtype, kv_form.keys, head_forms)
     kernels = choose_kernels(config.attention_backend, device, form, config.cache_folder())
+    if not kernels.states.takes_drafts:
+        refuse_drafts_beside_states(config, checkpoint.config, "GPUs")
     built = _build(config, checkpoint, dtype, device, kernels, parallel)
     draft = None if guessing is None else _build_draft(guessing, dtype, device, kernels, parallel)
     memory, sizes = _sizes(
@@ -139,7 +143,7 @@ def _load_on(
     kv_scales = None if integers else scales_of_checkpoint(checkpoint, config.kv_cache_dtype)
     built.load()
     own_groups = len(cache_groups(checkpoint.config))
-    own_pages = sizes.num_pages[:own_groups]
+    own_pages = pages_in_memory(memory, sizes)[:own_groups]
     kv = _allocate(checkpoint.config, shard, own_pages, config.page_size, kv_form, device, kv_scales, state_dtypes)
     if integers:
         logger.info(
@@ -170,6 +174,7 @@ def _load_on(
         vocab_size=checkpoint.config.vocab_size,
         max_samples=config.max_samples,
         drafts_beside_prompts=False,
+        max_drafts=sizes.draft_slots if checkpoint.config.keeps_states else None,
         prompt_tokens=sizes.prompt_tokens,
     )
     most = min(config.cuda_graph_max_bs or _MOST_CAPTURED_ROWS, spec.max_rows)
@@ -184,9 +189,12 @@ def _load_on(
         graph_buckets=row_buckets(most),
         mixed_buckets=() if capture is None else _mixed_buckets(config, checkpoint.config, kernels, most, sizes),
         weight_bytes=built.weight_bytes + (0 if draft is None else weight_bytes_of(draft.model)),
-        kv_bytes=sum(group.page * pages for group, pages in zip(memory.groups, sizes.num_pages, strict=True)),
+        kv_bytes=sum(
+            group.page * pages for group, pages in zip(memory.groups, pages_in_memory(memory, sizes), strict=True)
+        ),
         details=_details(config, checkpoint, dtype, kv_form, kernels, parallel, drafting=draft is not None),
         draft=drafting,
+        states=[pool for layer in kv for pool in layer.states],
     )
 
 

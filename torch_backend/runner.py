@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from sglang_jax.runner.plan import (
     TopLogprobs,
     one_each,
     refuse_drafts,
+    refuse_drafts_of_states,
     refuse_foreign_memory,
     refuse_states,
 )
@@ -37,7 +38,7 @@ from sglang_jax.runner.row_updates import count_history, pack_row_updates
 from torch_backend.batch import ForwardBatch
 from torch_backend.devices import device_name
 from torch_backend.draft_model import Drafter, ToGuess, WithDraft
-from torch_backend.drafts import DraftedTokens, Guesses, KnownTokens, kept_samples
+from torch_backend.drafts import DraftedTokens, DraftMoves, Guesses, KnownTokens, kept_samples
 from torch_backend.graphs import Bucket, Capture, StepGraphs
 from torch_backend.logprobs import Logprobs, prompt_logprobs, token_logprobs
 from torch_backend.native_sampler import NativeSampler
@@ -45,7 +46,7 @@ from torch_backend.packing import GUESS, StepInputs, StepLayout
 from torch_backend.profile import Profile
 from torch_backend.sampler import MaskedLines, TokenSampler, sample
 from torch_backend.sampling_state import Needs, RowNeeds, SamplingState
-from torch_backend.step import Model, RowTensors, build_batch, settle_drafts
+from torch_backend.step import Model, RowTensors, build_batch, own_slots, settle_drafts
 from torch_backend.streams import CpuThread, Pending, Stream, integers_to_device
 
 _SHORT_PROMPT = 16
@@ -150,7 +151,8 @@ class TorchRunner:
     **Arguments:** `model` and its KV pages are handed over; `stream` and `sampler` are the device's (the CPU's unless
     given); `graph_buckets` are the row counts of decode steps that `capture` captures (None: every step is eager), and
     `mixed_buckets` the sizes of steps with prompts; `details` go into the report; `draft`: a model with KV pages that
-    guesses, whose cache groups are the spec's last ones.
+    guesses, whose cache groups are the spec's last ones; `states`: the model's pools of states, whose slots behind those
+    of the spec's pool take the states after drafts.
     """
 
     def __init__(
@@ -168,6 +170,7 @@ class TorchRunner:
         kv_bytes: int = 0,
         details: Mapping[str, str] | None = None,
         draft: DraftPart | None = None,
+        states: Sequence[torch.Tensor] = (),
     ) -> None:
         self._spec = spec
         self._model: Model = model if draft is None else WithDraft(model, draft.model, draft.first_group)
@@ -176,6 +179,7 @@ class TorchRunner:
         self._sampler = sampler or NativeSampler()
         self._page_size = spec.pools[0].page_size
         self._table = TableLayout.of(spec)
+        self._states = tuple(states)
         rows = spec.max_rows + 1
         self._dump_row = spec.max_rows
         self._drafts = spec.max_samples > 1
@@ -255,6 +259,8 @@ class TorchRunner:
             refuse_drafts(plan)
         if not self._table.states:
             refuse_states(plan)
+        else:
+            refuse_drafts_of_states(plan, self._spec)
         refuse_foreign_memory(plan, self._spec)
         unfolded = unfold(plan)
         plan = unfolded.plan
@@ -279,7 +285,7 @@ class TorchRunner:
         forwarded = self._stream.submit(partial(self._forward_part, unfolded, needs, wanted))
 
         def second(masks: TokenMasks) -> Pending[StepOutputs]:
-            return self._stream.submit(lambda: self._sample_part(plan, forwarded.submitted(), needs, masks))
+            return self._stream.submit(lambda: self._sample_part(unfolded, forwarded.submitted(), needs, masks))
 
         self._waiting = TorchStep(unfolded, self._spec.max_samples, None, second)
         return self._waiting
@@ -315,7 +321,7 @@ class TorchRunner:
 
     def _run(self, unfolded: Unfolded, needs: Needs, wanted: ToGuess | None) -> StepOutputs:
         """The whole step, on the stream."""
-        return self._sample_part(unfolded.plan, self._forward_part(unfolded, needs, wanted), needs, None)
+        return self._sample_part(unfolded, self._forward_part(unfolded, needs, wanted), needs, None)
 
     def _forward_part(self, unfolded: Unfolded, needs: Needs, wanted: ToGuess | None) -> _Forwarded:
         """A step up to its logits, on the stream. `wanted`: of a draft model."""
@@ -340,17 +346,30 @@ class TorchRunner:
         return _Forwarded(inputs, logits, tuple(self._logprobs_to_host(part) for part in found))
 
     def _sample_part(
-        self, plan: StepPlan, forwarded: _Forwarded, needs: Needs, masks: TokenMasks | None
+        self, unfolded: Unfolded, forwarded: _Forwarded, needs: Needs, masks: TokenMasks | None
     ) -> StepOutputs:
         """The rest of a step, on the stream."""
         tokens, logprobs = None, None
         if forwarded.logits is not None:
-            tokens, logprobs = self._sample(plan, forwarded.inputs, forwarded.logits, needs, masks)
+            tokens, logprobs = self._sample(unfolded.plan, forwarded.inputs, forwarded.logits, needs, masks)
+            if self._states:
+                self._settle_states(unfolded, forwarded.inputs, tokens)
         return StepOutputs(
             None if tokens is None else self._stream.to_host(tokens),
             None if logprobs is None else self._logprobs_to_host(logprobs),
             forwarded.prompt_logprobs,
         )
+
+    def _settle_states(self, unfolded: Unfolded, inputs: StepInputs, told: torch.Tensor) -> None:
+        """Rows with drafts keep the states after the last ones that were right. `told`: what the host is told of the
+        step, in which all sequences sample."""
+        moves = DraftMoves.of(unfolded, partial(integers_to_device, self._stream))
+        if moves is None:
+            return
+        slots = self._rows.page_table[inputs.rows.long(), -1]
+        sources, targets = moves.slots(own_slots(inputs, slots, self._table.first_draft_slot), told)
+        for pool in self._states:
+            pool.index_copy_(0, targets, pool[sources])
 
     def _sample_guesses(
         self, needs: Needs, logits: torch.Tensor, rows: torch.Tensor, kv_lens: torch.Tensor

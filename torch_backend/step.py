@@ -107,7 +107,7 @@ def build_batch(
     ]
     states = None
     if table.states:
-        states = _state_rows(inputs, state.page_table[rows, -1], sequences, places)
+        states = _state_rows(inputs, state.page_table[rows, -1], sequences, places, table.first_draft_slot)
     return ForwardBatch(
         # A row whose logits were not finite holds no token; its request ends once the host has seen it. Nor has a
         # draft one for which there is nothing to guess by.
@@ -123,8 +123,19 @@ def build_batch(
     )
 
 
-def _state_rows(inputs: StepInputs, slots: torch.Tensor, sequences: torch.Tensor, places: torch.Tensor) -> StateRows:
-    """Where the sequences have their states; `slots` `[R]` are their own."""
+def own_slots(inputs: StepInputs, slots: torch.Tensor, first_draft_slot: int) -> torch.Tensor:
+    """Where the sequences leave their states, int64 `[R]`: in the `slots` `[R]` of their rows, and behind drafts in
+    those that are there for drafts, one after the other."""
+    if not len(inputs.flags):
+        return slots.long()
+    drafts = inputs.flags >= GUESS
+    return torch.where(drafts, first_draft_slot - 1 + drafts.cumsum(0), slots.long())
+
+
+def _state_rows(
+    inputs: StepInputs, slots: torch.Tensor, sequences: torch.Tensor, places: torch.Tensor, first_draft_slot: int
+) -> StateRows:
+    """Where the sequences have their states; `slots` `[R]` are their rows'."""
     # Targets are slots of the sequences' own. To begin with the source costs nothing, in the place of a copy.
     copied = slots[:, None] == inputs.copy_targets
     begin = torch.where(copied.any(1), (copied * inputs.copy_sources).sum(1), slots)
@@ -132,9 +143,11 @@ def _state_rows(inputs: StepInputs, slots: torch.Tensor, sequences: torch.Tensor
     return StateRows(
         begin=begin.long(),
         fresh=inputs.kv_lens <= starts.diff(),
-        own=slots.long(),
+        own=own_slots(inputs, slots, first_draft_slot),
         sequences=sequences,
         offsets=places - starts[sequences].long(),
         query_starts=starts,
         num_decode=inputs.num_decode,
+        # There are none beside prompts.
+        drafts=(inputs.flags // GUESS).long() if len(inputs.flags) and inputs.num_decode == len(slots) else None,
     )

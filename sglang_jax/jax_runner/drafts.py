@@ -27,11 +27,13 @@ class KnownTokens:
     - `tokens`: int32 `[rows + 1, max_context + 1]`, prompt and output; what stands behind a row's length is anything.
     - `lengths`: int32 `[rows + 1]`, tokens of each row that has sampled, the last of which is not computed yet.
     - `hints`: int32 `[rows + 1, HINT_TOKENS]`, parts of other texts that are searched as well; `DRAFT` behind them.
+    - `right`: int32 `[rows + 1]`, how many drafts of the step before were right, of each row that was in it.
     """
 
     tokens: jax.Array
     lengths: jax.Array
     hints: jax.Array
+    right: jax.Array
 
     @classmethod
     def empty(cls, rows: int, max_context: int) -> KnownTokens:
@@ -39,6 +41,7 @@ class KnownTokens:
             jnp.zeros((rows, max_context + 1), jnp.int32),
             jnp.zeros(rows, jnp.int32),
             jnp.full((rows, HINT_TOKENS), DRAFT, jnp.int32),
+            jnp.zeros(rows, jnp.int32),
         )
 
     def append(self, rows: jax.Array, kv_lens: jax.Array, tokens: jax.Array, kept: jax.Array) -> KnownTokens:
@@ -50,6 +53,11 @@ class KnownTokens:
             tokens=self.tokens.at[rows, kv_lens].set(tokens),
             lengths=self.lengths.at[rows].max(jnp.where(kept, kv_lens + 1, 0)),
         )
+
+    def judge(self, rows: jax.Array, guesses: jax.Array, last: jax.Array) -> KnownTokens:
+        """Of all sequences `[R]`, which stand for `guesses` of `rows`, those that are the `last` right ones."""
+        dump_row = self.lengths.shape[0] - 1
+        return replace(self, right=self.right.at[jnp.where(last, rows, dump_row)].set(guesses))
 
 
 @jax.tree_util.register_dataclass
@@ -124,8 +132,11 @@ class Sequences(NamedTuple):
 def set_known_tokens(known: KnownTokens, packed: jax.Array) -> KnownTokens:
     """Replaces the texts of rows: `packed` int32 `[n, 2 + max_context + 1]` has row, length and tokens of each."""
     rows, lengths, tokens = packed[:, 0], packed[:, 1], packed[:, 2:]
-    return KnownTokens(
-        known.tokens.at[rows].set(tokens), known.lengths.at[rows].set(lengths), known.hints.at[rows].set(DRAFT)
+    return replace(
+        known,
+        tokens=known.tokens.at[rows].set(tokens),
+        lengths=known.lengths.at[rows].set(lengths),
+        hints=known.hints.at[rows].set(DRAFT),
     )
 
 

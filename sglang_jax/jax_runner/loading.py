@@ -50,8 +50,10 @@ from sglang_jax.runner.sizing import (
     Sizes,
     choose_sizes,
     describe_pools,
+    pages_in_memory,
     pool_specs,
     refuse_beside_states,
+    refuse_drafts_beside_states,
 )
 
 logger = logging.getLogger(__name__)
@@ -81,6 +83,8 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     dtype = select_dtype(config.dtype, device)
     mesh = make_mesh(devices)
     attention = choose_attention(config, device)
+    if attention.for_tpu:
+        refuse_drafts_beside_states(config, checkpoint.config, "TPUs")
     kv_dtype = kv_dtype_of(config, dtype)
     platform = device.platform
     build = partial(
@@ -93,7 +97,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     cache = kv_cache_spec(
         parallel.config,
         kv_dtype,
-        sizes.num_pages[: len(cache_groups(parallel.config))],
+        pages_in_memory(memory, sizes)[: len(cache_groups(parallel.config))],
         config.page_size,
         platform=platform,
         state_dtypes=state_dtypes_of(config, dtype),
@@ -282,6 +286,7 @@ def runner_spec(config: EngineConfig, memory: Memory, sizes: Sizes, parallel: Te
         mixed_shapes=tuple((bucket.tokens, bucket.rows) for bucket in buckets.mixed),
         max_samples=config.max_samples,
         drafts_beside_prompts=False,
+        max_drafts=sizes.draft_slots if parallel.config.keeps_states else None,
         prompt_tokens=sizes.prompt_tokens,
     )
 

@@ -40,8 +40,10 @@ from sglang_jax.jax_runner.step import (
     Weights,
     apply_deltas,
     make_sample,
+    make_settle,
     make_step,
 )
+from sglang_jax.models.kv_cache import states_of, with_states
 from sglang_jax.runner.host_machine import available_host_memory
 from sglang_jax.runner.page_tables import ONE_GROUP, TableLayout
 from sglang_jax.runner.plan import Int32, PageDeltas, mask_words
@@ -107,6 +109,7 @@ class Programs:
         self.layouts = {bucket: StepLayout(bucket, self.dump_row, states=table.states) for bucket in buckets}
         words = mask_words(self.vocab_size)
         self.sample_layouts = {rows: SampleLayout(rows, words, self.dump_row) for rows in {one.rows for one in buckets}}
+        self.settles_states = table.states and most_guesses > 0
         self.row_update_sizes = tuple(sorted({1, min(8, self.dump_row), self.dump_row}))
         self.text_sizes = self.row_update_sizes[:2]  # a text takes as much as a context, each time
         rows = self.dump_row
@@ -173,6 +176,13 @@ class Programs:
         assert state.drafted is not None
         _, kv = self._draft_model.split(state.kv)
         return DraftState(kv, state.drafted), RowState(state.page_table, state.known, state.sampling)
+
+    def settle(self, state: DeviceState, packed: Int32) -> DeviceState:
+        """Has rows keep the states after their last drafts that were right; see `make_settle`."""
+        assert state.known is not None, "a runner that drafts"
+        program = self._get("settle states", self._build_settle)
+        states = program(states_of(state.kv), state.page_table, state.known.right, packed)
+        return replace(state, kv=with_states(state.kv, states))
 
     def update_rows(self, sampling: SamplingState, packed: Int32) -> SamplingState:
         """Replaces the parameters of as many rows as one of `row_update_sizes`."""
@@ -258,6 +268,7 @@ class Programs:
                 for size in self.text_sizes
                 if self._state_shapes.known is not None and self.draft is None
             },
+            **({"settle states": self._build_settle} if self.settles_states else {}),
             "set occurrences": self._build_occurrences,
             "page deltas": self._build_deltas,
         }
@@ -368,6 +379,13 @@ class Programs:
         assert known is not None, "a runner that drafts"
         update = jax.jit(set_hints, donate_argnums=0, out_shardings=self._placement.known)
         return update.lower(known, _integers(size, 1 + known.hints.shape[1])).compile()
+
+    def _build_settle(self) -> Executable:
+        shapes, known = self._state_shapes, self._state_shapes.known
+        assert known is not None, "a runner that drafts"
+        settle = jax.jit(make_settle(self.dump_row), donate_argnums=0, out_shardings=states_of(self._placement.kv))
+        packed = _integers(2, self.dump_row)
+        return settle.lower(states_of(shapes.kv), shapes.page_table, known.right, packed).compile()
 
     def _build_occurrences(self) -> Executable:
         update = jax.jit(set_occurrences, donate_argnums=0, out_shardings=self._placement.sampling)

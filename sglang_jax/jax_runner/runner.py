@@ -15,7 +15,7 @@ from sglang_jax.jax_runner.compiles import CompileCounter
 from sglang_jax.jax_runner.drafter import Drafter
 from sglang_jax.jax_runner.logprobs import Logprobs
 from sglang_jax.jax_runner.programs import DELTA_BLOCK, Programs
-from sglang_jax.jax_runner.step import DeviceState, KVCaches, StepOutputs, Weights, empty_rows
+from sglang_jax.jax_runner.step import DeviceState, KVCaches, StepOutputs, Weights, empty_rows, pack_settled
 from sglang_jax.jax_runner.warmup import warmup_plan
 from sglang_jax.runner.drafts import Unfolded, fold, pack_hints, pack_texts, unfold
 from sglang_jax.runner.page_tables import side_by_side
@@ -31,6 +31,7 @@ from sglang_jax.runner.plan import (
     mask_words,
     one_each,
     refuse_drafts,
+    refuse_drafts_of_states,
     refuse_foreign_memory,
     refuse_states,
 )
@@ -178,6 +179,8 @@ class JaxRunner:
             refuse_drafts(plan)
         if not self._programs.table.states:
             refuse_states(plan)
+        else:
+            refuse_drafts_of_states(plan, self._spec)
         refuse_foreign_memory(plan, self._spec)
         if self._waiting is not None and self._waiting.second is not None:
             raise RuntimeError(
@@ -197,6 +200,7 @@ class JaxRunner:
         with jax.profiler.StepTraceAnnotation("step", step_num=plan.step) if self._profiling else nullcontext():
             self._state, outputs = self._programs.step(bucket, self._weights, self._state, packed)
         if plan.masked is None:
+            self._settle(unfolded)
             outputs.tokens.copy_to_host_async()
             outputs = replace(outputs, logits=outputs.tokens)  # logits are not kept until somebody asks
             return JaxStep(unfolded, outputs, self._spec.max_samples)
@@ -207,8 +211,16 @@ class JaxRunner:
         """The second part of a step."""
         packed = self._programs.sample_layouts[len(outputs.logits)].pack(unfolded.plan, masks, unfolded.guesses)
         self._state, (tokens, logprobs) = self._programs.sample(self._state, outputs, packed)
+        self._settle(unfolded)
         tokens.copy_to_host_async()
         return StepOutputs(tokens, logprobs, outputs.prompt_logprobs, tokens)
+
+    def _settle(self, unfolded: Unfolded) -> None:
+        """Once a step has sampled: states of rows with drafts are those after the last that was right."""
+        programs = self._programs
+        if programs.settles_states and unfolded.guesses.any():
+            packed = pack_settled(unfolded, self._spec.max_rows, programs.dump_row, programs.table.first_draft_slot)
+            self._state = programs.settle(self._state, packed)
 
     def start_profile(self, folder: str) -> None:
         """See `Runner`. `folder` is anything that JAX writes to, `gs://` too."""

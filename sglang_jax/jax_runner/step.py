@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -20,9 +21,10 @@ from sglang_jax.jax_runner.readers import LogitsReader, Masks, reader_over
 from sglang_jax.jax_runner.sampling_state import SamplingState
 from sglang_jax.kernels.state_rows import StateRows
 from sglang_jax.layers.batch import ForwardBatch, GroupPages
-from sglang_jax.runner.drafts import REFUSED
+from sglang_jax.layers.recurrent import States
+from sglang_jax.runner.drafts import REFUSED, Unfolded
 from sglang_jax.runner.page_tables import ONE_GROUP, TableLayout
-from sglang_jax.runner.plan import INVALID_TOKEN, NO_LOGPROBS, RunnerSpec
+from sglang_jax.runner.plan import INVALID_TOKEN, NO_LOGPROBS, Int32, RunnerSpec
 
 Weights = list[jax.Array]
 KVCaches = Any
@@ -95,7 +97,7 @@ class SampledState:
             kept, last = kept_samples(sequences.guesses, sequences.own, tokens, most_guesses)
             told = jnp.where(kept | ~samples, tokens, REFUSED)
             samples, last = samples & kept, samples & last
-            known = known.append(rows, sequences.kv_lens, tokens, samples)
+            known = known.append(rows, sequences.kv_lens, tokens, samples).judge(rows, sequences.guesses, last)
             drafted = None if drafted is None else drafted.up_to(known)
         sampled = samples & (tokens != INVALID_TOKEN) & self.sampling.penalised[rows]
         state = SampledState(
@@ -152,9 +154,10 @@ def build_batch(
     page_size: int,
     num_slots: int,
     table: TableLayout = ONE_GROUP,
+    guesses: jax.Array | None = None,
 ) -> ForwardBatch:
     """The forward batch of `num_slots` (T) tokens: where each token stands, and the slots its KV goes to. `own` `[R]`:
-    the token of each sequence that decodes."""
+    the token of each sequence that decodes; `guesses`: as `Sequences` has them."""
     places = jnp.arange(num_slots, dtype=jnp.int32)
     if inputs.tokens.shape[0] == 0:
         sequences, tokens = places, own
@@ -176,7 +179,7 @@ def build_batch(
     states = None
     if table.states:
         own_table, slots = own_table[:, :-1], own_table[:, -1]
-        states = _state_rows(inputs, slots, sequences, places)
+        states = _state_rows(inputs, slots, sequences, places, table.first_draft_slot, guesses)
     # Where layers keep states alone there are no pages, and nobody looks at any.
     tables = jnp.split(own_table, table.groups, axis=1) if table.groups else [jnp.zeros_like(inputs.rows)[:, None]]
     first, *further = map(pages_of, tables)
@@ -196,20 +199,32 @@ def build_batch(
     )
 
 
-def _state_rows(inputs: StepInputs, slots: jax.Array, sequences: jax.Array, places: jax.Array) -> StateRows:
-    """Where the sequences have their states; `slots` `[R]` are their own."""
+def _state_rows(
+    inputs: StepInputs,
+    slots: jax.Array,
+    sequences: jax.Array,
+    places: jax.Array,
+    first_draft_slot: int,
+    guesses: jax.Array | None,
+) -> StateRows:
+    """Where the sequences have their states; `slots` `[R]` are their rows'."""
     # Targets are slots of the sequences' own. To begin with the source costs nothing, in the place of a copy.
     copied = slots[:, None] == inputs.copy_targets
     begin = jnp.where(copied.any(1), jnp.where(copied, inputs.copy_sources, 0).sum(1), slots)
+    decode_only, own = inputs.tokens.shape[0] == 0, slots
+    drafts = guesses if decode_only else None  # there are none beside prompts
+    if drafts is not None:
+        own = jnp.where(drafts > 0, first_draft_slot - 1 + jnp.cumsum(drafts > 0), slots)
     return StateRows(
         begin=begin,
         fresh=inputs.kv_lens <= jnp.diff(inputs.query_starts),
-        own=slots,
+        own=own,
         sequences=sequences,
         offsets=places - inputs.query_starts[sequences],
         query_starts=inputs.query_starts,
         num_decode=inputs.num_decode,
-        decode_only=inputs.tokens.shape[0] == 0,
+        decode_only=decode_only,
+        drafts=drafts,
     )
 
 
@@ -244,7 +259,8 @@ def make_step(
         before = SampledState.of(state)
         sequences = before.inputs_of(inputs.flags, inputs.rows, inputs.kv_lens)
         inputs = replace(inputs, kv_lens=sequences.kv_lens)
-        batch = whole(build_batch(inputs, page_table, sequences.own, page_size, bucket.tokens, table))
+        batch = build_batch(inputs, page_table, sequences.own, page_size, bucket.tokens, table, sequences.guesses)
+        batch = whole(batch)
         hidden, kv = model.forward(weights, batch, state.kv)
         before = replace(before, drafted=_computed_beside(before.drafted, inputs, bucket))
         last_hidden = hidden if bucket.decode_only else hidden[jnp.maximum(inputs.query_starts[1:] - 1, 0)]
@@ -306,6 +322,41 @@ def _logprobs_of(
         lambda: reader.logprobs(logits, tokens, alternatives, vocab_size),
         lambda: Logprobs.empty(len(tokens), vocab_size),
     )
+
+
+def make_settle(dump_row: int) -> Callable[[list[States], jax.Array, jax.Array, jax.Array], list[States]]:
+    """What follows a step with drafts where layers keep states, as a function of (their pools, which are to be donated,
+    page table, `KnownTokens.right`, packed rows): each row's own slot takes the state after its last draft that was
+    right. `packed`: see `pack_settled`."""
+
+    def settle(states: list[States], page_table: jax.Array, right: jax.Array, packed: jax.Array) -> list[States]:
+        rows, first_drafts = packed
+        own, right = page_table[rows, -1], right[rows]
+        sources = jnp.where(right > 0, first_drafts + right - 1, own)
+
+        def one(number: jax.Array, states: list[States]) -> list[States]:
+            def move(pool: jax.Array) -> jax.Array:
+                state = lax.dynamic_slice_in_dim(pool, sources[number], 1)
+                return lax.dynamic_update_slice_in_dim(pool, state, own[number], 0)
+
+            return jax.tree.map(move, states)
+
+        return lax.fori_loop(0, jnp.count_nonzero(rows != dump_row), one, states)
+
+    return settle
+
+
+def pack_settled(unfolded: Unfolded, size: int, pad_row: int, first_draft_slot: int) -> Int32:
+    """The rows of a plan that have drafts, and of each the slot that takes the state after its first one: int32
+    `[2, size]`. Unused entries are of row `pad_row`."""
+    packed = np.zeros((2, size), np.int32)
+    packed[0] = pad_row
+    drafts = unfolded.guesses > 0
+    firsts = unfolded.guesses == 1
+    count = int(np.count_nonzero(firsts))
+    packed[0, :count] = unfolded.plan.rows[firsts]
+    packed[1, :count] = (first_draft_slot - 1 + np.cumsum(drafts))[firsts]
+    return packed
 
 
 def on_every_device(mesh: Mesh | None) -> Callable[[T], T]:

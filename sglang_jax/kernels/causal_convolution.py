@@ -63,6 +63,9 @@ def convolve(
 def _inputs_before(x: jax.Array, tails: jax.Array, rows: StateRows, back: int) -> jax.Array:
     """Of each token the input so many tokens before it."""
     kept = tails.shape[1]
+    if rows.drafts is not None:
+        of_tail = tails[jnp.arange(len(tails)), jnp.clip(kept + rows.drafts - back, 0, kept - 1)]
+        return jnp.where((rows.drafts >= back)[:, None], jnp.roll(x, back, axis=0), of_tail)
     if rows.decode_only:
         return tails[:, kept - back]
     of_tail = tails[rows.sequences, jnp.clip(kept + rows.offsets - back, 0, kept - 1)]
@@ -71,6 +74,8 @@ def _inputs_before(x: jax.Array, tails: jax.Array, rows: StateRows, back: int) -
 
 def _tails_after(x: jax.Array, tails: jax.Array, rows: StateRows) -> jax.Array:
     kept = tails.shape[1]
+    if rows.drafts is not None:
+        return jnp.stack([*(_inputs_before(x, tails, rows, back) for back in range(kept - 1, 0, -1)), x], axis=1)
     if rows.decode_only:
         return jnp.concatenate((tails[:, 1:], x[:, None]), axis=1)
     places = jnp.arange(kept)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,9 @@ class StateRows:
       before that one; those of padding are of no account.
     - `query_starts`, `num_decode`: as in `ForwardBatch`.
     - `decode_only`: every sequence has one token: token i belongs to sequence i.
+    - `drafts`: int32 `[R]`, given for decode steps of runners that draft: which of its row's drafts a sequence stands
+      for, 0 for none. Such a one stands behind the one before it, goes on from the state that that one leaves, and has a
+      slot of its own to leave one; its `begin` is what the first sequence of its row begins with.
     """
 
     begin: jax.Array
@@ -31,6 +34,7 @@ class StateRows:
     query_starts: jax.Array
     num_decode: jax.Array
     decode_only: bool = field(metadata={"static": True})
+    drafts: jax.Array | None = None
 
     def read(self, pool: jax.Array) -> jax.Array:
         """What the sequences begin with, `[R, ...]` of `pool` `[slots, ...]`; zeros where that is nothing."""
@@ -40,3 +44,12 @@ class StateRows:
     def write(self, pool: jax.Array, states: jax.Array) -> jax.Array:
         """The pool with what the sequences leave."""
         return pool.at[self.own].set(states.astype(pool.dtype))
+
+    def without_drafts(self) -> StateRows:
+        """The same, with sequences that stand for drafts in the place of padding."""
+        if self.drafts is None:
+            return self
+        first = self.drafts == 0
+        return replace(
+            self, begin=jnp.where(first, self.begin, 0), own=jnp.where(first, self.own, 0), drafts=None
+        )

@@ -71,6 +71,31 @@ def _one_token(inputs: ScanInputs, states: jax.Array) -> tuple[jax.Array, jax.Ar
     return _einsum("rhk,rhkv->rhv", inputs.queries, states), states
 
 
+def scan_drafts(
+    inputs: ScanInputs, outputs: jax.Array, pool: jax.Array, rows: StateRows
+) -> tuple[jax.Array, jax.Array]:
+    """A decode step's sequences that stand for drafts, one after the other, once the others have left their states in
+    the `pool` `[slots, heads, key_dim, value_dim]`: `outputs` `[R, heads, value_dim]` with theirs, and the pool.
+
+    A loop, and not all rows' first drafts at once, then their second ones: each then costs what its state takes to be
+    read and written, and a step without drafts nothing.
+    """
+    assert rows.drafts is not None
+    drafts = rows.drafts > 0
+    (places,) = jnp.nonzero(drafts, size=len(drafts), fill_value=0)
+
+    def one(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        outputs, pool = carry
+        place = places[number]
+        own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, place, 1), inputs)
+        state = lax.dynamic_slice_in_dim(pool, rows.own[place - 1], 1).astype(jnp.float32)
+        found, state = _one_token(own, state)
+        outputs = lax.dynamic_update_slice_in_dim(outputs, found, place, 0)
+        return outputs, lax.dynamic_update_slice_in_dim(pool, state.astype(pool.dtype), rows.own[place], 0)
+
+    return lax.fori_loop(0, jnp.count_nonzero(drafts), one, (outputs, pool))
+
+
 def _decode_rows(
     inputs: ScanInputs, rows: StateRows, outputs: jax.Array, states: jax.Array
 ) -> tuple[jax.Array, jax.Array]:

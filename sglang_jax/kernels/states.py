@@ -12,7 +12,7 @@ from sglang_jax.kernels.causal_convolution import convolve_with_pool
 from sglang_jax.kernels.causal_convolution_pallas import convolve_in_place
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.kernels.state_rows import StateRows
-from sglang_jax.kernels.state_scan import ScanInputs, scan
+from sglang_jax.kernels.state_scan import ScanInputs, scan, scan_drafts
 from sglang_jax.kernels.state_scan_pallas import scan_in_place
 
 
@@ -28,8 +28,10 @@ def scan_states(
     """
     if implementation.for_tpu:
         return scan_in_place(inputs, pool, rows, checked=implementation.checked)
-    outputs, states = scan(inputs, rows.read(pool).astype(jnp.float32), rows)
-    return outputs, rows.write(pool, states)
+    first = rows.without_drafts()
+    outputs, states = scan(inputs, first.read(pool).astype(jnp.float32), first)
+    pool = first.write(pool, states)
+    return (outputs, pool) if rows.drafts is None else scan_drafts(inputs, outputs, pool, rows)
 
 
 def convolve_states(

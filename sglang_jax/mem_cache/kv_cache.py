@@ -84,7 +84,8 @@ class KVCache:
             )
             for number, pool in enumerate(pools)
         )
-        self.states = self._state_group(drafts)
+        self.states = self._state_group()
+        self._drafts = drafts
         self._paged = [group for group in self.groups if group is not self.states]
         self.tree = RadixTree(self.page_size, tuple(group.component for group in self.groups))
         self.pins = Pins(self.tree, self.groups)
@@ -246,7 +247,7 @@ class KVCache:
         Returns what `kv_planned` is then of each, `[rows]`.
         """
         if widths is not None:
-            return self._extend_by(rows, widths, evict)
+            return self._extend_by(rows, widths, evict, prompts_wait)
         assert self.lengths.kv_planned is self.lengths.kv_allocated, "with drafts every row has a width"
         lengths = self.lengths.kv_allocated[rows]
         crossing = np.bitwise_and(lengths, self._within_page) == 0
@@ -257,30 +258,47 @@ class KVCache:
                 self._let_go_now_and_then(not self._has(len(needy)))
             if not self._grow(needy, held // self.page_size):
                 return None
-            if self.states is not None:
-                wanted = prompts_wait and bool(self._free_rows)
-                self.states.change_slots(needy, held, self.launched_step + 1, wanted)
+            self._change_slots(needy, held, prompts_wait)
         if self._windows:
             self.lengths.first_query[rows] = lengths
         lengths += ONE
         self.lengths.kv_allocated[rows] = lengths
         return lengths
 
-    def _extend_by(self, rows: Index, widths: Int32, evict: bool) -> Index | None:
-        lengths = self.lengths.kv_planned[rows] + widths
+    def _extend_by(self, rows: Index, widths: Int32, evict: bool, prompts_wait: bool) -> Index | None:
+        before = self.lengths.kv_planned[rows]
+        lengths = before + widths
         if self._windows:
             self._let_go_now_and_then(False)
-        if self.extend_rows(rows, lengths, evict=evict):
-            return lengths
-        if self._windows and evict:
+        if not self.extend_rows(rows, lengths, evict=evict):
+            if not self._windows or not evict:
+                return None
             self._let_go_now_and_then(True)
-            if self.extend_rows(rows, lengths):
-                return lengths
-        return None
+            if not self.extend_rows(rows, lengths):
+                return None
+        if self.states is not None:
+            at_boundary = np.bitwise_and(before, self._within_page) == 0
+            self._change_slots(rows[at_boundary], before[at_boundary], prompts_wait)
+        self.lengths.in_question[rows] += widths - ONE
+        return lengths
 
-    def shorten(self, rows: Index, tokens: Int32) -> None:
-        """Steps that have finished wrote so many tokens less, `[rows]`, than was planned for `rows` `[rows]`."""
-        self.lengths.kv_planned[rows] -= tokens
+    def _change_slots(self, rows: Index, lengths: Index, prompts_wait: bool) -> None:
+        """Decode rows `rows` `[rows]` go on after `lengths` `[rows]` tokens, whole pages."""
+        if self.states is not None and len(rows):
+            self.states.change_slots(rows, lengths, self.launched_step + 1, prompts_wait and bool(self._free_rows))
+
+    def most_queries(self, rows: Index) -> Index | None:
+        """Where layers keep states and steps have drafts: how many tokens the next step may compute at most of decode
+        rows `rows` `[rows]`, 0 of those that it is not to have; None where nothing limits them."""
+        if self.states is None or not self._drafts:
+            return None
+        return self.states.most_queries(rows)
+
+    def shorten(self, rows: Index, widths: Int32, counts: Int32) -> None:
+        """Of the `widths` tokens that a step was planned to compute of `rows`, `counts` are theirs: all `[rows]`. It
+        has finished."""
+        self.lengths.kv_planned[rows] -= widths - counts
+        self.lengths.in_question[rows] -= widths - ONE
 
     def give_up_drafts(self) -> bool:
         """Frees the pages that rows hold for drafts that were wrong; False if there are none. No step is in flight."""
@@ -396,12 +414,10 @@ class KVCache:
         """What sequences of `step`, those of `rows` `[rows]`, begin with that do not go on in their own slot."""
         return () if self.states is None else self.states.take_copies(rows, step)
 
-    def _state_group(self, drafts: bool) -> StateGroup | None:
+    def _state_group(self) -> StateGroup | None:
         found = [group for group in self.groups if isinstance(group, StateGroup)]
         if len(found) > 1:
             raise ValueError(f"{len(found)} pools of states: layers that keep states share the slots of one pool")
-        if found and drafts:
-            raise ValueError("a runner that drafts cannot have a pool of states yet: a wrong guess would stay in them")
         return found[0] if found else None
 
     def _free_row(self, row: int) -> None:

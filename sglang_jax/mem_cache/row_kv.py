@@ -48,3 +48,7 @@ class RowKV:
     @property
     def kv_allocated_len(self) -> int:
         return int(self.lengths.kv_allocated[self.row])
+
+    @property
+    def kv_planned_len(self) -> int:
+        return int(self.lengths.kv_planned[self.row])

@@ -21,6 +21,7 @@ LEAST_GAIN = 32
 MOST_BRANCHES = 4
 """Branch points of a prompt: each costs a chunk's end, and there may be as many as there are prompts."""
 
+_UNLIMITED = 2**31 - 1
 _LEFT_TO_SNAPSHOTS = 4
 """One in so many slots is not taken for second slots of rows."""
 
@@ -29,8 +30,8 @@ class StateGroup(Group):
     """Layers whose state after all of a row's tokens is in one slot.
 
     A row's own slot, the one column of `table`, holds the state after all its tokens that launched steps compute
-    (`kv_allocated`), once these have run. Where its next step is to begin with another slot, that one is its *source*:
-    a snapshot, pinned until this step is over, or the row's second slot.
+    (`kv_planned`, less the drafts that turn out to be wrong), once these have run. Where its next step is to begin with
+    another slot, that one is its *source*: a snapshot, pinned until this step is over, or the row's second slot.
 
     **Arguments:** `number`: of its pool; `interval`: tokens between boundaries at which decode rows change slots, so
     that the state at the last one is there when the request ends; 0 where they do not. Turns of sessions change at
@@ -154,7 +155,7 @@ class StateGroup(Group):
         return slots
 
     def _worth_a_slot(self, record: RowKV, length: int) -> bool:
-        return length == record.kv_allocated_len and length - record.state_len >= self._least_gain(record)
+        return length == record.kv_planned_len and length - record.state_len >= self._least_gain(record)
 
     def _least_gain(self, record: RowKV) -> int:
         return 1 if record.session else self.least_gain
@@ -191,7 +192,7 @@ class StateGroup(Group):
         """Whether the row's own slot has the state of all that it has committed, whole pages."""
         committed = record.kv_committed_len
         began = not self._sources[record.row]
-        return began and record.kv_allocated_len == committed and committed % self.page_size == 0
+        return began and record.kv_planned_len == committed and committed % self.page_size == 0
 
     def _slot_of_last_state(self, record: RowKV, most: int) -> int:
         own = record.kv_committed_len <= most and self._ends_on_boundary(record)
@@ -255,6 +256,18 @@ class StateGroup(Group):
         self._second_len[moving] = reached
         self._second_step[moving] = step
         self.table.write(moving, self._column[: len(moving)], second)
+
+    def most_queries(self, rows: Index) -> Index:
+        """Tokens up to the next boundary at which decode rows `rows` `[rows]` change slots: a step that went beyond it
+        would leave no state there. 0 of a row that is there if all drafts in flight are right: only once it is known
+        where it is can it be told to change slots."""
+        lengths = self.lengths.kv_planned[rows]
+        if not self._changes:
+            return np.full(len(rows), _UNLIMITED, np.intp)
+        interval = np.where(self._in_session[rows], self.page_size, self.interval or _UNLIMITED)
+        beyond = lengths % interval
+        waits = (beyond == 0) & (self.lengths.in_question[rows] > 0)
+        return np.where(waits, 0, interval - beyond)
 
     def take_copies(self, rows: Index, step: int) -> tuple[SlotCopies, ...]:
         """What those of `rows` `[rows]`, all of the sequences of `step`, begin with that do not begin with their own

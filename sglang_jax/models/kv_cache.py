@@ -41,6 +41,34 @@ def pages_of(memory: LayerMemory) -> jax.Array:
     return memory[0] if isinstance(memory, tuple) else memory
 
 
+def states_of(memory: KVCaches) -> list[States]:
+    """The pools of states alone, of each layer that has some."""
+    found = [_states(layer) for layer in memory]
+    return [states for states in found if states]
+
+
+def with_states(memory: KVCaches, states: list[States]) -> KVCaches:
+    """`memory` with other pools of states, in the order of `states_of`."""
+    others = iter(states)
+
+    def replaced(layer: LayerMemory) -> LayerMemory:
+        if not _states(layer):
+            return layer
+        return (layer[0], next(others)) if _has_pages(layer) else next(others)
+
+    return tuple(replaced(layer) for layer in memory)
+
+
+def _has_pages(layer: LayerMemory) -> bool:
+    return not isinstance(layer, tuple) or (len(layer) == 2 and isinstance(layer[1], tuple))
+
+
+def _states(layer: LayerMemory) -> States:
+    if not isinstance(layer, tuple):
+        return ()
+    return layer[1] if _has_pages(layer) else layer
+
+
 @dataclass(frozen=True, slots=True)
 class StatePool:
     """One array of a layer's states, `[slots, ...]`, and how its axes go over the mesh."""

@@ -4,9 +4,9 @@ Each KV slot holds a hash of its token, its position, and all that its query saw
 anywhere, now or earlier, changes what is sampled. Each group of layers has slots of its own; of one with a window a
 query sees the last ones. `FakeRunner` keeps copies of its own (page tables, last tokens, sampling state), fed by the
 plans alone, so mistakes in what a plan carries show too. A group of recurrent states has slots: each is a hash of all
-that was written, in order, since the row's first token, so that a state that is stale, copied from elsewhere, or of
-another length changes what is sampled as well. KV of one namespace differs from that of another, and a step that a
-device fault spoils writes KV from which nothing finite can be sampled.
+that was written, in order, since the row's first token, wrong drafts left out, so that a state that is stale, copied
+from elsewhere, or of another length changes what is sampled as well. KV of one namespace differs from that of another,
+and a step that a device fault spoils writes KV from which nothing finite can be sampled.
 
 With a `RunnerSpec.max_samples` above 1 it drafts: guesses of its own, some of them right, whose KV it writes like any
 other. What a row samples does not depend on them, how much of it in one step does.
@@ -275,6 +275,7 @@ class FakeRunner:
 
         sight = fake_model.Sight(self._windows, begin, read, start, self._begin_states(row, start, begin))
         seen: list[int] = []
+        after: list[dict[int, int]] = []
         sampled: list[int] = []
         committed = start + len(tokens) - tokens.count(DRAFT)
         wrong = False
@@ -292,12 +293,20 @@ class FakeRunner:
                 else:
                     slots[self._slot(group, row, position)] = fake_model.content(value, group)
             seen.append(sight.of(position, position + 1))
+            after.append({group: sight.state(group) for group in self._states})
             if position >= committed - 1 and not wrong:
                 sampled.append(self._sample(row, seen[-1], token, choice))
         self._kv_lens[row] = committed
+        kept = self._kept_tokens(len(tokens), tokens.count(DRAFT), len(sampled))
         for group, states in self._states.items():
-            states[self._tables[group][row, 0]] = sight.state(group)
+            states[self._tables[group][row, 0]] = after[kept - 1][group]
         return seen, sampled
+
+    @staticmethod
+    def _kept_tokens(tokens: int, drafts: int, sampled: int) -> int:
+        """How many of a sequence's tokens, `drafts` of them guessed, are the row's, once it has `sampled` so many: it
+        samples one token behind the last that is."""
+        return tokens - drafts + max(sampled - 1, 0)
 
     def _begin_states(self, row: int, start: int, begin: int) -> dict[int, int]:
         """What the states of a row are before position `start`, of each group that has states."""

@@ -13,10 +13,14 @@ from sglang_jax.runner.plan import Int32, PageDeltas, RunnerSpec, SlotCopies
 @dataclass(frozen=True, slots=True)
 class TableLayout:
     """What lies side by side in the table: of each group with pages as many columns, then, of a model that keeps
-    states, one column with each row's slot."""
+    states, one column with each row's slot.
+
+    `first_draft_slot`: of the slots of states that stand behind those of the pool. Each takes the state after a draft
+    of the step that runs, see `runner.drafts`."""
 
     groups: int = 1
     states: bool = False
+    first_draft_slot: int = 0
 
     @classmethod
     def of(cls, spec: RunnerSpec) -> TableLayout:
@@ -27,7 +31,7 @@ class TableLayout:
         kept = [pool.kind is CacheKind.STATE for pool in spec.pools]
         if any(kept[:-1]):
             raise ValueError(f"pools of kinds {', '.join(pool.kind for pool in spec.pools)}: states come last")
-        return cls(len(kept) - sum(kept), any(kept))
+        return cls(len(kept) - sum(kept), any(kept), spec.pools[-1].num_pages if any(kept) else 0)
 
     @property
     def pools(self) -> int:

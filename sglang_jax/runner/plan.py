@@ -75,6 +75,7 @@ class RunnerSpec:
     - `max_samples`: most tokens that a row samples in one step; above 1 for a runner that drafts.
     - `drafts_beside_prompts`: a step may have drafts and chunks. Where it may not, decode rows and drafts together are
       at most `max_rows` of a step.
+    - `max_drafts`: most drafts of one step, of all rows together; None where what is above is all that limits them.
     - `prompt_tokens`: of its chunks at most, where the options name no number.
     """
 
@@ -86,6 +87,7 @@ class RunnerSpec:
     mixed_shapes: tuple[tuple[int, int], ...] = ()
     max_samples: int = 1
     drafts_beside_prompts: bool = True
+    max_drafts: int | None = None
     prompt_tokens: int = 512
 
     @property
@@ -220,8 +222,8 @@ class StepPlan:
       all sequences. None where no sequence does so: then the step is one.
     - `page_deltas`: one for each pool of the spec. Of a pool with a window, entries that the step's queries see are
       right; those before them may name pages that are somebody else's by now. Of a pool of states column 0 is a row's
-      slot: its sequence goes on from the state there, and leaves there the state after its last token. One whose first
-      query is at position 0 begins with no state, whatever the slot holds.
+      slot: its sequence goes on from the state there, and leaves there the state after its last token, or the last
+      draft that was right. One whose first query is at position 0 begins with no state, whatever the slot holds.
     - `copies`: of pools that have any, what is copied within them before the step.
     - `row_updates`: what is to be replaced of rows before the step.
     - `top_logprobs`: `NO_LOGPROBS`, or one of `LOGPROB_BUCKETS`: alternatives reported beside the sampled
@@ -323,6 +325,18 @@ def refuse_drafts(plan: StepPlan) -> None:
     """
     if plan.learnt is not None or int(plan.tokens.min()) < LAST_TOKEN:
         raise ValueError(f"step {plan.step} has drafts, or rows after drafts: this runner samples one token a row")
+
+
+def refuse_drafts_of_states(plan: StepPlan, spec: RunnerSpec) -> None:
+    """For runners whose layers keep states, which have a slot for each of `spec.max_drafts` drafts of a step.
+
+    **Raises:** `ValueError` for a plan with more, or with drafts beside prompts.
+    """
+    drafts = int(np.count_nonzero(plan.tokens == DRAFT))
+    if drafts > (spec.max_drafts or 0):
+        raise ValueError(f"step {plan.step} has {drafts} drafts: there are {spec.max_drafts or 0} slots for their states")
+    if drafts and int(plan.tokens.max()) >= 0:
+        raise ValueError(f"step {plan.step} has drafts beside prompts: their states would be lost")
 
 
 def refuse_foreign_memory(plan: StepPlan, spec: RunnerSpec) -> None:

@@ -28,6 +28,9 @@ _PROMPT_TOKENS_OF_GPUS = ((70, 8192), (40, 4096), (20, 2048), (0, 1024))
 """From so many GiB of free memory on, so many: cards of 80, 48 and 24 GB, and smaller ones. More tokens keep the matrix
 units busier and read the weights less often; their activations must fit in what `mem_fraction_static` leaves."""
 
+_MOST_DRAFT_SLOTS = 32
+"""States are large: 20 to 80 MiB each of models with 1 to 80 billion parameters."""
+
 _USUAL_CONTEXT = 8192
 _LEAST_RATIO = 0.25
 """Of tokens that layers with a window keep, by default: requests are shorter than the window at times, and prefixes
@@ -61,13 +64,15 @@ class Memory:
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """`num_pages` of each group counts the pad page (slot); `max_context` is at most what the pools hold;
-    `prompt_tokens`: of a step at most."""
+    `prompt_tokens`: of a step at most. `draft_slots`: slots for states behind those of their pool, of which each takes
+    the state after a draft of a step: so many drafts a step may have."""
 
     num_pages: tuple[int, ...]
     max_rows: int
     token_budget: int
     max_context: int
     prompt_tokens: int
+    draft_slots: int = 0
 
 
 def choose_sizes(config: EngineConfig, model_context: int, memory: Memory) -> Sizes:
@@ -82,7 +87,9 @@ def choose_sizes(config: EngineConfig, model_context: int, memory: Memory) -> Si
     default_rows = _MAX_RUNNING_ON_CPU if memory.platform == "cpu" else _MAX_RUNNING
     max_rows = config.max_running_requests or default_rows
     prompt_tokens = config.chunked_prefill_size or _default_prompt_tokens(memory)
-    memory = replace(memory, available=memory.available - _bytes_of_texts(config, max_rows, context))
+    draft_slots = _draft_slots(config, memory, max_rows)
+    of_drafts = _bytes_of_texts(config, max_rows, context) + draft_slots * _slot_bytes(memory)
+    memory = replace(memory, available=memory.available - of_drafts)
     pools = _Pools(config, memory, context, max_rows, prompt_tokens)
     if config.swa_full_tokens_ratio is not None and (pools.all_windows or not pools.has_windows):
         logger.warning(
@@ -105,6 +112,7 @@ def choose_sizes(config: EngineConfig, model_context: int, memory: Memory) -> Si
         token_budget=max(prompt_tokens, _ROWS_PER_BUDGET * max_rows),
         max_context=min(context, tokens),
         prompt_tokens=prompt_tokens,
+        draft_slots=draft_slots,
     )
 
 
@@ -117,6 +125,22 @@ def _default_prompt_tokens(memory: Memory) -> int:
 def _bytes_of_texts(config: EngineConfig, rows: int, context: int) -> int:
     """What guessing tokens takes: the text of each row, and three times that while it is searched."""
     return 0 if config.max_samples == 1 else 4 * 4 * (rows + 1) * (context + 1)
+
+
+def _keeps_states(memory: Memory) -> bool:
+    """Whether some group keeps states."""
+    return any(group.kind is CacheKind.STATE for group in memory.groups)
+
+
+def _slot_bytes(memory: Memory) -> int:
+    return sum(group.page for group in memory.groups if group.kind is CacheKind.STATE)
+
+
+def _draft_slots(config: EngineConfig, memory: Memory, rows: int) -> int:
+    """Drafts pay where few rows decode; beside each there is a row, as rows and drafts together are at most `rows`."""
+    if config.max_samples == 1 or not _keeps_states(memory):
+        return 0
+    return min(rows - 1, _MOST_DRAFT_SLOTS)
 
 
 def _rows_with_slots(config: EngineConfig, slots: int | None, rows: int) -> int:
@@ -227,6 +251,14 @@ def _pages_that_fit(config: EngineConfig, memory: Memory, pools: _Pools, max_row
     return pages
 
 
+def pages_in_memory(memory: Memory, sizes: Sizes) -> tuple[int, ...]:
+    """Pages, or slots, that the arrays of each group have: those of its pool, and of states those for drafts."""
+    return tuple(
+        pages + (sizes.draft_slots if group.kind is CacheKind.STATE else 0)
+        for group, pages in zip(memory.groups, sizes.num_pages, strict=True)
+    )
+
+
 def pool_specs(memory: Memory, sizes: Sizes, page_size: int) -> tuple[PoolSpec, ...]:
     """The pools that a runner of these sizes has."""
     return tuple(
@@ -241,6 +273,8 @@ def describe_pools(memory: Memory, sizes: Sizes, page_size: int) -> str:
         f"{_contents(group, pages - 1, page_size)} in {_mib(pages * group.page)}"
         for group, pages in zip(memory.groups, sizes.num_pages, strict=True)
     ]
+    if sizes.draft_slots:
+        parts.append(f"{sizes.draft_slots} states after guesses in {_mib(sizes.draft_slots * _slot_bytes(memory))}")
     return ", ".join(parts)
 
 
@@ -252,7 +286,7 @@ def _contents(group: GroupMemory, pages: int, page_size: int) -> str:
 
 def refuse_beside_states(config: EngineConfig, model: ModelConfig) -> None:
     """Raises `ConfigError` for what does not go with layers that keep a recurrent state: a type for keys and values
-    that no layer has, and guessed tokens, of which wrong ones would stay in the states."""
+    that no layer has, and a second model that guesses tokens, whose pages no runner has beside states yet."""
     if not model.keeps_states:
         return
     if config.kv_cache_dtype is not KVCacheDtype.AUTO and not num_paged_groups(model):
@@ -260,10 +294,20 @@ def refuse_beside_states(config: EngineConfig, model: ModelConfig) -> None:
             f"kv_cache_dtype {config.kv_cache_dtype.value}: the model keeps no keys and values, only recurrent states: "
             "choose auto, and for smaller states --mamba-ssm-dtype bfloat16"
         )
-    if config.speculative_algorithm is not SpeculativeAlgorithm.NONE:
+    if config.speculative_algorithm is SpeculativeAlgorithm.DRAFT:
+        raise ConfigError(
+            "speculative_algorithm draft: layers of the model keep a recurrent state, beside which no other model can "
+            "guess tokens yet: choose ngram or none"
+        )
+
+
+def refuse_drafts_beside_states(config: EngineConfig, model: ModelConfig, kernels: str) -> None:
+    """For `kernels` that compute no states after guesses. Raises `ConfigError` where the options and the model would
+    have them do so."""
+    if model.keeps_states and config.max_samples > 1:
         raise ConfigError(
             f"speculative_algorithm {config.speculative_algorithm.value}: layers of the model keep a recurrent state, "
-            "with which tokens cannot be guessed yet: choose none"
+            f"and the kernels for {kernels} cannot yet undo wrong guesses there: choose none"
         )
 
 

@@ -93,6 +93,7 @@ class Planner:
         self._recent = recent
         self._token_budget = spec.token_budget
         self._max_samples = spec.max_samples
+        self._max_drafts = spec.max_drafts
         self._drafting = drafting or AllThatFit()
         self._most_queries = None if spec.drafts_beside_prompts else spec.max_rows
         self._budget = budget
@@ -120,6 +121,7 @@ class Planner:
         if np.count_nonzero(open_ended) < len(rows):
             # The others are at their limit, or may be once the step in flight has finished.
             rows, left = rows[open_ended], left[open_ended]
+        rows, left = self._up_to_boundaries(rows, left)
         if self._max_samples > 1 and len(rows):
             part = self._extend_with_drafts(rows, left, self._room(prompts_wait or bool(self._rows.prefilling)))
             if part is not None:
@@ -129,6 +131,16 @@ class Planner:
         if kv_lens is None:
             raise OutOfPages
         return DecodePart(rows, kv_lens.astype(np.int32), None)
+
+    def _up_to_boundaries(self, rows: Index, left: Index) -> tuple[Index, Index]:
+        """Those of `rows` `[rows]` that the next step may have, and how many of the tokens that are `left` of each it
+        may go through: where states are to be kept at boundaries, no further than to the next."""
+        most = self._cache.most_queries(rows)
+        if most is None:
+            return rows, left
+        left = np.minimum(left, most + ONE)  # what the last query samples is not computed
+        here = most > 0
+        return (rows, left) if here.all() else (rows[here], left[here])
 
     def _room(self, prompts: bool) -> int:
         """Queries that decode rows may have in a step, beside which there may be `prompts`."""
@@ -144,6 +156,8 @@ class Planner:
             hinted = self._recent.look(rows[most > 1])
             if len(hinted):
                 self._drafting.seated(hinted)  # what their guesses came to was without it
+        if self._max_drafts is not None:
+            room = min(room, len(rows) + self._max_drafts)
         widths = self._drafting.choose(rows, most, room)
         drafting = widths > 1
         if not drafting.any():

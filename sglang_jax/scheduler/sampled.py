@@ -46,7 +46,7 @@ class Sampled:
         widths, sampled = planned.decode.widths, 0
         if widths is not None:
             counts = result.counts[: len(widths)]
-            self._cache.shorten(planned.decode.rows, widths - counts)
+            self._cache.shorten(planned.decode.rows, widths, counts)
             self._note_drafts(planned.decode.rows, widths, counts)
             sampled = self._advance_before_trouble(planned, result)
         self._judge_step(planned, result)

@@ -120,8 +120,6 @@ class Simulation(RuleBasedStateMachine):
             page_size = min(self.subject.page_sizes, key=lambda known: abs(known - page_size))
             groups = self.subject.windows
             drafts = 0
-        if STATE in groups:
-            drafts = 0
         budget = max(chunk, 2 * rows)
         numbers = [slots if sees is STATE else (siblings if place else pages) for place, sees in enumerate(groups)]
         sizes = (numbers[0], page_size, rows, chunk, budget, context, lazy)

@@ -398,13 +398,6 @@ def test_a_second_unpin_and_a_second_owner_are_noticed() -> None:
         finish(cache, record, PROMPT, insert=False)
 
 
-@pytest.mark.parametrize(
-    ("kinds", "drafts", "message"),
-    [
-        ((CacheKind.STATE, CacheKind.STATE), False, "share the slots of one pool"),
-        ((CacheKind.FULL, CacheKind.STATE), True, "drafts cannot have a pool of states yet"),
-    ],
-)
-def test_what_is_not_built_is_refused_by_name(kinds: tuple[CacheKind, ...], drafts: bool, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        KVCache(tuple(PoolSpec(kind, 9, PAGE) for kind in kinds), 4, 200, drafts=drafts)
+def test_two_pools_of_states_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="share the slots of one pool"):
+        KVCache(tuple(PoolSpec(CacheKind.STATE, 9, PAGE) for _ in range(2)), 4, 200)

@@ -34,6 +34,9 @@ def convolve(
 def _inputs_before(x: torch.Tensor, tails: torch.Tensor, rows: StateRows, back: int) -> torch.Tensor:
     """Of each token the input so many tokens before it."""
     kept = tails.shape[1]
+    if rows.drafts is not None:
+        of_tail = tails[torch.arange(len(tails), device=x.device), (kept + rows.drafts - back).clamp(0, kept - 1)]
+        return torch.where((rows.drafts >= back)[:, None], x.roll(back, 0), of_tail)
     if rows.decode_only:
         return tails[:, kept - back]
     of_tail = tails[rows.sequences, (kept + rows.offsets - back).clamp(0, kept - 1)]
@@ -42,6 +45,8 @@ def _inputs_before(x: torch.Tensor, tails: torch.Tensor, rows: StateRows, back: 
 
 def _tails_after(x: torch.Tensor, tails: torch.Tensor, rows: StateRows) -> torch.Tensor:
     kept = tails.shape[1]
+    if rows.drafts is not None:
+        return torch.stack([*(_inputs_before(x, tails, rows, back) for back in range(kept - 1, 0, -1)), x], dim=1)
     if rows.decode_only:
         return torch.cat((tails[:, 1:], x[:, None]), dim=1)
     places = torch.arange(kept, device=x.device)

@@ -19,6 +19,11 @@ class NativeStates:
         """See `StateImplementation`."""
         return True
 
+    @property
+    def takes_drafts(self) -> bool:
+        """See `StateImplementation`."""
+        return True
+
     def prepare(self, rows: StateRows) -> NativeStepStates:
         """See `StateImplementation`."""
         return NativeStepStates(rows)
@@ -40,6 +45,17 @@ class NativeStepStates:
 
     def scan(self, inputs: ScanInputs, pool: torch.Tensor) -> torch.Tensor:
         """See `StepStates`."""
+        if self.rows.drafts is not None and len(self.rows.depths) > 1:
+            return self._scan_drafts(inputs, pool)
         outputs, matrices = scan(inputs, self.rows.read(pool).float(), self.rows)
         self.rows.write(pool, matrices)
+        return outputs
+
+    def _scan_drafts(self, inputs: ScanInputs, pool: torch.Tensor) -> torch.Tensor:
+        """All rows' own tokens, then all their first drafts, and so on."""
+        outputs = torch.empty_like(inputs.values)
+        for sequences in self.rows.depths:
+            rows = self.rows.of(sequences)
+            outputs[sequences], matrices = scan(inputs.at(sequences), rows.read(pool).float(), rows)
+            rows.write(pool, matrices)
         return outputs

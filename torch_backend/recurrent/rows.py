@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -22,6 +22,9 @@ class StateRows:
     - `sequences`, `offsets`: int64 `[T]`, the sequence that a token belongs to, and how many tokens of the step it has
       before that one. Not looked at in a decode step.
     - `query_starts`, `num_decode`: as in `ForwardBatch`.
+    - `drafts`: int64 `[R]`, given for decode steps of runners that draft: which of its row's drafts a sequence stands
+      for, 0 for none. Such a one stands behind the one before it, goes on from the state that that one leaves, and has a
+      slot of its own to leave one; its `begin` is what the first sequence of its row begins with.
     """
 
     begin: torch.Tensor
@@ -31,6 +34,7 @@ class StateRows:
     offsets: torch.Tensor
     query_starts: torch.Tensor
     num_decode: int
+    drafts: torch.Tensor | None = None
 
     @property
     def decode_only(self) -> bool:
@@ -42,6 +46,24 @@ class StateRows:
         """`query_starts` on the host, which waits for the device; once for all layers."""
         found: list[int] = self.query_starts.tolist()
         return found
+
+    @cached_property
+    def depths(self) -> list[torch.Tensor]:
+        """The sequences that stand for no draft, for a first one of their row, for a second one, and so on: int64 each.
+        Waits for the device; once for all layers."""
+        if self.drafts is None:
+            return [torch.arange(len(self.own), device=self.own.device)]
+        return [(self.drafts == depth).nonzero()[:, 0] for depth in range(int(self.drafts.max()) + 1)]
+
+    def of(self, sequences: torch.Tensor) -> StateRows:
+        """Those sequences of a decode step alone, int64 `[n]`; that stand for drafts, they begin where the ones before
+        them have left their states."""
+        begin, fresh = self.begin[sequences], self.fresh[sequences]
+        if self.drafts is not None and len(sequences):
+            goes_on = self.drafts[sequences] > 0
+            begin = torch.where(goes_on, self.own[sequences - 1], begin)
+            fresh = fresh & ~goes_on
+        return replace(self, begin=begin, fresh=fresh, own=self.own[sequences], num_decode=len(sequences), drafts=None)
 
     def read(self, pool: torch.Tensor) -> torch.Tensor:
         """What the sequences begin with, `[R, ...]` of `pool` `[slots, ...]`; zeros where that is nothing."""
