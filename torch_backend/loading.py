@@ -27,7 +27,6 @@ from sglang_jax.runner.sizing import (
     pages_in_memory,
     pool_specs,
     refuse_beside_states,
-    refuse_drafts_beside_states,
 )
 from torch_backend.batch import ForwardBatch
 from torch_backend.block_weights import KeptMatrix, matrices_to_keep, measure_forms
@@ -132,8 +131,6 @@ def _load_on(
         head_forms = tuple(dict.fromkeys((*head_forms, *own_shard.head_forms(guessing.config))))
     form = CpuForm(dtype, kv_form.keys, head_forms)
     kernels = choose_kernels(config.attention_backend, device, form, config.cache_folder())
-    if not kernels.states.takes_drafts:
-        refuse_drafts_beside_states(config, checkpoint.config, "GPUs")
     built = _build(config, checkpoint, dtype, device, kernels, parallel)
     draft = None if guessing is None else _build_draft(guessing, dtype, device, kernels, parallel)
     memory, sizes = _sizes(

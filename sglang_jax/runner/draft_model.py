@@ -8,6 +8,7 @@ has some (`DraftLag`), and then one guess after the other.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import numpy as np
@@ -15,11 +16,15 @@ from numpy.typing import NDArray
 
 from sglang_jax.architectures.model_config import CacheKind
 from sglang_jax.checkpoint.opening import Checkpoint, open_checkpoint
+from sglang_jax.checkpoint.resolve import resolve_tokenizer
+from sglang_jax.checkpoint.token_table import load_token_table
 from sglang_jax.config import EngineConfig, SpeculativeAlgorithm
-from sglang_jax.errors import ConfigError
+from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.runner.drafts import Unfolded
 from sglang_jax.runner.plan import Int32
 from sglang_jax.runner.sizing import GroupMemory, Memory
+
+logger = logging.getLogger(__name__)
 
 AT_ONCE = 2
 """Tokens of a row that a guess begins with: the one that was sampled last, and the last guess before if all were right,
@@ -51,6 +56,7 @@ def open_draft(config: EngineConfig, checkpoint: Checkpoint) -> Checkpoint | Non
             f"speculative_draft_model_path {path} has a vocabulary of {model.vocab_size} tokens, and model_path "
             f"{config.model_path} one of {checkpoint.config.vocab_size}: choose a draft model with the same vocabulary"
         )
+    _refuse_other_tokens(config, checkpoint, draft)
     if model.keeps_states:
         raise ConfigError(
             f"speculative_draft_model_path {path}: its layers keep a recurrent state, in which wrong guesses would "
@@ -58,6 +64,27 @@ def open_draft(config: EngineConfig, checkpoint: Checkpoint) -> Checkpoint | Non
         )
     longest = max(model.max_position, checkpoint.config.max_position)
     return replace(draft, config=replace(model, max_position=longest))
+
+
+def _refuse_other_tokens(config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint) -> None:
+    """Raises `ConfigError` for the first token that stands for other bytes than the model's of the same number. Ids
+    without a text, of which models have some at the end, are not compared."""
+    own = checkpoint.tokenizer_source
+    if config.tokenizer_path is not None:
+        own = resolve_tokenizer(config.tokenizer_path, config.tokenizer_revision)
+    try:
+        tokens, guessed = load_token_table(own).tokens, load_token_table(draft.tokenizer_source).tokens
+    except CheckpointError as error:
+        logger.warning("The tokens of the draft model are not compared with the model's: %s", error)
+        return
+    if tokens == guessed:
+        return
+    for number, (mine, other) in enumerate(zip(tokens, guessed, strict=False)):
+        if mine and other and mine != other:
+            raise ConfigError(
+                f"speculative_draft_model_path {config.speculative_draft_model_path}: token {number} is {other!r} there, "
+                f"and {mine!r} for model_path {config.model_path}: choose a draft model with the same vocabulary"
+            )
 
 
 def with_draft(memory: Memory, weights: int, groups: tuple[GroupMemory, ...]) -> Memory:

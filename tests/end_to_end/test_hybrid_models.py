@@ -40,11 +40,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(
-    scope="module", params=[(FAMILY, Backend.JAX), (FAMILY, Backend.TORCH), ("mamba2", Backend.TORCH)], ids=str
+    scope="module",
+    params=[
+        (FAMILY, Backend.JAX, False),
+        pytest.param((FAMILY, Backend.JAX, True), marks=pytest.mark.soak),
+        (FAMILY, Backend.TORCH, False),
+        (FAMILY, Backend.TORCH, True),
+        ("mamba2", Backend.TORCH, False),
+    ],
+    ids=lambda param: f"{param[0]}-{param[1].value}{' with guesses' if param[2] else ''}",
 )
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
-    """States beside pages, and states alone."""
-    family, backend = request.param
+    """States beside pages, and states alone. Guesses are as many as fit, as the scheduler is not told of them and does
+    not go by the time that they take."""
+    family, backend, guesses = request.param
     folder = make_tiny_checkpoint(tmp_path_factory.mktemp(family), family)
     config = EngineConfig(
         model_path=str(folder),
@@ -60,7 +69,9 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         skip_warmup=True,
         debug_memory=True,
     )
-    runner = load_backend(config)(config, open_checkpoint(str(folder)))
+    algorithm = SpeculativeAlgorithm.NGRAM if guesses else SpeculativeAlgorithm.NONE
+    loading = config.model_copy(update={"speculative_algorithm": algorithm})
+    runner = load_backend(loading)(loading, open_checkpoint(str(folder)))
     yield make_tiny_model(family), config, runner
     runner.close()
 
@@ -218,8 +229,8 @@ def test_a_type_of_keys_that_a_model_does_not_have_is_refused(backend: Backend, 
     [
         ({"tp_size": 3}, "4 heads and 2 kv heads cannot be spread over 3"),
         (
-            {"speculative_algorithm": SpeculativeAlgorithm.NGRAM},
-            "speculative_algorithm ngram: layers of the model keep.*choose none",
+            {"speculative_algorithm": SpeculativeAlgorithm.DRAFT, "speculative_draft_model_path": "any"},
+            "speculative_algorithm draft: layers of the model keep.*choose ngram or none",
         ),
     ],
 )

@@ -101,7 +101,7 @@ class Bench:
     """A scheduler to play with, over `FakeRunner` unless a subject is given. `pages` does not count the pad page.
 
     `window`: what the first group of layers sees; `more`: the same and pages (slots) of further groups; `max_samples`:
-    most tokens that a row samples in a step, above 1 with drafts; `least_gain`: of snapshots.
+    most tokens that a row samples in a step, above 1 with drafts; `max_drafts`: of a step; `least_gain`: of snapshots.
     """
 
     pages: int = 64
@@ -119,11 +119,20 @@ class Bench:
     more: tuple[tuple[Sees, int], ...] = ()
     max_samples: int = 1
     least_gain: int = 1
+    max_drafts: int | None = None
 
     def __post_init__(self) -> None:
         groups = ((self.window, self.pages), *self.more)
         pools = tuple(_pool(sees, pages + 1, self.page_size) for sees, pages in groups)
-        spec = RunnerSpec(pools, self.rows, self.budget, self.context, VOCAB, max_samples=self.max_samples)
+        spec = RunnerSpec(
+            pools,
+            self.rows,
+            self.budget,
+            self.context,
+            VOCAB,
+            max_samples=self.max_samples,
+            max_drafts=self.max_drafts,
+        )
         if self.subject is None:
             self.runner = FakeRunner(spec, lazy=self.lazy, invalid_token=self.invalid_token)
         else:

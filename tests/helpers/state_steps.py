@@ -77,3 +77,31 @@ def random_scan(delta: bool) -> tuple[np.ndarray | None, ...]:
     keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
     decays = -np.exp(numbers(4) - 2)
     return numbers(2, 8), keys, numbers(4, 16), decays, 1 / (1 + np.exp(-numbers(4))) if delta else None
+
+
+@dataclass(frozen=True)
+class DraftedStep:
+    """A decode step of rows with some drafts each: of its sequences which slots they begin with and leave their states
+    in, and which of its row's drafts each stands for. The second row begins with another slot than its own."""
+
+    begin: list[int]
+    own: list[int]
+    drafts: list[int]
+
+    def source(self, sequence: int) -> int:
+        """The slot that a sequence begins with, if all before it in its row have run."""
+        return self.own[sequence - 1] if self.drafts[sequence] else self.begin[sequence]
+
+
+def drafted_step() -> DraftedStep:
+    """More drafts than a convolution has taps, fewer, and none."""
+    begin, own, drafts = list[int](), list[int](), list[int]()
+    for row, most in enumerate((0, 5, 0, 1, 2), 1):
+        for draft in range(1 + most):
+            begin.append(9 if row == 2 else row)
+            own.append(row if draft == 0 else 10 + sum(number > 0 for number in drafts))
+            drafts.append(draft)
+    return DraftedStep(begin, own, drafts)
+
+
+DRAFTED_SLOTS = 20

@@ -340,7 +340,7 @@ def keep_what_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def count_wrong_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows stay as long as was planned."""
-    monkeypatch.setattr(KVCache, "shorten", lambda self, rows, tokens: None)
+    monkeypatch.setattr(KVCache, "shorten", lambda self, rows, widths, counts: None)
 
 
 def begin_where_the_host_thinks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,6 +392,34 @@ def copy_after_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(FakeRunner, "_run", run_then_copy)
     monkeypatch.setattr(FakeRunner, "_copy", lambda self, plan: None)
+
+
+def copy_after_a_step_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy_after_the_step(monkeypatch)
+
+
+def begin_behind_all_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state takes in every draft, right or wrong."""
+    monkeypatch.setattr(FakeRunner, "_kept_tokens", staticmethod(lambda tokens, drafts, sampled: tokens))
+
+
+def begin_a_token_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state before the last draft that was right is taken for the one behind it."""
+
+    def kept(tokens: int, drafts: int, sampled: int) -> int:
+        return tokens - drafts + max(sampled - 2, 0)
+
+    monkeypatch.setattr(FakeRunner, "_kept_tokens", staticmethod(kept))
+
+
+def keep_a_state_where_drafts_may_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that is at a boundary if all drafts in flight are right leaves its state there as that boundary's."""
+    monkeypatch.setattr(StateGroup, "most_queries", lambda self, rows: np.full(len(rows), 2**31 - 1))
+
+
+def keep_a_state_beyond_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's own slot is taken for that of its output, though drafts behind a stop token have run."""
+    keep_a_state_beyond_the_end(monkeypatch)
 
 
 def lose_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -533,6 +561,14 @@ DRAFT_FAULTS = [
     reclaim_behind_the_longest_guess,
 ]
 
+STATE_DRAFT_FAULTS = [
+    copy_after_a_step_with_drafts,
+    begin_behind_all_drafts,
+    begin_a_token_early,
+    keep_a_state_where_drafts_may_end,
+    keep_a_state_beyond_a_stop,
+]
+
 WINDOW_FAULTS = [
     doubt_no_window,
     keep_what_is_behind,
@@ -577,6 +613,7 @@ FAULTS = [
     *WINDOW_FAULTS,
     *STATE_FAULTS,
     *DRAFT_FAULTS,
+    *STATE_DRAFT_FAULTS,
 ]
 
 NO_SHORTAGE: dict[str, Strategy] = {
@@ -604,6 +641,17 @@ PASSED_BY_SHORT_PROMPTS: dict[str, Strategy] = {
     "rows": st.integers(2, 6),
 }
 """Steps whose tokens are all spoken for, so that who has least to compute goes first, even in the order of arrival."""
+
+ENDS_ON_PAGES: dict[str, Strategy] = {
+    "page_size": st.sampled_from([1, 4]),
+    "pages": st.just(64),
+    "groups": st.just((None, STATE)),
+    "siblings": st.just(64),
+    "slots": st.integers(8, 16),
+    "chunk": st.just(64),
+    "context": st.just(60),
+}
+"""Outputs leave states behind, and nothing is short."""
 
 PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
     # Room for the second appears, by the rounding of pages, while a first alone goes on.
@@ -642,6 +690,8 @@ PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
         "chunk": st.just(64),
         "track": st.just(0),
     },
+    keep_a_state_where_drafts_may_end: ENDS_ON_PAGES | {"track": st.just(1)},
+    keep_a_state_beyond_a_stop: ENDS_ON_PAGES | {"track": st.just(0)},
     snapshot_a_page_off: {"track": st.just(1), "slots": st.integers(4, 16)},
     let_go_of_a_source_at_the_launch: {
         "page_size": st.just(1),
@@ -685,8 +735,9 @@ def test_overtaking_without_end_is_caught_under_each_policy(
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
 def test_fault_is_caught(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    sizes = WINDOWS if plant in WINDOW_FAULTS else STATES if plant in STATE_FAULTS else ONE_POOL
-    sizes = sizes | (MANY_DRAFTS if plant in DRAFT_FAULTS else NO_DRAFTS)
+    with_states, with_drafts = (*STATE_FAULTS, *STATE_DRAFT_FAULTS), (*DRAFT_FAULTS, *STATE_DRAFT_FAULTS)
+    sizes = WINDOWS if plant in WINDOW_FAULTS else STATES if plant in with_states else ONE_POOL
+    sizes = sizes | (MANY_DRAFTS if plant in with_drafts else NO_DRAFTS)
     sizes = sizes | PLACES.get(plant, {})
     with pytest.raises((OwnershipError, InvariantError, AssertionError, RuntimeError, LookupError)):
         simulate(SCHEDULES, known_fault=True, sizes=sizes, kind=KINDS.get(plant, Simulation))

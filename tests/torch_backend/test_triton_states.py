@@ -266,8 +266,16 @@ FAULTS: dict[str, tuple[ModuleType, str, str]] = {
         "tl.sum(query[:, None] * state, 0)",
         "tl.sum(query[:, None] * (state - key[:, None] * value[None, :]), 0)",
     ),
-    "decode: written where it was read": (state_rows, "pool + slot * size", "pool + tl.load(begin + row) * size"),
-    "decode: read where it is written": (state_rows, "pool + tl.load(begin + row) * size", "pool + slot * size"),
+    "decode: written where it was read": (
+        state_rows,
+        "pool + tl.load(own + place) * size",
+        "pool + tl.load(begin + place) * size",
+    ),
+    "decode: read where it is written": (
+        state_rows,
+        "pool + tl.load(begin + row) * size",
+        "pool + tl.load(own + row) * size",
+    ),
     "decode: a new sequence begins with a slot": (state_rows, *IGNORED_FRESH),
     "decode: another head's keys": (state_rows, "head // TIMES", "head % TIMES"),
     "decode: rates left out": (state_rows, "if rates is not None", "if False"),

@@ -21,34 +21,51 @@ _TOKENS = 16
 
 @triton.jit
 def convolve_one_token(
-    x, weight, bias, pool, out, begin, fresh, own, stride, channels, WIDTH: tl.constexpr, LANES: tl.constexpr
+    x, weight, bias, pool, out, begin, fresh, own, runs, stride, channels, WIDTH: tl.constexpr, LANES: tl.constexpr
 ):
-    """One program for each row and some channels."""
+    """One program for each row and some channels. A row with drafts has a sequence for each of its tokens, `runs` of them
+    one after the other, and the program of the first computes them all: the last one first, as what the row begins with
+    may lie where its first token leaves what it has."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.program_id(1) * LANES + tl.arange(0, LANES)
     inside = lanes < channels
     kept: tl.constexpr = WIDTH - 1
     old = pool + tl.load(begin + row) * kept * channels + lanes
     has_old = inside & (tl.load(fresh + row) == 0)
-    current = tl.load(x + row * stride + lanes, mask=inside, other=0.0).to(pool.dtype.element_ty)
-    total = tl.zeros([LANES], tl.float32)
-    if bias is not None:
-        total += tl.load(bias + lanes, mask=inside, other=0.0).to(tl.float32)
-    for place in tl.static_range(kept):
-        before = tl.load(old + place * channels, mask=has_old, other=0.0).to(tl.float32)
-        total += before * tl.load(weight + lanes * WIDTH + place, mask=inside, other=0.0).to(tl.float32)
-    total += current.to(tl.float32) * tl.load(weight + lanes * WIDTH + kept, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * channels + lanes, total, mask=inside)
-    slot = tl.load(own + row)
-    if slot > 0:
-        new = pool + slot * kept * channels + lanes
-        for place in tl.static_range(1, kept):
-            moved = tl.load(old + place * channels, mask=has_old, other=0.0)
-            # The slot may be the one that is read: no thread writes what another has yet to read.
+    tokens = 1
+    if runs is not None:
+        tokens = tl.load(runs + row)
+    for later in range(0, tokens):
+        token = tokens - 1 - later
+        own_x = x + (row + token) * stride + lanes
+        current = tl.load(own_x, mask=inside, other=0.0).to(pool.dtype.element_ty)
+        total = tl.zeros([LANES], tl.float32)
+        if bias is not None:
+            total += tl.load(bias + lanes, mask=inside, other=0.0).to(tl.float32)
+        for place in tl.static_range(kept):
+            before = tl.load(old + (place + token) * channels, mask=has_old & (place + token < kept), other=0.0)
+            if runs is not None:
+                of_step = inside & (place + token >= kept)
+                computed = tl.load(own_x - (kept - place) * stride, mask=of_step, other=0.0)
+                before = tl.where(of_step, computed.to(pool.dtype.element_ty), before)
+            taps = tl.load(weight + lanes * WIDTH + place, mask=inside, other=0.0)
+            total += before.to(tl.float32) * taps.to(tl.float32)
+        total += current.to(tl.float32) * tl.load(weight + lanes * WIDTH + kept, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + (row + token) * channels + lanes, total, mask=inside)
+        slot = tl.load(own + row + token)
+        if slot > 0:
+            new = pool + slot * kept * channels + lanes
+            for place in tl.static_range(1, kept):
+                moved = tl.load(old + (place + token) * channels, mask=has_old & (place + token < kept), other=0.0)
+                if runs is not None:
+                    of_step = inside & (place + token >= kept)
+                    computed = tl.load(own_x - (kept - place) * stride, mask=of_step, other=0.0)
+                    moved = tl.where(of_step, computed.to(pool.dtype.element_ty), moved)
+                # The slot may be the one that is read: no thread writes what another has yet to read.
+                tl.debug_barrier()
+                tl.store(new + (place - 1) * channels, moved, mask=inside)
             tl.debug_barrier()
-            tl.store(new + (place - 1) * channels, moved, mask=inside)
-        tl.debug_barrier()
-        tl.store(new + (kept - 1) * channels, current, mask=inside)
+            tl.store(new + (kept - 1) * channels, current, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_decode", "tokens"])
@@ -144,6 +161,7 @@ def convolve_rows(
         rows.begin,
         rows.fresh,
         rows.own,
+        rows.runs,
         x.stride(0),
         channels,
         WIDTH=width,

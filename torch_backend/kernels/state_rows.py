@@ -33,6 +33,7 @@ def scan_one_token(
     begin,
     fresh,
     own,
+    runs,
     query_stride,
     key_stride,
     value_stride,
@@ -43,30 +44,37 @@ def scan_one_token(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """One program for each row, each head and some columns of its matrix."""
+    """One program for each row, each head and some columns of its matrix. A row with drafts has a sequence for each of
+    its tokens, `runs` of them one after the other, and the program of the first computes them all."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lines, columns = tl.arange(0, KEYS), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     has_line, has_column = lines < KEY_DIM, columns < VALUE_DIM
     output = outputs + (row * HEADS + head) * VALUE_DIM + columns
-    slot = tl.load(own + row)
-    if slot == 0:  # padding
+    tokens = 1
+    if runs is not None:
+        tokens = tl.load(runs + row)
+    if tl.load(own + row) == 0:  # padding
         tl.store(output, tl.zeros([VALUES], tl.float32), mask=has_column)
-    else:
+    elif tokens > 0:
         inside = has_line[:, None] & has_column[None, :]
         at = head * KEY_DIM * VALUE_DIM + lines[:, None] * VALUE_DIM + columns[None, :]
         size: tl.constexpr = HEADS * KEY_DIM * VALUE_DIM
         has_state = inside & (tl.load(fresh + row) == 0)
         state = tl.load(pool + tl.load(begin + row) * size + at, mask=has_state, other=0.0).to(tl.float32)
         group = (head // TIMES) * KEY_DIM + lines
-        key = tl.load(keys + row * key_stride + group, mask=has_line, other=0.0)
-        query = tl.load(queries + row * query_stride + group, mask=has_line, other=0.0)
-        value = tl.load(values + row * value_stride + head * VALUE_DIM + columns, mask=has_column, other=0.0)
-        state *= tl.exp(tl.load(decays + row * HEADS + head))
-        if rates is not None:
-            value = tl.load(rates + row * HEADS + head) * (value - tl.sum(key[:, None] * state, 0))
-        state += key[:, None] * value[None, :]
-        tl.store(output, tl.sum(query[:, None] * state, 0), mask=has_column)
-        tl.store(pool + slot * size + at, state.to(pool.dtype.element_ty), mask=inside)
+        for token in range(0, tokens):
+            place = row + token
+            key = tl.load(keys + place * key_stride + group, mask=has_line, other=0.0)
+            query = tl.load(queries + place * query_stride + group, mask=has_line, other=0.0)
+            value = tl.load(values + place * value_stride + head * VALUE_DIM + columns, mask=has_column, other=0.0)
+            state *= tl.exp(tl.load(decays + place * HEADS + head))
+            if rates is not None:
+                value = tl.load(rates + place * HEADS + head) * (value - tl.sum(key[:, None] * state, 0))
+            state += key[:, None] * value[None, :]
+            tl.store(output + token * HEADS * VALUE_DIM, tl.sum(query[:, None] * state, 0), mask=has_column)
+            kept = state.to(pool.dtype.element_ty)
+            tl.store(pool + tl.load(own + place) * size + at, kept, mask=inside)
+            state = kept.to(tl.float32)
 
 
 def scan_rows(inputs: ScanInputs, pool: torch.Tensor, rows: StateRows, outputs: torch.Tensor) -> None:
@@ -87,6 +95,7 @@ def scan_rows(inputs: ScanInputs, pool: torch.Tensor, rows: StateRows, outputs: 
         rows.begin,
         rows.fresh,
         rows.own,
+        rows.runs,
         inputs.queries.stride(0),
         inputs.keys.stride(0),
         inputs.values.stride(0),

@@ -45,11 +45,6 @@ class StateImplementation(Protocol):
         """Steps with chunks wait for their lengths to come to the host, so that they cannot be captured."""
         ...
 
-    @property
-    def takes_drafts(self) -> bool:
-        """Steps may have sequences that stand for drafts."""
-        ...
-
     def prepare(self, rows: StateRows) -> StepStates:
         """The states of the step whose sequences are `rows`."""
         ...

@@ -19,11 +19,6 @@ class NativeStates:
         """See `StateImplementation`."""
         return True
 
-    @property
-    def takes_drafts(self) -> bool:
-        """See `StateImplementation`."""
-        return True
-
     def prepare(self, rows: StateRows) -> NativeStepStates:
         """See `StateImplementation`."""
         return NativeStepStates(rows)

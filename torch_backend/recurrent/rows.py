@@ -55,6 +55,16 @@ class StateRows:
             return [torch.arange(len(self.own), device=self.own.device)]
         return [(self.drafts == depth).nonzero()[:, 0] for depth in range(int(self.drafts.max()) + 1)]
 
+    @cached_property
+    def runs(self) -> torch.Tensor | None:
+        """How many sequences from each one on are its row's, where it is the first of them, else 0: int64 `[R]`. None
+        where steps have no drafts. Nothing is read on the host."""
+        if self.drafts is None:
+            return None
+        places = torch.arange(len(self.drafts), device=self.drafts.device)
+        firsts = places - self.drafts
+        return torch.zeros_like(self.drafts).index_add_(0, firsts, torch.ones_like(firsts))
+
     def of(self, sequences: torch.Tensor) -> StateRows:
         """Those sequences of a decode step alone, int64 `[n]`; that stand for drafts, they begin where the ones before
         them have left their states."""

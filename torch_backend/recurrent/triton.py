@@ -20,11 +20,6 @@ class TritonStates:
         """See `StateImplementation`."""
         return False
 
-    @property
-    def takes_drafts(self) -> bool:
-        """See `StateImplementation`."""
-        return False
-
     def prepare(self, rows: StateRows) -> TritonStepStates:
         """See `StateImplementation`. Blocks are counted at the first layer of each size."""
         return TritonStepStates(rows)

@@ -1,0 +1,97 @@
+"""Steps whose rows have drafts: each state and each output is that of as many decode steps, one after the other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.state_steps import DRAFTED_SLOTS, DraftedStep, drafted_step, random_scan
+
+from sglang_jax.kernels.causal_convolution import tail_shape
+from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
+from sglang_jax.kernels.state_rows import StateRows
+from sglang_jax.kernels.state_scan import ScanInputs
+from sglang_jax.kernels.states import convolve_states, scan_states
+
+STEP = drafted_step()
+XLA = AttentionImplementation.XLA
+
+
+def rows_of(begin: list[int], own: list[int], drafts: list[int] | None) -> StateRows:
+    count = len(own)
+    places = jnp.arange(count)
+    return StateRows(
+        begin=jnp.array(begin, jnp.int32),
+        fresh=jnp.zeros(count, bool),
+        own=jnp.array(own, jnp.int32),
+        sequences=places,
+        offsets=0 * places,
+        query_starts=jnp.arange(count + 1),
+        num_decode=jnp.int32(count),
+        decode_only=True,
+        drafts=None if drafts is None else jnp.array(drafts, jnp.int32),
+    )
+
+
+def filled(*shape: int) -> jax.Array:
+    """Something in the slots that rows begin with, NaN in all others."""
+    pool = np.full((DRAFTED_SLOTS, *shape), np.nan, np.float32)
+    begun = sorted(set(STEP.begin))
+    pool[begun] = np.random.default_rng(2).standard_normal((len(begun), *shape))
+    return jnp.asarray(pool)
+
+
+scan_once = jax.jit(lambda inputs, pool, rows: scan_states(XLA, inputs, pool, rows))
+convolve_once = jax.jit(lambda x, weight, pool, rows: convolve_states(XLA, x, weight, None, pool, rows))
+
+
+def one_by_one(step: DraftedStep, sequence: int) -> StateRows:
+    return rows_of([step.source(sequence)], [step.own[sequence]], None)
+
+
+@pytest.mark.parametrize("delta", [True, False], ids=["delta rule", "mamba"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_matrices_behind_drafts_are_those_of_decode_steps(delta: bool, dtype: jnp.dtype) -> None:
+    count = len(STEP.own)
+    arrays = [None if array is None else jnp.asarray(array[:count]) for array in random_scan(delta)]
+    inputs, pool = ScanInputs(*arrays), filled(4, 8, 16).astype(dtype)
+    expected = pool
+    found, pool = scan_once(inputs, pool, rows_of(STEP.begin, STEP.own, STEP.drafts))
+    assert pool.dtype == dtype
+    for sequence in range(count):
+        part = ScanInputs(*(None if array is None else array[sequence : sequence + 1] for array in arrays))
+        output, expected = scan_once(part, expected, one_by_one(STEP, sequence))
+        np.testing.assert_allclose(found[sequence], output[0], rtol=1e-6, atol=1e-6, err_msg=f"sequence {sequence}")
+    np.testing.assert_allclose(pool[1:], expected[1:], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("tiled", [False, True], ids=["plain slots", "tiled slots"])
+def test_last_inputs_behind_drafts_are_those_of_decode_steps(width: int, tiled: bool) -> None:
+    count = len(STEP.own)
+    rng = np.random.default_rng(4)
+    x, weight = rng.standard_normal((count, 5), np.float32), rng.standard_normal((5, width), np.float32)
+    shape = tail_shape(width - 1, 5, tiled=tiled)
+    pool = filled(*shape)
+    if tiled:
+        pool = pool.reshape(DRAFTED_SLOTS, width - 1, -1).at[1:, :, 5:].multiply(0).reshape(pool.shape)
+    expected = pool
+    found, pool = convolve_once(jnp.asarray(x), jnp.asarray(weight), pool, rows_of(STEP.begin, STEP.own, STEP.drafts))
+    for sequence in range(count):
+        part = jnp.asarray(x[sequence : sequence + 1])
+        output, expected = convolve_once(part, jnp.asarray(weight), expected, one_by_one(STEP, sequence))
+        np.testing.assert_allclose(found[sequence], output[0], rtol=1e-6, atol=1e-6, err_msg=f"sequence {sequence}")
+    np.testing.assert_array_equal(pool[1:], expected[1:])
+
+
+def test_without_drafts_a_step_is_what_it_was() -> None:
+    """The same numbers, to the bit, whether the program knows of drafts or not."""
+    arrays = [None if array is None else jnp.asarray(array[:3]) for array in random_scan(True)]
+    inputs, pool, rows = ScanInputs(*arrays), filled(4, 8, 16), rows_of([1, 9, 3], [1, 2, 3], [0, 0, 0])
+    for found, expected in zip(
+        scan_once(inputs, pool, rows), scan_once(inputs, pool, replace(rows, drafts=None)), strict=True
+    ):
+        np.testing.assert_array_equal(found[1:], expected[1:])

@@ -1,0 +1,112 @@
+"""Drafts beside layers that keep states: rows leave the states that they leave without, and none with a wrong draft."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from helpers.scheduling import VOCAB, Bench
+from helpers.simulation import STATE
+
+from sglang_jax.mem_cache.invariants import check_everything
+from sglang_jax.runner.plan import DRAFT, StepPlan, refuse_drafts_of_states
+from sglang_jax.sampling.params import SamplingParams
+
+PAGE = 4
+
+
+def prompt(length: int, first: int = 1) -> list[int]:
+    return [1 + (first + 3 * position) % (VOCAB - 2) for position in range(length)]
+
+
+def endless(tokens: int, seed: int = 5) -> SamplingParams:
+    return SamplingParams(max_new_tokens=tokens, seed=seed, ignore_eos=True)
+
+
+def bench(max_samples: int, track: int, **options: object) -> Bench:
+    found = Bench(
+        page_size=PAGE,
+        more=((STATE, 24),),
+        max_samples=max_samples,
+        budget=64,
+        options={"mamba_track_interval": track},
+        **options,  # type: ignore[arg-type]
+    )
+    found.runner.keep_plans = True
+    return found
+
+
+def drafts_of(plan: StepPlan) -> int:
+    return int(np.count_nonzero(plan.tokens == DRAFT))
+
+
+@pytest.mark.parametrize("track", [0, PAGE, 16])
+def test_drafts_change_how_many_steps_it_takes_and_nothing_else(track: int) -> None:
+    steps = []
+    for max_samples in (1, 4):
+        subject = bench(max_samples, track)
+        for row in range(5):
+            subject.add(prompt(9, row), sampling=endless(60, row))
+        subject.run()
+        subject.check_outputs()
+        check_everything(subject.scheduler.cache)
+        steps.append(len(subject.runner.plans))
+    # A quarter of the steps at the least wait at boundaries where pages are as short as drafts.
+    assert steps[1] < (0.95 if track == PAGE else 0.8) * steps[0]
+
+
+@pytest.mark.parametrize("length", range(20, 30))
+def test_a_next_turn_goes_on_from_the_last_boundary(length: int) -> None:
+    """Which it would have without drafts."""
+    cached = []
+    for max_samples in (1, 6):
+        subject = bench(max_samples, PAGE)
+        first = subject.add(prompt(9), sampling=endless(length))
+        subject.run()
+        whole = [*prompt(9), *subject.channel.output(first)]
+        second = subject.add([*whole, 7], sampling=endless(30, 6))
+        subject.run()
+        subject.check_outputs()
+        cached.append(subject.channel.cached[second])
+        assert subject.channel.cached[second] >= len(whole) - 1 - PAGE
+    assert cached[0] == cached[1]
+
+
+def test_no_step_goes_through_a_boundary() -> None:
+    subject = bench(6, PAGE)
+    subject.add(prompt(9), sampling=endless(90))
+    subject.run()
+    decoding = [plan for plan in subject.runner.plans if plan.tokens.max() < 0]
+    assert max(drafts_of(plan) for plan in decoding) == PAGE - 1
+    for plan in decoding:
+        end = int(plan.kv_lens[0])
+        assert (end - 1) // PAGE == (end - int(plan.query_lens[0])) // PAGE
+    assert any(plan.copies for plan in decoding), "states were kept"
+
+
+def test_without_boundaries_to_keep_drafts_are_as_long_as_may_be() -> None:
+    subject = bench(6, 0)
+    subject.add(prompt(9), sampling=endless(60))
+    subject.run()
+    assert [drafts_of(plan) for plan in subject.runner.plans[2:7]] == [5] * 5
+
+
+def test_of_a_step_there_are_no_more_drafts_than_slots_for_their_states() -> None:
+    subject = bench(6, 0, max_drafts=7)
+    for row in range(3):
+        subject.add(prompt(3, row), sampling=endless(60, row))
+    subject.run()
+    subject.check_outputs()
+    most = max(subject.runner.plans, key=drafts_of)
+    assert 3 <= drafts_of(most) <= 7
+    spec = subject.runner.spec
+    refuse_drafts_of_states(most, spec)
+    with pytest.raises(ValueError, match="drafts: there are 7 slots for their states"):
+        refuse_drafts_of_states(_with_tokens(most, [-1, *[DRAFT] * 8]), spec)
+    with pytest.raises(ValueError, match="drafts beside prompts"):
+        refuse_drafts_of_states(_with_tokens(most, [-1, DRAFT, 5]), spec)
+
+
+def _with_tokens(plan: StepPlan, tokens: list[int]) -> StepPlan:
+    return replace(plan, tokens=np.array(tokens, np.int32))
