@@ -20,6 +20,7 @@ from uvicorn.loops.auto import auto_loop_factory
 from sglang_jax import logs
 from sglang_jax.about import version
 from sglang_jax.config import LogFormat, LogLevel, ServerConfig
+from sglang_jax.engine.collector import heap_left_alone
 from sglang_jax.engine.launch_replicated import launch_engines
 from sglang_jax.engine.types import EngineClient
 from sglang_jax.errors import ConfigError
@@ -161,7 +162,8 @@ async def _serve(config: ServerConfig, listener: socket.socket, launch: Launch, 
         uvicorn_config = http_config(context)
         url = _url(config.host, listener.getsockname()[1])
         server = DrainingServer(uvicorn_config, context, lambda: _announce(context, url, begin))
-        await server.serve(sockets=[listener])
+        with heap_left_alone():
+            await server.serve(sockets=[listener])
         logger.info("Stopped")
         return 1 if client.gone else 0
     finally:
