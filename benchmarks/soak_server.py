@@ -170,7 +170,9 @@ def memory_rows(processes: dict[int, Samples], since: float, until: float) -> li
         rows.append(_flatness(samples.name, samples.minutes(since)))
     # Later ones in the half minute after their first: when the programs have been loaded, and before anything happens
     # to them.
-    later = [one.minutes(one.born + 60.0, 30.0)[:1] for one in processes.values() if one.name == "core" and one not in steady]
+    later = [
+        one.minutes(one.born + 60.0, 30.0)[:1] for one in processes.values() if one.name == "core" and one not in steady
+    ]
     weights = [first for found in later for first in found]
     half = len(weights) // 2
     if half:
