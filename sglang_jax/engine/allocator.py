@@ -21,8 +21,8 @@ _STATM = Path("/proc/self/statm")
 
 
 def limit_free_memory() -> bool:
-    """For a front end: has glibc keep little of what was freed. Before any thread starts; False, with nothing changed, where the C
-    library is another one, which has no such settings.
+    """For a front end: has glibc keep little of what was freed. Before any thread starts; False, with nothing changed,
+    where the C library is another one, which has no such settings.
 
     Bodies, texts and answers of megabytes come and go in a front end, in a dozen threads, and by default glibc:
 
