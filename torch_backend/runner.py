@@ -151,8 +151,8 @@ class TorchRunner:
     **Arguments:** `model` and its KV pages are handed over; `stream` and `sampler` are the device's (the CPU's unless
     given); `graph_buckets` are the row counts of decode steps that `capture` captures (None: every step is eager), and
     `mixed_buckets` the sizes of steps with prompts; `details` go into the report; `draft`: a model with KV pages that
-    guesses, whose cache groups are the spec's last ones; `states`: the model's pools of states, whose slots behind those
-    of the spec's pool take the states after drafts.
+    guesses, whose cache groups are the spec's last ones; `states`: the model's pools of states, whose slots behind
+    those of the spec's pool take the states after drafts.
     """
 
     def __init__(

@@ -22,8 +22,8 @@ class StateRows:
     - `query_starts`, `num_decode`: as in `ForwardBatch`.
     - `decode_only`: every sequence has one token: token i belongs to sequence i.
     - `drafts`: int32 `[R]`, given for decode steps of runners that draft: which of its row's drafts a sequence stands
-      for, 0 for none. Such a one stands behind the one before it, goes on from the state that that one leaves, and has a
-      slot of its own to leave one; its `begin` is what the first sequence of its row begins with.
+      for, 0 for none. A draft stands behind the sequence before it, goes on from the state that this one leaves, and
+      has a slot of its own to leave one; its `begin` is what the first sequence of its row begins with.
     """
 
     begin: jax.Array
@@ -50,6 +50,4 @@ class StateRows:
         if self.drafts is None:
             return self
         first = self.drafts == 0
-        return replace(
-            self, begin=jnp.where(first, self.begin, 0), own=jnp.where(first, self.own, 0), drafts=None
-        )
+        return replace(self, begin=jnp.where(first, self.begin, 0), own=jnp.where(first, self.own, 0), drafts=None)

@@ -82,8 +82,8 @@ def _refuse_other_tokens(config: EngineConfig, checkpoint: Checkpoint, draft: Ch
     for number, (mine, other) in enumerate(zip(tokens, guessed, strict=False)):
         if mine and other and mine != other:
             raise ConfigError(
-                f"speculative_draft_model_path {config.speculative_draft_model_path}: token {number} is {other!r} there, "
-                f"and {mine!r} for model_path {config.model_path}: choose a draft model with the same vocabulary"
+                f"speculative_draft_model_path {config.speculative_draft_model_path}: token {number} is {other!r} "
+                f"there, and {mine!r} for model_path {config.model_path}: choose a draft model with the same vocabulary"
             )
 
 

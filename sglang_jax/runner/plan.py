@@ -334,7 +334,8 @@ def refuse_drafts_of_states(plan: StepPlan, spec: RunnerSpec) -> None:
     """
     drafts = int(np.count_nonzero(plan.tokens == DRAFT))
     if drafts > (spec.max_drafts or 0):
-        raise ValueError(f"step {plan.step} has {drafts} drafts: there are {spec.max_drafts or 0} slots for their states")
+        slots = spec.max_drafts or 0
+        raise ValueError(f"step {plan.step} has {drafts} drafts: there are {slots} slots for their states")
     if drafts and int(plan.tokens.max()) >= 0:
         raise ValueError(f"step {plan.step} has drafts beside prompts: their states would be lost")
 

@@ -1,4 +1,4 @@
-"""Guessing tokens of models that keep recurrent states changes no token: what was guessed wrong leaves nothing in them."""
+"""Guessing tokens of models that keep recurrent states changes no token: wrong guesses leave nothing in them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_outputs_are_the_same_with_guesses_and_without(
 def test_states_that_take_in_wrong_guesses_are_noticed(
     served: tuple[EngineConfig, Runner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A planted fault: after a step with guesses a row goes on from the state behind its own token, whatever was right."""
+    """A planted fault: after a step with guesses a row goes on from the state behind its own token."""
     monkeypatch.setattr(TorchRunner, "_settle_states", lambda self, *arguments: None)
     monkeypatch.setattr(JaxRunner, "_settle", lambda self, unfolded: None)
     with pytest.raises(AssertionError):

@@ -23,9 +23,9 @@ _TOKENS = 16
 def convolve_one_token(
     x, weight, bias, pool, out, begin, fresh, own, runs, stride, channels, WIDTH: tl.constexpr, LANES: tl.constexpr
 ):
-    """One program for each row and some channels. A row with drafts has a sequence for each of its tokens, `runs` of them
-    one after the other, and the program of the first computes them all: the last one first, as what the row begins with
-    may lie where its first token leaves what it has."""
+    """One program for each row and some channels. A row with drafts has a sequence for each of its tokens, `runs` of
+    them one after the other, and the program of the first computes them all: the last one first, as what the row begins
+    with may lie where its first token leaves what it has."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.program_id(1) * LANES + tl.arange(0, LANES)
     inside = lanes < channels

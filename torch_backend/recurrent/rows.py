@@ -23,8 +23,8 @@ class StateRows:
       before that one. Not looked at in a decode step.
     - `query_starts`, `num_decode`: as in `ForwardBatch`.
     - `drafts`: int64 `[R]`, given for decode steps of runners that draft: which of its row's drafts a sequence stands
-      for, 0 for none. Such a one stands behind the one before it, goes on from the state that that one leaves, and has a
-      slot of its own to leave one; its `begin` is what the first sequence of its row begins with.
+      for, 0 for none. A draft stands behind the sequence before it, goes on from the state that this one leaves, and
+      has a slot of its own to leave one; its `begin` is what the first sequence of its row begins with.
     """
 
     begin: torch.Tensor

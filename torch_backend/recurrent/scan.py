@@ -36,9 +36,7 @@ class ScanInputs:
     def at(self, tokens: torch.Tensor) -> ScanInputs:
         """Some tokens, int64 `[n]`."""
         rates = None if self.rates is None else self.rates[tokens]
-        return ScanInputs(
-            self.queries[tokens], self.keys[tokens], self.values[tokens], self.decays[tokens], rates
-        )
+        return ScanInputs(self.queries[tokens], self.keys[tokens], self.values[tokens], self.decays[tokens], rates)
 
     def part(self, first: int, last: int) -> ScanInputs:
         """Tokens `[first, last)`, with a query and a key for each head."""
