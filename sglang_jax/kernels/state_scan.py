@@ -72,28 +72,39 @@ def _one_token(inputs: ScanInputs, states: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 def scan_drafts(
-    inputs: ScanInputs, outputs: jax.Array, pool: jax.Array, rows: StateRows
+    inputs: ScanInputs, outputs: jax.Array, states: jax.Array, pool: jax.Array, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:
-    """A decode step's sequences that stand for drafts, one after the other, once the others have left their states in
-    the `pool` `[slots, heads, key_dim, value_dim]`: `outputs` `[R, heads, value_dim]` with theirs, and the pool.
+    """A decode step's sequences that stand for drafts, one after the other, once the others have left `states` float32
+    `[R, heads, key_dim, value_dim]`: `outputs` `[R, heads, value_dim]` with theirs, and the `pool`
+    `[slots, heads, key_dim, value_dim]` with what they leave.
 
     A loop, and not all rows' first drafts at once, then their second ones: each then costs what its state takes to be
-    read and written, and a step without drafts nothing.
+    computed and written, and a step without drafts nothing. The pool is written in it and never read: of one that is,
+    XLA makes a copy for each draft.
     """
     assert rows.drafts is not None
-    drafts = rows.drafts > 0
-    (places,) = jnp.nonzero(drafts, size=len(drafts), fill_value=0)
+    drafts, slots, dtype = rows.drafts, rows.own, pool.dtype
+    (places,) = jnp.nonzero(drafts > 0, size=len(drafts), fill_value=0)
 
-    def one(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        outputs, pool = carry
+    def one(number: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        outputs, pool, state = carry
         place = places[number]
         own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, place, 1), inputs)
-        state = lax.dynamic_slice_in_dim(pool, rows.own[place - 1], 1).astype(jnp.float32)
-        found, state = _one_token(own, state)
+        first = lax.dynamic_slice_in_dim(states, place - 1, 1)
+        found, state = _one_token(own, jnp.where(drafts[place] == 1, _as_kept(first, dtype), state))
         outputs = lax.dynamic_update_slice_in_dim(outputs, found, place, 0)
-        return outputs, lax.dynamic_update_slice_in_dim(pool, state.astype(pool.dtype), rows.own[place], 0)
+        pool = lax.dynamic_update_slice_in_dim(pool, state.astype(dtype), slots[place], 0)
+        return outputs, pool, _as_kept(state, dtype)
 
-    return lax.fori_loop(0, jnp.count_nonzero(drafts), one, (outputs, pool))
+    begin = (outputs, pool, jnp.zeros_like(states[:1]))
+    outputs, pool, _ = lax.fori_loop(0, jnp.count_nonzero(drafts > 0), one, begin)
+    return outputs, pool
+
+
+def _as_kept(state: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """A state float32 as it comes back from a slot. XLA may leave out conversions to and fro."""
+    kept = jnp.finfo(dtype)
+    return lax.reduce_precision(state, exponent_bits=kept.nexp, mantissa_bits=kept.nmant)
 
 
 def _decode_rows(

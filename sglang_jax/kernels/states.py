@@ -31,7 +31,7 @@ def scan_states(
     first = rows.without_drafts()
     outputs, states = scan(inputs, first.read(pool).astype(jnp.float32), first)
     pool = first.write(pool, states)
-    return (outputs, pool) if rows.drafts is None else scan_drafts(inputs, outputs, pool, rows)
+    return (outputs, pool) if rows.drafts is None else scan_drafts(inputs, outputs, states, pool, rows)
 
 
 def convolve_states(

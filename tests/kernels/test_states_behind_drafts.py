@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import jax
@@ -85,6 +86,17 @@ def test_last_inputs_behind_drafts_are_those_of_decode_steps(width: int, tiled: 
         output, expected = convolve_once(part, jnp.asarray(weight), expected, one_by_one(STEP, sequence))
         np.testing.assert_allclose(found[sequence], output[0], rtol=1e-6, atol=1e-6, err_msg=f"sequence {sequence}")
     np.testing.assert_array_equal(pool[1:], expected[1:])
+
+
+def test_no_pool_is_copied() -> None:
+    """It is larger than all that a step computes."""
+    count = len(STEP.own)
+    arrays = [None if array is None else jnp.asarray(array[:count]) for array in random_scan(True)]
+    run = jax.jit(lambda inputs, pool, rows: scan_states(XLA, inputs, pool, rows), donate_argnums=1)
+    rows = rows_of(STEP.begin, STEP.own, STEP.drafts)
+    text = run.lower(ScanInputs(*arrays), filled(4, 8, 16), rows).compile().as_text()
+    assert f"f32[{DRAFTED_SLOTS},4,8,16]" in text
+    assert not re.search(rf"= f32\[{DRAFTED_SLOTS},4,8,16\]\S* copy\(", text)
 
 
 def test_without_drafts_a_step_is_what_it_was() -> None:
