@@ -102,7 +102,7 @@ def scan_drafts(
 
 
 def _as_kept(state: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """A state float32 as it comes back from a slot. XLA may leave out conversions to and fro."""
+    """A state float32 as it comes back from a slot. XLA may leave out conversions there and back."""
     kept = jnp.finfo(dtype)
     return lax.reduce_precision(state, exponent_bits=kept.nexp, mantissa_bits=kept.nmant)
 

@@ -337,7 +337,7 @@ def refuse_drafts_of_states(plan: StepPlan, spec: RunnerSpec) -> None:
         slots = spec.max_drafts or 0
         raise ValueError(f"step {plan.step} has {drafts} drafts: there are {slots} slots for their states")
     if drafts and int(plan.tokens.max()) >= 0:
-        raise ValueError(f"step {plan.step} has drafts beside prompts: their states would be lost")
+        raise ValueError(f"step {plan.step} has drafts alongside prompts: their states would be lost")
 
 
 def refuse_foreign_memory(plan: StepPlan, spec: RunnerSpec) -> None:

@@ -296,7 +296,7 @@ def refuse_beside_states(config: EngineConfig, model: ModelConfig) -> None:
         )
     if config.speculative_algorithm is SpeculativeAlgorithm.DRAFT:
         raise ConfigError(
-            "speculative_algorithm draft: layers of the model keep a recurrent state, beside which no other model can "
+            "speculative_algorithm draft: layers of the model keep a recurrent state, next to which no other model can "
             "guess tokens yet: choose ngram or none"
         )
 

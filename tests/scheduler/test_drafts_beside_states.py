@@ -104,7 +104,7 @@ def test_of_a_step_there_are_no_more_drafts_than_slots_for_their_states() -> Non
     refuse_drafts_of_states(most, spec)
     with pytest.raises(ValueError, match="drafts: there are 7 slots for their states"):
         refuse_drafts_of_states(_with_tokens(most, [-1, *[DRAFT] * 8]), spec)
-    with pytest.raises(ValueError, match="drafts beside prompts"):
+    with pytest.raises(ValueError, match="drafts alongside prompts"):
         refuse_drafts_of_states(_with_tokens(most, [-1, DRAFT, 5]), spec)
 
 
