@@ -168,8 +168,11 @@ def memory_rows(processes: dict[int, Samples], since: float, until: float) -> li
     steady = [samples for samples in processes.values() if samples.born < since and samples.times[-1] > until - 5.0]
     for samples in steady:
         rows.append(_flatness(samples.name, samples.minutes(since)))
-    # Later ones at one minute of age: when the programs have been loaded, and before anything happens to them.
-    later = [one.minutes(one.born + 60.0)[:1] for one in processes.values() if one.name == "core" and one not in steady]
+    # Later ones in the half minute after their first: when the programs have been loaded, and before anything happens
+    # to them.
+    later = [
+        one.minutes(one.born + 60.0, 30.0)[:1] for one in processes.values() if one.name == "core" and one not in steady
+    ]
     weights = [first for found in later for first in found]
     half = len(weights) // 2
     if half:

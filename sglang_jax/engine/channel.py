@@ -117,6 +117,7 @@ class ClientChannel:
         self._decoder: msgspec.msgpack.Decoder[Published] = msgspec.msgpack.Decoder(Published)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._deliver: Callable[[Published], None] | None = None
+        self._look_to_come = False
 
     async def receive_one(self) -> Published:
         """The next message. For the time before `start`."""
@@ -146,15 +147,20 @@ class ClientChannel:
             self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
         except zmq.Again as error:
             raise EngineDeadError("the engine is gone: nothing takes its messages any more") from error
-        if self._loop is not None:
+        if self._loop is not None and not self._look_to_come:
             # The descriptor is edge-triggered and sending may consume the edge of a message that came meanwhile.
-            self._loop.call_soon(self._on_readable)
+            self._look_to_come = True
+            self._loop.call_soon(self._look)
 
     def close(self) -> None:
         """Closes this end; messages not taken yet are dropped."""
         if self._loop is not None and not self._socket.closed:
             self._loop.remove_reader(self._socket.FD)
         self._socket.close(linger=0)
+
+    def _look(self) -> None:
+        self._look_to_come = False
+        self._on_readable()
 
     def _on_readable(self) -> None:
         for _ in range(MESSAGES_PER_TURN):

@@ -18,7 +18,9 @@ import zmq
 
 from sglang_jax import logs
 from sglang_jax.config import EngineConfig
+from sglang_jax.engine.allocator import give_memory_back
 from sglang_jax.engine.channel import CoreChannel
+from sglang_jax.engine.collector import heap_left_alone
 from sglang_jax.engine.core import Core, CoreLoader, run_core
 from sglang_jax.engine.placement import Placement
 from sglang_jax.runner.processes import STACKS_SIGNAL, die_with_parent, write_stacks_on_signal
@@ -178,12 +180,15 @@ def _process_main(
     logs.configure(log_level, as_json=json_logs, process="" if placement is None else placement.name)
     threading.Thread(target=_follow_parent, args=(address,), name="parent-watch", daemon=True).start()
 
-    def load_and_cling(config: EngineConfig, channel: CoreChannel) -> Core:
-        core = load(config, channel)
-        die_with_parent()  # by the kernel, as from now on nothing is left to be removed
-        return core
-
     with ExitStack() as stack:
+
+        def load_and_cling(config: EngineConfig, channel: CoreChannel) -> Core:
+            core = load(config, channel)
+            die_with_parent()  # by the kernel, as from now on nothing is left to be removed
+            stack.enter_context(heap_left_alone())
+            give_memory_back()  # what compiling took
+            return core
+
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         stack.callback(context.term)
         well = run_core(config, CoreChannel(context, address, Pulse(words)), load_and_cling)

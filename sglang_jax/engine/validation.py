@@ -167,6 +167,8 @@ def expand(sampling: SamplingParams, room: int) -> list[SamplingParams]:
     the next; stop strings stay with the client, who alone sees text.
     """
     length = room if sampling.max_new_tokens is None else min(sampling.max_new_tokens, room)
+    if sampling.n == 1 and length == sampling.max_new_tokens and not sampling.stop:
+        return [sampling]
     base = dataclasses.replace(sampling, n=1, max_new_tokens=length, stop=())
     if sampling.seed is None:
         return [base] * sampling.n

@@ -42,6 +42,13 @@ dozen turns of the event loop until its first token. Slices of a connection beco
 OTHERS_SHARE = 5
 """So many times as long as a slice took that was slow to parse, its connection waits for the next one."""
 
+WHOLE_PIECES = 3
+"""Pieces of a head that are read as they come; most heads are one."""
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.1
+"""Seconds for which nothing is read behind the last of these; behind each further piece it is twice as long as before.
+To be woken for six bytes costs as much as for 64 KiB, so that a few hundred clients that trickle would take a core."""
+
 SPARE_DESCRIPTORS = 256
 """What the process needs beside connections: the engine's sockets, logs, files that are read."""
 
@@ -78,7 +85,8 @@ class BoundedConnection(H11Protocol):
     - Where `max_connections` are open, a new one takes the place of that which has waited longest for a request; if all
       are at work, it is refused with 503. So silent connections keep nobody out.
 
-    A head is parsed once it is whole: clients that send a line at a time would have h11 look at each. What comes
+    A head is parsed once it is whole: clients that send a line at a time would have h11 look at each. One in many
+    pieces is read ever more seldom, as a few clients could keep the event loop busy with theirs. What comes
     is parsed in slices, as a client may send a body in thousands of chunks at once. Of an answer whose
     length is not known, h11 writes the beginning and the end, and the connection the chunks between them: a chunk
     changes nothing in h11's state, and its checks cost an event as much as the engine's client.
@@ -102,6 +110,7 @@ class BoundedConnection(H11Protocol):
         self._slice = SLICE
         self._parsing = False
         self._looked_at = 0
+        self._pieces = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
 
@@ -145,7 +154,9 @@ class BoundedConnection(H11Protocol):
         if size == 0:
             self._unset_keepalive_if_required()
             self._watch()
+            self._await_piece()
             return
+        self._pieces = 0
         data = bytes(self._rest[:size])
         del self._rest[:size]
         if self.server is None:
@@ -160,6 +171,18 @@ class BoundedConnection(H11Protocol):
             self.transport.pause_reading()
             self.loop.call_later(took * OTHERS_SHARE if took > SLICE_SECONDS / 2 else 0.0, self._parse)
         elif not self.flow.read_paused:
+            self.transport.resume_reading()
+
+    def _await_piece(self) -> None:
+        """The next piece of a head that is not whole yet is read now, or later where there were many."""
+        self._pieces += bool(self._rest)
+        if self._pieces >= WHOLE_PIECES:
+            doublings = min(self._pieces - WHOLE_PIECES, 16)
+            self.transport.pause_reading()
+            self.loop.call_later(min(FIRST_PAUSE * 2**doublings, LONGEST_PAUSE), self._read_on)
+
+    def _read_on(self) -> None:
+        if not self.transport.is_closing() and not self.flow.read_paused:
             self.transport.resume_reading()
 
     def _size_of_next(self) -> int:

@@ -25,7 +25,7 @@ Rendered = TypeVar("Rendered")
 ANY_MODEL = "default"
 """The model name of clients that do not care."""
 
-AT_A_TIME = 8
+AT_A_TIME = 2
 """Completions of one request that are begun before the event loop turns, or one prompt's: each takes some time to
 check and to send."""
 

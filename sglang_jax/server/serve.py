@@ -20,11 +20,12 @@ from uvicorn.loops.auto import auto_loop_factory
 from sglang_jax import logs
 from sglang_jax.about import version
 from sglang_jax.config import LogFormat, LogLevel, ServerConfig
+from sglang_jax.engine.allocator import FreeMemory, limit_free_memory
+from sglang_jax.engine.collector import heap_left_alone
 from sglang_jax.engine.launch_replicated import launch_engines
 from sglang_jax.engine.types import EngineClient
 from sglang_jax.errors import ConfigError
 from sglang_jax.runner.backends import load_follower
-from sglang_jax.server.allocator import give_memory_back
 from sglang_jax.server.app import create_app, create_context
 from sglang_jax.server.callers import Callers
 from sglang_jax.server.connections import (
@@ -74,6 +75,7 @@ class DrainingServer(uvicorn.Server):
         self._on_ready = on_ready
         self._loop = asyncio.get_running_loop()
         self._deadline: asyncio.TimerHandle | None = None
+        self._memory = FreeMemory()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Opens the sockets, and says so."""
@@ -86,7 +88,9 @@ class DrainingServer(uvicorn.Server):
         self._context.draining = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: is it time to end?"""
+        """Ten times a second: is it time to end? And every tenth time, is there memory to give back?"""
+        if counter % 10 == 0:
+            self._memory.look()
         gone = self._context.client.gone
         if gone and self._deadline is None:
             logger.error("The engine is gone for good: the server ends")
@@ -136,7 +140,7 @@ def run(config: ServerConfig, launch: Launch = launch_or_connect) -> int:
     if config.node_rank > 0:
         load_follower(config)(config)
         return 0
-    give_memory_back()
+    limit_free_memory()
     sys.setswitchinterval(SWITCH_SECONDS)
     callers = Callers.of(config)
     if not callers.asks_for_a_key and not is_loopback(config.host):
@@ -161,7 +165,8 @@ async def _serve(config: ServerConfig, listener: socket.socket, launch: Launch, 
         uvicorn_config = http_config(context)
         url = _url(config.host, listener.getsockname()[1])
         server = DrainingServer(uvicorn_config, context, lambda: _announce(context, url, begin))
-        await server.serve(sockets=[listener])
+        with heap_left_alone():
+            await server.serve(sockets=[listener])
         logger.info("Stopped")
         return 1 if client.gone else 0
     finally:

@@ -9,14 +9,26 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import h11
+import numpy as np
 import pytest
 from helpers.echo_server import EchoServer, post_bytes, serve_echo, wait_for
 
 from sglang_jax.server import connections, held_answers
-from sglang_jax.server.connections import LEAST_SLICE, MAX_HEAD_BYTES, SLICE, SLICE_SECONDS, next_slice
+from sglang_jax.server.connections import (
+    FIRST_PAUSE,
+    LEAST_SLICE,
+    LONGEST_PAUSE,
+    MAX_HEAD_BYTES,
+    SLICE,
+    SLICE_SECONDS,
+    WHOLE_PIECES,
+    BoundedConnection,
+    next_slice,
+)
 
 TIMEOUT = 0.6
 MOST = 20
@@ -80,6 +92,28 @@ def test_a_head_that_trickles_ends_its_connection(strict: EchoServer) -> None:
                 connection.sendall(b"X: y\r\n")
                 time.sleep(0.1)
     assert time.monotonic() - begin < 10
+
+
+def test_a_head_in_many_pieces_is_read_ever_more_seldom(strict: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To be woken for each cost the same two hundred clients the other half of a core."""
+    times: list[float] = []
+    receive = BoundedConnection.data_received
+
+    def noted(self: BoundedConnection, data: bytes) -> None:
+        times.append(time.monotonic())
+        receive(self, data)
+
+    monkeypatch.setattr(BoundedConnection, "data_received", noted)
+    with connect(strict) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
+        with suppress(OSError):  # its time ends
+            while True:
+                connection.sendall(b"X: y\r\n")
+                time.sleep(0.0005)
+    pauses = np.diff(times)[WHOLE_PIECES - 1 :]
+    least = np.minimum(FIRST_PAUSE * 2.0 ** np.arange(len(pauses)), LONGEST_PAUSE)
+    assert len(pauses) > 1
+    assert (pauses > 0.9 * least).all(), pauses
 
 
 def test_a_head_is_parsed_once_it_is_whole(strict: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from sglang_jax.server.allocator import ARENAS, give_memory_back
+from sglang_jax.engine.allocator import ARENAS, give_memory_back, limit_free_memory
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has its own ways")
 
-SETTLED = "from sglang_jax.server.allocator import give_memory_back; assert give_memory_back()"
+SETTLED = "from sglang_jax.engine.allocator import limit_free_memory; assert limit_free_memory()"
 
 LARGE_BLOCKS = """
 def resident():
@@ -67,6 +67,26 @@ def test_threads_share_a_few_arenas(tmp_path: object) -> None:
     assert told(THREADS, path=path) > ARENAS
 
 
+FREE_BETWEEN = """
+from sglang_jax.engine.allocator import GROWTH_BYTES, FreeMemory, resident_bytes
+memory = FreeMemory()
+before = resident_bytes()
+blocks = [bytearray(3000) for _ in range(20_000)]
+between = blocks[::20]
+blocks.clear()
+kept = resident_bytes() - before
+memory.look()
+assert kept > 8 * GROWTH_BYTES, kept
+print((resident_bytes() - before) / kept)
+"""
+
+
+def test_what_is_free_between_blocks_that_stay_goes_back_once_a_process_has_grown() -> None:
+    assert told(SETTLED, FREE_BETWEEN) < 0.25
+    assert told(SETTLED, FREE_BETWEEN.replace("memory.look()", "")) > 0.9
+
+
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "libc_ver", lambda: ("musl", "1.2"))
+    assert not limit_free_memory()
     assert not give_memory_back()
