@@ -330,7 +330,7 @@ def refuse_drafts(plan: StepPlan) -> None:
 def refuse_drafts_of_states(plan: StepPlan, spec: RunnerSpec) -> None:
     """For runners whose layers keep states, which have a slot for each of `spec.max_drafts` drafts of a step.
 
-    **Raises:** `ValueError` for a plan with more, or with drafts beside prompts.
+    **Raises:** `ValueError` for a plan with more, or with drafts alongside prompts.
     """
     drafts = int(np.count_nonzero(plan.tokens == DRAFT))
     if drafts > (spec.max_drafts or 0):
