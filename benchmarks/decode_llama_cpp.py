@@ -12,8 +12,10 @@ import random
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
-import xllamacpp
+if TYPE_CHECKING:
+    import xllamacpp
 
 PROMPT = 64
 OUTPUT = 64
@@ -23,6 +25,8 @@ MOST = 32
 
 def load(path: str) -> xllamacpp.Server:
     """The file's weights as they are, on as many threads as there are cores."""
+    import xllamacpp  # here, so that --help needs none
+
     params = xllamacpp.CommonParams()
     params.model.path = path
     params.n_ctx = MOST * 2 * (PROMPT + OUTPUT)

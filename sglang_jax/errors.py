@@ -126,7 +126,7 @@ class NumericalError(RequestError):
 class EngineDeadError(RequestError):
     """The engine process is gone; requests in flight are lost.
 
-    **Attributes:** `started`: whether the engine had begun the request, None if that is not known. If not, another
+    **Attributes:** `started`: whether the engine had started the request, None if that is not known. If not, another
     engine can take it as though nothing had happened.
     """
 

@@ -1,8 +1,14 @@
-"""What the site needs beyond the pages of docs/: the files of the repository that they link to."""
+"""What the site needs beyond the pages of docs/: the files of the repository that they link to, and its version.
+
+Each version lies in a folder of its own, site/VERSION, and site/versions.json lists those that were built, in the form
+that the theme's list of versions reads. So `make docs` on another version's commit adds that one.
+"""
 
 from __future__ import annotations
 
+import json
 import re
+import tomllib
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -13,15 +19,37 @@ ROOT = Path(__file__).parents[2]
 PAGES = {"README.md": "readme.md", "CHANGELOG.md": "changelog.md"}
 """Pages of the repository's root, and what they are called in the site."""
 
+REDIRECT = '<meta http-equiv="refresh" content="0; url={}">'
 LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s#]*)(#[^)\s]*)?\)")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """The version that is described: in the footer, in the folder's name and in the list of versions."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    config.site_dir = str(Path(config.site_dir) / version)
+    config.copyright = f"sglang-jax {version}, with the changes listed as unreleased"
+    config.extra["version"] = {"provider": "mike", "default": version}
+    return config
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Lists the versions, the newest first, and leads from the site's root to the one that was built last."""
+    folder = Path(config.site_dir)
+    built = sorted((path.parent.name for path in folder.parent.glob("*/index.html")), key=_parts, reverse=True)
+    versions = [{"version": name, "title": name, "aliases": []} for name in built]
+    (folder.parent / "versions.json").write_text(json.dumps(versions))
+    (folder.parent / "index.html").write_text(REDIRECT.format(f"{folder.name}/"))
+
+
+def _parts(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)))
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the root's pages, the start page, and every file of the repository that a page links to."""
     for name, page in PAGES.items():
         files.append(File.generated(config, page, content=_moved((ROOT / name).read_text(), ROOT)))
-    redirect = '<meta http-equiv="refresh" content="0; url=readme.html">'
-    files.append(File.generated(config, "index.html", content=redirect))
+    files.append(File.generated(config, "index.html", content=REDIRECT.format("readme.html")))
     for page in [*(ROOT / "docs").glob("*.md"), *(ROOT / name for name in PAGES)]:
         for _, target, _ in LINK.findall(page.read_text()):
             path = (page.parent / target).resolve()

@@ -136,7 +136,7 @@ LAST_INPUTS = "tail"
 
 @dataclass(frozen=True, slots=True)
 class StateArray:
-    """One array of what a layer keeps of a sequence in the place of keys: `shape` of one slot. `spread`: the axis of
+    """One array of what a layer keeps of a sequence instead of keys: `shape` of one slot. `spread`: the axis of
     `shape` along which devices that share the layer have each a part."""
 
     name: str

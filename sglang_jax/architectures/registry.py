@@ -29,7 +29,7 @@ class GgufForm:
     """How GGUF files hold a family.
 
     - `name`: `general.architecture`.
-    - `fields`: metadata keys beside the common ones, by the fields of config.json that they stand for.
+    - `fields`: metadata keys apart from the common ones, by the fields of config.json that they stand for.
     - `derive`: fields that no key holds, from the common ones.
     - `interleaved`: q and k are stored for rotary pairs of neighbours, and in halves elsewhere.
     - `norms_hold_offset`: norms are stored as they multiply, whatever Hugging Face's folders hold.
@@ -46,7 +46,7 @@ class GgufForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Checkpoints that are read alike.
+    """Checkpoints that are read in the same way.
 
     - `name`: `model_type` of config.json, and `ModelConfig.architecture`. `class_name`: what `architectures` there has.
     - `configure`: the model that a config.json describes, or a GGUF file's metadata under the same names. Raises

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 import click
 
@@ -22,6 +23,10 @@ from sglang_jax.cli.serve import serve
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.arguments import LEAST_ALIKE
 from sglang_jax.errors import BatchError, CheckpointError, ConfigError, RequestError
+from sglang_jax.sampling import SamplingParams
+from sglang_jax.spellings import SAMPLING_FIELDS
+
+_SAMPLING = frozenset(SamplingParams.__dataclass_fields__)
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -66,6 +71,8 @@ bench.add_command(bench_serving, "serving")
 
 def run(command: click.Command, program: str, arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status: what the user got wrong is one line on stderr and status 2."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal of another locale shows what it can of an answer
     try:
         status = command.main(
             args=None if arguments is None else list(arguments),
@@ -94,6 +101,9 @@ def _unknown_option(error: click.NoSuchOption) -> str:
     options = [] if error.ctx is None else [each for each in error.ctx.command.params if isinstance(each, click.Option)]
     hidden = {name for option in options if option.hidden for name in option.opts}
     wanted = error.option_name.lstrip("-")
+    field = wanted.replace("-", "_")
+    if SAMPLING_FIELDS.get(field, field) in _SAMPLING:
+        return f"{error.option_name} is of a request, not of this command: give it to each, or to generate and chat"
     possible = [
         name
         for name in error.possibilities or ()

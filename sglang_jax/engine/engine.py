@@ -46,7 +46,7 @@ class Engine:
     >>> with Engine(model_path="demo") as engine:
     ...     output = engine.generate("The capital of France is", SamplingParams(temperature=0))
 
-    It runs in threads of its own, so it may be used from any thread, in a plain script, or beside a running event loop
+    It runs in separate threads, so it may be used from any thread, in a plain script, or where an event loop runs
     (in a notebook). With `dp_size` above 1 its replicas are processes, so a script must keep what it does under
     `if __name__ == "__main__":`, as `multiprocessing` asks. It is shut down by `shutdown`, at the end of a `with`
     block, when it is collected, or at exit.
@@ -201,12 +201,12 @@ class Engine:
         **Arguments:**
 
         - `items`: any iterable, read as results are taken. An item is a prompt (text or token ids), or a mapping that
-          has `prompt` or `messages` and, beside it, fields of `SamplingParams` and of `request`; a `custom_id` is let
-          pass.
+          has `prompt` or `messages`, and fields of `SamplingParams` and of `request` next to it; a `custom_id` is
+          ignored.
         - `sampling_params`: what holds for fields that an item leaves out; see `generate`.
         - `ordered`: results in the order of the items; otherwise as they are finished.
-        - `reorder`: prompts that begin alike are run one after the other, so that the prefix cache serves them.
-        - `lookahead`: items among which those that begin alike are looked for.
+        - `reorder`: prompts that share a prefix are run one after the other, so that the prefix cache serves them.
+        - `lookahead`: items among which shared prefixes are looked for.
         - `request`: further fields of `GenerateInput`, for items that leave them out.
 
         **Returns:** an iterator over results, one for each item. What an item has wrong, or fails with, is the `error`

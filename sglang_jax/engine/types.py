@@ -20,8 +20,8 @@ from sglang_jax.scheduler.messages import DraftCounts, SchedulerStats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOptions:
-    """A session to be opened. `session_id`: made up if None; `owner`: who alone may use it; `streaming`: turns may
-    leave out which one they follow; `timeout`: seconds without a turn until it is closed, None for the default."""
+    """A session to be opened. `session_id`: made up if None; `owner`: the only one who may use it; `streaming`: turns
+    may leave out which one they follow; `timeout`: seconds without a turn until it is closed, None for the default."""
 
     session_id: str | None = None
     owner: str = ""
@@ -59,8 +59,8 @@ class GenerateInput:
     - `routing_key`: requests with the same one go to the same replica, as long as that serves.
     - `markers`: special tokens that are in the output's text though it leaves out special tokens: for who takes replies
       apart. No stop string is looked for in them.
-    - `continues_text`: the output goes on where the prompt's text ends, so that a space at its front is kept. False
-      where it is a text of its own, as the answer in a chat is: sentencepiece begins each text with a space.
+    - `continues_text`: the output continues the prompt's text, so that a space at its front is kept. False
+      where it is a separate text, as the answer in a chat is: sentencepiece begins each text with a space.
     - `session`: the prompt is what comes behind the turns of a session; its owner is the `tenant`.
     """
 
@@ -90,7 +90,7 @@ class FinishKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FinishReason:
-    """Why an output ended. `matched` is the stop string or the token id; `error` is set for ERROR alone."""
+    """Why an output ended. `matched` is the stop string or the token id; `error` is set only for ERROR."""
 
     kind: FinishKind
     matched: str | int | None = None
@@ -99,8 +99,8 @@ class FinishReason:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Logprob of one token under the raw logits (None for a prompt's first token), and the likeliest alternatives
-    as (logprob, token id), likeliest first."""
+    """Logprob of one token under the raw logits (None for a prompt's first token), and the most likely alternatives
+    as (logprob, token id), the best first."""
 
     token_id: int
     logprob: float | None
@@ -114,9 +114,9 @@ class OutputDelta(msgspec.Struct, kw_only=True):
     character while the stream goes on, and never shows a part of a stop string.
 
     - `completion_tokens`: output tokens so far, these included.
-    - `prompt_logprobs`: in the completion's first delta alone, if they were asked for.
-    - `queue_seconds`: in the first delta alone: how long it waited for a row. None from a server elsewhere.
-    - `sampled`: when its first and its last token were sampled, by `time.monotonic()`; in the last delta alone, where
+    - `prompt_logprobs`: only in the completion's first delta, if they were asked for.
+    - `queue_seconds`: only in the first delta: how long it waited for a row. None from a server elsewhere.
+    - `sampled`: when its first and its last token were sampled, by `time.monotonic()`; only in the last delta, where
       the engine tells.
     - `drafts`: in the last delta of one that the engine ended, if it guesses tokens.
     """
@@ -374,7 +374,7 @@ class EngineClient(Protocol):
         ...
 
     async def drain(self, index: int | None = None, timeout: float | None = None) -> None:
-        """Lets one replica, or all in turn, finish what it has within `timeout` seconds, and starts it anew.
+        """Lets one replica, or all in turn, finish what it has within `timeout` seconds, and restarts it.
         Raises `ParameterError` if that cannot be done."""
         ...
 

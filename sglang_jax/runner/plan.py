@@ -66,13 +66,13 @@ class PoolSpec:
 class RunnerSpec:
     """What a runner offers; fixed for its life.
 
-    - `max_rows`: rows of the page table, so the most requests that run at once.
-    - `token_budget`: most tokens (decode rows + prefill chunks) of one step.
-    - `max_context`: most tokens of one row.
+    - `max_rows`: rows of the page table, so the maximum of requests that run at once.
+    - `token_budget`: maximum tokens (decode rows + prefill chunks) per step.
+    - `max_context`: maximum tokens per row.
     - `vocab_size`: token ids are in `[0, vocab_size)`.
     - `mixed_shapes`: (tokens, rows) of the programs that run steps with chunks, smallest first: a step costs what the
       first costs that it fits in. Empty for a runner that pads nothing.
-    - `max_samples`: most tokens that a row samples in one step; above 1 for a runner that drafts.
+    - `max_samples`: maximum tokens that a row samples in one step; above 1 for a runner that drafts.
     - `drafts_beside_prompts`: a step may have drafts and chunks. Where it may not, decode rows and drafts together are
       at most `max_rows` of a step.
     - `prompt_tokens`: of its chunks at most, where the options name no number.
@@ -100,7 +100,7 @@ class RunnerSpec:
 
     @property
     def max_total_tokens(self) -> int:
-        """Tokens that the first pool with pages holds; where there are states alone, those of as many rows as it has
+        """Tokens that the first pool with pages holds; where there are only states, those of as many rows as it has
         slots."""
         pool = next((pool for pool in self.pools if pool.kind is not CacheKind.STATE), self.pools[0])
         tokens = self.max_context if pool.kind is CacheKind.STATE else pool.page_size
@@ -211,10 +211,10 @@ class StepPlan:
     - `tokens`: `[sum(query_lens)]`, where each query's token comes from: an id, `LAST_TOKEN` or `DRAFT`.
     - `samples`: `[n]` True where the sequence samples a token after its last query; False for a chunk that
       does not end its prompt, or whose request only scores it. The token sampled last becomes the row's last token.
-    - `learnt`: `[n]` True where the sequence goes on where the row's step before ended, which only the device knows
-      while that one is in flight: `kv_lens` is then the most that it may be. None where no sequence does so. Only for
-      runners whose `RunnerSpec.max_samples` is above 1. A sequence with drafts samples after its last token, and after
-      each draft that was right, up to the first that was wrong.
+    - `learnt`: `[n]` True where the sequence continues from where the row's step before ended, which only the device
+      knows while that one is in flight: `kv_lens` is then the most that it may be. None where no sequence does so.
+      Only for runners whose `RunnerSpec.max_samples` is above 1. A sequence with drafts samples after its last token,
+      and after each draft that was right, up to the first that was wrong.
     - `masked`: `[n]` True where the sequence samples under a mask; such a sequence has no drafts. The step then runs in
       two parts: `Runner.launch` starts the forward pass, and `StepHandle.sample`, which brings the masks, samples for
       all sequences. None where no sequence does so: then the step is one.
@@ -224,8 +224,8 @@ class StepPlan:
       query is at position 0 begins with no state, whatever the slot holds.
     - `copies`: of pools that have any, what is copied within them before the step.
     - `row_updates`: what is to be replaced of rows before the step.
-    - `top_logprobs`: `NO_LOGPROBS`, or one of `LOGPROB_BUCKETS`: alternatives reported beside the sampled
-      token's own logprob.
+    - `top_logprobs`: `NO_LOGPROBS`, or one of `LOGPROB_BUCKETS`: alternatives reported together with the
+      sampled token's own logprob.
     """
 
     step: int
@@ -275,9 +275,9 @@ def allowed_tokens(words: Int32) -> Int32:
 
 @dataclass(frozen=True, slots=True)
 class TopLogprobs:
-    """Logprobs of m tokens under the raw logits, and of the k likeliest tokens at each of the m positions.
+    """Logprobs of m tokens under the raw logits, and of the k most likely tokens at each of the m positions.
 
-    `logprobs`: `[m]`; `top_ids`: `[m, k]`; `top_logprobs`: `[m, k]`, likeliest first.
+    `logprobs`: `[m]`; `top_ids`: `[m, k]`; `top_logprobs`: `[m, k]`, the best first.
     """
 
     logprobs: Float32
@@ -303,7 +303,7 @@ class StepResult:
 
 
 def one_each(tokens: Int32, samples: Bool) -> tuple[Int32, Int32]:
-    """`tokens` and `counts` of a result in which each of `tokens`, `[n]`, was sampled alone, where `samples`, `[n]`."""
+    """`tokens` and `counts` of a result in which rows sampled one of `tokens`, `[n]`, each, where `samples`, `[n]`."""
     return tokens[:, None], samples.astype(np.int32)
 
 
@@ -327,7 +327,7 @@ def refuse_drafts(plan: StepPlan) -> None:
 
 def refuse_foreign_memory(plan: StepPlan, spec: RunnerSpec) -> None:
     """No page or slot outside its pool, and no row longer than its page table, gets to a device: there it would end the
-    process without a word of what was wrong.
+    process without an error.
 
     **Raises:** `ValueError` naming the first row at fault.
     """

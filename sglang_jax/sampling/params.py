@@ -58,25 +58,25 @@ class SamplingParams:
 
     **Arguments:**
 
-    - `max_new_tokens`: most tokens generated; None means up to the context length. 0 computes the prompt alone, for
+    - `max_new_tokens`: maximum tokens generated; None means up to the context length. 0 computes only the prompt, for
       its logprobs or for the prefix cache.
     - `min_new_tokens`: end-of-sequence and stop tokens are masked until this many were sampled.
     - `temperature`: 0 is greedy.
-    - `top_k`: keep the k likeliest tokens; -1 keeps all.
+    - `top_k`: keep the k most likely tokens; -1 keeps all.
     - `top_p`: keep the smallest set with at least this probability (nucleus sampling, Holtzman et al. 2019).
-    - `min_p`: keep tokens with at least this fraction of the likeliest one's probability.
+    - `min_p`: keep tokens with at least this fraction of the most likely one's probability.
     - `frequency_penalty`, `presence_penalty`: OpenAI's, over output tokens.
     - `repetition_penalty`: over prompt and output tokens (CTRL, Keskar et al. 2019); 1 is off.
     - `logit_bias`: token id to the value added to its logit.
     - `stop`: strings that end the output; the output is cut before the match unless `include_stop`.
     - `stop_token_ids`: further token ids that end the output.
     - `ignore_eos`: the model's own end-of-sequence tokens do not end the output.
-    - `seed`: makes sampling a function of (seed, position) alone.
+    - `seed`: makes sampling a function of only (seed, position).
     - `n`: number of independent completions.
     - `skip_special_tokens`: leave special tokens out of the text.
     - `grammar`: what the output must look like; tokens that lead elsewhere are never sampled. The output ends once the
       grammar is complete and nothing can follow. It comes before `min_new_tokens` and `ignore_eos`: where it allows
-      the end alone, the output ends.
+      only the end, the output ends.
 
     **Raises:** `ParameterError` naming the field and its range.
     """

@@ -15,14 +15,14 @@ from sglang_jax.server.requests_seen import RequestsSeen
 
 
 class EmbeddedServer:
-    """An engine in a process of its own, and all routes of the server over it.
+    """An engine in a separate process, and all routes of the server over it.
 
     >>> server = await EmbeddedServer.start(model_path="demo")
     >>> await server.app(scope, receive, send)
     >>> await server.close()
 
     `app` runs on the event loop that `start` ran on. `--host`, `--port` and what else is about a socket is left to
-    whoever has the socket; so is draining.
+    the owner of the socket; so is draining.
     """
 
     def __init__(self, client: AsyncEngineClient, app: ASGIApp) -> None:
@@ -43,7 +43,7 @@ class EmbeddedServer:
         return cls(client, RequestsSeen(create_app(context), context.metrics))
 
     def check(self) -> None:
-        """Raises `EngineDeadError` if the engine is gone; it does not come back, so the whole is to be started anew."""
+        """Raises `EngineDeadError` if the engine is gone; it does not come back, so restart the whole."""
         if not self._client.alive:
             raise EngineDeadError("the engine is gone")
 

@@ -163,10 +163,18 @@ def test_a_misspelt_flag_is_not_answered_by_what_is_not_implemented(capsys: pyte
 
 
 def test_names_that_share_some_letters_are_not_suggested(capsys: pytest.CaptureFixture[str]) -> None:
-    for flag in ("--nccl-port", "--show-time-cost", "--num-scheduler-steps"):
+    for flag in ("--nccl-port", "--show-time-cost", "--numa-node"):
         assert refusal(capsys, flag, "2") == f"Error: No such option '{flag}'.\n"
     for flag, near in (("--prot", "--port"), ("--log-lvl", "--log-level"), ("--context-len", "--context-length")):
         assert f"Did you mean '{near}'?" in refusal(capsys, flag, "2")
+
+
+@pytest.mark.parametrize("flag", ["--max-tokens", "--max_new_tokens", "--temperature", "--top-p"])
+def test_a_field_of_a_request_is_not_answered_by_a_flag_that_looks_like_it(
+    capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    message = refusal(capsys, flag, "5")
+    assert message.endswith(" is of a request, not of this command: give it to each, or to generate and chat\n")
 
 
 @pytest.mark.parametrize(
@@ -275,7 +283,7 @@ def test_the_page_for_people_from_elsewhere_has_these_tables() -> None:
         assert [", ".join(f"`{name}`" for name in names), f"`{flag_name(field)}`"] in rows
     for heading, table in (("change nothing", NEEDLESS), ("are refused", REFUSED)):
         section = page.partition(f"## Flags that {heading}\n")[2].partition("\n## ")[0]
-        told = dict(re.findall(r"^\| `(--[a-z-]+)` \| (.*) \|$", section, re.MULTILINE))
+        told = dict(re.findall(r"^\| `(--[a-z0-9-]+)` \| (.*) \|$", section, re.MULTILINE))
         assert told == {flag_name(name): other.note for name, other in table.items()}
     for spellings in VALUES.values():
         for spelling, value in spellings.items():

@@ -1,4 +1,5 @@
-"""Looks for the habits of habits.yaml in docs, help texts, errors and log lines, and for misspelt words in all of them.
+"""Looks for the habits of habits.yaml in docs, help texts, errors, log lines, the docstrings that the site's reference
+and the server's /docs show, and comments of what operators copy; and for misspelt words in all of them.
 
 Run by `make check`: python tests/prose/check.py [FILE ...]
 """
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import yaml
@@ -20,6 +22,10 @@ PACKAGES = ("sglang_jax", "torch_backend", "tpu")
 LOG_METHODS = frozenset({"debug", "info", "warning", "error", "exception", "critical"})
 SHOWN = frozenset({"help", "description", "short_help", "epilog"})
 """Keywords whose texts a user reads."""
+
+ROUTES = frozenset({"get", "post", "put", "delete", "head"})
+OPERATORS_FILES = ("Dockerfile", "Makefile", "deploy/**/*.*", "docs/recipes/*.yaml")
+REFERENCE = ROOT / "docs/reference.md"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +52,13 @@ def habits() -> list[Habit]:
 
 def passages(path: Path) -> Iterator[Text]:
     """What of a file is read by people who use the project."""
-    return _of_python(path) if path.suffix == ".py" else _of_markdown(path)
+    match path.suffix:
+        case ".py":
+            return _of_python(path)
+        case ".md":
+            return _of_markdown(path)
+        case _:
+            return _of_comments(path)
 
 
 def _of_markdown(path: Path) -> Iterator[Text]:
@@ -59,17 +71,68 @@ def _of_markdown(path: Path) -> Iterator[Text]:
             yield Text(path, number, line)
 
 
+def _of_comments(path: Path) -> Iterator[Text]:
+    """Comments of a configuration, without what is a command in them."""
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if comment := re.search(r"(?:^|\s)##? (.*)", line):
+            yield Text(path, number, re.sub(r"`[^`\n]*`", "``", comment[1]))
+
+
 def _of_python(path: Path) -> Iterator[Text]:
-    """Help texts, the first argument of what is raised, and of what is logged."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    """Help texts, the first argument of what is raised, logged or printed, and docstrings that are shown."""
+    tree = ast.parse(path.read_text())
+    if path in referred():
+        yield from _docstrings(path, tree)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             yield from _strings(path, node.exc.args[:1])
         elif isinstance(node, ast.Call):
             yield from _strings(path, [word.value for word in node.keywords if word.arg in SHOWN])
-            if isinstance(node.func, ast.Attribute) and node.func.attr in LOG_METHODS:
+            if isinstance(node.func, ast.Attribute) and node.func.attr in LOG_METHODS | {"echo"}:
                 yield from _strings(path, node.args[:1])
-        elif isinstance(node, ast.FunctionDef) and any("command" in ast.unparse(one) for one in node.decorator_list):
-            yield Text(path, node.lineno, ast.get_docstring(node) or "")
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and any(map(_shown, node.decorator_list)):
+            yield _docstring(path, node)
+
+
+def _shown(decorator: ast.expr) -> bool:
+    """Whether the docstring of what it decorates is a command's help, or a route's description."""
+    if "command" in ast.unparse(decorator):
+        return True
+    return (
+        isinstance(decorator, ast.Call) and isinstance(decorator.func, ast.Attribute) and decorator.func.attr in ROUTES
+    )
+
+
+def _docstrings(path: Path, tree: ast.Module) -> Iterator[Text]:
+    """Those of the module's public names and of their public methods, and texts under attributes."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+            yield _docstring(path, node)
+            for part in node.body[1:] if isinstance(node, ast.ClassDef) else ():
+                if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) and not part.name.startswith("_"):
+                    yield _docstring(path, part)
+                elif isinstance(part, ast.Expr):
+                    yield from _strings(path, [part.value])
+
+
+def _docstring(path: Path, node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> Text:
+    """It begins in the line of the first statement."""
+    text = re.sub(r"`[^`\n]*`", "``", ast.get_docstring(node, clean=False) or "")
+    return Text(path, node.body[0].lineno, text)
+
+
+@cache
+def referred() -> frozenset[Path]:
+    """The modules that the reference of the site shows, or that hold what it shows."""
+    names = re.findall(r"^::: ([\w.]+)$", REFERENCE.read_text(), re.MULTILINE)
+    paths = set()
+    for name in names:
+        parts = name.split(".")
+        for module in (ROOT.joinpath(*parts), ROOT.joinpath(*parts[:-1])):
+            if module.with_suffix(".py").is_file():
+                paths.add(module.with_suffix(".py"))
+    paths |= {ROOT / "sglang_jax/engine/engine.py", ROOT / "sglang_jax/sampling/params.py"}
+    return frozenset(paths)
 
 
 def _strings(path: Path, expressions: list[ast.expr]) -> Iterator[Text]:
@@ -94,6 +157,7 @@ def checked_files() -> list[Path]:
     return [
         ROOT / "README.md",
         *sorted((ROOT / "docs").rglob("*.md")),
+        *(path for pattern in OPERATORS_FILES for path in sorted(ROOT.glob(pattern)) if path.suffix != ".json"),
         *(path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))),
     ]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parent))
-from check import ROOT, checked_files, found, habits, passages
+from check import ROOT, checked_files, found, habits, passages, referred
 
 sys.path.pop()
 
@@ -36,7 +36,33 @@ def command(most: int) -> None:
     """Answers likewise."""
     logger.warning("stopped %s, in the place of another", "begun")
     raise ValueError(f"{most!r} is no number", "begun")
+
+
+@router.get("/begun")
+async def route() -> None:
+    """Stands ready."""
+    click.echo("as it were")
+
+
+class Shown:
+    """Beside others, not `beside`."""
+
+    field: int
+    """Read
+    anew."""
+
+    def method(self) -> None:
+        """Whoever."""
+
+    def _hidden(self) -> None:
+        """Whoever."""
 '''
+
+RECIPE = """# The router alone.
+kind: alone
+        - name: key # whoever has it
+        - args: ["--x#alone"]  # `alone` in code
+"""
 
 
 def hits(path: Path) -> set[tuple[int, str]]:
@@ -46,6 +72,7 @@ def hits(path: Path) -> set[tuple[int, str]]:
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("check.ROOT", tmp_path)
+    monkeypatch.setattr("check.referred", frozenset)
     return tmp_path
 
 
@@ -58,14 +85,38 @@ def test_of_a_module_help_errors_and_log_lines_are_read(here: Path) -> None:
     (here / "module.py").write_text(PYTHON)
     assert hits(here / "module.py") == {
         (8, "whoever"),
-        (9, "likewise"),
+        (10, "likewise"),
         (11, "in the place of"),
         (12, "is no number"),
+        (17, "Stands ready"),
+        (18, "as it were"),
     }
+
+
+def test_of_a_module_in_the_reference_docstrings_are_read(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = here / "module.py"
+    module.write_text(PYTHON)
+    without = hits(module)
+    monkeypatch.setattr("check.referred", lambda: {module})
+    assert hits(module) - without == {(22, "Beside"), (26, "anew"), (29, "Whoever")}
+
+
+def test_the_reference_is_read() -> None:
+    names = {path.relative_to(ROOT).as_posix() for path in referred()}
+    assert {"sglang_jax/engine/engine.py", "sglang_jax/runner/plan.py", "sglang_jax/errors.py"} <= names
+    texts = [passage.text for passage in passages(ROOT / "sglang_jax/sampling/params.py")]
+    assert any("Applied in this order" in text for text in texts)
+
+
+def test_of_a_configuration_comments_are_read(here: Path) -> None:
+    (here / "recipe.yaml").write_text(RECIPE)
+    assert hits(here / "recipe.yaml") == {(1, "alone"), (3, "whoever")}
 
 
 def test_what_is_checked_is_there_and_has_texts() -> None:
     files = checked_files()
+    recipes = {ROOT / "docs/recipes/fleet-kubernetes.yaml", ROOT / "deploy/proxy/nginx.conf", ROOT / "Dockerfile"}
+    assert recipes <= set(files)
     assert {ROOT / "README.md", ROOT / "docs/api.md", ROOT / "sglang_jax/config/server.py"} <= set(files)
     assert ROOT / "CHANGELOG.md" not in files
     texts = [passage.text for passage in passages(ROOT / "sglang_jax/config/server.py")]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import httpx2
@@ -28,15 +28,22 @@ from sglang_jax.cli.bench.metrics import (
     plot_serving,
     serving_summary,
 )
-from sglang_jax.cli.bench.workloads import WORDS, Conversation, WorkloadConfig, make_workload
+from sglang_jax.cli.bench.sharegpt import Pair, read_pairs, sample_pairs
+from sglang_jax.cli.bench.workloads import WORDS, Conversation, WorkloadConfig, longest_context, make_workload
 from sglang_jax.cli.options import options_of
 from sglang_jax.config import EngineConfig, PositiveInt
-from sglang_jax.engine.types import GenerateOutput
-from sglang_jax.errors import ConfigError
+from sglang_jax.engine.types import GenerateOutput, TextTokenizer
+from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from sglang_jax.checkpoint.tokenizer import Tokenizer
 
 WARMUP_SEED_OFFSET = 1_000_003
 """Warm-up prompts come from another seed, so that none of them is in the cache when the measured ones come."""
+
+WARMUP_TOKENS = 32
+"""Prompt and output of a warm-up request, where the measured prompts come from a file."""
 
 
 class LoadConfig(BaseModel):
@@ -52,6 +59,11 @@ class LoadConfig(BaseModel):
     model: str | None = Field(None, description="model to name in requests; default: the server's first")
     vocab_size: PositiveInt | None = Field(
         None, description="random token IDs are below this; default: from the server's /model_info"
+    )
+    tokenizer: str | None = Field(
+        None,
+        description="folder, .gguf file or hub ID of the tokenizer that reads sharegpt; default: the one that the "
+        "server's /model_info names",
     )
     request_rate: float = Field(
         math.inf, gt=0, description="conversations started per second, as a Poisson process; inf: all at once"
@@ -81,7 +93,10 @@ def bench_serving(load: LoadConfig, workload: WorkloadConfig) -> int:
     """Put a load on a running server and report its latency and throughput."""
     if load.plot is not None:
         check_plotting()
-    records, duration = asyncio.run(_measure(load, workload))
+    pairs = None if workload.dataset_path is None else read_pairs(workload.dataset_path)
+    if pairs is None and load.tokenizer is not None:
+        raise click.UsageError(f"--tokenizer belongs to sharegpt, not to {workload.dataset_name}")
+    records, duration = asyncio.run(_measure(load, workload, pairs))
     figures = serving_summary(records, duration)
     click.echo(format_serving(figures))
     for error in sorted({record.error for record in records if record.error is not None}):
@@ -93,15 +108,23 @@ def bench_serving(load: LoadConfig, workload: WorkloadConfig) -> int:
     return 0 if all(record.ok for record in records) else 1
 
 
-async def _measure(load: LoadConfig, workload: WorkloadConfig) -> tuple[list[RequestRecord], float]:
+async def _measure(
+    load: LoadConfig, workload: WorkloadConfig, pairs: Sequence[Pair] | None
+) -> tuple[list[RequestRecord], float]:
+    """Puts the load on the server. `pairs`: what a file has, None where prompts are made."""
     async with open_client(load.url, load.api_key) as client:
         model = load.model or (await call(client, "GET", "/v1/models"))["data"][0]["id"]
-        vocab_size = await _vocab_size(client, load)
+        if pairs is None:
+            vocab_size = await _vocab_size(client, load)
+            conversations = make_workload(workload, vocab_size)
+        else:
+            tokenizer = await _tokenizer(client, load)
+            vocab_size = load.vocab_size or tokenizer.vocab_size
+            conversations = _sampled(workload, pairs, tokenizer)
         target = Target(base_url=load.url, api=load.backend, model=model, extra_body=load.extra_request_body)
         await _warm_up(client, target, load, workload, vocab_size)
         if load.flush_cache:
             await call(client, "POST", "/flush_cache")
-        conversations = make_workload(workload, vocab_size)
         requests = sum(len(conversation.turns) for conversation in conversations)
         with tqdm(total=requests, unit="req", disable=load.disable_tqdm) as bar:
             return await run_load(
@@ -126,10 +149,39 @@ async def _vocab_size(client: httpx2.AsyncClient, load: LoadConfig) -> int:
     return int(info["vocab_size"])
 
 
+async def _tokenizer(client: httpx2.AsyncClient, load: LoadConfig) -> Tokenizer:
+    """The tokenizer that was named, or the server's, if its files are on this machine or on the hub."""
+    from sglang_jax.checkpoint import resolve_tokenizer
+    from sglang_jax.checkpoint.tokenizer import load_tokenizer
+
+    name = load.tokenizer
+    if name is None:
+        info = await call(client, "GET", "/model_info")
+        if not isinstance(info, Mapping) or "tokenizer_path" not in info:
+            raise click.UsageError(f"{load.url}/model_info does not name a tokenizer: give --tokenizer")
+        name = str(info["tokenizer_path"])
+    try:
+        return load_tokenizer(resolve_tokenizer(name))
+    except CheckpointError as error:
+        hint = "" if load.tokenizer else "; --tokenizer names a copy on this machine"
+        raise ConfigError(f"{error}{hint}") from error
+
+
+def _sampled(workload: WorkloadConfig, pairs: Sequence[Pair], tokenizer: TextTokenizer) -> list[Conversation]:
+    conversations, note = sample_pairs(workload, pairs, tokenizer)
+    if note:
+        click.echo(note, err=True)
+    return conversations
+
+
 async def _warm_up(
     client: httpx2.AsyncClient, target: Target, load: LoadConfig, workload: WorkloadConfig, vocab_size: int
 ) -> None:
-    other = workload.model_copy(update={"seed": workload.seed + WARMUP_SEED_OFFSET})
+    seed = workload.seed + WARMUP_SEED_OFFSET
+    if workload.dataset_path is None:
+        other = workload.model_copy(update={"seed": seed})
+    else:
+        other = WorkloadConfig(random_input_len=WARMUP_TOKENS, random_output_len=WARMUP_TOKENS, seed=seed)
     drawn = make_workload(other, vocab_size)
     conversations = [Conversation(drawn[i % len(drawn)].turns[:1]) for i in range(load.warmup_requests)]
     if not conversations:
@@ -202,19 +254,23 @@ def bench_offline(engine: EngineConfig, workload: WorkloadConfig, offline: Offli
     """Measure the throughput of an engine without a server."""
     from sglang_jax.engine.engine import Engine
 
+    pairs = None if workload.dataset_path is None else read_pairs(workload.dataset_path)
     with Engine(config=engine) as running:
-        context_length = running.model_info.context_length
-        if workload.longest_context > context_length:
+        if pairs is None:
+            conversations = make_workload(workload, running.model_info.vocab_size)
+        else:
+            conversations = _sampled(workload, pairs, running.tokenizer)
+        longest, context_length = longest_context(conversations), running.model_info.context_length
+        if longest > context_length:
             raise ConfigError(
-                f"the workload's longest request has {workload.longest_context} tokens, "
-                f"the context length is {context_length}"
+                f"the workload's longest request has {longest} tokens, the context length is {context_length}"
             )
 
         def generate(prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[GenerateOutput]:
             outputs = running.generate(prompts, sampling)
             return outputs if isinstance(outputs, list) else [outputs]
 
-        totals = run_workload(generate, make_workload(workload, running.model_info.vocab_size))
+        totals = run_workload(generate, conversations)
         compiles = running.stats.compiles_after_warm_up
     figures = offline_summary(
         duration=totals.seconds,

@@ -18,7 +18,7 @@ import httpx2
 import numpy as np
 
 from sglang_jax.cli.bench.metrics import Chunk, RequestRecord
-from sglang_jax.cli.bench.workloads import Conversation, Turn, as_text
+from sglang_jax.cli.bench.workloads import Conversation, Turn
 from sglang_jax.config import Choice
 
 CONNECT_TIMEOUT = 30.0
@@ -143,7 +143,7 @@ class CompletionDialogue(OpenAIDialogue):
         self._said = ""
 
     def request(self, turn: Turn) -> dict[str, Any]:
-        self._said += " " + as_text(turn.token_ids)
+        self._said += " " + turn.as_text()
         return {"prompt": list(turn.token_ids) if self._lone else self._said, **self._options(turn)}
 
     def _text(self, choice: Mapping[str, Any]) -> str:
@@ -163,7 +163,7 @@ class ChatDialogue(OpenAIDialogue):
         self._messages: list[dict[str, str]] = []
 
     def request(self, turn: Turn) -> dict[str, Any]:
-        self._messages.append({"role": "user", "content": as_text(turn.token_ids)})
+        self._messages.append({"role": "user", "content": turn.as_text()})
         return {"messages": list(self._messages), **self._options(turn)}
 
     def _text(self, choice: Mapping[str, Any]) -> str:

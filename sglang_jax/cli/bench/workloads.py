@@ -1,4 +1,4 @@
-"""Workloads of known shape, made from a seed alone: nothing is downloaded.
+"""Workloads of known shape, made from a seed: nothing is downloaded. Prompts that people wrote are in `sharegpt`.
 
 A workload is a list of conversations. Prompts are token ids, so that their lengths are exact; `as_text` gives words to
 the routes that take only text.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 import numpy as np
@@ -22,14 +23,23 @@ class Dataset(Choice):
     RANDOM_IDS = "random-ids"
     SHARED_PREFIX = "generated-shared-prefix"
     MULTI_TURN = "multi-turn"
+    SHAREGPT = "sharegpt"
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a client adds to the conversation, and the number of tokens it asks for in return."""
+    """What a client adds to the conversation, and the number of tokens it asks for in return.
+
+    - `text`: what the ids are the tokens of, where that is known.
+    """
 
     token_ids: tuple[int, ...]
     output_len: int
+    text: str | None = None
+
+    def as_text(self) -> str:
+        """What to send to a route that takes only text."""
+        return as_text(self.token_ids) if self.text is None else self.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +56,11 @@ class WorkloadConfig(BaseModel):
 
     dataset_name: Dataset = Field(
         Dataset.RANDOM_IDS,
-        description="unrelated prompts, groups of prompts with a system prompt in common, or conversations",
+        description="unrelated prompts, groups of prompts with a system prompt in common, conversations, or the "
+        "prompts of a ShareGPT file",
     )
-    num_prompts: PositiveInt = Field(64, description="prompts of random-ids, conversations of multi-turn")
+    dataset_path: Path | None = Field(None, description="JSON file of sharegpt; nothing is downloaded")
+    num_prompts: PositiveInt = Field(64, description="prompts of random-ids and sharegpt, conversations of multi-turn")
     random_input_len: PositiveInt = Field(256, description="prompt tokens; of each turn in multi-turn")
     random_output_len: PositiveInt = Field(64, description="output tokens; of each turn in multi-turn")
     random_range_ratio: float = Field(
@@ -63,6 +75,16 @@ class WorkloadConfig(BaseModel):
     gsp_system_prompt_len: PositiveInt = Field(512, description="tokens of a system prompt")
     gsp_question_len: PositiveInt = Field(64, description="tokens of each prompt after its system prompt")
     gsp_output_len: PositiveInt = Field(64, description="output tokens of each prompt")
+    sharegpt_output_len: int | None = Field(
+        None,
+        ge=4,
+        description="output tokens of each prompt of sharegpt; default: those of the file's answer",
+    )
+    sharegpt_context_len: PositiveInt | None = Field(
+        None,
+        description="leave out prompts of sharegpt that have more tokens, output included; default: 2048, and 1024 of "
+        "the prompt itself",
+    )
     seed: int = Field(1, ge=0, description="everything random in the workload follows from it")
 
     @model_validator(mode="after")
@@ -73,15 +95,9 @@ class WorkloadConfig(BaseModel):
             if self.dataset_name not in datasets:
                 names = " and ".join(datasets)
                 raise ValueError(f"{flag_name(field)} belongs to {names}, not to {self.dataset_name}")
+        if self.dataset_name is Dataset.SHAREGPT and self.dataset_path is None:
+            raise ValueError("--dataset-name sharegpt needs --dataset-path FILE, a ShareGPT file on this machine")
         return self
-
-    @property
-    def longest_context(self) -> int:
-        """Tokens of the longest request, prompt and output together."""
-        if self.dataset_name is Dataset.SHARED_PREFIX:
-            return self.gsp_system_prompt_len + self.gsp_question_len + self.gsp_output_len
-        turns = self.multi_turn_num_turns if self.dataset_name is Dataset.MULTI_TURN else 1
-        return turns * (self.random_input_len + self.random_output_len)
 
 
 def _datasets_of(field: str) -> tuple[Dataset, ...]:
@@ -89,13 +105,23 @@ def _datasets_of(field: str) -> tuple[Dataset, ...]:
         return (Dataset.SHARED_PREFIX,)
     if field.startswith("multi_turn_"):
         return (Dataset.MULTI_TURN,)
-    if field.startswith(("random_", "num_")):
+    if field.startswith(("sharegpt_", "dataset_path")):
+        return (Dataset.SHAREGPT,)
+    if field.startswith("random_"):
         return (Dataset.RANDOM_IDS, Dataset.MULTI_TURN)
+    if field.startswith("num_"):
+        return (Dataset.RANDOM_IDS, Dataset.MULTI_TURN, Dataset.SHAREGPT)
     return tuple(Dataset)
 
 
+def longest_context(conversations: Sequence[Conversation]) -> int:
+    """Tokens of the longest request, prompt and output together."""
+    return max(sum(len(turn.token_ids) + turn.output_len for turn in each.turns) for each in conversations)
+
+
 def make_workload(config: WorkloadConfig, vocab_size: int) -> list[Conversation]:
-    """The conversations of a workload: the same for the same config and vocabulary. Ids are in `[0, vocab_size)`."""
+    """The conversations of a workload that is made: the same for the same config and vocabulary. Ids are in
+    `[0, vocab_size)`."""
     random = np.random.default_rng(config.seed)
     if config.dataset_name is Dataset.SHARED_PREFIX:
         return _shared_prefix(config, vocab_size, random)

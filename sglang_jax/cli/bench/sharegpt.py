@@ -1,0 +1,104 @@
+"""Prompts that people wrote: a file in ShareGPT's format, which other engines' benchmarks read too.
+
+The file is a list of `{"conversations": [{"from": ..., "value": ...}, ...]}`. A conversation's first turn is the
+prompt; its second is the answer that somebody got, which says how many tokens to ask for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from sglang_jax.cli.bench.workloads import Conversation, Turn, WorkloadConfig
+from sglang_jax.engine.types import TextTokenizer
+from sglang_jax.errors import ConfigError
+
+SHORTEST = 4
+"""Prompts and answers of fewer tokens are left out."""
+
+LONGEST_PROMPT = 1024
+LONGEST = 2048
+"""Longer prompts, and those longer with their answers, are left out; `--sharegpt-context-len` replaces both."""
+
+WHERE = (
+    "nothing is downloaded: fetch ShareGPT_V3_unfiltered_cleaned_split.json of the data set "
+    "anon8231489123/ShareGPT_Vicuna_unfiltered from the Hugging Face hub, or take another file of that form"
+)
+
+
+class _Said(msgspec.Struct):
+    value: str
+
+
+class _Recorded(msgspec.Struct):
+    conversations: list[_Said] = []
+    conversation: list[_Said] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A prompt and the answer that it got."""
+
+    prompt: str
+    answer: str
+
+
+def read_pairs(file: Path) -> list[Pair]:
+    """The first two turns of every conversation that has two. Raises `ConfigError` that says what is wrong where."""
+    try:
+        content = json.loads(file.read_bytes())
+        recorded = msgspec.convert(content, list[_Recorded])
+    except FileNotFoundError as error:
+        raise ConfigError(f"data set not found: {file}; {WHERE}") from error
+    except OSError as error:
+        raise ConfigError(f"--dataset-path {file} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError, msgspec.ValidationError) as error:
+        raise ConfigError(f"--dataset-path {file} is not in ShareGPT's format: {error}; {WHERE}") from error
+    turns = [each.conversations or each.conversation for each in recorded]
+    pairs = [Pair(_unicode(said[0].value), _unicode(said[1].value)) for said in turns if len(said) >= 2]
+    if not pairs:
+        raise ConfigError(f"--dataset-path {file} has no conversation of two turns")
+    return pairs
+
+
+def _unicode(text: str) -> str:
+    """The text with lone halves of surrogate pairs, which JSON may hold and no tokenizer reads, as question marks."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def sample_pairs(
+    config: WorkloadConfig, pairs: Sequence[Pair], tokenizer: TextTokenizer
+) -> tuple[list[Conversation], str]:
+    """`num_prompts` of the pairs in an order that follows from the seed, without those that are too short or too long;
+    and a note where there are fewer. Raises `ConfigError` if there is none."""
+    taken: list[Conversation] = []
+    short = long = 0
+    for index in np.random.default_rng(config.seed).permutation(len(pairs)):
+        if len(taken) == config.num_prompts:
+            break
+        ids = tokenizer.encode(pairs[index].prompt)
+        answer = tokenizer.encode(pairs[index].answer, add_special_tokens=False)
+        output_len = config.sharegpt_output_len or len(answer)
+        if len(ids) < SHORTEST or output_len < SHORTEST:
+            short += 1
+        elif _too_long(config, len(ids), output_len):
+            long += 1
+        else:
+            taken.append(Conversation((Turn(tuple(ids), output_len, pairs[index].prompt),)))
+    left_out = f"{short} are too short and {long} too long"
+    if not taken:
+        raise ConfigError(f"--dataset-path {config.dataset_path} has no conversation to ask: {left_out}")
+    fewer = len(taken) < config.num_prompts
+    note = f"{len(taken)} prompts instead of {config.num_prompts}: of {len(pairs)} conversations {left_out}"
+    return taken, note if fewer else ""
+
+
+def _too_long(config: WorkloadConfig, prompt: int, output: int) -> bool:
+    if config.sharegpt_context_len is not None:
+        return prompt + output > config.sharegpt_context_len
+    return prompt > LONGEST_PROMPT or prompt + output > LONGEST

@@ -1,0 +1,124 @@
+"""The scripts of benchmarks/ start, and those that need no model measure something: so that one that calls what is no
+longer there is noticed before somebody wants a figure. `make check` has mypy read all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+
+SHOW_HELP = """
+import contextlib, io, json, pathlib, runpy, sys
+
+told = {}
+for script in map(pathlib.Path, sys.argv[1:]):
+    sys.argv = [str(script), "--help"]
+    out = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out):
+            runpy.run_path(str(script), run_name="__main__")
+        told[script.name] = ""
+    except SystemExit as ended:
+        told[script.name] = out.getvalue() if not ended.code else f"status {ended.code}"
+    except Exception as error:
+        told[script.name] = f"{type(error).__name__}: {error}"
+print(json.dumps(told))
+"""
+"""All in one process: most of the time goes into importing JAX, torch and transformers once."""
+
+
+@pytest.mark.slow
+def test_each_script_tells_its_options() -> None:
+    scripts = sorted(BENCHMARKS.glob("*.py"))
+    environment = {"PYTHONPATH": f"{ROOT}:{BENCHMARKS}", "PATH": "/usr/bin:/bin", "HOME": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", SHOW_HELP, *map(str, scripts)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    told: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    commands = {script.name for script in scripts if "__main__" in script.read_text()}
+    assert len(commands) > 30
+    assert {name: text for name, text in told.items() if not text.startswith("usage: " * (name in commands))} == {}
+    assert {name: text for name, text in told.items() if name not in commands and text} == {}
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports a script and makes what it measures small."""
+
+    def make(name: str, **small: object) -> ModuleType:
+        monkeypatch.syspath_prepend(str(BENCHMARKS))
+        module = importlib.import_module(name)
+        for constant, value in small.items():
+            monkeypatch.setattr(module, constant, value)
+        return module
+
+    return make
+
+
+def rows_written(module: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> list[Any]:
+    """Runs the script's `main`; the rows of its table."""
+    file = folder / "rows.json"
+    monkeypatch.setattr(sys, "argv", ["script", "--json", str(file), *arguments])
+    module.main()
+    rows: list[Any] = json.loads(file.read_text())["rows"]
+    return rows
+
+
+def test_arrivals(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = load("arrivals")
+    rows = rows_written(module, monkeypatch, tmp_path, "--part", "128", "--repeats", "1")
+    assert [row["burst"] for row in rows] == list(module.CASES)
+    assert all(row["us per request"] > 0 for row in rows)
+
+
+def test_host_step(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = load("host_step", STEPS=40, CONTEXTS=(96, 160), WINDOW=64)
+    rows = rows_written(module, monkeypatch, tmp_path)
+    assert [(row["rows"], row["second group"]) for row in rows] == [
+        (rows, second) for rows in (64, 256) for second in ("", "", "window", "state")
+    ]
+    assert all(row["median us"] > 0 for row in rows)
+
+
+def test_prefix_cache(load: Any) -> None:
+    rows = load("prefix_cache", NODES=60, PROMPT=512, REPEATS=2, EVICTIONS=100).measure(64)
+    assert [(row["groups"], row["evicts"]) for row in rows] == [(1, "full"), (2, "full"), (2, "swa")]
+    assert all(row["match us"] > 0 and row["evict page us"] > 0 for row in rows)
+
+
+def test_fair_prefill(load: Any) -> None:
+    module = load("fair_prefill")
+    for chunk, target, plain in ((512, None, True), (8192, 50.0, False)):
+        row = module.run(chunk, target, 7.0, plain=plain)
+        assert row["ITL p50"] > 8
+        assert row["short TTFT p50"] > 8
+
+
+def test_grammar_host(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    load("grammar_host").main(rows=2, steps=3)
+    assert "a row and step: median" in capsys.readouterr().out
+
+
+def test_stream_host(load: Any) -> None:
+    module = load("stream_host", LENGTHS=(1024, 2048), TURNS=1, STREAMS=2)
+    for times in (module.measure_completions(), module.measure_cumulative(), module.measure_scripts()):
+        assert all(value > 0 for turns in times for value in turns)
+        assert [row["output"] for row in module.table("what", times, "")] == [1024, 2048]
+    assert len(asyncio.run(module.measure_clients())) == 2
+    found = asyncio.run(module.measure_server(1024, 0.3, sockets=False))
+    assert found["tokens/s"] > 0
