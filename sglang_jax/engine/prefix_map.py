@@ -97,8 +97,9 @@ class _CountedPages(Component):
         self.order.discard(node)
         self.evictable -= node.length
 
-    def trim(self, node: Node, pages: int) -> None:
+    def trim(self, node: Node, pages: int) -> bool:
         self.evictable -= node.length - pages
+        return True
 
     def evict_at(self, node: Node, wanted: int) -> int:
         return max(node.length - wanted, 0)

@@ -18,7 +18,6 @@ import zmq
 
 from sglang_jax import logs
 from sglang_jax.config import EngineConfig
-from sglang_jax.engine.allocator import give_memory_back
 from sglang_jax.engine.channel import CoreChannel
 from sglang_jax.engine.collector import heap_left_alone
 from sglang_jax.engine.core import Core, CoreLoader, run_core
@@ -186,7 +185,6 @@ def _process_main(
             core = load(config, channel)
             die_with_parent()  # by the kernel, as from now on nothing is left to be removed
             stack.enter_context(heap_left_alone())
-            give_memory_back()  # what compiling took
             return core
 
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

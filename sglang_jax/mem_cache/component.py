@@ -99,8 +99,10 @@ class Component(ABC):
         """The tree takes out a leaf that no lock keeps: gives up what is held there."""
 
     @abstractmethod
-    def trim(self, node: Node, pages: int) -> None:
-        """The tree shortens a leaf that no lock keeps to its first `pages` pages: gives up the rest."""
+    def trim(self, node: Node, pages: int) -> bool:
+        """The tree shortens a leaf that no lock keeps to its first `pages` pages: gives up the rest. False where a
+        match may not end at the new end. Looks at no other node, as eviction shortens a leaf page by page: if what is
+        above the leaf forbids it, the leaf goes soon, as it is next in the order."""
 
     @abstractmethod
     def evict_at(self, node: Node, wanted: int) -> int:

@@ -101,11 +101,12 @@ class FullKV(PooledComponent):
         self.evictable -= len(pages)
         self._give_up(node, pages)
 
-    def trim(self, node: Node, pages: int) -> None:
+    def trim(self, node: Node, pages: int) -> bool:
         held = self.pages(node)
         self.evictable -= len(held) - pages
         self._give_up(node, held[pages:])
         node.values[self._index] = held[:pages]
+        return True
 
     def evict_at(self, node: Node, wanted: int) -> int:
         return max(node.length - wanted, 0)

@@ -315,8 +315,8 @@ class RadixTree:
             keep = component.evict_at(node, component.evictable - goal)
             if keep == 0:
                 node = self._remove_leaf(node)
-            elif keep < node.length:
-                self._trim_leaf(node, keep)
+            elif keep < node.length and self._trim_leaf(node, keep):
+                continue
             if self._partial:
                 self._prune(node)
         self._give_back()
@@ -349,13 +349,16 @@ class RadixTree:
             self._drop_empty_root(parent)
         return parent
 
-    def _trim_leaf(self, node: Node, pages: int) -> None:
+    def _trim_leaf(self, node: Node, pages: int) -> bool:
+        """Whether a match may end at the leaf's new end, by what the leaf itself has."""
         assert pages > 0
         assert not node.children
+        serves = True
         for component in self.components:
-            component.trim(node, pages)
+            serves = component.trim(node, pages) and serves
         node.key = node.key[: pages * self.page_bytes]
         node.length = pages
+        return serves
 
     def _give_back(self) -> None:
         for component in self.components:

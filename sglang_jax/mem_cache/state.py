@@ -188,8 +188,9 @@ class States(PooledComponent):
     def remove(self, node: Node) -> None:
         self.bury(node)
 
-    def trim(self, node: Node, pages: int) -> None:
+    def trim(self, node: Node, pages: int) -> bool:
         self.bury(node)
+        return False
 
     def evict_at(self, node: Node, wanted: int) -> int:
         self.bury(node)

@@ -237,17 +237,23 @@ class WindowKV(PooledComponent):
         if len(value.pages):
             self._give_up(node, value.pages)
 
-    def trim(self, node: Node, pages: int) -> None:
+    def trim(self, node: Node, pages: int) -> bool:
         value = self.held(node)
-        lost = node.length - pages
-        kept = max(len(value.pages) - lost, 0)
-        self.evictable -= len(value.pages) - kept
-        if kept < len(value.pages):
-            self._give_up(node, value.pages[kept:])
-        value.pages = value.pages[:kept]
-        value.proven = max(value.proven - lost, 0)
-        if kept == 0:
+        held, lost = value.pages, node.length - pages
+        kept = len(held) - lost
+        if value.proven:
+            value.proven = max(value.proven - lost, 0)
+        if kept > 0:
+            self.evictable -= lost
+            self._give_up(node, held[kept:])
+            value.pages = held[:kept]
+            return kept >= self.reach or kept == pages
+        if len(held):
+            self.evictable -= len(held)
+            self._give_up(node, held)
+            value.pages = held[:0]
             self.order.discard(node)
+        return False
 
     def evict_at(self, node: Node, wanted: int) -> int:
         value = self.held(node)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
-import httpx2
 import msgspec
 
 from sglang_jax.engine.output import RequestOutputs
@@ -98,11 +97,12 @@ def _sampling(sampling: SamplingParams, room: int) -> dict[str, Any]:
     }
 
 
-async def events(response: httpx2.Response) -> AsyncIterator[dict[str, Any]]:
-    """The events of a stream, but for its end."""
-    async for line in response.aiter_lines():
-        if line.startswith("data: ") and line != "data: [DONE]":
-            yield msgspec.json.decode(line.removeprefix("data: ").encode())
+def event_of(line: str) -> dict[str, Any] | None:
+    """What a line of a stream says; None for the stream's end, and for lines between events."""
+    if not line.startswith("data: ") or line == "data: [DONE]":
+        return None
+    found: dict[str, Any] = msgspec.json.decode(line.removeprefix("data: ").encode())
+    return found
 
 
 def add_answer(outputs: RequestOutputs, answer: Mapping[str, Any], *, first: bool) -> int:

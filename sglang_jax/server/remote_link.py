@@ -19,7 +19,7 @@ from sglang_jax.errors import ConfigError, EngineDeadError, QueueFullError, Requ
 from sglang_jax.scheduler.messages import SchedulerStats
 from sglang_jax.server.remote_format import (
     add_answer,
-    events,
+    event_of,
     request_body,
     request_headers,
     tenant_headers,
@@ -279,7 +279,9 @@ class RemoteLink:
             if response.status_code != 200:
                 await response.aread()
                 raise self._error(response)
-            async for event in events(response):
+            async for line in response.aiter_lines():
+                if (event := event_of(line)) is None:
+                    continue
                 if "error" in event:
                     raise self._as_raised(event["error"], 500)
                 index = add_answer(outputs, event, first=int(event.get("index", 0)) not in begun)

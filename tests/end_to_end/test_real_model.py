@@ -122,7 +122,7 @@ def test_the_oracle_notices_one_wrong_token(oracle: LlamaForCausalLM, prompts: T
 @pytest.mark.timeout(600)
 def test_one_by_one_and_from_the_cache(engine: Engine, prompts: Tokens, outputs: Tokens) -> None:
     """Alone instead of 32 at once; and with the prompt's KV in the tree from the time before."""
-    for prompt, expected in zip(prompts[:6], outputs[:6], strict=True):
+    for prompt, expected in zip(prompts[:3], outputs[:3], strict=True):
         again = engine.generate(prompt, GREEDY)
         assert not isinstance(again, list)
         assert again.cached_tokens >= (len(prompt) - 1) // 16 * 16

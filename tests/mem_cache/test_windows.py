@@ -124,6 +124,37 @@ def test_a_match_ends_where_the_window_before_it_is_whole() -> None:
     assert all(each.pool.num_free == each.pool.total for each in cache.groups)
 
 
+def test_a_leaf_that_loses_its_tail_goes_whole_where_its_own_window_is_no_longer() -> None:
+    """A page of full attention is wanted. Where all pages of the window are there, one of each goes; where those before
+    the last window are gone, no match can end in what is left."""
+    whole, behind = cache_of(window=9), cache_of(window=9)
+    finish(whole, PROMPT)
+    finish(behind, PROMPT)
+    behind.tree.evict(window_of(behind)[1], 8)
+    for cache, pages in ((whole, 1), (behind, 10)):
+        full = cache.groups[0].component
+        assert cache.tree.evict(full, 1) == pages
+        assert [group.pool.total - group.pool.num_free for group in cache.groups] == [10 - pages] * 2
+        assert cached(cache, PROMPT) == 4 * (10 - pages)
+        check_everything(cache)
+
+
+def test_a_leaf_below_a_gap_goes_as_others_do() -> None:
+    """What is above it forbids a match in it: nobody looks, but it is the next to go, and leaves nothing behind."""
+    cache = cache_of(window=21)
+    _, component = window_of(cache)
+    finish(cache, PROMPT)
+    finish(cache, [*PROMPT[:24], *range(100, 116)])
+    assert cache.tree.evict(component, 10) == 10, "the first leaf, and all that its parent has"
+    assert cached(cache, [*PROMPT[:24], *range(100, 116)]) == 0
+    full, freed = cache.groups[0].component, []
+    while full.evictable:
+        freed.append(cache.tree.evict(full, 1))
+        check_everything(cache)
+    assert freed == [1, 1, 1, 7], "the parent goes with the last page: no match can end there either"
+    assert all(group.pool.num_free == group.pool.total for group in cache.groups)
+
+
 def test_who_computes_a_lost_part_again_gives_it_to_the_node() -> None:
     cache = cache_of(window=9)
     group, component = window_of(cache)

@@ -481,7 +481,7 @@ def doubt_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def keep_a_state_beyond_a_leafs_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A leaf that loses its tail keeps the state after it."""
-    monkeypatch.setattr(States, "trim", lambda self, node, pages: None)
+    monkeypatch.setattr(States, "trim", lambda self, node, pages: False)
 
 
 def prove_what_no_sample_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -632,6 +632,8 @@ PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
     prove_what_no_sample_read: NO_SHORTAGE | {"groups": st.sampled_from([(5,), (None, 5)]), "page_size": st.just(4)},
     prove_what_is_split_off: NO_SHORTAGE | {"groups": st.sampled_from([(5,), (None, 5), (3,)]), **ROOM_FOR_ALL},
     prove_the_copy_that_was_not_read: NO_SHORTAGE,
+    # The tail is whole pages, so that the tree takes it, and one who goes on from it is soon there.
+    insert_the_uncommitted_tail: NO_SHORTAGE | {"page_size": st.just(1), **ROOM_FOR_ALL},
     keep_what_is_behind_a_stop: NO_SHORTAGE | {"drafts": st.just(4)},
     reclaim_behind_the_longest_guess: WINDOWS,
     keep_a_state_beyond_the_end: {

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from helpers.whole_outputs import collect
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import sglang_jax
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.types import GenerateInput
 from sglang_jax.sampling import SamplingParams
@@ -347,3 +350,35 @@ FORMATS = [in_one_piece, cumulative, incremental, chat, completions, python]
 @given(case=cases())
 def test_every_format_says_what_the_oracle_says(check: Callable[[Case], None], case: Case) -> None:
     check(case)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": PROMPT}),
+        ("/generate", {"text": PROMPT, "incremental_output": True}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}]}),
+        ("/v1/completions", {"prompt": PROMPT}),
+    ],
+)
+def test_a_token_passes_two_generators_between_the_wire_and_the_reply(path: str, body: dict[str, Any]) -> None:
+    """Each one more would cost every token a microsecond."""
+    case = Case([[97, 98, 99, EOS]], [[1], [1]], [3, 3, 3], [], False, False)
+    seen: list[str] = []
+
+    async def run() -> None:
+        before = sys.get_asyncgen_hooks()
+
+        def note(generator: AsyncGenerator[Any, Any]) -> None:
+            if Path(sglang_jax.__file__).parent in Path(generator.ag_code.co_filename).parents:
+                seen.append(generator.__qualname__)
+            before.firstiter(generator)
+
+        sys.set_asyncgen_hooks(note, before.finalizer)
+        try:
+            await server.answer(case, path, {**body, "stream": True})
+        finally:
+            sys.set_asyncgen_hooks(*before)
+
+    asyncio.run(run())
+    assert sorted(seen) == ["AsyncEngineClient.generate", "_events"]
