@@ -191,12 +191,12 @@ class BoundedConnection(H11Protocol):
         if self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0] or rest[:1] < bytes([_LEAST_OF_TEXT]):
             return self._slice
         end = _END_OF_HEAD.search(rest, self._looked_at)
-        if end is not None:
+        if end is not None and end.end() <= MAX_HEAD_BYTES:
             self._looked_at = 0
             return end.end()
         if len(rest) > MAX_HEAD_BYTES:
             self._looked_at = 0
-            return len(rest)
+            return MAX_HEAD_BYTES + 1  # which h11 refuses, as it does not find the end
         self._looked_at = max(len(rest) - 2, 0)
         return 0
 
