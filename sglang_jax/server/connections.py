@@ -206,12 +206,13 @@ class BoundedConnection(H11Protocol):
         if self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0] or rest[:1] < bytes([_LEAST_OF_TEXT]):
             return self._slice
         end = _END_OF_HEAD.search(rest, self._looked_at)
-        if end is not None:
+        if end is not None and end.end() <= MAX_HEAD_BYTES:
             self._looked_at = 0
             return end.end()
         if len(rest) > MAX_HEAD_BYTES:
-            self._looked_at = 0
-            return len(rest)
+            self._refuse(_head_too_large())
+            rest.clear()
+            return 0
         self._looked_at = max(len(rest) - 2, 0)
         return 0
 
@@ -257,8 +258,7 @@ class BoundedConnection(H11Protocol):
         problem = sys.exc_info()[1]
         refusal = RequestError(f"{msg.rstrip('.')}: {problem or 'it is malformed'}", code="malformed_http")
         if isinstance(problem, h11.RemoteProtocolError) and problem.error_status_hint == 431:
-            refusal = RequestError(f"the head of the request is too large; the limit is {MAX_HEAD_BYTES} bytes")
-            refusal.status, refusal.code = 431, "head_too_large"
+            refusal = _head_too_large()
         self._refuse(refusal)
 
     def drop(self) -> None:
@@ -320,6 +320,12 @@ def next_slice(size: int, seconds: float) -> int:
     if seconds > SLICE_SECONDS:
         return max(LEAST_SLICE, size // 2)
     return min(SLICE, size * 2) if seconds < SLICE_SECONDS / 4 else size
+
+
+def _head_too_large() -> RequestError:
+    refusal = RequestError(f"the head of the request is too large; the limit is {MAX_HEAD_BYTES} bytes")
+    refusal.status, refusal.code = 431, "head_too_large"
+    return refusal
 
 
 def _goes_in_chunks(scope: Scope, start: Message) -> bool:

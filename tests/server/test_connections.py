@@ -239,14 +239,20 @@ def test_of_long_answers_that_nobody_reads_one_is_held(
     assert caplog.text.count("An answer was cut off") == 1
 
 
-def test_a_head_has_a_size(strict: EchoServer) -> None:
+@pytest.mark.parametrize(("size", "end"), [(MAX_HEAD_BYTES + SLICE, b""), (MAX_HEAD_BYTES + 1, b"\r\n\r\n")])
+def test_a_head_has_a_size(strict: EchoServer, size: int, end: bytes) -> None:
+    """One that comes whole as well."""
     with connect(strict) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * (MAX_HEAD_BYTES + SLICE))
+        first = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX-Long: "
+        connection.sendall(first + b"x" * (size - len(first) - len(end)) + end)
         head, _, body = rest_of(connection).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 431")
     error = json.loads(body)["error"]
     assert (error["code"], error["type"]) == ("head_too_large", "invalid_request_error")
     assert f"the limit is {MAX_HEAD_BYTES} bytes" in error["message"]
+    with connect(strict) as connection:
+        connection.sendall(first + b"x" * (MAX_HEAD_BYTES - len(first) - 4) + b"\r\n\r\n")
+        assert rest_of(connection).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize("sent", [b"\x16\x03\x01\x02\x00", b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"])
