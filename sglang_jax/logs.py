@@ -15,16 +15,32 @@ REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 REQUEST_ID_HEADER = "X-Request-Id"
 """The header that carries it, from clients, to servers behind this one, and back."""
 
+OWN = ("sglang_jax", "torch_backend", "tpu")
+"""Loggers of this project."""
+
 
 def configure(level: int | str, *, as_json: bool = False, process: str = "") -> None:
     """Writes log lines of this process to standard error, unless somebody has set logging up already.
 
+    Below INFO only this project's lines are written: numba alone has a hundred thousand for the kernels of a CPU.
+
     **Arguments:** `level`: the least that is written, by number or name; `process`: what the lines call this process,
     where there are several of its kind.
     """
+    root = logging.getLogger()
+    if root.handlers:
+        return
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines(process) if as_json else TextLines(process))
-    logging.basicConfig(level=level, handlers=[handler])
+    least = logging.getLevelNamesMapping()[level] if isinstance(level, str) else level
+    logging.basicConfig(level=max(least, logging.INFO), handlers=[handler])
+    for name in OWN:
+        logging.getLogger(name).setLevel(least)
+
+
+def own_level() -> int:
+    """The least level at which this project's lines are written: processes that this one starts write the same."""
+    return logging.getLogger(OWN[0]).getEffectiveLevel()
 
 
 def writes_json() -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import ExitStack
 
+from sglang_jax import logs
 from sglang_jax.checkpoint import Checkpoint
 from sglang_jax.config import EngineConfig
 from sglang_jax.runner.group import GroupRunner
@@ -31,7 +31,7 @@ def launch_group(config: EngineConfig, checkpoint: Checkpoint) -> TorchGroupRunn
     **Raises:** `ConfigError`, `CheckpointError` as for one device; `RuntimeError` if another process fails.
     """
     select_device(config.device, config.tp_size - 1)
-    followers = LocalFollowers(config, logging.getLogger().getEffectiveLevel())
+    followers = LocalFollowers(config, logs.own_level())
     with ExitStack() as undo:
         undo.callback(followers.close)
         followers.wait_ready()

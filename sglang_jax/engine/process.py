@@ -86,7 +86,7 @@ class CoreProcess:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[str] = self._loop.create_future()
-        log_level = logging.getLogger().getEffectiveLevel()
+        log_level = logs.own_level()
         words = shared_words()
         self._pulse = Pulse(words)
         self._process = multiprocessing.get_context("spawn").Process(

@@ -43,7 +43,10 @@ OTHERS_SHARE = 5
 """So many times as long as a slice took that was slow to parse, its connection waits for the next one."""
 
 WHOLE_PIECES = 3
-"""Pieces of a head that are read as they come; most heads are one."""
+"""Pieces of a request that are read as they come; most heads are one."""
+
+SMALL_PIECE = 1024
+"""Bytes: larger pieces of a body are read as they come, however many. A segment of TCP has more."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.1
 """Seconds for which nothing is read behind the last of these; behind each further piece it is twice as long as before.
@@ -86,10 +89,10 @@ class BoundedConnection(H11Protocol):
       are at work, it is refused with 503. So silent connections keep nobody out.
 
     A head is parsed once it is whole: clients that send a line at a time would have h11 look at each. One in many
-    pieces is read ever more seldom, as a few clients could keep the event loop busy with theirs. What comes
-    is parsed in slices, as a client may send a body in thousands of chunks at once. Of an answer whose
-    length is not known, h11 writes the beginning and the end, and the connection the chunks between them: a chunk
-    changes nothing in h11's state, and its checks cost an event as much as the engine's client.
+    pieces is read ever more seldom, and so is a body in many small ones, as a few clients could keep the event loop
+    busy with theirs. What comes is parsed in slices, as a client may send a body in thousands of chunks at once. Of an
+    answer whose length is not known, h11 writes the beginning and the end, and the connection the chunks between them:
+    a chunk changes nothing in h11's state, and its checks cost an event as much as the engine's client.
     """
 
     def __init__(
@@ -110,6 +113,7 @@ class BoundedConnection(H11Protocol):
         self._slice = SLICE
         self._parsing = False
         self._looked_at = 0
+        self._came = 0
         self._pieces = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
@@ -142,12 +146,13 @@ class BoundedConnection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Parses a slice of what came, and the rest in later turns of the event loop."""
         self._rest += data
+        self._came = len(self._rest)
         if not self._parsing:  # otherwise a later turn is on its way
             self._parse()
 
     def _parse(self) -> None:
         self._parsing = False
-        if self.transport.is_closing():
+        if self.transport.is_closing() or not self._rest:  # nothing would be the connection's end for h11
             self._rest.clear()
             return
         size = self._size_of_next()
@@ -156,7 +161,6 @@ class BoundedConnection(H11Protocol):
             self._watch()
             self._await_piece()
             return
-        self._pieces = 0
         data = bytes(self._rest[:size])
         del self._rest[:size]
         if self.server is None:
@@ -170,16 +174,27 @@ class BoundedConnection(H11Protocol):
             self._parsing = True
             self.transport.pause_reading()
             self.loop.call_later(took * OTHERS_SHARE if took > SLICE_SECONDS / 2 else 0.0, self._parse)
-        elif not self.flow.read_paused:
-            self.transport.resume_reading()
+        elif self._came <= SMALL_PIECE and self._in_part():
+            self._await_piece()
+        else:
+            self._pieces = 0
+            self._read_on()
+
+    def _in_part(self) -> bool:
+        """More of the request is to come: of its body, or of a head that h11 has since it began behind another."""
+        state = self.conn.their_state
+        return state is h11.SEND_BODY or (state is h11.IDLE and bool(self.conn.trailing_data[0]))
 
     def _await_piece(self) -> None:
-        """The next piece of a head that is not whole yet is read now, or later where there were many."""
-        self._pieces += bool(self._rest)
-        if self._pieces >= WHOLE_PIECES:
-            doublings = min(self._pieces - WHOLE_PIECES, 16)
+        """The next piece of a request that is not whole yet is read now, or later where there were many."""
+        self._pieces += 1
+        if self._pieces < WHOLE_PIECES:
+            self._read_on()  # it may have been paused for a piece before
+            return
+        doublings = min(self._pieces - WHOLE_PIECES, 16)
+        if not self.transport.is_closing():
             self.transport.pause_reading()
-            self.loop.call_later(min(FIRST_PAUSE * 2**doublings, LONGEST_PAUSE), self._read_on)
+        self.loop.call_later(min(FIRST_PAUSE * 2**doublings, LONGEST_PAUSE), self._read_on)
 
     def _read_on(self) -> None:
         if not self.transport.is_closing() and not self.flow.read_paused:
@@ -191,12 +206,13 @@ class BoundedConnection(H11Protocol):
         if self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0] or rest[:1] < bytes([_LEAST_OF_TEXT]):
             return self._slice
         end = _END_OF_HEAD.search(rest, self._looked_at)
-        if end is not None:
+        if end is not None and end.end() <= MAX_HEAD_BYTES:
             self._looked_at = 0
             return end.end()
         if len(rest) > MAX_HEAD_BYTES:
-            self._looked_at = 0
-            return len(rest)
+            self._refuse(_head_too_large())
+            rest.clear()
+            return 0
         self._looked_at = max(len(rest) - 2, 0)
         return 0
 
@@ -242,8 +258,7 @@ class BoundedConnection(H11Protocol):
         problem = sys.exc_info()[1]
         refusal = RequestError(f"{msg.rstrip('.')}: {problem or 'it is malformed'}", code="malformed_http")
         if isinstance(problem, h11.RemoteProtocolError) and problem.error_status_hint == 431:
-            refusal = RequestError(f"the head of the request is too large; the limit is {MAX_HEAD_BYTES} bytes")
-            refusal.status, refusal.code = 431, "head_too_large"
+            refusal = _head_too_large()
         self._refuse(refusal)
 
     def drop(self) -> None:
@@ -305,6 +320,12 @@ def next_slice(size: int, seconds: float) -> int:
     if seconds > SLICE_SECONDS:
         return max(LEAST_SLICE, size // 2)
     return min(SLICE, size * 2) if seconds < SLICE_SECONDS / 4 else size
+
+
+def _head_too_large() -> RequestError:
+    refusal = RequestError(f"the head of the request is too large; the limit is {MAX_HEAD_BYTES} bytes")
+    refusal.status, refusal.code = 431, "head_too_large"
+    return refusal
 
 
 def _goes_in_chunks(scope: Scope, start: Message) -> bool:

@@ -1,5 +1,5 @@
 """The scripts of benchmarks/ start, and those that need no model measure something: so that one that calls what is no
-longer there is noticed before somebody wants a figure. `make check` has mypy read all of them."""
+longer there is noticed before somebody wants a figure."""
 
 from __future__ import annotations
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, cast
 
 import pytest
-import uvicorn
+from helpers.wire import connect
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.server import ServerState
 
 from sglang_jax.server.connections import ConnectionLimits, bounded_connections
 
@@ -18,37 +16,6 @@ PLAIN, OURS = H11Protocol, bounded_connections(LIMITS)
 
 EVENTS = [b"data: a\n\n", b"", b"x" * 300, b"data: [DONE]\n\n"]
 POST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
-
-
-class Wire(asyncio.Transport):
-    """A client's end that keeps what it is sent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: list[bytes] = []
-        self.closing = False
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        assert not self.closing, "written to a connection that is closed"
-        self.sent.append(bytes(data))
-
-    def close(self) -> None:
-        self.closing = True
-
-    abort = close
-
-    def is_closing(self) -> bool:
-        return self.closing
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return default
-
-    def pause_reading(self) -> None: ...
-
-    def resume_reading(self) -> None: ...
-
-    def get_write_buffer_size(self) -> int:
-        return 1
 
 
 def answering(events: list[bytes], headers: list[tuple[bytes, bytes]], status: int, fails: bool) -> ASGIApp:
@@ -61,14 +28,6 @@ def answering(events: list[bytes], headers: list[tuple[bytes, bytes]], status: i
         await send({"type": "http.response.body", "body": events[-1], "more_body": False})
 
     return app
-
-
-def connect(protocol: type[H11Protocol], app: ASGIApp) -> tuple[H11Protocol, Wire]:
-    config = uvicorn.Config(cast(Any, app), http=protocol, ws="none", lifespan="off", log_config=None)
-    config.load()
-    connection, wire = protocol(config, ServerState(), {}), Wire()
-    connection.connection_made(wire)
-    return connection, wire
 
 
 async def answer(protocol: type[H11Protocol], app: ASGIApp, requests: list[bytes]) -> tuple[list[bytes], bool]:

@@ -9,34 +9,36 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import h11
-import numpy as np
 import pytest
 from helpers.echo_server import EchoServer, post_bytes, serve_echo, wait_for
 
 from sglang_jax.server import connections, held_answers
 from sglang_jax.server.connections import (
-    FIRST_PAUSE,
     LEAST_SLICE,
-    LONGEST_PAUSE,
     MAX_HEAD_BYTES,
     SLICE,
     SLICE_SECONDS,
-    WHOLE_PIECES,
-    BoundedConnection,
     next_slice,
 )
 
 TIMEOUT = 0.6
+PATIENCE = 2.5
 MOST = 20
 
 
 @pytest.fixture(scope="module")
 def strict() -> Iterator[EchoServer]:
     with serve_echo(model_path="echo:0.001", client_timeout=TIMEOUT, max_connections=MOST) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def patient() -> Iterator[EchoServer]:
+    """For clients that read slowly: a busy machine may keep them from it for longer than `TIMEOUT`."""
+    with serve_echo(model_path="echo:0.001", client_timeout=PATIENCE) as server:
         yield server
 
 
@@ -92,28 +94,6 @@ def test_a_head_that_trickles_ends_its_connection(strict: EchoServer) -> None:
                 connection.sendall(b"X: y\r\n")
                 time.sleep(0.1)
     assert time.monotonic() - begin < 10
-
-
-def test_a_head_in_many_pieces_is_read_ever_more_seldom(strict: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To be woken for each cost the same two hundred clients the other half of a core."""
-    times: list[float] = []
-    receive = BoundedConnection.data_received
-
-    def noted(self: BoundedConnection, data: bytes) -> None:
-        times.append(time.monotonic())
-        receive(self, data)
-
-    monkeypatch.setattr(BoundedConnection, "data_received", noted)
-    with connect(strict) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
-        with suppress(OSError):  # its time ends
-            while True:
-                connection.sendall(b"X: y\r\n")
-                time.sleep(0.0005)
-    pauses = np.diff(times)[WHOLE_PIECES - 1 :]
-    least = np.minimum(FIRST_PAUSE * 2.0 ** np.arange(len(pauses)), LONGEST_PAUSE)
-    assert len(pauses) > 1
-    assert (pauses > 0.9 * least).all(), pauses
 
 
 def test_a_head_is_parsed_once_it_is_whole(strict: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,10 +185,10 @@ def test_connections_at_work_are_not_closed_for_new_ones() -> None:
         wait_for(lambda: healthy(server))
 
 
-def test_a_client_that_does_not_read_is_cut_off(strict: EchoServer) -> None:
+def test_a_client_that_does_not_read_is_cut_off(patient: EchoServer) -> None:
     """And its request with it. One that reads slowly is not."""
     body: dict[str, Any] = {"text": "a" * 2000, "stream": True, "sampling_params": {"max_new_tokens": 2000}}
-    slow, stalled = connect(strict), connect(strict)
+    slow, stalled = connect(patient), connect(patient)
     for connection in (slow, stalled):
         connection.sendall(post_bytes("/generate", body))
     end = b""
@@ -218,23 +198,23 @@ def test_a_client_that_does_not_read_is_cut_off(strict: EchoServer) -> None:
         end = end[-40:] + more
         if b"[DONE]" in end:
             break
-        if number < 24:
-            time.sleep(TIMEOUT / 6)
+        if number < 16:
+            time.sleep(PATIENCE / 12)
     assert b"[DONE]" in end
-    wait_for(lambda: not strict.context.in_flight)
+    wait_for(lambda: not patient.context.in_flight)
     assert b"[DONE]" not in rest_of(stalled)
 
 
-def test_a_client_that_reads_a_long_answer_slowly_gets_it(strict: EchoServer) -> None:
-    with connect(strict) as connection:
+def test_a_client_that_reads_a_long_answer_slowly_gets_it(patient: EchoServer) -> None:
+    with connect(patient) as connection:
         connection.sendall(post_bytes("/tokenize", {"prompt": ["a" * 60_000] * 20}))
         received, begin = 0, time.monotonic()
         while received < 20 * 60_000 * 3:
             more = connection.recv(65536)
             assert more
             received += len(more)
-            if time.monotonic() - begin < 3 * TIMEOUT:
-                time.sleep(TIMEOUT / 6)
+            if time.monotonic() - begin < 1.3 * PATIENCE:
+                time.sleep(PATIENCE / 12)
 
 
 def test_of_long_answers_that_nobody_reads_one_is_held(
@@ -259,14 +239,20 @@ def test_of_long_answers_that_nobody_reads_one_is_held(
     assert caplog.text.count("An answer was cut off") == 1
 
 
-def test_a_head_has_a_size(strict: EchoServer) -> None:
+@pytest.mark.parametrize(("size", "end"), [(MAX_HEAD_BYTES + SLICE, b""), (MAX_HEAD_BYTES + 1, b"\r\n\r\n")])
+def test_a_head_has_a_size(strict: EchoServer, size: int, end: bytes) -> None:
+    """One that comes whole as well."""
     with connect(strict) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * (MAX_HEAD_BYTES + SLICE))
+        first = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX-Long: "
+        connection.sendall(first + b"x" * (size - len(first) - len(end)) + end)
         head, _, body = rest_of(connection).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 431")
     error = json.loads(body)["error"]
     assert (error["code"], error["type"]) == ("head_too_large", "invalid_request_error")
     assert f"the limit is {MAX_HEAD_BYTES} bytes" in error["message"]
+    with connect(strict) as connection:
+        connection.sendall(first + b"x" * (MAX_HEAD_BYTES - len(first) - 4) + b"\r\n\r\n")
+        assert rest_of(connection).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize("sent", [b"\x16\x03\x01\x02\x00", b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"])

@@ -157,7 +157,7 @@ def test_a_body_that_does_not_come(small: EchoServer) -> None:
 
 
 def test_bodies_of_all_requests_have_a_limit_together(small: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_body, "SLOWEST", 200_000)
+    monkeypatch.setattr(request_body, "SLOWEST", 40_000)  # on a busy machine they take a while to come
     connections = [socket.create_connection(("127.0.0.1", small.port)) for _ in range(10)]
     for connection in connections:
         connection.sendall(head("/v1/completions", "Transfer-Encoding: chunked\r\n") + chunk(90_000))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -143,6 +145,28 @@ def test_lines_have_a_time_with_its_zone() -> None:
     zoned = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d"
     assert re.fullmatch(rf"\[{zoned}\] INFO replica 1: said", TextLines("replica 1").format(record))
     assert re.fullmatch(zoned, json.loads(JsonLines().format(record))["time"])
+
+
+@pytest.mark.parametrize(
+    ("level", "told"),
+    [("DEBUG", ["sglang_jax.x 10", "numba.core 20"]), (logging.WARNING, []), ("INFO", ["numba.core 20"])],
+)
+def test_below_info_only_lines_of_this_project_are_written(level: str | int, told: list[str]) -> None:
+    """In a process of its own: here logging is set up already, which `configure` leaves alone."""
+    code = f"""
+import logging
+from sglang_jax import logs
+
+logs.configure({level!r}, as_json=True)
+logging.getLogger("numba.core").debug("10")
+logging.getLogger("sglang_jax.x").debug("10")
+logging.getLogger("numba.core").info("20")
+print(logs.own_level())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [f"{line['logger']} {line['message']}" for line in lines] == told
+    assert int(done.stdout) == (logging.getLevelName(level) if isinstance(level, str) else level)
 
 
 def test_no_request_no_header() -> None:

@@ -1,0 +1,53 @@
+"""A connection of the server without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+
+class Wire(asyncio.Transport):
+    """A client's end that keeps what it is sent, and knows whether the server reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[bytes] = []
+        self.closing = False
+        self.reading = True
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        assert not self.closing, "written to a connection that is closed"
+        self.sent.append(bytes(data))
+
+    def close(self) -> None:
+        self.closing = True
+
+    abort = close
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
+
+    def get_write_buffer_size(self) -> int:
+        return 1
+
+
+def connect(protocol: type[H11Protocol], app: ASGIApp) -> tuple[H11Protocol, Wire]:
+    config = uvicorn.Config(cast(Any, app), http=protocol, ws="none", lifespan="off", log_config=None)
+    config.load()
+    connection, wire = protocol(config, ServerState(), {}), Wire()
+    connection.connection_made(wire)
+    return connection, wire
