@@ -14,7 +14,7 @@ ARENAS = 2
 MAPPED_BYTES = 131_072
 TRIMMED_BYTES = 1_048_576
 
-GROWTH_BYTES = 4 * 2**20
+GROWTH_BYTES = 2**20
 """A process that has grown by so much gives back what it has free."""
 
 _STATM = Path("/proc/self/statm")
