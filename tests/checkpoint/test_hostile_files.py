@@ -193,15 +193,33 @@ def test_a_tokenizer_that_panics(good: Good, monkeypatch: pytest.MonkeyPatch) ->
         load_tokenizer(source)
 
 
-@pytest.mark.parametrize("name", ["config.json", TOKENIZER_FILE, "tokenizer_config.json", SINGLE_FILE])
-def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
+def _make_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _make_device(path: Path) -> None:
+    """One without an end."""
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("make", [_make_pipe, _make_device])
+@pytest.mark.parametrize("name", ["config.json", TOKENIZER_FILE, "tokenizer_config.json", SINGLE_FILE, INDEX_FILE])
+def test_a_pipe_or_a_device_is_not_read(tmp_path: Path, name: str, make: Callable[[Path], None]) -> None:
     folder = make_tiny_checkpoint(tmp_path / "model", **SMALL)
-    (folder / name).unlink()
-    os.mkfifo(folder / name)
+    (folder / (SINGLE_FILE if name == INDEX_FILE else name)).unlink()
+    make(folder / name)
     load = load_tokenizer if "token" in name else lambda source: open_checkpoint(str(source.path))
     source = ModelSource(SourceKind.SAFETENSORS, folder, "model")
     with pytest.raises(CheckpointError, match=re.escape(name)):
         load(source)
+
+
+@pytest.mark.parametrize("make", [_make_pipe, _make_device])
+def test_a_pipe_or_a_device_is_no_gguf_file(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "model.gguf")
+    for path in (tmp_path / "model.gguf", tmp_path):
+        with pytest.raises(CheckpointError, match=re.escape(str(tmp_path))):
+            open_checkpoint(str(path))
 
 
 ELSEWHERE = ("../other/model.safetensors", "/etc/passwd", "a/../../b.safetensors", "", "x" * 300, "a\x00b")
