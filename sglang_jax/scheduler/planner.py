@@ -123,7 +123,7 @@ class Planner:
             rows, left = rows[open_ended], left[open_ended]
         rows, left = self._up_to_boundaries(rows, left)
         if self._max_samples > 1 and len(rows):
-            part = self._extend_with_drafts(rows, left, self._room(prompts_wait or bool(self._rows.prefilling)))
+            part = self._extend_with_drafts(rows, left, prompts_wait)
             if part is not None:
                 return part
         widths = None if self._max_samples == 1 else self._ones[: len(rows)]
@@ -148,8 +148,9 @@ class Planner:
             return self._token_budget - (self._budget.size if prompts else 0)
         return 0 if prompts else min(self._most_queries, self._token_budget)
 
-    def _extend_with_drafts(self, rows: Index, left: Index, room: int) -> DecodePart | None:
-        """Drafts for rows that are likely to pay, as far as `room` and free pages go; None for none."""
+    def _extend_with_drafts(self, rows: Index, left: Index, prompts_wait: bool) -> DecodePart | None:
+        """Drafts for rows that are likely to pay, as far as the step's tokens and free pages go; None for none."""
+        room = self._room(prompts_wait or bool(self._rows.prefilling))
         most = np.minimum(left - 1, self._max_samples).astype(np.int32)
         most[self._rows.one_by_one[rows]] = 1
         if self._recent is not None and room > len(rows):
@@ -164,7 +165,7 @@ class Planner:
             return None
         order = np.argsort(drafting, kind="stable")
         rows, widths = rows[order], widths[order]
-        kv_lens = self._cache.extend_decode(rows, widths, evict=False)
+        kv_lens = self._cache.extend_decode(rows, widths, evict=False, prompts_wait=prompts_wait)
         return None if kv_lens is None else DecodePart(rows, kv_lens.astype(np.int32), widths)
 
     def plan(self, step: int, decode: DecodePart) -> Planned | None:

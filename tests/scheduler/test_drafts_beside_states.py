@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from helpers.scheduling import VOCAB, Bench
 from helpers.simulation import STATE
+from helpers.watch import Watch
 
 from sglang_jax.mem_cache.invariants import check_everything
 from sglang_jax.runner.plan import DRAFT, StepPlan, refuse_drafts_of_states
@@ -24,10 +25,10 @@ def endless(tokens: int, seed: int = 5) -> SamplingParams:
     return SamplingParams(max_new_tokens=tokens, seed=seed, ignore_eos=True)
 
 
-def bench(max_samples: int, track: int, **options: object) -> Bench:
+def bench(max_samples: int, track: int, *, slots: int = 24, **options: object) -> Bench:
     found = Bench(
         page_size=PAGE,
-        more=((STATE, 24),),
+        more=((STATE, slots),),
         max_samples=max_samples,
         budget=64,
         options={"mamba_track_interval": track},
@@ -90,6 +91,18 @@ def test_without_boundaries_to_keep_drafts_are_as_long_as_may_be() -> None:
     subject.add(prompt(9), sampling=endless(60))
     subject.run()
     assert [drafts_of(plan) for plan in subject.runner.plans[2:7]] == [5] * 5
+
+
+@pytest.mark.parametrize("length", range(1, 9))
+def test_a_row_at_a_boundary_leaves_the_last_slot_to_who_waits(length: int) -> None:
+    subject = bench(6, PAGE, rows=3, slots=2)
+    watch = Watch(subject)
+    for number, tokens in enumerate((60, length, 5)):
+        subject.add(prompt(9, number), sampling=endless(tokens, number))
+    for _ in range(60):
+        watch.step()  # which checks that the third has a row as soon as there is a slot for it
+    assert not subject.scheduler.queue
+    subject.check_outputs()
 
 
 def test_of_a_step_there_are_no_more_drafts_than_slots_for_their_states() -> None:
