@@ -20,6 +20,7 @@ from sglang_jax.cli.convert import convert
 from sglang_jax.cli.generate import generate
 from sglang_jax.cli.options import fields_as_flags, with_dashes
 from sglang_jax.cli.serve import serve
+from sglang_jax.cli.starting import INTERRUPTED
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.arguments import LEAST_ALIKE
 from sglang_jax.errors import BatchError, CheckpointError, ConfigError, RequestError
@@ -29,8 +30,6 @@ from sglang_jax.spellings import SAMPLING_FIELDS
 _SAMPLING = frozenset(SamplingParams.__dataclass_fields__)
 
 USAGE_ERROR = 2
-INTERRUPTED = 130
-"""Exit status after Ctrl-C: 128 + SIGINT, as shells have it."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

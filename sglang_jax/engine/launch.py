@@ -133,11 +133,19 @@ async def _launch(
             with suppress(EngineDeadError):  # it ended by itself
                 channel.send(Shutdown(drain=False))
             core.kill()
-            await core.ended
+            await _until_over(core)
             raise
         if folder is not None:
             folder.cleanup()  # they are connected: nobody needs a path any more
         return CoreLink(channel, core, ready, resources.pop_all(), config.watchdog_timeout), result
+
+
+async def _until_over(core: CoreHandle) -> None:
+    """Waits until a core that was told to stop has ended, however often that is cancelled: a thread that still loads
+    uses what is given back then."""
+    while not core.ended.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait({core.ended})
 
 
 async def _wait_ready(channel: ClientChannel, core: CoreHandle, timeout: float) -> Ready:

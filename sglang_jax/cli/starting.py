@@ -1,0 +1,67 @@
+"""Starting an engine within a command's process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+import click
+
+from sglang_jax.config import EngineConfig, GrammarLibrary
+
+if TYPE_CHECKING:
+    from sglang_jax.engine.engine import Engine
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C: 128 + SIGINT, as shells have it."""
+
+
+def tell_loading(config: EngineConfig) -> None:
+    """Says in a terminal what the next seconds are spent on. Elsewhere standard error is for what went wrong, and for
+    `generate`'s last line."""
+    if sys.stderr.isatty():
+        click.echo(f"Loading {config.model_path} ...", err=True)
+
+
+def for_one_request(config: EngineConfig) -> EngineConfig:
+    """The options, of which those left out fit one request at a time.
+
+    Programs are made when they are first needed, and those of a short prompt and its answer while weights are read:
+    warming up the others, for prompts of other lengths, would take longer than the answer. No option asks for a
+    grammar, so that nothing need be read for one.
+    """
+    fitting = {"max_running_requests": 1, "skip_warmup": True, "grammar_backend": GrammarLibrary.NONE}
+    return config.model_copy(update={name: it for name, it in fitting.items() if name not in config.model_fields_set})
+
+
+def start_engine(config: EngineConfig) -> Engine:
+    """An engine in this process. Ctrl-C ends the process at once until there is one. Raises as `Engine` does."""
+    with _ended_by_interrupts():
+        from sglang_jax.engine.engine import Engine  # here, so that --help and bad flags are answered at once
+
+        return Engine(config=config)
+
+
+@contextmanager
+def _ended_by_interrupts() -> Iterator[None]:
+    """Ctrl-C ends the process, with nothing closed: a core that loads in a thread cannot be told to stop, and waiting
+    for it would take as long as loading. Nothing is half done then that somebody would find; processes of replicas and
+    ranks end with this one. Does nothing where Ctrl-C does: in the background, or where somebody else handles it."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    os.write(sys.stderr.fileno(), b"\nInterrupted.\n")
+    os._exit(INTERRUPTED)
