@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers.quick_programs import compile_quickly
+from hypothesis import HealthCheck, settings
 
 from sglang_jax.runner import host_machine
 from torch_backend.openmp import spin_shortly
@@ -23,6 +24,9 @@ if "TESTS_CPU_INFO" in os.environ:  # tests/on_other_cpus.py hides features of t
     host_machine._CPU_FEATURES = Path(os.environ["TESTS_CPU_INFO"])
 compile_quickly()
 spin_shortly()
+# No test fails because a machine was busy while one of its examples ran, or was made.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 WORKER = "PYTEST_XDIST_WORKER"
 """Set in the processes among which `make test` divides the tests."""
