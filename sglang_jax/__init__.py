@@ -5,7 +5,7 @@ from sglang_jax.engine.engine import Engine
 from sglang_jax.sampling.grammar import choice_grammar, ebnf_grammar, json_grammar, regex_grammar, tag_grammar
 from sglang_jax.sampling.params import SamplingParams
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "Engine",

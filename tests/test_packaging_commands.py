@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
+import sglang_jax
 from sglang_jax.about import distribution, version
 
 ROOT = Path(__file__).parent.parent
@@ -147,7 +149,19 @@ def test_no_text_tells_to_install_what_is_another_project(project: dict[str, Any
 
 def test_the_version_is_that_of_the_distribution(project: dict[str, Any]) -> None:
     assert distribution().name == project["name"]
-    assert version() == project["version"]
+    assert version() == sglang_jax.__version__ == project["version"]
+
+
+def test_the_version_is_of_the_release_that_the_changelog_is_about(project: dict[str, Any]) -> None:
+    newest, *older = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    ours, released = Version(project["version"]), [Version(each) for each in older]
+    assert released == sorted(released, reverse=True)
+    if newest == "Unreleased":
+        assert ours.is_devrelease
+        assert Version(ours.base_version) > released[0]
+    else:
+        assert str(ours) == newest
+    assert project["version"] in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
