@@ -129,7 +129,7 @@ def _until_fence(first: str, prompt: str) -> str:
     return "\n".join(lines).strip()
 
 
-@click.command()
+@click.command(short_help="Talk with a model in the terminal.")
 @click.argument("model", required=False)
 @click.option("--system", help="system message put before the conversation")
 @sampling_options(max_new_tokens="what the context has room for")

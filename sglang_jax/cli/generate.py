@@ -11,8 +11,9 @@ from typing import Any
 import click
 
 from sglang_jax.cli.options import options_of
+from sglang_jax.cli.program import INTERRUPTED
 from sglang_jax.cli.sampling import chosen_sampling, sampling_options
-from sglang_jax.cli.starting import INTERRUPTED, for_one_request, start_engine, tell_loading
+from sglang_jax.cli.starting import for_one_request, start_engine, tell_loading
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.collector import rare_collections
 from sglang_jax.engine.types import GenerateOutput, TextTokenizer
@@ -29,7 +30,7 @@ class Timing:
     output: GenerateOutput | None = None
 
 
-@click.command()
+@click.command(short_help="Answer one prompt.")
 @click.argument("prompt")
 @click.option("--system", help="system message put before the prompt")
 @click.option("--raw", is_flag=True, help="complete the prompt as it stands, without the chat template")

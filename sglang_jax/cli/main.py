@@ -19,8 +19,8 @@ from sglang_jax.cli.check import check
 from sglang_jax.cli.convert import convert
 from sglang_jax.cli.generate import generate
 from sglang_jax.cli.options import fields_as_flags, with_dashes
+from sglang_jax.cli.program import INTERRUPTED
 from sglang_jax.cli.serve import serve
-from sglang_jax.cli.starting import INTERRUPTED
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.arguments import LEAST_ALIKE
 from sglang_jax.errors import BatchError, CheckpointError, ConfigError, RequestError
@@ -30,9 +30,10 @@ from sglang_jax.spellings import SAMPLING_FIELDS
 _SAMPLING = frozenset(SamplingParams.__dataclass_fields__)
 
 USAGE_ERROR = 2
+HELP = ("-h", "--help")
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group()
 @click.option(
     "--version",
     is_flag=True,
@@ -78,6 +79,7 @@ def run(command: click.Command, program: str, arguments: Sequence[str] | None = 
             prog_name=program,
             standalone_mode=False,
             token_normalize_func=with_dashes,
+            help_option_names=HELP,
         )
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
@@ -114,8 +116,3 @@ def _unknown_option(error: click.NoSuchOption) -> str:
 def _fail(message: str, status: int) -> int:
     click.echo(f"Error: {message}", err=True)
     return status
-
-
-def main() -> None:
-    """Entry point of the scripts `sglang-jax` and that with the distribution's name."""
-    sys.exit(run(cli, "sglang-jax"))

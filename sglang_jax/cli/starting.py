@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import click
 
+from sglang_jax.cli.program import ended_by_interrupts
 from sglang_jax.config import EngineConfig, GrammarLibrary
 
 if TYPE_CHECKING:
     from sglang_jax.engine.engine import Engine
-
-INTERRUPTED = 130
-"""Exit status after Ctrl-C: 128 + SIGINT, as shells have it."""
 
 
 def tell_loading(config: EngineConfig) -> None:
@@ -40,28 +33,9 @@ def for_one_request(config: EngineConfig) -> EngineConfig:
 
 
 def start_engine(config: EngineConfig) -> Engine:
-    """An engine in this process. Ctrl-C ends the process at once until there is one. Raises as `Engine` does."""
-    with _ended_by_interrupts():
+    """An engine in this process. Ctrl-C ends the process until there is one: waiting for the thread that loads it would
+    take as long as loading. Raises as `Engine` does."""
+    with ended_by_interrupts():
         from sglang_jax.engine.engine import Engine  # here, so that --help and bad flags are answered at once
 
         return Engine(config=config)
-
-
-@contextmanager
-def _ended_by_interrupts() -> Iterator[None]:
-    """Ctrl-C ends the process, with nothing closed: a core that loads in a thread cannot be told to stop, and waiting
-    for it would take as long as loading. Nothing is half done then that somebody would find; processes of replicas and
-    ranks end with this one. Does nothing where Ctrl-C does: in the background, or where somebody else handles it."""
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, _end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    os.write(sys.stderr.fileno(), b"\nInterrupted.\n")
-    os._exit(INTERRUPTED)

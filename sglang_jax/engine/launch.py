@@ -19,14 +19,16 @@ from sglang_jax.engine.placement import Placement
 from sglang_jax.engine.process import CoreProcess, CoreThread
 from sglang_jax.engine.single_link import SingleLink
 from sglang_jax.engine.types import TextTokenizer
-from sglang_jax.errors import CheckpointError, ConfigError, EngineDeadError
+from sglang_jax.errors import CheckpointError, ConfigError, EngineDeadError, NoRoomError
 from sglang_jax.scheduler.messages import Shutdown
 
 Result = TypeVar("Result")
 
 TokenizerLoader = Callable[[EngineConfig], TextTokenizer]
 
-_START_ERRORS: dict[str, type[Exception]] = {error.__name__: error for error in (CheckpointError, ConfigError)}
+_START_ERRORS: dict[str, type[Exception]] = {
+    error.__name__: error for error in (CheckpointError, ConfigError, NoRoomError)
+}
 
 
 async def launch_engine(
