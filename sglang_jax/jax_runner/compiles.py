@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from pathlib import Path
 
 import jax
+
+logger = logging.getLogger(__name__)
 
 _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 
@@ -33,9 +36,18 @@ class CompileCounter:
 
 def use_compilation_cache(address: str) -> None:
     """Keeps every compiled program in a folder, however small or quick to compile. `address`: the folder, here or
-    where etils' paths lead, such as `gs://bucket/folder`."""
+    where etils' paths lead, such as `gs://bucket/folder`. Keeps none, which the log says, where there is no such folder
+    and none can be made."""
     if "://" not in address:
-        Path(address).mkdir(parents=True, exist_ok=True)
+        try:
+            Path(address).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            logger.warning(
+                "Programs are compiled again at each start, since they cannot be kept: %s. Name a folder that can be "
+                "written with --compilation-cache-dir",
+                error,
+            )
+            return
     jax.config.update("jax_compilation_cache_dir", address)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

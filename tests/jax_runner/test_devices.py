@@ -82,6 +82,20 @@ def test_programs_are_kept_between_processes(tmp_path: Path) -> None:
     assert hits[1] >= 1
 
 
+def test_where_nothing_can_be_kept_nothing_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """As for a user without a home, or in a container whose files cannot be written."""
+    set_to: dict[str, object] = {}
+    monkeypatch.setattr(jax.config, "update", set_to.__setitem__)
+    (tmp_path / "file").touch()
+    use_compilation_cache(str(tmp_path / "file/cache"))
+    assert not set_to
+    (said,) = caplog.messages
+    assert str(tmp_path / "file") in said
+    assert "--compilation-cache-dir" in said
+
+
 def test_a_bucket_keeps_its_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A path would make one slash of two."""
     monkeypatch.chdir(tmp_path)
