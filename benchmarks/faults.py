@@ -4,7 +4,7 @@
 
 Starts a server for each scenario, has users ask it, one request after the other, sends one process a signal, and goes
 on until the server has served for some seconds again, or has ended. SIGKILL stands for crashes, SIGSTOP for whatever
-makes a process stand still; "engine out of memory" has the kernel kill it (`memory_limit.py`). Figures are in seconds
+makes a process stand still; in "out of memory" the kernel kills it (`memory_limit.py`). Figures are in seconds
 after the signal:
 
 - `noticed`: until a client was told, or `/readyz` was not 200, or `/v1/loads` said that an engine does not serve.
@@ -28,7 +28,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ def rank(pid: int) -> int:
 @dataclass(frozen=True)
 class Scenario:
     """`victim`: the process that gets `number`, of the server's. `behind`: it is one of two servers behind another one,
-    by `--connect`, which is asked; `ranks`: as many processes of one machine share the model (torch); `hosts`: as many
+    by `--connect`, which is asked; `ranks`: as many processes of one machine share the model (torch); `nodes`: as many
     share it as though each were a machine (JAX), and the last one gets it; `goes_on`: seconds after which it is let go
     on, None for never; `no_memory`: the kernel kills it, for lack of memory, in place of the signal."""
 
@@ -94,14 +94,13 @@ class Scenario:
     options: tuple[str, ...] = ()
     behind: bool = False
     ranks: bool = False
-    hosts: bool = False
+    nodes: bool = False
     goes_on: float | None = None
     no_memory: bool = False
 
 
-SCENARIOS = [
+FAULTS = [
     Scenario("engine killed", engine, signal.SIGKILL),
-    Scenario("engine out of memory", engine, signal.SIGKILL, no_memory=True),
     Scenario("engine stopped", engine, signal.SIGSTOP),
     Scenario("replica killed", engine, signal.SIGKILL, ("--dp-size", "2")),
     Scenario("replica stopped", engine, signal.SIGSTOP, ("--dp-size", "2")),
@@ -112,9 +111,19 @@ SCENARIOS = [
     Scenario("engine behind stopped", engine, signal.SIGSTOP, behind=True),
     Scenario("front end killed", front_end, signal.SIGKILL),
     Scenario("front end stopped", front_end, signal.SIGSTOP, goes_on=30.0),
-    Scenario("host killed", front_end, signal.SIGKILL, hosts=True),
-    Scenario("host stopped", front_end, signal.SIGSTOP, hosts=True),
+    Scenario("node killed", front_end, signal.SIGKILL, nodes=True),
+    Scenario("node stopped", front_end, signal.SIGSTOP, nodes=True),
 ]
+
+
+def for_lack_of_memory(scenario: Scenario) -> list[Scenario]:
+    """The same, but that the kernel kills the victim."""
+    if scenario.number != signal.SIGKILL:
+        return []
+    return [replace(scenario, name=scenario.name.replace("killed", "out of memory"), no_memory=True)]
+
+
+SCENARIOS = [one for fault in FAULTS for one in (fault, *for_lack_of_memory(fault))]
 
 
 class Server:
@@ -219,14 +228,14 @@ def options_of(scenario: Scenario, arguments: argparse.Namespace) -> list[str]:
 
 
 def start(scenario: Scenario, arguments: argparse.Namespace, folder: Path) -> list[Server]:
-    """The servers of a scenario; where hosts share the model, the first is asked."""
+    """The servers of a scenario; where nodes share the model, the first is asked."""
     options = options_of(scenario, arguments)
-    if not scenario.hosts:
+    if not scenario.nodes:
         return [Server(options, folder / f"server{number}.log") for number in range(2 if scenario.behind else 1)]
     address = f"127.0.0.1:{arguments.port}"
     shared = ["--nnodes", str(arguments.ranks), "--tp-size", str(arguments.ranks), "--dist-init-addr", address]
     return [
-        Server([*options, *shared, "--node-rank", str(number)], folder / f"host{number}.log")
+        Server([*options, *shared, "--node-rank", str(number)], folder / f"node{number}.log")
         for number in range(arguments.ranks)
     ]
 
@@ -235,11 +244,11 @@ async def run(scenario: Scenario, arguments: argparse.Namespace, folder: Path) -
     servers = start(scenario, arguments, folder)
     asked = servers[0]
     try:
-        for server in servers[: 1 if scenario.hosts else None]:
+        for server in servers[: 1 if scenario.nodes else None]:
             await server.ready()
         if scenario.behind:
             addresses = ",".join(server.url.removeprefix("http://") for server in servers)
-            asked = Server(["--connect", addresses, "--model-path", arguments.model_path], folder / "door.log")
+            asked = Server(["--connect", addresses, "--model-path", arguments.model_path], folder / "router.log")
             await asked.ready()
         return await watch(scenario, arguments, [*servers, asked] if scenario.behind else servers, asked)
     finally:
@@ -258,7 +267,7 @@ async def watch(
             tasks.create_task(use(http, number, tally, over))
         tasks.create_task(look(http, tally, over))
         await asyncio.sleep(LOAD_SECONDS)
-        victim = scenario.victim(servers[-1 if scenario.hosts else 0].process.pid)
+        victim = scenario.victim(servers[-1 if scenario.nodes else 0].process.pid)
         everybody = [one for server in servers for one in (server.process.pid, *descendants(server.process.pid))]
         begin = time.monotonic()
         with out_of_memory(victim) if scenario.no_memory else nullcontext():
@@ -318,7 +327,7 @@ def main() -> None:
     parser.add_argument("--users", type=int, default=6)
     parser.add_argument("--model-path", default="demo")
     parser.add_argument("--ranks", type=int, default=3, help="that share the model; its heads must be divisible by it")
-    parser.add_argument("--port", type=int, default=29555, help="where hosts meet")
+    parser.add_argument("--port", type=int, default=29555, help="where nodes meet")
     parser.add_argument("--json", type=Path, default=None)
     arguments = parser.parse_args()
     unknown = set(arguments.scenarios) - set(names)

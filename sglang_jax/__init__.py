@@ -1,11 +1,16 @@
 """An engine that serves large language models, on JAX and other backends."""
 
-import sglang_jax.advice  # noqa: F401  # first: it is about what the others import
-from sglang_jax.engine.engine import Engine
-from sglang_jax.sampling.grammar import choice_grammar, ebnf_grammar, json_grammar, regex_grammar, tag_grammar
-from sglang_jax.sampling.params import SamplingParams
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+import sglang_jax.advice  # noqa: F401  # first: it is about what the others import
+
+if TYPE_CHECKING:
+    from sglang_jax.engine.engine import Engine
+    from sglang_jax.sampling.grammar import choice_grammar, ebnf_grammar, json_grammar, regex_grammar, tag_grammar
+    from sglang_jax.sampling.params import SamplingParams
+
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "Engine",
@@ -17,3 +22,14 @@ __all__ = [
     "regex_grammar",
     "tag_grammar",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name):
+        """Imports what is asked for, once it is: programs begin in this package, and are to be interruptible before
+        seconds have gone into imports (`cli.program`)."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        folder = {"Engine": "engine.engine", "SamplingParams": "sampling.params"}.get(name, "sampling.grammar")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{folder}"), name)
+        return value

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-from sglang_jax.cli.main import cli, run
+from sglang_jax.cli.program import main
 
 if __name__ == "__main__":
-    sys.exit(run(cli, "python -m sglang_jax"))
+    main("python -m sglang_jax")

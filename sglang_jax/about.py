@@ -1,4 +1,4 @@
-"""What this project is called where packages are installed, and its version. pyproject.toml alone says both."""
+"""What this project is called where packages are installed, and its version: pyproject.toml says both."""
 
 from __future__ import annotations
 

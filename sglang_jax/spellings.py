@@ -100,7 +100,6 @@ _ONE_MACHINE = "not implemented: layers are spread by --tp-size, over several ma
 _LORA = "not implemented: merge the adapter into the model's weights"
 _TLS = "not implemented: let a proxy in front of the server end TLS, see docs/security.md"
 _MEMORY = "not implemented: the KV cache lives in device memory only"
-_ORIGINS = "not implemented: put the page and this server behind one proxy, see docs/security.md"
 _MEDIA = "not implemented: models only take text"
 _CONFIG = "not implemented: the model's config.json holds; copy the model's folder and edit it"
 _ACCESS_LOG = "not an option here: --log-level debug has an access log, without texts"
@@ -120,7 +119,6 @@ _GRAMMARS = "not an option here: --grammar-backend chooses what follows grammars
 
 REFUSED: Mapping[str, OtherFlag] = {
     "allow_auto_truncate": OtherFlag("not implemented: prompts that are too long get 400; truncate them before"),
-    "allowed_origins": OtherFlag(_ORIGINS, takes_value=True),
     "api_server_count": OtherFlag(
         "not an option here: one front end serves all engines; see --dp-size", takes_value=True
     ),

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from helpers.quick_programs import compile_quickly
+from hypothesis import HealthCheck, settings
 
-from sglang_jax.runner import host_machine
+from sglang_jax.runner import this_machine
 from torch_backend.openmp import spin_shortly
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -20,9 +21,12 @@ os.environ["SGLANG_JAX_DEBUG_MEMORY"] = "1"
 # Triton decides at import whether it interprets kernels or compiles them; helpers.triton_interpreter says more.
 os.environ["TRITON_INTERPRET"] = "1"
 if "TESTS_CPU_INFO" in os.environ:  # tests/on_other_cpus.py hides features of this CPU
-    host_machine._CPU_FEATURES = Path(os.environ["TESTS_CPU_INFO"])
+    this_machine._CPU_FEATURES = Path(os.environ["TESTS_CPU_INFO"])
 compile_quickly()
 spin_shortly()
+# No test fails because a machine was busy while one of its examples ran, or was made.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 WORKER = "PYTEST_XDIST_WORKER"
 """Set in the processes among which `make test` divides the tests."""

@@ -108,6 +108,8 @@ def main() -> None:
     found = {version: python for version in sys.argv[1:] or PYTHONS if (python := interpreter(version))}
     if not found:
         sys.exit(f"this machine has none of the Pythons {', '.join(sys.argv[1:] or PYTHONS)}")
+    for version in [each for each in sys.argv[1:] or PYTHONS if each not in found]:
+        print(f"this machine has no Python {version}: not tried")
     with tempfile.TemporaryDirectory(prefix="package-") as temporary:
         built = Path(temporary) / "built"
         built.mkdir()

@@ -70,6 +70,7 @@ DEFAULTS_IN_WORDS = frozenset(
         "served_model_name",
         "connect",
         "allowed_hosts",
+        "allowed_origins",
         "api_key",
         "api_key_file",
         "api_keys",

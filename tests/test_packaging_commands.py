@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
+import sglang_jax
 from sglang_jax.about import distribution, version
 
 ROOT = Path(__file__).parent.parent
@@ -127,7 +129,7 @@ def test_backends_are_entry_points(project: dict[str, Any]) -> None:
         "torch": "torch_backend:create_runner",
     }
     assert project["entry-points"]["sglang_jax.followers"] == {"jax": "sglang_jax.jax_runner:follow"}
-    assert project["scripts"] == dict.fromkeys(("sglang-jax", project["name"]), "sglang_jax.cli.main:main")
+    assert project["scripts"] == dict.fromkeys(("sglang-jax", project["name"]), "sglang_jax.cli.program:main")
 
 
 def test_no_text_tells_to_install_what_is_another_project(project: dict[str, Any]) -> None:
@@ -147,7 +149,19 @@ def test_no_text_tells_to_install_what_is_another_project(project: dict[str, Any
 
 def test_the_version_is_that_of_the_distribution(project: dict[str, Any]) -> None:
     assert distribution().name == project["name"]
-    assert version() == project["version"]
+    assert version() == sglang_jax.__version__ == project["version"]
+
+
+def test_the_version_is_of_the_release_that_the_changelog_is_about(project: dict[str, Any]) -> None:
+    newest, *older = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    ours, released = Version(project["version"]), [Version(each) for each in older]
+    assert released == sorted(released, reverse=True)
+    if newest == "Unreleased":
+        assert ours.is_devrelease
+        assert Version(ours.base_version) > released[0]
+    else:
+        assert str(ours) == newest
+    assert project["version"] in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -167,6 +181,36 @@ def test_commands_tell_their_options(command: list[str]) -> None:
     )
     assert result.returncode == 0
     assert result.stdout.startswith(f"Usage: python -m {' '.join(command)} ")
+
+
+INTERRUPTED_IMPORT = """
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "sglang_jax.config":
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+
+sys.meta_path.insert(0, Interrupt())
+sys.argv[1:] = ["--version"]
+from sglang_jax.cli.program import main
+main()
+"""
+
+
+def test_an_interrupt_while_a_program_is_imported_leaves_no_traceback() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_IMPORT], cwd=ROOT, capture_output=True, timeout=50)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"\nInterrupted.\n")
+
+
+def test_the_package_gives_what_it_names_and_nothing_else() -> None:
+    assert sglang_jax.Engine is sys.modules["sglang_jax.engine.engine"].Engine
+    for name in sglang_jax.__all__:
+        assert getattr(sglang_jax, name).__class__
+    with pytest.raises(AttributeError, match="module 'sglang_jax' has no attribute 'engines'"):
+        sglang_jax.engines  # noqa: B018
 
 
 def test_a_bad_flag_ends_with_status_2_and_one_line() -> None:

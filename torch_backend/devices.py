@@ -9,7 +9,7 @@ import torch
 
 from sglang_jax.config import Device, Dtype, VisibleDevices
 from sglang_jax.errors import ConfigError, how_to_install
-from sglang_jax.runner.host_machine import (
+from sglang_jax.runner.this_machine import (
     available_host_memory,
     cpu_multiplies_bfloat16,
     cuda_device_files,

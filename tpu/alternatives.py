@@ -26,11 +26,11 @@ def what_would_fit(model: ModelConfig, topology: Topology, tp: int) -> str | Non
 
 
 def _larger(topology: Topology) -> Iterator[Topology]:
-    """Slices of the chip, each with the next more chips: those of one host, then with the shortest axis doubled."""
+    """Slices of the chip, each with the next more chips: those of one node, then with the shortest axis doubled."""
     chip, shape = topology.chip, topology.shape
-    for of_one_host in chip.one_host:
-        if Topology(chip, of_one_host).chips > topology.chips:
-            shape = of_one_host
+    for of_one_node in chip.one_node:
+        if Topology(chip, of_one_node).chips > topology.chips:
+            shape = of_one_node
             yield Topology(chip, shape)
     while Topology(chip, shape).chips < _MOST_CHIPS:
         axis = shape.index(min(shape))

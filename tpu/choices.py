@@ -15,7 +15,7 @@ PAGE_SIZE = 64
 """Tokens of a KV page: whole tiles of every storage type, and few enough copies for a block of keys."""
 
 MEETING_PORT = 8482
-"""Where the hosts of a slice meet, on host 0: JAX's own default."""
+"""Where the nodes of a slice meet, on node 0: JAX's own default."""
 
 _BYTES_PER_WEIGHT = 2
 _SMALL_HBM = 20 * GIB
@@ -44,11 +44,11 @@ def choose(machine: Machine, model: ModelConfig, *, tp: int | None = None, repli
     chosen = tp or _largest_tp(model, devices)
     if chosen > devices:
         raise ConfigError(f"--tp-size {chosen} is more than the {devices} devices of each of {replicas} replicas")
-    hosts = max(len(machine.hosts), 1)
-    if replicas < hosts and chosen != devices:
+    nodes = max(len(machine.nodes), 1)
+    if replicas < nodes and chosen != devices:
         raise ConfigError(
-            f"{topology} has {hosts} hosts and {devices} devices, which all must take part in one replica, and the "
-            f"model can be spread over {chosen}: choose a smaller slice, or --dp-size {hosts}, a replica on each host"
+            f"{topology} has {nodes} nodes and {devices} devices, which all must take part in one replica, and the "
+            f"model can be spread over {chosen}: choose a smaller slice, or --dp-size {nodes}, a replica on each node"
         )
     weights = weight_bytes(model) // chosen
     usable = int(topology.chip.hbm * fraction)
@@ -73,15 +73,15 @@ def choose(machine: Machine, model: ModelConfig, *, tp: int | None = None, repli
 
 
 def devices_of_a_replica(machine: Machine, replicas: int) -> int:
-    """Devices of a slice by replicas. Of a slice of several hosts one replica has all, or each has a part of a host.
+    """Devices of a slice by replicas. Of a slice of several nodes one replica has all, or each has a part of a node.
 
     **Raises:** `ConfigError` if they cannot be divided so.
     """
-    topology, hosts = machine.topology, max(len(machine.hosts), 1)
-    if replicas > 1 and replicas % hosts:
+    topology, nodes = machine.topology, max(len(machine.nodes), 1)
+    if replicas > 1 and replicas % nodes:
         raise ConfigError(
-            f"{topology} has {hosts} hosts, and each replica lies on one of them: --dp-size must be a multiple of "
-            f"{hosts}, got {replicas}"
+            f"{topology} has {nodes} nodes, and each replica lies on one of them: --dp-size must be a multiple of "
+            f"{nodes}, got {replicas}"
         )
     if topology.devices % replicas:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""`python -m tpu.launch`: the server on a TPU VM with options to suit; the same command on every host of a slice."""
+"""`python -m tpu.launch`: the server on a TPU VM with options to suit; the same command on every node of a slice."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _PORT = 30000
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="replicas of the model on the slice; on several hosts a multiple of their number, behind host 0",
+    help="replicas of the model on the slice; on several nodes a multiple of their number, behind node 0",
 )
-@click.option("--host", help="address to listen on; default: the server's, and with replicas on other hosts their own")
+@click.option("--host", help="address to listen on; default: the server's, and with replicas on other nodes their own")
 @click.option("--port", type=click.IntRange(0, 65535), default=None, help="port to listen on; default: 30000")
 @click.option("--dry-run", is_flag=True, help="print the server's command and end")
 @click.argument("server_options", nargs=-1, type=click.UNPROCESSED)
@@ -53,7 +53,7 @@ def launch(
     choices = choose(machine, config, tp=tp_size, replicas=dp_size)
     listening = listening_arguments(machine, choices, host, port)
     arguments = [*server_arguments(machine, choices, model_path), *listening, *server_options]
-    where = f", host {machine.worker} of {len(machine.hosts)}" if machine.hosts else ""
+    where = f", node {machine.worker} of {len(machine.nodes)}" if machine.nodes else ""
     click.echo(
         f"{machine.topology} ({machine.topology.chips} chips, {machine.topology.devices} devices){where}", err=True
     )
@@ -72,52 +72,52 @@ def launch(
 
 
 def server_arguments(machine: Machine, choices: Choices, model_path: str) -> list[str]:
-    """Flags of the server for one host of a slice, but for where it listens."""
+    """Flags of the server for one node of a slice, but for where it listens."""
     arguments = ["--model-path", model_path, "--backend", "jax", "--device", "tpu"]
     arguments += ["--tp-size", str(choices.tp), "--page-size", str(choices.page_size)]
     arguments += ["--mem-fraction-static", f"{choices.mem_fraction_static:g}"]
-    on_each = choices.replicas // max(len(machine.hosts), 1)
+    on_each = choices.replicas // max(len(machine.nodes), 1)
     if on_each > 1:
         arguments += ["--dp-size", str(on_each)]
-    return arguments + (host_arguments(machine) if choices.replicas == 1 else [])
+    return arguments + (node_arguments(machine) if choices.replicas == 1 else [])
 
 
-def host_arguments(machine: Machine) -> list[str]:
-    """How a host of several finds the others of one replica; none for a host alone."""
-    if len(machine.hosts) < 2:
+def node_arguments(machine: Machine) -> list[str]:
+    """How a node of several finds the others of one replica; none for a node alone."""
+    if len(machine.nodes) < 2:
         return []
     return [
-        *("--nnodes", str(len(machine.hosts))),
+        *("--nnodes", str(len(machine.nodes))),
         *("--node-rank", str(machine.worker)),
-        *("--dist-init-addr", f"{machine.hosts[0]}:{MEETING_PORT}"),
+        *("--dist-init-addr", f"{machine.nodes[0]}:{MEETING_PORT}"),
     ]
 
 
 def listening_arguments(machine: Machine, choices: Choices, host: str | None, port: int | None) -> list[str]:
-    """Where a host listens, as `--host` and `--port` say. With replicas on several hosts each has a server of its own,
-    and that of host 0 gives requests to its own replicas and to the others' servers.
+    """Where a node listens, as `--host` and `--port` say. With replicas on several nodes each has a server of its own,
+    and that of node 0 gives requests to its own replicas and to the others' servers.
 
-    **Raises:** `ConfigError` for an address or a port by which host 0 could not find the others.
+    **Raises:** `ConfigError` for an address or a port by which node 0 could not find the others.
     """
-    if choices.replicas == 1 or len(machine.hosts) < 2:
+    if choices.replicas == 1 or len(machine.nodes) < 2:
         return [*([] if host is None else ["--host", host]), *([] if port is None else ["--port", str(port)])]
     number = _PORT if port is None else port
     if number == 0:
-        raise ConfigError("--port 0 is another port on each host, and host 0 must know it: choose one")
+        raise ConfigError("--port 0 is another port on each node, and node 0 must know it: choose one")
     if machine.worker == 0:
-        others = ",".join(f"{address}:{number}" for address in machine.hosts[1:])
+        others = ",".join(f"{address}:{number}" for address in machine.nodes[1:])
         return [*([] if host is None else ["--host", host]), "--port", str(number), "--connect", f"local,{others}"]
-    own = host or machine.hosts[machine.worker]
-    if own != machine.hosts[machine.worker] and is_loopback(own):
-        raise ConfigError(f"--host {own}: host 0 must reach this one; choose 0.0.0.0, or leave it out")
+    own = host or machine.nodes[machine.worker]
+    if own != machine.nodes[machine.worker] and is_loopback(own):
+        raise ConfigError(f"--host {own}: node 0 must reach this one; choose 0.0.0.0, or leave it out")
     return ["--host", own, "--port", str(number)]
 
 
 def own_placement(machine: Machine, choices: Choices) -> Placement | None:
-    """What shows a host of several its own chips alone, where one replica has them all; several see to that themselves,
+    """What shows a node of several its own chips alone, where one replica has them all; several see to that themselves,
     and for others there is nothing to say."""
-    hosts = len(machine.hosts)
-    return alone_in_a_slice(machine.topology.chips // hosts) if hosts > 1 and choices.replicas == hosts else None
+    nodes = len(machine.nodes)
+    return alone_in_a_slice(machine.topology.chips // nodes) if nodes > 1 and choices.replicas == nodes else None
 
 
 if __name__ == "__main__":

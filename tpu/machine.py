@@ -25,15 +25,15 @@ Metadata = Callable[[str], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A host of a slice.
+    """A node of a slice.
 
-    - `hosts`: addresses of all hosts of the slice, by their numbers; empty if there is one.
+    - `nodes`: addresses of all nodes of the slice, by their numbers; empty if there is one.
     - `worker`: the number of this one.
     """
 
     topology: Topology
     worker: int
-    hosts: tuple[str, ...]
+    nodes: tuple[str, ...]
 
 
 def detect_machine(
@@ -45,11 +45,11 @@ def detect_machine(
     """
     found = metadata or read_metadata
     chip, count = _chips(pci_devices)
-    hosts = _hosts(environment.worker_hostnames or found("worker-network-endpoints") or "")
-    if len(hosts) < 2:
+    nodes = _nodes(environment.worker_hostnames or found("worker-network-endpoints") or "")
+    if len(nodes) < 2:
         return Machine(_own_slice(chip, count), 0, ())
     worker = environment.worker_id if environment.worker_hostnames else int(found("agent-worker-number") or 0)
-    return Machine(_whole_slice(environment, found, chip, count * len(hosts)), worker, hosts)
+    return Machine(_whole_slice(environment, found, chip, count * len(nodes)), worker, nodes)
 
 
 def read_metadata(attribute: str) -> str | None:
@@ -78,32 +78,32 @@ def _read(file: Path) -> str:
     return file.read_text().strip() if file.is_file() else ""
 
 
-def _hosts(listed: str) -> tuple[str, ...]:
+def _nodes(listed: str) -> tuple[str, ...]:
     """Names, or `name:number:address` as older VMs have it."""
-    return tuple(host.split(":")[-1].strip() for host in listed.split(",") if host.strip())
+    return tuple(node.split(":")[-1].strip() for node in listed.split(",") if node.strip())
 
 
 def _own_slice(chip: Chip, count: int) -> Topology:
-    """The chips of one host: of those shapes that a host can have, or a row."""
-    for shape in chip.one_host:
+    """The chips of one node: of those shapes that a node can have, or a row."""
+    for shape in chip.one_node:
         if math.prod(shape) == count:
             return Topology(chip, shape)
     return Topology(chip, (1, count) if chip.dimensions == 2 else (1, count, 1))
 
 
 def _whole_slice(environment: TpuEnvironment, metadata: Metadata, chip: Chip, count: int) -> Topology:
-    """The slice of several hosts, which have `count` chips together.
+    """The slice of several nodes, which have `count` chips together.
 
     **Raises:** `ConfigError` if that is not what its name says.
     """
     name = f"{chip.generation}:{environment.topology}" if environment.topology else None
     name = name or environment.accelerator_type or metadata("accelerator-type")
     if name is None:
-        raise ConfigError(f"several hosts with {count} chips, but neither TPU_TOPOLOGY nor metadata says which slice")
+        raise ConfigError(f"several nodes with {count} chips, but neither TPU_TOPOLOGY nor metadata says which slice")
     topology = parse_topology(name)
     if topology.chips != count or topology.chip is not chip:
         raise ConfigError(
-            f"the slice is said to be {name}, with {topology.chips} {topology.chip.generation} chips; its hosts have "
+            f"the slice is said to be {name}, with {topology.chips} {topology.chip.generation} chips; its nodes have "
             f"{count} {chip.generation} chips"
         )
     return topology

@@ -179,12 +179,12 @@ class Report:
 def heading(model: str, topology: Topology, tp: int, deployment: Deployment, compiler: str) -> list[str]:
     """What is checked."""
     config = deployment.config
-    hosts = "1 host" if topology.hosts == 1 else f"{topology.hosts} hosts"
+    nodes = "1 node" if topology.nodes == 1 else f"{topology.nodes} nodes"
     lines = [
         f"Model    {model}: {config.num_layers} layers, hidden {config.hidden_size}, {_heads(config)}, vocabulary "
         f"{config.vocab_size:,}",
         f"Slice    {topology}: {topology.chips} chips, {deployment.devices} devices ({deployment.device_kind}) with "
-        f"{in_bytes(deployment.hbm)} of HBM each, {hosts}",
+        f"{in_bytes(deployment.hbm)} of HBM each, {nodes}",
         f"Options  tp {tp}, {deployment.dtype}, KV {deployment.kv_dtype}, attention {deployment.attention}, "
         f"page size {deployment.page_size}, {deployment.max_rows} rows, {deployment.token_budget} tokens a step, "
         f"context {deployment.max_context:,}",

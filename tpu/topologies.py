@@ -40,8 +40,8 @@ class Chip:
     - `vmem`: bytes of one core's vector memory (`jax.experimental.pallas.tpu.get_tpu_info`).
     - `ici_bandwidth`: bytes per second that a chip sends to its neighbours over all links, half of what pages give for
       both directions.
-    - `chips_per_host`: of a slice over several hosts.
-    - `one_host`: shapes of the slices that one host may have.
+    - `chips_per_node`: of a slice over several nodes.
+    - `one_node`: shapes of the slices that one node may have.
     - `counts_cores`: names like v5p-8 count cores; others chips.
     - `pci_id`: device number on the PCI bus.
     """
@@ -58,8 +58,8 @@ class Chip:
     vmem: int
     ici_bandwidth: float
     dimensions: int
-    chips_per_host: int
-    one_host: tuple[tuple[int, ...], ...]
+    chips_per_node: int
+    one_node: tuple[tuple[int, ...], ...]
     counts_cores: bool
     pci_id: str
     gke_accelerator: str
@@ -84,8 +84,8 @@ CHIPS = {
             vmem=16 * MIB,
             ici_bandwidth=300e9,
             dimensions=3,
-            chips_per_host=4,
-            one_host=_CUBE,
+            chips_per_node=4,
+            one_node=_CUBE,
             counts_cores=True,
             pci_id="0x005e",
             gke_accelerator="tpu-v4-podslice",
@@ -103,8 +103,8 @@ CHIPS = {
             vmem=128 * MIB,
             ici_bandwidth=200e9,
             dimensions=2,
-            chips_per_host=4,
-            one_host=_SQUARES,
+            chips_per_node=4,
+            one_node=_SQUARES,
             counts_cores=False,
             pci_id="0x0063",
             gke_accelerator="tpu-v5-lite-podslice",
@@ -122,8 +122,8 @@ CHIPS = {
             vmem=64 * MIB,
             ici_bandwidth=600e9,
             dimensions=3,
-            chips_per_host=4,
-            one_host=_CUBE,
+            chips_per_node=4,
+            one_node=_CUBE,
             counts_cores=True,
             pci_id="0x0062",
             gke_accelerator="tpu-v5p-slice",
@@ -141,8 +141,8 @@ CHIPS = {
             vmem=128 * MIB,
             ici_bandwidth=400e9,
             dimensions=2,
-            chips_per_host=4,
-            one_host=_SQUARES,
+            chips_per_node=4,
+            one_node=_SQUARES,
             counts_cores=False,
             pci_id="0x006f",
             gke_accelerator="tpu-v6e-slice",
@@ -160,8 +160,8 @@ CHIPS = {
             vmem=64 * MIB,
             ici_bandwidth=600e9,
             dimensions=3,
-            chips_per_host=4,
-            one_host=_CUBE,
+            chips_per_node=4,
+            one_node=_CUBE,
             counts_cores=False,
             pci_id="0x0076",
             gke_accelerator="tpu7x",
@@ -213,11 +213,11 @@ class Topology:
         return size % 4 == 0 if self.chip.dimensions == 3 else size == 16
 
     @property
-    def hosts(self) -> int:
-        """TPU VMs that the slice has; a slice that one host can have is taken for one of those."""
-        if self.shape in self.chip.one_host:
+    def nodes(self) -> int:
+        """TPU VMs that the slice has; a slice that one node can have is taken for one of those."""
+        if self.shape in self.chip.one_node:
             return 1
-        return max(self.chips // self.chip.chips_per_host, 1)
+        return max(self.chips // self.chip.chips_per_node, 1)
 
     @property
     def shape_name(self) -> str:
@@ -252,7 +252,7 @@ def _of_grid(name: str, chip: Chip, shape: tuple[int, ...]) -> Topology:
     if len(shape) != chip.dimensions or min(shape) < 1:
         raise ConfigError(
             f"topology {name!r}: the grid of a {chip.generation} slice has {chip.dimensions} dimensions, as in "
-            f"{Topology(chip, chip.one_host[-1])}"
+            f"{Topology(chip, chip.one_node[-1])}"
         )
     return Topology(chip, shape)
 
@@ -260,7 +260,7 @@ def _of_grid(name: str, chip: Chip, shape: tuple[int, ...]) -> Topology:
 def _of_count(name: str, chip: Chip, count: int) -> Topology:
     """Google Cloud's own grids: as square as a power of two can be, the last axes longest."""
     chips = count // chip.cores if chip.counts_cores else count
-    least = math.prod(chip.one_host[0])
+    least = math.prod(chip.one_node[0])
     if chips < least or chips & (chips - 1) or (chip.counts_cores and count % chip.cores):
         counted = "cores, two to a chip" if chip.counts_cores else "chips"
         raise ConfigError(

@@ -16,7 +16,7 @@ from sglang_jax.cli.main import run
 from sglang_jax.config import KVCacheDtype, LoadFormat
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.parallel import TensorParallel
-from sglang_jax.runner.host_machine import has_tpu
+from sglang_jax.runner.this_machine import has_tpu
 from tpu.choices import PAGE_SIZE
 from tpu.shapes import SHAPES, load_shape
 from tpu.tables import table

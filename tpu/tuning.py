@@ -88,7 +88,7 @@ class Comparison:
 def compare_by_schedule(generation: Generation, every: tuple[Heads, ...], dumps: Path) -> Iterator[Comparison]:
     """Each choice for each phase of each shape. `dumps` is where libtpu was told to write schedules."""
     chip = CHIPS[generation]
-    topology = Topology(chip, chip.one_host[0])
+    topology = Topology(chip, chip.one_node[0])
     try:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=str(topology)).devices
     except (jax.errors.JaxRuntimeError, ValueError) as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 PAGES = {"README.md": "readme.md", "CHANGELOG.md": "changelog.md"}
@@ -27,7 +28,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """The version that is described: in the footer, in the folder's name and in the list of versions."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     config.site_dir = str(Path(config.site_dir) / version)
-    config.copyright = f"sglang-jax {version}, with the changes listed as unreleased"
+    config.copyright = f"sglang-jax {version}"
     config.extra["version"] = {"provider": "mike", "default": version}
     return config
 
@@ -35,14 +36,10 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_post_build(config: MkDocsConfig) -> None:
     """Lists the versions, the newest first, and leads from the site's root to the one that was built last."""
     folder = Path(config.site_dir)
-    built = sorted((path.parent.name for path in folder.parent.glob("*/index.html")), key=_parts, reverse=True)
+    built = sorted((path.parent.name for path in folder.parent.glob("*/index.html")), key=Version, reverse=True)
     versions = [{"version": name, "title": name, "aliases": []} for name in built]
     (folder.parent / "versions.json").write_text(json.dumps(versions))
     (folder.parent / "index.html").write_text(REDIRECT.format(f"{folder.name}/"))
-
-
-def _parts(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)))
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

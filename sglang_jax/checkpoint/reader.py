@@ -18,7 +18,7 @@ class TensorReader(Protocol):
     """Tensors under their Hugging Face names (`model.layers.0.self_attn.q_proj.weight`), matrices as [out, in].
 
     Opening reads no tensor. A part of a tensor costs no more than its own bytes where the format allows it, so that
-    each host of a sharded model reads its own share.
+    each node of a sharded model reads its own share.
     """
 
     def names(self) -> frozenset[str]: ...

@@ -13,7 +13,7 @@ from sglang_jax.config import EngineConfig
 from sglang_jax.errors import BatchError, how_to_install
 
 
-@click.command()
+@click.command(short_help="Answer a file of requests, or resume it.")
 @click.option(
     "--engine",
     "runner",

@@ -22,7 +22,7 @@ WIDTH, ROW = 1200, 22
 """Of the picture, in pixels: its width, and the height of one level of the tree."""
 
 
-@click.command("cache-report")
+@click.command("cache-report", short_help="Show what a server's prefix cache holds.")
 @click.option("--url", default="http://127.0.0.1:30000", show_default=True, help="the server")
 @click.option("--api-key", help="an operator's key; also read from SGLANG_JAX_ADMIN_API_KEY and SGLANG_JAX_API_KEY")
 @click.option("--svg", type=click.Path(path_type=Path, dir_okay=False), help="also draw the tree into this file")

@@ -12,7 +12,8 @@ from typing import Any
 import click
 
 from sglang_jax.cli.options import options_of, with_model
-from sglang_jax.cli.sampling import chosen_sampling, for_one_request, sampling_options, tell_loading
+from sglang_jax.cli.sampling import chosen_sampling, sampling_options
+from sglang_jax.cli.starting import for_one_request, start_engine, tell_loading
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.collector import rare_collections
 from sglang_jax.engine.types import GenerateOutput
@@ -60,18 +61,23 @@ class Conversation:
             case "/help" | "/?":
                 click.echo(HELP)
             case "/reset":
-                self.turns.clear()
+                self._begin("a new conversation")
             case "/system":
                 self.system = argument.strip() or None
-                self.turns.clear()
+                self._begin(f"a new conversation, {'without a' if self.system is None else 'with this'} system message")
             case _ if command.startswith("/"):
                 click.echo(f"There is no command {command}:\n{HELP}", err=True)
             case _:
                 self._say(line)
         return Step.NEXT
 
+    def _begin(self, what: str) -> None:
+        self.turns.clear()
+        click.echo(f"({what})", err=True)
+
     def _say(self, message: str) -> None:
-        """Prints the answer as it comes. A message that fails leaves the conversation as it was."""
+        """Prints the answer as it comes. A message that fails, or is stopped before there is an answer, leaves the
+        conversation as it was."""
         self.turns.append({"role": "user", "content": message})
         text = ""
         try:
@@ -84,6 +90,10 @@ class Conversation:
             return
         except KeyboardInterrupt:
             click.echo(" [stopped]", nl=False)
+            if not text:
+                self.turns.pop()
+                click.echo()
+                return
         click.echo()
         self.turns.append({"role": "assistant", "content": text})
 
@@ -119,7 +129,7 @@ def _until_fence(first: str, prompt: str) -> str:
     return "\n".join(lines).strip()
 
 
-@click.command()
+@click.command(short_help="Talk with a model in the terminal.")
 @click.argument("model", required=False)
 @click.option("--system", help="system message put before the conversation")
 @sampling_options(max_new_tokens="what the context has room for")
@@ -130,9 +140,7 @@ def chat(config: EngineConfig, model: str | None, system: str | None, **sampling
     chosen = {"max_new_tokens": None, **chosen_sampling(sampling)}
 
     tell_loading(config)
-    from sglang_jax.engine.engine import Engine  # here, so that --help and bad flags are answered at once
-
-    with rare_collections(), Engine(config=config) as engine:
+    with rare_collections(), start_engine(config) as engine:
 
         def answer(messages: list[dict[str, object]]) -> Iterator[GenerateOutput]:
             ids = engine.tokenizer.encode(engine.tokenizer.render_chat(messages), add_special_tokens=False)

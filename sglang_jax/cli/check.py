@@ -8,7 +8,9 @@ import click
 
 
 @click.command(
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}, add_help_option=False
+    short_help="Tell whether a model fits a TPU slice.",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    add_help_option=False,
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def check(arguments: tuple[str, ...]) -> int:

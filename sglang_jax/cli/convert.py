@@ -33,7 +33,7 @@ class ConvertConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model_path: str = Field(description="`demo`, a folder, a .gguf file, a hub id, or gs://BUCKET/PATH")
+    model_path: str | None = Field(None, description="`demo`, a folder, a .gguf file, a hub id, or gs://BUCKET/PATH")
     revision: str | None = Field(None, description="branch, tag or commit of a repository on the hub")
     load_format: LoadFormat = Field(LoadFormat.AUTO, description="how the weights are stored")
     to: TargetFormat = Field(description="format to write")
@@ -44,10 +44,12 @@ class ConvertConfig(BaseModel):
     )
 
 
-@click.command()
+@click.command(short_help="Write a checkpoint that loads faster.")
+@click.argument("model", required=False)
 @options_of(config=ConvertConfig)
-def convert(config: ConvertConfig) -> int:
-    """Write a checkpoint in another format: weights, config and tokenizer."""
+def convert(config: ConvertConfig, model: str | None) -> int:
+    """Write MODEL (as for --model-path) in another format: weights, config and tokenizer."""
+    path = _the_model(config, model)
     # Here, so that --help and bad flags are answered at once, and no other command imports a backend.
     import jax.numpy as jnp
 
@@ -60,7 +62,7 @@ def convert(config: ConvertConfig) -> int:
     from sglang_jax.layers.sharding import make_mesh
     from sglang_jax.models import AttentionImplementation, build_model
 
-    checkpoint = open_checkpoint(config.model_path, config.load_format, revision=config.revision)
+    checkpoint = open_checkpoint(path, config.load_format, revision=config.revision)
     if checkpoint.reader is None:
         raise ConfigError(f"{checkpoint.source.address} is an Orbax checkpoint already")
     dtype = _dtype(config.dtype, checkpoint.config.dtype)
@@ -88,6 +90,15 @@ def convert(config: ConvertConfig) -> int:
         save_orbax(config.output, checkpoint.config, model, sorted(beside.iterdir()), checkpoint.kv_scales())
     click.echo(f"{checkpoint.source.address} is now {config.output} in {dtype.value}: serve it with --model-path")
     return 0
+
+
+def _the_model(config: ConvertConfig, model: str | None) -> str:
+    if None not in (model, config.model_path) and model != config.model_path:
+        raise click.UsageError(f"two models are given: {model} and --model-path {config.model_path}")
+    path = model or config.model_path
+    if path is None:
+        raise click.UsageError("Missing argument 'MODEL': what to convert, as for --model-path")
+    return path
 
 
 def _dtype(wanted: StoredDtype, stored: str) -> StoredDtype:

@@ -11,7 +11,9 @@ from typing import Any
 import click
 
 from sglang_jax.cli.options import options_of
-from sglang_jax.cli.sampling import chosen_sampling, for_one_request, sampling_options, tell_loading
+from sglang_jax.cli.program import INTERRUPTED
+from sglang_jax.cli.sampling import chosen_sampling, sampling_options
+from sglang_jax.cli.starting import for_one_request, start_engine, tell_loading
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.collector import rare_collections
 from sglang_jax.engine.types import GenerateOutput, TextTokenizer
@@ -28,7 +30,7 @@ class Timing:
     output: GenerateOutput | None = None
 
 
-@click.command()
+@click.command(short_help="Answer one prompt.")
 @click.argument("prompt")
 @click.option("--system", help="system message put before the prompt")
 @click.option("--raw", is_flag=True, help="complete the prompt as it stands, without the chat template")
@@ -43,9 +45,7 @@ def generate(config: EngineConfig, prompt: str, system: str | None, raw: bool, *
         prompt = sys.stdin.read()
 
     tell_loading(config)
-    from sglang_jax.engine.engine import Engine  # here, so that --help and bad flags are answered at once
-
-    with rare_collections(), Engine(config=for_one_request(config)) as engine:
+    with rare_collections(), start_engine(for_one_request(config)) as engine:
         ids = prompt_ids(engine.tokenizer, prompt, system=system, raw=raw)
         timing = Timing(start=time.perf_counter())
         interrupted = False
@@ -55,7 +55,7 @@ def generate(config: EngineConfig, prompt: str, system: str | None, raw: bool, *
             interrupted = True
     click.echo()
     click.echo(summary(timing, interrupted=interrupted), err=True)
-    return 130 if interrupted else 0
+    return INTERRUPTED if interrupted else 0
 
 
 def prompt_ids(tokenizer: TextTokenizer, prompt: str, *, system: str | None, raw: bool) -> list[int]:

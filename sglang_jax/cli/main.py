@@ -19,6 +19,7 @@ from sglang_jax.cli.check import check
 from sglang_jax.cli.convert import convert
 from sglang_jax.cli.generate import generate
 from sglang_jax.cli.options import fields_as_flags, with_dashes
+from sglang_jax.cli.program import INTERRUPTED
 from sglang_jax.cli.serve import serve
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.arguments import LEAST_ALIKE
@@ -29,11 +30,10 @@ from sglang_jax.spellings import SAMPLING_FIELDS
 _SAMPLING = frozenset(SamplingParams.__dataclass_fields__)
 
 USAGE_ERROR = 2
-INTERRUPTED = 130
-"""Exit status after Ctrl-C: 128 + SIGINT, as shells have it."""
+HELP = ("-h", "--help")
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group()
 @click.option(
     "--version",
     is_flag=True,
@@ -79,6 +79,7 @@ def run(command: click.Command, program: str, arguments: Sequence[str] | None = 
             prog_name=program,
             standalone_mode=False,
             token_normalize_func=with_dashes,
+            help_option_names=HELP,
         )
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
@@ -115,8 +116,3 @@ def _unknown_option(error: click.NoSuchOption) -> str:
 def _fail(message: str, status: int) -> int:
     click.echo(f"Error: {message}", err=True)
     return status
-
-
-def main() -> None:
-    """Entry point of the scripts `sglang-jax` and that with the distribution's name."""
-    sys.exit(run(cli, "sglang-jax"))

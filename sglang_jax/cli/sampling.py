@@ -1,16 +1,14 @@
-"""What `generate` and `chat` have in common: options of sampling, and an engine for one request at a time."""
+"""Options of sampling, for `generate` and `chat`."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
 
 from sglang_jax.cli.options import Command, flag_name
-from sglang_jax.config import EngineConfig, GrammarLibrary
 from sglang_jax.errors import ParameterError
 from sglang_jax.sampling import GenerationDefaults, SamplingParams
 from sglang_jax.spellings import SAMPLING_FIELDS
@@ -69,21 +67,3 @@ def chosen_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
     except ParameterError as error:
         raise click.BadParameter(error.message, param_hint=flag_name(error.param or "sampling")) from error
     return chosen
-
-
-def tell_loading(config: EngineConfig) -> None:
-    """Says in a terminal what the next seconds are spent on. Elsewhere standard error is for what went wrong, and for
-    `generate`'s last line."""
-    if sys.stderr.isatty():
-        click.echo(f"Loading {config.model_path} ...", err=True)
-
-
-def for_one_request(config: EngineConfig) -> EngineConfig:
-    """The options, of which those left out fit one request at a time.
-
-    Programs are made when they are first needed, and those of a short prompt and its answer while weights are read:
-    warming up the others, for prompts of other lengths, would take longer than the answer. No option asks for a
-    grammar, so that nothing need be read for one.
-    """
-    fitting = {"max_running_requests": 1, "skip_warmup": True, "grammar_backend": GrammarLibrary.NONE}
-    return config.model_copy(update={name: it for name, it in fitting.items() if name not in config.model_fields_set})

@@ -8,7 +8,7 @@ from sglang_jax.cli.options import options_of, with_model
 from sglang_jax.config import ServerConfig
 
 
-@click.command()
+@click.command(short_help="Serve a model over HTTP.")
 @click.argument("model", required=False)
 @options_of(config=ServerConfig)
 def serve(config: ServerConfig, model: str | None) -> int:

@@ -25,7 +25,7 @@ class TpuEnvironment(BaseSettings):
     """What a TPU VM, or GKE in a container on one, says of its slice; `tpu.launch` alone looks at it.
 
     - `TPU_ACCELERATOR_TYPE`: `v6e-8`; `TPU_TOPOLOGY`: `2x4`.
-    - `TPU_WORKER_ID`: which of the slice's hosts this is; `TPU_WORKER_HOSTNAMES`: all of them, with commas.
+    - `TPU_WORKER_ID`: which of the slice's nodes this is; `TPU_WORKER_HOSTNAMES`: all of them, with commas.
     """
 
     model_config = SettingsConfigDict(env_prefix="TPU_")

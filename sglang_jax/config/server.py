@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from sglang_jax.config.choices import LogFormat, LogLevel, ReasoningParser, ToolCallParser
 from sglang_jax.config.engine import EngineConfig, PositiveInt
@@ -64,6 +65,11 @@ class ServerConfig(EngineConfig):
         description="NAME,...: further host names accepted by a server that has no key and listens on loopback only; "
         "* for all",
     )
+    allowed_origins: str | None = Field(
+        None,
+        description="ORIGIN,...: web pages that may use this server from a browser (CORS), such as "
+        "https://chat.example.org; * for all; default: none",
+    )
     chat_template: str | None = Field(None, description="a Jinja file, or the template; default: the tokenizer's")
     tool_call_parser: ToolCallParser = Field(
         ToolCallParser.AUTO,
@@ -87,7 +93,26 @@ class ServerConfig(EngineConfig):
         """The key that operators send, likewise."""
         return one_key("admin_api_key", self.admin_api_key, self.admin_api_key_file, Environment().admin_api_key)
 
+    @field_validator("allowed_origins")
+    @classmethod
+    def _are_origins(cls, value: str | None) -> str | None:
+        for origin in _listed(value):
+            if origin != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s\"'\[\]]+(:\d+)?", origin) is None:
+                raise ValueError(
+                    f"{origin!r} is not an origin: give a scheme and a host without a path, as in "
+                    "https://chat.example.org or http://localhost:3000; several with commas between"
+                )
+        return value
+
+    def origins(self) -> frozenset[str]:
+        """The origins of `allowed_origins`, as browsers send them."""
+        return frozenset(_listed(self.allowed_origins))
+
     @property
     def model_name(self) -> str:
         """The name that clients send as `model`."""
         return self.served_model_name or self.model_path
+
+
+def _listed(value: str | None) -> list[str]:
+    return [] if value is None else [part.strip().lower() for part in value.split(",")]

@@ -17,6 +17,9 @@ TRIMMED_BYTES = 1_048_576
 GROWTH_BYTES = 2**20
 """A process that has grown by so much gives back what it has free."""
 
+FIRST_WAIT, LAST_WAIT = 10, 640
+"""After how many looks without growth it does so once more, and for the last time."""
+
 _STATM = Path("/proc/self/statm")
 
 
@@ -55,21 +58,31 @@ def give_memory_back() -> bool:
 
 
 class FreeMemory:
-    """Gives a process's free memory back each time that it has grown; looks when it is asked to, about once a second.
+    """Gives a process's free memory back each time that it has grown, and again after `FIRST_WAIT` looks without
+    growth, twice as many, and so on, as what made it grow may be over then; looks when it is asked to, about once a
+    second.
 
     What a burst took lies free between blocks that stay, where glibc by itself gives back the heap's end alone.
     """
 
     def __init__(self) -> None:
         self._least = resident_bytes()
+        self._wait = self._looks_left = 0
 
     def look(self) -> None:
         """Does nothing where the operating system does not tell."""
         now = resident_bytes()
-        if now > self._least + GROWTH_BYTES and give_memory_back():
-            self._least = resident_bytes()
-        else:
+        if now > self._least + GROWTH_BYTES:
+            self._wait = FIRST_WAIT
+        elif self._looks_left > 1 or not self._wait:
+            self._looks_left -= 1
             self._least = min(self._least, now)
+            return
+        else:
+            self._wait = 0 if self._wait >= LAST_WAIT else 2 * self._wait
+        self._looks_left = self._wait
+        if give_memory_back():
+            self._least = resident_bytes()
 
 
 def resident_bytes() -> int:

@@ -96,6 +96,7 @@ class AsyncEngineClient:
                 finally:
                     routed.link = routed.outputs = None
                     link.release(outputs)
+                    outputs.close()
                     self.links.leave(routed)
             for delta in _aborted(routed.request):
                 yield delta

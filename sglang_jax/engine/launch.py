@@ -19,14 +19,16 @@ from sglang_jax.engine.placement import Placement
 from sglang_jax.engine.process import CoreProcess, CoreThread
 from sglang_jax.engine.single_link import SingleLink
 from sglang_jax.engine.types import TextTokenizer
-from sglang_jax.errors import CheckpointError, ConfigError, EngineDeadError
+from sglang_jax.errors import CheckpointError, ConfigError, EngineDeadError, NoRoomError
 from sglang_jax.scheduler.messages import Shutdown
 
 Result = TypeVar("Result")
 
 TokenizerLoader = Callable[[EngineConfig], TextTokenizer]
 
-_START_ERRORS: dict[str, type[Exception]] = {error.__name__: error for error in (CheckpointError, ConfigError)}
+_START_ERRORS: dict[str, type[Exception]] = {
+    error.__name__: error for error in (CheckpointError, ConfigError, NoRoomError)
+}
 
 
 async def launch_engine(
@@ -133,11 +135,19 @@ async def _launch(
             with suppress(EngineDeadError):  # it ended by itself
                 channel.send(Shutdown(drain=False))
             core.kill()
-            await core.ended
+            await _until_over(core)
             raise
         if folder is not None:
             folder.cleanup()  # they are connected: nobody needs a path any more
         return CoreLink(channel, core, ready, resources.pop_all(), config.watchdog_timeout), result
+
+
+async def _until_over(core: CoreHandle) -> None:
+    """Waits until a core that was told to stop has ended, however often that is cancelled: a thread that still loads
+    uses what is given back then."""
+    while not core.ended.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait({core.ended})
 
 
 async def _wait_ready(channel: ClientChannel, core: CoreHandle, timeout: float) -> Ready:

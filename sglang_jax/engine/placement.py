@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from sglang_jax.config import Device, EngineConfig, VisibleDevices
 from sglang_jax.errors import ConfigError
-from sglang_jax.runner.host_machine import (
+from sglang_jax.runner.this_machine import (
     cpu_cores,
     devices_per_tpu_chip,
     has_cuda_gpu,
@@ -19,7 +19,7 @@ from sglang_jax.runner.host_machine import (
 )
 
 _CHIP_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
-"""How as many TPU chips of one host lie, as libtpu is told."""
+"""How as many TPU chips of one node lie, as libtpu is told."""
 
 _LIBTPU_PORT = 8476
 """Where libtpu of replica 0 listens; each further replica one port up."""
@@ -127,7 +127,7 @@ def _on_chips(tp_size: int, count: int) -> list[Placement]:
     if each not in _CHIP_BOUNDS:
         raise ConfigError(
             f"tp_size {tp_size} gives each of {count} replicas {each} TPU chips; "
-            f"a host's chips can be divided into parts of {', '.join(map(str, _CHIP_BOUNDS))}"
+            f"a node's chips can be divided into parts of {', '.join(map(str, _CHIP_BOUNDS))}"
         )
     if count * each > len(chips):
         where = "this machine has" if listed is None else f"TPU_VISIBLE_CHIPS={listed} shows"
@@ -145,14 +145,14 @@ def _on_chips(tp_size: int, count: int) -> list[Placement]:
 
 
 def alone_in_a_slice(chips: int) -> Placement:
-    """One replica on all chips of a host whose slice has other hosts: to libtpu the host is a slice by itself.
+    """One replica on all chips of a node whose slice has other nodes: to libtpu the node is a slice by itself.
 
-    **Raises:** `ConfigError` for a number of chips that no host has.
+    **Raises:** `ConfigError` for a number of chips that no node has.
     """
     if chips not in _CHIP_BOUNDS:
-        raise ConfigError(f"a host has {', '.join(map(str, _CHIP_BOUNDS))} TPU chips, got {chips}")
+        raise ConfigError(f"a node has {', '.join(map(str, _CHIP_BOUNDS))} TPU chips, got {chips}")
     environment = _chip_environment([str(number) for number in range(chips)], _LIBTPU_PORT)
-    return Placement(name="this host", device=Device.TPU, environment=environment)
+    return Placement(name="this node", device=Device.TPU, environment=environment)
 
 
 def _chip_environment(chips: Sequence[str], port: int) -> tuple[tuple[str, str], ...]:
@@ -164,7 +164,7 @@ def _chip_environment(chips: Sequence[str], port: int) -> tuple[tuple[str, str],
         ("TPU_PROCESS_ADDRESSES", f"localhost:{port}"),
         ("TPU_PROCESS_PORT", str(port)),
         ("CLOUD_TPU_TASK_ID", "0"),
-        # Those of GKE name the other hosts of the slice.
+        # Those of GKE name the other nodes of the slice.
         ("TPU_WORKER_ID", "0"),
         ("TPU_WORKER_HOSTNAMES", "localhost"),
         ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from sglang_jax.config import Device, Dtype
 from sglang_jax.errors import ConfigError
-from sglang_jax.runner.host_machine import available_host_memory, cpu_multiplies_bfloat16
+from sglang_jax.runner.this_machine import available_host_memory, cpu_multiplies_bfloat16
 
 
 def select_devices(wanted: Device, count: int) -> list[jax.Device]:
@@ -36,7 +36,7 @@ def select_devices(wanted: Device, count: int) -> list[jax.Device]:
     own = [device for device in devices[:count] if device.process_index == jax.process_index()]
     if not own:
         raise ConfigError(
-            f"tp_size {count} leaves the devices of host {jax.process_index()} idle: raise tp_size to {len(devices)}, "
+            f"tp_size {count} leaves the devices of node {jax.process_index()} idle: raise tp_size to {len(devices)}, "
             "or start fewer nodes"
         )
     jax.config.update("jax_default_device", own[0])

@@ -75,7 +75,7 @@ class Near(NamedTuple):
         return cls(near, tokens.reshape(lines, -1), -negated[:, -1])
 
     def has_all(self, kept: jax.Array) -> jax.Array:
-        """bool `[n]`: every token that can be drawn from a line that keeps distances up to `kept` is among these."""
+        """bool `[n]`: every token that can be sampled from a line that keeps distances up to `kept` is among these."""
         return (kept < self.bound) | (self.bound == jnp.inf)
 
 

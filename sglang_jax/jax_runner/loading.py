@@ -224,7 +224,7 @@ def _sizes(
     device, count = devices[0], parallel.size
     own = [other for other in devices if other.process_index == jax.process_index()]
     # Devices that are one CPU share its memory.
-    available = _least_of_hosts(min(map(available_memory, own)) // (len(own) if device.platform == "cpu" else 1))
+    available = _least_of_nodes(min(map(available_memory, own)) // (len(own) if device.platform == "cpu" else 1))
     memory = memory_of_one_device(
         parallel, model, kv_dtype, config.page_size, device.platform, available, state_dtypes=state_dtypes
     )
@@ -291,7 +291,7 @@ def runner_spec(config: EngineConfig, memory: Memory, sizes: Sizes, parallel: Te
     )
 
 
-def _least_of_hosts(available: int) -> int:
+def _least_of_nodes(available: int) -> int:
     """All nodes must come to the same sizes."""
     if jax.process_count() == 1:
         return available

@@ -44,11 +44,11 @@ from sglang_jax.jax_runner.step import (
     make_step,
 )
 from sglang_jax.models.kv_cache import states_of, with_states
-from sglang_jax.runner.host_machine import available_host_memory
 from sglang_jax.runner.page_tables import ONE_GROUP, TableLayout
 from sglang_jax.runner.plan import Int32, PageDeltas, mask_words
 from sglang_jax.runner.pulse import Building
 from sglang_jax.runner.row_updates import PACKED_ROW
+from sglang_jax.runner.this_machine import available_host_memory
 
 DELTA_BLOCK = 1024
 """Page-table entries that one run of the delta program overwrites."""

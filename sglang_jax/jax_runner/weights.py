@@ -26,7 +26,7 @@ from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import named_sharding
 from sglang_jax.models.parameters import ModelParameter, parameters_of
 from sglang_jax.models.transformer import Transformer
-from sglang_jax.runner.host_machine import cpu_cores
+from sglang_jax.runner.this_machine import cpu_cores
 
 Index = tuple[slice, ...]
 _MOST_HELD = 2 << 30

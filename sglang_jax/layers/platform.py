@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from sglang_jax.runner.host_machine import cpu_multiplies_bfloat16_tiles
+from sglang_jax.runner.this_machine import cpu_multiplies_bfloat16_tiles
 
 _BITS = {jnp.dtype(jnp.bfloat16): jnp.dtype(jnp.uint16), jnp.dtype(jnp.float8_e4m3fn): jnp.dtype(jnp.uint8)}
 

@@ -12,8 +12,8 @@ from sglang_jax.about import BACKENDS
 from sglang_jax.checkpoint.opening import Checkpoint
 from sglang_jax.config import Backend, Device, EngineConfig, ModelImpl
 from sglang_jax.errors import ConfigError, how_to_install
-from sglang_jax.runner.host_machine import has_cuda_gpu, has_tpu
 from sglang_jax.runner.protocol import Runner
+from sglang_jax.runner.this_machine import has_cuda_gpu, has_tpu
 
 logger = logging.getLogger(__name__)
 

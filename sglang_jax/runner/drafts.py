@@ -1,7 +1,7 @@
 """Steps with drafts, for runners whose kernels know one query a sequence: each query becomes a sequence of its own.
 
 All keys and values of a step are written before any of its queries reads them, so queries of one row that are
-computed beside each other see what they would see one after the other. What is drawn at a position is a function of
+computed beside each other see what they would see one after the other. What is sampled at a position is a function of
 the logits there, the row's parameters and the position: a draft is right if and only if it equals that.
 """
 

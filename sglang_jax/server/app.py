@@ -18,6 +18,7 @@ from sglang_jax.server.models import models_router
 from sglang_jax.server.native import native_router
 from sglang_jax.server.openai_chat import chat_router
 from sglang_jax.server.openai_completions import completions_router
+from sglang_jax.server.origins import AllowedOrigins
 from sglang_jax.server.request_body import BodyLimit
 from sglang_jax.server.sessions import sessions_router
 
@@ -52,7 +53,6 @@ def create_app(context: ServerContext) -> FastAPI:
         app.include_router(router)
     config = context.config
     app.add_middleware(BodyLimit, max_body_bytes=config.max_body_bytes, client_timeout=config.client_timeout)
-    app.add_middleware(
-        ApiKeyMiddleware, callers=context.callers
-    )  # last, so it comes first: what has no key is not read
+    app.add_middleware(ApiKeyMiddleware, callers=context.callers)  # comes before it: what has no key is not read
+    app.add_middleware(AllowedOrigins, origins=config.origins())  # the last comes first
     return app

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import h11
 import msgspec
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr
@@ -104,8 +104,6 @@ class BoundedConnection(H11Protocol):
         **options: object,
     ) -> None:
         super().__init__(*arguments, **options)  # type: ignore[arg-type]  # those of uvicorn's own
-        self._application = self.app
-        self.app = self._run
         self._limits = limits
         self._idle = idle
         self._held = held
@@ -215,6 +213,16 @@ class BoundedConnection(H11Protocol):
             return 0
         self._looked_at = max(len(rest) - 2, 0)
         return 0
+
+    @property
+    def app(self) -> ASGIApp:
+        """What uvicorn runs for a request. Bound anew each time: a connection that kept it would refer to itself, and
+        what it holds would be freed when the garbage collector comes, not at once."""
+        return self._run
+
+    @app.setter
+    def app(self, application: ASGIApp) -> None:
+        self._application = application
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application, whose chunks are written past h11."""

@@ -114,6 +114,13 @@ class ForeignPageError(RequestError):
     code = "foreign_page"
 
 
+class OriginNotAllowedError(RequestError):
+    """A browser asks whether pages of an origin may use this server, and they may not."""
+
+    status = 403
+    code = "origin_not_allowed"
+
+
 class RateLimitError(RequestError):
     """The key has as much in flight, or has used as much, as it may. `retry_after`: seconds to wait."""
 

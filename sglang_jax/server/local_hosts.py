@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang_jax.errors import shown
 from sglang_jax.server.errors import ForeignPageError, HostNotAllowedError, error_response
+from sglang_jax.server.origins import is_allowed
 
 
 class LocalHosts:
@@ -48,16 +49,24 @@ class OwnPagesOnly:
     A server on the loopback interface without a key is protected by being reached from this machine alone, and browsers
     on this machine run everybody's pages. Such a page cannot read the answer, but what it asks for would be done.
     Browsers mark such requests with `Sec-Fetch-Site: cross-site`.
+
+    **Arguments:** `origins`: those whose pages may, as for `AllowedOrigins`.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, origins: Collection[str]) -> None:
         self._app = app
+        self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and Headers(scope=scope).get("sec-fetch-site") == "cross-site":
-            error = ForeignPageError("this server has no key, and another site's page asked for this: set --api-key")
-            await error_response(error)(scope, receive, send)
-            return
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            if headers.get("sec-fetch-site") == "cross-site" and not is_allowed(headers, self._origins):
+                error = ForeignPageError(
+                    "this server has no key, and another site's page asked for this: name the page's origin in "
+                    "--allowed-origins, or set --api-key"
+                )
+                await error_response(error)(scope, receive, send)
+                return
         await self._app(scope, receive, send)
 
 

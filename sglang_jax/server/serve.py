@@ -179,7 +179,7 @@ def http_config(context: ServerContext) -> uvicorn.Config:
     limits = ConnectionLimits(raise_descriptor_limit(config.max_connections), config.client_timeout)
     app: ASGIApp = create_app(context)
     if not context.callers.asks_for_a_key and is_loopback(config.host):
-        app = OwnPagesOnly(LocalHosts(app, (config.allowed_hosts or "").split(",")))
+        app = OwnPagesOnly(LocalHosts(app, (config.allowed_hosts or "").split(",")), config.origins())
     return uvicorn.Config(
         RequestsSeen(app, context.metrics),
         http=bounded_connections(limits),

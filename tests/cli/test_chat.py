@@ -55,15 +55,18 @@ def test_an_answer_is_part_of_what_comes_after(capsys: pytest.CaptureFixture[str
     assert script.asked == [[system, user("Is it?")], [system, user("Is it?"), assistant("well, yes"), user("Sure?")]]
 
 
-def test_reset_and_a_new_system_message_begin_anew() -> None:
+def test_reset_and_a_new_system_message_begin_anew(capsys: pytest.CaptureFixture[str]) -> None:
     conversation, script = converse("a", "b", "c", "d")
     conversation.take("one")
-    conversation.take("/reset")
-    conversation.take("two")
-    conversation.take("/system be kind")
-    conversation.take("three")
-    conversation.take("/system")
-    conversation.take("four")
+    for command, told, message in (
+        ("/reset", "(a new conversation)\n", "two"),
+        ("/system be kind", "(a new conversation, with this system message)\n", "three"),
+        ("/system", "(a new conversation, without a system message)\n", "four"),
+    ):
+        capsys.readouterr()
+        conversation.take(command)
+        assert capsys.readouterr() == ("", told)
+        conversation.take(message)
     kind = {"role": "system", "content": "be kind"}
     assert script.asked == [[user("one")], [user("two")], [kind, user("three")], [user("four")]]
 
@@ -74,6 +77,21 @@ def test_an_interrupted_answer_is_kept_as_far_as_it_came(capsys: pytest.CaptureF
     conversation.take("two")
     assert capsys.readouterr().out == "well,  [stopped]\nwell, b\n"
     assert script.asked[1] == [user("one"), assistant("well, "), user("two")]
+
+
+def test_a_message_that_is_stopped_before_there_is_an_answer_is_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
+    conversation, script = converse("b")
+
+    def stopped(messages: object) -> Iterator[Any]:
+        raise KeyboardInterrupt
+        yield
+
+    conversation.answer, answer = stopped, conversation.answer
+    conversation.take("one")
+    conversation.answer = answer
+    conversation.take("two")
+    assert capsys.readouterr().out == " [stopped]\nwell, b\n"
+    assert script.asked == [[user("two")]]
 
 
 def test_a_message_that_fails_is_forgotten(capsys: pytest.CaptureFixture[str]) -> None:

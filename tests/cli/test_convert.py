@@ -52,7 +52,7 @@ def weights(checkpoint: Checkpoint, dtype: str) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_converted_checkpoint_is_the_same_model(original: Path, tmp_path: Path, dtype: str) -> None:
     output = tmp_path / "converted"
-    arguments = ["--model-path", str(original), "--to", "orbax", "--output", str(output), "--dtype", dtype]
+    arguments = [str(original), "--to", "orbax", "--output", str(output), "--dtype", dtype]
     assert run(convert, "convert", arguments) == 0
     before, after = open_checkpoint(str(original)), open_checkpoint(str(output))
     assert after.source.kind is SourceKind.ORBAX
@@ -150,3 +150,19 @@ def test_refusals_are_clear(capsys: pytest.CaptureFixture[str], arguments: list[
     assert "Traceback" not in message
     for word in words:
         assert word in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Missing argument 'MODEL': what to convert, as for --model-path"),
+        (["a", "--model-path", "b"], "two models are given: a and --model-path b"),
+        (["/missing"], "/missing does not exist"),
+        (["/missing", "--model-path", "/missing"], "/missing does not exist"),
+    ],
+)
+def test_what_is_converted_is_named_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    assert run(convert, "convert", [*arguments, "--to", "orbax", "--output", str(tmp_path / "new")]) == 2
+    assert capsys.readouterr().err == f"Error: {message}\n"

@@ -6,9 +6,10 @@ import io
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,12 @@ from helpers.recommended_sampling import (
     values_of,
 )
 
-from sglang_jax.cli.generate import generate, prompt_ids
+from sglang_jax.cli import generate as generate_module
+from sglang_jax.cli.generate import Timing, generate, prompt_ids, stream_to_terminal
 from sglang_jax.cli.main import run
 from sglang_jax.engine import engine as engine_module
 from sglang_jax.engine.engine import Engine
+from sglang_jax.engine.types import GenerateOutput
 
 pytestmark = pytest.mark.usefixtures("echo_engine")
 
@@ -171,13 +174,49 @@ def _interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_interruptible")
-def test_an_interrupt_ends_the_answer_and_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_ends_the_answer_and_the_engine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = set(threading.enumerate())  # tests of other folders may still have servers
     timer = threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+
+    def stream(outputs: Iterable[GenerateOutput], timing: Timing) -> None:
+        timer.start()  # once there is an engine: before, an interrupt ends the process
+        stream_to_terminal(outputs, timing)
+
+    monkeypatch.setattr(generate_module, "stream_to_terminal", stream)
     text, line = answer(capsys, "--raw", "z" * 200, "--max-new-tokens", "200", model="echo:0.05", status=130)
     timer.join()
     assert 1 <= text.count("z") < 100
     assert line.rstrip().endswith("interrupted")
     started = set(threading.enumerate()) - before
     assert not [thread.name for thread in started if thread.name.startswith("sglang-jax")]
+
+
+LOADING = """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+from sglang_jax.cli.main import cli, run
+from sglang_jax.engine import engine
+
+class Engine:
+    def __init__(self, config):
+        print("loading", flush=True)
+        try:
+            time.sleep(60)
+        finally:
+            time.sleep(60)  # as for a thread that is in the middle of something
+
+engine.Engine = Engine
+sys.exit(run(cli, "sglang-jax", ["generate", "hello"]))
+"""
+
+
+def test_an_interrupt_while_the_model_is_loaded_waits_for_nothing() -> None:
+    command = [sys.executable, "-c", LOADING]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"loading\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=40)
+    assert process.returncode == 130
+    assert errors == b"\nInterrupted.\n"

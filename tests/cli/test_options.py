@@ -96,6 +96,7 @@ OTHER_VALUES: dict[str, Any] = {
     "max_connections": 50,
     "client_timeout": 5.0,
     "allowed_hosts": "a.example,b.example",
+    "allowed_origins": "https://a.example,http://localhost:3000",
     "chat_template": "template.jinja",
     "tool_call_parser": "mistral",
     "reasoning_parser": "qwen3",
@@ -268,7 +269,7 @@ def test_other_errors_keep_their_traceback() -> None:
         run(command, "command", [])
 
 
-def test_the_hosts_secret_is_that_of_the_file_or_of_the_environment(
+def test_the_nodes_secret_is_that_of_the_file_or_of_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert EngineConfig().group_secret() == b""

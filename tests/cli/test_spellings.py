@@ -293,3 +293,15 @@ def test_the_page_for_people_from_elsewhere_has_these_tables() -> None:
     flags = {row[0].strip("`") for row in rows if row[0].startswith("`--") and row[0].count("`") == 2}
     known = {flag_name(name) for name in (*NEEDLESS, *REFUSED, *ServerConfig.model_fields)}
     assert flags <= known | {flag_name(alias) for alias, _ in OTHER_NAMES}
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in cli.commands), ["bench", "offline"]])
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_every_command_tells_its_options(capsys: pytest.CaptureFixture[str], command: list[str], flag: str) -> None:
+    assert run(cli, "sglang-jax", [*command, flag]) == 0
+    assert capsys.readouterr().out.startswith(f"Usage: {' '.join(['sglang-jax', *command])} ")
+
+
+def test_the_list_of_commands_says_each_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(cli, "sglang-jax", ["-h"]) == 0
+    assert "..." not in capsys.readouterr().out.partition("Commands:")[2]

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from sglang_jax.engine.allocator import ARENAS, give_memory_back, limit_free_memory
+from sglang_jax.engine import allocator
+from sglang_jax.engine.allocator import ARENAS, GROWTH_BYTES, FreeMemory, give_memory_back, limit_free_memory
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has its own ways")
 
@@ -84,6 +85,41 @@ print((resident_bytes() - before) / kept)
 def test_what_is_free_between_blocks_that_stay_goes_back_once_a_process_has_grown() -> None:
     assert told(SETTLED, FREE_BETWEEN) < 0.25
     assert told(SETTLED, FREE_BETWEEN.replace("memory.look()", "")) > 0.9
+
+
+OVER_LATER = """
+from sglang_jax.engine.allocator import FIRST_WAIT, FreeMemory, resident_bytes
+memory = FreeMemory()
+before = resident_bytes()
+blocks = [bytearray(3000) for _ in range(20_000)]
+grown = resident_bytes() - before
+for _ in range(1 + FIRST_WAIT):
+    memory.look()
+assert resident_bytes() - before > 0.9 * grown, "it is in use"
+between = blocks[::20]
+blocks.clear()
+for _ in range(2 * FIRST_WAIT):
+    memory.look()
+print((resident_bytes() - before) / grown)
+"""
+
+
+def test_what_is_over_some_time_after_it_grew_goes_back_too() -> None:
+    assert told(SETTLED, OVER_LATER) < 0.25
+    assert told(SETTLED, OVER_LATER.replace("(2 * FIRST_WAIT)", "(2 * FIRST_WAIT - 1)")) > 0.9
+
+
+def test_it_is_left_at_that_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    trims: list[int] = []
+    resident = [100 * GROWTH_BYTES]
+    monkeypatch.setattr(allocator, "resident_bytes", lambda: resident[0])
+    monkeypatch.setattr(allocator, "give_memory_back", lambda: bool(trims.append(look)) or True)
+    memory = FreeMemory()
+    for look in range(3000):
+        if look == 5:
+            resident[0] += 2 * GROWTH_BYTES
+        memory.look()
+    assert [one - 5 for one in trims] == [0, 10, 30, 70, 150, 310, 630, 1270]
 
 
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

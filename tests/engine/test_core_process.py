@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -20,9 +21,13 @@ import pytest_asyncio
 from helpers.engine_fakes import load_echo, load_tokenizer, refuse_tokenizer
 from helpers.whole_outputs import collect
 
+from sglang_jax import errors
 from sglang_jax.config import EngineConfig
+from sglang_jax.engine.channel import CoreChannel, StartFailed
 from sglang_jax.engine.client import AsyncEngineClient
-from sglang_jax.engine.launch import TokenizerLoader, launch_core
+from sglang_jax.engine.core import Core
+from sglang_jax.engine.launch import TokenizerLoader, _check_ready, launch_core
+from sglang_jax.engine.loop_thread import LoopThread
 from sglang_jax.engine.replica import Backoff, Replica
 from sglang_jax.engine.types import GenerateInput, ReplicaState
 from sglang_jax.errors import CheckpointError, ConfigError, EngineDeadError
@@ -263,3 +268,37 @@ def test_child_does_not_outlive_its_parent(ending: str, tmp_path: Path) -> None:
         parent.wait()
         if parent.stdout is not None:
             parent.stdout.close()
+
+
+def test_an_engine_that_is_interrupted_while_a_thread_loads_it_waits_for_the_thread(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loading, go_on = threading.Event(), threading.Event()
+
+    def load(config: EngineConfig, channel: CoreChannel) -> Core:
+        loading.set()
+        go_on.wait(30)
+        return load_echo(config, channel)
+
+    loop = LoopThread("interrupted")
+    config = EngineConfig(model_path="echo")
+    start = loop.submit(launch_core(config, in_process=True, load=load, load_tokenizer=load_tokenizer))
+    assert loading.wait(30)
+    start.cancel()
+    closing = threading.Thread(target=loop.close)  # which cancels it once more
+    closing.start()
+    time.sleep(0.2)
+    go_on.set()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]
+
+
+def test_what_options_and_checkpoints_are_refused_with_is_told_as_what_it_is() -> None:
+    """And not as a failure of the engine, under the name of its class."""
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    for kind in kinds:
+        if issubclass(kind, ConfigError | CheckpointError):
+            with pytest.raises((ConfigError, CheckpointError), match=r"^why$") as caught:
+                _check_ready(StartFailed(kind.__name__, "why"))
+            assert caught.type is kind

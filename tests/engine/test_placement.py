@@ -13,7 +13,7 @@ from sglang_jax.config import Device, EngineConfig
 from sglang_jax.engine import placement
 from sglang_jax.engine.placement import Placement, place_replicas
 from sglang_jax.errors import ConfigError
-from sglang_jax.runner import host_machine
+from sglang_jax.runner import this_machine
 
 
 class Machine:
@@ -23,15 +23,15 @@ class Machine:
         self._devices, self._pci, self._cpus = folder / "dev", folder / "pci", folder / "cpu"
         self._devices.mkdir()
         self._monkeypatch = monkeypatch
-        monkeypatch.setattr(host_machine, "_DEVICES", self._devices)
-        monkeypatch.setattr(host_machine, "_PCI_DEVICES", self._pci)
-        monkeypatch.setattr(host_machine, "_CPUS", self._cpus)
+        monkeypatch.setattr(this_machine, "_DEVICES", self._devices)
+        monkeypatch.setattr(this_machine, "_PCI_DEVICES", self._pci)
+        monkeypatch.setattr(this_machine, "_CPUS", self._cpus)
         for name in ("CUDA_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS"):
             monkeypatch.delenv(name, raising=False)
 
     def cpus(self, places: dict[int, tuple[int, int]]) -> None:
         """CPUs by number, each at (socket, core)."""
-        self._monkeypatch.setattr(host_machine.os, "sched_getaffinity", lambda _: set(places))
+        self._monkeypatch.setattr(this_machine.os, "sched_getaffinity", lambda _: set(places))
         for number, (socket, core) in places.items():
             topology = self._cpus / f"cpu{number}" / "topology"
             topology.mkdir(parents=True)
@@ -80,7 +80,7 @@ def test_threads_of_a_core_and_cores_of_a_socket_stay_together(machine: Machine)
 
 
 def test_cpus_without_a_topology_are_cores(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_machine.os, "sched_getaffinity", lambda _: {3, 1, 2, 0})
+    monkeypatch.setattr(this_machine.os, "sched_getaffinity", lambda _: {3, 1, 2, 0})
     assert [one.cores for one in places(2)] == [(0, 1), (2, 3)]
 
 
@@ -169,7 +169,7 @@ def test_tpu_chips_that_do_not_divide_are_refused(machine: Machine, monkeypatch:
         places(3)
 
 
-def test_several_hosts_are_refused(machine: Machine) -> None:
+def test_several_nodes_are_refused(machine: Machine) -> None:
     with pytest.raises(ConfigError, match="nnodes must be 1, got 2"):
         place_replicas(EngineConfig(nnodes=2), 2)
 

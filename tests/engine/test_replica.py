@@ -373,7 +373,7 @@ async def test_one_that_cannot_start_ends_the_others(monkeypatch: pytest.MonkeyP
         started.append(await launch_echo(config, placement))
         return started[-1]
 
-    monkeypatch.setattr("sglang_jax.runner.host_machine.os.sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr("sglang_jax.runner.this_machine.os.sched_getaffinity", lambda _: {0, 1})
     with pytest.raises(CheckpointError, match=r"^no checkpoint at 'x'$"):
         await launch_replicas(EngineConfig(model_path="echo", device=Device.CPU), 2, launch=launch)
     assert not started[0].alive

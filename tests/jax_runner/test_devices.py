@@ -42,7 +42,7 @@ def test_auto_is_bfloat16_where_the_cpu_multiplies_it(
     features: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cpuinfo").write_text(features + "\n")
-    monkeypatch.setattr("sglang_jax.runner.host_machine._CPU_FEATURES", tmp_path / "cpuinfo")
+    monkeypatch.setattr("sglang_jax.runner.this_machine._CPU_FEATURES", tmp_path / "cpuinfo")
     assert select_dtype(Dtype.AUTO, jax.devices("cpu")[0]).name == dtype
 
 

@@ -190,7 +190,7 @@ def test_a_lost_node_ends_every_other(nodes: Nodes, lost: int) -> None:
     ],
     ids=["before the nodes agree on sizes", "after that"],
 )
-def test_a_host_that_cannot_load_tells_every_other(
+def test_a_node_that_cannot_load_tells_every_other(
     folder: Path, cache: Path, failing: int, change: dict[str, object], reason: str
 ) -> None:
     """In the first case the others wait for it in a collective; in the second they have loaded, and wait for orders."""

@@ -23,7 +23,7 @@ from sglang_jax.layers.platform import PlatformForm
 from sglang_jax.layers.sharding import make_mesh
 from sglang_jax.models import AttentionImplementation, allocate, build_model, bytes_of_groups, kv_cache_spec
 from sglang_jax.models.decoder_layer import DecoderLayer
-from sglang_jax.runner import host_machine
+from sglang_jax.runner import this_machine
 
 MIB = 2**20
 PAGE_SIZE = 16
@@ -251,7 +251,7 @@ def test_outputs_come_first_on_a_cpu_with_tiles_alone(
     features: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cpuinfo").write_text(features + "\n")
-    monkeypatch.setattr(host_machine, "_CPU_FEATURES", tmp_path / "cpuinfo")
+    monkeypatch.setattr(this_machine, "_CPU_FEATURES", tmp_path / "cpuinfo")
     assert PlatformForm.of("cpu").outputs_first is expected
     assert not PlatformForm.of("tpu").outputs_first
     assert not PlatformForm.of("gpu").outputs_first

@@ -14,7 +14,7 @@ import torch_backend
 from sglang_jax import jax_runner
 from sglang_jax.config import Backend, Device, EngineConfig
 from sglang_jax.errors import ConfigError, how_to_install
-from sglang_jax.runner import backends, host_machine
+from sglang_jax.runner import backends, this_machine
 
 FACTORIES = {Backend.JAX: jax_runner.create_runner, Backend.TORCH: torch_backend.create_runner}
 
@@ -26,8 +26,8 @@ class Machine:
         self._devices, self._pci = folder / "dev", folder / "pci"
         self._devices.mkdir()
         self._pci.mkdir()
-        monkeypatch.setattr(host_machine, "_DEVICES", self._devices)
-        monkeypatch.setattr(host_machine, "_PCI_DEVICES", self._pci)
+        monkeypatch.setattr(this_machine, "_DEVICES", self._devices)
+        monkeypatch.setattr(this_machine, "_PCI_DEVICES", self._pci)
 
     def add_device(self, name: str) -> None:
         (self._devices / name).touch()
@@ -74,40 +74,40 @@ def chosen(device: Device = Device.AUTO) -> Backend:
     return next(backend for backend, known in FACTORIES.items() if known is factory)
 
 
-class TestHostMachine:
+class TestThisMachine:
     def test_a_plain_machine_has_neither(self, machine: Machine) -> None:
-        assert not host_machine.has_tpu()
-        assert not host_machine.has_cuda_gpu()
+        assert not this_machine.has_tpu()
+        assert not this_machine.has_cuda_gpu()
 
     @pytest.mark.parametrize("name", ["nvidia0", "nvidia11", "dxg"])
     def test_a_gpu_is_one_whose_driver_is_loaded(self, machine: Machine, name: str) -> None:
         machine.add_device(name)
-        assert host_machine.has_cuda_gpu()
-        assert not host_machine.has_tpu()
+        assert this_machine.has_cuda_gpu()
+        assert not this_machine.has_tpu()
 
     @pytest.mark.parametrize("kind", ["0x120000", "0x088000", "0xff0000"])
     def test_a_tpu_is_googles_and_no_network_card(self, machine: Machine, kind: str) -> None:
         machine.add_pci("0000:00:04.0", vendor="0x1ae0", **{"class": kind})
-        assert host_machine.has_tpu()
-        assert not host_machine.has_cuda_gpu()
+        assert this_machine.has_tpu()
+        assert not this_machine.has_cuda_gpu()
 
     def test_folders_that_are_not_there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(host_machine, "_DEVICES", tmp_path / "no-dev")
-        monkeypatch.setattr(host_machine, "_PCI_DEVICES", tmp_path / "no-pci")
-        assert not host_machine.has_tpu()
-        assert not host_machine.has_cuda_gpu()
+        monkeypatch.setattr(this_machine, "_DEVICES", tmp_path / "no-dev")
+        monkeypatch.setattr(this_machine, "_PCI_DEVICES", tmp_path / "no-pci")
+        assert not this_machine.has_tpu()
+        assert not this_machine.has_cuda_gpu()
 
     def test_memory_within_a_container(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(host_machine, "_CONTAINER", tmp_path)
-        unlimited = host_machine.available_host_memory()
+        monkeypatch.setattr(this_machine, "_CONTAINER", tmp_path)
+        unlimited = this_machine.available_host_memory()
         assert 2**26 < unlimited < 2**45
         (tmp_path / "memory.current").write_text("60000000\n")
         (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 7000000\n")
         (tmp_path / "memory.max").write_text("100000000\n")
         # File pages that nobody uses are given back when memory is asked for.
-        assert host_machine.available_host_memory() == 47_000_000
+        assert this_machine.available_host_memory() == 47_000_000
         (tmp_path / "memory.max").write_text("max\n")
-        assert host_machine.available_host_memory() == pytest.approx(unlimited, rel=0.2)
+        assert this_machine.available_host_memory() == pytest.approx(unlimited, rel=0.2)
 
 
 class TestAuto:

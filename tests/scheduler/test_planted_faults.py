@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from helpers.simulated_conversations import ConversationSimulation
 from helpers.simulated_doubt import DoubtSimulation
 from helpers.simulation import STATE, WITH_STATES, Simulation, Strategy, simulate
 from hypothesis import strategies as st
@@ -642,6 +643,14 @@ PASSED_BY_SHORT_PROMPTS: dict[str, Strategy] = {
 }
 """Steps whose tokens are all spoken for, so that who has least to compute goes first, even in the order of arrival."""
 
+COMPUTED_TWICE: dict[str, Strategy] = NO_SHORTAGE | {
+    "page_size": st.just(4),
+    "context": st.just(60),
+    "lazy": st.just(True),
+    "chunk": st.sampled_from([3, 8]),
+}
+"""Steps that run late, between chunks of prompts that begin alike."""
+
 ENDS_ON_PAGES: dict[str, Strategy] = {
     "page_size": st.sampled_from([1, 4]),
     "pages": st.just(64),
@@ -664,8 +673,8 @@ PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
     },
     fail_who_read_bad_kv: NO_SHORTAGE,
     settle_one: NO_SHORTAGE | {"page_size": st.sampled_from([1, 4])},
-    free_duplicates_while_in_flight: NO_SHORTAGE
-    | {"page_size": st.just(4), "context": st.just(60), "lazy": st.just(True), "chunk": st.sampled_from([3, 8])},
+    free_duplicates_while_in_flight: COMPUTED_TWICE,
+    retire_in_one_group_alone: COMPUTED_TWICE | {"groups": st.sampled_from([(None, 7), (None, 18), (3, 20)])},
     share_by_the_first_page: NO_SHORTAGE | {"page_size": st.sampled_from([1, 4]), "chunk": st.just(3)},
     no_turn_for_the_oldest: {"aged_turn": st.just(2), "rows": st.integers(1, 2)},
     never_keep_room: {"backfill": st.just((2, 256)), "aged_turn": st.sampled_from([2, 3]), "pages": st.integers(6, 24)},
@@ -692,9 +701,10 @@ PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
         "chunk": st.just(64),
         "track": st.just(0),
     },
-    keep_a_state_where_drafts_may_end: ENDS_ON_PAGES | {"track": st.just(1)},
-    keep_a_state_beyond_a_stop: ENDS_ON_PAGES | {"track": st.just(0)},
-    snapshot_a_page_off: {"track": st.just(1), "slots": st.integers(4, 16)},
+    # Pages of several tokens: at one token a page a row that goes on says anew where its state is, and that is right.
+    keep_a_state_where_drafts_may_end: ENDS_ON_PAGES | {"track": st.just(1), "page_size": st.just(4)},
+    keep_a_state_beyond_a_stop: ENDS_ON_PAGES | {"track": st.just(0), "page_size": st.just(1)},
+    snapshot_a_page_off: ENDS_ON_PAGES | {"track": st.just(1), "page_size": st.just(4)},
     let_go_of_a_source_at_the_launch: {
         "page_size": st.just(1),
         "pages": st.integers(4, 24),
@@ -715,11 +725,17 @@ PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
         "chunk": st.just(64),
     },
 }
-"""Sizes with which a fault shows, where few of those that are drawn else would do."""
+"""Sizes with which a fault shows, where few of those in `SIZES` would do."""
 
 KINDS: dict[Callable[[pytest.MonkeyPatch], None], type[Simulation]] = {
+    doubt_no_window: DoubtSimulation,
+    prove_what_no_sample_read: DoubtSimulation,
     prove_what_is_split_off: DoubtSimulation,
     prove_the_copy_that_was_not_read: DoubtSimulation,
+    snapshot_a_page_off: ConversationSimulation,
+    keep_a_state_where_drafts_may_end: ConversationSimulation,
+    keep_a_state_beyond_a_stop: ConversationSimulation,
+    keep_a_state_beyond_the_end: ConversationSimulation,
 }
 """Whose schedules meet a fault, where those of `Simulation` do not."""
 

@@ -153,7 +153,7 @@ PLACES: dict[Plant, dict[str, Strategy]] = {
     go_on_behind_what_nobody_saw: {"groups": st.just((None,)), "pages": st.just(64)},
     begin_before_the_last_turn_is_cached: {"groups": st.just((None,)), "pages": st.just(64)},
 }
-"""Sizes with which a fault shows, where few of those that are drawn else would do."""
+"""Sizes with which a fault shows, where few of those in `SIZES` would do."""
 
 
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx2
 import pytest
 from helpers.echo_server import EchoServer, post_bytes, wait_for
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
+from sglang_jax.engine.output import Completion, RequestOutputs
+from sglang_jax.server.connections import BoundedConnection
 from sglang_jax.server.streaming import until_disconnect
 
 LONG = "a" * 2000
@@ -152,3 +156,26 @@ def test_many_clients_leave_and_nothing_stays(slow_server: EchoServer) -> None:
     wait_for(lambda: slow_server.running() == 0)
     wait_for(lambda: len(slow_server.tasks()) == len(before))
     assert slow_server.http.get("/health").status_code == 200
+
+
+def test_what_a_request_held_is_freed_when_it_is_over_and_not_by_the_garbage_collector(server: EchoServer) -> None:
+    """The answer of a client that read nothing of it is megabytes."""
+
+    def held() -> int:
+        return sum(isinstance(one, BoundedConnection | RequestOutputs | Completion) for one in gc.get_objects())
+
+    server.http.post("/generate", json={"text": "a"})
+    gc.collect()
+    gc.disable()
+    try:
+        before = held()
+        with httpx2.Client(base_url=server.url) as http:
+            for stream in (False, True):
+                http.post("/generate", json={"text": ["ab", "c"], "stream": stream})
+                http.post("/v1/completions", json={"prompt": "ab", "n": 2, "stream": stream})
+                http.post("/v1/chat/completions", json={"messages": [{"role": "user"}], "stream": stream})
+        for _ in range(3):
+            server.send("/generate", {"text": "abc" * 50, "stream": True}).close()
+        wait_for(lambda: held() <= before)
+    finally:
+        gc.enable()

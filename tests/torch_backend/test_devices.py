@@ -14,7 +14,7 @@ import torch
 
 from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig
 from sglang_jax.errors import ConfigError
-from sglang_jax.runner import host_machine
+from sglang_jax.runner import this_machine
 from torch_backend.attention.cpu import CpuAttention
 from torch_backend.attention.interface import HeadForm
 from torch_backend.attention.native import NativeAttention
@@ -46,8 +46,8 @@ def choose(wanted: AttentionBackend, device: torch.device, form: CpuForm = FORM)
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
     """Has torch see GPUs of these compute capabilities, on a machine without device files but those in `tmp_path`."""
-    monkeypatch.setattr(host_machine, "_DEVICES", tmp_path)
-    monkeypatch.setattr(host_machine, "_CUDA_DRIVER", tmp_path / "version")
+    monkeypatch.setattr(this_machine, "_DEVICES", tmp_path)
+    monkeypatch.setattr(this_machine, "_CUDA_DRIVER", tmp_path / "version")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def show(*capabilities: tuple[int, int]) -> None:
@@ -180,7 +180,7 @@ def test_auto_is_bfloat16_where_it_is_multiplied(
     features: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cpuinfo").write_text(features + "\n")
-    monkeypatch.setattr("sglang_jax.runner.host_machine._CPU_FEATURES", tmp_path / "cpuinfo")
+    monkeypatch.setattr("sglang_jax.runner.this_machine._CPU_FEATURES", tmp_path / "cpuinfo")
     assert select_dtype(Dtype.AUTO, CPU) is dtype
     assert select_dtype(Dtype.AUTO, GPU) is torch.bfloat16
 

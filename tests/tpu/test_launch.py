@@ -23,7 +23,7 @@ from sglang_jax.config import ServerConfig, TpuEnvironment
 from sglang_jax.errors import ConfigError
 from sglang_jax.server.remote_replicas import read_addresses
 from tpu.choices import Choices, choose, weight_bytes
-from tpu.launch import host_arguments, launch, server_arguments
+from tpu.launch import launch, node_arguments, server_arguments
 from tpu.machine import Machine, detect_machine
 from tpu.shapes import load_shape
 from tpu.topologies import parse_topology
@@ -53,7 +53,7 @@ NO_ENVIRONMENT = TpuEnvironment.model_construct(accelerator_type=None, topology=
     ("device", "count", "topology"),
     [(V6E, 1, "v6e:1x1"), (V6E, 4, "v6e:2x2"), (V6E, 8, "v6e:2x4"), (V5E, 4, "v5e:2x2"), (TPU7X, 4, "tpu7x:2x2x1")],
 )
-def test_a_host_alone_is_what_its_bus_has(tmp_path: Path, device: str, count: int, topology: str) -> None:
+def test_a_node_alone_is_what_its_bus_has(tmp_path: Path, device: str, count: int, topology: str) -> None:
     machine = detect_machine(NO_ENVIRONMENT, nothing, pci_bus(tmp_path, device, count))
     assert machine == Machine(parse_topology(topology), 0, ())
 
@@ -63,7 +63,7 @@ def test_without_a_chip_there_is_no_machine(tmp_path: Path) -> None:
         detect_machine(NO_ENVIRONMENT, nothing, pci_bus(tmp_path, V6E, 0))
 
 
-def test_metadata_tells_a_host_of_several(tmp_path: Path) -> None:
+def test_metadata_tells_a_node_of_several(tmp_path: Path) -> None:
     attributes = {
         "accelerator-type": "v6e-16",
         "agent-worker-number": "2",
@@ -81,14 +81,14 @@ def test_the_environment_of_gke_wins(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert machine == Machine(parse_topology("v5e:2x4"), 1, ("pod-0.service", "pod-1.service"))
 
 
-def test_a_slice_that_is_not_its_hosts_is_refused(tmp_path: Path) -> None:
+def test_a_slice_that_is_not_its_nodes_is_refused(tmp_path: Path) -> None:
     attributes = {"accelerator-type": "v6e-16", "worker-network-endpoints": "10.0.0.1,10.0.0.2"}
-    with pytest.raises(ConfigError, match=r"v6e-16, with 16 v6e chips; its hosts have 8 v6e chips"):
+    with pytest.raises(ConfigError, match=r"v6e-16, with 16 v6e chips; its nodes have 8 v6e chips"):
         detect_machine(NO_ENVIRONMENT, attributes.get, pci_bus(tmp_path, V6E, 4))
 
 
-def machine_of(topology: str, hosts: int = 0, worker: int = 0) -> Machine:
-    return Machine(parse_topology(topology), worker, tuple(f"10.0.0.{number}" for number in range(hosts)))
+def machine_of(topology: str, nodes: int = 0, worker: int = 0) -> Machine:
+    return Machine(parse_topology(topology), worker, tuple(f"10.0.0.{number}" for number in range(nodes)))
 
 
 @pytest.mark.parametrize(
@@ -112,18 +112,18 @@ def test_weights_beyond_the_memory_are_refused() -> None:
 
 def test_nodes_that_would_stand_idle_are_refused() -> None:
     with pytest.raises(ConfigError, match="can be spread over 4"):
-        choose(machine_of("v6e:4x4", hosts=4), small_config(vocab_size=96))
+        choose(machine_of("v6e:4x4", nodes=4), small_config(vocab_size=96))
 
 
-def test_every_host_is_told_its_number_and_where_to_meet() -> None:
-    assert host_arguments(machine_of("v6e:2x2")) == []
-    assert host_arguments(machine_of("v6e:4x4", hosts=4, worker=3)) == [
+def test_every_node_is_told_its_number_and_where_to_meet() -> None:
+    assert node_arguments(machine_of("v6e:2x2")) == []
+    assert node_arguments(machine_of("v6e:4x4", nodes=4, worker=3)) == [
         *("--nnodes", "4", "--node-rank", "3", "--dist-init-addr", "10.0.0.0:8482")
     ]
 
 
 def test_the_server_takes_these_flags() -> None:
-    arguments = server_arguments(machine_of("v6e:4x4", hosts=4, worker=3), Choices(16, 1, 64, 0.9, ()), "some/model")
+    arguments = server_arguments(machine_of("v6e:4x4", nodes=4, worker=3), Choices(16, 1, 64, 0.9, ()), "some/model")
     known = {name for parameter in serve.params for name in parameter.opts}
     assert {argument for argument in arguments if argument.startswith("--")} <= known
 
@@ -139,7 +139,7 @@ def test_a_dry_run_prints_the_command_with_the_users_options_last(monkeypatch: p
     assert "v6e:1x1 (1 chips, 1 devices)" in result.stderr
 
 
-V6E_16 = machine_of("v6e:4x4", hosts=4)
+V6E_16 = machine_of("v6e:4x4", nodes=4)
 
 
 @pytest.mark.parametrize(
@@ -155,11 +155,11 @@ def test_replicas_divide_the_slice(machine: Machine, replicas: int, tp: int) -> 
 @pytest.mark.parametrize(
     ("machine", "options", "words"),
     [
-        (V6E_16, {"replicas": 2}, "has 4 hosts, and each replica lies on one .* a multiple of 4, got 2"),
+        (V6E_16, {"replicas": 2}, "has 4 nodes, and each replica lies on one .* a multiple of 4, got 2"),
         (V6E_16, {"replicas": 12}, "16 devices of v6e:4x4 cannot be divided among 12 replicas"),
         (machine_of("v6e:2x2"), {"replicas": 3}, "4 devices of v6e:2x2 cannot be divided among 3 replicas"),
         (V6E_16, {"replicas": 4, "tp": 8}, "--tp-size 8 is more than the 4 devices of each of 4 replicas"),
-        (V6E_16, {"tp": 4}, "choose a smaller slice, or --dp-size 4, a replica on each host"),
+        (V6E_16, {"tp": 4}, "choose a smaller slice, or --dp-size 4, a replica on each node"),
     ],
 )
 def test_slices_that_cannot_be_divided_so_are_refused(machine: Machine, options: dict[str, int], words: str) -> None:
@@ -175,7 +175,7 @@ def test_weights_that_fit_no_part_are_refused() -> None:
 
 
 def dry_run(monkeypatch: pytest.MonkeyPatch, machine: Machine, *options: str) -> list[str]:
-    """Words of the command for one host."""
+    """Words of the command for one node."""
     monkeypatch.setattr(tpu.launch, "detect_machine", lambda environment: machine)
     result = CliRunner().invoke(launch, ["--dry-run", *options], standalone_mode=False, catch_exceptions=False)
     assert result.return_value == 0, result.output
@@ -183,7 +183,7 @@ def dry_run(monkeypatch: pytest.MonkeyPatch, machine: Machine, *options: str) ->
 
 
 @pytest.mark.parametrize("worker", range(4))
-def test_the_same_command_starts_a_replica_on_each_host_and_host_0_finds_them(
+def test_the_same_command_starts_a_replica_on_each_node_and_node_0_finds_them(
     monkeypatch: pytest.MonkeyPatch, worker: int
 ) -> None:
     command = dry_run(monkeypatch, replace(V6E_16, worker=worker), "--dp-size", "4", "--tp-size", "1")
@@ -209,8 +209,8 @@ def config_of(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> ServerCo
     return seen[0]
 
 
-def test_several_replicas_on_each_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server of a host shows each of them its chips."""
+def test_several_replicas_on_each_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server of a node shows each of them its chips."""
     command = dry_run(
         monkeypatch, V6E_16, "--dp-size", "8", "--port", "31000", "--host", "0.0.0.0", "--log-level", "debug"
     )
@@ -223,9 +223,9 @@ def test_several_replicas_on_each_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("worker", "options", "words"),
-    [(1, ["--host", "localhost"], "host 0 must reach this one; choose 0.0.0.0"), (0, ["--port", "0"], "choose one")],
+    [(1, ["--host", "localhost"], "node 0 must reach this one; choose 0.0.0.0"), (0, ["--port", "0"], "choose one")],
 )
-def test_hosts_that_could_not_find_each_other_are_refused(
+def test_nodes_that_could_not_find_each_other_are_refused(
     monkeypatch: pytest.MonkeyPatch, worker: int, options: list[str], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -254,7 +254,7 @@ if __name__ == "__main__":
     tpu.launch.detect_machine = lambda environment: machine
     sys.exit(run(tpu.launch.launch, "tpu.launch", sys.argv[2:]))
 """
-"""A host of a slice of two, which are addresses of this machine."""
+"""A node of a slice of two, which are addresses of this machine."""
 
 OPTIONS = [
     *("--dp-size", "2", "--tp-size", "1", "--device", "cpu", "--skip-warmup", "--load-balance-method", "round_robin"),
@@ -263,15 +263,15 @@ OPTIONS = [
 
 
 @pytest.mark.soak
-def test_two_hosts_share_requests_until_one_is_killed(tmp_path: Path) -> None:
+def test_two_nodes_share_requests_until_one_is_killed(tmp_path: Path) -> None:
     """The same command on both, on the CPU."""
-    program = tmp_path / "host.py"
+    program = tmp_path / "node.py"
     program.write_text(HOST.format(root=str(Path(__file__).parents[2])))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     commands = [[sys.executable, str(program), str(worker), "--port", port, *OPTIONS] for worker in range(2)]
-    hosts = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for command in commands]
+    nodes = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for command in commands]
     try:
         with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as http:
 
@@ -288,12 +288,12 @@ def test_two_hosts_share_requests_until_one_is_killed(tmp_path: Path) -> None:
             wait_for(lambda: [load["state"] for load in loads()] == ["serving"] * 2, 300)
             assert len({ask() for _ in range(4)}) == 1
             assert [load["num_used_tokens"] > 0 or load["gen_throughput"] > 0 for load in loads()] == [True, True]
-            hosts[1].kill()
+            nodes[1].kill()
             wait_for(lambda: loads()[1]["state"] != "serving", 30)
             assert {ask() for _ in range(2)} == {ask()}
-            hosts[0].terminate()
-            assert hosts[0].wait(60) == 0
+            nodes[0].terminate()
+            assert nodes[0].wait(60) == 0
     finally:
-        for host in hosts:
-            host.kill()
-            host.wait()
+        for node in nodes:
+            node.kill()
+            node.wait()

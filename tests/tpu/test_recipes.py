@@ -34,10 +34,10 @@ def test_pods_ask_for_the_slice_that_they_get(name: str, kind: str) -> None:
         chip for chip in CHIPS.values() if chip.gke_accelerator == selector["cloud.google.com/gke-tpu-accelerator"]
     )
     topology = parse_topology(f"{chip.generation}:{selector['cloud.google.com/gke-tpu-topology']}")
-    hosts = document["spec"].get("completions", 1)
+    nodes = document["spec"].get("completions", 1)
     assert container["resources"]["limits"]["google.com/tpu"] == container["resources"]["requests"]["google.com/tpu"]
-    assert container["resources"]["limits"]["google.com/tpu"] * hosts == topology.chips
-    assert topology.hosts == hosts
+    assert container["resources"]["limits"]["google.com/tpu"] * nodes == topology.chips
+    assert topology.nodes == nodes
     assert container["command"] == ["python", "-m", "tpu.launch"]
     known = {name for command in (serve, launch) for parameter in command.params for name in parameter.opts}
     assert {argument.split("=")[0] for argument in container["args"]} <= known
@@ -57,7 +57,7 @@ def test_services_find_their_pods() -> None:
 
 def test_skypilot_asks_for_a_slice_and_starts_the_launcher() -> None:
     (task,) = documents("tpu-v6e-skypilot.yaml")
-    assert parse_topology(task["resources"]["accelerators"]).hosts == 1
+    assert parse_topology(task["resources"]["accelerators"]).nodes == 1
     assert "-m tpu.launch" in task["run"]
     assert ".[tpu]" in task["setup"]
     assert {"MODEL", "HF_TOKEN", "SGLANG_JAX_API_KEY"} == set(task["envs"])

@@ -7,7 +7,7 @@ import pytest
 from sglang_jax.errors import ConfigError
 from tpu.topologies import CHIPS, GIB, Generation, parse_topology
 
-# Grids, chips and hosts by the pages of each generation: docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x.
+# Grids, chips and nodes by the pages of each generation: docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x.
 SLICES = [
     ("v6e-1", "v6e:1x1", 1, 1, 1),
     ("v6e-4", "v6e:2x2", 4, 4, 1),
@@ -29,10 +29,10 @@ SLICES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "libtpu", "chips", "devices", "hosts"), SLICES)
-def test_a_name_means_a_slice(name: str, libtpu: str, chips: int, devices: int, hosts: int) -> None:
+@pytest.mark.parametrize(("name", "libtpu", "chips", "devices", "nodes"), SLICES)
+def test_a_name_means_a_slice(name: str, libtpu: str, chips: int, devices: int, nodes: int) -> None:
     topology = parse_topology(name)
-    assert (str(topology), topology.chips, topology.devices, topology.hosts) == (libtpu, chips, devices, hosts)
+    assert (str(topology), topology.chips, topology.devices, topology.nodes) == (libtpu, chips, devices, nodes)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from sglang_jax.cli.bench.metrics import append_json_line
 from sglang_jax.cli.options import options_of
+from sglang_jax.cli.starting import start_engine
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.types import TokenLogprob
 from sglang_jax.errors import ConfigError
@@ -113,10 +114,8 @@ def score(questions: Sequence[Question], found: Sequence[Sequence[Sequence[float
 @options_of(engine=EngineConfig, accuracy=AccuracyConfig)
 def bench_accuracy(engine: EngineConfig, accuracy: AccuracyConfig) -> int:
     """Score a model on questions with several answers, by how likely it finds each."""
-    from sglang_jax.engine.engine import Engine
-
     questions = read_task(accuracy.task)
-    with Engine(config=engine) as running:
+    with start_engine(engine) as running:
 
         def requests() -> Iterator[dict[str, Any]]:
             for question in questions:

@@ -31,6 +31,7 @@ from sglang_jax.cli.bench.metrics import (
 from sglang_jax.cli.bench.sharegpt import Pair, read_pairs, sample_pairs
 from sglang_jax.cli.bench.workloads import WORDS, Conversation, WorkloadConfig, longest_context, make_workload
 from sglang_jax.cli.options import options_of
+from sglang_jax.cli.starting import start_engine
 from sglang_jax.config import EngineConfig, PositiveInt
 from sglang_jax.engine.types import GenerateOutput, TextTokenizer
 from sglang_jax.errors import CheckpointError, ConfigError
@@ -252,10 +253,8 @@ class Totals:
 @options_of(engine=EngineConfig, workload=WorkloadConfig, offline=OfflineConfig)
 def bench_offline(engine: EngineConfig, workload: WorkloadConfig, offline: OfflineConfig) -> int:
     """Measure the throughput of an engine without a server."""
-    from sglang_jax.engine.engine import Engine
-
     pairs = None if workload.dataset_path is None else read_pairs(workload.dataset_path)
-    with Engine(config=engine) as running:
+    with start_engine(engine) as running:
         if pairs is None:
             conversations = make_workload(workload, running.model_info.vocab_size)
         else:
