@@ -18,6 +18,10 @@ from sglang_jax.runner.plan import Bool, Int32, PoolSpec, SlotCopies
 LEAST_GAIN = 32
 """Tokens that a snapshot must save over the one before it on its path, to be worth a slot and a chunk's end."""
 
+GAIN_OVER_LOSS = 128
+"""A step that ends a chunk at a page boundary is less full by the tokens behind it. A state there must save so many
+times as many: then it costs less than 1 % of the steps of a prompt."""
+
 MOST_BRANCHES = 4
 """Branch points of a prompt: each costs a chunk's end, and there may be as many as there are prompts."""
 
@@ -35,11 +39,12 @@ class StateGroup(Group):
 
     **Arguments:** `number`: of its pool; `interval`: tokens between boundaries at which decode rows change slots, so
     that the state at the last one is there when the request ends; 0 where they do not. Turns of sessions change at
-    every page, and keep a state at the end of every prompt: the next turn goes on from there.
+    every page, and keep any state that costs no step: the next turn goes on from there.
     """
 
     component: States
     least_gain = LEAST_GAIN
+    gain_over_loss = GAIN_OVER_LOSS
 
     def __init__(self, spec: PoolSpec, component: States, lengths: RowLengths, number: int, interval: int) -> None:
         super().__init__(spec, component, lengths, 1)
@@ -129,13 +134,14 @@ class StateGroup(Group):
         self._set_slot(row, slot)
 
     def chunk_end(self, record: RowKV, start: int, end: int, total: int) -> int:
-        """Where the chunk `[start, end)` of a prompt of `total` tokens is to end, so that its state may be kept: at
-        the first branch point in it, at the last page boundary before the prompt's last token, or else at a page
-        boundary if it has one; but not where no slot would be there to keep it."""
+        """Where the chunk `[start, end)` of a prompt of `total` tokens is to end, so that its state may be kept: at the
+        first branch point in it, at the last page boundary before the prompt's last token, or else at its last page
+        boundary if others go on alike behind it, or if the state is worth what the step is less full; but not where no
+        slot would be there to keep it."""
         if not self.available:
             return end
         on_trial = record.session or self.component.has_room_on_trial()
-        least = self._least_gain(record)
+        least = self.least_gain
         tail = (total - 1) // self.page_size * self.page_size
         for wanted in (*record.branches, tail) if on_trial else record.branches:
             if start < wanted < end and wanted - record.state_len >= least:
@@ -143,7 +149,11 @@ class StateGroup(Group):
         if not on_trial:
             return end
         aligned = end // self.page_size * self.page_size
-        return aligned if start < aligned and end < total else end
+        if not start < aligned or end == total:
+            return end
+        shared = bool(record.branches) and record.branches[-1] > end
+        gain, loss = aligned - record.state_len, end - aligned
+        return aligned if gain >= least and (shared or loss * self.gain_over_loss <= gain) else end
 
     def run(self, record: RowKV, first: int, last: int, going_on: bool) -> Pages:
         slots = np.zeros(last - first, np.int32)

@@ -101,7 +101,8 @@ class Bench:
     """A scheduler to play with, over `FakeRunner` unless a subject is given. `pages` does not count the pad page.
 
     `window`: what the first group of layers sees; `more`: the same and pages (slots) of further groups; `max_samples`:
-    most tokens that a row samples in a step, above 1 with drafts; `max_drafts`: of a step; `least_gain`: of snapshots.
+    most tokens that a row samples in a step, above 1 with drafts; `max_drafts`: of a step; `least_gain`,
+    `gain_over_loss`: of snapshots.
     """
 
     pages: int = 64
@@ -119,6 +120,7 @@ class Bench:
     more: tuple[tuple[Sees, int], ...] = ()
     max_samples: int = 1
     least_gain: int = 1
+    gain_over_loss: int = 1
     max_drafts: int | None = None
 
     def __post_init__(self) -> None:
@@ -145,6 +147,7 @@ class Bench:
         self.scheduler = Scheduler(self.runner, (EOS,), self.config, self.channel, grammars=grammars)
         if self.scheduler.cache.states is not None:
             self.scheduler.cache.states.least_gain = self.least_gain
+            self.scheduler.cache.states.gain_over_loss = self.gain_over_loss
         if self.subject is None:
             self.runner.namespace_of = lambda row: self.scheduler.rows.at(row).namespace
         if self.scribble and self.subject is None:

@@ -69,6 +69,7 @@ SIZES: dict[str, Strategy] = {
     "siblings": st.integers(2, 24),
     "slots": st.integers(1, 4) | st.integers(1, 16),
     "least_gain": st.sampled_from([1, 1, 8]),
+    "gain_over_loss": st.sampled_from([0, 0, 1, 8]),
     "track": st.sampled_from([0, 1, 8]),
 }
 """What a schedule chooses before it begins: arguments of `Simulation.start`."""
@@ -106,6 +107,7 @@ class Simulation(RuleBasedStateMachine):
         siblings: int,
         slots: int,
         least_gain: int,
+        gain_over_loss: int,
         track: int,
     ) -> None:
         options = {
@@ -132,6 +134,7 @@ class Simulation(RuleBasedStateMachine):
             more=tuple(zip(groups[1:], numbers[1:], strict=True)),
             max_samples=1 + drafts,
             least_gain=least_gain,
+            gain_over_loss=gain_over_loss,
         )
         admission = self.bench.scheduler._admission
         admission.aged_turn = aged_turn

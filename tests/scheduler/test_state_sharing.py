@@ -7,7 +7,7 @@ import pytest
 from helpers.scheduling import Bench
 
 from sglang_jax.architectures import CacheKind
-from sglang_jax.mem_cache.state_group import LEAST_GAIN
+from sglang_jax.mem_cache.state_group import GAIN_OVER_LOSS, LEAST_GAIN
 from sglang_jax.runner.plan import StepPlan
 from sglang_jax.sampling.params import SamplingParams
 
@@ -26,19 +26,28 @@ def workload() -> list[list[int]]:
     return [[*common[k % GROUPS], *random.integers(1, 39, 40).tolist()] for k in range(GROUPS * SHARERS)]
 
 
-def hybrid(page_size: int, rows: int = 64, states: int = 256) -> Bench:
+def hybrid(
+    page_size: int,
+    rows: int = 64,
+    states: int = 256,
+    budget: int = 640,
+    reuse: bool = True,
+    gain_over_loss: int = GAIN_OVER_LOSS,
+) -> Bench:
     """Full attention and states, with room for all and the figures of a server."""
     return Bench(
         pages=200_000 // page_size,
         page_size=page_size,
         rows=rows,
         chunk=512,
-        budget=640,
+        budget=budget,
         context=1200,
         scribble=False,
         lazy=False,
         more=((STATE, states),),
         least_gain=LEAST_GAIN,
+        gain_over_loss=gain_over_loss,
+        options={"disable_radix_cache": not reuse},
     )
 
 
@@ -54,6 +63,22 @@ def test_sharers_of_a_long_prefix_hit_from_the_second_of_a_group_on(page_size: i
     later = [bench.channel.cached[request] for request in ids[GROUPS:]]
     assert sum(later) >= 0.97 * shareable * len(later), later
     assert min(later) >= 0.4 * shareable, "every sharer, the second of each group too"
+
+
+def test_prompts_that_share_nothing_take_one_step_more_than_without_a_cache() -> None:
+    """The tail of the last one. Chunks that all end at page boundaries would leave every step less full."""
+    prompts = np.random.default_rng(3).integers(1, 39, (16, 1040)).tolist()
+
+    def steps(*, reuse: bool = True, gain_over_loss: int = GAIN_OVER_LOSS) -> int:
+        bench = hybrid(64, budget=512, reuse=reuse, gain_over_loss=gain_over_loss)
+        for number, prompt in enumerate(prompts):
+            bench.add(prompt, sampling=endless(4, seed=number))
+        bench.run()
+        return bench.scheduler.log.steps
+
+    without = steps(reuse=False)
+    assert steps() == without + 1
+    assert steps(gain_over_loss=0) > without + 2, "this workload would tell"
 
 
 def test_few_slots_are_for_what_many_begin_with() -> None:
