@@ -85,8 +85,8 @@ ray-test: $(RAY_READY) ## install Ray, and test what needs it: batches on a clus
 docs: $(VENV)/docs/.ready ## build the documentation's site into site/, with the reference from docstrings; broken links fail
 	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --strict
 
-package-test: $(TEST_READY) ## build wheel and sdist, install them in fresh environments, and serve; some Pythons: ARGS="3.11 3.13"
-	$(BIN)/python tests/package_trial.py $(ARGS)
+package-test: $(TEST_READY) ## build wheel and sdist, install them in fresh environments, and serve; so for the image; some: ARGS="3.11 image"
+	PYTHONPATH=tests $(BIN)/python tests/package_trial.py $(ARGS)
 
 bench: $(TEST_READY) ## the benchmarks of benchmarks/ that need no GPU, one after the other
 	@for script in $$(grep -l __main__ benchmarks/*.py | grep -v -e gpu_suite -e soak_server); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done

@@ -1,7 +1,9 @@
 """Builds the sdist, and the wheel from it; installs the wheel in a fresh environment of each Python that this machine
-has, and the sdist in the first; serves the embedded model from there and asks it. Run by `make package-test`.
+has, and the sdist in the first; serves the embedded model from there and asks it. Then runs the steps of the
+Dockerfile's target `cpu` in one, starts what the image starts, and asks that and its health check. Run by
+`make package-test`.
 
-python tests/package_trial.py [3.11 3.12 ...]
+python tests/package_trial.py [3.11 3.12 ... image]
 """
 
 from __future__ import annotations
@@ -16,12 +18,20 @@ import tempfile
 import time
 import tomllib
 import urllib.request
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+
+from helpers.dockerfile import BuiltImage
+
+Check = Callable[[str], None]
+"""What is looked at of a server at an address."""
 
 ROOT = Path(__file__).parent.parent
 PYTHONS = ("3.11", "3.12", "3.13")
+IMAGE = "image"
 MODEL = re.search(r"^MODEL := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
-SERVE = ["serve", "demo", "--port", "0", "--max-running-requests", "1", "--context-length", "256", "--skip-warmup"]
+OPTIONS = ["demo", "--port", "0", "--max-running-requests", "1", "--context-length", "256", "--skip-warmup"]
 SECONDS_TO_START = 240
 
 
@@ -66,23 +76,23 @@ def ask(url: str) -> str:
         return json.load(response)["choices"][0]["message"]["content"]
 
 
-def serve(script: Path, folder: Path) -> str:
-    """The answer of a server that runs in `folder`, away from the clone, with a cache of its own; it must end well."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"XDG_CACHE_HOME": str(folder / "cache")}
+def serve(command: list[str], folder: Path, environment: dict[str, str], check: Check = lambda url: None) -> str:
+    """The answer of a server that runs in `folder`, away from the clone; it must pass a check and end well."""
     said, logged = folder / "said", folder / "logged"
     with said.open("w") as out, logged.open("w") as log:
-        server = subprocess.Popen([script, *SERVE], cwd=folder, env=environment, stdout=out, stderr=log)
+        server = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=log)
     try:
         begin = time.monotonic()
         while "/v1/chat/completions" not in said.read_text():
             if server.poll() is not None or time.monotonic() - begin > SECONDS_TO_START:
-                sys.exit(f"{script} did not start:\n{logged.read_text()[-4000:]}")
+                sys.exit(f"{command} did not start:\n{logged.read_text()[-4000:]}")
             time.sleep(0.2)
-        answer = ask(re.search(r"http://[\d.]+:\d+", said.read_text())[0])
+        url = re.search(r"http://[\d.]+:\d+", said.read_text())[0]
+        answer = ask(url)
+        check(url)
         server.terminate()
         if server.wait(60) != 0:
-            sys.exit(f"{script} ended with status {server.returncode}:\n{logged.read_text()[-4000:]}")
+            sys.exit(f"{command} ended with status {server.returncode}:\n{logged.read_text()[-4000:]}")
     finally:
         server.kill()
         server.wait()
@@ -100,28 +110,52 @@ def trial(python: str, package: Path, name: str, folder: Path) -> str:
         sys.exit(f"sglang_jax was imported from {where.strip()}")
     for script in ("sglang-jax", name):
         print(f"  {run(bin_folder / script, '--version', cwd=folder).strip()}")
-    return serve(bin_folder / "sglang-jax", folder)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"XDG_CACHE_HOME": str(folder / "cache")}
+    return serve([str(bin_folder / "sglang-jax"), "serve", *OPTIONS], folder, environment)
+
+
+def image_trial(python: str, folder: Path) -> str:
+    """Of the target that this machine can run."""
+    image = BuiltImage("cpu", python, folder)
+
+    def check(url: str) -> None:
+        port = url.rpartition(":")[2]
+        command = image.command([word.replace(":30000/", f":{port}/") for word in image.health_check])
+        subprocess.run(command, cwd=folder, env=image.environment, check=True, timeout=30)
+
+    answer = serve(image.command(image.entry_point, *OPTIONS), folder, image.environment, check)
+    if not any((folder / "cache").rglob("*")):
+        sys.exit("the image keeps no compiled programs in its volume")
+    return answer
 
 
 def main() -> None:
     name = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"]
-    found = {version: python for version in sys.argv[1:] or PYTHONS if (python := interpreter(version))}
-    if not found:
-        sys.exit(f"this machine has none of the Pythons {', '.join(sys.argv[1:] or PYTHONS)}")
-    for version in [each for each in sys.argv[1:] or PYTHONS if each not in found]:
-        print(f"this machine has no Python {version}: not tried")
+    wanted = sys.argv[1:] or [*PYTHONS, IMAGE]
+    versions = [each for each in wanted if each != IMAGE]
+    found = {version: python for version in versions if (python := interpreter(version))}
+    if versions and not found:
+        sys.exit(f"this machine has none of the Pythons {', '.join(versions)}")
+    for version in versions:
+        if version not in found:
+            print(f"this machine has no Python {version}: not tried")
     with tempfile.TemporaryDirectory(prefix="package-") as temporary:
-        built = Path(temporary) / "built"
-        built.mkdir()
-        sdist, wheel = build(built)
-        print(f"built {sdist.name} and {wheel.name}")
-        trials = [(version, wheel) for version in found]
-        trials.append((next(iter(found)), sdist))
-        for version, package in trials:
-            print(f"Python {version}, {package.name}")
-            folder = Path(temporary) / f"{version}-{package.suffix}"
+        trials: list[tuple[str, Callable[[Path], str]]] = []
+        if found:
+            built = Path(temporary) / "built"
+            built.mkdir()
+            sdist, wheel = build(built)
+            print(f"built {sdist.name} and {wheel.name}")
+            for version, package in [*((version, wheel) for version in found), (next(iter(found)), sdist)]:
+                trials.append((f"Python {version}, {package.name}", partial(trial, found[version], package, name)))
+        if IMAGE in wanted:
+            trials.append(("the image for CPUs", partial(image_trial, sys.executable)))
+        for number, (title, run_trial) in enumerate(trials):
+            print(title, flush=True)
+            folder = Path(temporary) / str(number)
             folder.mkdir()
-            answer = trial(found[version], package, name, folder)
+            answer = run_trial(folder)
             print(f"  {answer!r}")
             if "Paris" not in answer:
                 sys.exit("that is not the capital of France")

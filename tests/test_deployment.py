@@ -16,7 +16,7 @@ from typing import Any
 import promql_parser
 import pytest
 import yaml
-from dockerfile_parse import DockerfileParser
+from helpers.dockerfile import OF_ROOT, Step, read_stages, values
 from helpers.echo_server import serve_echo
 from helpers.engine_fakes import MODEL_INFO
 from prometheus_client.parser import text_string_to_metric_families
@@ -162,25 +162,11 @@ def test_proxies_let_clients_routes_through_and_keep_operators_inside(name: str,
 
 
 @pytest.fixture(scope="module")
-def stages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, str]]]:
-    """The instructions of each stage of the Dockerfile, in order; those of `base` before its targets' own."""
-    parser = DockerfileParser(path=str(tmp_path_factory.mktemp("image")))
-    parser.content = (ROOT / "Dockerfile").read_text()
-    found: dict[str, list[dict[str, str]]] = {}
-    for step in parser.structure:
-        if step["instruction"] == "FROM":
-            image, _, name = step["value"].partition(" AS ")
-            found[name] = steps = list(found.get(image, [{"instruction": "FROM", "value": image}]))
-        elif step["instruction"] != "COMMENT":
-            steps.append(step)
-    return found
+def stages() -> dict[str, list[Step]]:
+    return read_stages()
 
 
 TARGETS = {"cpu": "jax", "cuda": "cuda", "tpu": "tpu"}
-
-
-def values(steps: list[dict[str, str]], instruction: str) -> list[str]:
-    return [step["value"] for step in steps if step["instruction"] == instruction]
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -205,6 +191,13 @@ def test_an_image_copies_what_a_wheel_is_built_of(stages: dict[str, Any]) -> Non
     assert all((ROOT / source).exists() for source in copied)
     ignore = (ROOT / ".dockerignore").read_text().splitlines()
     assert {line[1:] for line in ignore if line.startswith("!")} == copied
+
+
+def test_what_only_root_can_do_is_done_by_itself(stages: dict[str, Any]) -> None:
+    """`make package-test` runs the other steps in a virtual environment: none may hide behind one of these."""
+    for target in TARGETS:
+        for step in values(stages[target], "RUN"):
+            assert not (OF_ROOT.search(step) and "pip " in step), step
 
 
 @pytest.mark.parametrize("target", TARGETS)
