@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sglang_jax.kernels.kept_distance_pallas import kept_distance
+
 _INFINITY_BITS = 0x7F800000
 _BLOCK, _NEAR_BLOCKS = 16, 256
 """Tokens of a block, and how many blocks of a line are searched before all of it is."""
@@ -110,6 +112,18 @@ def largest_kept(distances: jax.Array, near: Near | None, filters: Filters) -> j
     found = lax.cond(asked, nearby, lambda: jnp.full(len(distances), jnp.inf, jnp.float32))
     told = ~filters.cut(vocab_size) | near.has_all(found)
     return lax.cond(jnp.all(told), lambda: found, lambda: jnp.where(told, found, everywhere()))
+
+
+def largest_kept_on_tpu(distances: jax.Array, filters: Filters) -> jax.Array:
+    """As `largest_kept`, by a kernel."""
+    vocab_size = distances.shape[1]
+    by_rank, by_mass = filters.cut_by_rank(vocab_size), filters.cut_by_mass()
+    kept = lax.cond(
+        jnp.any(by_rank | by_mass),
+        lambda: kept_distance(distances, filters.top_k, filters.top_p, by_rank, by_mass),
+        lambda: jnp.full(len(distances), jnp.inf, jnp.float32),
+    )
+    return jnp.minimum(kept, -jnp.log(filters.min_p))
 
 
 def _largest_kept(near: Near, mass: jax.Array, filters: Filters, vocab_size: int) -> jax.Array:

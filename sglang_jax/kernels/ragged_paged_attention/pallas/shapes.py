@@ -73,8 +73,18 @@ def current_chip() -> Chip:
 
     **Raises:** as `chip_of`.
     """
+    return chip_of(_device_kind())
+
+
+def current_vmem_limit() -> int | None:
+    """What a kernel may take of the chip that is compiled for; None if that is no TPU that is known here."""
+    kind = _device_kind()
+    return VMEM_LIMITS[_CHIPS[kind]] if kind in _CHIPS else None
+
+
+def _device_kind() -> str:
     described = jax.sharding.get_abstract_mesh().abstract_device
-    return chip_of(described.device_kind if described is not None else jax.devices()[0].device_kind)
+    return described.device_kind if described is not None else jax.devices()[0].device_kind
 
 
 @dataclass(frozen=True, slots=True)
