@@ -7,7 +7,6 @@ come to vector memory once and stay there, with the weights of their tokens, for
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -28,7 +27,7 @@ COLUMNS = 1024
 
 _INFINITY_BITS = 0x7F800000
 _BY_RANK, _BY_MASS = 1, 2
-_UNROLLED = 4
+UNROLLED = 4
 
 
 def fits(vocab_size: int) -> bool:
@@ -50,9 +49,7 @@ def kept_distance(
     """
     lines, vocab_size = distances.shape
     programs, width = pl.cdiv(lines, LINES), _padded(vocab_size)
-    filled = jnp.pad(
-        distances, ((0, programs * LINES - lines), (0, width - vocab_size)), constant_values=jnp.inf
-    )
+    filled = jnp.pad(distances, ((0, programs * LINES - lines), (0, width - vocab_size)), constant_values=jnp.inf)
 
     def of_lines(values: jax.Array) -> jax.Array:
         return jnp.pad(values, (0, programs * LINES - lines))[:, None]
@@ -82,7 +79,7 @@ def kept_distance(
 
 
 def _padded(vocab_size: int) -> int:
-    step = COLUMNS * _UNROLLED
+    step = COLUMNS * UNROLLED
     return pl.cdiv(vocab_size, step) * step
 
 
@@ -127,13 +124,13 @@ def _sum(width: int, dtype: Any, part: Callable[[pl.Slice], jax.Array]) -> jax.A
     """Over all columns: `[8, 1]`."""
 
     def add(number: jax.Array, total: jax.Array) -> jax.Array:
-        for place in range(_UNROLLED):
-            first = pl.multiple_of((number * _UNROLLED + place) * COLUMNS, COLUMNS)
+        for place in range(UNROLLED):
+            first = pl.multiple_of((number * UNROLLED + place) * COLUMNS, COLUMNS)
             total = total + part(pl.ds(first, COLUMNS))
         return total
 
     zeros = jnp.zeros((LINES, COLUMNS), dtype)
-    return jnp.sum(lax.fori_loop(0, width // (COLUMNS * _UNROLLED), add, zeros), axis=1, keepdims=True)
+    return jnp.sum(lax.fori_loop(0, width // (COLUMNS * UNROLLED), add, zeros), axis=1, keepdims=True)
 
 
 def _least_distance(enough: Callable[[jax.Array], jax.Array]) -> jax.Array:

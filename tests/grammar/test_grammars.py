@@ -166,7 +166,11 @@ REFUSED: list[tuple[GrammarKind, Any, str]] = [
     (GrammarKind.JSON_SCHEMA, {"enum": []}, "anyOf is empty"),
     (GrammarKind.REGEX, "(ab[c", "unclosed character class"),
     (GrammarKind.REGEX, "a\\\\\\", "field: the pattern ends in a backslash"),
-    (GrammarKind.STRUCTURAL_TAG, {"format": {"type": "regex", "pattern": "a\\"}}, "format.pattern: the pattern ends in"),
+    (
+        GrammarKind.STRUCTURAL_TAG,
+        {"format": {"type": "regex", "pattern": "a\\"}},
+        "format.pattern: the pattern ends in",
+    ),
     (GrammarKind.EBNF, "start: foo\nbar: /x/", "line 1, column 8: unknown name"),
     (GrammarKind.EBNF, 'root ::= "a" [0-9\n', "is not a valid grammar"),
     (GrammarKind.STRUCTURAL_TAG, NO_TAG, "elements[0].type must be"),
@@ -192,7 +196,10 @@ DOUBLE = {"type": "number", "minimum": -1.7976931348623157e308, "maximum": 1.797
     [
         lambda part: part,
         lambda part: {"type": "object", "properties": {"minimum": part}, "required": ["minimum"]},
-        lambda part: {"$defs": {"a": {"items": part, "maxItems": 2, "type": "array"}}, "allOf": [{"$ref": "#/$defs/a"}]},
+        lambda part: {
+            "$defs": {"a": {"items": part, "maxItems": 2, "type": "array"}},
+            "allOf": [{"$ref": "#/$defs/a"}],
+        },
     ],
 )
 def test_the_limits_of_numbers_of_64_bits_are_no_fault(
