@@ -65,7 +65,5 @@ class Estimate:
         if self.permutes:
             found.append(f"{program!r} has {self.permutes} collective permutes in the layers")
         if self.sorts:
-            found.append(
-                f"{program!r} has {self.sorts} sorts, or parts that it leaves to the SparseCores, at every step"
-            )
+            found.append(f"{program!r} has {self.sorts} sorts, or parts left to the SparseCores, at every step")
         return found

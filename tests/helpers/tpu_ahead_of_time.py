@@ -1,4 +1,4 @@
-"""Compiles the kernels of attention, writes, states and filters for real TPUs, with libtpu and no TPU, in a process of its own.
+"""Compiles kernels for real TPUs, with libtpu and no TPU, in a process of its own.
 
 libtpu reads its environment once, when it is loaded, and keeps what it loaded: the tests' own process is left alone.
 """

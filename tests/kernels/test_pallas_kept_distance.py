@@ -88,6 +88,13 @@ def check(distances: np.ndarray, top_k: int, top_p: float, found: float) -> None
     assert low <= found <= high
 
 
+def check_all(interpreted: Interpreted, mode: CopyMode, chosen: list[tuple[np.ndarray, int, float]]) -> np.ndarray:
+    found = found_by(interpreted, mode, chosen)
+    for case, kept in zip(chosen, found, strict=True):
+        check(*case, kept)
+    return found
+
+
 @pytest.fixture(scope="module")
 def compiled() -> Interpreted:
     return Interpreted(kept_distance)
@@ -96,9 +103,7 @@ def compiled() -> Interpreted:
 def test_lines_keep_what_a_sort_keeps_wherever_they_stand(compiled: Interpreted) -> None:
     """In one call: programs of lines that ask for different things, the last of them not full."""
     assert LINES < len(CASES) < 2 * LINES
-    together = found_by(compiled, CopyMode.EAGER, CASES)
-    for case, found in zip(CASES, together, strict=True):
-        check(*case, found)
+    together = check_all(compiled, CopyMode.EAGER, CASES)
     order = np.random.default_rng(1).permutation(len(CASES))
     shuffled = found_by(compiled, CopyMode.EAGER, [CASES[place] for place in order])
     assert shuffled.tolist() == together[order].tolist()
@@ -107,8 +112,7 @@ def test_lines_keep_what_a_sort_keeps_wherever_they_stand(compiled: Interpreted)
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", CopyMode)
 def test_every_kind_of_line(compiled: Interpreted, mode: CopyMode) -> None:
-    for case, found in zip(EVERY, found_by(compiled, mode, EVERY), strict=True):
-        check(*case, found)
+    check_all(compiled, mode, EVERY)
 
 
 FAULTS = {
@@ -126,7 +130,5 @@ FAULTS = {
 @pytest.mark.parametrize(("right", "wrong"), FAULTS.values(), ids=FAULTS)
 def test_planted_faults_are_found(right: str, wrong: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     module = faulty_module(monkeypatch, tmp_path, kept_distance_pallas, right, wrong)
-    interpreted = Interpreted(module.kept_distance)
     with pytest.raises(AssertionError):
-        for case, found in zip(CASES, found_by(interpreted, CopyMode.EAGER, CASES), strict=True):
-            check(*case, found)
+        check_all(Interpreted(module.kept_distance), CopyMode.EAGER, CASES)

@@ -146,7 +146,7 @@ def test_sorts_and_what_sparse_cores_do_count_where_every_step_runs_them() -> No
     estimate = Estimate.of(operations, {})
     assert estimate.sorts == 1
     (warning,) = estimate.warnings("decode 8", 1e9)
-    assert warning.startswith("'decode 8' has 1 sorts, or parts that it leaves to the SparseCores")
+    assert warning.startswith("'decode 8' has 1 sorts, or parts left to the SparseCores")
 
 
 def test_loops_count_as_often_as_they_run_and_branches_not_at_all() -> None:

@@ -132,7 +132,7 @@ def _bracket(counts, masses, row, limits, top_k, top_p, vocab, PARTS: tl.constex
 
     `(place, low, high, tokens, count, mass)`: the answer has the bits `low` at least and at most `high`, the limit at
     `place`. From the tokens in between `count` are wanted, or `mass` of probability, in units. `tokens` have to be
-    looked at for it. Where both filters are asked for it is top-k's, and all nearer tokens have to be looked at as well.
+    looked at for it. Where both filters are asked for it is top-k's, and all nearer tokens have to be looked at too.
     """
     ways = tl.arange(0, LIMITS)
     at = (row * PARTS + tl.arange(0, PARTS)[:, None]) * LIMITS + ways[None, :]
@@ -413,7 +413,7 @@ class _Survey:
 
 
 def parts_of(vocab: int) -> int:
-    """Programs that share a row: a power of two. The same for any number of rows, so that results are batch-invariant."""
+    """Programs that share a row: a power of two, and the same for any number of rows. So results are batch-invariant."""
     return min(_MOST_PARTS, triton.next_power_of_2(triton.cdiv(vocab, _LEAST_PART)))
 
 
