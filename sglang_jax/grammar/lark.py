@@ -91,15 +91,15 @@ def _is_number(value: object) -> bool:
 def _copied_parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Puts copies of the schemas within a schema in their places, and gives those that are objects."""
     for name, value in schema.items():
+        part: Any = schema
+        places: Iterable[Any] = [name]
         if name in IN_MAPPINGS and isinstance(value, dict):
             schema[name] = part = dict(value)
-            places: Iterable[Any] = list(part)
+            places = list(part)
         elif name in IN_LISTS and isinstance(value, list):
             schema[name] = part = list(value)
             places = range(len(part))
-        elif name in ALONE:
-            part, places = schema, [name]
-        else:
+        elif name not in ALONE:
             continue
         for place in places:
             if isinstance(part[place], dict):

@@ -284,12 +284,13 @@ def test_rows_pay_for_no_more_than_they_ask_for(
 def test_however_many_tokens_fit_into_the_buffer_the_same_are_kept(
     capacity: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of all kinds in one launch: one goes on with a second round, another searches the row itself."""
+    """Rows of several kinds in one launch: one goes on with a second round, another searches the row itself."""
     monkeypatch.setattr(sample_filters, "_CAPACITY", capacity)
     monkeypatch.setattr(sample_filters, "_LEAST_PART", 5000 // parts)
     assert sample_filters.parts_of(5000) == parts
     filters = [(2500, 1.0), (-1, 0.3), (40, 0.9), (3000, 0.5)]
-    rows = [Row(logits, 0.7, top_k, top_p) for logits in LOGITS.values() for top_k, top_p in filters]
+    kinds = ("normal", "flat", "masked", "wide")
+    rows = [Row(LOGITS[kind], 0.7, top_k, top_p) for kind in kinds for top_k, top_p in filters]
     for row, kept in zip(rows, kept_of(rows).distances.tolist(), strict=True):
         check_kept(row, kept)
 

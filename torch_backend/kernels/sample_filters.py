@@ -413,7 +413,7 @@ class _Survey:
 
 
 def parts_of(vocab: int) -> int:
-    """Programs that share a row: a power of two, and the same for any number of rows. So results are batch-invariant."""
+    """Programs that share a row, a power of two. However many rows there are, so that samples are batch-invariant."""
     return min(_MOST_PARTS, triton.next_power_of_2(triton.cdiv(vocab, _LEAST_PART)))
 
 
