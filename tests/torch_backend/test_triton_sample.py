@@ -20,7 +20,7 @@ from sglang_jax.jax_runner.sampler import sample
 from sglang_jax.jax_runner.sampling_state import SamplingState
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.sampling.reference import kept_tokens
-from torch_backend.kernels import sample_filters
+from torch_backend.kernels import sample_filters, sample_survey
 from torch_backend.kernels.sample import _gumbel_noise, greedy, keep
 from torch_backend.kernels.sample import sample as triton_sample
 from torch_backend.kernels.sample_filters import Kept
@@ -286,8 +286,8 @@ def test_however_many_tokens_fit_into_the_buffer_the_same_are_kept(
 ) -> None:
     """Rows of several kinds in one launch: one goes on with a second round, another searches the row itself."""
     monkeypatch.setattr(sample_filters, "_CAPACITY", capacity)
-    monkeypatch.setattr(sample_filters, "_LEAST_PART", 5000 // parts)
-    assert sample_filters.parts_of(5000) == parts
+    monkeypatch.setattr(sample_survey, "_LEAST_PART", 5000 // parts)
+    assert sample_survey.parts_of(5000) == parts
     filters = [(2500, 1.0), (-1, 0.3), (40, 0.9), (3000, 0.5)]
     kinds = ("normal", "flat", "masked", "wide")
     rows = [Row(LOGITS[kind], 0.7, top_k, top_p) for kind in kinds for top_k, top_p in filters]

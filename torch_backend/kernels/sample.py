@@ -14,16 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from torch_backend.kernels.sample_filters import (
-    LEAST_TEMPERATURE,
-    Kept,
-    distances_of,
-    first_of_largest,
-    greedy_tokens,
-    kept_tokens,
-    part_of_row,
-    parts_of,
-)
+from torch_backend.kernels.sample_filters import LEAST_TEMPERATURE, Kept, distances_of, greedy_tokens, kept_tokens
+from torch_backend.kernels.sample_survey import first_of_largest, part_of_row, parts_of
 
 # Tokens that a program looks at in one go.
 _BLOCK = 1024

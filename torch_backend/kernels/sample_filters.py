@@ -21,9 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
-# Parts of a row, and tokens that one has at least where there are several.
-_MOST_PARTS = 16
-_LEAST_PART = 4096
+from torch_backend.kernels.sample_survey import Survey, part_of_row, parts_of, surveyed
+
 # Distances that a pass tries.
 _LIMITS = 8
 # Tokens that a program looks at in one go.
@@ -32,24 +31,14 @@ _SEARCH_BLOCK = 2048
 # Tokens of a row that the buffer takes.
 _CAPACITY = 16_384
 
-_ALIGNED = tl.constexpr(1024)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 # 2, and half an octave: 2, 3, 4, 6, 8, 12, 16 and infinity.
 _FIRST_LIMIT = tl.constexpr(0x40000000)
 _HALF_OCTAVE = tl.constexpr(0x00400000)
 _UNITS = tl.constexpr(4294967296.0)
 LEAST_TEMPERATURE = tl.constexpr(1e-20)
-INVALID_TOKEN = tl.constexpr(-1)
 # Stands for a row that samples nothing, among distances, which are not negative.
 NOT_SAMPLED = tl.constexpr(-1.0)
-
-
-@triton.jit
-def part_of_row(part, vocab, PARTS: tl.constexpr):
-    """The first token of one of PARTS parts, and the one behind its last."""
-    length = tl.cdiv(tl.cdiv(vocab, PARTS), _ALIGNED) * _ALIGNED
-    first = tl.minimum(part * length, vocab)
-    return first, tl.minimum(first + length, vocab)
 
 
 @triton.jit
@@ -57,51 +46,6 @@ def distances_of(logits, tokens, end, largest, temperature):
     """Distances of scaled logits to the largest; NaN, which is within no limit, from `end` on."""
     values = tl.load(logits + tokens, mask=tokens < end, other=float("nan"))
     return tl.div_rn(largest - values, temperature)
-
-
-@triton.jit
-def first_of_largest(values, tokens, vocab):
-    """The lowest token that has the largest value, and that value."""
-    largest = tl.max(values, 0)
-    return tl.min(tl.where(values == largest, tokens, vocab), 0), largest
-
-
-@triton.jit
-def _survey_kernel(
-    logits, row_stride, vocab, best_logits, best_tokens, least_logits, PARTS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Of each part of a row: its first likeliest token, -1 if NaN or +infinity is among its logits; the logit of that;
-    and the least finite one, or infinity."""
-    row, part = tl.program_id(0), tl.program_id(1)
-    logits += row.to(tl.int64) * row_stride
-    lanes = tl.arange(0, BLOCK)
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    best_tokens_here = tl.full([BLOCK], vocab, tl.int32)
-    least = tl.full([BLOCK], float("inf"), tl.float32)
-    bad = tl.zeros([BLOCK], tl.int32)
-    first, end = part_of_row(part, vocab, PARTS)
-    for start in range(first, end, BLOCK):
-        tokens = start + lanes
-        values = tl.load(logits + tokens, mask=tokens < end, other=float("-inf"))
-        better = values > best
-        best = tl.where(better, values, best)
-        best_tokens_here = tl.where(better, tokens, best_tokens_here)
-        least = tl.where((values > float("-inf")) & (values < least), values, least)
-        bad |= ((values != values) | (values == float("inf"))).to(tl.int32)
-    token, largest = first_of_largest(best, best_tokens_here, vocab)
-    at = row * PARTS + part
-    tl.store(best_logits + at, largest)
-    tl.store(best_tokens + at, tl.where(tl.max(bad, 0) > 0, INVALID_TOKEN, token))
-    tl.store(least_logits + at, tl.min(least, 0))
-
-
-@triton.jit
-def surveyed(best_logits, best_tokens, row, vocab, PARTS: tl.constexpr):
-    """What the survey's parts have together: the greedy token, -1 for an invalid row, and the logit of that."""
-    parts = row * PARTS + tl.arange(0, PARTS)
-    tokens = tl.load(best_tokens + parts)
-    token, largest = first_of_largest(tl.load(best_logits + parts), tokens, vocab)
-    return tl.where((tl.min(tokens, 0) < 0) | (largest == float("-inf")), INVALID_TOKEN, token), largest
 
 
 @triton.jit
@@ -387,36 +331,6 @@ class Kept:
     distances: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _Survey:
-    """See `_survey_kernel`; `[n, parts]` each."""
-
-    best_logits: torch.Tensor
-    best_tokens: torch.Tensor
-    least_logits: torch.Tensor
-
-    @classmethod
-    def of(cls, logits: torch.Tensor) -> _Survey:
-        rows, vocab = logits.shape
-        parts = parts_of(vocab)
-        survey = cls(
-            best_logits=logits.new_empty((rows, parts)),
-            best_tokens=logits.new_empty((rows, parts), dtype=torch.int32),
-            least_logits=logits.new_empty((rows, parts)),
-        )
-        _survey_kernel[(rows, parts)](logits, logits.stride(0), vocab, *survey.tensors, PARTS=parts, BLOCK=_BLOCK)
-        return survey
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.best_logits, self.best_tokens, self.least_logits
-
-
-def parts_of(vocab: int) -> int:
-    """Programs that share a row, a power of two. However many rows there are, so that samples are batch-invariant."""
-    return min(_MOST_PARTS, triton.next_power_of_2(triton.cdiv(vocab, _LEAST_PART)))
-
-
 def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
     """`Kept.greedy` of float32 `[n, vocab]`."""
     rows, vocab = logits.shape
@@ -424,7 +338,7 @@ def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
     if rows:
         nothing = (None,) * 7
         _settle_kernel[(rows,)](
-            logits, logits.stride(0), vocab, *_Survey.of(logits).tensors, *nothing, tokens, None, None,
+            logits, logits.stride(0), vocab, *Survey.of(logits).tensors, *nothing, tokens, None, None,
             RANDOM=False, CUT=False, PARTS=parts_of(vocab), LIMITS=_LIMITS, CAPACITY=_CAPACITY,
             BLOCK=_SEARCH_BLOCK, num_warps=1,
         )  # fmt: skip
@@ -445,7 +359,7 @@ def kept_tokens(
     kept = Kept(logits.new_empty(rows, dtype=torch.int32), logits.new_empty(rows), logits.new_empty(rows))
     if not rows:
         return kept
-    survey = _Survey.of(logits).tensors
+    survey = Survey.of(logits).tensors
     counts = masses = gathered = None
     if cut:
         counts = logits.new_empty((2, rows, parts, _LIMITS), dtype=torch.int32)
