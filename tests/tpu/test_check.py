@@ -129,6 +129,7 @@ def test_a_model_on_one_chip(model: Path, tmp_path: Path) -> None:
             assert kernels.pop("kv_write_runs") == 1
             assert kernels.pop("kv_write") == 2
             assert kernels.pop("paged_attention_decode") == 2
+            assert kernels.pop("kept_distance") == 1
             assert kernels == ({} if program["tokens"] == program["rows"] else {"paged_attention_prefill": 2})
     assert deployment["hbm"] - answer.figures["needed"] == answer.figures["headroom"] > 0
 
