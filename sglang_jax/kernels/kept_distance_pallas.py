@@ -31,7 +31,7 @@ UNROLLED = 4
 
 
 def fits(vocab_size: int) -> bool:
-    """Whether eight lines of so many tokens fit into the vector memory of the chip that is compiled for."""
+    """Whether what is compiled for is a TPU with room for eight lines of so many tokens in vector memory."""
     limit = current_vmem_limit()
     return limit is not None and _vmem_bytes(_padded(vocab_size)) <= limit
 

@@ -77,9 +77,9 @@ def current_chip() -> Chip:
 
 
 def current_vmem_limit() -> int | None:
-    """What a kernel may take of the chip that is compiled for; None if that is no TPU that is known here."""
-    kind = _device_kind()
-    return VMEM_LIMITS[_CHIPS[kind]] if kind in _CHIPS else None
+    """What a kernel may take of the TPU that is compiled for; None if it is none, or not known here."""
+    chip = _CHIPS.get(_device_kind(), Chip.INTERPRETER)
+    return None if chip is Chip.INTERPRETER else VMEM_LIMITS[chip]
 
 
 def _device_kind() -> str:
