@@ -27,6 +27,7 @@ from sglang_jax.checkpoint.reader import TensorReader
 from sglang_jax.checkpoint.resolve import DEMO, ModelSource, SourceKind, resolve_model
 from sglang_jax.checkpoint.safetensors_reader import SafetensorsReader
 from sglang_jax.checkpoint.tensors import check_tensors
+from sglang_jax.checkpoint.tied_head import as_tied_in_file
 from sglang_jax.config import LoadFormat, ModelImpl
 from sglang_jax.errors import CheckpointError
 from sglang_jax.sampling.defaults import GenerationDefaults
@@ -109,7 +110,11 @@ def open_checkpoint(
     defaults = load_generation_defaults(source.path)
     if source.kind is SourceKind.ORBAX and not dummy:
         return Checkpoint(source, config, None, defaults)
-    reader = DummyReader(config, seed) if dummy else SafetensorsReader(source.path, source.remote)
+    if dummy:
+        reader = DummyReader(config, seed)
+    else:
+        reader = SafetensorsReader(source.path, source.remote)
+        config = as_tied_in_file(config, reader)
     check_tensors(reader, config)
     return Checkpoint(source, config, reader, defaults)
 

@@ -270,6 +270,8 @@ def test_code_that_depends_on_the_number_of_tokens_is_refused() -> None:
         ({"model_type": "mamba"}, "num_attention_heads is missing"),
         ({"model_type": "qwen3_next"}, "layer_types has linear_attention; model_impl transformers serves"),
         ({"model_type": "gpt2", "n_embd": 36}, "heads of 3 numbers"),
+        ({"num_key_value_heads": 5}, "num_attention_heads 32 is not a multiple of num_key_value_heads 5"),
+        ({"model_type": "gpt2", "n_embd": 100}, "hidden_size 100 is not a multiple of num_attention_heads 12"),
     ],
     ids=lambda value: str(value)[:40],
 )
