@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint.blocks import BlockReader
 from sglang_jax.checkpoint.dummy_reader import DummyReader
@@ -21,7 +24,7 @@ from sglang_jax.checkpoint.hf_config import (
     model_config_to_hf,
 )
 from sglang_jax.checkpoint.kv_scale_names import KVScaleNames
-from sglang_jax.checkpoint.kv_scales import KVScales, read_kv_scales
+from sglang_jax.checkpoint.kv_scales import KVScales, read_key_means, read_kv_scales
 from sglang_jax.checkpoint.orbax_marker import read_orbax_kv_scales
 from sglang_jax.checkpoint.reader import TensorReader
 from sglang_jax.checkpoint.resolve import DEMO, ModelSource, SourceKind, resolve_model
@@ -64,6 +67,13 @@ class Checkpoint:
         if self.reader is None:
             return self.foreign is None and read_orbax_kv_scales(self.source.path, self.config) is not None
         return bool(KVScaleNames.find(self.reader.names(), self.config.num_layers).of)
+
+    def key_means(self) -> tuple[NDArray[np.float32], ...] | None:
+        """The means of keys that it brings (see `read_key_means`); None if it has none, or is none of safetensors."""
+        if self.reader is None or self.foreign is not None:
+            return None
+        names = KVScaleNames.find(self.reader.names(), self.config.num_layers)
+        return read_key_means(self.reader, names, self.config)
 
     def kv_scales(self) -> KVScales | None:
         """The scales that it brings, read now; None if it has none.
