@@ -39,7 +39,7 @@ _OF_QUERIES = frozenset(
 """Scales of queries and probabilities, which some write beside: neither is ever rounded to 8 bits here."""
 
 _MEAN = "self_attn.k_mean"
-"""The mean of each kv head's keys, `[kv_heads, head_dim]` in float32: what a cache that keeps keys in int8 without their
+"""The mean of each kv head's keys, float32 `[kv_heads, head_dim]`: what a cache that keeps keys in int8 without their
 mean takes in place of one that it computes at each start. No quantiser writes one yet."""
 
 _NAME = re.compile(r"model\.layers\.(0|[1-9]\d*)\.(.+)")
