@@ -151,6 +151,12 @@ class States(PooledComponent):
     def split(self, upper: Node, lower: Node) -> None:
         upper.values.append(None)
 
+    def may_join(self, upper: Node, lower: Node) -> bool:
+        return self.snapshot(upper) is None
+
+    def join(self, upper: Node, lower: Node) -> None:
+        """There is nothing to take over."""
+
     def last_start(self, passed: Sequence[Passed], index: int) -> int:
         place = self._index
         while index >= 0:

@@ -305,10 +305,14 @@ class StateGroup(Group):
         """What the record's row sampled was finite."""
         if record.origin is not None:
             record.origin.proven = True
+        last = record.cache_protected_len // self.page_size
         for node in record.locked_node.path():
+            if last * self.page_size < record.matched:  # nothing before the prefix that it began with is its own
+                break
             snapshot = self.component.snapshot(node)
             if snapshot is not None and snapshot.writer == record.serial:
                 snapshot.proven = True
+            last -= node.length
 
     def in_doubt(self, record: RowKV, node: Node) -> bool:
         """Whether the node has a state that the record wrote or began with, and that nothing proves."""
