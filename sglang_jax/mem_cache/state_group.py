@@ -122,9 +122,10 @@ class StateGroup(Group):
         """The row begins with the snapshot at the node's end, or without a state at the root."""
         row, snapshot = record.row, self.component.snapshot(node)
         self._in_session[row] = record.session
-        record.state_len, record.origin = record.matched, snapshot
+        record.state_len, record.origin, record.origin_node = record.matched, snapshot, node
         if snapshot is not None:
             snapshot.hits += 1
+            snapshot.shared |= snapshot.passed
         if snapshot is not None and self.available == 1 and snapshot.pins == 0:
             slot = self.component.hand_over(node, request_owner(row))
         else:
@@ -180,14 +181,23 @@ class StateGroup(Group):
         if snapshot is None:
             return False
         record.state_len = (first + len(own)) * self.page_size
+        self._pass_origin(record)
         if snapshot.slot == own[-1]:
             snapshot.writer = record.serial
-            snapshot.hits = int(record.state_len in record.branches)
+            snapshot.shared = record.state_len in record.branches
+            snapshot.hits = int(snapshot.shared)
             self._gave_away(record.row, snapshot.slot)
             if step is not None:
                 self._begin_with(record.row, added.node, snapshot.slot)
                 self._set_slot(record.row, self._take_one(record.row))
         return False
+
+    def _pass_origin(self, record: RowKV) -> None:
+        """There is a state further on than the one that the record's row began with."""
+        node = record.origin_node
+        if node is not None and record.origin is not None and self.component.snapshot(node) is record.origin:
+            self.component.pass_by(node)
+        record.origin_node = None
 
     def last_state(self, record: RowKV, most: int) -> int:
         """Tokens up to the last page boundary, of the first `most` that a request has committed at its end, at which
