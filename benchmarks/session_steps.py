@@ -99,18 +99,26 @@ class _Talk:
     ended: list[tuple[float, int]] = field(default_factory=list)
 
 
-def measure_steps(config: EngineConfig, inputs: Inputs, sampling: SamplingParams, *, in_session: bool) -> Turns:
-    """All conversations at once, each turn as soon as the one before it has ended; and their steps once more."""
+def measure_steps(
+    config: EngineConfig,
+    inputs: Inputs,
+    sampling: SamplingParams,
+    *,
+    in_session: bool,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Turns:
+    """All conversations at once, each turn as soon as the one before it has ended; and their steps once more. `clock`:
+    `time.process_time` on a machine with other work, with one thread to compute, as threads that wait take time too."""
     checkpoint = open_checkpoint(config.model_path, config.load_format, seed=config.random_seed)
     create, talks = load_backend(config), [_Talk(turns) for turns in inputs]
     runner = NotingRunner(_ready(create, config, checkpoint))
     try:
-        _converse(runner, config, talks, sampling, in_session)
+        _converse(runner, config, talks, sampling, in_session, clock)
     finally:
         runner.close()
     again = _ready(create, config, checkpoint)
     try:
-        ends = np.array([0.0, *_run_again(again, runner.plans)])
+        ends = np.array([0.0, *_run_again(again, runner.plans, clock)])
     finally:
         again.close()
     seconds, model, steps = [], [], []
@@ -131,7 +139,12 @@ def _ready(
 
 
 def _converse(
-    runner: NotingRunner, config: EngineConfig, talks: list[_Talk], sampling: SamplingParams, in_session: bool
+    runner: NotingRunner,
+    config: EngineConfig,
+    talks: list[_Talk],
+    sampling: SamplingParams,
+    in_session: bool,
+    clock: Callable[[], float],
 ) -> None:
     channel = EndsChannel()
     scheduler = Scheduler(runner, (), config, channel)
@@ -149,7 +162,7 @@ def _converse(
         new = talk.inputs[turn]
         tokens = new if in_session else [*talk.history, *new]
         talk.history += new
-        talk.begun.append((time.perf_counter(), done()))
+        talk.begun.append((clock(), done()))
         scheduler.add(
             NewRequest(
                 id=turn * len(talks) + number + 1,
@@ -168,20 +181,20 @@ def _converse(
             number = (request_id - 1) % len(talks)
             talk = talks[number]
             talk.history += output
-            talk.ended.append((time.perf_counter(), done()))
+            talk.ended.append((clock(), done()))
             if len(talk.begun) < len(talk.inputs):
                 send(number)
 
 
-def _run_again(runner: Runner, plans: list[StepPlan]) -> Iterator[float]:
+def _run_again(runner: Runner, plans: list[StepPlan], clock: Callable[[], float]) -> Iterator[float]:
     """Seconds from the start on at which each step's result was there; the next is launched before, as always."""
-    start, before = time.perf_counter(), None
+    start, before = clock(), None
     for plan in plans:
         handle = runner.launch(plan)
         if before is not None:
             before.result()
-            yield time.perf_counter() - start
+            yield clock() - start
         before = handle
     if before is not None:
         before.result()
-        yield time.perf_counter() - start
+        yield clock() - start

@@ -6,10 +6,10 @@ prompts.
 8 conversations at once, 150 turns of 8 tokens each, 4 output tokens; the `hybrid` model is of Qwen3.5's form with
 random weights. `first tenth` and `last tenth` are mean milliseconds of a turn, without each conversation's first;
 `last / first` should be at most 1.15, and is where the model's own work does not grow by more. `model's last / first` is
-that of the same conversations' steps run by themselves (`session_steps.py`); `over the model's` is what a turn of the
-last tenth takes over what its steps take so: it should be at most 1.15 and not more than that of the first tenth, or
-the engine makes turns slower as a conversation grows. The second row sends whole prompts instead, whose prefixes are
-cached as well. `cached`: of what came before a turn, what was found, but for less than a page. In float32, as outputs
+that of the same conversations' steps run by themselves (`session_steps.py`); `last over the model's` is what a turn of
+the last tenth takes over what its steps take so: it should be at most 1.15, and no more than that of the first tenth,
+or the engine makes turns slower as a conversation grows. `scheduler alone`: the same two of scheduler and cache without
+front end, wire and client. The second row sends whole prompts instead, whose prefixes are cached as well. `cached`: of what came before a turn, what was found, but for less than a page. In float32, as outputs
 are compared: fails if they differ, or if pages are left in use.
 """
 
@@ -98,11 +98,10 @@ def add_model(row: dict[str, Any], config: EngineConfig, turns: int, *, in_sessi
         "model's first ms": first_alone,
         "model's last ms": last_alone,
         "model's last / first": last_alone / first_alone,
-        "scheduler over the model's, first": first / first_alone,
-        "last": last / last_alone,
-        "engine over the model's, first": row["first tenth ms"] / first_alone,
-        "over the model's": row["last tenth ms"] / last_alone,
-        "steps": float(taken.steps[:, -max(turns // 10, 1) :].mean()),
+        "first over the model's": row["first tenth ms"] / first_alone,
+        "last over the model's": row["last tenth ms"] / last_alone,
+        "scheduler alone": f"{first / first_alone:.2f}, {last / last_alone:.2f}",
+        "steps of a turn": float(taken.steps[:, -max(turns // 10, 1) :].mean()),
     }
 
 

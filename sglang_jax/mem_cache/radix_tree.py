@@ -328,11 +328,12 @@ class RadixTree:
 
     def join_path(self, node: Node, pages: int) -> None:
         """The nodes of the path to `node` that hold its last `pages` pages, and the one that these follow, become one
-        node wherever nobody needs the place where they meet. Objects of nodes that somebody depends on last."""
-        left = pages
-        while left >= 0 and node.parent is not None and (upper := node.parent).parent is not None:
-            left -= node.length
-            node = node if self._join(upper) else upper
+        node wherever nobody needs the place where they meet."""
+        seen = node.length
+        while seen <= pages and (upper := node.parent) is not None and upper.parent is not None:
+            seen += upper.length
+            if not self._join(upper):
+                node = upper
 
     def _join(self, upper: Node) -> bool:
         """Adds a node to its only child, whose object stays, as in `_split`; False, and nothing is changed, where that
