@@ -83,8 +83,8 @@ class EndsChannel:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """`[conversations, turns]` each: seconds with the scheduler, and of the steps that ran meanwhile without it; and how
-    many these were."""
+    """`[conversations, turns]` each: seconds with the scheduler; those of the steps that ran meanwhile, without it; and
+    how many these were."""
 
     seconds: np.ndarray
     model_seconds: np.ndarray

@@ -4,13 +4,14 @@ prompts.
     python benchmarks/sessions.py [--model demo|hybrid] [--backend jax|torch] [--turns N] [--json FILE]
 
 8 conversations at once, 150 turns of 8 tokens each, 4 output tokens; the `hybrid` model is of Qwen3.5's form with
-random weights. `first tenth` and `last tenth` are mean milliseconds of a turn, without each conversation's first;
-`last / first` should be at most 1.15, and is where the model's own work does not grow by more. `model's last / first` is
-that of the same conversations' steps run by themselves (`session_steps.py`); `last over the model's` is what a turn of
-the last tenth takes over what its steps take so: it should be at most 1.15, and no more than that of the first tenth,
-or the engine makes turns slower as a conversation grows. `scheduler alone`: the same two of scheduler and cache without
-front end, wire and client. The second row sends whole prompts instead, whose prefixes are cached as well. `cached`: of what came before a turn, what was found, but for less than a page. In float32, as outputs
-are compared: fails if they differ, or if pages are left in use.
+random weights. `first tenth` and `last tenth` are mean milliseconds of a turn, without each conversation's first.
+`last / first` should be at most 1.15 where the model's own work does not grow by more; `model's last / first` is that
+of the same conversations' steps run by themselves (`session_steps.py`). `last over the model's` is what a turn of the
+last tenth takes over what its steps take so: it should be at most 1.15, and no more than that of the first tenth, or
+the engine makes turns slower as a conversation grows. `scheduler alone`: the same two figures of scheduler and cache
+without front end, wire and client. The second row sends whole prompts instead, whose prefixes are cached as well.
+`cached`: of what came before a turn, what was found, but for less than a page. In float32, as outputs are compared:
+fails if they differ, or if pages are left in use.
 """
 
 from __future__ import annotations

@@ -345,7 +345,7 @@ class RadixTree:
         alike = (upper.locks, upper.sessions, upper.proven) == (lower.locks, lower.sessions, lower.proven)
         if not alike or upper.writer in self.writing or lower.writer in self.writing:
             return False
-        if not all([component.may_join(upper, lower) for component in self.components]):
+        if not all(component.may_join(upper, lower) for component in self.components):
             return False
         for component in self.components:
             component.join(upper, lower)

@@ -13,12 +13,7 @@ import pytest
 from helpers.scheduling import Bench, Sees
 from helpers.simulation import STATE
 
-from sglang_jax.mem_cache.full_kv import FullKV
-from sglang_jax.mem_cache.invariants import InvariantError, check_everything
-from sglang_jax.mem_cache.ledger import OwnershipError
-from sglang_jax.mem_cache.radix_tree import RadixTree
-from sglang_jax.mem_cache.state import States
-from sglang_jax.mem_cache.window_kv import WindowKV
+from sglang_jax.mem_cache.invariants import check_everything
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.messages import OpenSession, SessionTurn
 
@@ -56,7 +51,7 @@ def cached(bench: Bench, tokens: list[int]) -> int:
 
 
 class Calls:
-    """Counts calls of the scheduler's and the cache's functions: what a turn costs the host, on however busy a machine."""
+    """Counts calls of functions of scheduler and cache: what a turn costs the host, however busy the machine."""
 
     def __init__(self) -> None:
         self.count = 0

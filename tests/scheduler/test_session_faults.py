@@ -149,13 +149,16 @@ FAULTS: dict[Plant, str] = {
 """What the simulator says of each."""
 
 FINE_PINS: dict[str, Strategy] = {"groups": st.just((None,)), "pages": st.just(64), "page_size": st.just(1)}
-"""Each token of a turn has a page of its own, and memory is never short."""
+"""Each token of a turn has a page of its own."""
+
+ROOM_FOR_ALL = FINE_PINS | {"page_size": st.just(4), "rows": st.just(6)}
+"""Neither memory nor rows are ever short, so that what a session keeps is let go by itself alone."""
 
 PLACES: dict[Plant, dict[str, Strategy]] = {
     lock_and_keep_no_window_or_state: {"groups": st.sampled_from([(5,), (None, 7), (None, STATE)])},
     go_on_behind_what_nobody_saw: {"groups": st.just((None,)), "pages": st.just(64)},
     begin_before_the_last_turn_is_cached: FINE_PINS,
-    move_the_pin_of_a_closed_session: FINE_PINS,
+    move_the_pin_of_a_closed_session: ROOM_FOR_ALL,
     let_nothing_go: FINE_PINS,
 }
 """Sizes with which a fault shows, where few of those in `SIZES` would do."""
