@@ -342,7 +342,7 @@ class RadixTree:
         if parent is None or len(upper.children) != 1 or upper.dead:
             return False
         (lower,) = upper.children.values()
-        alike = (upper.locks, upper.sessions, upper.proven) == (lower.locks, lower.sessions, lower.proven)
+        alike = (upper.locks, upper.proven) == (lower.locks, lower.proven)
         if not alike or upper.writer in self.writing or lower.writer in self.writing:
             return False
         if not all(component.may_join(upper, lower) for component in self.components):
