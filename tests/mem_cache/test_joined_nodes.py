@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from helpers.caches import compute, int32_bytes, small_cache
 
+from sglang_jax.architectures import CacheKind
 from sglang_jax.mem_cache.invariants import check_everything
 from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.mem_cache.radix_tree import RadixTree
 from sglang_jax.mem_cache.row_kv import RowKV
+from sglang_jax.runner.plan import PoolSpec
 
 PROMPT = list(range(1, 31))
 
@@ -98,6 +101,26 @@ def test_however_many_chunks_a_turn_had_they_and_what_they_follow_become_one() -
     assert cache.trust.prove(record, 1)
     cache.release_kv_cache(record, int32_bytes(PROMPT[:28]), insert=True)
     assert cache.tree.num_nodes == 1
+    check_everything(cache)
+
+
+def test_a_window_is_not_joined_over_a_gap() -> None:
+    """A long turn has given up what lies before its window: what the node above has would end up in the wrong place."""
+    cache = KVCache((PoolSpec(CacheKind.WINDOW, 25, 4, 9),), 4, 64, step_tokens=16, debug=True)
+    record, tokens = open_row(cache, PROMPT), int32_bytes(PROMPT)
+    compute(cache, record, PROMPT[:8])
+    assert cache.extend_row(record, 28)
+    cache.lengths.kv_committed[record.row] = 28
+    cache.let_go(np.array([record.row]), tight=True)
+    cache.cache_prefix(record, tokens, 28, None)
+    assert cache.trust.prove(record, 1)
+    cache.release_kv_cache(record, tokens, insert=True)
+    check_everything(cache)
+    assert [cached(cache, PROMPT[:end]) for end in (8, 16, 28)] == [8, 8, 28]
+    assert cache.tree.num_nodes == 2
+    cache.tree.evict(cache.groups[0].component, 2)
+    assert [cached(cache, PROMPT[:end]) for end in (8, 28)] == [0, 28]
+    assert cache.tree.num_nodes == 1, "what was above the gap is gone"
     check_everything(cache)
 
 
