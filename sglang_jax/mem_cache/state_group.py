@@ -228,6 +228,7 @@ class StateGroup(Group):
         snapshot = self.component.snapshot(node)
         assert snapshot is not None
         snapshot.writer, snapshot.proven = record.serial, record.proven
+        self._pass_origin(record)
         self._gave_away(record.row, slot)
 
     def release(self, record: RowKV, allocated: int) -> None:
