@@ -80,7 +80,6 @@ NEEDLESS: Mapping[str, OtherFlag] = {
     "async_scheduling": OtherFlag("each step is always planned while the one before it runs"),
     "disable_log_requests": OtherFlag("requests are not logged"),
     "enable_auto_tool_choice": OtherFlag("the model may call the tools of any request that has some"),
-    "disable_custom_all_reduce": OtherFlag("ranks only use the collectives of JAX and torch"),
     "disable_uvicorn_access_log": OtherFlag("there is an access log only with --log-level debug"),
     "enable_cache_report": OtherFlag("usage always has the cached tokens"),
     "enable_chunked_prefill": OtherFlag("prompts are always computed in chunks, of --chunked-prefill-size"),

@@ -201,6 +201,9 @@ class EngineConfig(BaseModel):
         description="implementation of attention; sage: keys and queries in 8 bits (torch backend)",
     )
     disable_cuda_graph: bool = Field(False, description="run steps without CUDA graphs")
+    disable_custom_all_reduce: bool = Field(
+        False, description="add up over GPUs by NCCL only, and not in each other's memory (torch backend)"
+    )
     cuda_graph_max_bs: PositiveInt | None = Field(
         None,
         description="maximum rows of a decode step that runs as a CUDA graph; default: all that can run at once, up "
