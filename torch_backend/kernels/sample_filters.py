@@ -65,7 +65,9 @@ def _second_limits(
     top = tl.maximum(tl.minimum(high, farthest), low)
     ways = tl.arange(0, LIMITS)
     # Evenly by value near the likeliest token, and by bits elsewhere, which within an octave is the same.
-    by_value = (top.to(tl.float32, bitcast=True) * ((ways + 1).to(tl.float32) / (LIMITS - 1))).to(tl.int32, bitcast=True)
+    by_value = (top.to(tl.float32, bitcast=True) * ((ways + 1).to(tl.float32) / (LIMITS - 1))).to(
+        tl.int32, bitcast=True
+    )
     by_bits = low + (ways + 1) * ((top - low) // (LIMITS - 1))
     limits = tl.where(ways < LIMITS - 2, tl.where(low == 0, by_value, by_bits), high)
     # What lies within infinity is all there is, of which top-p wants a share.
