@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from sglang_jax.checkpoint.opening import open_checkpoint
 from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig, KVCacheDtype
 from sglang_jax.errors import CheckpointError, ConfigError
-from sglang_jax.runner.calibration import LENGTH, ROWS, calibration_tokens
+from sglang_jax.runner.kv_scales import LENGTH, ROWS, calibration_tokens
 from sglang_jax.runner.plan import PromptLogprobs
 from torch_backend import create_runner, loading
 from torch_backend.key_means import calibration_batch

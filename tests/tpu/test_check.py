@@ -353,3 +353,12 @@ def test_well_known_models(name: str, tp: int, topology: str) -> None:
     too_large = {("llama-3.1-8b", 1, "v5e"), ("qwen3-32b", 1, "v5e"), ("qwen3-32b", 4, "v5e"), ("qwen3-32b", 1, "v6e")}
     assert answer.verdict.startswith("DOES NOT FIT" if (name, tp, topology) in too_large else "FITS"), answer.text
     print(answer.text)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("tp", [4, 8])
+def test_a_well_known_model_with_windows(tp: int) -> None:
+    answer = check("--model", "gemma-3-27b", "--topology", "v6e:2x4", "--tp", str(tp), "--quick")
+    assert answer.verdict.startswith("FITS"), answer.text + answer.error
+    assert "swa" in answer.text
+    print(answer.text)

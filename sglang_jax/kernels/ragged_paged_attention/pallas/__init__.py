@@ -8,12 +8,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from sglang_jax.kernels.ragged_paged_attention.options import AttentionOptions
+from sglang_jax.kernels.ragged_paged_attention.options import AttentionOptions, Sequences
 from sglang_jax.kernels.ragged_paged_attention.pallas.blocks import decode_blocks, prefill_blocks
 from sglang_jax.kernels.ragged_paged_attention.pallas.decode import decode_attention
 from sglang_jax.kernels.ragged_paged_attention.pallas.prefill import prefill_attention
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import CORES, VMEM_LIMITS, Shape, current_chip
-from sglang_jax.kernels.ragged_paged_attention.sequences import Sequences
 
 _LANES = 128
 
