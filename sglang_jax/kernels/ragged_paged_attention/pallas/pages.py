@@ -37,7 +37,7 @@ class PageFetcher:
 
     - `kv_pages`: HBM `[num_pages, kv_heads, parts, page_size, lanes]`.
     - `page_table`: HBM int32 `[rows, 1, columns]`; a row by itself is contiguous.
-    - `buffers`: VMEM `[depth, pages_per_block, kv_heads, parts, page_size, lanes]`.
+    - `buffers`: VMEM `[depth, pages_per_block + further, kv_heads, parts, page_size, lanes]`.
     - `page_numbers`: SMEM int32 `[n * columns]`: those of `n` rows, one behind the other. On one axis: an address in a
       table takes five operations more, of each page, and the scalar unit is what starting copies waits for.
     - `kv_arrived`, `numbers_arrived`: DMA semaphores `[depth]` and `[n]`.
@@ -49,10 +49,11 @@ class PageFetcher:
     page_numbers: Ref
     kv_arrived: Ref
     numbers_arrived: Ref
+    further: int = 0
 
     @property
     def pages_per_block(self) -> int:
-        return self.buffers.shape[1]
+        return self.buffers.shape[1] - self.further
 
     @property
     def page_size(self) -> int:
@@ -73,12 +74,14 @@ class PageFetcher:
 
     def start_block(self, numbers_slot: Scalar, first: Scalar, count: Scalar, slot: Scalar) -> None:
         """Starts copying `count` pages of a row, from its page-table column `first` on, into a buffer."""
+        self.start_pages(numbers_slot * self.page_table.shape[2] + first, count, slot)
 
-        place = numbers_slot * self.page_table.shape[2] + first
+    def start_pages(self, place: Scalar, count: Scalar, slot: Scalar, first: Scalar = 0) -> None:
+        """Starts copying `count` pages, whose numbers lie from `place` on, into a buffer, from its page `first` on."""
 
         def start(index: Scalar, member: int = 0) -> None:
             page = self.page_numbers[(place + index) + member]
-            buffer = self.buffers.at[slot, index + member]
+            buffer = self.buffers.at[slot, index + (first + member)]
             pltpu.make_async_copy(self.kv_pages.at[page], buffer, self.kv_arrived.at[slot]).start()
 
         @pl.loop(0, count // _STARTED_TOGETHER)
@@ -87,6 +90,15 @@ class PageFetcher:
                 start(group * _STARTED_TOGETHER, member)
 
         pl.loop(count // _STARTED_TOGETHER * _STARTED_TOGETHER, count)(start)
+
+    def start_few_pages(self, place: Scalar, count: Scalar, slot: Scalar, first: int, most: int) -> None:
+        """As `start_pages`, of up to `most`, without a loop: each copy is a few operations with a condition."""
+        for index in range(most):
+            page = self.page_numbers[place + index]
+            copy = pltpu.make_async_copy(
+                self.kv_pages.at[page], self.buffers.at[slot, first + index], self.kv_arrived.at[slot]
+            )
+            pl.when(index < count)(copy.start)
 
     def wait_for_block(self, count: Scalar, slot: Scalar) -> None:
         """Returns when the `count` pages that were started for a buffer are there.
@@ -106,11 +118,19 @@ class PageFetcher:
 
         Their weights are zero, but what was never written may be NaN, and zero times NaN is NaN.
         """
+        partial = length // self.page_size
+        self.clear_values_of(slot, jnp.minimum(partial, pages - 1), length - partial * self.page_size)
         values = self.buffers.shape[3] - 1
 
-        @pl.loop(length // self.page_size, pages)
+        @pl.loop(partial + 1, pages)
         def _(page: jax.Array) -> None:
             for head in range(self.buffers.shape[2]):
-                found = self.buffers[slot, page, head, values]
-                offsets = page * self.page_size + jax.lax.broadcasted_iota(jnp.int32, found.shape, 0)
-                self.buffers[slot, page, head, values] = jnp.where(offsets < length, found, jnp.zeros_like(found))
+                self.buffers[slot, page, head, values] = jnp.zeros(self.buffers.shape[4:], self.buffers.dtype)
+
+    def clear_values_of(self, slot: Scalar, page: Scalar, length: Scalar) -> None:
+        """Zeroes the values of one page behind its first `length` slots."""
+        values = self.buffers.shape[3] - 1
+        for head in range(self.buffers.shape[2]):
+            found = self.buffers[slot, page, head, values]
+            offsets = jax.lax.broadcasted_iota(jnp.int32, found.shape, 0)
+            self.buffers[slot, page, head, values] = jnp.where(offsets < length, found, jnp.zeros_like(found))
