@@ -312,6 +312,7 @@ class _Block:
     keys: list[Ref]
     values: list[Ref]
     end: jax.Array
+    pages: jax.Array | None = None
 
 
 def _block_of_row(fetcher: PageFetcher, pages: int, slot: jax.Array, member: int, row: Row) -> _Block:
@@ -320,11 +321,8 @@ def _block_of_row(fetcher: PageFetcher, pages: int, slot: jax.Array, member: int
     buffers, first = fetcher.buffers, member * pages
     last = jnp.maximum(row.pages - 1, 0)
     fetcher.clear_values_of(slot, first + last, row.length - last * fetcher.page_size)
-    values = []
-    for page in range(pages):
-        there = jnp.where(page < row.pages, first + page, fetcher.pages_per_block)
-        values.append(buffers.at[slot, pl.ds(there, 1), :, buffers.shape[3] - 1])
-    return _Block([buffers.at[slot, pl.ds(first, pages), :, 0]], values, row.length)
+    values = [buffers.at[slot, pl.ds(first + page, 1), :, buffers.shape[3] - 1] for page in range(pages)]
+    return _Block([buffers.at[slot, pl.ds(first, pages), :, 0]], values, row.length, row.pages)
 
 
 @dataclass(frozen=True)
@@ -378,10 +376,17 @@ def _add_blocks(
     return [_weighted(*each) for each in zip(weights, blocks, strict=True)]
 
 
-def _side(pages: list[Ref], axis: int, dtype: jnp.dtype) -> jax.Array:
+def _side(pages: list[Ref], axis: int, dtype: jnp.dtype, there: jax.Array | None = None) -> jax.Array:
     """Keys or values of a block, those of its kv heads one after the other on an axis."""
     _, kv_heads, _, lanes = pages[0].shape
-    heads = [[part[:, head].reshape(-1, lanes).astype(dtype) for part in pages] for head in range(kv_heads)]
+
+    def load(number: int, head: int) -> jax.Array:
+        found = pages[number][:, head].reshape(-1, lanes)
+        if there is not None and number > 0:
+            found = jnp.where(number < there, found, jnp.zeros_like(found))
+        return found.astype(dtype)
+
+    heads = [[load(number, head) for number in range(len(pages))] for head in range(kv_heads)]
     return jnp.concatenate([jnp.concatenate(parts, axis=0) for parts in heads], axis=axis)
 
 
@@ -412,5 +417,5 @@ def _weighted(softmax_and_weights: tuple[Softmax, jax.Array], block: _Block) -> 
     (largest, total, weighted), weights = softmax_and_weights
     _, kv_heads, _, _ = block.values[0].shape
     dtype = type_of_products(block.values[0].dtype)
-    added = matmul(_spread(weights.astype(dtype), kv_heads), _side(block.values, 0, dtype))
+    added = matmul(_spread(weights.astype(dtype), kv_heads), _side(block.values, 0, dtype, block.pages))
     return largest, total, weighted + added
