@@ -25,13 +25,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.kernels.ragged_paged_attention import AttentionOptions
 from sglang_jax.kernels.ragged_paged_attention.pallas import blocks, pallas_attention
-from sglang_jax.kernels.ragged_paged_attention.pallas.decode import depth_of
+from sglang_jax.kernels.ragged_paged_attention.pallas.decode import sizes_of
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import VMEM_LIMITS, Shape, current_chip
 from sglang_jax.layers.batch import ForwardBatch
 from tpu.hlo import take_text
 from tpu.kernel_costs import (
     DECODE_KERNEL,
-    LATENCY,
     PREFILL_KERNEL,
     Cost,
     Step,
@@ -55,6 +54,7 @@ COLUMNS = 4096
 CASES = (
     Step("64 rows x 1k", (1,) * 64, (1024,) * 64),
     Step("64 rows x 4k", (1,) * 64, (4096,) * 64),
+    Step("64 rows x 1.5k", (1,) * 64, (1536,) * 64),
     Step("256 rows x 1k", (1,) * 256, (1024,) * 256),
     Step("256 rows x 300", (1,) * 256, (300,) * 256),
     Step("1 chunk of 2048", (2048,), (2048,)),
@@ -95,10 +95,17 @@ class Kernels:
     shape: Shape
     folder: Path
     rival: Any
+    latencies: list[float]
 
     @staticmethod
     def on(
-        topology: str, heads: int, kv_heads: int, page_size: int, folder: Path, rival_folder: Path | None
+        topology: str,
+        heads: int,
+        kv_heads: int,
+        page_size: int,
+        folder: Path,
+        rival_folder: Path | None,
+        latencies: list[float],
     ) -> Kernels:
         """Those for a chip of a topology."""
         devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
@@ -109,7 +116,7 @@ class Kernels:
             clock = info.bf16_ops_per_second / products_per_cycle / 1e6
             shape = Shape.of(current_chip(), heads, kv_heads, HEAD_DIM, page_size, "bfloat16")
             rival = None if rival_folder is None else load_rival(rival_folder, info.generation)
-        return Kernels(mesh, Chip(clock, info.mem_bw_bytes_per_second / 1e6), shape, folder, rival)
+        return Kernels(mesh, Chip(clock, info.mem_bw_bytes_per_second / 1e6), shape, folder, rival, latencies)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """A row of the table for each step and kernel."""
@@ -161,14 +168,16 @@ class Kernels:
         parts, sizes = [], []
         waiting: dict[str, float] = {}
         if step.decode_rows:
-            pages = blocks.decode_blocks(shape, arrays.sequences, arrays.columns).pages
-            cost = decode_cost(self.schedule(DECODE_KERNEL), step, shape.heads, pages, shape.page_size)
+            chosen = blocks.decode_blocks(shape, arrays.sequences, arrays.columns)
+            page_bytes = shape.page_size * shape.bytes_per_key
+            decoding = sizes_of(chosen, shape.page_size, page_bytes, -(-arrays.columns // 128) * 128)
+            cost = decode_cost(self.schedule(DECODE_KERNEL), step, shape.heads, decoding, chosen.rows, shape.page_size)
             transfer = shape.bytes_per_key / chip.bandwidth * chip.clock
-            depth = depth_of(pages * shape.page_size * shape.bytes_per_key)
-            cycles = decode_with_copies(cost, transfer=transfer, latency=LATENCY * 1e6 * chip.clock, depth=depth)
-            waiting = {"copies_us": cycles / chip.clock}
+            for latency in self.latencies:
+                cycles = decode_with_copies(cost, transfer=transfer, latency=latency * chip.clock, depth=decoding.depth)
+                waiting[f"of_memory_{latency}"] = round(cost.keys_read * transfer / cycles, 2)
             parts.append(cost)
-            sizes.append(f"1x{pages * shape.page_size}")
+            sizes.append(f"{decoding.groups.rows}x{chosen.pages * shape.page_size}")
         if step.tokens > step.decode_rows:
             wide = blocks.prefill_blocks(shape, arrays.tokens, arrays.columns)
             schedule = self.schedule(PREFILL_KERNEL)

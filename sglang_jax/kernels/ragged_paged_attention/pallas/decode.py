@@ -51,10 +51,13 @@ _BYTES_OF_BUFFERS = 16 << 20
 _PARTS = (1, 2, 4)
 """What is computed of a block: all of it, a half or a quarter."""
 
-_FEWEST_KEYS = 128
-"""That are computed: a whole register of scores for each head."""
+_FEWEST_KEYS, _KEYS_OF_SHORT = 128, 512
+"""That are computed of a block: a whole register of scores for each head; and where rows come in groups, what a short
+row has at most: a row's result is the same in a group and by itself, as the same is computed."""
 
-_ROWS_TOGETHER = 8
+_ROWS_TOGETHER, _BYTES_OF_GROUP = 8, 2 << 20
+"""Of a group, and of its keys and values at most."""
+
 _MOST_PAGE_NUMBERS = 128 << 10
 """Of rows that are taken in groups, half of the scalar memory: where contexts are longer, rows are taken one by one."""
 
@@ -74,17 +77,33 @@ def depth_of(block_bytes: int) -> int:
     return min(max(_BYTES_OF_BUFFERS // block_bytes, _LEAST_DEPTH), _MOST_DEPTH)
 
 
-def computed_pages(pages: int, page_size: int) -> list[int]:
-    """The pages of a block of `pages` that are computed at once, most first: all, and of a row's last block fewer."""
-    return [pages // part for part in _PARTS if part == 1 or pages // part * page_size >= _FEWEST_KEYS]
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What follows from the size of blocks.
+
+    - `computed`: the pages of a block that are computed at once, most first: all, and of a row's last block fewer.
+    - `groups`: of rows as short as the least of these. What one row waits for others fill.
+    - `pages_per_buffer`, `depth`: of the buffers.
+    """
+
+    computed: tuple[int, ...]
+    groups: Groups
+    pages_per_buffer: int
+    depth: int
 
 
-def groups_of(blocks: DecodeBlocks, page_size: int, page_bytes: int) -> Groups:
-    """Of rows that are as short as the least that is computed of a block. What one row waits for others fill, so that
-    as many as the buffers have room for are taken together."""
-    pages = computed_pages(blocks.pages, page_size)[-1]
-    room = _BYTES_OF_BUFFERS // _MOST_DEPTH // (pages * page_bytes)
-    return Groups(math.gcd(blocks.rows, _ROWS_TOGETHER, 1 << max(room.bit_length() - 1, 0)), pages)
+def sizes_of(blocks: DecodeBlocks, page_size: int, page_bytes: int, columns: int) -> Sizes:
+    """For pages of `page_bytes`, `columns` of them in a row of the page table."""
+    short = min(max(_KEYS_OF_SHORT // page_size, 1), blocks.pages)
+    room = _BYTES_OF_GROUP // (short * page_bytes)
+    together = math.gcd(blocks.rows, _ROWS_TOGETHER, 1 << max(room.bit_length() - 1, 0))
+    if depth_of(together * short * page_bytes) * together * columns > _MOST_PAGE_NUMBERS:
+        together = 1
+    fewest = short if together > 1 else -(-_FEWEST_KEYS // page_size)
+    computed = tuple(blocks.pages // part for part in _PARTS if part == 1 or blocks.pages // part >= fewest)
+    groups = Groups(together, computed[-1])
+    pages_per_buffer = max(blocks.pages, together * groups.pages)
+    return Sizes(computed, groups, pages_per_buffer, depth_of(pages_per_buffer * page_bytes))
 
 
 def decode_attention(
@@ -116,19 +135,14 @@ def decode_attention(
     block = pl.BlockSpec((blocks.rows, heads, lanes), lambda core, step, *_: (step * cores + core, 0, 0))
     compute_dtype = type_of_products(kv_pages.dtype)
     page_bytes = kv_heads * parts * page_size * lanes * kv_pages.dtype.itemsize
-    groups = groups_of(blocks, page_size, page_bytes)
-    pages_per_buffer = max(blocks.pages, groups.rows * groups.pages)
-    depth = depth_of(pages_per_buffer * page_bytes)
-    if depth * groups.rows * columns > _MOST_PAGE_NUMBERS:
-        groups, pages_per_buffer = Groups(1, groups.pages), blocks.pages
-    together = groups.rows
-    further = 1 if together > 1 else 0
+    sizes = sizes_of(blocks, page_size, page_bytes, columns)
+    depth, together = sizes.depth, sizes.groups.rows
     plan = Plan.of(
         kv_lens,
         num_decode,
         rows=rows,
         together=together,
-        pages_of_short=groups.pages,
+        pages_of_short=sizes.groups.pages,
         page_size=page_size,
         window=options.window,
     )
@@ -138,8 +152,7 @@ def decode_attention(
             jax.tree.structure(plan),
             options=static_options(options),
             cores=cores,
-            groups=groups,
-            pages_per_block=blocks.pages,
+            sizes=sizes,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1 + len(jax.tree.leaves(plan)),
@@ -152,7 +165,7 @@ def decode_attention(
             ],
             out_specs=block,
             scratch_shapes=[
-                pltpu.VMEM((depth, pages_per_buffer + further, kv_heads, parts, page_size, lanes), kv_pages.dtype),
+                pltpu.VMEM((depth, sizes.pages_per_buffer, kv_heads, parts, page_size, lanes), kv_pages.dtype),
                 pltpu.VMEM((heads, kv_heads * lanes), compute_dtype),
                 pltpu.VMEM((heads, LANES), jnp.float32),
                 pltpu.VMEM((heads, LANES), jnp.float32),
@@ -186,13 +199,12 @@ def _kernel(
     *refs: Ref,
     options: StaticOptions,
     cores: int,
-    groups: Groups,
-    pages_per_block: int,
+    sizes: Sizes,
 ) -> None:
     """The references: the plan's, in SMEM, and those of `_compute`."""
     of_plan = structure.num_leaves
     plan = jax.tree.unflatten(structure, refs[:of_plan])
-    _compute(plan, *refs[of_plan:], options=options, cores=cores, groups=groups, pages_per_block=pages_per_block)
+    _compute(plan, *refs[of_plan:], options=options, cores=cores, sizes=sizes)
 
 
 def _compute(
@@ -216,34 +228,29 @@ def _compute(
     *,
     options: StaticOptions,
     cores: int,
-    groups: Groups,
-    pages_per_block: int,
+    sizes: Sizes,
 ) -> None:
-    together, further = groups.rows, groups.rows > 1
-    fetcher = PageFetcher(kv_pages, page_table, buffers, page_numbers, kv_arrived, numbers_arrived, further)
+    groups, together = sizes.groups, sizes.groups.rows
+    fetcher = PageFetcher(kv_pages, page_table, buffers, page_numbers, kv_arrived, numbers_arrived)
     rows, core, step = queries.shape[0], pl.program_id(0), pl.program_id(1)
-    walk = Walk(fetcher, plan, num_decode[0], ahead, core, cores, rows, groups, pages_per_block)
+    walk = Walk(fetcher, plan, num_decode[0], ahead, core, cores, rows, groups, sizes.computed[0])
     sums = _Sums(largest, total, weighted)
     first_row = (step * cores + core) * rows
 
     @pl.when((step == 0) & (first_row < walk.active))
     def _() -> None:
         next_slot[0] = 0
-        if further:
-            _clear_further_page(fetcher)
         walk.begin()
 
     @pl.when(first_row + rows > walk.active)
     def _() -> None:
         output[...] = jnp.zeros_like(output)
 
-    sizes = computed_pages(pages_per_block, fetcher.page_size)
-
     def attend(end: jax.Array, slot: jax.Array) -> None:
-        for pages, smaller in zip(sizes, [*sizes[1:], 0], strict=True):
+        for pages, smaller in zip(sizes.computed, [*sizes.computed[1:], 0], strict=True):
             enough, too_few = pages * fetcher.page_size, smaller * fetcher.page_size
 
-            @pl.when((end > too_few) & ((end <= enough) | (pages == sizes[0])))
+            @pl.when((end > too_few) & ((end <= enough) | (pages == sizes.computed[0])))
             def _(pages: int = pages, enough: int = enough) -> None:
                 @pl.when(end < enough)
                 def _() -> None:
@@ -290,13 +297,6 @@ def _compute(
         @pl.when(jnp.logical_not(short))
         def _() -> None:
             pl.loop(first, jnp.minimum(first + together, walk.active))(attend_row)
-
-
-def _clear_further_page(fetcher: PageFetcher) -> None:
-    """The page behind each block, which is read where a row has fewer pages than are computed."""
-    buffers = fetcher.buffers
-    for slot in range(buffers.shape[0]):
-        buffers[slot, fetcher.pages_per_block] = jnp.zeros(buffers.shape[2:], buffers.dtype)
 
 
 def _result(length: jax.Array, softmax: Softmax, per_head: Ref) -> jax.Array:

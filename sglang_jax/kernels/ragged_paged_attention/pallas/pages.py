@@ -37,7 +37,7 @@ class PageFetcher:
 
     - `kv_pages`: HBM `[num_pages, kv_heads, parts, page_size, lanes]`.
     - `page_table`: HBM int32 `[rows, 1, columns]`; a row by itself is contiguous.
-    - `buffers`: VMEM `[depth, pages_per_block + further, kv_heads, parts, page_size, lanes]`.
+    - `buffers`: VMEM `[depth, pages_per_block, kv_heads, parts, page_size, lanes]`.
     - `page_numbers`: SMEM int32 `[n * columns]`: those of `n` rows, one behind the other. On one axis: an address in a
       table takes five operations more, of each page, and the scalar unit is what starting copies waits for.
     - `kv_arrived`, `numbers_arrived`: DMA semaphores `[depth]` and `[n]`.
@@ -49,11 +49,10 @@ class PageFetcher:
     page_numbers: Ref
     kv_arrived: Ref
     numbers_arrived: Ref
-    further: int = 0
 
     @property
     def pages_per_block(self) -> int:
-        return self.buffers.shape[1] - self.further
+        return self.buffers.shape[1]
 
     @property
     def page_size(self) -> int:
