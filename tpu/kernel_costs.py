@@ -77,13 +77,16 @@ def decode_cost(schedule: Loop, step: Step, heads: int, sizes: Sizes, rows: int,
     """Of the decode kernel, of whose rows a program takes so many: a row's last block takes what its computed part
     takes, and rows of a short group take their part of what the group does.
 
-    Branches count as if all of them were taken, but for those that compute.
+    Branches count as if all of them were taken, but for those that compute, and for the one that starts the copies of
+    a short group while a row of its own blocks is computed.
     """
     *group_loops, block_loop = loops_with_products(schedule)
     computing = _computing(block_loop)
-    if len(computing) != len(sizes.computed) or len(group_loops) != (sizes.groups.rows > 1):
+    if len(computing) != len(sizes.computed):
         raise ValueError(f"the loop computes {len(computing)} sizes of blocks, it should {len(sizes.computed)}")
-    others = len(block_loop.bundles) - sum(computing)
+    if len(group_loops) != (sizes.groups.rows > 1):
+        raise ValueError(f"{len(group_loops)} loops compute groups of {sizes.groups.rows} rows")
+    others = len(block_loop.bundles) - sum(computing) - (_starting_group(block_loop) if group_loops else 0)
     clearing = max(
         (len(loop.bundles) for loop in block_loop.loops if not loop.count("dma") and not loop.loops), default=0
     )
@@ -116,6 +119,13 @@ def decode_cost(schedule: Loop, step: Step, heads: int, sizes: Sizes, rows: int,
     cycles += sum(each.count * each.bundles for each in blocks)
     per_key_head = 1000 * whole.bundles / (whole.keys * heads)
     return Cost(whole.bundles, per_key_head, block_loop.vector_spills, cycles, sum(lengths), tuple(blocks))
+
+
+def _starting_group(block_loop: Loop) -> int:
+    """Bundles of the branch that starts a group's copies: it waits for the group's page numbers and starts those of a
+    later one; what starts the copies is a loop of its own."""
+    found = [region for region in block_loop.regions() if sum(bundle.count("= dma") for bundle in region) == 2]
+    return len(found[0]) if len(found) == 1 else 0
 
 
 def _computing(block_loop: Loop) -> list[int]:

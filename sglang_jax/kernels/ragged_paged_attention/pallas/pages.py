@@ -102,15 +102,10 @@ class PageFetcher:
     def wait_for_block(self, count: Scalar, slot: Scalar) -> None:
         """Returns when the `count` pages that were started for a buffer are there.
 
-        A semaphore counts bytes, so that one wait may stand for several pages: a wait for each power of two in `count`.
+        A semaphore counts bytes, so that one wait stands for all pages.
         """
-        for power in reversed(range(self.pages_per_block.bit_length())):
-            pages = 1 << power
-
-            @pl.when((count & pages) != 0)
-            def _(pages: int = pages) -> None:
-                buffer = self.buffers.at[slot, pl.ds(0, pages)]
-                pltpu.make_async_copy(buffer, buffer, self.kv_arrived.at[slot]).wait()
+        buffer = self.buffers.at[slot, pl.ds(0, count)]
+        pl.when(count > 0)(pltpu.make_async_copy(buffer, buffer, self.kv_arrived.at[slot]).wait)
 
     def clear_values_from(self, length: Scalar, slot: Scalar, pages: int) -> None:
         """Zeroes the values behind a block's first `length` slots, of its first `pages` pages.
