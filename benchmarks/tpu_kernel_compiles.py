@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.kernels.ragged_paged_attention import AttentionOptions
 from sglang_jax.kernels.ragged_paged_attention.pallas import blocks, pallas_attention
-from sglang_jax.kernels.ragged_paged_attention.pallas.decode import sizes_of
+from sglang_jax.kernels.ragged_paged_attention.pallas.decode_sizes import sizes_of
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import VMEM_LIMITS, Shape, current_chip
 from sglang_jax.layers.batch import ForwardBatch
 from tpu.hlo import take_text
@@ -181,7 +181,8 @@ class Kernels:
         if decodes:
             chosen = blocks.decode_blocks(shape, arrays.sequences, arrays.columns)
             page_bytes = shape.page_size * shape.bytes_per_key
-            decoding = sizes_of(chosen, shape.page_size, page_bytes, -(-arrays.columns // 128) * 128)
+            columns = -(-arrays.columns // 128) * 128
+            decoding = sizes_of(chosen, shape.page_size, page_bytes, columns, VMEM_LIMITS[shape.chip])
             cost = decode_cost(
                 compiled.schedules[DECODE_KERNEL], step, shape.heads, decoding, chosen.rows, shape.page_size
             )

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from sglang_jax.kernels.ragged_paged_attention.pallas.decode import Sizes
+from sglang_jax.kernels.ragged_paged_attention.pallas.decode_sizes import Sizes
 from sglang_jax.kernels.ragged_paged_attention.pallas.prefill import HEADS_TOGETHER, ROWS_TOGETHER
 from tpu.schedule import Loop
 

@@ -23,7 +23,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from sglang_jax.errors import ConfigError
 from sglang_jax.kernels.ragged_paged_attention.options import AttentionOptions
 from sglang_jax.kernels.ragged_paged_attention.pallas.blocks import ROWS
-from sglang_jax.kernels.ragged_paged_attention.pallas.decode import DecodeBlocks, Sizes, decode_attention, sizes_of
+from sglang_jax.kernels.ragged_paged_attention.pallas.decode import decode_attention
+from sglang_jax.kernels.ragged_paged_attention.pallas.decode_sizes import DecodeBlocks, Sizes, sizes_of
 from sglang_jax.kernels.ragged_paged_attention.pallas.prefill import PrefillBlocks, prefill_attention
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import VMEM_LIMITS, Chip, Shape, chip_of
 from sglang_jax.kernels.ragged_paged_attention.pallas.softmax import type_of_products
@@ -226,7 +227,8 @@ class KernelCall:
         """What follows from the entry."""
         shape = self.entry.shape
         blocks = DecodeBlocks(self.entry.queries, self.entry.pages)
-        return sizes_of(blocks, shape.page_size, shape.page_size * shape.bytes_per_key, self._padded_columns)
+        page_bytes = shape.page_size * shape.bytes_per_key
+        return sizes_of(blocks, shape.page_size, page_bytes, self._padded_columns, VMEM_LIMITS[shape.chip])
 
     def arrays(self, step: Step) -> tuple[jax.Array, ...]:
         """Of `run`: random numbers in pages in random order."""

@@ -12,9 +12,8 @@ from helpers.attention_steps import Case, Step, make_step
 from helpers.tpu_interpreter import CopyMode, Interpreted
 
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation, ragged_paged_attention
-from sglang_jax.kernels.ragged_paged_attention.pallas import blocks, prefill, shapes
-from sglang_jax.kernels.ragged_paged_attention.pallas import decode as decode_kernel
-from sglang_jax.kernels.ragged_paged_attention.pallas.decode import DecodeBlocks
+from sglang_jax.kernels.ragged_paged_attention.pallas import blocks, decode_sizes, prefill, shapes
+from sglang_jax.kernels.ragged_paged_attention.pallas.decode_sizes import DecodeBlocks
 from sglang_jax.kernels.ragged_paged_attention.pallas.pages import PageFetcher
 from sglang_jax.kernels.ragged_paged_attention.pallas.prefill import HEADS_TOGETHER, PrefillBlocks
 
@@ -74,6 +73,7 @@ def test_decode_rows(mode: CopyMode) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_last_block_is_computed_as_far_as_it_has_keys(monkeypatch: pytest.MonkeyPatch, mode: CopyMode) -> None:
     """Blocks of 512 keys, of which 512, 256 or 128 are computed: around each, and behind a whole block."""
+    monkeypatch.setattr(decode_sizes, "_KEYS_OF_SHORT", 128)
     monkeypatch.setattr(blocks, "_decode_by_costs", lambda shape: DecodeBlocks(1, 512 // shape.page_size))
     case = replace(decode(1, 128, 129, 257, 512, 641), columns=48, kv_heads=1, group=2)
     step = make_step(case, 0)
@@ -89,8 +89,8 @@ def in_pairs(*kv_lens: int) -> Case:
 def pairs(monkeypatch: pytest.MonkeyPatch) -> Interpreted:
     """Pairs of rows of up to 512 keys share a block, of which there are three; other blocks are of 1,024 keys."""
     monkeypatch.setattr(blocks, "_decode_by_costs", lambda shape: DecodeBlocks(2, 1024 // shape.page_size))
-    monkeypatch.setattr(decode_kernel, "_LEAST_DEPTH", 3)
-    monkeypatch.setattr(decode_kernel, "_MOST_DEPTH", 3)
+    monkeypatch.setattr(decode_sizes, "_LEAST_DEPTH", 3)
+    monkeypatch.setattr(decode_sizes, "_MOST_DEPTH", 3)
     step = make_step(in_pairs(1))
     return Interpreted(ragged_paged_attention, AttentionImplementation.PALLAS, scale=step.scale, cores=1)
 

@@ -43,7 +43,7 @@ from tpu.worker import prepare_compiler
 folder = Path(tempfile.mkdtemp())
 dumps = prepare_compiler(folder)
 from sglang_jax.kernels.ragged_paged_attention import pallas
-from sglang_jax.kernels.ragged_paged_attention.pallas.decode import DecodeBlocks
+from sglang_jax.kernels.ragged_paged_attention.pallas.decode_sizes import DecodeBlocks
 from tpu.compiling import compile_all
 
 def compile_here(request):

@@ -17,8 +17,7 @@ from helpers.tpu_interpreter import CopyMode, Interpreted
 
 from sglang_jax.errors import ConfigError
 from sglang_jax.kernels.ragged_paged_attention.options import AttentionOptions
-from sglang_jax.kernels.ragged_paged_attention.pallas.decode import Sizes
-from sglang_jax.kernels.ragged_paged_attention.pallas.decode_walk import Groups
+from sglang_jax.kernels.ragged_paged_attention.pallas.decode_sizes import Groups, Sizes
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import Chip, Shape
 from sglang_jax.kernels.ragged_paged_attention.pallas.table import Entry, Phase, Source, read_table
 from sglang_jax.kernels.ragged_paged_attention.reference import reference_attention

@@ -1,18 +1,17 @@
 """Attention of decode rows, one query each: bound by the speed at which keys and values arrive.
 
 A core works rows off one after the other, each in blocks of keys, and the pages of the next blocks, be they this row's
-or of those after it, are always under way, as many as there are further buffers (`depth_of`): a block of one kv head is
-a few hundred KiB, which arrive in less time than the first byte of a copy takes. Of a row's last block the half or the
-quarter is computed where the rest has no keys. All query heads of a row go through the matrix units together: row r
-of the left operand holds query head r in the lanes of its own kv head and zeros elsewhere, so that one product with
-the keys of all kv heads, side by side, gives `[heads, keys]` scores in whole registers. The zeros cost nothing:
-with so few rows the time is that of loading keys into the unit.
+or of those after it, are always under way, as many as there are further buffers: a block of one kv head is a few
+hundred KiB, which arrive in less time than the first byte of a copy takes. Of a row's last block the half or the
+quarter is computed where the rest has no keys. Short rows share blocks (`decode_walk`). All query heads of a row go
+through the matrix units together: row r of the left operand holds query head r in the lanes of its own kv head and
+zeros elsewhere, so that one product with the keys of all kv heads, side by side, gives `[heads, keys]` scores in whole
+registers. The zeros cost nothing: with so few rows the time is that of loading keys into the unit.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -23,7 +22,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sglang_jax.kernels.ragged_paged_attention.options import AttentionOptions
-from sglang_jax.kernels.ragged_paged_attention.pallas.decode_walk import Groups, Plan, Row, Walk
+from sglang_jax.kernels.ragged_paged_attention.pallas.decode_sizes import DecodeBlocks, Sizes, sizes_of
+from sglang_jax.kernels.ragged_paged_attention.pallas.decode_walk import Plan, Row, Walk
 from sglang_jax.kernels.ragged_paged_attention.pallas.pages import PageFetcher, Ref
 from sglang_jax.kernels.ragged_paged_attention.pallas.softmax import (
     LANES,
@@ -44,66 +44,6 @@ from sglang_jax.kernels.ragged_paged_attention.pallas.softmax import (
     sum_of_lane_tiles,
     type_of_products,
 )
-
-_LEAST_DEPTH, _MOST_DEPTH = 4, 8
-_BYTES_OF_BUFFERS = 16 << 20
-
-_PARTS = (1, 2, 4)
-"""What is computed of a block: all of it, a half or a quarter."""
-
-_FEWEST_KEYS, _KEYS_OF_SHORT = 128, 512
-"""That are computed of a block: a whole register of scores for each head; and where rows come in groups, what a short
-row has at most: a row's result is the same in a group and by itself, as the same is computed."""
-
-_ROWS_TOGETHER, _BYTES_OF_GROUP = 8, 2 << 20
-"""Of a group, and of its keys and values at most."""
-
-_MOST_PAGE_NUMBERS = 128 << 10
-"""Of rows that are taken in groups, half of the scalar memory: where contexts are longer, rows are taken one by one."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeBlocks:
-    """Rows per program and pages per block of keys."""
-
-    rows: int
-    pages: int
-
-
-def depth_of(block_bytes: int) -> int:
-    """Blocks that there are buffers for. With two, what memory delivers while a copy is on its way is lost: by a model
-    of the pipeline (`tpu.kernel_costs`) half of it for one kv head of Qwen3-32B on v6e, and almost nothing with four.
-    Rows of a few hundred keys fill a part of each, and need more."""
-    return min(max(_BYTES_OF_BUFFERS // block_bytes, _LEAST_DEPTH), _MOST_DEPTH)
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """What follows from the size of blocks.
-
-    - `computed`: the pages of a block that are computed at once, most first: all, and of a row's last block fewer.
-    - `groups`: of rows as short as the least of these. What one row waits for others fill.
-    - `pages_per_buffer`, `depth`: of the buffers.
-    """
-
-    computed: tuple[int, ...]
-    groups: Groups
-    pages_per_buffer: int
-    depth: int
-
-
-def sizes_of(blocks: DecodeBlocks, page_size: int, page_bytes: int, columns: int) -> Sizes:
-    """For pages of `page_bytes`, `columns` of them in a row of the page table."""
-    short = min(max(_KEYS_OF_SHORT // page_size, 1), blocks.pages)
-    room = _BYTES_OF_GROUP // (short * page_bytes)
-    together = math.gcd(blocks.rows, _ROWS_TOGETHER, 1 << max(room.bit_length() - 1, 0))
-    if depth_of(together * short * page_bytes) * together * columns > _MOST_PAGE_NUMBERS:
-        together = 1
-    fewest = short if together > 1 else -(-_FEWEST_KEYS // page_size)
-    computed = tuple(blocks.pages // part for part in _PARTS if part == 1 or blocks.pages // part >= fewest)
-    groups = Groups(together, computed[-1])
-    pages_per_buffer = max(blocks.pages, together * groups.pages)
-    return Sizes(computed, groups, pages_per_buffer, depth_of(pages_per_buffer * page_bytes))
 
 
 def decode_attention(
@@ -135,7 +75,7 @@ def decode_attention(
     block = pl.BlockSpec((blocks.rows, heads, lanes), lambda core, step, *_: (step * cores + core, 0, 0))
     compute_dtype = type_of_products(kv_pages.dtype)
     page_bytes = kv_heads * parts * page_size * lanes * kv_pages.dtype.itemsize
-    sizes = sizes_of(blocks, page_size, page_bytes, columns)
+    sizes = sizes_of(blocks, page_size, page_bytes, columns, vmem_limit)
     depth, together = sizes.depth, sizes.groups.rows
     plan = Plan.of(
         kv_lens,

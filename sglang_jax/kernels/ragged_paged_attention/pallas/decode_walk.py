@@ -16,19 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from sglang_jax.kernels.ragged_paged_attention.pallas.decode_sizes import Groups
 from sglang_jax.kernels.ragged_paged_attention.pallas.pages import PageFetcher, Ref, Scalar
 
 _TURN, _NUMBER, _DONE = range(3)
 """What is started next: of which group (by its turn), and unless it is short, of which row, and how many of the row's
 pages are started."""
-
-
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """Groups of `rows` rows that share a block if each has `pages` pages or fewer; of one row: there are none."""
-
-    rows: int
-    pages: int
 
 
 @dataclass(frozen=True)
