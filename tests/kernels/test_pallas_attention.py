@@ -82,7 +82,13 @@ def test_a_last_block_is_computed_as_far_as_it_has_keys(monkeypatch: pytest.Monk
 
 
 def in_pairs(*kv_lens: int) -> Case:
-    return replace(decode(*kv_lens), kv_heads=1, group=2, columns=80)
+    return replace(decode(*kv_lens), kv_heads=1, group=2, page_size=64, columns=20)
+
+
+@cache
+def kernel_of_pairs() -> Interpreted:
+    step = make_step(in_pairs(1))
+    return Interpreted(ragged_paged_attention, AttentionImplementation.PALLAS, scale=step.scale, cores=1)
 
 
 @pytest.fixture
@@ -91,8 +97,7 @@ def pairs(monkeypatch: pytest.MonkeyPatch) -> Interpreted:
     monkeypatch.setattr(blocks, "_decode_by_costs", lambda shape: DecodeBlocks(2, 1024 // shape.page_size))
     monkeypatch.setattr(decode_sizes, "_LEAST_DEPTH", 3)
     monkeypatch.setattr(decode_sizes, "_MOST_DEPTH", 3)
-    step = make_step(in_pairs(1))
-    return Interpreted(ragged_paged_attention, AttentionImplementation.PALLAS, scale=step.scale, cores=1)
+    return kernel_of_pairs()
 
 
 @pytest.mark.parametrize("mode", MODES)
