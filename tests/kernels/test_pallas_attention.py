@@ -107,6 +107,13 @@ def test_short_rows_share_a_block(pairs: Interpreted, mode: CopyMode) -> None:
         check(in_pairs(*kv_lens), mode, attention=pairs)
 
 
+def test_the_last_pages_of_the_last_row_of_a_full_table(monkeypatch: pytest.MonkeyPatch, pairs: Interpreted) -> None:
+    """Behind their numbers there are no others, though as many are read as a short row may have."""
+    monkeypatch.setattr(decode_sizes, "_KEYS_OF_SHORT", 128)
+    case = replace(in_pairs(1, 2, 3, 4, 5, 2048), page_size=16, columns=128, window=70)
+    check(case, CopyMode.EAGER, attention=pairs)
+
+
 def test_a_row_is_the_same_in_a_group_and_by_itself(pairs: Interpreted) -> None:
     """The same bits beside a short row, a long one, and one whose keys are NaN."""
     step = make_step(in_pairs(300, 700, 12, 512, 5))

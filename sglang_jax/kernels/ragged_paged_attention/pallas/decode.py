@@ -110,7 +110,7 @@ def decode_attention(
                 pltpu.VMEM((heads, LANES), jnp.float32),
                 pltpu.VMEM((heads, LANES), jnp.float32),
                 pltpu.VMEM((heads, lanes), jnp.float32),
-                pltpu.SMEM((depth * together * columns,), jnp.int32),
+                pltpu.SMEM((depth * together * columns + LANES,), jnp.int32),
                 pltpu.SMEM((1,), jnp.int32),
                 pltpu.SMEM((Walk.AHEAD,), jnp.int32),
                 pltpu.SemaphoreType.DMA((depth,)),

@@ -38,8 +38,8 @@ class PageFetcher:
     - `kv_pages`: HBM `[num_pages, kv_heads, parts, page_size, lanes]`.
     - `page_table`: HBM int32 `[rows, 1, columns]`; a row by itself is contiguous.
     - `buffers`: VMEM `[depth, pages_per_block, kv_heads, parts, page_size, lanes]`.
-    - `page_numbers`: SMEM int32 `[n * columns]`: those of `n` rows, one behind the other. On one axis: an address in a
-      table takes five operations more, of each page, and the scalar unit is what starting copies waits for.
+    - `page_numbers`: SMEM int32 `[n * columns]` or more: those of `n` rows, one behind the other. On one axis: an
+      address in a table takes five operations more, of each page, and the scalar unit is what starting copies waits for.
     - `kv_arrived`, `numbers_arrived`: DMA semaphores `[depth]` and `[n]`.
     """
 
@@ -91,7 +91,10 @@ class PageFetcher:
         pl.loop(count // _STARTED_TOGETHER * _STARTED_TOGETHER, count)(start)
 
     def start_few_pages(self, place: Scalar, count: Scalar, slot: Scalar, first: int, most: int) -> None:
-        """As `start_pages`, of up to `most`, without a loop: each copy is a few operations with a condition."""
+        """As `start_pages`, of up to `most`, without a loop: each copy is a few operations with a condition.
+
+        The numbers of all `most` are read, those behind `count` for nothing: there must be some behind the last row's.
+        """
         for index in range(most):
             page = self.page_numbers[place + index]
             copy = pltpu.make_async_copy(
