@@ -39,7 +39,7 @@ class PageFetcher:
     - `page_table`: HBM int32 `[rows, 1, columns]`; a row by itself is contiguous.
     - `buffers`: VMEM `[depth, pages_per_block, kv_heads, parts, page_size, lanes]`.
     - `page_numbers`: SMEM int32 `[n * columns]` or more: those of `n` rows, one behind the other. On one axis: an
-      address in a table takes five operations more, of each page, and the scalar unit is what starting copies waits for.
+      address in a table takes five operations more, of each page, and the scalar unit is what copies wait for.
     - `kv_arrived`, `numbers_arrived`: DMA semaphores `[depth]` and `[n]`.
     """
 
