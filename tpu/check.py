@@ -72,6 +72,11 @@ DOES_NOT_FIT = 1
 )
 @click.option("--quick", is_flag=True, help="compile only the largest decode and the largest mixed step")
 @click.option(
+    "--write-cache",
+    "compilation_cache_dir",
+    help="keep the compiled programs in this folder (or gs://...), for a server's --compilation-cache-dir",
+)
+@click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="write the figures to a file"
 )
 def check(
@@ -127,6 +132,8 @@ def check(
         raise ConfigError("the compiling process said nothing")
     report = Report(model, slice_, tp, deployment, programs, failures, notices, roofline_context)
     click.echo("\n".join(render(report)))
+    if request.options.compilation_cache_dir is not None:
+        click.echo(f"The compiled programs are kept in {request.options.compilation_cache_dir}", err=True)
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n")
     return 0 if report.problem is None else DOES_NOT_FIT

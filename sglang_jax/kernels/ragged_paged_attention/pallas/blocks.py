@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from functools import cache
 
-from sglang_jax.kernels.ragged_paged_attention.pallas.decode import DecodeBlocks
+from sglang_jax.kernels.ragged_paged_attention.pallas.decode_sizes import DecodeBlocks
 from sglang_jax.kernels.ragged_paged_attention.pallas.prefill import PrefillBlocks
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import VMEM_LIMITS, Chip, Shape
 from sglang_jax.kernels.ragged_paged_attention.pallas.table import Phase, tuned
