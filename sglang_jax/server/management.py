@@ -13,7 +13,7 @@ from pydantic import Field
 
 from sglang_jax.about import version
 from sglang_jax.engine.types import GenerateInput, ReplicaLoad, ReplicaState
-from sglang_jax.engine.validation import check_characters
+from sglang_jax.engine.validation import check_characters, check_repeated
 from sglang_jax.errors import ParameterError, PromptTooLongError, RequestError, cut
 from sglang_jax.sampling import SamplingParams
 from sglang_jax.server.callers import require_admin
@@ -275,7 +275,7 @@ def tokenizer_router(context: ServerContext) -> APIRouter:
         )
 
     @router.post("/detokenize")
-    def detokenize(body: DetokenizeBody) -> dict[str, object]:
+    def detokenize(body: DetokenizeBody) -> Response:
         """The text of token ids, or of each of several lists. Runs in a worker thread."""
         context.check_model(body.model)
         skip = body.skip_special_tokens is not False
@@ -287,7 +287,9 @@ def tokenizer_router(context: ServerContext) -> APIRouter:
                 raise ParameterError(
                     f"tokens holds {token}, the vocabulary goes from 0 to {vocab_size - 1}", param="tokens"
                 )
-        texts = [context.client.tokenizer.decode(ids, skip_special_tokens=skip) for ids in lists]
-        return {"text": texts if nested else texts[0]}
+        tokenizer = context.client.tokenizer
+        check_repeated([(ids, 1) for ids in lists], tokenizer, "tokens")
+        texts = [tokenizer.decode(ids, skip_special_tokens=skip) for ids in lists]
+        return json_response({"text": texts if nested else texts[0]})
 
     return router

@@ -14,6 +14,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from sglang_jax.engine.types import FinishKind, FinishReason, OutputDelta, TextTokenizer, TokenLogprob
+from sglang_jax.engine.validation import check_repeated
 from sglang_jax.server.callers import current_caller
 from sglang_jax.server.context import ENGINE_NAMES, ServerContext
 from sglang_jax.server.json_body import JsonRoute
@@ -157,6 +158,9 @@ def native_router(context: ServerContext) -> APIRouter:
         context.check_model(body.model)
         call = native_request(body, context.generation_defaults, request.headers, context.check_size)
         hide = current_caller().hide_cached_tokens
+        if body.return_text_in_logprobs:
+            repeated = [(one.prompt, one.sampling.n) for one in call.prompts if one.logprob_start_len >= 0]
+            await asyncio.to_thread(check_repeated, repeated, context.client.tokenizer, "return_text_in_logprobs")
         form = NativeFormat(call, context.client.tokenizer, bool(body.return_text_in_logprobs), hide, begin)
         if body.stream:
             return await open_event_stream(request, _events(context, form, None if body.incremental_output else pace))

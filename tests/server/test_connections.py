@@ -173,6 +173,7 @@ def test_connections_at_work_are_not_closed_for_new_ones() -> None:
         working = [server.send("/generate", {"text": "a" * 100, "stream": True}) for _ in range(3)]
         wait_for(lambda: server.running() == 3)
         with connect(server) as refused:
+            refused.sendall(post_bytes("/generate", {"text": "a"}))
             answer = rest_of(refused)
         assert answer.startswith(b"HTTP/1.1 503")
         assert b"too_many_connections" in answer
