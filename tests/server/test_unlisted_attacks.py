@@ -210,7 +210,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def test_prompts_that_are_echoed_have_a_length_with_all_their_repetitions(server: EchoServer, small: int) -> None:
-    """A prompt of a megabyte with `n` of 1,024 made an answer of a gigabyte."""
+    """Eight prompts of 600 kB with `n` of 128 made an answer of 600 MB."""
     for prompt in ("a" * 1000, [65] * 1000, ["a" * 500, "b" * 500], [[65] * 500, [66] * 500]):
         body = {"prompt": prompt, "echo": True, "n": 10, "max_tokens": 1}
         choices = server.http.post("/v1/completions", json=body).json()["choices"]
