@@ -181,6 +181,13 @@ def memory_rows(processes: dict[int, Samples], since: float, until: float) -> li
     return rows
 
 
+def by_minutes(processes: dict[int, Samples], begin: float, end: float) -> Iterator[tuple[str, list[float]]]:
+    """What each process weighed that was there all the time."""
+    for samples in processes.values():
+        if samples.born < begin + 60.0 and samples.times[-1] > end - 5.0:
+            yield samples.name, samples.minutes(begin)
+
+
 def _flatness(name: str, minutes: list[float]) -> dict[str, Any]:
     if not minutes:
         return {"process": name, "spread": 0.0}
@@ -249,6 +256,8 @@ def soak(options: argparse.Namespace, folder: Path) -> bool:
     report("What clients did", tally(outcomes), options.json)
     print("What was done to cores, seconds\n" + format_table([_times(fault) for fault in saboteur.faults]))
     print("Memory over the last two thirds\n" + format_table(memory))
+    for name, minutes in by_minutes(scales.processes, begin, end):
+        print(f"MiB of {name}, by minutes: {' '.join(f'{size:.1f}' for size in minutes)}")
     for outcome in errors[:20]:
         print(f"unexplained: {outcome} ({outcome.begin - begin:.1f} s after the begin)")
     print("\n".join(["FAILED:", *wrong]) if wrong else "PASSED")
