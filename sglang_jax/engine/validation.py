@@ -128,7 +128,9 @@ def check_characters(count: int, tokenizer: TextTokenizer, context_length: int, 
         )
 
 
-def check_repeated(texts: Sequence[tuple[str | Sequence[int], int]], tokenizer: TextTokenizer, param: str) -> None:
+def check_repeated(
+    texts: Sequence[tuple[str | Sequence[int] | NDArray[np.int32], int]], tokenizer: TextTokenizer, param: str
+) -> None:
     """Raises `ParameterError` for an answer that would have each of these texts, or those of such token ids, so many
     times. May take a tenth of a second for many ids."""
     longest = tokenizer.longest_token
@@ -143,7 +145,7 @@ def check_repeated(texts: Sequence[tuple[str | Sequence[int], int]], tokenizer: 
         )
 
 
-def _characters(ids: Sequence[int], tokenizer: TextTokenizer) -> int:
+def _characters(ids: Sequence[int] | NDArray[np.int32], tokenizer: TextTokenizer) -> int:
     """How many these tokens have at most. What is no token has none, and is for others to refuse."""
     return sum(count * len(tokenizer.token_bytes(token)) for token, count in Counter(ids).items() if 0 <= token < 2**31)
 

@@ -33,6 +33,10 @@ its text is tokenized, and characters may be tokens of their own."""
 MOST_TOKENIZED = 2**21
 """Most tokens of an answer of `/tokenize`."""
 
+DETOKENIZED = 2**18
+"""Token ids that `/detokenize` takes in any case; more where `TOKENIZED_CONTEXTS` are longer. Each takes 40 bytes and
+more until it is text."""
+
 MOST_PROFILED_STEPS = 10_000
 """Of one recording: it is held in memory until it is written."""
 
@@ -281,7 +285,12 @@ def tokenizer_router(context: ServerContext) -> APIRouter:
         skip = body.skip_special_tokens is not False
         nested = [ids for ids in body.tokens if isinstance(ids, list)]
         lists = nested or [[token for token in body.tokens if isinstance(token, int)]]
-        vocab_size = context.client.model_info.vocab_size
+        vocab_size, count = context.client.model_info.vocab_size, sum(map(len, lists))
+        most = max(DETOKENIZED, TOKENIZED_CONTEXTS * context.client.model_info.context_length)
+        if count > most:
+            raise ParameterError(
+                f"tokens holds {count} ids, the limit of one request is {most}; send them in several", param="tokens"
+            )
         for token in (token for ids in lists for token in ids):
             if not 0 <= token < vocab_size:
                 raise ParameterError(

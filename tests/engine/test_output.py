@@ -19,7 +19,8 @@ from sglang_jax import errors
 from sglang_jax.engine import core_link
 from sglang_jax.engine.cumulative import CumulativeOutputs
 from sglang_jax.engine.detokenizer import OutputText
-from sglang_jax.engine.output import PIECE_LOGPROBS, Completion, RequestOutputs, request_error, token_logprob
+from sglang_jax.engine.output import PIECE_LOGPROBS, Completion, RequestOutputs, request_error
+from sglang_jax.engine.packed_logprobs import token_logprob
 from sglang_jax.engine.types import FinishKind, GenerateInput, GenerateOutput, OutputDelta
 from sglang_jax.errors import RequestError
 from sglang_jax.sampling import SamplingParams
