@@ -180,9 +180,15 @@ def test_whoever_watches_a_full_server_is_answered() -> None:
         wait_for(lambda: server.running() == 3)
         assert [status(server, path) for path in ("/health", "/livez", "/readyz")] == [200] * 3
         assert [status(server, path) for path in ("/v1/models", "/health_generate", "/docs")] == [503] * 3
+        watcher = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+        watcher.request("GET", "/health")
+        assert watcher.getresponse().read() == b'{"status":"ok"}'
         for connection in working:
             connection.close()
         wait_for(lambda: status(server, "/v1/models") == 200)
+        watcher.request("GET", "/v1/models")  # its connection is as good as others by now
+        assert watcher.getresponse().status == 200
+        watcher.close()
 
 
 def test_silent_connections_do_not_keep_health_checks_out(monkeypatch: pytest.MonkeyPatch) -> None:
