@@ -167,7 +167,7 @@ def memory_rows(processes: dict[int, Samples], since: float, until: float) -> li
     rows = []
     steady = [samples for samples in processes.values() if samples.born < since and samples.times[-1] > until - 5.0]
     for samples in steady:
-        rows.append(_flatness(samples.name, samples.minutes(since)))
+        rows.append(_flatness(samples.name, samples.minutes(since, until=until)))
     # Later ones in the half minute after their first: when the programs have been loaded, and before anything happens
     # to them.
     later = [
@@ -185,7 +185,7 @@ def by_minutes(processes: dict[int, Samples], begin: float, end: float) -> Itera
     """What each process weighed that was there all the time."""
     for samples in processes.values():
         if samples.born < begin + 60.0 and samples.times[-1] > end - 5.0:
-            yield samples.name, samples.minutes(begin)
+            yield samples.name, samples.minutes(begin, until=end)
 
 
 def _flatness(name: str, minutes: list[float]) -> dict[str, Any]:

@@ -103,7 +103,7 @@ class RepeatedAnswer:
             for name, value in answer["meta_info"].items()
         }
         return {
-            "text": msgspec.Raw(bytes(self._text) + b'"'),
+            "text": msgspec.Raw(b"".join((self._text, b'"'))),
             "output_ids": self._list("output_ids", answer["output_ids"]),
             "meta_info": meta,
         }
@@ -112,7 +112,7 @@ class RepeatedAnswer:
         written = self._lists.setdefault(name, bytearray())
         if items:
             written += (b"," if written else b"") + _encoder.encode(items)[1:-1]
-        return msgspec.Raw(b"[" + written + b"]")
+        return msgspec.Raw(b"".join((b"[", written, b"]")))
 
 
 class RepeatPace:
@@ -187,6 +187,9 @@ async def _events(context: ServerContext, form: NativeFormat, pace: RepeatPace |
             if pace is not None:
                 answer = repeated.setdefault(index, RepeatedAnswer()).add(answer)
             data = event(answer if call.single else {"index": index, **answer})
+            del answer  # all that was said before, while a client lets the event wait
+            size = len(data)
             yield data
+            del data
             if pace is not None:
-                await pace.after(len(data), last=delta.finish is not None)
+                await pace.after(size, last=delta.finish is not None)
