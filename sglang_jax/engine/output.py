@@ -260,8 +260,10 @@ class RequestOutputs:
 
     def close(self) -> None:
         """Nobody reads any more. Completions and this refer to each other: so cut apart they, and what nobody took, are
-        freed at once, and not when the garbage collector comes."""
+        freed at once, and not when the garbage collector comes. So does an error that was raised: it knows from where.
+        """
         self.completions = ()
+        self._failure = None
 
     async def take(self) -> list[OutputDelta]:
         """Waits until something is new, and gives all that is; nothing once every output has given its last. Raises
