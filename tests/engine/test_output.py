@@ -3,11 +3,14 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
+import gc
 import pickle
 import threading
 import time
 import tracemalloc
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -418,3 +421,19 @@ def test_errors_of_the_scheduler_arrive_as_they_were_raised(error: RequestError)
     got = request_error(WireError(type(error).__name__, error.message, error.param, error.code))
     assert type(got) is type(error)
     assert (got.message, got.param, got.code, got.status) == (error.message, error.param, error.code, error.status)
+
+
+async def test_an_error_that_ended_a_request_keeps_nothing_of_it() -> None:
+    """It knows from where it was raised: a megabyte of a stream that nobody read stayed until the collector came."""
+    gc.disable()
+    try:
+        outputs = RequestOutputs(GenerateInput(prompt=[1, 2, 3], stream=True))
+        outputs.give_up(errors.UnreadError("unread"))
+        with suppress(errors.UnreadError):
+            await outputs.take()
+        outputs.close()
+        left = weakref.ref(outputs)
+        del outputs
+        assert left() is None
+    finally:
+        gc.enable()

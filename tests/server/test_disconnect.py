@@ -16,7 +16,6 @@ from helpers.echo_server import EchoServer, post_bytes, wait_for
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
-from sglang_jax.engine import core_link
 from sglang_jax.engine.output import Completion, RequestOutputs
 from sglang_jax.server.connections import BoundedConnection
 from sglang_jax.server.streaming import until_disconnect
@@ -159,9 +158,7 @@ def test_many_clients_leave_and_nothing_stays(slow_server: EchoServer) -> None:
     assert slow_server.http.get("/health").status_code == 200
 
 
-def test_what_a_request_held_is_freed_when_it_is_over_and_not_by_the_garbage_collector(
-    server: EchoServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_request_held_is_freed_when_it_is_over_and_not_by_the_garbage_collector(server: EchoServer) -> None:
     """The answer of a client that read nothing of it is megabytes."""
 
     def held() -> int:
@@ -179,10 +176,6 @@ def test_what_a_request_held_is_freed_when_it_is_over_and_not_by_the_garbage_col
                 http.post("/v1/chat/completions", json={"messages": [{"role": "user"}], "stream": stream})
         for _ in range(3):
             server.send("/generate", {"text": "abc" * 50, "stream": True}).close()
-        with monkeypatch.context() as patch:  # one whose outputs were dropped, as nobody read them
-            patch.setattr(core_link, "MOST_UNREAD_BYTES", 0)
-            patch.setattr(core_link, "UNREAD_SECONDS", 0.0)
-            assert server.http.post("/generate", json={"text": "a" * 500, "stream": True}).status_code in (200, 408)
         wait_for(lambda: held() <= before)
     finally:
         gc.enable()
