@@ -130,8 +130,8 @@ class OutputDelta(msgspec.Struct, kw_only=True):
     queue_seconds: float | None = None
     sampled: tuple[float, float] | None = None
     finish: FinishReason | None = None
-    logprobs: list[TokenLogprob] = []
-    prompt_logprobs: list[TokenLogprob] | None = None
+    logprobs: Sequence[TokenLogprob] = ()
+    prompt_logprobs: Sequence[TokenLogprob] | None = None
     drafts: DraftCounts | None = None
 
 

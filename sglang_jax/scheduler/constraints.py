@@ -59,11 +59,14 @@ class Constraints:
         """Has the grammar of a request compiled."""
         assert self._compiler is not None
         assert request.sampling.grammar is not None
-        self._waiting[request.id] = (request, self._compiler.start(request.sampling.grammar))
+        compilation = self._compiler.start(request.sampling.grammar, request.flow_key[0])
+        self._waiting[request.id] = (request, compilation)
 
     def forget(self, request: Request) -> None:
         """A request has ended, wherever it was."""
-        self._waiting.pop(request.id, None)
+        _, compilation = self._waiting.pop(request.id, (None, None))
+        if compilation is not None and self._compiler is not None:
+            self._compiler.leave(compilation)
         request.matcher = None
 
     def compiled(self) -> list[Closed]:

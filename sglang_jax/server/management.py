@@ -13,7 +13,7 @@ from pydantic import Field
 
 from sglang_jax.about import version
 from sglang_jax.engine.types import GenerateInput, ReplicaLoad, ReplicaState
-from sglang_jax.engine.validation import check_characters
+from sglang_jax.engine.validation import check_characters, check_repeated
 from sglang_jax.errors import ParameterError, PromptTooLongError, RequestError, cut
 from sglang_jax.sampling import SamplingParams
 from sglang_jax.server.callers import require_admin
@@ -32,6 +32,10 @@ its text is tokenized, and characters may be tokens of their own."""
 
 MOST_TOKENIZED = 2**21
 """Most tokens of an answer of `/tokenize`."""
+
+DETOKENIZED = 2**18
+"""Token ids that `/detokenize` takes in any case; more where `TOKENIZED_CONTEXTS` are longer. Each takes 40 bytes and
+more until it is text."""
 
 MOST_PROFILED_STEPS = 10_000
 """Of one recording: it is held in memory until it is written."""
@@ -275,19 +279,26 @@ def tokenizer_router(context: ServerContext) -> APIRouter:
         )
 
     @router.post("/detokenize")
-    def detokenize(body: DetokenizeBody) -> dict[str, object]:
+    def detokenize(body: DetokenizeBody) -> Response:
         """The text of token ids, or of each of several lists. Runs in a worker thread."""
         context.check_model(body.model)
         skip = body.skip_special_tokens is not False
         nested = [ids for ids in body.tokens if isinstance(ids, list)]
         lists = nested or [[token for token in body.tokens if isinstance(token, int)]]
-        vocab_size = context.client.model_info.vocab_size
+        vocab_size, count = context.client.model_info.vocab_size, sum(map(len, lists))
+        most = max(DETOKENIZED, TOKENIZED_CONTEXTS * context.client.model_info.context_length)
+        if count > most:
+            raise ParameterError(
+                f"tokens holds {count} ids, the limit of one request is {most}; send them in several", param="tokens"
+            )
         for token in (token for ids in lists for token in ids):
             if not 0 <= token < vocab_size:
                 raise ParameterError(
                     f"tokens holds {token}, the vocabulary goes from 0 to {vocab_size - 1}", param="tokens"
                 )
-        texts = [context.client.tokenizer.decode(ids, skip_special_tokens=skip) for ids in lists]
-        return {"text": texts if nested else texts[0]}
+        tokenizer = context.client.tokenizer
+        check_repeated([(ids, 1) for ids in lists], tokenizer, "tokens")
+        texts = [tokenizer.decode(ids, skip_special_tokens=skip) for ids in lists]
+        return json_response({"text": texts if nested else texts[0]})
 
     return router
