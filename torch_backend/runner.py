@@ -491,6 +491,6 @@ class TorchRunner:
             torch.arange(layout.rows + 1, dtype=torch.int32, out=inputs.query_starts)
         logits = self._model.logits(self._forward(inputs)[: layout.sampled])
         rows, kv_lens = inputs.rows[: layout.sampled].long(), inputs.kv_lens[: layout.sampled]
-        for needs in (Needs.NOTHING, Needs.everything()):
+        for needs in (Needs.NOTHING, Needs.RANDOM, Needs.everything()):
             tokens = sample(logits, self._sampling, rows, kv_lens, needs, self._sampler)
         token_logprobs(logits, tokens, LOGPROB_BUCKETS[-1])

@@ -15,6 +15,7 @@ from torch_backend.sampling_state import Needs, SamplingState
 class SamplerInputs:
     """Parameters of each of n rows: float32 `[n]`, but `top_k` int32 `[n]` and `seed` int32 `[n, 2]`, the bits of
     two words, low word first. `position` int32 `[n]`: where the sampled token will stand; it keys the noise as well.
+    `cut`: whether top-k or top-p may drop tokens of some row.
     """
 
     temperature: torch.Tensor
@@ -23,6 +24,7 @@ class SamplerInputs:
     min_p: torch.Tensor
     seed: torch.Tensor
     position: torch.Tensor
+    cut: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,13 @@ def sample(
     if not needs & Needs.RANDOM:
         return sampler.greedy(logits)
     parameters = SamplerInputs(
-        state.temperature[rows], state.top_k[rows], state.top_p[rows], state.min_p[rows], state.seed[rows], kv_lens
+        state.temperature[rows],
+        state.top_k[rows],
+        state.top_p[rows],
+        state.min_p[rows],
+        state.seed[rows],
+        kv_lens,
+        cut=bool(needs & Needs.CUT),
     )
     return sampler.sample(logits, parameters)
 

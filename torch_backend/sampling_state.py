@@ -23,11 +23,13 @@ class Needs(IntFlag):
     STOP_MASK = 2
     PENALTIES = 4
     RANDOM = 8
+    CUT = 16
+    """Top-k or top-p, beside `RANDOM`."""
 
     @classmethod
     def everything(cls) -> Needs:
         """All parts."""
-        return cls.BIAS | cls.STOP_MASK | cls.PENALTIES | cls.RANDOM
+        return cls.BIAS | cls.STOP_MASK | cls.PENALTIES | cls.RANDOM | cls.CUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,8 @@ class RowNeeds:
             needs = Needs.NOTHING
             if sampling.temperature > 0:
                 needs |= Needs.RANDOM
+                if sampling.top_k != -1 or sampling.top_p < 1.0:
+                    needs |= Needs.CUT
             if sampling.logit_bias:
                 needs |= Needs.BIAS
             if sampling.counts_tokens:

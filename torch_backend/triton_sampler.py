@@ -25,4 +25,5 @@ class TritonSampler:
             parameters.min_p,
             parameters.seed,
             parameters.position,
+            parameters.cut,
         )

@@ -22,6 +22,7 @@ class Estimate:
     - `moves`: those that only put weights or pages into another layout.
     - `windowed`: products that are cut in pieces, to exchange one while another is multiplied.
     - `permutes`: collective permutes in the layers.
+    - `sorts`: those, and what is left to the SparseCores.
     """
 
     cycles: int
@@ -30,6 +31,7 @@ class Estimate:
     moves: tuple[Operation, ...]
     windowed: int
     permutes: int
+    sorts: int
 
     @classmethod
     def of(cls, operations: Sequence[Operation], names: Mapping[str, str]) -> Estimate:
@@ -48,6 +50,7 @@ class Estimate:
             moves=tuple(moves),
             windowed=sum(operation.is_windowed for operation in own),
             permutes=sum(operation.in_layers and "permute" in operation.kind for operation in own),
+            sorts=sum(operation.is_sort for operation in own),
         )
 
     def warnings(self, program: str, clock: float) -> list[str]:
@@ -61,4 +64,6 @@ class Estimate:
             found.append(f"{program!r} has {self.windowed} products cut in pieces that devices exchange one by one")
         if self.permutes:
             found.append(f"{program!r} has {self.permutes} collective permutes in the layers")
+        if self.sorts:
+            found.append(f"{program!r} has {self.sorts} sorts, or parts left to the SparseCores, at every step")
         return found

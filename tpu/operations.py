@@ -47,6 +47,7 @@ class Operation:
     - `conditional`: in a branch that a step takes only if a request asks for it.
     - `origin`: what the program calls it, `jit(step)/dot_general`; `source`: file and line, empty if unknown.
     - `moved`: the program's argument that the operation only moves into another layout; empty for all others.
+    - `offloaded`: it starts what the SparseCores do.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Operation:
     origin: str
     source: str
     moved: str
+    offloaded: bool = False
 
     @property
     def total(self) -> int:
@@ -71,6 +73,11 @@ class Operation:
     @property
     def is_collective(self) -> bool:
         return self.kind.removesuffix("-start") in COLLECTIVES
+
+    @property
+    def is_sort(self) -> bool:
+        """A sort, or left to the SparseCores: a scatter to a large table is made into both."""
+        return self.kind == "sort" or self.offloaded
 
     @property
     def in_layers(self) -> bool:
@@ -110,7 +117,7 @@ class Module:
         self._read(text)
 
     def operations(self) -> tuple[Operation, ...]:
-        """Those that have an estimate, collectives, and loops of cut products, in the order of the text."""
+        """Those that have an estimate, collectives, sorts, and loops of cut products, in the order of the text."""
         return tuple(self._walk(self._entry, 1, False, {}))
 
     def _read(self, text: str) -> None:
@@ -136,7 +143,7 @@ class Module:
         for instruction in own.values():
             names[instruction.name] = self._argument(instruction, names, arguments, computation == self._entry)
             found = self._operation(instruction, times, conditional, names)
-            if found.cycles or found.is_collective:
+            if found.cycles or found.is_collective or found.is_sort:
                 yield found
             if instruction.kind == "while" and (loop := _LOOP.search(instruction.line)):
                 if "windowed_dot_general" in loop["body"]:
@@ -167,6 +174,7 @@ class Module:
             origin=origin[1] if origin else "",
             source=self._source(instruction.line),
             moved=self._moved(instruction, names),
+            offloaded='async_execution_thread="sparsecore"' in instruction.line,
         )
 
     def _argument(

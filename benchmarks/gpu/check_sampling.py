@@ -41,6 +41,7 @@ def sampler_inputs(bench: Bench, sampling: list[SamplingParams], vocab: int) -> 
         min_p=floats([params.min_p for params in sampling]),
         seed=seeds.to(torch.int32).to(bench.device),
         position=torch.arange(100, 100 + rows, dtype=torch.int32, device=bench.device),
+        cut=any(params.top_k != -1 or params.top_p < 1.0 for params in sampling),
     )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from sglang_jax.errors import GrammarError
+from sglang_jax.grammar.places import ALONE, IN_LISTS, IN_MAPPINGS
 from sglang_jax.grammar.structural_tag import TagWriter
 from sglang_jax.sampling.grammar import Grammar, GrammarKind
 
@@ -22,6 +23,10 @@ HEADER_LINES = 1
 WHITESPACE = r"[ \t\n\r]{1,48}"
 """White space between the parts of JSON, where a schema's `x-guidance` has no other: without a bound small models write
 blanks until their output is full."""
+
+_MOST = 2**63 - 2**10
+"""The largest number that the library has as a limit of both kinds of numbers, with either sign."""
+_LEAST, _GREATEST = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 
 _OPTIONS = re.compile(r"\s*%llguidance\s*(\{[^\n]*\})\s*(?:\n|$)")
 
@@ -36,7 +41,7 @@ def to_lark(grammar: Grammar, specials: Mapping[str, int]) -> str:
         case GrammarKind.JSON_SCHEMA:
             return f"{NO_FORCING}\nstart: {json_rule(json.loads(grammar.text))}\n"
         case GrammarKind.REGEX:
-            return f"{NO_FORCING}\nstart: /{regex_rule(grammar.text)}/\n"
+            return f"{NO_FORCING}\nstart: /{regex_rule(grammar.text, grammar.field)}/\n"
         case GrammarKind.CHOICE:
             choices = " | ".join(json.dumps(one, ensure_ascii=False) for one in json.loads(grammar.text))
             return f"{NO_FORCING}\nstart: {choices}\n"
@@ -59,12 +64,57 @@ def json_rule(schema: Any) -> str:
     options: dict[str, Any] = dict(own) if isinstance(own, dict) else {}
     if options.get("whitespace_flexible") is not False:
         options.setdefault("whitespace_pattern", WHITESPACE)
-    return "%json " + json.dumps({**schema, "x-guidance": options}, ensure_ascii=False, separators=(",", ":"))
+    within = _within_range({**schema, "x-guidance": options})
+    return "%json " + json.dumps(within, ensure_ascii=False, separators=(",", ":"))
 
 
-def regex_rule(pattern: str) -> str:
+def _within_range(schema: dict[str, Any]) -> dict[str, Any]:
+    """A copy in which limits of numbers that the library has no patterns for (those of 64 bits and beyond, as code
+    generators write them) are the nearest that it has. What follows it follows the schema."""
+    whole = dict(schema)
+    going: list[Any] = [whole]
+    while going:
+        inner = going.pop()
+        for name, value in inner.items():
+            if name in _LEAST and _is_number(value):
+                inner[name] = max(value, -_MOST)
+            elif name in _GREATEST and _is_number(value):
+                inner[name] = min(value, _MOST)
+        going.extend(_copied_parts(inner))
+    return whole
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _copied_parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Puts copies of the schemas within a schema in their places, and gives those that are objects."""
+    for name, value in schema.items():
+        part: Any = schema
+        places: Iterable[Any] = [name]
+        if name in IN_MAPPINGS and isinstance(value, dict):
+            schema[name] = part = dict(value)
+            places = list(part)
+        elif name in IN_LISTS and isinstance(value, list):
+            schema[name] = part = list(value)
+            places = range(len(part))
+        elif name not in ALONE:
+            continue
+        for place in places:
+            if isinstance(part[place], dict):
+                part[place] = dict(part[place])
+                yield part[place]
+
+
+def regex_rule(pattern: str, field: str) -> str:
     """A regular expression as it stands between slashes. It is matched from end to end anyway, so that anchors there
-    say nothing."""
+    say nothing.
+
+    **Raises:** `GrammarError` for a backslash at the end, which the library leaves out without a word.
+    """
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2 == 1:
+        raise GrammarError(f"{field}: the pattern ends in a backslash that escapes nothing", param=field)
     pattern = pattern.removeprefix("^")
     if pattern.endswith("$") and (len(pattern) - len(pattern[:-1].rstrip("\\"))) % 2 == 1:
         pattern = pattern[:-1]

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
-_IN_MAPPINGS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_IN_LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
-_ALONE = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+IN_MAPPINGS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+IN_LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
+ALONE = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
 
 MOST_LOOKS = 256
 MOST_SECONDS = 1.0
@@ -114,15 +114,15 @@ def _same(one: str, other: str) -> bool:
 def _children(schema: Any) -> Iterator[tuple[str, Any]]:
     if not isinstance(schema, dict):
         return
-    for name in _IN_MAPPINGS:
+    for name in IN_MAPPINGS:
         if isinstance(schema.get(name), dict):
             for key, child in schema[name].items():
                 yield f"/{name}/{_escaped(key)}", child
-    for name in _IN_LISTS:
+    for name in IN_LISTS:
         if isinstance(schema.get(name), list):
             for number, child in enumerate(schema[name]):
                 yield f"/{name}/{number}", child
-    for name in _ALONE:
+    for name in ALONE:
         if isinstance(schema.get(name), dict):
             yield f"/{name}", schema[name]
 

@@ -31,7 +31,7 @@ class TagWriter:
         field: str,
         specials: Mapping[str, int],
         json_rule: Callable[[Any], str],
-        regex_rule: Callable[[str], str],
+        regex_rule: Callable[[str, str], str],
         lark: Callable[[str], str],
     ) -> None:
         self.schemas: list[tuple[str, Any]] = []
@@ -81,7 +81,7 @@ class TagWriter:
             case "structural_tag":
                 return self._older(value, place)
             case "regex":
-                return f"/{self._regex(self._text(value, 'pattern', place))}/"
+                return f"/{self._regex(self._text(value, 'pattern', place), f'{place}.pattern')}/"
             case "any_text":
                 return _TEXT
             case "sequence":

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sglang_jax.kernels.kept_distance_pallas import kept_distance
+
 _INFINITY_BITS = 0x7F800000
 _BLOCK, _NEAR_BLOCKS = 16, 256
 """Tokens of a block, and how many blocks of a line are searched before all of it is."""
@@ -112,20 +114,32 @@ def largest_kept(distances: jax.Array, near: Near | None, filters: Filters) -> j
     return lax.cond(jnp.all(told), lambda: found, lambda: jnp.where(told, found, everywhere()))
 
 
+def largest_kept_on_tpu(distances: jax.Array, filters: Filters) -> jax.Array:
+    """As `largest_kept`, by a kernel."""
+    vocab_size = distances.shape[1]
+    by_rank, by_mass = filters.cut_by_rank(vocab_size), filters.cut_by_mass()
+    kept = lax.cond(
+        jnp.any(by_rank | by_mass),
+        lambda: kept_distance(distances, filters.top_k, filters.top_p, by_rank, by_mass),
+        lambda: jnp.full(len(distances), jnp.inf, jnp.float32),
+    )
+    return jnp.minimum(kept, -jnp.log(filters.min_p))
+
+
 def _largest_kept(near: Near, mass: jax.Array, filters: Filters, vocab_size: int) -> jax.Array:
-    """As these tokens tell it, infinity where they do not; `mass` `[n]`: see `_distance_of_mass`."""
+    """As these tokens tell it, infinity where they do not; `mass` `[n]`: see `distance_of_mass`."""
     values = near.distances
     everything = jnp.full(len(values), jnp.inf, jnp.float32)
     by_rank = filters.top_k < vocab_size
     ranked = lax.cond(
         jnp.any(filters.cut_by_rank(vocab_size)),
-        lambda: jnp.where(by_rank, _distance_of_rank(values, filters.top_k), everything),
+        lambda: jnp.where(by_rank, distance_of_rank(values, filters.top_k), everything),
         lambda: everything,
     )
 
     def by_mass() -> jax.Array:
         own = jnp.where(by_rank, jnp.nan, mass)
-        return jnp.where(filters.top_p < 1.0, _distance_of_mass(values, ranked, own, filters.top_p), ranked)
+        return jnp.where(filters.top_p < 1.0, distance_of_mass(values, ranked, own, filters.top_p), ranked)
 
     kept = lax.cond(jnp.any(filters.cut_by_mass()), by_mass, lambda: ranked)
     kept = jnp.minimum(kept, -jnp.log(filters.min_p))
@@ -133,7 +147,7 @@ def _largest_kept(near: Near, mass: jax.Array, filters: Filters, vocab_size: int
     return jnp.where(by_rank & (filters.top_p < 1.0) & ~near.has_all(ranked), everything, kept)
 
 
-def _distance_of_rank(values: jax.Array, top_k: jax.Array) -> jax.Array:
+def distance_of_rank(values: jax.Array, top_k: jax.Array) -> jax.Array:
     """Distance of the k-th likeliest token, float32 `[n]`."""
 
     def enough(limits: jax.Array) -> jax.Array:
@@ -142,7 +156,7 @@ def _distance_of_rank(values: jax.Array, top_k: jax.Array) -> jax.Array:
     return _least_distance(enough, len(values))
 
 
-def _distance_of_mass(values: jax.Array, kept: jax.Array, mass: jax.Array, top_p: jax.Array) -> jax.Array:
+def distance_of_mass(values: jax.Array, kept: jax.Array, mass: jax.Array, top_p: jax.Array) -> jax.Array:
     """Least distance within which lies `top_p` of the probability kept so far, float32 `[n]` (Holtzman et al. 2019).
     `mass`: that probability, unscaled, NaN where it is that of the values kept."""
     weights = jnp.where(values <= kept[:, None], jnp.exp(-values), 0.0)

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sglang_jax.jax_runner.filters import Filters, Near, has_near, largest_kept
+from sglang_jax.jax_runner.filters import Filters, Near, has_near, largest_kept, largest_kept_on_tpu
 from sglang_jax.jax_runner.noise import gumbel_noise
 from sglang_jax.jax_runner.sampling_state import SamplingState
+from sglang_jax.kernels.kept_distance_pallas import fits
 from sglang_jax.runner.plan import INVALID_TOKEN
 from sglang_jax.runner.row_updates import ONE_OUTPUT
 
@@ -221,6 +222,8 @@ def _gumbel_argmax(logits: jax.Array, own: SamplingState, kv_lens: jax.Array, ra
 
         return lax.cond(jnp.all(~random | near.has_all(kept)), among_near, lambda: among_all(kept))
 
-    if not has_near(vocab_size):
-        return search_all()
-    return lax.platform_dependent(cpu=search_near, default=search_all)
+    def search_in_vector_memory() -> jax.Array:
+        return among_all(largest_kept_on_tpu(distances, filters)) if fits(vocab_size) else search_all()
+
+    on_cpu = search_near if has_near(vocab_size) else search_all
+    return lax.platform_dependent(cpu=on_cpu, tpu=search_in_vector_memory, default=search_all)

@@ -8,7 +8,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from sglang_jax.checkpoint.token_table import TokenTable
 from sglang_jax.errors import GrammarError, GrammarUnavailableError, ParameterError
 from sglang_jax.grammar.compiler import Compilation, GrammarCompiler
 from sglang_jax.grammar.interface import Progress
+from sglang_jax.grammar.lark import json_rule
 from sglang_jax.grammar.llguidance_backend import LlguidanceBackend
 from sglang_jax.grammar.llguidance_trial import Trial
 from sglang_jax.grammar.sandbox import Sandbox
@@ -165,6 +166,12 @@ REFUSED: list[tuple[GrammarKind, Any, str]] = [
     (GrammarKind.JSON_SCHEMA, {"minimum": 10**400}, "number out of range"),
     (GrammarKind.JSON_SCHEMA, {"enum": []}, "anyOf is empty"),
     (GrammarKind.REGEX, "(ab[c", "unclosed character class"),
+    (GrammarKind.REGEX, "a\\\\\\", "field: the pattern ends in a backslash"),
+    (
+        GrammarKind.STRUCTURAL_TAG,
+        {"format": {"type": "regex", "pattern": "a\\"}},
+        "format.pattern: the pattern ends in",
+    ),
     (GrammarKind.EBNF, "start: foo\nbar: /x/", "line 1, column 8: unknown name"),
     (GrammarKind.EBNF, 'root ::= "a" [0-9\n', "is not a valid grammar"),
     (GrammarKind.STRUCTURAL_TAG, NO_TAG, "elements[0].type must be"),
@@ -178,6 +185,37 @@ def test_what_is_wrong_is_named_with_its_place(trial: Trial, kind: GrammarKind, 
         trial.lark(Grammar(kind, text, "field"))
     assert caught.value.message.startswith("field")
     assert (caught.value.param or "").startswith("field")
+
+
+LONG = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
+DOUBLE = {"type": "number", "minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308}
+
+
+@pytest.mark.parametrize("limits", [LONG, DOUBLE, {"minimum": -(2**63), "type": ["integer", "null"]}])
+@pytest.mark.parametrize(
+    "schema_of",
+    [
+        lambda part: part,
+        lambda part: {"type": "object", "properties": {"minimum": part}, "required": ["minimum"]},
+        lambda part: {
+            "$defs": {"a": {"items": part, "maxItems": 2, "type": "array"}},
+            "allOf": [{"$ref": "#/$defs/a"}],
+        },
+    ],
+)
+def test_the_limits_of_numbers_of_64_bits_are_no_fault(
+    backend: LlguidanceBackend, trial: Trial, schema_of: Callable[[Any], Any], limits: dict[str, Any]
+) -> None:
+    """Code generators write them, and the library of grammars has no patterns for ranges so wide."""
+    schema = schema_of(limits)
+    written = json.dumps(schema)
+    assert [json.loads(output) for output, finished in outputs(backend, trial, json_grammar(schema), 3) if finished]
+    assert json.dumps(schema) == written
+    assert "-9223372036854774784" in trial.lark(json_grammar(schema))
+
+
+def test_a_constant_is_no_limit() -> None:
+    assert str(-(2**63)) in json_rule({"const": {"minimum": -(2**63)}})
 
 
 RECURSIVE = {"$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"}

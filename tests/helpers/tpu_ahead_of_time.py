@@ -1,4 +1,4 @@
-"""Compiles the kernels of attention, writes and states for real TPUs, with libtpu and no TPU, in a process of its own.
+"""Compiles kernels for real TPUs, with libtpu and no TPU, in a process of its own.
 
 libtpu reads its environment once, when it is loaded, and keeps what it loaded: the tests' own process is left alone.
 """
@@ -96,8 +96,16 @@ class ConvolutionKernel:
         return self.slots, *tail_shape(self.width - 1, self.channels, tiled=True)
 
 
-AnyKernel = Kernel | StateKernel | ConvolutionKernel
-_KINDS = {kind.__name__: kind for kind in (Kernel, StateKernel, ConvolutionKernel)}
+@dataclass(frozen=True)
+class FilterKernel:
+    """Top-k and top-p of some lines of logits."""
+
+    lines: int = 16
+    vocab_size: int = 128_256
+
+
+AnyKernel = Kernel | StateKernel | ConvolutionKernel | FilterKernel
+_KINDS = {kind.__name__: kind for kind in (Kernel, StateKernel, ConvolutionKernel, FilterKernel)}
 
 
 @dataclass(frozen=True)
@@ -139,6 +147,7 @@ def _compile(topology_name: str, kernels: list[AnyKernel]) -> list[Outcome]:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from sglang_jax.kernels.causal_convolution_pallas import convolve_in_place
+    from sglang_jax.kernels.kept_distance_pallas import fits, kept_distance
     from sglang_jax.kernels.kv_storage import page_shape
     from sglang_jax.kernels.ragged_paged_attention import (
         AttentionImplementation,
@@ -253,6 +262,21 @@ def _compile(topology_name: str, kernels: list[AnyKernel]) -> list[Outcome]:
             return Outcome(str(error))
         return Outcome(None, memory.alias_size_in_bytes, memory.temp_size_in_bytes)
 
+    def one_of_filters(kernel: FilterKernel) -> Outcome:
+        def of_lines(dtype: str) -> jax.ShapeDtypeStruct:
+            return array((kernel.lines,), dtype)
+
+        if not fits(kernel.vocab_size):
+            return Outcome("it does not fit")
+        distances = array((kernel.lines, kernel.vocab_size), "float32")
+        asked = of_lines("bool"), of_lines("bool")
+        lowered = jax.jit(kept_distance).lower(distances, of_lines("int32"), of_lines("float32"), *asked)
+        try:
+            memory = lowered.compile().memory_analysis()
+        except jax.errors.JaxRuntimeError as error:
+            return Outcome(str(error))
+        return Outcome(None, memory.alias_size_in_bytes, memory.temp_size_in_bytes)
+
     def compiled(kernel: AnyKernel) -> Outcome:
         match kernel:
             case Kernel():
@@ -261,6 +285,8 @@ def _compile(topology_name: str, kernels: list[AnyKernel]) -> list[Outcome]:
                 return one_of_states(kernel)
             case ConvolutionKernel():
                 return one_of_convolutions(kernel)
+            case FilterKernel():
+                return one_of_filters(kernel)
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return [compiled(kernel) for kernel in kernels]

@@ -64,6 +64,7 @@ REPRESENTATIVE = (
     "rotate_and_write: bfloat16, head_dim 80, float8_e4m3fn pages of 16, head norms: ",
     "greedy: vocabulary 128256: ",
     "sample: vocabulary 128256: ",
+    "sample by temperature: vocabulary 128256: ",
     "decode_attention: bfloat16, head_dim 128, group 4, bfloat16 pages of 16: ",
     "decode_attention: bfloat16, head_dim 128, group 4, float8_e4m3fn pages of 16: ",
     "decode_attention: bfloat16, head_dim 64, group 8, float8_e4m3fn pages of 16, window, sinks: ",
@@ -183,9 +184,12 @@ def _samples(vocab: int) -> Iterator[ShippedKernel]:
     reals, words, seeds = _empty(torch.float32, _TOKENS), _empty(torch.int32, _TOKENS), _empty(torch.int32, _TOKENS, 2)
     configuration = f"vocabulary {vocab}"
     yield ShippedKernel("greedy", configuration, lambda _: greedy(logits))
-    yield ShippedKernel(
-        "sample", configuration, lambda _: sample(logits, reals, words, reals, reals, seeds=seeds, positions=words)
-    )
+    for operation, cut in (("sample", True), ("sample by temperature", False)):
+        yield ShippedKernel(
+            operation,
+            configuration,
+            lambda _, cut=cut: sample(logits, reals, words, reals, reals, seeds=seeds, positions=words, cut=cut),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers.tpu_ahead_of_time import TOPOLOGIES, ConvolutionKernel, Kernel, Outcome, StateKernel, compile_kernels
+from helpers.tpu_ahead_of_time import (
+    TOPOLOGIES,
+    ConvolutionKernel,
+    FilterKernel,
+    Kernel,
+    Outcome,
+    StateKernel,
+    compile_kernels,
+)
 
 LLAMA_8B = Kernel()
 QWEN3_32B = Kernel(heads=64, page_size=128)
@@ -75,6 +83,17 @@ MORE_CONVOLUTIONS = [
 ]
 
 
+FILTERS = [FilterKernel(), FilterKernel(lines=1, vocab_size=151_936)]
+MORE_FILTERS = [FilterKernel(lines=256), FilterKernel(lines=64, vocab_size=262_144), FilterKernel(vocab_size=50_257)]
+
+
+def check_filters(kernels: list[FilterKernel], outcomes: list[Outcome]) -> None:
+    """The lines are filled up to whole programs and columns, and there is no other copy of them."""
+    for kernel, outcome in zip(kernels, outcomes, strict=True):
+        assert outcome.error is None, (kernel, outcome.error)
+        assert outcome.temporary < 4 * 8 * -(-kernel.lines // 8) * (kernel.vocab_size + 4096) + 2**20, kernel
+
+
 def check_convolutions(kernels: list[ConvolutionKernel], outcomes: list[Outcome]) -> None:
     """Pools are updated in place, and not copied; of tokens there are float32 inputs and outputs at most."""
     for kernel, outcome in zip(kernels, outcomes, strict=True):
@@ -109,12 +128,12 @@ def check(kernels: list[Kernel], outcomes: list[Outcome]) -> None:
 
 @pytest.fixture(scope="module")
 def on_v6e() -> list[Outcome]:
-    return compile_kernels("v6e", [*STATES, *KERNELS, *CONVOLUTIONS, TOO_LARGE])
+    return compile_kernels("v6e", [*STATES, *KERNELS, *CONVOLUTIONS, *FILTERS, TOO_LARGE])
 
 
 @pytest.mark.slow
 def test_kernels_compile(on_v6e: list[Outcome]) -> None:
-    check(KERNELS, on_v6e[len(STATES) : -1 - len(CONVOLUTIONS)])
+    check(KERNELS, on_v6e[len(STATES) :][: len(KERNELS)])
 
 
 @pytest.mark.slow
@@ -124,7 +143,12 @@ def test_kernels_of_states_compile(on_v6e: list[Outcome]) -> None:
 
 @pytest.mark.slow
 def test_kernels_of_convolutions_compile(on_v6e: list[Outcome]) -> None:
-    check_convolutions(CONVOLUTIONS, on_v6e[-1 - len(CONVOLUTIONS) : -1])
+    check_convolutions(CONVOLUTIONS, on_v6e[len(STATES) + len(KERNELS) :][: len(CONVOLUTIONS)])
+
+
+@pytest.mark.slow
+def test_kernels_of_filters_compile(on_v6e: list[Outcome]) -> None:
+    check_filters(FILTERS, on_v6e[-1 - len(FILTERS) : -1])
 
 
 def test_blocks_that_do_not_fit_are_refused(on_v6e: list[Outcome]) -> None:
@@ -138,10 +162,11 @@ def test_blocks_that_do_not_fit_are_refused(on_v6e: list[Outcome]) -> None:
 )
 def test_a_mixed_step_compiles_for_other_chips(chip: str, kernel: Kernel) -> None:
     """It runs every kernel."""
-    attention, states, convolution = compile_kernels(chip, [kernel, STATES[1], CONVOLUTIONS[1]])
+    attention, states, convolution, filters = compile_kernels(chip, [kernel, STATES[1], CONVOLUTIONS[1], FILTERS[0]])
     check([kernel], [attention])
     check_states([STATES[1]], [states])
     check_convolutions([CONVOLUTIONS[1]], [convolution])
+    check_filters([FILTERS[0]], [filters])
 
 
 SHARED = {"paged_attention_decode", "paged_attention_prefill", "kv_write_runs", "state_rows", "state_chunks"}
@@ -202,3 +227,15 @@ def test_every_form_of_states_compiles(chip: str) -> None:
     check_states(kernels, compile_kernels(chip, kernels))
     convolutions = CONVOLUTIONS + MORE_CONVOLUTIONS
     check_convolutions(convolutions, compile_kernels(chip, convolutions))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("chip", TOPOLOGIES)
+def test_every_form_of_filters_compiles(chip: str) -> None:
+    """But for vocabularies that do not fit into the vector memory of a v4, which are searched without the kernel."""
+    kernels = FILTERS + MORE_FILTERS
+    outcomes = compile_kernels(chip, kernels)
+    refused = [kernel for kernel, outcome in zip(kernels, outcomes, strict=True) if outcome.error == "it does not fit"]
+    assert refused == ([kernel for kernel in kernels if kernel.vocab_size > 140_000] if chip == "v4" else [])
+    fitting = [pair for pair in zip(kernels, outcomes, strict=True) if pair[0] not in refused]
+    check_filters(*map(list, zip(*fitting, strict=True)))

@@ -44,6 +44,7 @@ from torch_backend.recurrent.interface import StateImplementation
 from torch_backend.recurrent.native import NativeStates
 from torch_backend.recurrent.triton import TritonStates
 from torch_backend.runner import TorchRunner
+from torch_backend.sampler import SamplerInputs
 from torch_backend.step import RowTensors, build_batch
 from torch_backend.streams import CpuThread
 from torch_backend.weights import load_weights
@@ -148,6 +149,31 @@ def test_without_captures_warm_up_ends_as_well() -> None:
     assert runner.report().compiled_programs == 0
     driver = PlanDriver(runner)
     assert driver.generate(driver.admit(PROMPTS[2]), 5) == greedy(PROMPTS[2], 5)
+    runner.close()
+
+
+class ListedSampler(NativeSampler):
+    """Notes how it was asked: by `cut`, and None where nobody samples at random."""
+
+    def __init__(self) -> None:
+        self.asked: set[bool | None] = set()
+
+    def greedy(self, logits: torch.Tensor) -> torch.Tensor:
+        self.asked.add(None)
+        return super().greedy(logits)
+
+    def sample(self, logits: torch.Tensor, parameters: SamplerInputs) -> torch.Tensor:
+        self.asked.add(parameters.cut)
+        return super().sample(logits, parameters)
+
+
+def test_warm_up_samples_in_every_way_that_requests_may_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are compiled when they are first launched."""
+    sampler = ListedSampler()
+    monkeypatch.setattr("torch_backend.runner.NativeSampler", lambda: sampler)
+    runner = stand_in_runner(WEIGHTS)
+    runner.warm_up(lambda done, total, what: None)
+    assert sampler.asked == {None, False, True}
     runner.close()
 
 

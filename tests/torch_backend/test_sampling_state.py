@@ -34,6 +34,9 @@ def needs_of(needs: RowNeeds, *rows: int, kv_len: int = 10) -> Needs:
         ({"temperature": 0.1}, Needs.RANDOM),
         # What only chooses among tokens changes no greedy one.
         ({"top_k": 5, "top_p": 0.5, "min_p": 0.1}, Needs.NOTHING),
+        ({"temperature": 0.1, "top_k": 5}, Needs.RANDOM | Needs.CUT),
+        ({"temperature": 0.1, "top_p": 0.5}, Needs.RANDOM | Needs.CUT),
+        ({"temperature": 0.1, "min_p": 0.5}, Needs.RANDOM),
         ({"logit_bias": {3: 1.0}}, Needs.BIAS),
         ({"frequency_penalty": 0.1}, Needs.PENALTIES),
         ({"presence_penalty": -0.1}, Needs.PENALTIES),

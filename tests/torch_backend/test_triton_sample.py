@@ -20,8 +20,10 @@ from sglang_jax.jax_runner.sampler import sample
 from sglang_jax.jax_runner.sampling_state import SamplingState
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.sampling.reference import kept_tokens
-from torch_backend.kernels.sample import Kept, _gumbel_noise, greedy, keep
+from torch_backend.kernels import sample_filters, sample_survey
+from torch_backend.kernels.sample import _gumbel_noise, greedy, keep
 from torch_backend.kernels.sample import sample as triton_sample
+from torch_backend.kernels.sample_filters import Kept
 
 assert helpers.triton_interpreter
 
@@ -125,7 +127,7 @@ def test_samples_what_the_reference_samples(rows: list[Row]) -> None:
     assert_samples(rows, undecided=6)
 
 
-@pytest.mark.parametrize("vocab", [1, 2, 2047, 2048, 2049, 5000, 40_001])
+@pytest.mark.parametrize("vocab", [1, 2, 2047, 2048, 2049, 5000, 17_001])
 def test_vocabularies_around_the_edges_of_blocks(vocab: int) -> None:
     rows = [
         Row(normal(vocab, 1), temperature=1.3),
@@ -136,25 +138,33 @@ def test_vocabularies_around_the_edges_of_blocks(vocab: int) -> None:
     assert_samples(rows, undecided=0)
 
 
-@pytest.mark.parametrize("top_k", [1, 2, 3, 100, 2500, 4999])
 @pytest.mark.parametrize("kind", ["normal", "flat", "outlier", "tiny", "ties", "masked", "wide"])
-def test_top_k_keeps_exactly_what_a_sort_does(kind: str, top_k: int) -> None:
-    logits = LOGITS[kind]
-    kept = kept_of([Row(logits, temperature=0.7, top_k=top_k)])
-    distances = (logits.max() - logits) / np.float32(0.7)
-    # Of distances that overflow or are infinite all are kept where one is.
-    assert kept.distances.item() >= np.sort(distances)[top_k - 1]
-    assert ((distances <= kept.distances.item()) == (distances <= np.sort(distances)[top_k - 1])).all()
+def test_top_k_keeps_exactly_what_a_sort_does(kind: str) -> None:
+    rows = [Row(LOGITS[kind], temperature=0.7, top_k=top_k) for top_k in (1, 2, 3, 100, 2500, 4999)]
+    for row, kept in zip(rows, kept_of(rows).distances.tolist(), strict=True):
+        check_kept(row, kept)
 
 
-@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.9999])
-@pytest.mark.parametrize("top_k", [-1, 40])
 @pytest.mark.parametrize("kind", ["normal", "flat", "outlier", "tiny", "ties", "masked", "wide"])
-def test_top_p_keeps_what_a_sort_in_float64_does(kind: str, top_k: int, top_p: float) -> None:
-    row = Row(LOGITS[kind], temperature=0.7, top_k=top_k, top_p=top_p)
-    distances = (row.logits.max() - row.logits) / np.float32(0.7)
-    kept = distances <= kept_of([row]).distances.item()
-    inside = kept_tokens(row.logits, SamplingParams(temperature=0.7, top_k=top_k))[0]
+def test_top_p_keeps_what_a_sort_in_float64_does(kind: str) -> None:
+    filters = [(top_k, top_p) for top_k in (-1, 40) for top_p in (1e-6, 0.9, 0.9999)]
+    rows = [Row(LOGITS[kind], 0.7, top_k, top_p) for top_k, top_p in filters]
+    for row, kept in zip(rows, kept_of(rows).distances.tolist(), strict=True):
+        check_kept(row, kept)
+
+
+def check_kept(row: Row, found: float) -> None:
+    """`found`, the largest distance kept, against a sort."""
+    with np.errstate(over="ignore"):
+        distances = (row.logits.max() - row.logits) / np.float32(row.temperature)
+    kept, top_p = distances <= found, row.top_p
+    inside = kept_tokens(row.logits, SamplingParams(temperature=row.temperature, top_k=row.top_k))[0]
+    if top_p == 1.0:
+        # Of distances that overflow or are infinite all are kept where one is.
+        farthest = np.sort(distances)[row.top_k - 1]
+        assert found >= farthest
+        assert (kept == (distances <= farthest)).all()
+        return
     # Enough is kept, and nothing that is not needed: without the farthest of the kept it would not be enough.
     weights = np.where(inside, np.exp(-distances.astype(np.float64)), 0.0)
     farthest = distances[kept].max()
@@ -244,21 +254,45 @@ def test_rows_of_logits_may_lie_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "passes"),
+    ("row", "capacity", "passes"),
     [
-        (Row(LOGITS["normal"], temperature=0.0, top_k=5, top_p=0.5), 1),
-        (Row(_with(LOGITS["normal"], _9=np.nan), top_k=5, top_p=0.5), 1),
-        (Row(LOGITS["normal"], min_p=0.1), 2),  # the survey and the sample
-        (Row(LOGITS["normal"], top_k=5), 2 + 7),
-        (Row(LOGITS["normal"], top_p=0.5), 2 + 7),
+        (Row(LOGITS["normal"], temperature=0.0, top_k=5, top_p=0.5), 1000, 1),
+        (Row(_with(LOGITS["normal"], _9=np.nan), top_k=5, top_p=0.5), 1000, 1),
+        (Row(LOGITS["normal"], min_p=0.1), 1000, 2),  # the survey and the sample
+        # The amounts, and the copies of the buffer.
+        (Row(LOGITS["normal"], top_k=5), 1000, 2 + 2),
+        (Row(LOGITS["normal"], top_p=0.5), 1000, 2 + 2),
+        (Row(LOGITS["normal"], top_k=5, top_p=0.5), 1000, 2 + 2),
+        # A second round of amounts.
+        (Row(LOGITS["normal"], top_k=2500), 1000, 2 + 3),
+        # Two rounds, no copies, and a search in the row.
+        (Row(LOGITS["flat"], top_k=2500), 300, 2 + 2 + 2),
     ],
 )
-def test_rows_pay_for_no_more_than_they_ask_for(row: Row, passes: int) -> None:
+def test_rows_pay_for_no_more_than_they_ask_for(
+    row: Row, capacity: int, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample_filters, "_CAPACITY", capacity)
     with counted_loads() as loads:
         sampled([row])
-    # A handful of parameters and of candidates beside the passes over the vocabulary.
-    assert loads.elements // len(row.logits) <= passes
-    assert loads.elements % len(row.logits) < 200
+    # Amounts, what was copied, a handful of parameters and of candidates beside the passes over the vocabulary.
+    assert loads.elements // len(row.logits) == passes
+    assert loads.elements % len(row.logits) < 4000
+
+
+@pytest.mark.parametrize(("capacity", "parts"), [(1, 1), (100, 4)])
+def test_however_many_tokens_fit_into_the_buffer_the_same_are_kept(
+    capacity: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of several kinds in one launch: one goes on with a second round, another searches the row itself."""
+    monkeypatch.setattr(sample_filters, "_CAPACITY", capacity)
+    monkeypatch.setattr(sample_survey, "_LEAST_PART", 5000 // parts)
+    assert sample_survey.parts_of(5000) == parts
+    filters = [(2500, 1.0), (-1, 0.3), (40, 0.9), (3000, 0.5)]
+    kinds = ("normal", "flat", "masked", "wide")
+    rows = [Row(LOGITS[kind], 0.7, top_k, top_p) for kind in kinds for top_k, top_p in filters]
+    for row, kept in zip(rows, kept_of(rows).distances.tolist(), strict=True):
+        check_kept(row, kept)
 
 
 @pytest.mark.parametrize("argument", ["logits", "temperature", "seeds"])

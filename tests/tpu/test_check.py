@@ -103,6 +103,8 @@ def check_exchanges(program: dict[str, Any], *, layers: int) -> None:
     assert around == {("all-reduce", "bf16"): 1, ("all-gather", "s32"): 1}
     estimate = program["estimate"]
     assert (estimate["moves"], estimate["windowed"], estimate["permutes"]) == ([], 0, 0)
+    # Counts of tokens, which are scattered to a table of all rows, and filters are in branches.
+    assert estimate["sorts"] == 0
 
 
 @pytest.mark.slow
@@ -127,6 +129,7 @@ def test_a_model_on_one_chip(model: Path, tmp_path: Path) -> None:
             assert kernels.pop("kv_write_runs") == 1
             assert kernels.pop("kv_write") == 2
             assert kernels.pop("paged_attention_decode") == 2
+            assert kernels.pop("kept_distance") == 1
             assert kernels == ({} if program["tokens"] == program["rows"] else {"paged_attention_prefill": 2})
     assert deployment["hbm"] - answer.figures["needed"] == answer.figures["headroom"] > 0
 

@@ -116,6 +116,39 @@ def test_what_a_device_sends_is_that_of_rings() -> None:
     }
 
 
+_SORTS = """HloModule jit_step, is_scheduled=true
+
+%scatter (x: s32[8]) -> s32[8] {
+  ROOT %x = s32[8]{0} parameter(0)
+}, execution_thread="sparsecore"
+
+%counted (x.1: s32[8]) -> s32[8] {
+  %begun = ((s32[8]{0}), s32[8]{0}, u32[]) async-start(%x.1), async_execution_thread="sparsecore", calls=%scatter
+  %sort.1 = (s32[8]{0}, s32[8]{0}) sort(%x.1, %x.1), dimensions={0}, to_apply=%less
+  ROOT %done = s32[8]{0} async-done(%begun)
+}
+
+ENTRY %main (x.2: s32[8], which: s32[]) -> s32[8] {
+  %sort.2 = (s32[8]{0}, s32[8]{0}) sort(%x.2, %x.2), dimensions={0}, to_apply=%less
+  %copied = (s32[8]{0}, s32[8]{0}, u32[]) copy-start(%x.2)
+  ROOT %maybe = s32[8]{0} conditional(%which, %x.2, %x.2), branch_computations={%same, %counted}
+}
+"""
+
+
+def test_sorts_and_what_sparse_cores_do_count_where_every_step_runs_them() -> None:
+    operations = Module(_SORTS).operations()
+    assert [(found.name, found.conditional) for found in operations] == [
+        ("sort.2", False),
+        ("begun", True),
+        ("sort.1", True),
+    ]
+    estimate = Estimate.of(operations, {})
+    assert estimate.sorts == 1
+    (warning,) = estimate.warnings("decode 8", 1e9)
+    assert warning.startswith("'decode 8' has 1 sorts, or parts left to the SparseCores")
+
+
 def test_loops_count_as_often_as_they_run_and_branches_not_at_all() -> None:
     operations = Module(_STEP).operations()
     estimate = Estimate.of(operations, {"weights[0]": "layers.0.qkv", "weights[1]": "layers.0.gate_up"})

@@ -73,8 +73,18 @@ def current_chip() -> Chip:
 
     **Raises:** as `chip_of`.
     """
+    return chip_of(_device_kind())
+
+
+def current_vmem_limit() -> int | None:
+    """What a kernel may take of the TPU that is compiled for; None if it is none, or not known here."""
+    chip = _CHIPS.get(_device_kind(), Chip.INTERPRETER)
+    return None if chip is Chip.INTERPRETER else VMEM_LIMITS[chip]
+
+
+def _device_kind() -> str:
     described = jax.sharding.get_abstract_mesh().abstract_device
-    return chip_of(described.device_kind if described is not None else jax.devices()[0].device_kind)
+    return described.device_kind if described is not None else jax.devices()[0].device_kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,147 @@
+"""How far from its likeliest token each line keeps tokens by top-k and top-p, on TPUs: one kernel for all passes.
+
+A filter is a bisection over the bits of a float, 31 passes over a vocabulary. Here a program takes eight lines, which
+come to vector memory once and stay there, with the weights of their tokens, for as many passes as it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import MIB, current_vmem_limit
+
+Ref = Any
+"""A Pallas reference to memory; its type is not public."""
+
+LINES = 8
+"""Of a program: the rows of a tile."""
+COLUMNS = 1024
+"""That are added to as many sums: eight registers."""
+
+_INFINITY_BITS = 0x7F800000
+_BY_RANK, _BY_MASS = 1, 2
+UNROLLED = 4
+
+
+def fits(vocab_size: int) -> bool:
+    """Whether what is compiled for is a TPU with room for eight lines of so many tokens in vector memory."""
+    limit = current_vmem_limit()
+    return limit is not None and _vmem_bytes(_padded(vocab_size)) <= limit
+
+
+def kept_distance(
+    distances: jax.Array, top_k: jax.Array, top_p: jax.Array, by_rank: jax.Array, by_mass: jax.Array
+) -> jax.Array:
+    """The largest distance that top-k and then top-p keep, float32 `[n]`, infinity where neither is asked for.
+
+    The least distance within which lie `top_k` tokens; then the least within which lies `top_p` of the probability of
+    the tokens kept by that (Holtzman et al. 2019).
+
+    **Arguments:** `distances`: float32 `[n, vocab]`, not negative, of the logits of a line to its largest, over the
+    temperature. `top_k` int32 and `top_p` float32, `[n]`; `by_rank` and `by_mass`, bool `[n]`: they are asked for.
+    """
+    lines, vocab_size = distances.shape
+    programs, width = pl.cdiv(lines, LINES), _padded(vocab_size)
+    filled = jnp.pad(distances, ((0, programs * LINES - lines), (0, width - vocab_size)), constant_values=jnp.inf)
+
+    def of_lines(values: jax.Array) -> jax.Array:
+        return jnp.pad(values, (0, programs * LINES - lines))[:, None]
+
+    # A filter that a line does not ask for keeps all.
+    ranks = of_lines(jnp.where(by_rank, top_k, 0).astype(jnp.int32))
+    shares = of_lines(jnp.where(by_mass, top_p, 0.0).astype(jnp.float32))
+    asked = jnp.where(ranks > 0, _BY_RANK, 0) | jnp.where(shares > 0.0, _BY_MASS, 0)
+    of_programs = lax.reduce(asked.reshape(programs, LINES), jnp.int32(0), lax.bitwise_or, (1,))
+    column = pl.BlockSpec((LINES, 1), lambda program, *_: (program, 0))
+    kept = pl.pallas_call(
+        _kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(programs,),
+            in_specs=[pl.BlockSpec((LINES, width), lambda program, *_: (program, 0)), column, column],
+            out_specs=column,
+            scratch_shapes=[pltpu.VMEM((LINES, width), jnp.float32)],
+        ),
+        out_shape=jax.ShapeDtypeStruct((programs * LINES, 1), jnp.float32),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",), vmem_limit_bytes=_vmem_bytes(width), disable_bounds_checks=True
+        ),
+        name="kept_distance",
+    )(of_programs, filled, ranks, shares)
+    return kept[:lines, 0]
+
+
+def _padded(vocab_size: int) -> int:
+    step = COLUMNS * UNROLLED
+    return pl.cdiv(vocab_size, step) * step
+
+
+def _vmem_bytes(width: int) -> int:
+    """Distances of two programs, weights, and room for the rest."""
+    return 3 * LINES * width * 4 + MIB
+
+
+def _kernel(asked: Ref, distances: Ref, ranks: Ref, shares: Ref, kept: Ref, weights: Ref) -> None:
+    filters = asked[pl.program_id(0)]
+    kept[...] = jnp.full(kept.shape, jnp.inf, jnp.float32)
+
+    @pl.when(filters & _BY_RANK != 0)
+    def _() -> None:
+        def amount(limits: jax.Array) -> jax.Array:
+            return _sum(distances.shape[1], jnp.int32, lambda at: (distances[:, at] <= limits).astype(jnp.int32))
+
+        rank = ranks[...]
+        kept[...] = jnp.where(rank > 0, _least_distance(lambda limits: amount(limits) >= rank), jnp.inf)
+
+    @pl.when(filters & _BY_MASS != 0)
+    def _() -> None:
+        most = kept[...]
+
+        def weigh(at: pl.Slice) -> jax.Array:
+            values = distances[:, at]
+            weights[:, at] = weight = jnp.where(values <= most, jnp.exp(-values), 0.0)
+            return weight
+
+        wanted = shares[...] * _sum(distances.shape[1], jnp.float32, weigh)
+
+        def amount(limits: jax.Array) -> jax.Array:
+            return _sum(
+                distances.shape[1], jnp.float32, lambda at: jnp.where(distances[:, at] <= limits, weights[:, at], 0.0)
+            )
+
+        found = jnp.minimum(_least_distance(lambda limits: amount(limits) >= wanted), most)
+        kept[...] = jnp.where(shares[...] > 0.0, found, most)
+
+
+def _sum(width: int, dtype: Any, part: Callable[[pl.Slice], jax.Array]) -> jax.Array:
+    """Over all columns: `[8, 1]`."""
+
+    def add(number: jax.Array, total: jax.Array) -> jax.Array:
+        for place in range(UNROLLED):
+            first = pl.multiple_of((number * UNROLLED + place) * COLUMNS, COLUMNS)
+            total = total + part(pl.ds(first, COLUMNS))
+        return total
+
+    zeros = jnp.zeros((LINES, COLUMNS), dtype)
+    return jnp.sum(lax.fori_loop(0, width // (COLUMNS * UNROLLED), add, zeros), axis=1, keepdims=True)
+
+
+def _least_distance(enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """The least float32 in [0, infinity] for which `enough` (of floats `[8, 1]`, monotone) holds."""
+
+    def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
+        middle = low + (high - low) // 2
+        holds = enough(lax.bitcast_convert_type(middle, jnp.float32))
+        return jnp.where(holds, low, middle + 1), jnp.where(holds, middle, high)
+
+    bounds = (jnp.zeros((LINES, 1), jnp.int32), jnp.full((LINES, 1), _INFINITY_BITS, jnp.int32))
+    _, least = lax.fori_loop(0, 31, halve, bounds)
+    return lax.bitcast_convert_type(least, jnp.float32)

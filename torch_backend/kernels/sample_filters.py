@@ -1,0 +1,379 @@
+"""How far from its likeliest token each row keeps tokens by top-k and top-p, without a sort and by many programs a row.
+
+Distances of scaled logits to the largest are never negative, so their bits as integers have the order of their values,
+and a filter is a search for a least integer. Kernels one after the other:
+
+1. Each program takes a part of a row, and adds up what lies within each of some distances that are half an octave
+   apart. What all parts have together tells between which two of these the answer lies.
+2. Where more tokens lie in between than a buffer takes, the same for distances between those two.
+3. The tokens in between are copied to the buffer. Where those of each part begin is known from the amounts.
+4. One program a row searches the buffer; or the row, if its logits are so alike that they did not fit.
+
+Parts are added up as integers, probability in units of 2**-32 of the likeliest token's: every kernel that adds them up
+has the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from torch_backend.kernels.sample_survey import Survey, part_of_row, parts_of, surveyed
+
+# Distances that a pass tries.
+_LIMITS = 8
+# Tokens that a program looks at in one go.
+_BLOCK = 1024
+_SEARCH_BLOCK = 2048
+# Tokens of a row that the buffer takes.
+_CAPACITY = 16_384
+
+_INFINITY_BITS = tl.constexpr(0x7F800000)
+# 2, and half an octave: 2, 3, 4, 6, 8, 12, 16 and infinity.
+_FIRST_LIMIT = tl.constexpr(0x40000000)
+_HALF_OCTAVE = tl.constexpr(0x00400000)
+_UNITS = tl.constexpr(4294967296.0)
+LEAST_TEMPERATURE = tl.constexpr(1e-20)
+# Stands for a row that samples nothing, among distances, which are not negative.
+NOT_SAMPLED = tl.constexpr(-1.0)
+
+
+@triton.jit
+def distances_of(logits, tokens, end, largest, temperature):
+    """Distances of scaled logits to the largest; NaN, which is within no limit, from `end` on."""
+    values = tl.load(logits + tokens, mask=tokens < end, other=float("nan"))
+    return tl.div_rn(largest - values, temperature)
+
+
+@triton.jit
+def _first_limits(LIMITS: tl.constexpr):
+    """Bits of the distances of the first round, in their order."""
+    ways = tl.arange(0, LIMITS)
+    return tl.where(ways < LIMITS - 1, _FIRST_LIMIT + ways * _HALF_OCTAVE, _INFINITY_BITS)
+
+
+@triton.jit
+def _second_limits(
+    low, high, largest, least_logits, temperature, row, PARTS: tl.constexpr, LIMITS: tl.constexpr
+):  # fmt: skip
+    """Bits of distances from `low` to `high`, which is the last of them. No finite distance is beyond the others."""
+    least = tl.min(tl.load(least_logits + row * PARTS + tl.arange(0, PARTS)), 0)
+    farthest = tl.div_rn(largest - least, temperature).to(tl.int32, bitcast=True)
+    top = tl.maximum(tl.minimum(high, farthest), low)
+    ways = tl.arange(0, LIMITS)
+    # Evenly by value near the likeliest token, and by bits elsewhere, which within an octave is the same.
+    by_value = (top.to(tl.float32, bitcast=True) * ((ways + 1).to(tl.float32) / LIMITS)).to(tl.int32, bitcast=True)
+    by_bits = low + (ways + 1) * ((top - low) // LIMITS)
+    return tl.where(ways < LIMITS - 1, tl.where(low == 0, by_value, by_bits), high)
+
+
+@triton.jit
+def _bracket(counts, masses, row, limits, top_k, top_p, vocab, PARTS: tl.constexpr, LIMITS: tl.constexpr):
+    """Between which limits the answer lies, by what all parts have within each.
+
+    `(place, low, high, tokens, count, mass)`: the answer has the bits `low` at least and at most `high`, the limit at
+    `place`. From the tokens in between `count` are wanted, or `mass` of probability, in units. `tokens` have to be
+    looked at for it. Where both filters are asked for it is top-k's, and all nearer tokens have to be looked at too.
+    """
+    ways = tl.arange(0, LIMITS)
+    at = (row * PARTS + tl.arange(0, PARTS)[:, None]) * LIMITS + ways[None, :]
+    count = tl.sum(tl.load(counts + at), 0)
+    mass = tl.sum(tl.load(masses + at), 0)
+    by_rank = top_k < vocab
+    share = top_p.to(tl.float64) * tl.max(mass, 0).to(tl.float64)
+    wanted = share.to(tl.int64)
+    wanted += (wanted.to(tl.float64) < share).to(tl.int64)
+    # Within the last limit is enough.
+    place = tl.sum(tl.where(by_rank, count < top_k, mass < wanted).to(tl.int32), 0)
+    below, here = ways == place - 1, ways == place
+    low = tl.sum(tl.where(below, limits + 1, 0), 0)
+    high = tl.sum(tl.where(here, limits, 0), 0)
+    nearer = tl.sum(tl.where(below, count, 0), 0)
+    tokens = tl.sum(tl.where(here, count, 0), 0) - tl.where(top_p < 1.0 and by_rank, 0, nearer)
+    return place, low, high, tokens, top_k - nearer, wanted - tl.sum(tl.where(below, mass, 0), 0)
+
+
+@triton.jit
+def _narrowed(
+    counts, masses, rows, row, largest, least_logits, temperature, top_k, top_p, vocab, PARTS: tl.constexpr,
+    LIMITS: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """`_bracket` of the last round that a row has had, behind the counts of that round."""
+    limits = _first_limits(LIMITS)
+    place, low, high, tokens, count, mass = _bracket(counts, masses, row, limits, top_k, top_p, vocab, PARTS, LIMITS)
+    if tokens > CAPACITY:
+        limits = _second_limits(low, high, largest, least_logits, temperature, row, PARTS, LIMITS)
+        counts += rows * PARTS * LIMITS
+        masses += rows * PARTS * LIMITS
+        place, low, high, tokens, count, mass = _bracket(
+            counts, masses, row, limits, top_k, top_p, vocab, PARTS, LIMITS
+        )  # fmt: skip
+    return counts, place, low, high, tokens, count, mass
+
+
+@triton.jit
+def _amounts_kernel(
+    logits, row_stride, vocab, best_logits, best_tokens, least_logits, temperatures, top_ks, top_ps, counts, masses,
+    PARTS: tl.constexpr, LIMITS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, part = tl.program_id(0), tl.program_id(1)
+    temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
+    token, largest = surveyed(best_logits, best_tokens, row, vocab, PARTS)
+    if (temperature > 0.0) & (token >= 0) & ((top_k < vocab) | (top_p < 1.0)):
+        temperature = tl.maximum(temperature, LEAST_TEMPERATURE)
+        logits += row.to(tl.int64) * row_stride
+        at = (row * PARTS + part) * LIMITS
+        limits = _first_limits(LIMITS)
+        _add_up(logits, vocab, part, largest, temperature, limits, counts + at, masses + at, PARTS, LIMITS, BLOCK)
+
+
+@triton.jit
+def _finer_amounts_kernel(
+    logits, row_stride, vocab, best_logits, best_tokens, least_logits, temperatures, top_ks, top_ps, counts, masses,
+    PARTS: tl.constexpr, LIMITS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, part = tl.program_id(0), tl.program_id(1)
+    temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
+    token, largest = surveyed(best_logits, best_tokens, row, vocab, PARTS)
+    if (temperature > 0.0) & (token >= 0) & ((top_k < vocab) | (top_p < 1.0)):
+        temperature = tl.maximum(temperature, LEAST_TEMPERATURE)
+        limits = _first_limits(LIMITS)
+        _, low, high, tokens, _, _ = _bracket(counts, masses, row, limits, top_k, top_p, vocab, PARTS, LIMITS)
+        if tokens > CAPACITY:
+            logits += row.to(tl.int64) * row_stride
+            at = ((tl.num_programs(0) + row) * PARTS + part) * LIMITS
+            limits = _second_limits(low, high, largest, least_logits, temperature, row, PARTS, LIMITS)
+            _add_up(logits, vocab, part, largest, temperature, limits, counts + at, masses + at, PARTS, LIMITS, BLOCK)
+
+
+@triton.jit
+def _add_up(
+    logits, vocab, part, largest, temperature, limits, counts, masses, PARTS: tl.constexpr, LIMITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Stores what a part has within each of the limits, tokens and probability."""
+    # Limits along the first axis: each distance is compared with all of them in registers.
+    reach = limits.to(tl.float32, bitcast=True)[:, None]
+    lanes = tl.arange(0, BLOCK)[None, :]
+    count = tl.zeros([LIMITS, BLOCK], tl.int32)
+    mass = tl.zeros([LIMITS, BLOCK], tl.float32)
+    first, end = part_of_row(part, vocab, PARTS)
+    for start in range(first, end, BLOCK):
+        distances = distances_of(logits, start + lanes, end, largest, temperature)
+        within = distances <= reach
+        count += within.to(tl.int32)
+        mass += tl.where(within, tl.exp(-distances), 0.0)
+    ways = tl.arange(0, LIMITS)
+    tl.store(counts + ways, tl.sum(count, 1))
+    tl.store(masses + ways, (tl.sum(mass, 1).to(tl.float64) * _UNITS).to(tl.int64))
+
+
+@triton.jit
+def _gather_kernel(
+    logits, row_stride, vocab, best_logits, best_tokens, least_logits, temperatures, top_ks, top_ps, counts, masses,
+    gathered, PARTS: tl.constexpr, LIMITS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, part = tl.program_id(0), tl.program_id(1)
+    temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
+    token, largest = surveyed(best_logits, best_tokens, row, vocab, PARTS)
+    if (temperature > 0.0) & (token >= 0) & ((top_k < vocab) | (top_p < 1.0)):
+        temperature = tl.maximum(temperature, LEAST_TEMPERATURE)
+        counts, place, low, high, tokens, _, _ = _narrowed(
+            counts, masses, tl.num_programs(0), row, largest, least_logits, temperature, top_k, top_p, vocab, PARTS,
+            LIMITS, CAPACITY,
+        )  # fmt: skip
+        if tokens <= CAPACITY:
+            both = (top_k < vocab) & (top_p < 1.0)
+            parts = tl.arange(0, PARTS)
+            at = (row * PARTS + parts) * LIMITS + place
+            own = tl.load(counts + at)
+            own -= tl.load(counts + at - 1, mask=(place > 0) & (not both) & (parts >= 0), other=0)
+            put = row * CAPACITY + tl.sum(tl.where(parts < part, own, 0), 0)
+            nearest = tl.where(both, 0, low).to(tl.float32, bitcast=True)
+            farthest = high.to(tl.float32, bitcast=True)
+            logits += row.to(tl.int64) * row_stride
+            lanes = tl.arange(0, BLOCK)
+            first, end = part_of_row(part, vocab, PARTS)
+            for start in range(first, end, BLOCK):
+                values = tl.load(logits + start + lanes, mask=start + lanes < end, other=float("nan"))
+                distances = tl.div_rn(largest - values, temperature)
+                within = (distances >= nearest) & (distances <= farthest)
+                places = tl.cumsum(within.to(tl.int32), 0)
+                tl.store(gathered + put + places - 1, values, mask=within)
+                put += tl.max(places, 0)
+
+
+@triton.jit
+def _least_distance(
+    logits, length, largest, temperature, low, high, wanted, WEIGHTED: tl.constexpr, LIMITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The least distance of which there is enough, between those of the bits `low` and `high`: `wanted` tokens, or
+    where WEIGHTED as much probability. There is enough within `high`. `logits`: `length` of them, from anywhere.
+
+    Each pass tries LIMITS distances and narrows the interval of the answer to one between two of them, then to the
+    distances that occur in it.
+    """
+    # Tokens along the second axis, limits along the first: a pass compares each distance with all limits in registers.
+    lanes = tl.arange(0, BLOCK)[None, :]
+    ways = tl.arange(0, LIMITS)[:, None]
+    counted_from = low.to(tl.float32, bitcast=True)
+    while low < high:
+        step = (high - low + LIMITS) // (LIMITS + 1)
+        limit_bits = tl.maximum(high - (ways + 1) * step, low)
+        limits = limit_bits.to(tl.float32, bitcast=True)
+        lowest, highest = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
+        amounts = tl.zeros([LIMITS, BLOCK], tl.float32 if WEIGHTED else tl.int32)
+        nearest = tl.full([1, BLOCK], float("inf"), tl.float32)
+        furthest = tl.zeros([1, BLOCK], tl.float32)
+        for start in range(0, length, BLOCK):
+            distances = distances_of(logits, start + lanes, length, largest, temperature)
+            within = (distances >= counted_from) & (distances <= limits)
+            if WEIGHTED:
+                amounts += tl.where(within, tl.exp(-distances), 0.0)
+            else:
+                amounts += within.to(tl.int32)
+            nearest = tl.where((distances >= lowest) & (distances < nearest), distances, nearest)
+            furthest = tl.where((distances <= highest) & (distances > furthest), distances, furthest)
+        enough = tl.sum(amounts, 1, keep_dims=True) >= wanted
+        nearest_bits = tl.min(nearest).to(tl.int32, bitcast=True)
+        furthest_bits = tl.max(furthest).to(tl.int32, bitcast=True)
+        high = tl.minimum(tl.min(tl.where(enough, limit_bits, high)), furthest_bits)
+        low = tl.maximum(tl.max(tl.where(enough, low, limit_bits + 1)), nearest_bits)
+    return high.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _mass_within(logits, length, largest, temperature, kept, BLOCK: tl.constexpr):
+    """Probability within the distance `kept`, unscaled."""
+    lanes = tl.arange(0, BLOCK)
+    mass = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, length, BLOCK):
+        distances = distances_of(logits, start + lanes, length, largest, temperature)
+        mass += tl.where(distances <= kept, tl.exp(-distances), 0.0)
+    return tl.sum(mass, 0)
+
+
+@triton.jit
+def _settle_kernel(
+    logits, row_stride, vocab, best_logits, best_tokens, least_logits, temperatures, top_ks, top_ps, min_ps, counts,
+    masses, gathered, tokens, largest_logits, kept_distances, RANDOM: tl.constexpr, CUT: tl.constexpr,
+    PARTS: tl.constexpr, LIMITS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    token, largest = surveyed(best_logits, best_tokens, row, vocab, PARTS)
+    tl.store(tokens + row, token)
+    if RANDOM:
+        temperature = tl.load(temperatures + row)
+        kept = tl.full([], NOT_SAMPLED, tl.float32)
+        if (temperature > 0.0) & (token >= 0):
+            kept = tl.full([], float("inf"), tl.float32)
+            if CUT:
+                kept = _cut(
+                    logits + row.to(tl.int64) * row_stride, vocab, largest, least_logits, temperature, top_ks, top_ps,
+                    counts, masses, gathered, PARTS, LIMITS, CAPACITY, BLOCK,
+                )  # fmt: skip
+            kept = tl.minimum(kept, -tl.log(tl.load(min_ps + row)))
+        tl.store(largest_logits + row, largest)
+        tl.store(kept_distances + row, kept)
+
+
+@triton.jit
+def _cut(
+    logits, vocab, largest, least_logits, temperature, top_ks, top_ps, counts, masses, gathered, PARTS: tl.constexpr,
+    LIMITS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The largest distance of a row that top-k and top-p keep."""
+    row = tl.program_id(0)
+    kept = tl.full([], float("inf"), tl.float32)
+    top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
+    by_rank = top_k < vocab
+    if by_rank | (top_p < 1.0):
+        temperature = tl.maximum(temperature, LEAST_TEMPERATURE)
+        _, _, low, high, length, count, mass = _narrowed(
+            counts, masses, tl.num_programs(0), row, largest, least_logits, temperature, top_k, top_p, vocab, PARTS,
+            LIMITS, CAPACITY,
+        )  # fmt: skip
+        if length <= CAPACITY:
+            logits = gathered + row.to(tl.int64) * CAPACITY
+        else:
+            length = vocab
+        wanted = mass.to(tl.float32) / _UNITS
+        if by_rank:
+            if top_p < 1.0:
+                # The buffer has nearer tokens as well, and they are counted.
+                count, low = top_k, tl.zeros_like(low)
+            kept = _least_distance(logits, length, largest, temperature, low, high, count, False, LIMITS, BLOCK)
+            high = kept.to(tl.int32, bitcast=True)
+        if top_p < 1.0:
+            if by_rank:
+                wanted = top_p * _mass_within(logits, length, largest, temperature, kept, BLOCK)
+            kept = _least_distance(logits, length, largest, temperature, low, high, wanted, True, LIMITS, BLOCK)
+    return kept
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Of each of n rows:
+
+    - `greedy`: int32 `[n]`, its first likeliest token; -1 for a row with a logit that is NaN or +infinity, or without a
+      finite one.
+    - `largest`: float32 `[n]`, the logit of that.
+    - `distances`: float32 `[n]`: tokens are kept whose logit, over the temperature, lies at most so far below the
+      largest. -1 for a row that samples nothing: greedy or invalid.
+    """
+
+    greedy: torch.Tensor
+    largest: torch.Tensor
+    distances: torch.Tensor
+
+
+def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """`Kept.greedy` of float32 `[n, vocab]`."""
+    rows, vocab = logits.shape
+    tokens = logits.new_empty(rows, dtype=torch.int32)
+    if rows:
+        nothing = (None,) * 7
+        _settle_kernel[(rows,)](
+            logits, logits.stride(0), vocab, *Survey.of(logits).tensors, *nothing, tokens, None, None,
+            RANDOM=False, CUT=False, PARTS=parts_of(vocab), LIMITS=_LIMITS, CAPACITY=_CAPACITY,
+            BLOCK=_SEARCH_BLOCK, num_warps=1,
+        )  # fmt: skip
+    return tokens
+
+
+def kept_tokens(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    cut: bool,
+) -> Kept:
+    """What the filters keep of each row. `cut`: whether top-k or top-p may drop tokens of some row."""
+    rows, vocab = logits.shape
+    parts = parts_of(vocab)
+    kept = Kept(logits.new_empty(rows, dtype=torch.int32), logits.new_empty(rows), logits.new_empty(rows))
+    if not rows:
+        return kept
+    survey = Survey.of(logits).tensors
+    counts = masses = gathered = None
+    if cut:
+        counts = logits.new_empty((2, rows, parts, _LIMITS), dtype=torch.int32)
+        masses = logits.new_empty((2, rows, parts, _LIMITS), dtype=torch.int64)
+        gathered = logits.new_empty((rows, _CAPACITY))
+        given = (logits, logits.stride(0), vocab, *survey, temperature, top_k, top_p, counts, masses)
+        sizes = {"PARTS": parts, "LIMITS": _LIMITS, "CAPACITY": _CAPACITY}
+        _amounts_kernel[(rows, parts)](*given, **sizes, BLOCK=_BLOCK, num_warps=8)
+        _finer_amounts_kernel[(rows, parts)](*given, **sizes, BLOCK=_BLOCK, num_warps=8)
+        _gather_kernel[(rows, parts)](*given, gathered, **sizes, BLOCK=_BLOCK)
+    _settle_kernel[(rows,)](
+        logits, logits.stride(0), vocab, *survey, temperature, top_k, top_p, min_p, counts, masses, gathered,
+        kept.greedy, kept.largest, kept.distances,
+        RANDOM=True, CUT=cut, PARTS=parts, LIMITS=_LIMITS, CAPACITY=_CAPACITY,
+        BLOCK=_SEARCH_BLOCK, num_warps=16 if cut else 1,
+    )  # fmt: skip
+    return kept
