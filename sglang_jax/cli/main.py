@@ -104,7 +104,7 @@ def _unknown_option(error: click.NoSuchOption) -> str:
     wanted = error.option_name.lstrip("-")
     field = wanted.replace("-", "_")
     if SAMPLING_FIELDS.get(field, field) in _SAMPLING:
-        return f"{error.option_name} is of a request, not of this command: give it to each, or to generate and chat"
+        return f"{error.option_name} is a sampling parameter: set it in requests, or pass it to generate or chat"
     possible = [
         name
         for name in error.possibilities or ()

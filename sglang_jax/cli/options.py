@@ -68,8 +68,8 @@ def options_of(*taken: str, **models: type[BaseModel]) -> Callable[[Command], Co
         own = {*owners, *taken}
         for model in reversed(models.values()):
             engine = issubclass(model, EngineConfig)
-            for name, field in reversed(model.model_fields.items()):
-                decorated = _option(name, field, _other_names(name, own) if engine else ())(decorated)
+            for name in reversed(model.model_fields):
+                decorated = _option(name, model, _other_names(name, own) if engine else ())(decorated)
             if engine:
                 decorated = _explained_options(own)(decorated)
                 decorated = _list_passes(decorated)
@@ -112,11 +112,12 @@ def with_model(config: Config, model: str | None) -> Config:
     return config.model_copy(update={"model_path": model})
 
 
-def _option(name: str, field: FieldInfo, other_names: Sequence[str] = ()) -> Callable[[Command], Command]:
+def _option(name: str, model: type[BaseModel], other_names: Sequence[str] = ()) -> Callable[[Command], Command]:
     """A click option that is None unless it was given; pydantic holds the default and the limits."""
+    field = model.model_fields[name]
     kind = _plain_type(field.annotation)
     names = (flag_name(name), *other_names, name)
-    help_text = (field.description or "") + _default_text(field)
+    help_text = fields_as_flags(field.description or "", model) + _default_text(field)
     if kind is bool:
         return click.option(*names, cls=_FieldOption, is_flag=True, default=None, help=help_text)
     return click.option(*names, cls=_FieldOption, type=_parameter_type(kind), default=None, help=help_text)
@@ -166,7 +167,7 @@ def _hidden_option(
 
 
 def _note(name: str, flag: OtherFlag) -> None:
-    click.echo(f"{name} changes nothing: {flag.note}", err=True)
+    click.echo(f"{name} has no effect: {flag.note}", err=True)
 
 
 def _refuse(name: str, flag: OtherFlag) -> None:

@@ -23,7 +23,7 @@ def read_secret_file(path: Path) -> str:
 def check_key(what: str, key: str) -> None:
     """Raises `ConfigError` for a key that nobody could send, or that everybody would: an empty one."""
     if not key:
-        raise ConfigError(f"{what} is empty, which would let everybody in: is a variable unset?")
+        raise ConfigError(f"{what} is empty, which would let everyone in; is the variable unset?")
     if any(character.isspace() or not character.isprintable() for character in key):
         raise ConfigError(f"{what} holds spaces or control characters, which no header can carry")
 

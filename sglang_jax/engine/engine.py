@@ -80,7 +80,7 @@ class Engine:
 
     @property
     def model_info(self) -> ModelInfo:
-        """What is known of the model."""
+        """The model's properties."""
         return self._client.model_info
 
     @property

@@ -34,7 +34,7 @@ def sessions_router(context: ServerContext) -> APIRouter:
 
     @router.post("/open_session")
     async def open_session(body: OpenSessionBody, request: Request) -> str:
-        """Opens a session, which only its caller may use. The answer is its id, as a JSON string."""
+        """Opens a session for this API key; returns its id as a JSON string."""
         if context.draining:
             raise ShuttingDownError("the server is shutting down and opens no new sessions")
         owner = current_caller().tenant(tenant_of(request.headers))

@@ -123,7 +123,7 @@ def test_the_log_says_once_what_becomes_of_scales(folder: Path, plain: Path, cap
     read(folder)
     assert caplog.messages == [
         "Keys and values are stored in fp8_e4m3 at a scale of 1: the checkpoint brings no scales",
-        "The checkpoint's scales of keys and values are not used: the cache is not of 8 bits",
+        "The checkpoint's KV scales are not used: the KV cache is not 8-bit",
         "Keys and values are stored in fp8_e4m3 by the checkpoint's scales",
     ]
 

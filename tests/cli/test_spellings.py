@@ -117,7 +117,7 @@ def test_what_is_not_implemented_says_so_by_flag_file_and_keyword(
 @pytest.mark.parametrize("name", NEEDLESS)
 def test_what_is_so_anyway_is_accepted_with_a_note(capsys: pytest.CaptureFixture[str], name: str) -> None:
     assert parse(flag_name(name)) == ServerConfig()
-    assert capsys.readouterr().err == f"{flag_name(name)} changes nothing: {NEEDLESS[name].note}\n"
+    assert capsys.readouterr().err == f"{flag_name(name)} has no effect: {NEEDLESS[name].note}\n"
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_field_of_a_request_is_not_answered_by_a_flag_that_looks_like_it(
     capsys: pytest.CaptureFixture[str], flag: str
 ) -> None:
     message = refusal(capsys, flag, "5")
-    assert message.endswith(" is of a request, not of this command: give it to each, or to generate and chat\n")
+    assert message.endswith(" is a sampling parameter: set it in requests, or pass it to generate or chat\n")
 
 
 @pytest.mark.parametrize(
@@ -252,9 +252,9 @@ def test_what_is_elsewhere_says_where(name: str, instead: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_tokens": 3}, r"^max_tokens is of a request, .*SamplingParams\(max_new_tokens=\.\.\.\)\)$"),
+        ({"max_tokens": 3}, r"^max_tokens is a sampling parameter, .*SamplingParams\(max_new_tokens=\.\.\.\)\)$"),
         ({"temperature": 3}, r"^temperature is of a request"),
-        ({"port": 3}, "^port is an option of the server, and Engine starts none$"),
+        ({"port": 3}, "^port is a server option, and Engine starts no server$"),
         ({"page_size": 12}, "^page_size must be a power of two, got 12$"),
         ({"tp_size": "two"}, "^tp_size: input should be a valid integer, .*, got 'two'$"),
         ({"zzz": 1}, "^there is no option 'zzz'$"),
