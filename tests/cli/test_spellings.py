@@ -253,7 +253,7 @@ def test_what_is_elsewhere_says_where(name: str, instead: str) -> None:
     ("options", "message"),
     [
         ({"max_tokens": 3}, r"^max_tokens is a sampling parameter, .*SamplingParams\(max_new_tokens=\.\.\.\)\)$"),
-        ({"temperature": 3}, r"^temperature is of a request"),
+        ({"temperature": 3}, r"^temperature is a sampling parameter"),
         ({"port": 3}, "^port is a server option, and Engine starts no server$"),
         ({"page_size": 12}, "^page_size must be a power of two, got 12$"),
         ({"tp_size": "two"}, "^tp_size: input should be a valid integer, .*, got 'two'$"),
