@@ -144,7 +144,7 @@ def _load_on(
     kv = _allocate(checkpoint.config, shard, own_pages, config.page_size, kv_form, device, kv_scales, state_dtypes)
     if integers:
         logger.info(
-            "Each token's keys%s are stored in int8 over a scale of its own%s",
+            "Keys%s are stored in int8 with one scale per token%s",
             " and values" if kv_form.values == torch.int8 else "",
             "; those of the checkpoint are not used" if checkpoint.has_kv_scales else "",
         )

@@ -83,7 +83,7 @@ def is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
     if isinstance(prompts, (Mapping, bytes)) or not isinstance(prompts, (Sequence, np.ndarray)):
         raise ParameterError(
             f"prompts must be a text, a list of token ids, or a list of either, got {type(prompts).__name__}; "
-            "conversations go through batch([{'messages': ...}])",
+            "conversations go to chat(messages)",
             param="prompt",
         )
     return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer)))

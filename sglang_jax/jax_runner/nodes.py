@@ -141,7 +141,7 @@ def _agree(port: int) -> int:
 
 def _leave_the_process(reason: str) -> None:
     """Ends this process with status 1, after a moment in which it may fail by itself and say more."""
-    logger.error("%s: this process cannot go on", reason)
+    logger.error("%s: this process cannot continue", reason)
     time.sleep(_SECONDS_TO_FAIL)
     sys.stderr.flush()
     os._exit(1)

@@ -45,7 +45,7 @@ def sessions_router(context: ServerContext) -> APIRouter:
 
     @router.post("/close_session")
     async def close_session(body: CloseSessionBody, request: Request) -> dict[str, object]:
-        """Closes a session of the caller's; a turn that runs goes on to its end. What it kept in memory is an ordinary
+        """Closes a session of this API key; a running turn still finishes. What it kept in memory is an ordinary
         cached prefix from then on."""
         owner = current_caller().tenant(tenant_of(request.headers))
         await context.client.close_session(body.session_id, owner)

@@ -183,7 +183,7 @@ async def test_a_full_queue_sends_the_request_on(two: ToldReplicas, client: Asyn
     two.engine(0).answer(only(two.engine(0)), error=QueueFullError("8 requests wait"))
     await until(lambda: bool(two.engine(1).asked))
     two.engine(1).answer(only(two.engine(1)), error=QueueFullError("8 requests wait"))
-    with pytest.raises(QueueFullError, match="the queues of all replicas that serve are full"):
+    with pytest.raises(QueueFullError, match="the queues of all serving replicas are full"):
         await request
 
 

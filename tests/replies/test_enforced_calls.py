@@ -340,7 +340,7 @@ def test_arguments_are_named_as_their_schema_names_them(backend: LlguidanceBacke
     assert not walker.takes(spelt_out((" a ", "1"), ("", "2")))
     [[_, arguments]] = read(ONE_BY_ONE, raw, live=True, tools=(tool,))[2]
     assert json.loads(arguments) == {" a ": 1, "": 2, "b": "c"}
-    with pytest.raises(ParameterError, match="cannot name"):
+    with pytest.raises(ParameterError, match="call format cannot express"):
         one_by_one(backend, trial, Tool("f", {"type": "object", "properties": {"k" * 129: integer}}))
 
 
@@ -427,7 +427,7 @@ def test_a_format_beside_tools(backend: LlguidanceBackend, trial: Trial) -> None
         assert walker.takes(form.written.begin.replace("{name}", "now") + "{}" + form.written.end)
         assert not walker.takes("ok")
     llama = CALLS[ToolCallParser.LLAMA3]
-    with pytest.raises(ParameterError, match="could be taken for one"):
+    with pytest.raises(ParameterError, match="could be mistaken for a call"):
         calls_format(llama, llama.enforced(""), (NOW,), required=False, parallel=True, answer=answer)
 
 

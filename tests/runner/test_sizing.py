@@ -110,7 +110,10 @@ def test_where_all_layers_have_windows_the_context_may_be_longer_than_the_pool()
 @pytest.mark.parametrize(
     ("memory", "why"),
     [
-        (Memory("tpu", 16 * GIB, GIB, (GroupMemory(2**20, CacheKind.WINDOW, 4096),)), "no layer sees all tokens"),
+        (
+            Memory("tpu", 16 * GIB, GIB, (GroupMemory(2**20, CacheKind.WINDOW, 4096),)),
+            "all layers have sliding windows",
+        ),
         (TPU, "no layer of the model has a sliding window"),
         (Memory("tpu", 16 * GIB, GIB, (GroupMemory(2**20, CacheKind.STATE),)), "no layer of the model has a sliding"),
     ],
