@@ -30,6 +30,19 @@ ALIASES: Mapping[str, Sequence[str]] = {
 SHORT_FLAGS: Mapping[str, str] = {"tp_size": "-tp", "dp_size": "-dp"}
 """Field to a flag with one dash."""
 
+OTHER_SHORT_FLAGS: Mapping[str, str] = {"compilation_config": "-O", "pp": "-pp", "quantization": "-q"}
+"""Option of other engines, refused here, to a flag with one dash."""
+
+COMMANDS: Mapping[str, str] = {
+    "complete": "generate",
+    "launch-server": "serve",
+    "offline-throughput": "offline",
+    "run-batch": "batch",
+    "serve": "serving",
+    "throughput": "offline",
+}
+"""Subcommand of other engines to its name here; `serve` is one of `bench`."""
+
 VALUES: Mapping[str, Mapping[str, str]] = {
     "Api": {
         "sglang_oai": "openai",

@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from sglang_jax.config import PASS_SUMMARIES, Choice, EngineConfig
-from sglang_jax.spellings import ALIASES, NEEDLESS, REFUSED, SHORT_FLAGS, OtherFlag, canonical
+from sglang_jax.spellings import ALIASES, NEEDLESS, OTHER_SHORT_FLAGS, REFUSED, SHORT_FLAGS, OtherFlag, canonical
 
 Command = Callable[..., Any]
 Config = TypeVar("Config", bound=EngineConfig)
@@ -157,7 +157,9 @@ def _hidden_option(
             answer(flag_name(name), flag)
 
     return click.option(
+        *([OTHER_SHORT_FLAGS[name]] if name in OTHER_SHORT_FLAGS else []),
         flag_name(name),
+        name,
         is_flag=not flag.takes_value,
         default=None,
         hidden=True,
@@ -268,6 +270,8 @@ def _error_line(problem: Any, model: type[BaseModel], config: Path | None, from_
     if problem["type"] == "missing":
         return f"Missing option {flag_name(field)}"
     where = f"{field} in {config}" if field in from_file else flag_name(field)
+    if message.startswith("Input should be "):
+        return f"{where} must be {message.removeprefix('Input should be ')}, got {problem['input']!r}"
     return f"Invalid value for {where}: {problem['input']!r}: {message[0].lower()}{message[1:]}"
 
 

@@ -296,6 +296,40 @@ def test_the_page_for_people_from_elsewhere_has_these_tables() -> None:
     assert flags <= known | {flag_name(alias) for alias, _ in OTHER_NAMES}
 
 
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["complete"], ["generate"]),
+        (["launch_server"], ["serve"]),
+        (["run-batch"], ["batch"]),
+        (["bench", "serve"], ["bench", "serving"]),
+        (["bench", "throughput"], ["bench", "offline"]),
+    ],
+)
+def test_commands_have_other_names(capsys: pytest.CaptureFixture[str], words: list[str], command: list[str]) -> None:
+    assert run(cli, "sglang-jax", [*words, "--help"]) == 0
+    told = capsys.readouterr().out.partition("\n")[2]
+    assert run(cli, "sglang-jax", [*command, "--help"]) == 0
+    assert told == capsys.readouterr().out.partition("\n")[2]
+
+
+def test_serve_is_no_command_of_bench_for_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(cli, "sglang-jax", ["serving", "--help"]) == 2
+    assert "Did you mean 'serve'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "name"), [(["-q", "awq"], "--quantization"), (["-O3"], "--compilation-config"), (["-pp", "2"], "--pp")]
+)
+def test_short_flags_of_others_are_explained(capsys: pytest.CaptureFixture[str], words: list[str], name: str) -> None:
+    assert refusal(capsys, *words) == f"Error: {name} is {REFUSED[name.strip('-').replace('-', '_')].note}\n"
+
+
+def test_a_limit_says_what_must_be(capsys: pytest.CaptureFixture[str]) -> None:
+    message = refusal(capsys, "--chunked-prefill-size", "-1")
+    assert message == "Error: --chunked-prefill-size must be greater than or equal to 1, got -1\n"
+
+
 @pytest.mark.parametrize("command", [[], *([name] for name in cli.commands), ["bench", "offline"]])
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 def test_every_command_tells_its_options(capsys: pytest.CaptureFixture[str], command: list[str], flag: str) -> None:
