@@ -307,7 +307,7 @@ def _blocks_to_keep(
         raise ConfigError(f"keep_gguf_blocks: {checkpoint.source.path} is not a GGUF file with weights")
     if kernels.block_matrices is None:
         raise ConfigError(
-            "keep_gguf_blocks needs a CPU with avx512_bf16, numba and --dtype bfloat16: leave it out, or see the log"
+            "keep_gguf_blocks needs a CPU with avx512_bf16, numba and --dtype bfloat16: remove it, or see the log"
         )
     room = available_memory(device) - weight_bytes(model)
     return matrices_to_keep(model, checkpoint.config, checkpoint.blocks, kernels.block_matrices, room)

@@ -32,7 +32,7 @@ def one_key(name: str, given: str | None, file: Path | None, from_environment: s
     """The key that an option, a file or the environment gives; None if none does. Raises `ConfigError` for an option
     beside a file, a file that cannot be read, and a key that `check_key` refuses."""
     if given is not None and file is not None:
-        raise ConfigError(f"{name} and {name}_file are both given: leave one out")
+        raise ConfigError(f"{name} and {name}_file are both given: remove one")
     if given is not None:
         where, key = name, given
     elif file is not None:

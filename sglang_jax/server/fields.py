@@ -193,7 +193,7 @@ class SessionParamsBody(Body):
             if value:
                 raise ParameterError(
                     f"session_params.{name} would change what a session holds, and turns can only add to its end; "
-                    f"leave it out (got {value} for session {shown(self.id)})",
+                    f"remove it (got {value} for session {shown(self.id)})",
                     param=f"session_params.{name}",
                 )
         if not self.id:

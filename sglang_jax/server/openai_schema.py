@@ -182,7 +182,7 @@ class ChatBody(OpenAIBody):
         if self.reasoning_effort not in (None, "none"):
             if "reasoning_effort" not in tokenizer.chat_template:
                 raise UnsupportedParameterError(
-                    "reasoning_effort is not supported by this model's chat template; leave it out (got "
+                    "reasoning_effort is not supported by this model's chat template; remove it (got "
                     f"{shown(self.reasoning_effort)})",
                     param="reasoning_effort",
                 )
