@@ -122,7 +122,7 @@ def test_the_log_says_once_what_becomes_of_scales(folder: Path, plain: Path, cap
     add_tensors(folder, named("self_attn.k_scale", "self_attn.v_scale"))
     read(folder)
     assert caplog.messages == [
-        "Keys and values are stored in fp8_e4m3 at a scale of 1: the checkpoint brings no scales",
+        "Keys and values are stored in fp8_e4m3 with a scale of 1: the checkpoint has no scales",
         "The checkpoint's KV scales are not used: the KV cache is not 8-bit",
         "Keys and values are stored in fp8_e4m3 by the checkpoint's scales",
     ]

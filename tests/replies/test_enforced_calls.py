@@ -317,7 +317,7 @@ def test_tools_without_a_schema_that_is_enforced_take_any_arguments(backend: Llg
     walker = one_by_one(backend, trial, Tool("f", {"$ref": "#/$defs/A", "$defs": {"A": inner}}, strict=True))
     assert walker.takes(spelt_out(("q", "1")))
     assert not walker.takes(spelt_out())
-    with pytest.raises(ParameterError, match="anyOf at its top"):
+    with pytest.raises(ParameterError, match="anyOf at the top level"):
         one_by_one(backend, trial, Tool("f", {"anyOf": [inner]}, strict=True))
 
 

@@ -123,7 +123,7 @@ def test_a_ratio_that_does_nothing_is_told(memory: Memory, why: str, caplog: pyt
     choose_sizes(EngineConfig(swa_full_tokens_ratio=0.5), 8192, GEMMA)
     assert "--swa-full-tokens-ratio" not in caplog.text
     choose_sizes(EngineConfig(swa_full_tokens_ratio=0.5), 8192, memory)
-    assert f"--swa-full-tokens-ratio 0.5 does nothing: {why}" in caplog.text
+    assert f"--swa-full-tokens-ratio 0.5 has no effect: {why}" in caplog.text
 
 
 def test_all_pools_count_against_memory() -> None:
