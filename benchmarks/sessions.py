@@ -4,8 +4,12 @@ prompts.
     python benchmarks/sessions.py [--model demo|hybrid] [--backend jax|torch] [--turns N] [--json FILE]
 
 8 conversations at once, 150 turns of 8 tokens each, 4 output tokens; the `hybrid` model is of Qwen3.5's form with
-random weights. `first tenth` and `last tenth` are mean milliseconds of a turn, without each conversation's first;
-their ratio should be at most 1.15. The second row sends whole prompts instead, whose prefixes are cached as well.
+random weights. `first tenth` and `last tenth` are mean milliseconds of a turn, without each conversation's first.
+`last / first` should be at most 1.15 where the model's own work does not grow by more; `model's last / first` is that
+of the same conversations' steps run by themselves (`session_steps.py`). `last over the model's` is what a turn of the
+last tenth takes over what its steps take so: it should be at most 1.15, and no more than that of the first tenth, or
+the engine makes turns slower as a conversation grows. `scheduler alone`: the same two figures of scheduler and cache
+without front end, wire and client. The second row sends whole prompts instead, whose prefixes are cached as well.
 `cached`: of what came before a turn, what was found, but for less than a page. In float32, as outputs are compared:
 fails if they differ, or if pages are left in use.
 """
@@ -23,6 +27,7 @@ from typing import Any
 import numpy as np
 from hybrid_shared_prefix import MODEL
 from machine import report
+from session_steps import measure_steps
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from sglang_jax import Engine, SamplingParams
@@ -45,6 +50,12 @@ def hybrid_model(folder: Path) -> EngineConfig:
     )
 
 
+def inputs_of(number: int, turns: int) -> list[list[int]]:
+    """What each turn of a conversation adds."""
+    inputs: list[list[int]] = np.random.default_rng(number).integers(3, 4096, (turns, INPUT)).tolist()
+    return inputs
+
+
 class Talk:
     """One conversation: of each turn the output, how long it took, and which share of what came before was cached."""
 
@@ -53,8 +64,7 @@ class Talk:
         self.seconds: list[float] = []
         self.cached: list[float] = []
         self._engine = engine
-        most = min(engine.model_info.vocab_size, 4096)
-        self._inputs = np.random.default_rng(number).integers(3, most, (turns, INPUT)).tolist()
+        self._inputs = inputs_of(number, turns)
 
     def run(self, in_session: bool) -> None:
         if not in_session:
@@ -73,15 +83,36 @@ class Talk:
             history += [*new, *output.output_ids]
 
 
+def tenths(seconds: Any) -> tuple[float, float]:
+    """Mean milliseconds of the first tenth of turns, but for each conversation's first, and of the last; of seconds
+    `[conversations, turns]`."""
+    tenth = max(seconds.shape[1] // 10, 1)
+    return float(seconds[:, 1 : 1 + tenth].mean() * 1e3), float(seconds[:, -tenth:].mean() * 1e3)
+
+
+def add_model(row: dict[str, Any], config: EngineConfig, turns: int, *, in_session: bool) -> None:
+    """What of the row's figures is the model's."""
+    inputs = [inputs_of(number, turns) for number in range(TALKS)]
+    taken = measure_steps(config, inputs, SAMPLING, in_session=in_session)
+    (first, last), (first_alone, last_alone) = tenths(taken.seconds), tenths(taken.model_seconds)
+    row |= {
+        "model's first ms": first_alone,
+        "model's last ms": last_alone,
+        "model's last / first": last_alone / first_alone,
+        "first over the model's": row["first tenth ms"] / first_alone,
+        "last over the model's": row["last tenth ms"] / last_alone,
+        "scheduler alone": f"{first / first_alone:.2f}, {last / last_alone:.2f}",
+        "steps of a turn": float(taken.steps[:, -max(turns // 10, 1) :].mean()),
+    }
+
+
 def measure(engine: Engine, turns: int, *, in_session: bool) -> tuple[dict[str, Any], list[list[list[int]]]]:
     """One row of the table, and all outputs."""
     engine.flush_cache()
     talks = [Talk(engine, number, turns) for number in range(TALKS)]
     with ThreadPoolExecutor(TALKS) as pool:
         list(pool.map(lambda talk: talk.run(in_session), talks))
-    seconds = np.array([talk.seconds for talk in talks])
-    tenth = max(turns // 10, 1)
-    first, last = seconds[:, 1 : 1 + tenth].mean() * 1e3, seconds[:, -tenth:].mean() * 1e3
+    first, last = tenths(np.array([talk.seconds for talk in talks]))
     row = {
         "turns send": "what is new" if in_session else "the whole prompt",
         "first tenth ms": first,
@@ -103,6 +134,8 @@ def run(config: EngineConfig, turns: int) -> list[dict[str, Any]]:
         while engine.state()["num_running"]:
             time.sleep(0.01)
         state = engine.state()
+    for in_session, row in zip((True, False), rows, strict=True):
+        add_model(row, config, turns, in_session=in_session)
     assert outputs[0] == outputs[1], "turns of sessions give other outputs than whole prompts"
     assert (state["num_used_tokens"], state["num_memory_faults"]) == (0, 0), state
     return rows

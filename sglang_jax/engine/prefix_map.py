@@ -45,6 +45,7 @@ class PrefixMap:
             return
         run = np.zeros(pages, np.int32)
         inserted = self._tree.insert(self._tree.root(namespace), tokens[: pages * page_bytes], (run,), 0)
+        self._tree.join_path(inserted.node, pages - inserted.already_there // self._tree.page_size)
         self._tree.unlock(inserted.node)
         self._tree.evict(self._pages, self._pages.evictable - self._capacity)
 
@@ -68,6 +69,12 @@ class _CountedPages(Component):
 
     def split(self, upper: Node, lower: Node) -> None:
         """Nothing is held that could be divided."""
+
+    def may_join(self, upper: Node, lower: Node) -> bool:
+        return True
+
+    def join(self, upper: Node, lower: Node) -> None:
+        """See `split`."""
 
     def last_start(self, passed: Sequence[Passed], index: int) -> int:
         return index

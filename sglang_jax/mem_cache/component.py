@@ -61,6 +61,16 @@ class Component(ABC):
         """`upper` was just made of the first pages of `lower`, whose value is to be divided."""
 
     @abstractmethod
+    def may_join(self, upper: Node, lower: Node) -> bool:
+        """Whether `upper` and its only child can be one node, so that no place is lost at which a request may start.
+        Nobody depends on the end of `upper` alone."""
+
+    @abstractmethod
+    def join(self, upper: Node, lower: Node) -> None:
+        """The opposite of `split`, of nodes that `may_join`: `lower`, whose length is yet to change, takes over what
+        `upper` holds, which is no more."""
+
+    @abstractmethod
     def last_start(self, passed: Sequence[Passed], index: int) -> int:
         """A match went along the nodes of `passed` from a root on: the index, at most `index`, of the last one at the
         end of whose pages a request may start; -1 where only the root is left."""

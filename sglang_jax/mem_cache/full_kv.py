@@ -40,6 +40,14 @@ class FullKV(PooledComponent):
         upper.values.append(pages[:count])
         lower.values[self._index] = pages[count:]
 
+    def may_join(self, upper: Node, lower: Node) -> bool:
+        return True
+
+    def join(self, upper: Node, lower: Node) -> None:
+        pages = self.pages(upper)
+        self._move(pages, node_owner(upper.id), node_owner(lower.id))
+        lower.values[self._index] = np.concatenate((pages, self.pages(lower)))
+
     def last_start(self, passed: Sequence[Passed], index: int) -> int:
         return index
 

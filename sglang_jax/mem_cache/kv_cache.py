@@ -189,6 +189,7 @@ class KVCache:
             record.on_trust |= record.origin is not None and not record.origin.proven
             self.part_at(record, probe.known)
         self.open_rows[record.row] = record
+        self.tree.writing.add(record.serial)
         return record
 
     def part_at(self, record: RowKV, length: int) -> bool:
@@ -377,6 +378,8 @@ class KVCache:
         allocated = self.pages_for(record.kv_allocated_len)
         for group in self.groups:
             group.release(record, allocated)
+        self.tree.writing.remove(record.serial)
+        self.tree.join_path(record.locked_node, self.pages_for(record.cache_protected_len - record.matched))
         self.tree.unlock(record.locked_node)
         self._free_row(record.row)
 

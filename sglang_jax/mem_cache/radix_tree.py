@@ -109,7 +109,10 @@ class RadixTree:
     """Keys, splits, matches, locks, recency, eviction and removal; all components are told of each.
 
     `probe` reads only; `claim` splits the node in which a probe ended, so that the prefix ends at a node's end, and
-    refreshes recency. Time is a counter, not a clock, so that order is exact.
+    refreshes recency. Time is a counter, not a clock, so that order is exact. What was split, or added piece by piece,
+    is joined again once nobody needs the places between: a conversation is one node, however many turns it has.
+
+    `writing`: serials of records that may yet turn out to have computed what is not finite.
     """
 
     def __init__(self, page_size: int, components: tuple[Component, ...]) -> None:
@@ -119,6 +122,7 @@ class RadixTree:
         self._partial = [(index, one) for index, one in enumerate(components) if not one.complete]
         self.roots: dict[Namespace, Node] = {}
         self.num_nodes = 0
+        self.writing: set[int] = set()
         self._next_id = 1
         self._now = 0
         for component in components:
@@ -315,12 +319,44 @@ class RadixTree:
             keep = component.evict_at(node, component.evictable - goal)
             if keep == 0:
                 node = self._remove_leaf(node)
-            elif keep < node.length and self._trim_leaf(node, keep):
+            elif self._join(node) if keep == node.length else self._trim_leaf(node, keep):
                 continue
             if self._partial:
                 self._prune(node)
         self._give_back()
         return before - component.evictable
+
+    def join_path(self, node: Node, pages: int) -> None:
+        """The nodes of the path to `node` that hold its last `pages` pages, and the one that these follow, become one
+        node wherever nobody needs the place where they meet."""
+        seen = node.length
+        while seen <= pages and (upper := node.parent) is not None and upper.parent is not None:
+            seen += upper.length
+            if not self._join(upper):
+                node = upper
+
+    def _join(self, upper: Node) -> bool:
+        """Adds a node to its only child, whose object stays, as in `_split`; False, and nothing is changed, where that
+        is not all that is there, or not yet: somebody depends on its end, or a component has a use for it."""
+        parent = upper.parent
+        if parent is None or len(upper.children) != 1 or upper.dead:
+            return False
+        (lower,) = upper.children.values()
+        alike = (upper.locks, upper.proven) == (lower.locks, lower.proven)
+        if not alike or upper.writer in self.writing or lower.writer in self.writing:
+            return False
+        if not all(component.may_join(upper, lower) for component in self.components):
+            return False
+        for component in self.components:
+            component.join(upper, lower)
+        lower.key = upper.key + lower.key
+        lower.length += upper.length
+        lower.hits = max(upper.hits, lower.hits)
+        lower.last_access = max(upper.last_access, lower.last_access)
+        lower.parent = parent
+        parent.children[lower.key[: self.page_bytes]] = lower
+        self.num_nodes -= 1
+        return True
 
     def _prune(self, node: Node) -> None:
         """Removes a leaf that nobody depends on and at whose end no match may end, so that what it holds serves nobody;

@@ -19,8 +19,9 @@ class RowKV:
     row's KV was finite. `repointed`: the last step that was launched with copies of the row's own, in whose place
     it reads somebody else's since. `session`: it is a turn of one, so that what it leaves behind is worth keeping.
 
-    Where layers keep states: `origin`: the snapshot that it began with; `state_len`: tokens up to the last snapshot on
-    its path that it knows of; `branches`: where chunks of it are to end as other prompts part from it, ascending.
+    Where layers keep states: `origin`: the snapshot that it began with, at the end of `origin_node`, which is None once
+    there is one further on; `state_len`: tokens up to the last snapshot on its path that it knows of; `branches`: where
+    chunks of it are to end as other prompts part from it, ascending.
     """
 
     row: int
@@ -34,6 +35,7 @@ class RowKV:
     repointed: int = -1
     session: bool = False
     origin: Snapshot | None = None
+    origin_node: Node | None = None
     state_len: int = 0
     branches: list[int] = field(default_factory=list)
 

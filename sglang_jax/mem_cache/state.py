@@ -16,7 +16,8 @@ from sglang_jax.mem_cache.radix_tree import Node
 
 _HEAD_START = 8
 """A snapshot that was hit goes as though it had been used so many uses of the tree later, for each slot. Most are of
-the ends of prompts, which nobody asks for again; the few that many prompts begin with should not go for them."""
+the ends of prompts, which nobody asks for again; the few that many prompts begin with should not go for them. Those of
+a conversation are hit as well, until a turn has left the next: from then on they are as any other."""
 
 _NOTHING = np.zeros(0, np.int32)
 
@@ -28,12 +29,16 @@ class Snapshot:
     - `pins`: how many rows are to begin with it, or do so in a step in flight, and how many sessions end here;
       `sessions`: of these the sessions.
     - `hits`: how many rows began with it, and one if it was known when it was written that another prompt would.
+      `passed`: one of them has left a state further on, where whoever goes on from it will begin. `shared`: another
+      prompt was known, or a row began with it after that.
     - `writer`: serial of the record that computed it; `proven`: something was sampled from it and was finite.
     """
 
     slot: int
     pins: int = 0
     hits: int = 0
+    passed: bool = False
+    shared: bool = False
     writer: int = 0
     proven: bool = False
     sessions: int = 0
@@ -58,8 +63,8 @@ class States(PooledComponent):
 
     def _last_use(self, node: Node) -> Score:
         value = self.snapshot(node)
-        ahead = _HEAD_START * self.pool.total if value is not None and value.hits else 0
-        return (node.last_access + ahead, node.id)
+        wanted = value is not None and (value.shared or (value.hits > 0 and not value.passed))
+        return (node.last_access + _HEAD_START * self.pool.total * wanted, node.id)
 
     def snapshot(self, node: Node) -> Snapshot | None:
         """The state at the node's end, if it is there."""
@@ -137,6 +142,15 @@ class States(PooledComponent):
         self.touch(node)
         return value.slot
 
+    def pass_by(self, node: Node) -> None:
+        """A row that began with the state at the node's end, which is there, has left one further on."""
+        value = self.snapshot(node)
+        assert value is not None
+        if not value.passed:
+            value.passed = True
+            self.order.discard(node)  # it has a place by its score, which is lower now
+            self.touch(node)
+
     def has_room_on_trial(self) -> bool:
         """Whether a slot is free, or held by a snapshot that goes before a new one would that nobody has asked for."""
         if self.pool.num_free:
@@ -150,6 +164,12 @@ class States(PooledComponent):
 
     def split(self, upper: Node, lower: Node) -> None:
         upper.values.append(None)
+
+    def may_join(self, upper: Node, lower: Node) -> bool:
+        return self.snapshot(upper) is None
+
+    def join(self, upper: Node, lower: Node) -> None:
+        """There is nothing to take over."""
 
     def last_start(self, passed: Sequence[Passed], index: int) -> int:
         place = self._index

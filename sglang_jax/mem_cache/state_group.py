@@ -122,9 +122,10 @@ class StateGroup(Group):
         """The row begins with the snapshot at the node's end, or without a state at the root."""
         row, snapshot = record.row, self.component.snapshot(node)
         self._in_session[row] = record.session
-        record.state_len, record.origin = record.matched, snapshot
+        record.state_len, record.origin, record.origin_node = record.matched, snapshot, node
         if snapshot is not None:
             snapshot.hits += 1
+            snapshot.shared |= snapshot.passed
         if snapshot is not None and self.available == 1 and snapshot.pins == 0:
             slot = self.component.hand_over(node, request_owner(row))
         else:
@@ -180,14 +181,23 @@ class StateGroup(Group):
         if snapshot is None:
             return False
         record.state_len = (first + len(own)) * self.page_size
+        self._pass_origin(record)
         if snapshot.slot == own[-1]:
             snapshot.writer = record.serial
-            snapshot.hits = int(record.state_len in record.branches)
+            snapshot.shared = record.state_len in record.branches
+            snapshot.hits = int(snapshot.shared)
             self._gave_away(record.row, snapshot.slot)
             if step is not None:
                 self._begin_with(record.row, added.node, snapshot.slot)
                 self._set_slot(record.row, self._take_one(record.row))
         return False
+
+    def _pass_origin(self, record: RowKV) -> None:
+        """There is a state further on than the one that the record's row began with."""
+        node = record.origin_node
+        if node is not None and record.origin is not None and self.component.snapshot(node) is record.origin:
+            self.component.pass_by(node)
+        record.origin_node = None
 
     def last_state(self, record: RowKV, most: int) -> int:
         """Tokens up to the last page boundary, of the first `most` that a request has committed at its end, at which
@@ -218,6 +228,7 @@ class StateGroup(Group):
         snapshot = self.component.snapshot(node)
         assert snapshot is not None
         snapshot.writer, snapshot.proven = record.serial, record.proven
+        self._pass_origin(record)
         self._gave_away(record.row, slot)
 
     def release(self, record: RowKV, allocated: int) -> None:
@@ -305,10 +316,14 @@ class StateGroup(Group):
         """What the record's row sampled was finite."""
         if record.origin is not None:
             record.origin.proven = True
+        last = record.cache_protected_len // self.page_size
         for node in record.locked_node.path():
+            if last * self.page_size < record.matched:  # nothing before the prefix that it began with is its own
+                break
             snapshot = self.component.snapshot(node)
             if snapshot is not None and snapshot.writer == record.serial:
                 snapshot.proven = True
+            last -= node.length
 
     def in_doubt(self, record: RowKV, node: Node) -> bool:
         """Whether the node has a state that the record wrote or began with, and that nothing proves."""

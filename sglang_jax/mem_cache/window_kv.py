@@ -92,6 +92,23 @@ class WindowKV(PooledComponent):
         self._rank(upper, head)
         self._rank(lower, value)
 
+    def may_join(self, upper: Node, lower: Node) -> bool:
+        return not len(self.held(upper).pages) or len(self.held(lower).pages) == lower.length
+
+    def join(self, upper: Node, lower: Node) -> None:
+        head, value, rest = self.held(upper), self.held(lower), lower.length
+        if not len(head.pages):
+            return
+        self._move(head.pages, node_owner(upper.id), node_owner(lower.id))
+        self.order.discard(upper)
+        value.pages = np.concatenate((head.pages, value.pages))
+        value.covers = _united(head.covers, value.covers, rest)
+        value.session_covers = _united(head.session_covers, value.session_covers, rest)
+        value.covered, value.kept = max(value.covers, default=0), max(value.session_covers, default=0)
+        if value.proven == rest:
+            value.proven += head.proven
+        self._rank(lower, value)
+
     def last_start(self, passed: Sequence[Passed], index: int) -> int:
         # From the end on: what was computed lately is mostly there, and a look back over one window then does.
         held, reach = self.held, self.reach
@@ -291,3 +308,14 @@ def _divided(covers: dict[int, int], rest: int) -> tuple[dict[int, int], dict[in
         if count > rest:
             above[count - rest] = requests
     return above, below
+
+
+def _united(above: dict[int, int], below: dict[int, int], rest: int) -> dict[int, int]:
+    """The opposite of `_divided`: who covers pages above the last `rest` covers all of these."""
+    covers = dict(below)
+    through = sum(above.values())
+    if through:
+        covers[rest] -= through
+        if not covers[rest]:
+            del covers[rest]
+    return covers | {count + rest: requests for count, requests in above.items()}

@@ -71,6 +71,15 @@ def test_a_full_map_forgets_but_never_what_came_last(added: list[tuple[list[int]
         assert known.match(encoded(prompt), where) <= roomy.match(encoded(prompt), where)
 
 
+def test_a_prompt_that_grows_is_one_run_however_often_it_came() -> None:
+    known = PrefixMap(PAGE, 10_000)
+    for length in range(PAGE, 40 * PAGE + 1, 3 * PAGE):
+        known.add(encoded(list(range(length))), None)
+        assert known._tree.num_nodes == 1
+    known.add(encoded([*range(2 * PAGE), 7]), None)
+    assert known.match(encoded(list(range(40 * PAGE))), None) == known.num_tokens == 40 * PAGE
+
+
 def test_the_least_recently_used_goes_first() -> None:
     known = PrefixMap(PAGE, 8)
     first, second, third = [0] * 4, [1] * 4, [2] * 4

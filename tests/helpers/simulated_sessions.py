@@ -261,6 +261,7 @@ class SessionSimulation(Simulation):
             with pytest.raises(SessionNotFoundError):
                 sessions.close(name, "me")
         else:
+            assert name in sessions._open, f"session {name!r} is gone, and nobody closed it"
             sessions.close(name, "me")
             self.met["closed amid a turn"] += talk.running is not None
 
@@ -363,6 +364,6 @@ class SessionSimulation(Simulation):
         scheduler.sessions.look_after()
         assert not scheduler.sessions.count
         assert not scheduler.sessions._last
-        assert not scheduler.cache.pins.held
+        assert not scheduler.cache.pins.held, "a session that is closed keeps a pin"
         assert not any(group.component.session for group in scheduler.cache.groups)
         super().teardown()

@@ -255,6 +255,23 @@ def test_the_end_of_a_prompt_takes_no_slot_from_what_was_asked_for() -> None:
     assert cached(cache, [60] * 9) == 0
 
 
+def test_a_state_that_was_hit_goes_late_until_who_began_with_it_has_left_another() -> None:
+    cache = cache_of()
+    states = states_of(cache).component
+    run(cache, PROMPT)
+    node = cache.probe(int32_bytes(PROMPT), len(PROMPT), None).node
+    snapshot = states.snapshot(node)
+    assert snapshot is not None
+    snapshot.hits = 1
+    run(cache, [40, *PROMPT])
+    assert states.candidate() is not node
+    states.pass_by(node)
+    assert states.candidate() is node, "it has the place of any other, and was used before the other"
+    snapshot.shared = True
+    states.touch(node)
+    assert states.candidate() is not node, "somebody began there after that"
+
+
 def test_a_node_between_others_keeps_its_keys_without_a_state() -> None:
     cache = cache_of()
     run(cache, PROMPT)

@@ -140,19 +140,23 @@ def test_a_leaf_that_loses_its_tail_goes_whole_where_its_own_window_is_no_longer
 
 
 def test_a_leaf_below_a_gap_goes_as_others_do() -> None:
-    """What is above it forbids a match in it: nobody looks, but it is the next to go, and leaves nothing behind."""
-    cache = cache_of(window=21)
-    _, component = window_of(cache)
-    finish(cache, PROMPT)
-    finish(cache, [*PROMPT[:24], *range(100, 116)])
-    assert cache.tree.evict(component, 10) == 10, "the first leaf, and all that its parent has"
-    assert cached(cache, [*PROMPT[:24], *range(100, 116)]) == 0
-    full, freed = cache.groups[0].component, []
-    while full.evictable:
-        freed.append(cache.tree.evict(full, 1))
-        check_everything(cache)
-    assert freed == [1, 1, 1, 7], "the parent goes with the last page: no match can end there either"
-    assert all(group.pool.num_free == group.pool.total for group in cache.groups)
+    """What is above it forbids a match in it: nobody looks, but it is the next to go, and leaves nothing behind. Where
+    it is as proven as its parent, which has nothing left of the window, the two become one node, which goes whole."""
+    for parent_is_proven, expected in ((True, [1, 1, 1, 7]), (False, [10])):
+        cache = cache_of(window=21)
+        _, component = window_of(cache)
+        finish(cache, PROMPT)
+        finish(cache, [*PROMPT[:24], *range(100, 116)])
+        if parent_is_proven:
+            cache.tree.prove(cache.probe(int32_bytes(PROMPT[:24]), 24, None).node)
+        assert cache.tree.evict(component, 10) == 10, "the first leaf, and all that its parent has"
+        assert cached(cache, [*PROMPT[:24], *range(100, 116)]) == 0
+        full, freed = cache.groups[0].component, []
+        while full.evictable:
+            freed.append(cache.tree.evict(full, 1))
+            check_everything(cache)
+        assert freed == expected, "the parent goes with the last page: no match can end there either"
+        assert all(group.pool.num_free == group.pool.total for group in cache.groups)
 
 
 def test_who_computes_a_lost_part_again_gives_it_to_the_node() -> None:

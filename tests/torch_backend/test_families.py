@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.family_cases import (
     EVERY_FAMILY,
     FAMILIES,
     HYBRIDS,
+    FamilyCase,
     check_alignments,
     check_family,
     check_hybrid,
@@ -53,6 +55,32 @@ def test_layers_with_other_heads_in_large_pages(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_logits_of_models_that_keep_states_equal_transformers(name: str, tmp_path: Path) -> None:
     check_hybrid(HYBRIDS[name], tmp_path, _load)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        (
+            "qwen3_5_text",
+            {
+                "num_hidden_layers": 3,
+                "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+                "linear_num_key_heads": 3,
+                "linear_num_value_heads": 9,
+                "linear_key_head_dim": 24,
+                "linear_value_head_dim": 40,
+                "linear_conv_kernel_dim": 2,
+            },
+        ),
+        ("mamba2", {"conv_kernel": 3, "state_size": 24, "n_groups": 4, "use_conv_bias": False, "use_bias": False}),
+        ("lfm2", {"conv_L_cache": 6}),
+        ("granitemoehybrid", {"mamba_d_conv": 2, "mamba_n_groups": 4, "mamba_d_state": 8}),
+    ],
+)
+def test_heads_groups_and_convolutions_of_other_sizes(
+    architecture: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    check_hybrid(FamilyCase(architecture, 4, changes), tmp_path, _load)
 
 
 @pytest.mark.soak

@@ -1,0 +1,143 @@
+"""Nodes of the tree that become one, and those that must not yet: pages of four tokens, worked by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from helpers.caches import compute, int32_bytes, small_cache
+
+from sglang_jax.architectures import CacheKind
+from sglang_jax.mem_cache.invariants import check_everything
+from sglang_jax.mem_cache.kv_cache import KVCache
+from sglang_jax.mem_cache.radix_tree import RadixTree
+from sglang_jax.mem_cache.row_kv import RowKV
+from sglang_jax.runner.plan import PoolSpec
+
+PROMPT = list(range(1, 31))
+
+
+def open_row(cache: KVCache, tokens: list[int]) -> RowKV:
+    return cache.open_row(cache.probe(int32_bytes(tokens), len(tokens), None))
+
+
+def turn(cache: KVCache, tokens: list[int], *, proven: bool = True) -> None:
+    """A request that computes its prompt, samples something finite if `proven`, and ends."""
+    record = open_row(cache, tokens)
+    compute(cache, record, tokens)
+    if proven:
+        assert cache.trust.prove(record, 1)
+    cache.release_kv_cache(record, int32_bytes(tokens), insert=True)
+    check_everything(cache)
+
+
+def cached(cache: KVCache, tokens: list[int]) -> int:
+    return cache.peek(int32_bytes(tokens), len(tokens), None)
+
+
+def test_turns_become_one_node_and_part_again_where_another_goes_on_otherwise() -> None:
+    cache = small_cache()
+    for end in (8, 16, 24):
+        turn(cache, PROMPT[:end])
+        assert cache.tree.num_nodes == 1
+    turn(cache, [*PROMPT[:12], 40, 41, 42, 43])
+    assert cache.tree.num_nodes == 3
+    assert [cached(cache, PROMPT[:end]) for end in (4, 12, 23, 24)] == [4, 12, 20, 24]
+
+
+def test_what_is_not_proven_is_not_joined_to_what_is() -> None:
+    """Who samples what is not finite takes the part in doubt out of the cache, and no more."""
+    cache = small_cache()
+    turn(cache, PROMPT[:8])
+    turn(cache, PROMPT[:16], proven=False)
+    assert cache.tree.num_nodes == 2
+    record = open_row(cache, PROMPT[:16])
+    assert record.matched == 16
+    cache.trust.distrust(record)
+    cache.release_kv_cache(record, b"", insert=False)
+    assert cached(cache, PROMPT[:16]) == 8
+    turn(cache, PROMPT[:16])
+    assert cache.tree.num_nodes == 1
+    check_everything(cache)
+
+
+def test_what_a_row_wrote_that_still_runs_is_not_joined() -> None:
+    """Its next sample may not be finite: then what it wrote goes, and not what others wrote before."""
+    cache = small_cache()
+    turn(cache, PROMPT[:8])
+    writer, other = (open_row(cache, PROMPT[:16]) for _ in range(2))
+    compute(cache, writer, PROMPT[:16])
+    assert cache.trust.prove(writer, 1)
+    compute(cache, other, PROMPT[:16])
+    cache.release_kv_cache(other, int32_bytes(PROMPT[:16]), insert=True)
+    assert cache.tree.num_nodes == 2
+    cache.trust.distrust(writer)
+    assert cached(cache, PROMPT[:16]) == 8
+    cache.release_kv_cache(writer, b"", insert=False)
+    check_everything(cache)
+    assert cache.tree.writing == set()
+
+
+def test_where_somebody_depends_on_the_place_between_nothing_is_joined() -> None:
+    cache = small_cache()
+    turn(cache, PROMPT[:8])
+    other = open_row(cache, PROMPT[:8])
+    turn(cache, PROMPT[:16])
+    assert cache.tree.num_nodes == 2
+    cache.release_kv_cache(other, b"", insert=False)
+    turn(cache, PROMPT[:24])
+    assert cache.tree.num_nodes == 2, "only what a row adds, and what that follows, is looked at"
+    assert cached(cache, PROMPT[:24]) == 24
+    turn(cache, PROMPT[:8])
+    check_everything(cache)
+
+
+def test_however_many_chunks_a_turn_had_they_and_what_they_follow_become_one() -> None:
+    cache = small_cache()
+    turn(cache, PROMPT[:4])
+    record = open_row(cache, PROMPT[:28])
+    for end in range(8, 29, 4):
+        compute(cache, record, PROMPT[:end])
+    assert cache.tree.num_nodes == 7
+    assert cache.trust.prove(record, 1)
+    cache.release_kv_cache(record, int32_bytes(PROMPT[:28]), insert=True)
+    assert cache.tree.num_nodes == 1
+    check_everything(cache)
+
+
+def test_a_window_is_not_joined_over_a_gap() -> None:
+    """A long turn has given up what lies before its window: what the node above has would end up in the wrong place."""
+    cache = KVCache((PoolSpec(CacheKind.WINDOW, 25, 4, 9),), 4, 64, step_tokens=16, debug=True)
+    record, tokens = open_row(cache, PROMPT), int32_bytes(PROMPT)
+    compute(cache, record, PROMPT[:8])
+    assert cache.extend_row(record, 28)
+    cache.lengths.kv_committed[record.row] = 28
+    cache.let_go(np.array([record.row]), tight=True)
+    cache.cache_prefix(record, tokens, 28, None)
+    assert cache.trust.prove(record, 1)
+    cache.release_kv_cache(record, tokens, insert=True)
+    check_everything(cache)
+    assert [cached(cache, PROMPT[:end]) for end in (8, 16, 28)] == [8, 8, 28]
+    assert cache.tree.num_nodes == 2
+    cache.tree.evict(cache.groups[0].component, 2)
+    assert [cached(cache, PROMPT[:end]) for end in (8, 28)] == [0, 28]
+    assert cache.tree.num_nodes == 1, "what was above the gap is gone"
+    check_everything(cache)
+
+
+@pytest.mark.parametrize("what", ["locks", "proven"])
+def test_nodes_that_differ_and_are_joined_all_the_same_are_noticed(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks above are worth something: joined in spite of one difference, they fail."""
+    join = RadixTree._join
+
+    def join_anyway(self: RadixTree, upper: object) -> bool:
+        (lower,) = upper.children.values()  # type: ignore[attr-defined]
+        setattr(upper, what, getattr(lower, what))
+        return join(self, upper)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(RadixTree, "_join", join_anyway)
+    test = {
+        "locks": test_where_somebody_depends_on_the_place_between_nothing_is_joined,
+        "proven": test_what_is_not_proven_is_not_joined_to_what_is,
+    }[what]
+    with pytest.raises((AssertionError, AttributeError, KeyError)):
+        test()
