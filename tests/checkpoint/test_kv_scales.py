@@ -98,7 +98,8 @@ def test_scales_made_for_another_type_cover_the_same_range(folder: Path, caplog:
     with caplog.at_level(logging.INFO):
         np.testing.assert_allclose(read(folder, INT8) * 127, NUMBERS * 448, rtol=1e-6)
     assert [record.message for record in caplog.records] == [
-        "Keys and values are stored in int8: the checkpoint's scales, for fp8_e4m3, are converted to cover the same range"
+        "Keys and values are stored in int8: the checkpoint's scales, for fp8_e4m3, are converted to cover "
+        "the same range"
     ]
     add_tensors(folder, {}, scheme=SCHEME | {"type": "int"})
     np.testing.assert_array_equal(read(folder, INT8), NUMBERS)
