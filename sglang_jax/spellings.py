@@ -96,7 +96,6 @@ NEEDLESS: Mapping[str, OtherFlag] = {
     "async_scheduling": OtherFlag("scheduling always overlaps with the running step"),
     "chat_template_content_format": OtherFlag("text parts are always joined to one string", takes_value=True),
     "code_revision": OtherFlag("code in a checkpoint is never run", takes_value=True),
-    "disable_custom_all_reduce": OtherFlag("only the collectives of JAX and torch are used"),
     "disable_log_requests": OtherFlag("requests are never logged"),
     "disable_outlines_disk_cache": OtherFlag("outlines is not used"),
     "disable_uvicorn_access_log": OtherFlag("the access log is off unless --log-level is debug"),

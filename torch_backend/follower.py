@@ -49,7 +49,13 @@ def main(orders: Connection) -> None:
     orders.send_bytes(READY)
     progress = Progress()
     threading.Thread(target=_tell, args=(orders, progress), name="beats", daemon=True).start()
-    parallel = join(assignment.rank, assignment.size, Path(assignment.meeting_point), device)
+    parallel = join(
+        assignment.rank,
+        assignment.size,
+        Path(assignment.meeting_point),
+        device,
+        custom_all_reduce=not config.disable_custom_all_reduce,
+    )
     runner = load_rank(config, checkpoint, parallel)
     follow(runner, inbox.get, progress)
     leave()

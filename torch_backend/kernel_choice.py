@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from sglang_jax.config import AttentionBackend
-from sglang_jax.errors import ConfigError
+from sglang_jax.errors import ConfigError, how_to_install
 from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.attention.native import NativeAttention
 from torch_backend.attention.reference import ReferenceAttention
@@ -36,6 +38,7 @@ _ATTENTION_ON_GPU = (
     AttentionBackend.NATIVE,
     AttentionBackend.REFERENCE,
     AttentionBackend.SAGE,
+    AttentionBackend.FLASHINFER,
 )
 _OF_TRITON = (AttentionBackend.TRITON, AttentionBackend.SAGE)
 """Kernels that go by how keys are stored: `sage` is the name of the same where these are in int8."""
@@ -84,10 +87,13 @@ def choose_kernels(wanted: AttentionBackend, device: torch.device, form: CpuForm
     from torch_backend.recurrent.triton import TritonStates
     from torch_backend.triton_sampler import TritonSampler
 
-    if name not in _OF_TRITON:
-        return Kernels(_attention_without_kernels(name), name, TritonOperations(), TritonSampler())
     chip = Chip.of(device)
-    return Kernels(TritonAttention(chip), name, TritonOperations(), TritonSampler(), states=TritonStates())
+    operations, sampler = TritonOperations(chip.dependent_launches), TritonSampler()
+    if name is AttentionBackend.FLASHINFER:
+        return Kernels(_flashinfer(device, form), name, operations, sampler, states=TritonStates())
+    if name not in _OF_TRITON:
+        return Kernels(_attention_without_kernels(name), name, operations, sampler)
+    return Kernels(TritonAttention(chip), name, operations, sampler, states=TritonStates())
 
 
 def _on_cpu(name: AttentionBackend, wanted: AttentionBackend, form: CpuForm, cache_folder: Path) -> Kernels:
@@ -102,6 +108,16 @@ def _on_cpu(name: AttentionBackend, wanted: AttentionBackend, form: CpuForm, cac
         else:
             return Kernels(compiled.attention, name, compiled.operations, NativeSampler(), compiled.block_matrices)
     return Kernels(_attention_without_kernels(name), name, NativeOperations(), NativeSampler())
+
+
+def _flashinfer(device: torch.device, form: CpuForm) -> AttentionImplementation:
+    """By a library that is no part of the installation unless asked for."""
+    from torch_backend.attention.flashinfer import FlashInferAttention, check_form
+
+    check_form(form.dtype, form.kv_dtype, form.heads)
+    if find_spec("flashinfer") is None:
+        raise ConfigError(f"attention_backend flashinfer: flashinfer is not installed: {how_to_install('flashinfer')}")
+    return FlashInferAttention(import_module("flashinfer"), device)
 
 
 def _attention_without_kernels(name: AttentionBackend) -> AttentionImplementation:

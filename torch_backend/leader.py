@@ -35,7 +35,13 @@ def launch_group(config: EngineConfig, checkpoint: Checkpoint) -> TorchGroupRunn
     with ExitStack() as undo:
         undo.callback(followers.close)
         followers.wait_ready()
-        parallel = join(0, config.tp_size, followers.meeting_point, select_device(config.device))
+        parallel = join(
+            0,
+            config.tp_size,
+            followers.meeting_point,
+            select_device(config.device),
+            custom_all_reduce=not config.disable_custom_all_reduce,
+        )
         undo.callback(leave)
         followers.on_loss(parallel.abort)
         runner = load_rank(config, checkpoint, parallel)

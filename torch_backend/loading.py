@@ -34,7 +34,7 @@ from torch_backend.cpu_trial import CpuForm
 from torch_backend.devices import available_memory, select_device, select_dtype
 from torch_backend.graphs import Bucket, CudaCapture, mixed_buckets, row_buckets
 from torch_backend.kernel_choice import Kernels, choose_kernels
-from torch_backend.key_means import give_key_means
+from torch_backend.key_means import give_key_means, write_key_means
 from torch_backend.kv_pages import KVForm, KVPages, LayerMemory, StateDtypes
 from torch_backend.layers.shard import ModelShard
 from torch_backend.models import Transformer, build_model
@@ -148,7 +148,12 @@ def _load_on(
             " and values" if kv_form.values == torch.int8 else "",
             "; those of the checkpoint are not used" if checkpoint.has_kv_scales else "",
         )
-        give_key_means(built.model, kv, checkpoint.config, dtype=dtype, max_context=sizes.max_context)
+        means = checkpoint.key_means()
+        if means is None:
+            give_key_means(built.model, kv, checkpoint.config, dtype=dtype, max_context=sizes.max_context)
+        else:
+            logger.info("The means of keys are the checkpoint's")
+            write_key_means(means, kv, checkpoint.config, shard)
     drafting = None
     if draft is not None:
         draft.load()

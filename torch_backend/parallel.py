@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 import torch.distributed
 
+from torch_backend.symmetric_memory import SymmetricSums
+
 
 class TensorParallel(Protocol):
     """This process among those that share a model, after Megatron-LM (Shoeybi et al. 2019)."""
@@ -62,12 +64,19 @@ SINGLE = SingleProcess()
 class DistributedTensorParallel:
     """A process of a `torch.distributed` group: nccl between GPUs, gloo between CPU processes.
 
-    **Arguments:** `group`: what tensors go over; `control`: a gloo group of the same processes, for what the host says.
+    **Arguments:** `group`: what tensors go over; `control`: a gloo group of the same processes, for what the host says;
+    `sums`: what adds up small tensors in place of `group`, where something does.
     """
 
-    def __init__(self, group: torch.distributed.ProcessGroup, control: torch.distributed.ProcessGroup) -> None:
+    def __init__(
+        self,
+        group: torch.distributed.ProcessGroup,
+        control: torch.distributed.ProcessGroup,
+        sums: SymmetricSums | None = None,
+    ) -> None:
         self._group = group
         self._control = control
+        self._sums = sums
         self._rank = torch.distributed.get_rank(group)
         self._size = torch.distributed.get_world_size(group)
 
@@ -80,7 +89,11 @@ class DistributedTensorParallel:
         return self._size
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sums into `x`."""
+        """See `TensorParallel`. Every rank gets the same bits."""
+        if self._sums is not None:
+            found = self._sums.all_reduce(x)
+            if found is not None:
+                return found
         torch.distributed.all_reduce(x, group=self._group)
         return x
 

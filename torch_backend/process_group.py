@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -13,14 +14,20 @@ import torch.distributed
 
 from sglang_jax.errors import ConfigError
 from torch_backend.parallel import DistributedTensorParallel
+from torch_backend.symmetric_memory import NoSymmetricMemoryError, SymmetricSums
+
+logger = logging.getLogger(__name__)
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-def join(rank: int, size: int, meeting_point: Path, device: torch.device) -> DistributedTensorParallel:
+def join(
+    rank: int, size: int, meeting_point: Path, device: torch.device, *, custom_all_reduce: bool = True
+) -> DistributedTensorParallel:
     """Joins the group, once every rank has come.
 
-    **Arguments:** `meeting_point`: a file that does not exist before the first rank comes.
+    **Arguments:** `meeting_point`: a file that does not exist before the first rank comes; `custom_all_reduce`: whether
+    GPUs add up in each other's memory, where they can; else NCCL does.
 
     **Raises:** `ConfigError` if this process belongs to a group already.
     """
@@ -38,7 +45,24 @@ def join(rank: int, size: int, meeting_point: Path, device: torch.device) -> Dis
         return DistributedTensorParallel(control, control)
     torch.cuda.set_device(device)
     group = torch.distributed.new_group(backend="nccl", device_id=device)
-    return DistributedTensorParallel(group, control)
+    sums = _symmetric_sums(DistributedTensorParallel(group, control), group.group_name, device, custom_all_reduce)
+    return DistributedTensorParallel(group, control, sums)
+
+
+def _symmetric_sums(
+    parallel: DistributedTensorParallel, group_name: str, device: torch.device, wanted: bool
+) -> SymmetricSums | None:
+    """What adds up in the GPUs' own memory, on all ranks or on none; the log says which, and why."""
+    if not wanted:
+        logger.info("Sums over ranks: NCCL, as --disable-custom-all-reduce asks")
+        return None
+    try:
+        sums = SymmetricSums.meet(group_name, parallel.size, device, lambda yes: parallel.least(int(yes)) == 1)
+    except NoSymmetricMemoryError as error:
+        logger.info("Sums over ranks: NCCL, since the GPUs cannot read each other's memory: %s", error)
+        return None
+    logger.info("Sums over ranks: symmetric memory, %s", sums)
+    return sums
 
 
 @contextmanager

@@ -179,7 +179,7 @@ def _kernels(name: str, device: torch.device) -> Kernels:
     from torch_backend.triton_sampler import TritonSampler
 
     chip = Chip.of(device) if device.type == "cuda" else Chip(capability=90, processors=2)
-    return Kernels(name, TritonAttention(chip), TritonOperations(), TritonSampler())
+    return Kernels(name, TritonAttention(chip), TritonOperations(chip.dependent_launches), TritonSampler())
 
 
 def describe_device(device: torch.device) -> Row:

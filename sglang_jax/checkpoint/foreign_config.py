@@ -67,6 +67,16 @@ def _dtype(given: JsonFields) -> str:
 def foreign_model_config(fields: JsonFields, ends: tuple[int, ...], dtype: str) -> ModelConfig:
     """See `load_foreign_config`; `fields` are under the usual names."""
     hidden, heads = fields.required_integer("hidden_size"), fields.required_integer("num_attention_heads")
+    kv_heads = fields.count("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"{fields.file}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+        )
+    if not fields.count("head_dim") and hidden % heads:
+        raise CheckpointError(
+            f"{fields.file}: head_dim is missing, and hidden_size {hidden} is not a multiple of "
+            f"num_attention_heads {heads}"
+        )
     head_dim = fields.count("head_dim") or hidden // heads
     if head_dim % 2:
         raise CheckpointError(f"{fields.file}: heads of {head_dim} numbers; pages hold heads of an even size")
@@ -77,7 +87,7 @@ def foreign_model_config(fields: JsonFields, ends: tuple[int, ...], dtype: str) 
     def layer(sees: int | None) -> LayerConfig:
         attention = AttentionConfig(
             num_heads=heads,
-            num_kv_heads=fields.count("num_key_value_heads") or heads,
+            num_kv_heads=kv_heads,
             head_dim=head_dim,
             scale=head_dim**-0.5,
             rope=None,

@@ -38,6 +38,10 @@ _OF_QUERIES = frozenset(
 )
 """Scales of queries and probabilities, which some write beside: neither is ever rounded to 8 bits here."""
 
+_MEAN = "self_attn.k_mean"
+"""The mean of each kv head's keys, float32 `[kv_heads, head_dim]`: what a cache that keeps keys in int8 without their
+mean takes in place of one that it computes at each start. No quantiser writes one yet."""
+
 _NAME = re.compile(r"model\.layers\.(0|[1-9]\d*)\.(.+)")
 
 
@@ -47,40 +51,44 @@ class KVScaleNames:
 
     - `of`: their names by layer and side; more than one is a fault.
     - `unused`: those of queries and probabilities.
+    - `means`: names of the means of keys, by layer.
     """
 
     of: Mapping[tuple[int, Side], tuple[str, ...]]
     unused: frozenset[str]
+    means: Mapping[int, str]
 
     @classmethod
     def find(cls, names: Iterable[str], num_layers: int) -> KVScaleNames:
         """Of layers past `num_layers` none is a scale that is known."""
         of: dict[tuple[int, Side], tuple[str, ...]] = {}
-        unused = set()
+        unused, means = set(), {}
         for name in sorted(names):
             matched = _NAME.fullmatch(name)
             if matched is None or int(matched[1]) >= num_layers:
                 continue
             if matched[2] in _OF_QUERIES:
                 unused.add(name)
+            if matched[2] == _MEAN:
+                means[int(matched[1])] = name
             for spelling in _SPELLINGS:
                 for side in Side:
                     if spelling[side] == matched[2]:
                         place = (int(matched[1]), side)
                         of[place] = (*of.get(place, ()), name)
-        return cls(of, frozenset(unused))
+        return cls(of, frozenset(unused), means)
 
     def all(self) -> frozenset[str]:
-        """Every tensor that is a scale, used or not."""
-        return self.unused.union(*self.of.values())
+        """Every tensor that is a scale or a mean, used or not."""
+        return self.unused.union(self.means.values(), *self.of.values())
 
     def faults(self, reader: TensorReader, config: ModelConfig) -> list[str]:
         """What is wrong, a line for each tensor, where a checkpoint has any scale: layers or sides without one, two
         for the same, shapes that are neither one number nor one for each kv head."""
-        if not self.of:
-            return []
-        faults = []
         with_attention = [number for number, layer in enumerate(config.layers) if layer.attention is not None]
+        faults = self._faults_of_means(reader, config, with_attention)
+        if not self.of:
+            return faults
         for place in ((layer, side) for layer in with_attention for side in Side):
             names = self.of.get(place, ())
             if not names:
@@ -100,6 +108,20 @@ class KVScaleNames:
                     f"{kv_heads} kv heads"
                 )
         return faults
+
+    def _faults_of_means(self, reader: TensorReader, config: ModelConfig, with_attention: list[int]) -> list[str]:
+        """The same of means: all layers with attention have one, or none."""
+        faults = []
+        for layer in with_attention if self.means else []:
+            attention = config.layers[layer].attention
+            assert attention is not None
+            name, shape = self.means.get(layer), (attention.num_kv_heads, attention.head_dim)
+            if name is None:
+                faults.append(f"missing: model.layers.{layer}.{_MEAN} (other means of keys are there)")
+            elif reader.shape(name) != shape:
+                faults.append(f"misshapen: {name} is {reader.shape(name)}, it must be {shape}")
+        strange = sorted(self.means.keys() - with_attention)
+        return faults + [f"extra: {self.means[layer]} is of a layer without attention" for layer in strange]
 
     def _expected(self, layer: int, side: Side) -> str:
         """The name of a scale that is not there, spelt as one that is."""

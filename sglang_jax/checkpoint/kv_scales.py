@@ -79,6 +79,27 @@ def read_kv_scales(
     return KVScales(numbers, made_for)
 
 
+def read_key_means(
+    reader: TensorReader, names: KVScaleNames, config: ModelConfig
+) -> tuple[NDArray[np.float32], ...] | None:
+    """The mean of keys of each layer, float32 `[kv_heads, head_dim]`, no heads without attention; None where the
+    checkpoint brings none. `check_tensors` found their shapes right.
+
+    **Raises:** `CheckpointError` naming every tensor with a number that is not finite.
+    """
+    if not names.means:
+        return None
+    nothing = np.zeros((0, 0), np.float32)
+    found = tuple(
+        np.asarray(reader.read(names.means[layer]), np.float32) if layer in names.means else nothing
+        for layer in range(config.num_layers)
+    )
+    broken = [names.means[layer] for layer, mean in enumerate(found) if not np.isfinite(mean).all()]
+    if broken:
+        raise CheckpointError("means of keys must be finite; these are not: " + ", ".join(broken))
+    return found
+
+
 def _kv_heads(config: ModelConfig) -> list[int]:
     """Of each layer; 0 without attention."""
     return [0 if layer.attention is None else layer.attention.num_kv_heads for layer in config.layers]

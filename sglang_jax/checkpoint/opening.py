@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint.blocks import BlockReader
 from sglang_jax.checkpoint.dummy_reader import DummyReader
@@ -21,12 +24,13 @@ from sglang_jax.checkpoint.hf_config import (
     model_config_to_hf,
 )
 from sglang_jax.checkpoint.kv_scale_names import KVScaleNames
-from sglang_jax.checkpoint.kv_scales import KVScales, read_kv_scales
+from sglang_jax.checkpoint.kv_scales import KVScales, read_key_means, read_kv_scales
 from sglang_jax.checkpoint.orbax_marker import read_orbax_kv_scales
 from sglang_jax.checkpoint.reader import TensorReader
 from sglang_jax.checkpoint.resolve import DEMO, ModelSource, SourceKind, resolve_model
 from sglang_jax.checkpoint.safetensors_reader import SafetensorsReader
 from sglang_jax.checkpoint.tensors import check_tensors
+from sglang_jax.checkpoint.tied_head import as_tied_in_file
 from sglang_jax.config import LoadFormat, ModelImpl
 from sglang_jax.errors import CheckpointError
 from sglang_jax.sampling.defaults import GenerationDefaults
@@ -63,6 +67,13 @@ class Checkpoint:
         if self.reader is None:
             return self.foreign is None and read_orbax_kv_scales(self.source.path, self.config) is not None
         return bool(KVScaleNames.find(self.reader.names(), self.config.num_layers).of)
+
+    def key_means(self) -> tuple[NDArray[np.float32], ...] | None:
+        """The means of keys that it brings (see `read_key_means`); None if it has none, or is none of safetensors."""
+        if self.reader is None or self.foreign is not None:
+            return None
+        names = KVScaleNames.find(self.reader.names(), self.config.num_layers)
+        return read_key_means(self.reader, names, self.config)
 
     def kv_scales(self) -> KVScales | None:
         """The scales that it brings, read now; None if it has none.
@@ -109,7 +120,11 @@ def open_checkpoint(
     defaults = load_generation_defaults(source.path)
     if source.kind is SourceKind.ORBAX and not dummy:
         return Checkpoint(source, config, None, defaults)
-    reader = DummyReader(config, seed) if dummy else SafetensorsReader(source.path, source.remote)
+    if dummy:
+        reader = DummyReader(config, seed)
+    else:
+        reader = SafetensorsReader(source.path, source.remote)
+        config = as_tied_in_file(config, reader)
     check_tensors(reader, config)
     return Checkpoint(source, config, reader, defaults)
 

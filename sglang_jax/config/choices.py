@@ -117,7 +117,8 @@ class LoadBalanceMethod(Choice):
 
 class AttentionBackend(Choice):
     """`XLA` and `PALLAS` (TPU) are the JAX backend's; `NATIVE` (torch operations), `NUMBA` (CPU), `TRITON` (GPU) and
-    `SAGE` (keys and queries in int8, by Triton on a GPU and by torch operations on a CPU) the torch backend's."""
+    `SAGE` (keys and queries in int8, by Triton on a GPU and by torch operations on a CPU) the torch backend's, and
+    `FLASHINFER`, a library for GPUs."""
 
     AUTO = "auto"
     REFERENCE = "reference"
@@ -127,6 +128,7 @@ class AttentionBackend(Choice):
     NUMBA = "numba"
     TRITON = "triton"
     SAGE = "sage"
+    FLASHINFER = "flashinfer"
 
 
 class KVCacheDtype(Choice):

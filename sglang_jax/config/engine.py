@@ -204,6 +204,9 @@ class EngineConfig(BaseModel):
         description="attention implementation; sage: int8 keys and queries (torch backend)",
     )
     disable_cuda_graph: bool = Field(False, description="run without CUDA graphs")
+    disable_custom_all_reduce: bool = Field(
+        False, description="use only NCCL for sums over GPUs, not direct access to each other's memory (torch backend)"
+    )
     cuda_graph_max_bs: PositiveInt | None = Field(
         None,
         description="maximum batch size of a decode step that runs as a CUDA graph; default: max_running_requests, up "

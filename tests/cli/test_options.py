@@ -63,6 +63,7 @@ OTHER_VALUES: dict[str, Any] = {
     "session_memory_fraction": 0.25,
     "attention_backend": "reference",
     "disable_cuda_graph": True,
+    "disable_custom_all_reduce": True,
     "cuda_graph_max_bs": 8,
     "random_seed": 42,
     "sampling_defaults": "openai",

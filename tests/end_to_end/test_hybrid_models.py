@@ -13,7 +13,7 @@ from helpers.scheduling import RecordingChannel
 from helpers.tiny_models import TINY_VOCAB_SIZE, make_tiny_checkpoint, make_tiny_model
 
 from sglang_jax.checkpoint import open_checkpoint
-from sglang_jax.config import Backend, EngineConfig, KVCacheDtype, MambaDtype, SpeculativeAlgorithm
+from sglang_jax.config import AttentionBackend, Backend, EngineConfig, KVCacheDtype, MambaDtype, SpeculativeAlgorithm
 from sglang_jax.errors import ConfigError
 from sglang_jax.mem_cache.invariants import check_everything
 from sglang_jax.mem_cache.state_group import LEAST_GAIN
@@ -172,14 +172,17 @@ def test_states_of_half_the_size_on_request(backend: Backend, folder: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype"),
+    ("backend", "dtype", "attention"),
     [
-        (Backend.JAX, KVCacheDtype.INT8),
-        (Backend.TORCH, KVCacheDtype.FLOAT8_E4M3),
-        (Backend.TORCH, KVCacheDtype.INT8),
+        (Backend.JAX, KVCacheDtype.INT8, AttentionBackend.AUTO),
+        (Backend.TORCH, KVCacheDtype.FLOAT8_E4M3, AttentionBackend.AUTO),
+        (Backend.TORCH, KVCacheDtype.INT8, AttentionBackend.AUTO),
+        (Backend.TORCH, KVCacheDtype.AUTO, AttentionBackend.SAGE),
     ],
 )
-def test_keys_and_values_of_8_bits_beside_states(backend: Backend, dtype: KVCacheDtype, folder: Path) -> None:
+def test_keys_and_values_of_8_bits_beside_states(
+    backend: Backend, dtype: KVCacheDtype, attention: AttentionBackend, folder: Path
+) -> None:
     """A hit gives what was computed before, and rounding changes few tokens of what transformers gives."""
     config = EngineConfig(
         model_path=str(folder),
@@ -187,6 +190,7 @@ def test_keys_and_values_of_8_bits_beside_states(backend: Backend, dtype: KVCach
         device="cpu",
         dtype="float32",
         kv_cache_dtype=dtype,
+        attention_backend=attention,
         page_size=PAGE_SIZE,
         chunked_prefill_size=16,
         max_running_requests=2,
@@ -197,7 +201,7 @@ def test_keys_and_values_of_8_bits_beside_states(backend: Backend, dtype: KVCach
     )
     runner = load_backend(config)(config, open_checkpoint(str(folder)))
     pages, slots = 41 * PAGE_SIZE * 2 * 2 * 32, 11 * 4 * (4 * 16 * 8 + 3 * (2 * 2 * 16 + 4 * 8))
-    own_scales = dtype is KVCacheDtype.INT8 and backend is Backend.TORCH
+    own_scales = backend is Backend.TORCH and dtype is not KVCacheDtype.FLOAT8_E4M3
     assert (runner.report().kv_bytes == pages + slots) != own_scales, "a scale of each token takes some more"
     channel = RecordingChannel()
     scheduler = Scheduler(runner, (), config, channel)

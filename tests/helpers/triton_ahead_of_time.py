@@ -47,6 +47,7 @@ _INSTRUCTIONS = {
     "tcgen05": "tcgen05.mma",
     "cp.async": "cp.async.c",
     "tma": "cp.async.bulk.tensor",
+    "griddepcontrol": "griddepcontrol.wait",
 }
 
 
@@ -246,11 +247,11 @@ def _compile_all(capabilities: Sequence[int], only: Sequence[str], seconds: floa
     import triton
     from helpers.triton_inventory import shipped_kernels
 
-    from torch_backend.kernels.chip import Chip
+    from torch_backend.kernels.chip import Chip, can_launch_dependents
 
     kernels: dict[str, Figures] = {}
     for capability in capabilities:
-        chip = Chip(capability, processors=132)
+        chip = Chip(capability, 132, can_launch_dependents(capability))
         for shipped in shipped_kernels():
             prefix = row_prefix(capability, shipped.operation, shipped.configuration)
             if only and prefix not in only:

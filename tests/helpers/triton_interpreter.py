@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
+
+from torch_backend.kernels import dependent_launch
 
 Builder = interpreter.InterpreterBuilder
 Handle = interpreter.TensorHandle
@@ -54,6 +57,48 @@ def counted_loads() -> Iterator[Loads]:
         yield _memory.loads
     finally:
         _memory.loads = before
+
+
+@dataclass
+class Waits:
+    """Of kernels that start while the one before them ends: how many programs have waited for it.
+
+    - `free`: bytes that may be read before, first and past-the-last of each tensor.
+    - `plain`: kernels that are launched when the one before them has ended.
+    """
+
+    free: list[tuple[int, int]]
+    plain: Sequence[str] = ()
+    programs: int = 0
+    waited: bool = False
+
+    def wait(self) -> None:
+        """Stands for `griddepcontrol.wait`."""
+        self.waited = True
+        self.programs += 1
+
+    def check(self, lanes: np.ndarray, access: str) -> None:
+        inside = np.zeros(lanes.shape, bool)
+        for first, last in self.free if access == "load" else []:
+            inside |= (lanes >= first) & (lanes < last)
+        if not self.waited and not inside.all():
+            raise RuntimeError(f"a program's {access} comes before it has waited for the kernel before it")
+
+
+@contextmanager
+def dependent_launches(*free: torch.Tensor, plain: Sequence[str] = ()) -> Iterator[Waits]:
+    """Interprets kernels that start while the one before them ends: an access before a program has waited is an error,
+    but for reading what `free` holds, and for kernels of the names `plain`, which are launched after it."""
+    waits = Waits(list(_extents(list(free))), plain)
+    _memory.waits = waits
+    try:
+        with (
+            patch.object(dependent_launch, "gdc_wait", waits.wait),
+            patch.object(dependent_launch, "gdc_launch_dependents", lambda: None),
+        ):
+            yield waits
+    finally:
+        _memory.waits = None
 
 
 # -- Types that numpy does not know ------------------------------------------------------------------------------------
@@ -185,17 +230,21 @@ def _poison(dtype: Any, shape: tuple[int, ...]) -> Any:
 
 @dataclass
 class _Memory:
-    """First and past-the-last byte of every tensor of the running launch, and what has been loaded."""
+    """First and past-the-last byte of every tensor of the running launch, what has been loaded, and who has waited."""
 
     first: np.ndarray
     last: np.ndarray
     loads: Loads
+    waits: Waits | None = None
+    kernel: str = ""
 
     def check(self, pointers: Any, mask: Any, access: str) -> None:
         lanes = np.asarray(pointers.data, dtype=np.uint64)
         lanes = lanes[np.broadcast_to(mask.data, lanes.shape) != 0] if mask is not None else lanes.ravel()
         if access == "load":
             self.loads.elements += lanes.size
+        if self.waits is not None and self.kernel not in self.waits.plain:
+            self.waits.check(lanes, access)
         size = np.uint64(max(1, pointers.get_element_ty().primitive_bitwidth // 8))
         inside = np.zeros(lanes.shape, bool)
         for first, last in zip(self.first, self.last, strict=True):
@@ -234,6 +283,7 @@ def _install_bounds() -> None:
 
     def prepared(self: Any, arguments: Any, keywords: Any) -> Any:
         host, host_keywords = prepare(self, arguments, keywords)
+        _memory.kernel = self.fn.__name__
         extents = list(_extents([*host, *host_keywords.values()]))
         _memory.first = np.array([first for first, _ in extents], np.uint64)
         _memory.last = np.array([last for _, last in extents], np.uint64)
@@ -287,6 +337,8 @@ def _install_order() -> None:
             turn = int(_order.permutation[np.ravel_multi_index((x, y, z), self.grid_dim)])
             x, y, z = (int(i) for i in np.unravel_index(turn, self.grid_dim))
         set_index(self, x, y, z)
+        if _memory.waits is not None:
+            _memory.waits.waited = False
 
     Builder.set_grid_dim, Builder.set_grid_idx = shuffled_dim, shuffled_index
 

@@ -119,8 +119,10 @@ def _norms() -> Iterator[ShippedKernel]:
 def _norms_of(dtype: torch.dtype, hidden: int) -> Iterator[ShippedKernel]:
     x, weight = _empty(dtype, _TOKENS, hidden), _empty(dtype, hidden)
     configuration = f"{_name(dtype)}, hidden {hidden}"
-    yield ShippedKernel("rms_norm", configuration, lambda _: rms_norm(x, weight, 1e-6))
-    yield ShippedKernel("add_rms_norm", configuration, lambda _: add_rms_norm(x, x, weight, 1e-6))
+    yield ShippedKernel("rms_norm", configuration, lambda chip: rms_norm(x, weight, 1e-6, chip.dependent_launches))
+    yield ShippedKernel(
+        "add_rms_norm", configuration, lambda chip: add_rms_norm(x, x, weight, 1e-6, chip.dependent_launches)
+    )
 
 
 def _wide_weights() -> Iterator[ShippedKernel]:
@@ -128,14 +130,16 @@ def _wide_weights() -> Iterator[ShippedKernel]:
     hidden, dtype = 2304, torch.bfloat16
     x, weight = _empty(dtype, _TOKENS, hidden), _empty(torch.float32, hidden)
     configuration = f"{_name(dtype)}, hidden {hidden}, float32 weight"
-    yield ShippedKernel("rms_norm", configuration, lambda _: rms_norm(x, weight, 1e-6))
-    yield ShippedKernel("add_rms_norm", configuration, lambda _: add_rms_norm(x, x, weight, 1e-6))
+    yield ShippedKernel("rms_norm", configuration, lambda chip: rms_norm(x, weight, 1e-6, chip.dependent_launches))
+    yield ShippedKernel(
+        "add_rms_norm", configuration, lambda chip: add_rms_norm(x, x, weight, 1e-6, chip.dependent_launches)
+    )
 
 
 def _activation(name: str, dtype: torch.dtype) -> ShippedKernel:
     activate = {"silu_mul": silu_mul, "gelu_mul": gelu_mul}[name]
     gate_up = _empty(dtype, _TOKENS, 2 * 14_336)
-    return ShippedKernel(name, _name(dtype), lambda _: activate(gate_up))
+    return ShippedKernel(name, _name(dtype), lambda chip: activate(gate_up, chip.dependent_launches))
 
 
 def _rotations() -> Iterator[ShippedKernel]:
@@ -157,7 +161,7 @@ def _rotation(
 ) -> ShippedKernel:
     heads, kv_heads = 32, 8
 
-    def launch(_: Chip) -> object:
+    def launch(chip: Chip) -> object:
         half = _empty(torch.float32, _TOKENS, head_dim // 2)
         weight = _empty(dtype, head_dim)
         return rotate_and_write(
@@ -166,6 +170,7 @@ def _rotation(
             HeadNorms(weight, weight, 1e-6) if has_norms else None,
             KVPages.allocate(2, kv_heads, page_size, head_dim, pages, _META),
             _empty(torch.int64, _TOKENS),
+            chip.dependent_launches,
         )
 
     norms = ", head norms" if has_norms else ""

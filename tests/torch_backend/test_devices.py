@@ -267,8 +267,8 @@ class TestKernels:
         [
             (AttentionBackend.TRITON, CPU, "numba or native or reference or sage"),
             (AttentionBackend.XLA, CPU, "numba or native or reference or sage"),
-            (AttentionBackend.NUMBA, GPU, "triton or native or reference or sage"),
-            (AttentionBackend.XLA, GPU, "triton or native or reference or sage"),
+            (AttentionBackend.NUMBA, GPU, "triton or native or reference or sage or flashinfer"),
+            (AttentionBackend.XLA, GPU, "triton or native or reference or sage or flashinfer"),
         ],
     )
     def test_what_does_not_run_there_is_refused(

@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.kv_scale_checkpoints import add_tensors
 from helpers.plan_driver import PlanDriver
 from helpers.tiny_models import make_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
 from sglang_jax.checkpoint.opening import open_checkpoint
 from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig, KVCacheDtype
-from sglang_jax.errors import ConfigError
+from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.runner.calibration import LENGTH, ROWS, calibration_tokens
 from sglang_jax.runner.plan import PromptLogprobs
 from torch_backend import create_runner, loading
@@ -138,3 +139,72 @@ def test_scales_of_the_checkpoint_are_told_to_be_unused(folder: Path, caplog: py
         config = options(folder, **INT8)
         create_runner(config, open_checkpoint(config.model_path, config.load_format, seed=0)).close()
     assert any("with one scale per token" in message for message in caplog.messages)
+
+
+def test_means_of_the_checkpoint_take_the_place_of_calibrated_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those that a first start calibrated, written into the file: a second one serves the same without computing any.
+    With other means keys are rounded otherwise, and only that."""
+    folder = make_tiny_checkpoint(tmp_path, "qwen3")
+    calibrated, kept = loading.give_key_means, []
+
+    def give_and_keep(forward: object, kv: list[LayerMemory], *rest: object, **named: object) -> None:
+        calibrated(forward, kv, *rest, **named)
+        kept.extend(layer.pages.token_scales.key_mean.numpy() for layer in kv)
+
+    monkeypatch.setattr(loading, "give_key_means", give_and_keep)
+    own = logprobs_of(folder)
+    monkeypatch.setattr(loading, "give_key_means", None)  # not to be called
+    means = {f"model.layers.{layer}.self_attn.k_mean": mean for layer, mean in enumerate(kept)}
+    add_tensors(folder, means)
+    with caplog.at_level(logging.INFO):
+        assert np.array_equal(logprobs_of(folder), own)
+    assert "The means of keys are the checkpoint's" in caplog.messages
+    add_tensors(folder, {name: mean + 0.5 for name, mean in means.items()})
+    other = logprobs_of(folder)
+    assert not np.array_equal(other, own)
+    assert np.abs(other - own).max() < 0.12
+
+
+def logprobs_of(folder: Path) -> np.ndarray:
+    config = options(folder, **SAGE)
+    runner = create_runner(config, open_checkpoint(config.model_path, config.load_format, seed=0))
+    driver = PlanDriver(runner)
+    request = driver.admit(PROMPT[:17])
+    driver.step([(request, 16)], prompt_logprobs=[PromptLogprobs(0, 0, np.array(PROMPT[1:17], np.int32))])
+    runner.close()
+    return np.concatenate([part.logprobs for part in request.prompt_logprobs])
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers", "told"),
+    [
+        ((KV_HEADS, HEAD_DIM), (0,), r"missing: model.layers.1.self_attn.k_mean \(other means of keys are there\)"),
+        ((KV_HEADS,), (0, 1), r"misshapen: model.layers.0.self_attn.k_mean is \(2,\), it must be \(2, 32\)"),
+    ],
+)
+def test_means_that_do_not_fit_are_named(
+    shape: tuple[int, ...], layers: tuple[int, ...], told: str, tmp_path: Path
+) -> None:
+    folder = make_tiny_checkpoint(tmp_path, "qwen3")
+    add_tensors(folder, {f"model.layers.{layer}.self_attn.k_mean": np.zeros(shape, np.float32) for layer in layers})
+    with pytest.raises(CheckpointError, match=told):
+        open_checkpoint(str(folder))
+
+
+def test_means_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    folder, mean = make_tiny_checkpoint(tmp_path, "qwen3"), np.zeros((KV_HEADS, HEAD_DIM), np.float32)
+    broken = np.full_like(mean, np.nan)
+    add_tensors(folder, {"model.layers.0.self_attn.k_mean": mean, "model.layers.1.self_attn.k_mean": broken})
+    with pytest.raises(CheckpointError, match=r"must be finite; these are not: model.layers.1.self_attn.k_mean$"):
+        open_checkpoint(str(folder)).key_means()
+
+
+def test_the_other_backend_lets_means_pass(tmp_path: Path) -> None:
+    """Whose int8 has one scale a head and no mean."""
+    folder, mean = make_tiny_checkpoint(tmp_path, "qwen3"), np.zeros((KV_HEADS, HEAD_DIM), np.float32)
+    add_tensors(folder, {f"model.layers.{layer}.self_attn.k_mean": mean for layer in range(LAYERS)})
+    checkpoint = open_checkpoint(str(folder))
+    assert not checkpoint.has_kv_scales
+    assert checkpoint.kv_scales() is None

@@ -79,8 +79,8 @@ def launches_of(monkeypatch: pytest.MonkeyPatch, layers: int, layout: StepLayout
 @pytest.mark.parametrize(
     ("layout", "of_attention"),
     [
-        (StepLayout.decode(8, 8), {"decode_splits": 1, "merge_splits": 1}),
-        (StepLayout.mixed(8, 4, 64, 8), {"decode_splits": 1, "merge_splits": 1, "extend_blocks": 1}),
+        (StepLayout.decode(8, 8), {"decode_splits": 1}),
+        (StepLayout.mixed(8, 4, 64, 8), {"decode_splits": 1, "extend_blocks": 1}),
     ],
     ids=["decode", "mixed"],
 )

@@ -16,19 +16,24 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from transformers import AutoModelForCausalLM
 
 from sglang_jax import Engine
+from sglang_jax.architectures import ModelConfig
 from sglang_jax.checkpoint.foreign_config import load_foreign_config
 from sglang_jax.checkpoint.reader import Array, Index
 from sglang_jax.config import ALWAYS_RUN, CompilePass, chosen_passes
 from sglang_jax.errors import CheckpointError, ConfigError
+from torch_backend.compilation import twin
 from torch_backend.compilation.graph import Program, calls
-from torch_backend.compilation.hf_model import config_of, empty_model
+from torch_backend.compilation.hf_model import config_of, eager_model, empty_model
 from torch_backend.compilation.implied import Implied
 from torch_backend.compilation.manager import PASSES, GraphPass, PassManager
 from torch_backend.compilation.passes.norms import fuse_norms, fuse_sums_with_norms
 from torch_backend.compilation.step import add_rms_norm
 from torch_backend.compilation.trace import _check_guards, trace
 from torch_backend.compilation.twin import check_twin, twin_config
-from torch_backend.compilation.weights import CheckpointWeights
+from torch_backend.compilation.weights import CheckpointWeights, RandomWeights
+from torch_backend.kv_pages import KVPages, LayerMemory
+from torch_backend.native_operations import NativeOperations
+from torch_backend.operations import HeadNorms, Rotation
 
 ALL = PassManager(chosen_passes("all"))
 
@@ -64,6 +69,49 @@ def test_the_tiny_twin_computes_what_transformers_does(family: str) -> None:
 )
 def test_any_passes_compute_the_same(chosen: str) -> None:
     check_twin({"model_type": "gemma2"}, PassManager(chosen_passes(chosen)))
+
+
+def test_norms_of_heads_rotation_and_rounding_to_8_bits_are_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is rounded to float8 anywhere here: keys and values. With the passes the operation that writes them norms
+    and rotates as well; what is stored, and so what is computed, is what it is with the three apart."""
+    normed: list[bool] = []
+    write = NativeOperations.rotate_and_write
+
+    def counted(
+        operations: NativeOperations,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        norms: HeadNorms | None,
+        kv: KVPages,
+        write_slots: torch.Tensor,
+    ) -> torch.Tensor:
+        assert kv.keys.dtype == torch.float8_e4m3fn
+        normed.append(norms is not None)
+        return write(operations, qkv, rotation, norms, kv, write_slots)
+
+    monkeypatch.setattr(NativeOperations, "rotate_and_write", counted)
+    monkeypatch.setattr(twin, "_empty_pages", lambda config, _: LayerMemory(_float8_pages(config)))
+    differences = []
+    for chosen, fused in (("all", True), ("none", False)):
+        config = twin_config({"model_type": "qwen3"})
+        eager = eager_model(config, torch.float32)
+        weights = RandomWeights.of(eager)
+        with torch.no_grad():
+            for name, parameter in eager.named_parameters():
+                parameter.copy_(weights.tensor(name))
+        normed.clear()
+        found = twin._rewritten(config, weights, PassManager(chosen_passes(chosen)), None)
+        differences.append(twin._compare(eager, found))
+        assert normed == [fused] * (config.num_hidden_layers * len(twin._STEPS))
+    assert 1e-3 < differences[0] < 0.2, "keys and values are in 8 bits"
+    assert differences[1] == pytest.approx(differences[0], rel=0.02)
+
+
+def _float8_pages(config: ModelConfig) -> KVPages:
+    attention = config.layers[0].attention
+    assert attention is not None
+    shape = (1 + 2 * twin._COLUMNS, attention.num_kv_heads, twin._PAGE, attention.head_dim)
+    return KVPages.allocate(*shape, torch.float8_e4m3fn, torch.device("cpu"))
 
 
 def rewritten(family: str, manager: PassManager, **values: Any) -> Program:
@@ -270,6 +318,8 @@ def test_code_that_depends_on_the_number_of_tokens_is_refused() -> None:
         ({"model_type": "mamba"}, "num_attention_heads is missing"),
         ({"model_type": "qwen3_next"}, "layer_types has linear_attention; model_impl transformers serves"),
         ({"model_type": "gpt2", "n_embd": 36}, "heads of 3 numbers"),
+        ({"num_key_value_heads": 5}, "num_attention_heads 32 is not a multiple of num_key_value_heads 5"),
+        ({"model_type": "gpt2", "n_embd": 100}, "hidden_size 100 is not a multiple of num_attention_heads 12"),
     ],
     ids=lambda value: str(value)[:40],
 )

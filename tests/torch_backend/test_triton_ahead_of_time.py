@@ -111,6 +111,15 @@ def test_attention_reads_keys_ahead() -> None:
     assert [name for name, figures in rows.items() if "cp.async" not in figures.instructions] == []
 
 
+def test_small_kernels_start_while_the_one_before_ends_where_the_chip_can() -> None:
+    names = ("rms_norm_kernel", "gated_kernel", "rotate_and_write_kernel", "decode_splits")
+    rows = {name: row for name, row in RECORDED.kernels.items() if name.endswith(names)}
+    assert {name.split()[0] for name in rows} == {f"sm_{chip}" for chip in SHARED_MEMORY}
+    for name, row in rows.items():
+        can = int(name.split()[0].removeprefix("sm_")) >= 90
+        assert ("griddepcontrol" in row.instructions) is can, name
+
+
 def test_the_table_reads_back_as_it_was_written() -> None:
     assert RECORDED.dumps() == TABLE.read_text()
 
@@ -180,6 +189,37 @@ for options in ({}, {"maxnreg": 96}):
     (figures,) = compile_launch(lambda: launch(**options), 90).values()
     print(figures.stack_bytes, *figures.instructions)
 """
+
+
+MERGING = """
+import helpers.triton_ahead_of_time as ahead
+from helpers.triton_inventory import shipped_kernels
+from torch_backend.kernels.chip import Chip
+
+wanted = "decode_attention", "bfloat16, head_dim 128, group 4, bfloat16 pages of 16"
+launch = next(each.launch for each in shipped_kernels() if (each.operation, each.configuration) == wanted)
+found, figures = {}, ahead._figures
+ahead._figures = lambda kernel: found.update({kernel.metadata.name: kernel.asm["ptx"]}) or figures(kernel)
+ahead.compile_launch(lambda: launch(Chip(90, 132, True)), 90)
+print(found["decode_splits"])
+"""
+
+
+def test_the_last_split_reads_what_others_have_stored(tmp_path: Path) -> None:
+    """All threads have stored their sums when one counts, and none reads before it has; they are read from the cache
+    that all multiprocessors share. And nothing is read before the kernel in front has ended."""
+    program = tmp_path / "merging.py"
+    program.write_text(MERGING)
+    assembly = run_compiling([sys.executable, str(program)])
+    before, counting, after = assembly.partition("atom.global.gpu.acq_rel.add")
+    assert counting
+    assert before.rindex("bar.sync") > before.rindex("st.global")
+    assert after.index("bar.sync") < after.index("ld.global")
+    loads = re.findall(r"ld\.global[.a-z0-9]*", after[: after.rindex("ld.global.cg")])
+    assert loads
+    assert all(".cg" in load for load in loads)
+    waiting = assembly.index("griddepcontrol.wait")
+    assert waiting < min(assembly.index("ld.global"), assembly.index("cp.async"))
 
 
 def test_spills_and_matrix_instructions_are_seen(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -146,6 +147,41 @@ def test_a_row_is_batch_invariant(window: int | None) -> None:
     for seed in range(3):
         with shuffled_programs(seed):
             assert torch.equal(attend(step), together)
+
+
+def test_whoever_finishes_last_merges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, in layers one after the other, in the same memory: none reads what another has left, and none counts it."""
+    merge, merges = decode_attention.merge_splits, []
+
+    def counted(*arguments: Any, **constants: Any) -> None:
+        merges.append(1)
+        merge(*arguments, **constants)
+
+    monkeypatch.setattr(decode_attention, "merge_splits", counted)
+    steps = [make_step(decode(600, 9, 270, kv_heads=2, page_size=16, padding=1), number) for number in (0, 1)]
+    batch = steps[0].batch
+    assert torch.equal(steps[1].batch.kv_lens, batch.kv_lens)
+    expected = [attend(step) for step in steps]
+    plan = plan_decode(batch.kv_lens, batch.num_decode, 1024, kv_heads=2, window=None)
+    partials = decode_attention.Partials.allocate(plan, steps[0].queries)
+    for seed in (None, 1):
+        for step, wanted in zip(steps, expected, strict=True):
+            partials.weighted.fill_(torch.nan)
+            partials.sums.fill_(torch.nan)
+            output = torch.full_like(step.queries, torch.nan)
+            table, lens = step.batch.page_table, step.batch.kv_lens
+            with shuffled_programs(seed):
+                decode_attention.decode_attention(
+                    step.queries, step.kv, table, lens, step.options, plan, partials, output, HOPPER
+                )
+            assert torch.equal(output, wanted)
+            assert not plan.finished.any()
+    assert len(merges) == 6 * 2 * 2  # two rows of several splits, of two kv heads
+
+
+def test_a_row_of_the_most_splits_is_merged_in_parts() -> None:
+    """More than are read at a time: eight heads of 128 numbers, of which eight splits are."""
+    check(decode(20 * SPLIT + 3, 5, kv_heads=1, group=8, head_dim=128, page_size=64, sinks=True))
 
 
 def test_layers_of_one_step_share_what_they_may() -> None:

@@ -13,7 +13,7 @@ from torch_backend.compilation.manager import PassManager
 from torch_backend.compilation.trace import trace
 from torch_backend.compilation.traced_model import ReadWeight, TracedTransformer, check_sites
 from torch_backend.compilation.twin import check_twin
-from torch_backend.compilation.weights import CheckpointWeights, RandomWeights
+from torch_backend.compilation.weights import CheckpointWeights, RandomWeights, has_own_head
 from torch_backend.operations import Operations
 
 
@@ -34,13 +34,17 @@ def build_traced(
     assert checkpoint.foreign is not None
     manager = PassManager(config.passes)
     dump = config.dump_graphs
-    empty = empty_model(config_of(checkpoint.foreign), dtype)
+    values = checkpoint.foreign
+    empty = empty_model(config_of(values), dtype)
+    if checkpoint.reader is not None and has_own_head(empty, checkpoint.reader):
+        values = {**values, "tie_word_embeddings": False}
+        empty = empty_model(config_of(values), dtype)
     weights: CheckpointWeights | RandomWeights
     if checkpoint.reader is None:  # dummy weights
         weights = RandomWeights.of(empty, config.random_seed)
     else:
         weights = CheckpointWeights.of(empty, checkpoint.reader)
-    check_twin(checkpoint.foreign, manager, None if dump is None else dump / "twin")
+    check_twin(values, manager, None if dump is None else dump / "twin")
     program = trace(empty)
     manager.run(program, Implied.by(empty, program, checkpoint.config.num_layers), dump)
     check_sites(program, checkpoint.config)

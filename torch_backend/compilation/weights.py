@@ -15,6 +15,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, apply_renamings
 
 from sglang_jax.checkpoint.reader import TensorReader
+from sglang_jax.checkpoint.tied_head import head_differs
 from sglang_jax.errors import CheckpointError, cut
 from torch_backend.compilation.graph import Weight
 
@@ -74,6 +75,22 @@ class CheckpointWeights:
             array[first : first + len(found)] = found
             first += len(found)
         return value
+
+
+def has_own_head(model: PreTrainedModel, reader: TensorReader) -> bool:
+    """Whether the checkpoint has another matrix where the model ties one to another: transformers unties them then."""
+    there, prefix = _under_present_names(model, reader.names()), f"{model.base_model_prefix}."
+
+    def called(name: str) -> str:
+        return there.get(name) or there.get(name.removeprefix(prefix)) or name
+
+    return any(head_differs(reader, called(head), called(source)) for head, source in _tied(model).items())
+
+
+def _tied(model: PreTrainedModel) -> dict[str, str]:
+    """Names of parameters that are others, and of those."""
+    tied: dict[str, str] = model.all_tied_weights_keys
+    return tied
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,18 +110,7 @@ def attend(
         # give half of its pipeline to them and keep as many tiles fewer under way.
         page = _load_pages(pages, start + KEYS, last, PAGE_SIZE, KEYS)
         offsets = slots[:, None] + dims[None, :]
-
-        # What lies behind the last key or before the oldest may be NaN, and NaN times a weight of 0 is NaN: it is not
-        # read.
-        if EDGES:
-            held = (places < last)[:, None] & (dims < HEAD_DIM)[None, :]
-            if window is not None:
-                held = held & (places >= oldest)[:, None]
-            key_tile = tl.load(keys + offsets, mask=held, other=0.0)
-        elif WIDTH == HEAD_DIM:
-            key_tile = tl.load(keys + offsets)
-        else:
-            key_tile = tl.load(keys + offsets, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+        key_tile = _load_tile(keys + offsets, places, dims, last, oldest, window, EDGES, HEAD_DIM, WIDTH)
         if key_scales is not None:
             by_token = _load_scales(key_scales, tokens, places, last, oldest, window, EDGES)
             scores = tl.dot(queries, tl.trans(key_tile)).to(tl.float32) * by_token[None, :]
@@ -156,21 +145,29 @@ def attend(
         shrink = tl.exp2(largest - base)
         total = total * shrink + tl.sum(weights, 1)
         weighted = weighted * shrink[:, None]
-
-        if EDGES:
-            held = (places < last)[:, None] & (dims < HEAD_DIM)[None, :]
-            if window is not None:
-                held = held & (places >= oldest)[:, None]
-            value_tile = tl.load(values + offsets, mask=held, other=0.0)
-        elif WIDTH == HEAD_DIM:
-            value_tile = tl.load(values + offsets)
-        else:
-            value_tile = tl.load(values + offsets, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+        value_tile = _load_tile(values + offsets, places, dims, last, oldest, window, EDGES, HEAD_DIM, WIDTH)
         if value_scales is not None:
             weights *= _load_scales(value_scales, tokens, places, last, oldest, window, EDGES)[None, :]
         weighted = tl.dot(weights.to(COMPUTE), widened(value_tile, COMPUTE), weighted, input_precision="ieee")
         largest = new_largest
     return largest, total, weighted
+
+
+@triton.jit
+def _load_tile(
+    at, places, dims, last, oldest, window, EDGES: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Keys or values `[KEYS, WIDTH]`. What lies behind the last key or before the oldest may be NaN, and NaN times a
+    weight of 0 is NaN: it is not read."""
+    if EDGES:
+        held = (places < last)[:, None] & (dims < HEAD_DIM)[None, :]
+        if window is not None:
+            held = held & (places >= oldest)[:, None]
+        return tl.load(at, mask=held, other=0.0)
+    elif WIDTH == HEAD_DIM:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=(dims < HEAD_DIM)[None, :], other=0.0)
 
 
 @triton.jit

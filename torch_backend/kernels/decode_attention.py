@@ -1,17 +1,18 @@
 """Attention of decode rows: one query each, over keys that are read once and at the speed of the memory.
 
 A row's keys are cut into splits that are attended independently and merged at the end (Flash-Decoding, Dao et al.
-2023). Three kernels:
+2023). Two kernels:
 
 - `plan_splits`, once a step for all layers of one window: how many splits each row has, and whose the i-th is.
 - `decode_splits`: as many programs as the chip runs at a time go through all splits of all kv heads in turn, so that
   short rows leave no idle programs behind and the launch is the same whatever the lengths. One program attends with
-  all query heads of a kv head, which reads keys and values once. The row of a single split is finished here.
-- `merge_splits`: the other rows, and zeros for padding.
+  all query heads of a kv head, which reads keys and values once. The program that finishes a row's last split, of all
+  splits of that kv head, merges them; a counter tells it that it is the last.
 
-Where the splits lie follows from the row's own length, the window and the number of kv heads alone. A row's result is
-therefore the same, bit for bit, whatever other rows are in the batch and whatever chip shares out the work. Lengths are
-read on the device: the launches can be captured in a CUDA graph.
+Where the splits lie follows from the row's own length, the window and the number of kv heads alone, and they are merged
+in their own order, whichever was finished last. A row's result is therefore the same, bit for bit, whatever other rows
+are in the batch and whatever chip shares out the work. Lengths are read on the device: the launches can be captured in
+a CUDA graph.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from torch_backend.kernels.attention_tiles import (
     with_sinks,
 )
 from torch_backend.kernels.chip import Chip
+from torch_backend.kernels.dependent_launch import after_previous
 from torch_backend.kernels.integers import queries_as_integers
 from torch_backend.kernels.work_items import WorkItems, write_items
 from torch_backend.kv_pages import KVPages
@@ -51,7 +53,9 @@ _SPLITS_OF_ALL_HEADS = 256
 
 _LARGEST_SPLITS = 128
 _SMALLEST_DOT = 16
+
 _MERGED_AT_ONCE = tl.constexpr(8)
+"""Splits whose sums are read at a time when they are merged."""
 
 _SHARED_OF_PROCESSOR = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024, 103: 228 * 1024}
 """Bytes of shared memory of a multiprocessor, which its programs divide among themselves."""
@@ -109,10 +113,12 @@ class DecodePlan:
     """The splits of a step's decode rows, for layers of one window and number of kv heads.
 
     - `items`: one for each split.
+    - `finished`: int32 `[R, kv_heads]`, 0 between two layers: in a layer, how many splits have been attended.
     - `row_bound`: splits of one row at most. `items.owners` has room for that many of each row.
     """
 
     items: WorkItems
+    finished: torch.Tensor
     window: int | None
     row_bound: int
 
@@ -125,15 +131,25 @@ def plan_decode(kv_lens: torch.Tensor, num_decode: int, longest: int, kv_heads: 
     row_bound = splits_bound(kv_heads)
     splits = min(row_bound, triton.cdiv(min(longest, (window or longest) + _ALIGNMENT.value), _SPLIT.value))
     items = WorkItems.allocate(num_decode, num_decode * splits, kv_lens.device)
+    finished = torch.empty(num_decode, kv_heads, dtype=torch.int32, device=kv_lens.device)
     plan_splits[(num_decode,)](
-        items.starts, items.owners, kv_lens, num_decode, window, ROW_BOUND=row_bound, BLOCK=128, num_warps=1
+        items.starts,
+        items.owners,
+        finished,
+        kv_lens,
+        num_decode,
+        window,
+        KV_HEADS=kv_heads,
+        ROW_BOUND=row_bound,
+        BLOCK=128,
+        num_warps=1,
     )
-    return DecodePlan(items, window, row_bound)
+    return DecodePlan(items, finished, window, row_bound)
 
 
 @dataclass(frozen=True, slots=True)
 class Partials:
-    """What splits hand over to `merge_splits`: about 1/64 of the bytes of the keys and values that were read.
+    """What splits hand over to the one that merges them: about 1/64 of the bytes of the keys and values that were read.
 
     - `weighted`: float32 `[bound, heads, head_dim]`, the weighted sum of values.
     - `sums`: float32 `[2, bound, heads]`: the largest score in units of log2(e), and the sum of exponentials.
@@ -182,6 +198,8 @@ def decode_attention(
     _, kv_heads, page_size, _ = kv.keys.shape
     rows = plan.items.starts.shape[0] - 1
     tile = decode_tile(head_dim, kv.keys.dtype, chip, kv.values.dtype)
+    group, width = heads // kv_heads, triton.next_power_of_2(head_dim)
+    heads_merged = triton.next_power_of_2(group)
     by_token = kv.token_scales
     programs = min(plan.items.owners.shape[0] * kv_heads, chip.processors * tile.programs)
     decode_splits[(programs,)](
@@ -197,6 +215,7 @@ def decode_attention(
         kv_lens,
         plan.items.starts,
         plan.items.owners,
+        plan.finished,
         partials.weighted,
         partials.sums,
         output,
@@ -208,30 +227,19 @@ def decode_attention(
         options.soft_cap,
         plan.window,
         KV_HEADS=kv_heads,
-        GROUP=heads // kv_heads,
-        GROUP_WIDTH=max(triton.next_power_of_2(heads // kv_heads), _SMALLEST_DOT),
+        GROUP=group,
+        GROUP_WIDTH=max(heads_merged, _SMALLEST_DOT),
         HEAD_DIM=head_dim,
-        WIDTH=triton.next_power_of_2(head_dim),
+        WIDTH=width,
         PAGE_SIZE=page_size,
         KEYS=tile.keys,
         ROW_BOUND=plan.row_bound,
+        HEADS_MERGED=heads_merged,
         COMPUTE=TRITON_TYPES[compute_type(queries.dtype, kv.keys.dtype)],
+        DEPENDENT=chip.dependent_launches,
         num_warps=tile.warps,
         num_stages=tile.stages,
-    )
-    merge_splits[(rows, heads)](
-        partials.weighted,
-        partials.sums,
-        plan.items.starts,
-        kv.value_scale,
-        options.sinks,
-        output,
-        partials.sums.stride(0),
-        GROUP=heads // kv_heads,
-        HEAD_DIM=head_dim,
-        WIDTH=triton.next_power_of_2(head_dim),
-        ROW_BOUND=plan.row_bound,
-        num_warps=1,
+        launch_pdl=chip.dependent_launches,
     )
 
 
@@ -247,10 +255,24 @@ def split_keys(kv_lens, window, ROW_BOUND: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["kv_lens"])
-def plan_splits(starts, owners, kv_lens, rows, window, ROW_BOUND: tl.constexpr, BLOCK: tl.constexpr):
-    """One program for each row counts the splits of all rows before it: `[R + 1]` starts and `[bound]` owners."""
+def plan_splits(
+    starts,
+    owners,
+    finished,
+    kv_lens,
+    rows,
+    window,
+    KV_HEADS: tl.constexpr,
+    ROW_BOUND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program for each row counts the splits of all rows before it: `[R + 1]` starts and `[bound]` owners. None is
+    finished yet."""
     row = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
+    for start in range(0, KV_HEADS, BLOCK):
+        some = start + lanes
+        tl.store(finished + row * KV_HEADS + some, tl.zeros([BLOCK], tl.int32), mask=some < KV_HEADS)
     counts = tl.zeros([BLOCK], tl.int32)
     for start in range(0, row, BLOCK):
         lens = tl.load(kv_lens + start + lanes, mask=start + lanes < row, other=0)
@@ -276,6 +298,7 @@ def decode_splits(
     kv_lens,
     starts,
     owners,
+    finished,
     partial_weighted,
     partial_sums,
     output,
@@ -294,7 +317,9 @@ def decode_splits(
     PAGE_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
     ROW_BOUND: tl.constexpr,
+    HEADS_MERGED: tl.constexpr,
     COMPUTE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Attends with the `GROUP` queries of one kv head over one split after the other.
 
@@ -303,6 +328,7 @@ def decode_splits(
     lanes = tl.arange(0, GROUP_WIDTH)
     dims = tl.arange(0, WIDTH)
     wanted = (lanes < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    after_previous(DEPENDENT)
     # Nothing that all turns share is computed ahead: held through a split's tiles, it would spill.
     for item in tl.range(tl.program_id(0), tl.load(starts + rows) * KV_HEADS, tl.num_programs(0), disable_licm=True):
         place = item // KV_HEADS
@@ -366,54 +392,105 @@ def decode_splits(
             tl.store(partial_weighted + entries[:, None] * HEAD_DIM + dims[None, :], weighted, mask=wanted)
             tl.store(partial_sums + entries, largest, mask=lanes < GROUP)
             tl.store(partial_sums + sums_stride + entries, total, mask=lanes < GROUP)
+            # One thread counts for all, once all have stored; whoever counts last sees what the others had stored.
+            tl.debug_barrier()
+            done = finished + row * KV_HEADS + kv_head
+            if tl.atomic_add(done, 1, sem="acq_rel") == count - 1:
+                tl.store(done, 0)  # for the next layer
+                merge_splits(
+                    partial_weighted,
+                    partial_sums,
+                    place - split,
+                    count,
+                    row,
+                    kv_head,
+                    value_scale,
+                    sinks,
+                    output,
+                    sums_stride,
+                    KV_HEADS=KV_HEADS,
+                    GROUP=GROUP,
+                    HEAD_DIM=HEAD_DIM,
+                    WIDTH=WIDTH,
+                    ROW_BOUND=ROW_BOUND,
+                    HEADS_MERGED=HEADS_MERGED,
+                )
+    zero_padding(starts, output, rows, HEADS=KV_HEADS * GROUP, HEAD_DIM=HEAD_DIM, WIDTH=WIDTH)
 
 
-@triton.jit(do_not_specialize=["sums_stride"])
+@triton.jit
 def merge_splits(
     partial_weighted,
     partial_sums,
-    starts,
+    first,
+    count,
+    row,
+    kv_head,
     value_scale,
     sinks,
     output,
     sums_stride,
+    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     ROW_BOUND: tl.constexpr,
+    HEADS_MERGED: tl.constexpr,
 ):
-    """Merges the splits of one head of one row, in order; one split was finished already, none gives 0."""
-    row = tl.program_id(0)
-    head = tl.program_id(1)
-    heads = tl.num_programs(1)
-    first = tl.load(starts + row).to(tl.int64)
-    count = tl.load(starts + row + 1) - first.to(tl.int32)
-    dims = tl.arange(0, WIDTH)
-    at = output + (row.to(tl.int64) * heads + head) * HEAD_DIM + dims
-    if count == 0:
-        tl.store(at, tl.zeros([WIDTH], output.dtype.element_ty), mask=dims < HEAD_DIM)
-    if count > 1:
-        splits = tl.arange(0, ROW_BOUND)
-        sums = partial_sums + first * heads + head
-        largest = tl.load(sums + splits * heads, mask=splits < count, other=float("-inf"))
-        totals = tl.load(sums + sums_stride + splits * heads, mask=splits < count, other=0.0)
-        base = tl.max(largest, 0)
-        if sinks is not None:
-            sink = tl.load(sinks + head) * LOG2_E
-            base = tl.maximum(base, sink)
-        total = tl.sum(totals * tl.exp2(largest - base), 0)
-        if sinks is not None:
-            total += tl.exp2(sink - base)
-        weighted = tl.zeros([WIDTH], tl.float32)
-        lanes = tl.arange(0, _MERGED_AT_ONCE)
-        for start in range(0, count, _MERGED_AT_ONCE):
-            some = start + lanes
-            shares = tl.exp2(tl.load(sums + some * heads, mask=some < count, other=float("-inf")) - base)
-            entries = (first + some) * heads + head
-            wanted = (some < count)[:, None] & (dims < HEAD_DIM)[None, :]
-            tile = tl.load(partial_weighted + entries[:, None] * HEAD_DIM + dims[None, :], mask=wanted, other=0.0)
-            weighted += tl.sum(tile * shares[:, None], 0)
-        result = weighted / total
-        if value_scale is not None:
-            result *= tl.load(value_scale + head // GROUP)
-        tl.store(at, result.to(output.dtype.element_ty), mask=dims < HEAD_DIM)
+    """Merges the splits `first : first + count` of the heads of `kv_head`, in order.
+
+    They are read past the first level of caches, which may hold what lay there in the layer before.
+    """
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    # Zero, which the compiler does not know: it would compute all places ahead, and hold them through a split's tiles.
+    zero = first >> 31
+    splits = tl.arange(0, ROW_BOUND) + zero
+    group = tl.arange(0, HEADS_MERGED) + zero
+    dims = tl.arange(0, WIDTH) + zero
+    heads = kv_head * GROUP + group
+    before = first.to(tl.int64) * HEADS
+    sums = partial_sums + before + heads
+    here = (splits < count)[:, None] & (group < GROUP)[None, :]
+    at = splits[:, None] * HEADS
+    largest = tl.load(sums[None, :] + at, mask=here, other=float("-inf"), cache_modifier=".cg")
+    totals = tl.load(sums[None, :] + sums_stride + at, mask=here, other=0.0, cache_modifier=".cg")
+    base = tl.max(largest, 0)
+    if sinks is not None:
+        sink = tl.load(sinks + heads, mask=group < GROUP, other=0.0) * LOG2_E
+        base = tl.maximum(base, sink)
+    else:
+        # Heads that there are not: infinities must not be subtracted from each other.
+        base = tl.where(group < GROUP, base, 0.0)
+    total = tl.sum(totals * tl.exp2(largest - base[None, :]), 0)
+    if sinks is not None:
+        total += tl.exp2(sink - base)
+    total = tl.where(group < GROUP, total, 1.0)
+    weighted = tl.zeros([HEADS_MERGED, WIDTH], tl.float32)
+    inside = heads[:, None] * HEAD_DIM + dims[None, :]
+    wanted = (group < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    values = partial_weighted + before * HEAD_DIM + inside
+    for start in tl.range(0, count, _MERGED_AT_ONCE):
+        # Written out, so that all of these are read before the first is needed.
+        for split in tl.static_range(_MERGED_AT_ONCE):
+            there = start + split < count
+            behind = (start + split) * HEADS
+            each = tl.load(sums + behind, mask=there & (group < GROUP), other=float("-inf"), cache_modifier=".cg")
+            tile = tl.load(values + behind * HEAD_DIM, mask=there & wanted, other=0.0, cache_modifier=".cg")
+            weighted = tl.fma(tile, tl.exp2(each - base)[:, None] + tl.zeros_like(tile), weighted)
+    result = weighted / total[:, None]
+    if value_scale is not None:
+        result *= tl.load(value_scale + kv_head)
+    asked = output + row.to(tl.int64) * (HEADS * HEAD_DIM) + inside
+    tl.store(asked, result.to(output.dtype.element_ty), mask=wanted)
+
+
+@triton.jit
+def zero_padding(starts, output, rows, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows without a split get zeros. Programs share them out from the last one on, which has the fewest splits."""
+    lanes = tl.arange(0, WIDTH)
+    for row in tl.range(tl.num_programs(0) - 1 - tl.program_id(0), rows, tl.num_programs(0)):
+        if tl.load(starts + row + 1) == tl.load(starts + row):
+            begin = output + row.to(tl.int64) * (HEADS * HEAD_DIM)
+            for some in range(0, HEADS * HEAD_DIM, WIDTH):
+                nothing = tl.zeros([WIDTH], output.dtype.element_ty)
+                tl.store(begin + some + lanes, nothing, mask=some + lanes < HEADS * HEAD_DIM)

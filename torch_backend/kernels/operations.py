@@ -15,25 +15,30 @@ class TritonOperations:
     """Implements `torch_backend.operations.Operations` by one kernel launch for each call.
 
     Nothing here reads a tensor on the host, so that all of it can be captured in a CUDA graph.
+
+    **Arguments:** `dependent`: kernels start while those before them end (`Chip.dependent_launches`).
     """
+
+    def __init__(self, dependent: bool = False) -> None:
+        self._dependent = dependent
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `Operations`."""
-        return rms_norm(x, weight, eps)
+        return rms_norm(x, weight, eps, self._dependent)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Operations`; writes the norm into `x` and the sum into `residual`."""
-        return add_rms_norm(x, residual, weight, eps)
+        return add_rms_norm(x, residual, weight, eps, self._dependent)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See `Operations`."""
-        return silu_mul(gate_up)
+        return silu_mul(gate_up, self._dependent)
 
     def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See `Operations`."""
-        return gelu_mul(gate_up)
+        return gelu_mul(gate_up, self._dependent)
 
     def rotate_and_write(
         self,
@@ -44,4 +49,4 @@ class TritonOperations:
         write_slots: torch.Tensor,
     ) -> torch.Tensor:
         """See `Operations`."""
-        return rotate_and_write(qkv, rotation, norms, kv, write_slots)
+        return rotate_and_write(qkv, rotation, norms, kv, write_slots, self._dependent)

@@ -6,25 +6,30 @@ import torch
 import triton
 import triton.language as tl
 
+from torch_backend.kernels.dependent_launch import after_previous
+
 _MAX_HIDDEN = 32_768
 
 
 @triton.jit
-def _rms_norm_kernel(x, weight, out, hidden, eps, BLOCK: tl.constexpr):
+def _rms_norm_kernel(x, weight, out, hidden, eps, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * hidden
     lanes = tl.arange(0, BLOCK)
     inside = lanes < hidden
+    weights = tl.load(weight + lanes, mask=inside, other=0.0).to(tl.float32)
+    after_previous(DEPENDENT)
     values = tl.load(x + row + lanes, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 0) / hidden + eps)
-    weights = tl.load(weight + lanes, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row + lanes, (values * scale * weights).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _add_rms_norm_kernel(x, residual, weight, hidden, eps, BLOCK: tl.constexpr):
+def _add_rms_norm_kernel(x, residual, weight, hidden, eps, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * hidden
     lanes = tl.arange(0, BLOCK)
     inside = lanes < hidden
+    weights = tl.load(weight + lanes, mask=inside, other=0.0).to(tl.float32)
+    after_previous(DEPENDENT)
     values = tl.load(x + row + lanes, mask=inside, other=0.0).to(tl.float32)
     values += tl.load(residual + row + lanes, mask=inside, other=0.0).to(tl.float32)
     # Rounded before the norm, which then sees what the next layer will add to.
@@ -32,22 +37,34 @@ def _add_rms_norm_kernel(x, residual, weight, hidden, eps, BLOCK: tl.constexpr):
     tl.store(residual + row + lanes, rounded, mask=inside)
     values = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 0) / hidden + eps)
-    weights = tl.load(weight + lanes, mask=inside, other=0.0).to(tl.float32)
     tl.store(x + row + lanes, (values * scale * weights).to(x.dtype.element_ty), mask=inside)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis of a contiguous `[T, hidden]`, in the type of `x`."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, dependent: bool = False) -> torch.Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis of a contiguous `[T, hidden]`, in the type of `x`.
+
+    **Arguments:** `dependent`: the kernel starts while the one before it ends (`kernels.dependent_launch`).
+    """
     out = torch.empty_like(x)
     rows, hidden = _rows_and_hidden(x, weight)
     if rows:
         block = triton.next_power_of_2(hidden)
-        _rms_norm_kernel[(rows,)](x, weight, out, hidden, eps, BLOCK=block, num_warps=_warps(block))
+        _rms_norm_kernel[(rows,)](
+            x,
+            weight,
+            out,
+            hidden,
+            eps,
+            BLOCK=block,
+            DEPENDENT=dependent,
+            num_warps=_warps(block),
+            launch_pdl=dependent,
+        )
     return out
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, dependent: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm of `x + residual` and that sum, both contiguous `[T, hidden]`: written into `x` and `residual`."""
     rows, hidden = _rows_and_hidden(x, weight)
@@ -55,7 +72,17 @@ def add_rms_norm(
         raise ValueError(f"the residual is {_describe(residual)}; it must be contiguous and like x: {_describe(x)}")
     if rows:
         block = triton.next_power_of_2(hidden)
-        _add_rms_norm_kernel[(rows,)](x, residual, weight, hidden, eps, BLOCK=block, num_warps=_warps(block))
+        _add_rms_norm_kernel[(rows,)](
+            x,
+            residual,
+            weight,
+            hidden,
+            eps,
+            BLOCK=block,
+            DEPENDENT=dependent,
+            num_warps=_warps(block),
+            launch_pdl=dependent,
+        )
     return x, residual
 
 

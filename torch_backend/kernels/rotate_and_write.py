@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from torch_backend.kernels.dependent_launch import after_previous
 from torch_backend.kernels.float8 import encode_e4m3
 from torch_backend.kernels.integers import levels, scale_of
 from torch_backend.kv_pages import KVPages
@@ -100,6 +101,7 @@ def _rotate_and_write_kernel(
     HAS_NORMS: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     # The second axis goes over blocks of query heads, then of key heads, then of value heads.
     token = tl.program_id(0).to(tl.int64)
@@ -110,6 +112,7 @@ def _rotate_and_write_kernel(
     tile = tl.arange(0, HEADS_BLOCK)
     present = lanes[None, :] < head_dim // 2
     start = qkv + token * (heads + 2 * kv_heads) * head_dim
+    after_previous(DEPENDENT)
     if block < query_blocks:
         own = block * HEADS_BLOCK + tile
         inside = (own[:, None] < heads) & present
@@ -153,6 +156,7 @@ def rotate_and_write(
     norms: HeadNorms | None,
     kv: KVPages,
     write_slots: torch.Tensor,
+    dependent: bool = False,
 ) -> torch.Tensor:
     """Norms (where given) and rotates queries and keys, and stores keys and values in their slots.
 
@@ -160,7 +164,8 @@ def rotate_and_write(
     is written beside them.
 
     **Arguments:** `qkv` `[T, (heads + 2 * kv_heads) * head_dim]`, contiguous: of each token all queries, all keys, all
-    values; `write_slots` int64 `[T]`.
+    values; `write_slots` int64 `[T]`; `dependent`: the kernel starts while the one before it ends
+    (`kernels.dependent_launch`).
 
     **Returns:** queries `[T, heads, head_dim]`, contiguous.
     """
@@ -204,6 +209,8 @@ def rotate_and_write(
         HAS_NORMS=norms is not None,
         HEADS_BLOCK=heads_block,
         HALF_BLOCK=half_block,
+        DEPENDENT=dependent,
         num_warps=4,
+        launch_pdl=dependent,
     )
     return queries
