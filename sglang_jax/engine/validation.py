@@ -69,7 +69,7 @@ def _check_turn(request: GenerateInput, turn: SessionTurnInput) -> None:
     _check_text("session_params.id", turn.session_id)
     if request.sampling.n != 1:
         raise ParameterError(
-            f"n must be 1 for a turn of a session ({shown(turn.session_id)}), which goes on from one output; got "
+            f"n must be 1 for a turn of a session ({shown(turn.session_id)}), which continues from one output; got "
             f"{request.sampling.n}",
             param="n",
         )

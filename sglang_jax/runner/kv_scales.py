@@ -32,18 +32,18 @@ def scales_of_checkpoint(checkpoint: Checkpoint, dtype: KVCacheDtype) -> ScalesO
     """
     if dtype is KVCacheDtype.AUTO:
         if checkpoint.has_kv_scales:
-            logger.info("The checkpoint's scales of keys and values are not used: the cache is not of 8 bits")
+            logger.info("The checkpoint's KV scales are not used: the KV cache is not 8-bit")
         return None
     found = checkpoint.kv_scales()
     if found is None:
         if dtype is KVCacheDtype.FLOAT8_E4M3:
-            logger.info("Keys and values are stored in %s at a scale of 1: the checkpoint brings no scales", dtype)
+            logger.info("Keys and values are stored in %s with a scale of 1: the checkpoint has no scales", dtype)
         return None
     if found.made_for in (None, dtype):
-        logger.info("Keys and values are stored in %s by the checkpoint's scales", dtype)
+        logger.info("Keys and values are stored in %s with the checkpoint's scales", dtype)
     else:
         logger.info(
-            "Keys and values are stored in %s: the checkpoint's scales, of %s, are made to cover the same range",
+            "Keys and values are stored in %s: the checkpoint's scales, for %s, are converted to cover the same range",
             dtype,
             found.made_for,
         )

@@ -50,8 +50,8 @@ class Constraints:
         """Raises `GrammarError` for a grammar where there can be none."""
         if sampling.grammar is not None and self._compiler is None:
             raise GrammarError(
-                f"{sampling.grammar.field} needs structured output, which this engine was started without "
-                "(--grammar-backend), or whose tokenizer has no vocabulary that it knows",
+                f"{sampling.grammar.field} needs structured output, which is off (--grammar-backend none) or does "
+                "not support this model's tokenizer",
                 param=sampling.grammar.field,
             )
 

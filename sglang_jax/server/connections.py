@@ -343,7 +343,7 @@ class BoundedConnection(H11Protocol):
             return
         self._unread_timer = None
         logger.warning(
-            "A client has read nothing of its answer for %g s (--client-timeout), and is cut off with %d bytes unread",
+            "Closed a connection whose client read nothing for %g s (--client-timeout): %d bytes were unread",
             self._limits.client_timeout,
             still,
         )

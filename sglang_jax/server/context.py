@@ -65,7 +65,7 @@ class ServerContext:
         """Raises `ModelNotFoundError` for a name that is not the served model's."""
         if model not in (None, ANY_MODEL, self.config.model_name):
             raise ModelNotFoundError(
-                f"the model {shown(model)} is not served here; this server has {self.config.model_name!r}",
+                f"the model {shown(model)} is not served here; this server serves {self.config.model_name!r}",
                 param="model",
             )
 
@@ -78,8 +78,8 @@ class ServerContext:
         limit = self.config.max_completions_per_request
         if completions > limit:
             raise ParameterError(
-                f"{param} holds {prompts} prompts, which with n makes {shown(completions)} completions; the limit of "
-                f"one request is {limit} (--max-completions-per-request)",
+                f"{param} has {prompts} prompts, with n {shown(completions)} completions; the limit per request is "
+                f"{limit} (--max-completions-per-request)",
                 param=param,
             )
 

@@ -222,7 +222,7 @@ def metrics_router(metrics: ServerMetrics) -> APIRouter:
 
     @router.get("/metrics", dependencies=[Depends(require_admin)])
     async def scrape(request: Request) -> Response:
-        """All figures, in Prometheus' text format or OpenMetrics', whichever is asked for."""
+        """All metrics, in the text format of Prometheus or OpenMetrics."""
         offers = request.headers.get("accept", "").split(",")
         encode, content_type = choose_encoder(",".join(one for one in offers if not _ODD_VERSION.search(one)))
         return Response(encode(metrics.registry), headers={"Content-Type": content_type})

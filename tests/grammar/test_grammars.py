@@ -241,7 +241,7 @@ DEEP = "start: r0\n" + "\n".join(f'r{i}: "a" | "b" r{(i + 1) % 4000}' for i in r
 @pytest.mark.slow
 def test_a_grammar_that_ends_its_process_is_refused_and_the_next_one_is_not() -> None:
     sandbox = Sandbox({}, seconds=20.0)
-    with pytest.raises(GrammarError, match="nested deeper"):
+    with pytest.raises(GrammarError, match="nested too deeply"):
         sandbox.try_out(Grammar(GrammarKind.EBNF, DEEP, "ebnf"))
     assert "start:" in sandbox.try_out(choice_grammar(["a", "b"]))
     sandbox.close()

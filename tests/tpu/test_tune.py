@@ -261,7 +261,7 @@ def test_so_few_heads_that_no_loop_over_them_is_left() -> None:
     ("arguments", "message"),
     [
         (("--by", "schedule"), "--by schedule needs --chip"),
-        (("--by", "device", "--chip", "v6e"), "--chip is of --by schedule"),
+        (("--by", "device", "--chip", "v6e"), "--chip is for --by schedule"),
         (("--chip", "v9"), "'v9' is not one of"),
         (("--chip", "v6e", "--page-size", "48"), "page_size must be a power of two, got 48"),
         (("--chip", "v6e", "--tp", "3"), "4 heads and 2 kv heads cannot be spread over 3 devices"),
