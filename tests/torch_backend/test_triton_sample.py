@@ -288,7 +288,7 @@ def test_however_many_tokens_fit_into_the_buffer_the_same_are_kept(
     monkeypatch.setattr(sample_filters, "_CAPACITY", capacity)
     monkeypatch.setattr(sample_survey, "_LEAST_PART", 5000 // parts)
     assert sample_survey.parts_of(5000) == parts
-    filters = [(2500, 1.0), (-1, 0.3), (40, 0.9), (3000, 0.5)]
+    filters = [(2500, 1.0), (-1, 0.3), (-1, 0.999), (40, 0.9), (3000, 0.5)]
     kinds = ("normal", "flat", "masked", "wide")
     rows = [Row(LOGITS[kind], 0.7, top_k, top_p) for kind in kinds for top_k, top_p in filters]
     for row, kept in zip(rows, kept_of(rows).distances.tolist(), strict=True):

@@ -59,15 +59,19 @@ def _first_limits(LIMITS: tl.constexpr):
 def _second_limits(
     low, high, largest, least_logits, temperature, row, PARTS: tl.constexpr, LIMITS: tl.constexpr
 ):  # fmt: skip
-    """Bits of distances from `low` to `high`, which is the last of them. No finite distance is beyond the others."""
+    """Bits of distances from `low` to `high`, then infinity. No finite distance is beyond the others."""
     least = tl.min(tl.load(least_logits + row * PARTS + tl.arange(0, PARTS)), 0)
     farthest = tl.div_rn(largest - least, temperature).to(tl.int32, bitcast=True)
     top = tl.maximum(tl.minimum(high, farthest), low)
     ways = tl.arange(0, LIMITS)
     # Evenly by value near the likeliest token, and by bits elsewhere, which within an octave is the same.
-    by_value = (top.to(tl.float32, bitcast=True) * ((ways + 1).to(tl.float32) / LIMITS)).to(tl.int32, bitcast=True)
-    by_bits = low + (ways + 1) * ((top - low) // LIMITS)
-    return tl.where(ways < LIMITS - 1, tl.where(low == 0, by_value, by_bits), high)
+    by_value = (top.to(tl.float32, bitcast=True) * ((ways + 1).to(tl.float32) / (LIMITS - 1))).to(
+        tl.int32, bitcast=True
+    )
+    by_bits = low + (ways + 1) * ((top - low) // (LIMITS - 1))
+    limits = tl.where(ways < LIMITS - 2, tl.where(low == 0, by_value, by_bits), high)
+    # What lies within infinity is all there is, of which top-p wants a share.
+    return tl.where(ways < LIMITS - 1, limits, _INFINITY_BITS)
 
 
 @triton.jit
